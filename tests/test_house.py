@@ -1,0 +1,507 @@
+"""The rules of the house, held by tests: floors, no hidden state, silent imports, honest exports."""
+
+import __future__
+
+import ast
+import datetime
+import enum
+import functools
+import importlib
+import inspect
+import itertools
+import logging
+import os
+import pathlib
+import pkgutil
+import random
+import re
+import subprocess
+import sys
+import threading
+import types
+import typing
+from collections import deque
+from collections.abc import Iterator, MutableMapping, MutableSequence, MutableSet
+from contextvars import ContextVar
+from dataclasses import dataclass, fields, is_dataclass
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import typing_extensions
+
+import accelfn
+
+ROOT = pathlib.Path(__file__).parents[1]
+
+# From the ground up; packages in one row may not import each other.
+FLOORS = (
+    ("errors",),
+    ("context",),
+    ("tree",),
+    ("comm",),
+    ("data", "parallel", "bigmodel", "tracking", "testing"),
+    ("training",),
+    ("checkpoint",),
+    ("accelerator",),
+    ("launch",),
+)
+FLOOR_OF = types.MappingProxyType({name: height for height, row in enumerate(FLOORS) for name in row})
+
+
+def module_names() -> tuple[str, ...]:
+    below = pkgutil.walk_packages(accelfn.__path__, prefix="accelfn.")
+    return ("accelfn", *sorted(found.name for found in below))
+
+
+MODULES = module_names()
+PACKAGES = tuple(name for name in MODULES[1:] if (ROOT / name.replace(".", "/")).is_dir())
+
+
+def source_path(module: str) -> pathlib.Path:
+    base = ROOT / module.replace(".", "/")
+    return base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
+
+
+# --- floors --------------------------------------------------------------------------------------
+
+
+def imported_names(source: str, module: str, *, is_package: bool) -> Iterator[tuple[int, str]]:
+    """Yield (line, absolute dotted name) of each import, wherever it stands in the module."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parts = module.split(".")
+                parent = parts[: len(parts) - node.level + is_package]
+                base = ".".join((*parent, *((base,) if base else ())))
+            for alias in node.names:
+                yield node.lineno, f"{base}.{alias.name}"
+        elif isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            target = node.args[0].value
+            if called in ("import_module", "__import__") and isinstance(target, str):
+                yield node.lineno, target
+
+
+def floor_violations(source: str, module: str, *, is_package: bool = False) -> list[str]:
+    """Say which imports of a module leave its floor sideways or upwards."""
+    package = module.split(".")[1]
+    if package not in FLOOR_OF:
+        return [f"{module} stands on no floor. Add {package!r} to FLOORS, or move the module."]
+    found: list[str] = []
+    for line, name in imported_names(source, module, is_package=is_package):
+        parts = name.split(".")
+        if parts[0] != "accelfn" or name == "accelfn.__version__":
+            continue
+        target = parts[1] if len(parts) > 1 else ""
+        if target not in FLOOR_OF:
+            found.append(f"{module}:{line} imports {name} from the root. Import it from its own package.")
+        elif target != package and FLOOR_OF[target] >= FLOOR_OF[package]:
+            found.append(f"{module}:{line} imports {name}, which is not below {package}.")
+        elif target == "accelerator" and not module.startswith("accelfn.launch."):
+            found.append(f"{module}:{line} imports {name}; nothing below the launcher needs the shim.")
+    return found
+
+
+@pytest.mark.parametrize("module", MODULES[1:])
+def test_imports_only_go_down(module: str) -> None:
+    path = source_path(module)
+    assert floor_violations(path.read_text(), module, is_package=path.name == "__init__.py") == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("accelfn.context.world", "from accelfn.tree import pack"),
+        ("accelfn.context.world", "import accelfn.tree.pack"),
+        ("accelfn.context.world", "from ..tree import pack"),
+        ("accelfn.context.world", "from accelfn import tree"),
+        ("accelfn.context.world", "def f():\n    from accelfn.comm import gather"),
+        ("accelfn.context.world", "if TYPE_CHECKING:\n    from accelfn.comm import gather"),
+        ("accelfn.context.world", "importlib.import_module('accelfn.comm')"),
+        ("accelfn.data.loader", "from accelfn.parallel import mesh"),
+        ("accelfn.data.loader", "from accelfn import gather"),
+        ("accelfn.data.loader", "import accelfn"),
+        ("accelfn.errors", "from accelfn.context import Context"),
+        ("accelfn.utils", "import os"),
+    ],
+)
+def test_the_floor_check_can_fail(module: str, source: str) -> None:
+    assert len(floor_violations(source, module)) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "is_package"),
+    [
+        ("accelfn.data.loader", "from accelfn.data.order import permute", False),
+        ("accelfn.data.loader", "from .order import permute\nfrom ..comm import gather", False),
+        ("accelfn.data", "from .loader import x\nfrom ..context import Context", True),
+        ("accelfn.training.step", "import torch, accelfn.parallel.mesh, accelfn.errors", False),
+        ("accelfn.launch.main", "from accelfn import __version__", False),
+        ("accelfn.launch.selftest", "from accelfn.accelerator import Accelerator", False),
+    ],
+)
+def test_the_floor_check_lets_good_imports_pass(module: str, source: str, is_package: bool) -> None:
+    assert floor_violations(source, module, is_package=is_package) == []
+
+
+# --- no hidden state -----------------------------------------------------------------------------
+
+# Names that the import system, the compiler or the warnings module puts into a module.
+SYSTEM_NAMES = frozenset(
+    (
+        *("__annotate__", "__annotations__", "__builtins__", "__cached__", "__conditional_annotations__"),
+        *("__doc__", "__file__", "__loader__", "__name__", "__package__", "__path__", "__spec__"),
+        "__warningregistry__",
+    )
+)
+IMMUTABLE_TYPES = (
+    *(type(None), type(...), type(NotImplemented), bool, int, float, complex, str, bytes, range, slice),
+    *(ModuleType, types.BuiltinFunctionType, types.GenericAlias, types.UnionType, re.Pattern, enum.Enum),
+    *(pathlib.PurePath, datetime.timedelta, datetime.datetime, __future__._Feature),  # pyright: ignore[reportPrivateUsage]
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
+# What has no place in a default value or on a class either.
+STATEFUL_TYPES: tuple[type, ...] = (
+    *(MutableSequence, MutableMapping, MutableSet, Iterator, torch.Tensor, torch.Generator, random.Random),
+    *(ContextVar, threading.local, threading.Event, threading.Condition, logging.Logger),
+    *(type(threading.Lock()), type(threading.RLock())),
+)
+# What enum and NamedTuple keep on the class, under names of their own.
+CLASS_MACHINERY = frozenset({"_field_defaults", "_abc_impl"})
+
+
+def mutable_parts(value: object, path: str) -> Iterator[str]:
+    """Yield what could change in a module global. A type that is not known counts as mutable."""
+    kind = type(value)
+    if isinstance(value, type):
+        if value.__module__.split(".")[0] == "accelfn" or value.__module__ == "planted":
+            yield from mutable_class_parts(value, path)
+    elif isinstance(value, types.FunctionType):
+        yield from (
+            f"{path}.{name} (attribute of a function)" for name in vars(value) if name != "__wrapped__"
+        )
+        for default in (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()):
+            if isinstance(default, STATEFUL_TYPES):
+                yield f"{path} (a default value can change)"
+    elif isinstance(value, tuple | frozenset):
+        for index, part in enumerate(typing.cast("tuple[object, ...]", value)):
+            yield from mutable_parts(part, f"{path}[{index}]")
+    elif isinstance(value, types.MappingProxyType):
+        for key, part in typing.cast("types.MappingProxyType[object, object]", value).items():
+            yield from mutable_parts(part, f"{path}[{key!r}]")
+    elif isinstance(value, functools.partial):
+        call = typing.cast("functools.partial[object]", value)
+        yield from mutable_parts((call.func, call.args, *call.keywords.values()), f"{path}(partial)")
+    elif is_dataclass(value) and typing.cast("Any", kind).__dataclass_params__.frozen:
+        for field in fields(value):
+            yield from mutable_parts(getattr(value, field.name), f"{path}.{field.name}")
+    elif not isinstance(value, IMMUTABLE_TYPES) and kind.__module__ not in ("typing", "typing_extensions"):
+        yield f"{path} ({kind.__module__}.{kind.__qualname__})"
+
+
+def mutable_class_parts(cls: type, path: str) -> Iterator[str]:
+    """Yield the class attributes in which state could hide."""
+    for name, value in vars(cls).items():
+        sunder = issubclass(cls, enum.Enum) and name.startswith("_") and name.endswith("_")
+        if name.startswith("__") or sunder or name in CLASS_MACHINERY:
+            continue
+        if isinstance(value, STATEFUL_TYPES) or hasattr(value, "cache_info"):
+            yield f"{path}.{name} ({type(value).__qualname__}, attribute of a class)"
+
+
+def mutable_globals(module: ModuleType) -> list[str]:
+    """List the globals of a module that could hold state."""
+    return [
+        found
+        for name, value in vars(module).items()
+        if name not in SYSTEM_NAMES
+        for found in mutable_parts(value, f"{module.__name__}.{name}")
+    ]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_module_holds_state(module: str) -> None:
+    assert mutable_globals(importlib.import_module(module)) == []
+
+
+class Plain:
+    """Stands for a class whose instances can change."""
+
+
+class Point(NamedTuple):
+    x: object
+
+
+@dataclass(frozen=True)
+class Frozen:
+    x: object
+
+
+@dataclass
+class Thawed:
+    x: object
+
+
+class Hider:
+    registry: typing.ClassVar[dict[str, int]] = {}
+
+
+Hider.__module__ = "planted"
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
+def tagged() -> None: ...
+
+
+tagged.calls = 0  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def remembers(seen: list[int] = []) -> list[int]:  # noqa: B006 - the fault is planted
+    return seen
+
+
+@functools.lru_cache
+def cached() -> None: ...
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *([], {}, set[int](), bytearray(), deque[int](), (1, []), Point([]), Frozen([]), Thawed(1), Plain()),
+        *(types.MappingProxyType({"a": []}), functools.partial(print, []), cached, tagged, remembers, Hider),
+        *(torch.zeros(1), torch.Generator(), random.Random(), itertools.count(), iter(())),
+        *(threading.local(), threading.Lock(), threading.RLock(), ContextVar[int]("planted"), os.environ),
+        logging.getLogger("planted"),
+    ],
+    ids=lambda value: type(value).__qualname__,
+)
+def test_the_state_check_finds_what_is_planted(value: object) -> None:
+    module = ModuleType("planted")
+    vars(module)["_hidden"] = value
+    assert len(mutable_globals(module)) == 1
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(None, 1, "a", (1, ("b", None)), frozenset({1}), range(3), Color.RED, Frozen((1, 2)), Point(1)),
+        *(types.MappingProxyType({"a": 1}), functools.partial(print, end=""), print, Plain, re.compile("a")),
+        *(
+            torch.float32,
+            torch.device("cpu"),
+            typing.Any,
+            typing.TypeVar("T"),
+            typing_extensions.Self,
+            int | str,
+        ),
+        *(list[int], typing.Callable[[int], int], datetime.timedelta(1), pathlib.Path()),
+    ],
+    ids=lambda value: type(value).__qualname__,
+)
+def test_the_state_check_lets_constants_pass(value: object) -> None:
+    module = ModuleType("planted")
+    vars(module)["CONSTANT"] = value
+    assert mutable_globals(module) == []
+
+
+# --- silent imports ------------------------------------------------------------------------------
+
+# What imports may change in torch and the other dependencies is theirs: they are loaded first.
+SILENCE_PROBE = """
+import contextlib, importlib, io, logging, os, random, signal, sys, threading, warnings
+import optree, safetensors, torch
+import torch.distributed
+try:
+    import numpy
+except ImportError:
+    numpy = None
+
+def observe():
+    manager = logging.root.manager
+    return {
+        "environment": dict(os.environ),
+        "loggers": sorted(name for name in manager.loggerDict if name.partition(".")[0] == "accelfn"),
+        "root logger": (logging.root.level, list(logging.root.handlers), list(logging.root.filters)),
+        "random": random.getstate(),
+        "torch random": torch.get_rng_state().tolist(),
+        "numpy random": numpy and [str(part) for part in numpy.random.get_state()],
+        "process group": torch.distributed.is_initialized(),
+        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
+        "warnings": list(warnings.filters),
+        "hooks": (sys.excepthook, threading.excepthook, list(sys.meta_path), list(sys.path)),
+        "directory": os.getcwd(),
+        "default dtype": torch.get_default_dtype(),
+        "grad mode": torch.is_grad_enabled(),
+        "threads of torch": torch.get_num_threads(),
+    }
+
+before = observe()
+with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+    for name in sys.argv[1:]:
+        importlib.import_module(name)
+    PLANTED
+after = observe()
+changed = [key for key in before if before[key] != after[key]]
+print("changed:", changed + ["output"] * bool(out.getvalue() + err.getvalue()))
+"""
+
+
+def probe_silence(planted: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", SILENCE_PROBE.replace("PLANTED", planted), *MODULES],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout + done.stderr
+
+
+def test_importing_everything_changes_nothing() -> None:
+    assert probe_silence("pass") == "changed: []\n"
+
+
+def test_the_silence_check_can_fail() -> None:
+    planted = (
+        "os.environ['A'] = 'b'; logging.getLogger('accelfn.x'); "
+        "logging.root.addHandler(logging.NullHandler()); "
+        "random.random(); torch.rand(1); threading.Timer(2, print).start(); print('hello')"
+    )
+    found = "'environment', 'loggers', 'root logger', 'random', 'torch random', 'threads', 'output'"
+    assert probe_silence(planted).startswith(f"changed: [{found}]\n")
+
+
+# --- exports and documentation -------------------------------------------------------------------
+
+
+def public_names(module: ModuleType) -> set[str]:
+    """Name what a reader finds in a module: no submodules, nothing private, no `annotations`."""
+    return {
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and not isinstance(value, ModuleType | __future__._Feature)  # pyright: ignore[reportPrivateUsage]
+    }
+
+
+def own_public_names(module: ModuleType) -> set[str]:
+    """Name the classes and functions that a module defines itself."""
+    return {
+        name
+        for name in public_names(module)
+        if getattr(vars(module)[name], "__module__", "") == module.__name__
+    }
+
+
+def undocumented(owner: str, value: object) -> Iterator[str]:
+    """Yield the public parts of a class or function that have no docstring of their own."""
+    if not isinstance(value, type | types.FunctionType):
+        return
+    doc = value.__doc__ or ""
+    generated = doc.startswith(f"{value.__name__}(")  # a dataclass or NamedTuple lists its fields
+    if not doc or generated:
+        yield owner
+    if isinstance(value, type):
+        for name, part in vars(value).items():
+            function = getattr(part, "fget", None) or getattr(part, "__func__", part)
+            if not name.startswith("_") and isinstance(function, types.FunctionType) and not function.__doc__:
+                yield f"{owner}.{name}"
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_all_is_a_tuple_of_names_that_exist(module: str) -> None:
+    loaded = importlib.import_module(module)
+    exported = getattr(loaded, "__all__", None)
+    assert isinstance(exported, tuple)
+    names = typing.cast("tuple[str, ...]", exported)
+    assert len(set(names)) == len(names)
+    assert [name for name in names if not hasattr(loaded, name)] == []
+    assert loaded.__doc__
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_exports_exactly_what_it_holds(package: str) -> None:
+    loaded = importlib.import_module(package)
+    assert set(loaded.__all__) == public_names(loaded)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_public_definition_is_exported(module: str) -> None:
+    loaded = importlib.import_module(module)
+    assert own_public_names(loaded) - set(loaded.__all__) == set()
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_everything_public_has_a_docstring(module: str) -> None:
+    loaded = importlib.import_module(module)
+    named = ((f"{module}.{name}", getattr(loaded, name)) for name in loaded.__all__)
+    assert [missing for name, value in named for missing in undocumented(name, value)] == []
+
+
+def test_the_docstring_check_can_fail() -> None:
+    class Half:
+        """Documented, but not all of it."""
+
+        def loud(self) -> None: ...
+
+        @property
+        def size(self) -> int:
+            return 0
+
+    assert list(undocumented("Half", Half)) == ["Half.loud", "Half.size"]
+    assert list(undocumented("Frozen", Frozen)) == ["Frozen"]
+    assert list(undocumented("Point", Point)) == ["Point"]
+    assert inspect.getdoc(Half)
+
+
+# --- the tree as a whole -------------------------------------------------------------------------
+
+
+def test_required_dependencies_are_exactly_four() -> None:
+    block = re.search(
+        r"^dependencies = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE
+    )
+    assert block is not None
+    required = [re.split(r"[<>=!~; \[]", spec)[0] for spec in re.findall(r'"(.+?)"', block[1])]
+    assert sorted(required) == ["optree", "safetensors", "torch", "typing-extensions"]
+
+
+def test_version_is_one_number() -> None:
+    declared = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert declared is not None
+    assert declared[1] == accelfn.__version__
+
+
+def project_files() -> Iterator[pathlib.Path]:
+    """Yield the files that belong to the project; tools leave others beside them."""
+    tops = ("accelfn", "tests", "docs", "typings", ".ci")
+    for path in (
+        *ROOT.glob("*"),
+        *ROOT.glob(".*"),
+        *(path for top in tops for path in (ROOT / top).rglob("*")),
+    ):
+        if path.is_file() and path.name != ".git" and "__pycache__" not in path.parts:
+            yield path
+
+
+def test_no_file_names_a_path_of_one_machine() -> None:
+    paths = re.compile(rb"(?<![\w.:/-])/(?:work|tmp/venv|tmp/w)/")
+    assert paths.search(b"see " + b"/work" + b"/x")
+    files = list(project_files())
+    assert ROOT / "pyproject.toml" in files
+    assert [str(path.relative_to(ROOT)) for path in files if paths.search(path.read_bytes())] == []
+
+
+def test_continuous_integration_runs_the_test_command_of_the_readme() -> None:
+    commands = [line for line in (ROOT / "README.md").read_text().splitlines() if "-m pytest" in line]
+    assert len(commands) == 1, "README.md shows one test command, on one line"
+    assert commands[0].strip() in (ROOT / ".ci" / "run").read_text()
