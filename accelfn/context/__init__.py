@@ -1,0 +1,1 @@
+"""Who a process is and how it was configured."""
