@@ -1,0 +1,51 @@
+"""Pytrees across ranks, process control, random state."""
+
+from accelfn.comm.agreement import Call, agree, attempt, verify_structure
+from accelfn.comm.objects import broadcast_bytes, broadcast_object_list, gather_bytes, gather_object
+from accelfn.comm.process_control import (
+    local_main_process_first,
+    main_process_first,
+    on_last_process,
+    on_local_main_process,
+    on_local_process,
+    on_main_process,
+    on_process,
+    print_once,
+    wait_for_everyone,
+)
+from accelfn.comm.random_state import set_seed, synchronize_rng_states
+from accelfn.comm.split import split_between_processes
+from accelfn.comm.tensors import broadcast, gather, pad_across_processes, reduce, scatter, split_sizes
+from accelfn.comm.triggers import TriggerState, check_trigger, set_trigger
+
+__all__ = (
+    "Call",
+    "TriggerState",
+    "agree",
+    "attempt",
+    "broadcast",
+    "broadcast_bytes",
+    "broadcast_object_list",
+    "check_trigger",
+    "gather",
+    "gather_bytes",
+    "gather_object",
+    "local_main_process_first",
+    "main_process_first",
+    "on_last_process",
+    "on_local_main_process",
+    "on_local_process",
+    "on_main_process",
+    "on_process",
+    "pad_across_processes",
+    "print_once",
+    "reduce",
+    "scatter",
+    "set_seed",
+    "set_trigger",
+    "split_between_processes",
+    "split_sizes",
+    "synchronize_rng_states",
+    "verify_structure",
+    "wait_for_everyone",
+)

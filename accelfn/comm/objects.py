@@ -1,0 +1,126 @@
+"""Python objects across ranks. They travel pickled, between the ranks of one program, and are never written to disk."""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from typing import Any, TypeVar, cast, overload
+
+import torch
+
+from accelfn.comm.agreement import Call, agree, attempt, capacity
+from accelfn.comm.wire import as_bytes, as_tensor
+from accelfn.context import Context
+
+__all__ = ("broadcast_bytes", "broadcast_object_list", "gather_bytes", "gather_object")
+
+T = TypeVar("T")
+
+_LENGTH = struct.Struct("<Q")
+
+
+@overload
+def gather_object(ctx: Context, obj: list[T]) -> list[T]: ...
+@overload
+def gather_object(ctx: Context, obj: T) -> list[T]: ...
+def gather_object(ctx: Context, obj: Any) -> list[Any]:
+    """Bring the Python objects of all ranks together in one list.
+
+    A list is joined with the lists of the other ranks, in rank order; any other object counts as a list of one.
+
+    Ranks: every rank of ``ctx``.
+
+    Args:
+        ctx: The world.
+        obj: Anything that pickle can carry. Tensors should go through :func:`accelfn.gather`.
+
+    Returns:
+        The same list on every rank. With one process a list is given back itself.
+
+    Raises:
+        Exception: What pickle raises, on the rank whose object can't be pickled.
+        RemoteRankError: The object of another rank can't be pickled.
+
+    >>> gather_object(Context(), ["a", "b"]), gather_object(Context(), {"score": 1})
+    (['a', 'b'], [{'score': 1}])
+    """
+    objects = cast("list[Any]", obj) if isinstance(obj, list) else [obj]
+    if ctx.world.size == 1:
+        return objects
+    blob, error = attempt(lambda: pickle.dumps(objects))
+    blobs = gather_bytes(ctx, Call("gather_object"), blob or b"", error)
+    return [item for rank in blobs for item in pickle.loads(rank)]
+
+
+def broadcast_object_list(ctx: Context, objs: list[T], from_process: int = 0) -> list[T]:
+    """Give every rank the list of Python objects of rank ``from_process``.
+
+    Ranks: every rank of ``ctx``.
+
+    Args:
+        ctx: The world.
+        objs: On ``from_process`` the list that is sent; elsewhere ignored and left as it is.
+        from_process: The rank that sends.
+
+    Returns:
+        On ``from_process`` the list itself, elsewhere a new one.
+
+    Raises:
+        ValueError: ``from_process`` is no rank.
+        TypeError: ``objs`` is no list.
+        RemoteRankError: The objects of the sending rank can't be pickled.
+
+    >>> broadcast_object_list(Context(), ["a", 1])
+    ['a', 1]
+    """
+    sends = ctx.world.rank == from_process
+
+    def prepare() -> bytes:
+        if not 0 <= from_process < ctx.world.size:
+            raise ValueError(
+                f"broadcast_object_list: from_process must be a rank in 0..{ctx.world.size - 1}, got {from_process}."
+            )
+        if not isinstance(cast("object", objs), list):
+            raise TypeError(f"broadcast_object_list: objs must be a list, got {type(objs).__name__}. Wrap it: [obj].")
+        return pickle.dumps(objs) if sends and ctx.world.size > 1 else b""
+
+    blob, error = attempt(prepare)
+    if ctx.world.size == 1:
+        if error is not None:
+            raise error
+        return objs
+    call = Call("broadcast_object_list", f"from {from_process}")
+    received = broadcast_bytes(ctx, call, blob or b"", from_process, error)
+    return objs if sends else pickle.loads(received)
+
+
+def gather_bytes(ctx: Context, call: Call, blob: bytes, error: Exception | None = None) -> list[bytes]:
+    """Bring bytes of any length together, one entry per rank. Opens the operation ``call``."""
+    first = capacity(ctx) - _LENGTH.size
+    rows = agree(ctx, call, as_tensor(_LENGTH.pack(len(blob)) + blob[:first]), error)
+    lengths = [_LENGTH.unpack(as_bytes(row[: _LENGTH.size]))[0] for row in rows]
+    heads = [as_bytes(row[_LENGTH.size :]) for row in rows]
+    rest = max(lengths) - first
+    if rest <= 0:
+        return heads
+    padded = torch.zeros(rest, dtype=torch.uint8)
+    tail = as_tensor(blob[first:])
+    padded[: tail.numel()] = tail
+    joined = ctx.collectives.all_gather(padded).view(len(rows), rest)
+    return [
+        head + as_bytes(row[: max(0, length - first)]) for head, row, length in zip(heads, joined, lengths, strict=True)
+    ]
+
+
+def broadcast_bytes(ctx: Context, call: Call, blob: bytes, source: int, error: Exception | None = None) -> bytes:
+    """Give every rank the bytes of rank ``source``. Opens the operation ``call``."""
+    first = capacity(ctx) - _LENGTH.size
+    sends = ctx.world.rank == source
+    rows = agree(ctx, call, as_tensor(_LENGTH.pack(len(blob)) + blob[:first]) if sends else None, error)
+    row = rows[source]
+    length = _LENGTH.unpack(as_bytes(row[: _LENGTH.size]))[0]
+    if length <= first:
+        return as_bytes(row[_LENGTH.size :])
+    tail = as_tensor(blob[first:]) if sends else torch.empty(length - first, dtype=torch.uint8)
+    ctx.collectives.broadcast(tail, source)
+    return blob if sends else as_bytes(row[_LENGTH.size :]) + as_bytes(tail)

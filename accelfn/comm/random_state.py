@@ -1,0 +1,111 @@
+"""Random number generators: seed them, and bring them to one state over all ranks."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import random
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from accelfn.comm.agreement import Call, attempt
+from accelfn.comm.objects import broadcast_bytes
+from accelfn.comm.wire import as_bytes, as_tensor
+from accelfn.context import Context
+from accelfn.context.config import RNGType
+from accelfn.errors import ConfigurationError
+
+__all__ = ("set_seed", "synchronize_rng_states")
+
+
+def set_seed(seed: int, *, ctx: Context | None = None, device_specific: bool = False, deterministic: bool = False) -> None:
+    """Seed Python's, NumPy's (where it is installed) and torch's generators, those of all devices too.
+
+    Ranks: local; with the same arguments every rank has the same state.
+
+    Args:
+        seed: Non-negative, below 2**32 less the number of ranks (NumPy takes no larger one).
+        ctx: Needed with ``device_specific``.
+        device_specific: Add the rank, so that ranks draw different numbers.
+        deterministic: Also switch torch to deterministic algorithms, for the whole process.
+
+    Raises:
+        ValueError: ``seed`` is out of range, or ``device_specific`` without ``ctx``.
+    """
+    if device_specific:
+        if ctx is None:
+            raise ValueError("set_seed: device_specific needs the context: set_seed(seed, ctx=ctx, device_specific=True).")
+        seed += ctx.rank
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"set_seed: seed must lie in 0..2**32 - 1, got {seed}.")
+    random.seed(seed)
+    if importlib.util.find_spec("numpy") is not None:
+        importlib.import_module("numpy.random").seed(seed)
+    torch.manual_seed(seed)
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+
+
+def synchronize_rng_states(
+    ctx: Context, types: Iterable[str | RNGType], generator: torch.Generator | None = None
+) -> None:
+    """Bring random number generators to the state that they have on rank 0.
+
+    Ranks: every rank of ``ctx``, with the same types.
+
+    Args:
+        ctx: The world.
+        types: ``"torch"`` (the CPU's), ``"generator"``, or a device type such as ``"cuda"`` (this rank's device).
+        generator: The generator that ``"generator"`` means.
+
+    Raises:
+        ValueError: ``"generator"`` without one.
+        ConfigurationError: An unknown type, or a device that this machine doesn't have.
+    """
+    names = [item.value if isinstance(item, RNGType) else item for item in types]
+
+    def read() -> bytes:
+        return b"".join(as_bytes(_state(name, generator)) for name in names)
+
+    own, error = attempt(read)
+    if ctx.world.size == 1:
+        if error is not None:
+            raise error
+        return
+    call = Call("synchronize_rng_states", ",".join(names))
+    received = broadcast_bytes(ctx, call, own or b"", 0, error)
+    start = 0
+    for name in names:
+        length = _state(name, generator).numel()
+        _set_state(name, generator, as_tensor(received[start : start + length]))
+        start += length
+
+
+def _state(name: str, generator: torch.Generator | None) -> torch.Tensor:
+    if name == "generator":
+        if generator is None:
+            raise ValueError('synchronize_rng_states: the type "generator" needs generator=.')
+        return generator.get_state()
+    return torch.get_rng_state() if name == "torch" else _device_module(name).get_rng_state()
+
+
+def _set_state(name: str, generator: torch.Generator | None, state: torch.Tensor) -> None:
+    if name == "generator":
+        assert generator is not None  # _state has refused it
+        generator.set_state(state)
+    elif name == "torch":
+        torch.set_rng_state(state)
+    else:
+        _device_module(name).set_rng_state(state)
+
+
+def _device_module(name: str) -> Any:
+    known = tuple(item.value for item in RNGType)
+    if name not in known:
+        raise ConfigurationError(f"synchronize_rng_states: types are {', '.join(known)}; got {name!r}.")
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None or accelerator.type != name:
+        raise ConfigurationError(f"synchronize_rng_states: this machine has no {name!r} device.")
+    return torch.get_device_module(name)

@@ -1,0 +1,51 @@
+"""Bytes as tensors and back, and trees of tensors as bytes."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from accelfn.tree import Group
+
+__all__ = ("ALIGNMENT", "as_bytes", "as_tensor", "padded_size", "read_groups", "write_groups")
+
+# Every buffer starts at a multiple of the largest element (complex128), so that a view of any dtype is possible.
+ALIGNMENT = 16
+
+
+def as_tensor(data: bytes) -> torch.Tensor:
+    """Copy ``data`` into a uint8 tensor on the CPU."""
+    if not data:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def as_bytes(tensor: torch.Tensor) -> bytes:
+    """Copy a contiguous uint8 tensor on the CPU into bytes. Needs no numpy."""
+    return ctypes.string_at(tensor.data_ptr(), tensor.numel()) if tensor.numel() else b""
+
+
+def padded_size(num_bytes: int) -> int:
+    """Round up to the alignment of buffers."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def write_groups(target: torch.Tensor, groups: tuple[Group, ...], leaves: list[torch.Tensor]) -> None:
+    """Write the leaves of ``groups`` one after the other into ``target``, uint8 and large enough."""
+    start = 0
+    for group in groups:
+        if group.num_bytes:
+            part = target[start : start + group.num_bytes].view(group.dtype)
+            torch.cat([leaves[index].detach().reshape(-1) for index in group.leaves], out=part)
+        start += padded_size(group.num_bytes)
+
+
+def read_groups(source: torch.Tensor, groups: tuple[Group, ...]) -> list[torch.Tensor]:
+    """Give one flat view of ``source`` per group, as :func:`write_groups` wrote them."""
+    start = 0
+    buffers: list[torch.Tensor] = []
+    for group in groups:
+        buffers.append(source[start : start + group.num_bytes].view(group.dtype))
+        start += padded_size(group.num_bytes)
+    return buffers

@@ -1,0 +1,273 @@
+"""Options for the torch objects that accelfn builds on the user's behalf."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from datetime import timedelta
+from types import MappingProxyType
+from typing import Any, cast
+
+from accelfn.context.config.checks import (
+    as_choice,
+    check_bools,
+    check_callables,
+    check_ints,
+    check_reals,
+    check_texts,
+    settle,
+    settle_choice,
+    settle_options,
+    settle_path,
+    unchecked,
+    where,
+    wrong_type,
+)
+from accelfn.context.config.enums import DDPCommunicationHookType, ProfileActivity
+from accelfn.context.config.options import FrozenOptions, thaw
+from accelfn.errors import ConfigurationError
+
+__all__ = (
+    "NOT_PASSED_ON",
+    "AutocastKwargs",
+    "DistributedDataParallelKwargs",
+    "GradScalerKwargs",
+    "InitProcessGroupKwargs",
+    "KwargsHandler",
+    "ProfileKwargs",
+)
+
+# Marks a field that accelfn itself reads and that the customised torch object does not know.
+NOT_PASSED_ON: Mapping[str, bool] = MappingProxyType({"passed_on": False})
+
+_NO_HOOK = DDPCommunicationHookType.NO
+_POWER_SGD = (DDPCommunicationHookType.POWER_SGD, DDPCommunicationHookType.BATCHED_POWER_SGD)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KwargsHandler:
+    """Base of the records that turn into keyword arguments of something else.
+
+    A handler never looks at the environment. Every field has a default.
+    """
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields by name, as a deep copy with plain dicts for options."""
+        return {item.name: copy.deepcopy(thaw(getattr(self, item.name))) for item in fields(self)}
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """Return the fields that differ from the default of the class and are meant for the other side.
+
+        For a handler ``h`` without fields of our own, ``type(h)(**h.to_kwargs()) == h``.
+        """
+        default = type(self)()
+        return {
+            item.name: thaw(getattr(self, item.name))
+            for item in fields(self)
+            if item.metadata.get("passed_on", True)
+            and getattr(self, item.name) != getattr(default, item.name)
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AutocastKwargs(KwargsHandler):
+    """Options of ``torch.autocast``.
+
+    Attributes:
+        enabled: Whether autocast is on inside the block. Default True.
+        cache_enabled: Whether casts of weights are cached; ``None`` leaves it to torch. Default None.
+    """
+
+    enabled: bool = True
+    cache_enabled: bool | None = None
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        check_bools(self, "enabled")
+        check_bools(self, "cache_enabled", optional=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DistributedDataParallelKwargs(KwargsHandler):
+    """Options of ``torch.nn.parallel.DistributedDataParallel``.
+
+    Attributes:
+        dim: Dim along which inputs would be split over devices of one process. Default 0.
+        broadcast_buffers: Whether rank 0 sends its buffers before each forward. Default True.
+        bucket_cap_mb: Size of a gradient bucket, in MiB. Default 25.
+        find_unused_parameters: Whether parameters without a gradient are searched for after each
+            forward. Default False.
+        check_reduction: Accepted by torch, without effect there. Default False.
+        gradient_as_bucket_view: Whether gradients are views into the buckets, which saves one copy of
+            them. Default False.
+        static_graph: Promise that every iteration uses the same parameters. Default False.
+        comm_hook: Compression of gradients on the wire: no, fp16, bf16, power_sgd or batched_power_sgd.
+            Default no.
+        comm_wrapper: no, fp16 or bf16: casts what ``comm_hook`` sends. Needs a hook. Default no.
+        comm_state_option: Options of torch's ``PowerSGDState``; for the two PowerSGD hooks only. Default
+            empty.
+
+    The three ``comm_*`` fields are not part of ``to_kwargs()``: they make a hook, not the wrapper.
+    """
+
+    dim: int = 0
+    broadcast_buffers: bool = True
+    bucket_cap_mb: int = 25
+    find_unused_parameters: bool = False
+    check_reduction: bool = False
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+    comm_hook: DDPCommunicationHookType | str = field(default=_NO_HOOK, metadata=NOT_PASSED_ON)
+    comm_wrapper: DDPCommunicationHookType | str = field(default=_NO_HOOK, metadata=NOT_PASSED_ON)
+    comm_state_option: Mapping[str, Any] = field(default_factory=FrozenOptions, metadata=NOT_PASSED_ON)
+
+    def __post_init__(self) -> None:
+        """Check and normalise the fields."""
+        check_ints(self, "dim", minimum=0)
+        check_ints(self, "bucket_cap_mb", minimum=1)
+        check_bools(
+            self,
+            "broadcast_buffers",
+            "find_unused_parameters",
+            "check_reduction",
+            "gradient_as_bucket_view",
+            "static_graph",
+        )
+        settle_choice(self, "comm_hook", DDPCommunicationHookType)
+        wrappers = (_NO_HOOK, DDPCommunicationHookType.FP16, DDPCommunicationHookType.BF16)
+        settle_choice(self, "comm_wrapper", DDPCommunicationHookType, allowed=wrappers)
+        settle_options(self, "comm_state_option")
+        if self.comm_wrapper != _NO_HOOK and self.comm_hook == _NO_HOOK:
+            raise ConfigurationError(
+                f"{where(self, 'comm_wrapper')} wraps a hook, got {self.comm_wrapper!s} without a comm_hook. "
+                "Choose a comm_hook, or leave comm_wrapper out."
+            )
+        if self.comm_state_option and self.comm_hook not in _POWER_SGD:
+            raise ConfigurationError(
+                f"{where(self, 'comm_state_option')} belongs to the hooks power_sgd and batched_power_sgd, "
+                f"got {thaw(self.comm_state_option)!r} with comm_hook={self.comm_hook!s}. "
+                "Choose one of them, or leave comm_state_option out."
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradScalerKwargs(KwargsHandler):
+    """Options of the loss scaler of fp16 training.
+
+    Attributes:
+        init_scale: First scale, greater than 0. Default 65536.0.
+        growth_factor: Multiplies the scale after ``growth_interval`` good steps, greater than 1. Default 2.0.
+        backoff_factor: Multiplies the scale after an overflow, between 0 and 1. Default 0.5.
+        growth_interval: Steps in a row without overflow before the scale grows. Default 2000.
+        enabled: False trains in fp16 without scaling. Default True.
+    """
+
+    init_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    enabled: bool = True
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        check_reals(self, "init_scale", above=0.0)
+        check_reals(self, "growth_factor", above=1.0)
+        check_reals(self, "backoff_factor", above=0.0, below=1.0)
+        check_ints(self, "growth_interval", minimum=1)
+        check_bools(self, "enabled")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InitProcessGroupKwargs(KwargsHandler):
+    """Options of ``torch.distributed.init_process_group``; without effect on a group that exists.
+
+    Attributes:
+        backend: Name of a backend ("nccl", "gloo", "cuda:nccl,cpu:gloo"), or ``None`` to choose by device.
+            Default None. (A default of "nccl" could not be told from a request for nccl.)
+        init_method: Address where ranks meet, or ``None`` for the environment. Default None.
+        timeout: How long a collective may wait, as a ``datetime.timedelta``; ``None`` is the default of
+            torch for the backend. Default None.
+    """
+
+    backend: str | None = None
+    init_method: str | None = None
+    timeout: timedelta | None = None
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        check_texts(self, "backend", "init_method", optional=True)
+        timeout = unchecked(self, "timeout")
+        if timeout is None:
+            return
+        if not isinstance(timeout, timedelta):
+            raise wrong_type(self, "timeout", "a datetime.timedelta such as timedelta(seconds=600), or None")
+        if timeout <= timedelta(0):
+            raise ConfigurationError(
+                f"{where(self, 'timeout')} must be longer than zero, got {timeout!r}. "
+                "Pass a positive timedelta, or None for the default of torch."
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileKwargs(KwargsHandler):
+    """Options of a profiled block.
+
+    Attributes:
+        activities: What to watch: "cpu", "cuda", "xpu", "hpu", "mtia"; ``None`` for all that exist.
+            Default None.
+        schedule_option: Arguments of ``torch.profiler.schedule`` in steps: wait, warmup, active, and if
+            wanted repeat, skip_first, skip_first_wait. ``None`` records the whole block. Default None.
+        on_trace_ready: Called with the profiler when a trace is complete. Default None.
+        record_shapes: Whether shapes of operator inputs are recorded. Default False.
+        profile_memory: Whether allocations are tracked. Default False.
+        with_stack: Whether source lines are recorded. Default False.
+        with_flops: Whether floating point operations are estimated. Default False.
+        with_modules: Whether the module hierarchy is recorded. Default False.
+        output_trace_dir: Directory for one Chrome trace per rank; ``None`` writes nothing. Default None.
+    """
+
+    activities: Iterable[ProfileActivity | str] | None = None
+    schedule_option: Mapping[str, int] | None = None
+    on_trace_ready: Callable[..., Any] | None = None
+    record_shapes: bool = False
+    profile_memory: bool = False
+    with_stack: bool = False
+    with_flops: bool = False
+    with_modules: bool = False
+    output_trace_dir: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check and normalise the fields."""
+        check_bools(self, "record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules")
+        check_callables(self, "on_trace_ready")
+        settle_path(self, "output_trace_dir")
+        settle_options(self, "schedule_option", optional=True)
+        activities = unchecked(self, "activities")
+        if activities is not None:
+            if isinstance(activities, str) or not isinstance(activities, Iterable):
+                raise wrong_type(self, "activities", "a list of names such as ['cpu', 'cuda'], or None")
+            place = where(self, "activities")
+            names = tuple(cast("Iterable[object]", activities))
+            settle(self, activities=tuple(as_choice(place, name, ProfileActivity) for name in names))
+        if self.schedule_option is not None:
+            self._check_schedule(self.schedule_option)
+
+    def _check_schedule(self, schedule: Mapping[str, object]) -> None:
+        required = ("wait", "warmup", "active")
+        known = (*required, "repeat", "skip_first", "skip_first_wait")
+        place = where(self, "schedule_option")
+        unknown = [key for key in schedule if key not in known]
+        missing = [key for key in required if key not in schedule]
+        if unknown or missing:
+            raise ConfigurationError(
+                f"{place} must have {', '.join(required)} and may have {', '.join(known[3:])}: "
+                f"got {list(schedule)}. Add {missing}, remove {unknown}."
+            )
+        for key, value in schedule.items():
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"{place}[{key!r}] must be an int, got {value!r}. Pass a number of steps.")
+            if value < 0:
+                raise ConfigurationError(
+                    f"{place}[{key!r}] must be at least 0, got {value}. Pass a number of steps."
+                )

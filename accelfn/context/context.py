@@ -1,0 +1,186 @@
+"""The Context: one frozen value that says who this process is and how it was configured."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+from typing_extensions import Self, Unpack
+
+from accelfn.context.collectives import Collectives
+from accelfn.context.config import (
+    DataLoaderConfiguration,
+    DistributedType,
+    GradientAccumulationPlugin,
+    ProjectConfiguration,
+)
+from accelfn.context.options import ContextOptions, Fields, Strategy, apply_options
+from accelfn.context.precision import Precision, check_precision
+from accelfn.context.device import read_hardware
+from accelfn.context.world import World
+from accelfn.errors import ConfigurationError
+
+__all__ = ("Context", "close_context", "configure")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """Who this process is, how it reaches the others and how it was configured.
+
+    Frozen: nothing in the library changes it, and nothing else holds state. Made by :func:`accelfn.init_context`, or
+    directly in a test: ``Context()`` is one process on the CPU. Also a context manager, which calls
+    :func:`accelfn.close_context` at its end.
+
+    Attributes:
+        world: This rank among the others.
+        collectives: How tensors reach other ranks.
+        precision: Mixed precision.
+        accumulation: Gradient accumulation.
+        loading: How loaders are shared out.
+        project: Where outputs go.
+        strategy: What ``prepare_model`` does.
+        device_placement: Whether models and batches are moved to ``device``.
+        step_scheduler_with_optimizer: Whether a scheduler moves only when its optimizer does.
+        rng_types: Random states that a loader synchronises at the start of an epoch.
+        debug: Whether every operation across ranks first compares full structures.
+    """
+
+    world: World = field(default_factory=World)
+    collectives: Collectives = field(default_factory=Collectives)
+    precision: Precision = field(default_factory=Precision)
+    accumulation: GradientAccumulationPlugin = field(default_factory=GradientAccumulationPlugin)
+    loading: DataLoaderConfiguration = field(default_factory=DataLoaderConfiguration)
+    project: ProjectConfiguration = field(default_factory=ProjectConfiguration)
+    strategy: Strategy = field(default_factory=Strategy)
+    device_placement: bool = True
+    step_scheduler_with_optimizer: bool = True
+    rng_types: tuple[str, ...] = ("generator",)
+    debug: bool = False
+
+    @property
+    def device(self) -> torch.device:
+        """Device of this rank."""
+        return self.world.device
+
+    @property
+    def rank(self) -> int:
+        """Global rank of this process, from 0."""
+        return self.world.rank
+
+    @property
+    def num_processes(self) -> int:
+        """Number of ranks in the world."""
+        return self.world.size
+
+    @property
+    def local_rank(self) -> int:
+        """Rank among the processes of this node."""
+        return self.world.local_rank
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0 of the world."""
+        return self.world.rank == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is rank 0 of its node."""
+        return self.world.local_rank == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last rank of the world."""
+        return self.world.rank == self.world.size - 1
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """Kind of world, in Accelerate's words: NO, MULTI_CPU, MULTI_GPU, MULTI_XPU, ..."""
+        if self.world.size == 1:
+            return DistributedType.NO
+        kind = self.world.device.type
+        return DistributedType("MULTI_GPU" if kind == "cuda" else f"MULTI_{kind.upper()}")
+
+    @property
+    def mixed_precision(self) -> str:
+        """``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``."""
+        return self.precision.mode
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per optimizer step."""
+        return self.accumulation.num_steps
+
+    def replace(self, **options: Unpack[ContextOptions]) -> Context:
+        """Give a variant of this context that shares its process group.
+
+        Ranks: local; the variant is used like any context.
+
+        Args:
+            **options: Keyword arguments of :func:`accelfn.init_context` that don't concern the world: not ``cpu``, and
+                no ``InitProcessGroupKwargs``.
+
+        Raises:
+            ConfigurationError: An option concerns the world, or is not valid.
+
+        >>> Context().replace(mixed_precision="bf16").mixed_precision
+        'bf16'
+        """
+        unknown = sorted(set(options) - set(ContextOptions.__annotations__))
+        if unknown:
+            raise TypeError(f"Context.replace: unknown option(s) {', '.join(unknown)}.")
+        if options.get("cpu", self.device.type == "cpu") != (self.device.type == "cpu"):
+            raise ConfigurationError("Context.replace can't move to another device: make a new context with init_context.")
+        changed = configure(self, options)
+        # The variant must not take down what the original still uses.
+        return dataclasses.replace(changed, world=dataclasses.replace(self.world, made=type(self.world.made)()))
+
+    def __enter__(self) -> Self:
+        """Return the context itself."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Close the context."""
+        close_context(self)
+
+
+def configure(ctx: Context, options: ContextOptions) -> Context:
+    """Give ``ctx`` with ``options`` applied to it. Pure, but for a look at what the device can compute."""
+    now = Fields(
+        precision=ctx.precision,
+        accumulation=ctx.accumulation,
+        loading=ctx.loading,
+        project=ctx.project,
+        strategy=ctx.strategy,
+        device_placement=ctx.device_placement,
+        step_scheduler_with_optimizer=ctx.step_scheduler_with_optimizer,
+        rng_types=ctx.rng_types,
+        debug=ctx.debug,
+    )
+    fields = apply_options(now, options)
+    if fields["precision"].mode != ctx.precision.mode:
+        facts = next((item for item in read_hardware().devices if item.type == ctx.device.type), None)
+        if facts is not None:
+            check_precision(fields["precision"], facts)
+    return dataclasses.replace(ctx, **fields)
+
+
+def close_context(ctx: Context) -> None:
+    """Undo exactly what ``init_context`` did for ``ctx``: no more, and twice does no harm.
+
+    A process group that was there before, or that belongs to the caller, stays. A variant from ``ctx.replace`` has
+    nothing to undo.
+
+    Ranks: every rank of ``ctx``.
+    """
+    made = ctx.world.made
+    if made.side_group is not None and dist.is_initialized():
+        dist.destroy_process_group(made.side_group)
+    if made.group and dist.is_initialized():
+        dist.destroy_process_group()
+    if made.previous_device is not None:
+        torch.accelerator.set_device_index(made.previous_device)

@@ -1,0 +1,168 @@
+"""Choose this rank's device and the backend of its world: facts first, then a pure plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from accelfn.context.environment import EnvironmentPlan
+from accelfn.errors import ConfigurationError
+
+__all__ = ("DeviceFacts", "DevicePlan", "Hardware", "plan_device", "read_hardware")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceFacts:
+    """One kind of device, as this machine has it.
+
+    Attributes:
+        type: torch's name: ``"cpu"``, ``"cuda"``, ``"xpu"``, ``"mps"``, ``"npu"``, ...
+        count: How many this process sees; 1 for the CPU.
+        backend: Name of the collective backend for its tensors, or None when torch has none.
+        precisions: Which of ``"fp16"`` and ``"bf16"`` autocast can compute in on it.
+    """
+
+    type: str
+    count: int = 1
+    backend: str | None = "gloo"
+    precisions: frozenset[str] = frozenset(("fp16", "bf16"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """What a machine offers, read once by :func:`read_hardware`.
+
+    Attributes:
+        devices: Preferred first; the CPU is the last.
+        backends: Collective backends that this build of torch has.
+    """
+
+    devices: tuple[DeviceFacts, ...] = (DeviceFacts(type="cpu"),)
+    backends: frozenset[str] = frozenset(("gloo",))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DevicePlan:
+    """This rank's device and the backend that its world is to use."""
+
+    device: torch.device
+    backend: str | None  # for init_process_group, such as "cpu:gloo,cuda:nccl"; None for a world of one
+    facts: DeviceFacts
+
+
+def read_hardware() -> Hardware:
+    """Ask torch which devices and collective backends this process has."""
+    cpu = DeviceFacts(type="cpu")
+    backends = frozenset(name for name in dist.Backend.backend_list if dist.is_backend_available(name))
+    # torch.accelerator is the one accelerator of this build: cuda (ROCm too), xpu, mps, mtia, or a vendor's own.
+    if not torch.accelerator.is_available():
+        return Hardware(devices=(cpu,), backends=backends)
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return Hardware(devices=(cpu,), backends=backends)
+    kind = accelerator.type
+    facts = DeviceFacts(
+        type=kind,
+        count=torch.accelerator.device_count(),
+        backend=dist.Backend.default_device_backend_map.get(kind),
+        precisions=_precisions(kind),
+    )
+    return Hardware(devices=(facts, cpu), backends=backends)
+
+
+def _precisions(kind: str) -> frozenset[str]:
+    module = torch.get_device_module(kind)
+    # Emulated bf16 on old GPUs is slower than fp32: it counts as not there.
+    check = getattr(module, "is_bf16_supported", None)
+    if kind == "cuda":
+        has_bf16 = bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    elif kind == "mps":
+        has_bf16 = bool(torch.backends.mps.is_macos_or_newer(14, 0))
+    else:
+        has_bf16 = bool(check()) if callable(check) else True
+    return frozenset(("fp16", "bf16")) if has_bf16 else frozenset(("fp16",))
+
+
+def plan_device(
+    world: EnvironmentPlan,
+    hardware: Hardware,
+    *,
+    cpu: bool = False,
+    device: str | None = None,
+    backend: str | None = None,
+) -> DevicePlan:
+    """Choose the device of this rank and the backend of its world. Pure.
+
+    The accelerator of the machine is taken, device number ``local_rank``; without one, or with ``cpu``, the CPU.
+
+    Args:
+        world: The rank and its place on the node.
+        hardware: What the machine offers.
+        cpu: Take the CPU even when there is an accelerator.
+        device: A device by name, such as ``"cuda:1"``; wins over the choice by local rank.
+        backend: A backend by name; the default is the device's own.
+
+    Raises:
+        ConfigurationError: The device or the backend isn't there, or a node has fewer devices than ranks.
+    """
+    known = tuple(facts.type for facts in hardware.devices)
+    if device is not None:
+        chosen = _parse_device(device, known)
+        if cpu and chosen.type != "cpu":
+            raise ConfigurationError(f"cpu=True contradicts the device {device!r}. Give one of the two.")
+    else:
+        chosen = torch.device("cpu" if cpu else known[0])
+    facts = next(item for item in hardware.devices if item.type == chosen.type)
+    if chosen.type not in ("cpu", "mps"):  # the two that have no number
+        index = world.local_rank if chosen.index is None else chosen.index
+        if index >= facts.count:
+            raise ConfigurationError(
+                f"rank {world.rank} needs {chosen.type}:{index}, and this process sees {facts.count} such device(s) "
+                f"for {world.local_size} rank(s) on the node. Start at most {facts.count} rank(s) per node, show more "
+                "devices to the process, or pass cpu=True."
+            )
+        chosen = torch.device(chosen.type, index)
+    launched = world.launcher != "none"
+    if backend is not None:
+        _check_backend(backend, hardware.backends)
+    return DevicePlan(
+        device=chosen,
+        backend=_world_backend(facts, backend) if launched or backend is not None else None,
+        facts=facts,
+    )
+
+
+def _parse_device(name: str, known: tuple[str, ...]) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigurationError(f"unknown device {name!r}; this machine has: {', '.join(known)}.") from error
+    if device.type not in known:
+        raise ConfigurationError(f"the device {name!r} is not on this machine, which has: {', '.join(known)}.")
+    return device
+
+
+def _check_backend(name: str, available: frozenset[str]) -> None:
+    # "cpu:gloo,cuda:nccl" names one backend per device type.
+    for part in name.split(","):
+        plain = part.rpartition(":")[2].strip().lower()
+        if plain not in available:
+            raise ConfigurationError(
+                f"unknown backend {plain!r}: this build of torch has {', '.join(sorted(available))}. "
+                "Choose one of these, or leave the backend out to take the device's own."
+            )
+
+
+def _world_backend(facts: DeviceFacts, asked: str | None) -> str:
+    own = asked or facts.backend
+    if own is None:
+        raise ConfigurationError(
+            f"torch has no collective backend for {facts.type!r} tensors, so several ranks can't share a world on it. "
+            "Pass cpu=True, or start one process."
+        )
+    if facts.type == "cpu" or ":" in own or own == "gloo":
+        return own
+    # Control messages are CPU tensors: they must not wait behind the device's queue.
+    return f"cpu:gloo,{facts.type}:{own}"

@@ -1,0 +1,260 @@
+"""What a caller may ask of a context, and how asking turns into fields: a pure function."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict, TypeVar
+
+from accelfn.context.config import (
+    AORecipeKwargs,
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DeepSpeedPlugin,
+    DistributedDataParallelKwargs,
+    DynamoBackend,
+    FP8RecipeKwargs,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    MegatronLMPlugin,
+    MSAMPRecipeKwargs,
+    ParallelismConfig,
+    PrecisionType,
+    ProfileKwargs,
+    ProjectConfiguration,
+    RNGType,
+    Settings,
+    TERecipeKwargs,
+    TorchDynamoPlugin,
+)
+from accelfn.context.precision import Precision
+from accelfn.errors import ConfigurationError, NotAvailableError
+
+__all__ = ("ContextOptions", "Strategy", "apply_options", "merge_settings", "sort_handlers")
+
+T = TypeVar("T")
+
+
+class ContextOptions(TypedDict, total=False):
+    """Keyword arguments of ``init_context`` (all but ``group``); :func:`init_context` explains each."""
+
+    device_placement: bool
+    mixed_precision: str | PrecisionType | None
+    gradient_accumulation_steps: int
+    cpu: bool
+    dataloader_config: DataLoaderConfiguration | None
+    deepspeed_plugin: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None
+    fsdp_plugin: FullyShardedDataParallelPlugin | None
+    megatron_lm_plugin: MegatronLMPlugin | None
+    rng_types: Sequence[str | RNGType] | None
+    log_with: Any
+    project_dir: str | os.PathLike[str] | None
+    project_config: ProjectConfiguration | None
+    gradient_accumulation_plugin: GradientAccumulationPlugin | None
+    step_scheduler_with_optimizer: bool
+    kwargs_handlers: Sequence[KwargsHandler] | None
+    dynamo_backend: str | DynamoBackend | None
+    dynamo_plugin: TorchDynamoPlugin | None
+    parallelism_config: ParallelismConfig | None
+    debug: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Strategy:
+    """What ``prepare_model`` does with a model in a world of several ranks.
+
+    Attributes:
+        ddp: Options of torch's DistributedDataParallel, the strategy when nothing else is asked for.
+    """
+
+    ddp: DistributedDataParallelKwargs = dataclasses.field(default_factory=DistributedDataParallelKwargs)
+
+
+class Handlers(TypedDict, total=False):
+    """The records of ``kwargs_handlers``, each in its place."""
+
+    autocast: AutocastKwargs
+    ddp: DistributedDataParallelKwargs
+    scaler: GradScalerKwargs
+    process_group: InitProcessGroupKwargs
+    profile: ProfileKwargs
+    fp8_recipe: FP8RecipeKwargs | TERecipeKwargs | AORecipeKwargs | MSAMPRecipeKwargs
+
+
+def sort_handlers(handlers: Sequence[KwargsHandler] | None) -> Handlers:
+    """Put each record of ``kwargs_handlers`` in its place.
+
+    Raises:
+        TypeError: Something else is in the list, or a record that has an argument of its own.
+        ConfigurationError: Two records for one place.
+    """
+    places: tuple[tuple[str, tuple[type, ...]], ...] = (
+        ("autocast", (AutocastKwargs,)),
+        ("ddp", (DistributedDataParallelKwargs,)),
+        ("scaler", (GradScalerKwargs,)),
+        ("process_group", (InitProcessGroupKwargs,)),
+        ("profile", (ProfileKwargs,)),
+        ("fp8_recipe", (FP8RecipeKwargs, TERecipeKwargs, AORecipeKwargs, MSAMPRecipeKwargs)),
+    )
+    found: dict[str, KwargsHandler] = {}
+    for handler in handlers or ():
+        place = next((name for name, kinds in places if isinstance(handler, kinds)), None)
+        if place is None:
+            known = ", ".join(kind.__name__ for _, kinds in places for kind in kinds)
+            raise TypeError(
+                f"kwargs_handlers takes records of these types: {known}; got {type(handler).__name__}. "
+                "A plugin has an argument of its own."
+            )
+        if place in found:
+            raise ConfigurationError(
+                f"kwargs_handlers holds two records for one thing: {type(found[place]).__name__} and "
+                f"{type(handler).__name__}. Pass one."
+            )
+        found[place] = handler
+    return Handlers(**found)  # pyright: ignore[reportArgumentType] -- each place was checked against its types
+
+
+def merge_settings(options: ContextOptions, settings: Settings) -> ContextOptions:
+    """Fill what ``options`` leaves open with what the environment says; an explicit argument wins. Pure."""
+    merged = options.copy()
+    if merged.get("mixed_precision") is None and settings.mixed_precision is not None:
+        merged["mixed_precision"] = settings.mixed_precision
+    steps = settings.gradient_accumulation_steps
+    if steps is not None and "gradient_accumulation_steps" not in options and not options.get("gradient_accumulation_plugin"):
+        merged["gradient_accumulation_steps"] = steps
+    if "cpu" not in options:
+        merged["cpu"] = settings.cpu
+    if "debug" not in options:
+        merged["debug"] = settings.debug
+    if not options.get("dynamo_backend") and not options.get("dynamo_plugin") and settings.dynamo_plugin is not None:
+        merged["dynamo_plugin"] = settings.dynamo_plugin
+    if not options.get("fsdp_plugin") and settings.fsdp_plugin is not None:
+        merged["fsdp_plugin"] = settings.fsdp_plugin
+    if not options.get("deepspeed_plugin") and settings.deepspeed_plugin is not None:
+        merged["deepspeed_plugin"] = settings.deepspeed_plugin
+    if not options.get("megatron_lm_plugin") and settings.megatron_lm_plugin is not None:
+        merged["megatron_lm_plugin"] = settings.megatron_lm_plugin
+    if not options.get("parallelism_config") and settings.parallelism_config is not None:
+        merged["parallelism_config"] = settings.parallelism_config
+    if merged.get("mixed_precision") == "fp8" and settings.fp8_recipe is not None:
+        handlers = tuple(options.get("kwargs_handlers") or ())
+        if "fp8_recipe" not in sort_handlers(handlers):
+            merged["kwargs_handlers"] = (*handlers, settings.fp8_recipe)
+    return merged
+
+
+class Fields(TypedDict):
+    """The fields of a Context that options decide."""
+
+    precision: Precision
+    accumulation: GradientAccumulationPlugin
+    loading: DataLoaderConfiguration
+    project: ProjectConfiguration
+    strategy: Strategy
+    device_placement: bool
+    step_scheduler_with_optimizer: bool
+    rng_types: tuple[str, ...]
+    debug: bool
+
+
+def apply_options(now: Fields, options: ContextOptions) -> Fields:
+    """Give the fields of a context that has the fields ``now`` after ``options`` are asked of it. Pure.
+
+    Raises:
+        ConfigurationError: Two options contradict each other, or one is not valid.
+        NotAvailableError: An option asks for machinery that this version does not have.
+    """
+    _refuse_unavailable(options)
+    handlers = sort_handlers(options.get("kwargs_handlers"))
+    precision = now["precision"]
+    mode = options.get("mixed_precision")
+    recipe = handlers.get("fp8_recipe", precision.fp8_recipe)
+    if mode is not None and mode != "fp8" and "fp8_recipe" not in handlers:
+        recipe = None  # ctx.replace(mixed_precision="bf16") leaves fp8, and with it the recipe
+    return Fields(
+        precision=Precision(
+            mode=precision.mode if mode is None else mode,
+            autocast=handlers.get("autocast", precision.autocast),
+            scaler=handlers.get("scaler", precision.scaler),
+            fp8_recipe=recipe,
+        ),
+        accumulation=_accumulation(now["accumulation"], options),
+        loading=_typed("dataloader_config", options.get("dataloader_config"), DataLoaderConfiguration) or now["loading"],
+        project=_project(now["project"], options),
+        strategy=Strategy(ddp=handlers.get("ddp", now["strategy"].ddp)),
+        device_placement=options.get("device_placement", now["device_placement"]),
+        step_scheduler_with_optimizer=options.get("step_scheduler_with_optimizer", now["step_scheduler_with_optimizer"]),
+        rng_types=_rng_types(now["rng_types"], options.get("rng_types")),
+        debug=options.get("debug", now["debug"]),
+    )
+
+
+def _accumulation(now: GradientAccumulationPlugin, options: ContextOptions) -> GradientAccumulationPlugin:
+    plugin = _typed("gradient_accumulation_plugin", options.get("gradient_accumulation_plugin"), GradientAccumulationPlugin)
+    if "gradient_accumulation_steps" not in options:
+        return plugin or now
+    steps = options["gradient_accumulation_steps"]
+    if plugin is not None:
+        if steps not in (1, plugin.num_steps):
+            raise ConfigurationError(
+                f"gradient_accumulation_steps={steps} contradicts gradient_accumulation_plugin with "
+                f"num_steps={plugin.num_steps}. Give one of the two."
+            )
+        return plugin
+    return dataclasses.replace(now, num_steps=steps)
+
+
+def _project(now: ProjectConfiguration, options: ContextOptions) -> ProjectConfiguration:
+    project = _typed("project_config", options.get("project_config"), ProjectConfiguration) or now
+    directory = options.get("project_dir")
+    if directory is None or project.project_dir is not None and options.get("project_config") is not None:
+        return project
+    return dataclasses.replace(project, project_dir=os.fspath(directory), logging_dir=None)
+
+
+def _rng_types(now: tuple[str, ...], asked: Sequence[str | RNGType] | None) -> tuple[str, ...]:
+    if asked is None:
+        return now
+    known = tuple(item.value for item in RNGType)
+    names = tuple(item.value if isinstance(item, RNGType) else item for item in asked)
+    for name in names:
+        if name not in known:
+            raise ConfigurationError(f"rng_types takes {', '.join(known)}: got {name!r}.")
+    return names
+
+
+def _typed(name: str, value: object, kind: type[T]) -> T | None:
+    if value is not None and not isinstance(value, kind):
+        raise TypeError(f"{name} must be a {kind.__name__}: got {type(value).__name__}.")
+    return value
+
+
+def _refuse_unavailable(options: ContextOptions) -> None:
+    dynamo = _typed("dynamo_plugin", options.get("dynamo_plugin"), TorchDynamoPlugin)
+    backend = options.get("dynamo_backend")
+    if dynamo is not None and backend is not None:
+        raise ConfigurationError("dynamo_backend and dynamo_plugin say the same thing twice. Give one of the two.")
+    if backend is not None:
+        dynamo = TorchDynamoPlugin(backend=backend)
+    parallelism = _typed("parallelism_config", options.get("parallelism_config"), ParallelismConfig)
+    mode = options.get("mixed_precision")
+    asked = (
+        ("fsdp_plugin", "sharding by FSDP", options.get("fsdp_plugin") is not None),
+        ("deepspeed_plugin", "DeepSpeed", options.get("deepspeed_plugin") is not None),
+        ("megatron_lm_plugin", "Megatron-LM", options.get("megatron_lm_plugin") is not None),
+        ("parallelism_config", "a mesh of ranks", parallelism is not None and parallelism.total_size > 1),
+        ("dynamo_backend", "torch.compile in prepare_model", dynamo is not None and dynamo.backend != DynamoBackend.NO),
+        ("mixed_precision", "fp8", mode in ("fp8", PrecisionType.FP8)),
+        ("log_with", "experiment tracking", options.get("log_with") is not None),
+        ("kwargs_handlers", "profiling", "profile" in sort_handlers(options.get("kwargs_handlers"))),
+    )
+    for argument, what, is_asked in asked:
+        if is_asked:
+            raise NotAvailableError(
+                f"{argument} asks for {what}, and this version of accelfn has no machinery for it yet. "
+                "The record is valid; leave it out of the context for now."
+            )

@@ -1,0 +1,89 @@
+"""Fill the :class:`Collectives` seam from a torch process group.
+
+Works for registered groups (``init_process_group``, ``new_group``) and for an unregistered one that a thread made for
+itself, so nothing here asks torch's global registry: ranks are numbers inside the group.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from accelfn.context.collectives import Collectives, ReduceOp, chunk_bytes
+
+__all__ = ("process_group_collectives",)
+
+
+def process_group_collectives(
+    group: dist.ProcessGroup, rank: int, size: int, *, control: dist.ProcessGroup | None = None
+) -> Collectives:
+    """Give collectives over ``group``.
+
+    Args:
+        group: Carries the tensors.
+        rank: This rank in the group.
+        size: Number of ranks in the group.
+        control: Carries the CPU bytes of ``exchange``; ``group`` itself when it has a CPU backend.
+    """
+    beside = control or group
+    chunk = chunk_bytes(size)
+
+    def exchange(message: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        padded = torch.empty(chunk, dtype=torch.uint8)
+        padded[: message.numel()] = message
+        return gathered(padded, beside).view(size, chunk).unbind()
+
+    def gathered(buffer: torch.Tensor, carrier: dist.ProcessGroup) -> torch.Tensor:
+        output = buffer.new_empty(size * buffer.numel())
+        # The method, not dist.all_gather_into_tensor: that name is deprecated in torch 2.13, its successor absent in 2.11.
+        carrier._allgather_base(output, buffer).wait()  # pyright: ignore[reportPrivateUsage]
+        return output
+
+    def all_gather(buffer: torch.Tensor) -> torch.Tensor:
+        return gathered(buffer, group)
+
+    def all_reduce(buffer: torch.Tensor, op: ReduceOp) -> None:
+        options = dist.AllreduceOptions()
+        options.reduceOp = _reduce_op(op)
+        group.allreduce([buffer], options).wait()
+
+    def broadcast(buffer: torch.Tensor, source: int) -> None:
+        options = dist.BroadcastOptions()
+        options.rootRank = source
+        group.broadcast([buffer], options).wait()
+
+    def scatter(output: torch.Tensor, buffer: torch.Tensor | None, source: int) -> None:
+        options = dist.ScatterOptions()
+        options.rootRank = source
+        parts = [list(buffer.view(size, -1).unbind())] if buffer is not None and rank == source else []
+        group.scatter([output], parts, options).wait()
+
+    def all_to_all(buffer: torch.Tensor) -> torch.Tensor:
+        output = torch.empty_like(buffer)
+        group.alltoall_base(output, buffer, [], []).wait()
+        return output
+
+    def barrier() -> None:
+        # Over the control bytes: the same on every backend, and no device has to be named.
+        exchange(torch.empty(0, dtype=torch.uint8))
+
+    return Collectives(
+        exchange=exchange,
+        all_gather=all_gather,
+        all_reduce=all_reduce,
+        broadcast=broadcast,
+        scatter=scatter,
+        all_to_all=all_to_all,
+        barrier=barrier,
+        chunk=chunk,
+    )
+
+
+def _reduce_op(op: ReduceOp) -> dist.ReduceOp:
+    match op:
+        case "sum":
+            return dist.ReduceOp(dist.ReduceOp.SUM)
+        case "max":
+            return dist.ReduceOp(dist.ReduceOp.MAX)
+        case "min":
+            return dist.ReduceOp(dist.ReduceOp.MIN)

@@ -1,0 +1,68 @@
+"""The world: which process this is, among which others, on which device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from accelfn.errors import ConfigurationError
+
+__all__ = ("Made", "World")
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Made:
+    """What ``init_context`` set up and ``close_context`` takes down again.
+
+    Attributes:
+        group: It initialised torch.distributed.
+        side_group: A gloo group beside an adopted group that can't carry CPU tensors.
+        previous_device: The accelerator that was current before.
+    """
+
+    group: bool = False
+    side_group: dist.ProcessGroup | None = None
+    previous_device: torch.device | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """Who this process is. The default is a world of one on the CPU.
+
+    Attributes:
+        rank: Global rank, from 0.
+        size: Number of ranks.
+        local_rank: Rank among those of this node.
+        local_size: Number of ranks on this node.
+        node_rank: Number of this node, from 0.
+        num_nodes: Number of nodes.
+        device: Device of this rank.
+        backend: ``"gloo"``, ``"nccl"``, ..., ``"memory"`` for ranks that are threads, None for a world of one.
+        group: torch's process group, or None (a world of one, or ranks in memory).
+        made: What ``init_context`` set up and ``close_context`` undoes.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    node_rank: int = 0
+    num_nodes: int = 1
+    device: torch.device = _CPU
+    backend: str | None = None
+    group: dist.ProcessGroup | None = None
+    made: Made = field(default_factory=Made)
+
+    def __post_init__(self) -> None:
+        """Refuse a rank outside its world."""
+        for name, value, size in (
+            ("rank", self.rank, self.size),
+            ("local_rank", self.local_rank, self.local_size),
+            ("node_rank", self.node_rank, self.num_nodes),
+        ):
+            if size < 1 or not 0 <= value < size:
+                raise ConfigurationError(f"World: {name} must lie in 0..{size - 1}, got {value}.")

@@ -1,0 +1,89 @@
+"""Ranks as threads that hand each other tensors through shared memory."""
+
+from __future__ import annotations
+
+import torch
+
+from accelfn.context import Collectives, ReduceOp, World, chunk_bytes
+from accelfn.testing.meeting import Meeting
+
+__all__ = ("memory_collectives", "memory_world")
+
+
+def memory_world(rank: int, size: int, num_nodes: int = 1, backend: str = "memory") -> World:
+    """Describe rank ``rank`` of a world of threads, laid out as ``num_nodes`` equal nodes."""
+    if size < 1 or num_nodes < 1 or size % num_nodes:
+        raise ValueError(f"run_ranks: num_nodes must divide world_size, got world_size={size}, num_nodes={num_nodes}.")
+    local_size = size // num_nodes
+    return World(
+        rank=rank,
+        size=size,
+        local_rank=rank % local_size,
+        local_size=local_size,
+        node_rank=rank // local_size,
+        num_nodes=num_nodes,
+        backend=backend,
+    )
+
+
+def memory_collectives(meeting: Meeting, rank: int, size: int) -> Collectives:
+    """Fill the seam with meetings of threads.
+
+    A buffer that a caller goes on using is read by the others between two meetings: nobody returns before all have read.
+    """
+
+    def finish(name: str) -> None:
+        meeting.meet(rank, (name, "end"), None)
+
+    def exchange(message: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        # Messages are never written again, so one meeting is enough.
+        return tuple(meeting.meet(rank, ("exchange",), message))
+
+    def all_gather(buffer: torch.Tensor) -> torch.Tensor:
+        joined = torch.cat(meeting.meet(rank, ("all_gather", *_form(buffer)), buffer))
+        finish("all_gather")
+        return joined
+
+    def all_reduce(buffer: torch.Tensor, op: ReduceOp) -> None:
+        stacked = torch.stack(meeting.meet(rank, ("all_reduce", op, *_form(buffer)), buffer))
+        if op == "sum":
+            result = stacked.sum(0, dtype=stacked.dtype)
+        else:
+            result = stacked.amax(0) if op == "max" else stacked.amin(0)
+        finish("all_reduce")
+        buffer.copy_(result)
+
+    def broadcast(buffer: torch.Tensor, source: int) -> None:
+        sent = meeting.meet(rank, ("broadcast", source, *_form(buffer)), buffer)[source]
+        if rank != source:
+            buffer.copy_(sent)
+        finish("broadcast")
+
+    def scatter(output: torch.Tensor, buffer: torch.Tensor | None, source: int) -> None:
+        sent = meeting.meet(rank, ("scatter", source, *_form(output)), buffer)[source]
+        output.copy_(sent.view(size, -1)[rank])
+        finish("scatter")
+
+    def all_to_all(buffer: torch.Tensor) -> torch.Tensor:
+        parts = meeting.meet(rank, ("all_to_all", *_form(buffer)), buffer)
+        received = torch.cat([part.view(size, -1)[rank] for part in parts])
+        finish("all_to_all")
+        return received
+
+    def barrier() -> None:
+        meeting.meet(rank, ("barrier",), None)
+
+    return Collectives(
+        exchange=exchange,
+        all_gather=all_gather,
+        all_reduce=all_reduce,
+        broadcast=broadcast,
+        scatter=scatter,
+        all_to_all=all_to_all,
+        barrier=barrier,
+        chunk=chunk_bytes(size),
+    )
+
+
+def _form(buffer: torch.Tensor) -> tuple[object, ...]:
+    return tuple(buffer.shape), buffer.dtype

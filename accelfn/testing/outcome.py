@@ -1,0 +1,55 @@
+"""From what became of each rank to one result, or one error."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from accelfn.errors import CollectiveTimeoutError, MissingRankError, RemoteRankError
+
+__all__ = ("Outcome", "conclude")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of one rank.
+
+    Attributes:
+        value: What it returned.
+        error: What it raised, or None.
+        ended: Whether it came to an end at all.
+    """
+
+    value: Any = None
+    error: BaseException | None = None
+    ended: bool = True
+
+
+def conclude(outcomes: Sequence[Outcome], where: str) -> list[Any]:
+    """Return the values in rank order, or raise the error that was the cause of the others.
+
+    Args:
+        outcomes: By rank.
+        where: Kind of world, for the message.
+    """
+    errors = [(rank, one.error) for rank, one in enumerate(outcomes) if one.error is not None]
+    if not errors:
+        return [one.value for one in outcomes]
+    rank, error = min(errors, key=lambda item: (_consequence(item[1]), item[0]))
+    note = f"raised on rank {rank} of {len(outcomes)} ({where})"
+    others = [f"rank {one} {type(it).__name__}" for one, it in errors if one != rank]
+    if others:
+        note += "; also failed: " + ", ".join(others)
+    if hasattr(error, "add_note"):  # Python 3.11 and later
+        error.add_note(note)
+    raise error
+
+
+def _consequence(error: BaseException) -> int:
+    """Order errors by how likely they only follow from another rank's."""
+    if isinstance(error, RemoteRankError):
+        return 3
+    if isinstance(error, MissingRankError):
+        return 2
+    return 1 if isinstance(error, CollectiveTimeoutError) else 0

@@ -1,0 +1,194 @@
+"""Run a function once per rank, each rank a process forked from this one, in a real gloo world on loopback.
+
+Forking a parent that has imported torch costs milliseconds where a fresh interpreter costs seconds, and the function may
+be a closure. For what needs torch's global registry: DDP, FSDP2, DTensor, pipelines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from accelfn.context import Context, process_group_collectives
+from accelfn.errors import CollectiveTimeoutError, DistributedError, MissingRankError, NotAvailableError
+from accelfn.testing.faults import Fault, inject
+from accelfn.testing.memory import memory_world
+from accelfn.testing.outcome import Outcome, conclude
+
+__all__ = ("run_on_processes",)
+
+T = TypeVar("T")
+Connection = Any  # multiprocessing's connections are generic in stubs only
+
+# After one rank has failed, the others get this long to fail in their own words before they are ended.
+_GRACE_S = 3.0
+
+
+class RemoteTraceback(Exception):  # noqa: N818 -- shown as a cause, never raised by itself
+    """The traceback of another process, as text."""
+
+    def __init__(self, text: str) -> None:
+        """Keep the text."""
+        self.text = text
+        super().__init__(text)
+
+    def __str__(self) -> str:
+        """Show the traceback below a line of its own."""
+        return f"\n{self.text}"
+
+
+def run_on_processes(
+    fn: Callable[[Context], T],
+    size: int,
+    configure: Callable[[Context], Context],
+    timeout_s: float | None,
+    faults: Sequence[Fault],
+    num_nodes: int,
+) -> list[T]:
+    """Run ``fn`` on forked processes and return what each returned, which must be picklable."""
+    if "fork" not in multiprocessing.get_all_start_methods():
+        raise NotAvailableError(
+            'run_ranks(on="processes") forks, which this platform can\'t. Use on="memory" or on="gloo".'
+        )
+    memory_world(0, size, num_nodes)  # refuses a bad layout before anything starts
+    forking = multiprocessing.get_context("fork")
+    seconds = 3600.0 if timeout_s is None else timeout_s
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with tempfile.TemporaryDirectory(prefix="accelfn-ranks-") as folder:
+        path = os.path.join(folder, "store")
+        processes: list[Any] = []
+        receivers: list[Connection] = []
+        try:
+            for rank in range(size):
+                receiver, sender = forking.Pipe(duplex=False)
+                process = forking.Process(
+                    target=_work,
+                    args=(fn, rank, size, configure, seconds, faults, num_nodes, path, sender),
+                    name=f"rank {rank} of {size}",
+                    daemon=True,
+                )
+                with warnings.catch_warnings():
+                    # Python 3.12 warns of forking beside other threads; the child starts no torch thread pool.
+                    warnings.simplefilter("ignore", DeprecationWarning)
+                    process.start()
+                sender.close()
+                processes.append(process)
+                receivers.append(receiver)
+            outcomes = _collect(processes, receivers, None if timeout_s is None else time.monotonic() + seconds + 5.0)
+        finally:
+            for process in processes:
+                if process.is_alive():
+                    process.kill()
+                process.join()
+                process.close()
+            for receiver in receivers:
+                receiver.close()
+    return conclude(outcomes, "processes")
+
+
+def _collect(processes: Sequence[Any], receivers: Sequence[Connection], deadline: float | None) -> list[Outcome]:
+    """Wait until each rank has reported or died; after a failure not much longer."""
+    outcomes: dict[int, Outcome] = {}
+    while len(outcomes) < len(processes):
+        waiting = [rank for rank in range(len(processes)) if rank not in outcomes]
+        left_s = None if deadline is None else deadline - time.monotonic()
+        if left_s is not None and left_s <= 0:
+            break
+        ready = multiprocessing.connection.wait([receivers[rank] for rank in waiting], left_s)
+        for rank in waiting:
+            if receivers[rank] not in ready:
+                continue
+            outcomes[rank] = _receive(rank, processes[rank], receivers[rank])
+            if outcomes[rank].error is not None:
+                soon = time.monotonic() + _GRACE_S
+                deadline = soon if deadline is None else min(deadline, soon)
+    return [outcomes.get(rank) or _unended(rank) for rank in range(len(processes))]
+
+
+def _receive(rank: int, process: Any, receiver: Connection) -> Outcome:
+    try:
+        value, error, text = pickle.loads(receiver.recv_bytes())
+    except EOFError:
+        process.join(5.0)
+        code = process.exitcode
+        how = f"was killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exited with code {code}"
+        return Outcome(error=MissingRankError(f"rank {rank} {how} before it returned."))
+    if text and error is not None:
+        error.__cause__ = RemoteTraceback(text)
+    return Outcome(value=value, error=error)
+
+
+def _unended(rank: int) -> Outcome:
+    error = CollectiveTimeoutError(
+        f"rank {rank} did not end in time and was ended. Give run_ranks a longer timeout_s, or look for what it waits for."
+    )
+    return Outcome(error=error, ended=False)
+
+
+def _work(
+    fn: Callable[[Context], Any],
+    rank: int,
+    size: int,
+    configure: Callable[[Context], Context],
+    seconds: float,
+    faults: Sequence[Fault],
+    num_nodes: int,
+    path: str,
+    sender: Connection,
+) -> None:
+    """Be one rank: the whole life of a forked child."""
+    # The parent's pool of threads was not forked: waiting for it would hang.
+    torch.set_num_threads(1)
+    code = 0
+    try:
+        store = dist.FileStore(path, size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=seconds))
+        group = dist.group.WORLD
+        assert group is not None
+        collectives = process_group_collectives(group, rank, size)
+        collectives.barrier()  # nobody may end while others still connect to it
+        world = memory_world(rank, size, num_nodes, "gloo")
+        ctx = Context(world=dataclasses.replace(world, group=group), collectives=inject(collectives, rank, faults, _die))
+        report = (fn(configure(ctx)), None, "")
+        message = pickle.dumps(report)
+    except BaseException as error:  # noqa: BLE001 -- whatever ends a rank is reported to the parent
+        code = 1
+        message = _report(rank, error)
+    with contextlib.suppress(OSError):  # the parent may have given up
+        sender.send_bytes(message)
+        sender.close()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # no handlers of the parent's, no waiting for its threads
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _report(rank: int, error: BaseException) -> bytes:
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    try:
+        message = pickle.dumps((None, error, text))
+        pickle.loads(message)  # an exception may pickle and still not come back
+    except Exception:  # noqa: BLE001 -- any failure means that it has to travel as text
+        plain = DistributedError(f"rank {rank} raised {type(error).__name__}: {error}")
+        return pickle.dumps((None, plain, text))
+    return message

@@ -1,0 +1,134 @@
+"""Run a function once per rank, each rank a thread: in memory, or each with a real gloo group of its own."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from accelfn.context import Collectives, Context, World, process_group_collectives
+from accelfn.errors import CollectiveTimeoutError
+from accelfn.testing.faults import Fault, RankDeath, inject
+from accelfn.testing.meeting import Meeting
+from accelfn.testing.memory import memory_collectives, memory_world
+from accelfn.testing.outcome import Outcome, conclude
+
+__all__ = ("run_on_gloo_threads", "run_on_memory")
+
+T = TypeVar("T")
+Configure = Callable[[Context], Context]
+
+# Threads that wait in a meeting notice at once; one that computes gets this much longer before the world is given up.
+_GRACE_S = 5.0
+
+
+def run_on_memory(
+    fn: Callable[[Context], T],
+    size: int,
+    configure: Configure,
+    timeout_s: float | None,
+    faults: Sequence[Fault],
+    num_nodes: int,
+) -> list[T]:
+    """Run ``fn`` on threads that meet in memory."""
+    meeting = Meeting(size, timeout_s)
+
+    def enter(rank: int) -> tuple[World, Collectives]:
+        return memory_world(rank, size, num_nodes), memory_collectives(meeting, rank, size)
+
+    return _run(fn, size, configure, timeout_s, faults, "memory", enter, meeting.leave)
+
+
+def run_on_gloo_threads(
+    fn: Callable[[Context], T],
+    size: int,
+    configure: Configure,
+    timeout_s: float | None,
+    faults: Sequence[Fault],
+    num_nodes: int,
+) -> list[T]:
+    """Run ``fn`` on threads that each have a real gloo group over one in-process store."""
+    store = dist.HashStore()
+    timeout = timedelta(seconds=3600 if timeout_s is None else timeout_s)
+    groups: list[dist.ProcessGroup | None] = [None] * size
+
+    def enter(rank: int) -> tuple[World, Collectives]:
+        groups[rank] = group = _gloo_group(store, rank, size, timeout)
+        return memory_world(rank, size, num_nodes, "gloo"), process_group_collectives(group, rank, size)
+
+    def leave(rank: int, how: str, error: BaseException | None) -> None:
+        del how, error
+        groups[rank] = None  # the last reference: peers that wait for this rank see a closed connection
+
+    return _run(fn, size, configure, timeout_s, faults, "gloo threads", enter, leave)
+
+
+def _run(
+    fn: Callable[[Context], T],
+    size: int,
+    configure: Configure,
+    timeout_s: float | None,
+    faults: Sequence[Fault],
+    where: str,
+    enter: Callable[[int], tuple[World, Collectives]],
+    leave: Callable[[int, str, BaseException | None], None],
+) -> list[T]:
+    outcomes: list[Outcome | None] = [None] * size
+
+    def die() -> None:
+        raise RankDeath
+
+    def work(rank: int) -> None:
+        how, error = "returned", None
+        try:
+            world, collectives = enter(rank)
+            ctx = configure(Context(world=world, collectives=inject(collectives, rank, faults, die)))
+            outcomes[rank] = Outcome(value=fn(ctx))
+        except RankDeath:
+            how = "died"
+            outcomes[rank] = Outcome()
+        except BaseException as raised:  # noqa: BLE001 -- SystemExit and KeyboardInterrupt of one rank are its outcome too
+            how, error = "raised", raised
+            outcomes[rank] = Outcome(error=raised)
+        finally:
+            leave(rank, how, error)
+
+    threads = [
+        threading.Thread(target=work, args=(rank,), name=f"rank {rank} of {size}", daemon=True) for rank in range(size)
+    ]
+    for thread in threads:
+        thread.start()
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s + _GRACE_S
+    for thread in threads:
+        thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))
+    ended = [one or _unended(rank, timeout_s) for rank, one in enumerate(outcomes)]
+    return conclude(ended, where)
+
+
+def _unended(rank: int, timeout_s: float | None) -> Outcome:
+    return Outcome(
+        error=CollectiveTimeoutError(
+            f"rank {rank} did not end within {timeout_s} s, and is not waiting in a collective. "
+            "Give run_ranks a longer timeout_s, or look for what it computes for ever."
+        ),
+        ended=False,
+    )
+
+
+def _gloo_group(store: Any, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+    """Make a process group that only this thread knows; torch's registry isn't touched."""
+    options = dist.ProcessGroupGloo._Options()  # pyright: ignore
+    options._timeout = timeout  # pyright: ignore
+    options._threads = 2  # pyright: ignore
+    options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]  # pyright: ignore
+    backend = dist.ProcessGroupGloo(dist.PrefixStore("ranks", store), rank, size, options)  # pyright: ignore
+    group = dist.ProcessGroup(dist.PrefixStore("group", store), rank, size)
+    kind = dist.ProcessGroup.BackendType.GLOO
+    group._register_backend(torch.device("cpu"), kind, backend)  # pyright: ignore
+    group._set_default_backend(kind)  # pyright: ignore
+    return group

@@ -1,0 +1,42 @@
+"""Pytrees on one rank: take apart, map, pack, slice, join, move."""
+
+from accelfn.tree.abstract import TensorInformation, initialize_tensors, tree_structure
+from accelfn.tree.local import (
+    concatenate,
+    convert_to_fp32,
+    find_batch_size,
+    find_device,
+    listify,
+    map_tensors,
+    pad_input_tensors,
+    send_to_device,
+    slice_tensors,
+)
+from accelfn.tree.pack import Group, Layout, Packed, fill, pack, plan_layout, require_tensors, unpack
+from accelfn.tree.structure import Structure, flatten, leaf_paths
+
+__all__ = (
+    "Group",
+    "Layout",
+    "Packed",
+    "Structure",
+    "TensorInformation",
+    "concatenate",
+    "convert_to_fp32",
+    "fill",
+    "find_batch_size",
+    "find_device",
+    "flatten",
+    "initialize_tensors",
+    "leaf_paths",
+    "listify",
+    "map_tensors",
+    "pack",
+    "pad_input_tensors",
+    "plan_layout",
+    "require_tensors",
+    "send_to_device",
+    "slice_tensors",
+    "tree_structure",
+    "unpack",
+)

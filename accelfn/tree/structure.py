@@ -1,0 +1,219 @@
+"""The one place that knows optree's corners: from any tree to its leaves and back.
+
+optree knows dict, list, tuple, namedtuple, OrderedDict, defaultdict, deque, None and what users registered with it.
+Other containers are opened here, without registering anything: dataclass instances, mapping types such as
+transformers' ``BatchEncoding`` and ``ModelOutput``, and subclasses of list, tuple and deque. They come back as the type
+that they were. Keys of mappings are visited in sorted order, so that two ranks that filled a dict in another order
+still agree. ``None`` belongs to the structure, it is not a leaf; a ``torch.Size`` is a leaf.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import re
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import optree
+import torch
+
+__all__ = ("Structure", "flatten", "leaf_paths")
+
+# Never containers: spares the checks for the most common leaves.
+_PLAIN = (torch.Tensor, str, bytes, int, float, complex, torch.Size, torch.dtype, torch.device, torch.nn.Module)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """A container that optree takes for a leaf, opened.
+
+    Attributes:
+        position: Its place among the leaves of the structure around it.
+        label: Its type and keys, the same on every rank for equal containers.
+        entries: How each child is reached, such as ``"['x']"`` or ``".loss"``.
+        children: Structure of the list of its children.
+        rebuild: From new children to a container like it.
+    """
+
+    position: int
+    label: str
+    entries: tuple[str, ...]
+    children: Structure
+    rebuild: Callable[[Sequence[Any]], Any] = field(compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """Everything of a tree but its leaves. Two structures are equal when trees of one fit the other.
+
+    Attributes:
+        spec: optree's part.
+        opened: Containers that optree doesn't know, by position.
+    """
+
+    spec: optree.PyTreeSpec
+    opened: tuple[Opened, ...] = ()
+
+    @property
+    def num_leaves(self) -> int:
+        """Number of leaves."""
+        return self.spec.num_leaves + sum(item.children.num_leaves - 1 for item in self.opened)
+
+    def unflatten(self, leaves: Sequence[Any]) -> Any:
+        """Build the tree that has this structure and ``leaves``, in the order of :func:`flatten`."""
+        if not self.opened:
+            return optree.tree_unflatten(self.spec, leaves)
+        outer: list[Any] = []
+        start = 0
+        for item in self.opened:
+            gap = item.position - len(outer)
+            outer += leaves[start : start + gap]
+            start += gap
+            count = item.children.num_leaves
+            outer.append(item.rebuild(item.children.unflatten(leaves[start : start + count])))
+            start += count
+        outer += leaves[start:]
+        return optree.tree_unflatten(self.spec, outer)
+
+    def paths(self, root: str = "tree") -> list[str]:
+        """Say how each leaf is reached, such as ``tree['x'][0]``, in the order of the leaves."""
+        outer = [accessor.codify(root) for accessor in optree.treespec_accessors(self.spec)]
+        paths: list[str] = []
+        start = 0
+        for item in self.opened:
+            paths += outer[start : item.position]
+            inner = item.children.paths("")  # "[0]", "[1]['a']": children are a list
+            own = outer[item.position]
+            paths += [own + _enter(item.entries, path) for path in inner]
+            start = item.position + 1
+        return paths + outer[start:]
+
+    def describe(self) -> str:
+        """Describe the structure in text that is equal for equal structures on every rank."""
+        text = repr(self.spec)
+        if "0x" in text:  # a default factory or metadata without a repr of its own shows its address
+            text = re.sub(r"0x[0-9a-fA-F]+", "0x", text)
+        if not self.opened:
+            return text
+        inner = ", ".join(f"{item.position}: {item.label} {item.children.describe()}" for item in self.opened)
+        return f"{text} with {{{inner}}}"
+
+
+def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Structure]:
+    """Take a tree apart into its leaves and its :class:`Structure`.
+
+    Args:
+        tree: Any tree.
+        is_leaf: Says of a container that it is not to be opened.
+
+    >>> leaves, structure = flatten({"b": 1, "a": (2, None)})
+    >>> leaves, structure.paths(), structure.unflatten([20, 10])
+    ([2, 1], ["tree['a'][0]", "tree['b']"], {'b': 10, 'a': (20, None)})
+    """
+    leaves, spec = optree.tree_flatten(tree, is_leaf)
+    for leaf in leaves:
+        if not isinstance(leaf, _PLAIN):
+            break
+    else:
+        return cast("list[Any]", leaves), Structure(spec)
+
+    flat: list[Any] = []
+    opened: list[Opened] = []
+    for position, leaf in enumerate(leaves):
+        parts = None if isinstance(leaf, _PLAIN) or (is_leaf is not None and is_leaf(leaf)) else _open(leaf)
+        if parts is None:
+            flat.append(leaf)
+            continue
+        label, entries, children, rebuild = parts
+        inner, structure = flatten(children, is_leaf)
+        flat += inner
+        opened.append(
+            Opened(position=position, label=label, entries=entries, children=structure, rebuild=rebuild)
+        )
+    return flat, Structure(spec, tuple(opened))
+
+
+def leaf_paths(tree: Any) -> list[str]:
+    """Say how each leaf of ``tree`` is reached.
+
+    >>> leaf_paths({"x": [1, 2]})
+    ["tree['x'][0]", "tree['x'][1]"]
+    """
+    return flatten(tree)[1].paths()
+
+
+Parts = tuple[str, tuple[str, ...], list[Any], Callable[[Sequence[Any]], Any]]
+
+
+def _open(value: Any) -> Parts | None:
+    """Take a container apart that optree doesn't know; None when ``value`` is a leaf."""
+    # Mappings first: transformers' ModelOutput is a dataclass too, and its unset fields are not in the mapping.
+    if isinstance(value, Mapping):
+        return _open_mapping(cast("Mapping[Any, Any]", value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _open_dataclass(value)
+    if isinstance(value, (list, tuple, deque)):
+        return _open_sequence(cast("Sequence[Any]", value))
+    return None
+
+
+def _open_mapping(value: Mapping[Any, Any]) -> Parts:
+    try:
+        keys = sorted(value)
+    except TypeError:  # keys of several types
+        keys = sorted(value, key=lambda key: (type(key).__qualname__, repr(key)))
+    children = [value[key] for key in keys]
+
+    def rebuild(new: Sequence[Any]) -> Any:
+        items = dict(zip(keys, new, strict=True))
+        ordered = {key: items[key] for key in value}
+        try:
+            result = copy.copy(value)  # keeps what the type carries beside its items
+            for key, child in ordered.items():
+                cast("dict[Any, Any]", result)[key] = child
+        except (TypeError, NotImplementedError):  # a mapping that can't be written to
+            result = cast("Callable[[dict[Any, Any]], Any]", type(value))(ordered)
+        return result
+
+    return f"{_name(value)}{keys!r}", tuple(f"[{key!r}]" for key in keys), children, rebuild
+
+
+def _open_dataclass(value: Any) -> Parts:
+    names = tuple(item.name for item in dataclasses.fields(value))
+    children = [getattr(value, name) for name in names]
+
+    def rebuild(new: Sequence[Any]) -> Any:
+        result = copy.copy(value)  # not the constructor: __post_init__ may check or derive what is already there
+        for name, child in zip(names, new, strict=True):
+            object.__setattr__(result, name, child)  # frozen ones too
+        return result
+
+    return f"{_name(value)}{names!r}", tuple(f".{name}" for name in names), children, rebuild
+
+
+def _open_sequence(value: Sequence[Any]) -> Parts:
+    kind = cast("Callable[[Sequence[Any]], Any]", type(value))
+    maxlen = cast("deque[Any]", value).maxlen if isinstance(value, deque) else None
+
+    def rebuild(new: Sequence[Any]) -> Any:
+        if maxlen is None:
+            return kind(new)
+        result = copy.copy(cast("deque[Any]", value))
+        result.clear()
+        result.extend(new)
+        return result
+
+    return _name(value), tuple(f"[{index}]" for index in range(len(value))), list(value), rebuild
+
+
+def _name(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def _enter(entries: tuple[str, ...], path: str) -> str:
+    """Replace the leading list index of ``path`` by the entry that it stands for."""
+    index, _, rest = path[1:].partition("]")
+    return entries[int(index)] + rest
