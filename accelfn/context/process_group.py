@@ -6,10 +6,14 @@ itself, so nothing here asks torch's global registry: ranks are numbers inside t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.distributed as dist
 
 from accelfn.context.collectives import Collectives, ReduceOp, chunk_bytes
+from accelfn.errors import CollectiveTimeoutError, MissingRankError
 
 __all__ = ("process_group_collectives",)
 
@@ -33,34 +37,42 @@ def process_group_collectives(
         padded[: message.numel()] = message
         return gathered(padded, beside).view(size, chunk).unbind()
 
-    def gathered(buffer: torch.Tensor, carrier: dist.ProcessGroup) -> torch.Tensor:
+    def carrier(buffer: torch.Tensor) -> dist.ProcessGroup:
+        return beside if buffer.device.type == "cpu" else group
+
+    def gathered(buffer: torch.Tensor, through: dist.ProcessGroup) -> torch.Tensor:
         output = buffer.new_empty(size * buffer.numel())
-        # The method, not dist.all_gather_into_tensor: that name is deprecated in torch 2.13, its successor absent in 2.11.
-        carrier._allgather_base(output, buffer).wait()  # pyright: ignore[reportPrivateUsage]
+        with _failures("all_gather", rank):
+            # The method: dist.all_gather_into_tensor is deprecated in torch 2.13, its successor absent in 2.11.
+            through._allgather_base(output, buffer).wait()  # pyright: ignore[reportPrivateUsage]
         return output
 
     def all_gather(buffer: torch.Tensor) -> torch.Tensor:
-        return gathered(buffer, group)
+        return gathered(buffer, carrier(buffer))
 
     def all_reduce(buffer: torch.Tensor, op: ReduceOp) -> None:
         options = dist.AllreduceOptions()
         options.reduceOp = _reduce_op(op)
-        group.allreduce([buffer], options).wait()
+        with _failures("all_reduce", rank):
+            carrier(buffer).allreduce([buffer], options).wait()
 
     def broadcast(buffer: torch.Tensor, source: int) -> None:
         options = dist.BroadcastOptions()
         options.rootRank = source
-        group.broadcast([buffer], options).wait()
+        with _failures("broadcast", rank):
+            carrier(buffer).broadcast([buffer], options).wait()
 
     def scatter(output: torch.Tensor, buffer: torch.Tensor | None, source: int) -> None:
         options = dist.ScatterOptions()
         options.rootRank = source
         parts = [list(buffer.view(size, -1).unbind())] if buffer is not None and rank == source else []
-        group.scatter([output], parts, options).wait()
+        with _failures("scatter", rank):
+            carrier(output).scatter([output], parts, options).wait()
 
     def all_to_all(buffer: torch.Tensor) -> torch.Tensor:
         output = torch.empty_like(buffer)
-        group.alltoall_base(output, buffer, [], []).wait()
+        with _failures("all_to_all", rank):
+            carrier(buffer).alltoall_base(output, buffer, [], []).wait()
         return output
 
     def barrier() -> None:
@@ -77,6 +89,26 @@ def process_group_collectives(
         barrier=barrier,
         chunk=chunk,
     )
+
+
+@contextmanager
+def _failures(operation: str, rank: int) -> Iterator[None]:
+    """Turn what a backend raises for a lost or late peer into our errors; let everything else through."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        if "imed out" in text or "timeout" in text.lower():
+            raise CollectiveTimeoutError(
+                f"rank {rank} waited in {operation} for a rank that did not come in time. Every rank must call the same "
+                f"operations in the same order. The backend said: {text}"
+            ) from error
+        if "onnection" in text or "peer" in text:
+            raise MissingRankError(
+                f"rank {rank} lost its connection to another rank in {operation}: that rank has ended, or its machine "
+                f"can't be reached. Look at its output first. The backend said: {text}"
+            ) from error
+        raise
 
 
 def _reduce_op(op: ReduceOp) -> dist.ReduceOp:

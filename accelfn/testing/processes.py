@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -154,7 +155,9 @@ def _work(
     sender: Connection,
 ) -> None:
     """Be one rank: the whole life of a forked child."""
-    # The parent's pool of threads was not forked: waiting for it would hang.
+    # The parent's threads were not forked. Neither torch's pool nor what the parent left for the garbage collector (a
+    # process group joins its threads when it goes) may be touched here.
+    gc.freeze()
     torch.set_num_threads(1)
     code = 0
     try:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -59,7 +60,9 @@ def run_on_gloo_threads(
 
     def enter(rank: int) -> tuple[World, Collectives]:
         groups[rank] = group = _gloo_group(store, rank, size, timeout)
-        return memory_world(rank, size, num_nodes, "gloo"), process_group_collectives(group, rank, size)
+        # By a weak reference: the traceback of an error holds the context, and must not hold the connections too.
+        proxy = cast("dist.ProcessGroup", weakref.proxy(group))
+        return memory_world(rank, size, num_nodes, "gloo"), process_group_collectives(proxy, rank, size)
 
     def leave(rank: int, how: str, error: BaseException | None) -> None:
         del how, error
