@@ -1,7 +1,7 @@
 import dataclasses
 import inspect
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -173,7 +173,7 @@ def test_kwargs_are_arguments_of_the_torch_objects() -> None:
     assert names <= set(ddp)
     autocast = inspect.signature(torch.autocast).parameters
     assert {item.name for item in dataclasses.fields(AutocastKwargs)} <= set(autocast)
-    compiled = inspect.signature(torch.compile).parameters
+    compiled = inspect.signature(cast("Any", torch).compile).parameters
     names = {item.name for item in dataclasses.fields(TorchDynamoPlugin) if not item.metadata}
     assert names <= set(compiled)
     scaler = inspect.signature(torch.amp.GradScaler).parameters

@@ -40,6 +40,10 @@ CONTEXT: dict[str, dict[str, str]] = {
         "PARALLELISM_CONFIG_SP_SIZE": "2",
     },
 }
+SAMPLES = (
+    *("1", "2", "none", "max", "O1", "TE", "cpu", "torch", "deepspeed", "full", "block", "allgather"),
+    *("cuda", "auto", "HYBRID", "INDUCTOR", "default", "no", "INFO", "NO_WRAP", "a/flash-attn"),
+)
 FREE_TEXT = ("a text that is not empty", "names separated by commas")
 
 
@@ -87,23 +91,7 @@ def test_a_value_that_is_not_understood_names_the_variable(variable: Variable) -
 @pytest.mark.parametrize("variable", [item for item in VARIABLES if item.field != ""], ids=spelled)
 def test_our_spelling_wins(variable: Variable) -> None:
     # The peer's spelling holds nonsense: if it were read, reading would fail.
-    sample = next(
-        text
-        for text in ("1", "2", "none", "max", "O1", "TE", "cpu", "torch", "deepspeed", "full", "block")
-        + (
-            "allgather",
-            "cuda",
-            "auto",
-            "HYBRID",
-            "INDUCTOR",
-            "default",
-            "no",
-            "INFO",
-            "NO_WRAP",
-            "a/flash-attn",
-        )
-        if understood(variable, text)
-    )
+    sample = next(text for text in SAMPLES if understood(variable, text))
     context = dict(CONTEXT.get(variable.record, {}))
     ours, theirs = variable.names
     context.pop(theirs, None)
@@ -277,7 +265,7 @@ def test_fsdp_reads_the_variables_of_its_version() -> None:
 def test_values_that_clash_name_their_variables() -> None:
     env = {"ACCELERATE_USE_FSDP": "true", "ACCELFN_FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP"}
     with pytest.raises(
-        ConfigurationError, match="ACCELFN_FSDP_AUTO_WRAP_POLICY=SIZE_BASED_WRAP.*min_num_params"
+        ConfigurationError, match=r"ACCELFN_FSDP_AUTO_WRAP_POLICY=SIZE_BASED_WRAP.*min_num_params"
     ):
         read_settings(env)
 
