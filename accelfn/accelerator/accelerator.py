@@ -57,9 +57,30 @@ T = TypeVar("T")
 # Parts of Accelerate's surface whose machinery is not there yet.
 _NOT_YET = (
     *("save_state", "load_state", "register_for_checkpointing", "save", "get_state_dict", "save_iteration"),
-    *("register_save_state_pre_hook", "register_load_state_pre_hook", "skip_first_batches", "join_uneven_inputs"),
-    *("init_trackers", "log", "get_tracker", "trackers", "end_training", "profile", "lomo_backward", "fp8_backend"),
-    *("trigger_sync_in_backward", "maybe_context_parallel", "verify_device_map", "free_memory", "clear", "is_fsdp2"),
+    *(
+        "register_save_state_pre_hook",
+        "register_load_state_pre_hook",
+        "skip_first_batches",
+        "join_uneven_inputs",
+    ),
+    *(
+        "init_trackers",
+        "log",
+        "get_tracker",
+        "trackers",
+        "end_training",
+        "profile",
+        "lomo_backward",
+        "fp8_backend",
+    ),
+    *(
+        "trigger_sync_in_backward",
+        "maybe_context_parallel",
+        "verify_device_map",
+        "free_memory",
+        "clear",
+        "is_fsdp2",
+    ),
     *("tensor_parallel_rank", "pipeline_parallel_rank", "context_parallel_rank", "data_parallel_rank"),
     *("data_parallel_shard_rank", "torch_device_mesh", "parallelism_config", "should_save_model"),
 )
@@ -111,25 +132,29 @@ class Accelerator:
                     f"{dataloader_config.split_batches}. Give one of the two."
                 )
             dataloader_config = dataloader_config or DataLoaderConfiguration(split_batches=split_batches)
-        self.context = context if context is not None else init_context(
-            device_placement=device_placement,
-            mixed_precision=mixed_precision,
-            gradient_accumulation_steps=gradient_accumulation_steps,
-            cpu=cpu or None,
-            dataloader_config=dataloader_config,
-            deepspeed_plugin=deepspeed_plugin,
-            fsdp_plugin=fsdp_plugin,
-            megatron_lm_plugin=megatron_lm_plugin,
-            rng_types=rng_types,
-            log_with=log_with,
-            project_dir=project_dir,
-            project_config=project_config,
-            gradient_accumulation_plugin=gradient_accumulation_plugin,
-            step_scheduler_with_optimizer=step_scheduler_with_optimizer,
-            kwargs_handlers=kwargs_handlers,
-            dynamo_backend=dynamo_backend,
-            dynamo_plugin=dynamo_plugin,
-            parallelism_config=parallelism_config,
+        self.context = (
+            context
+            if context is not None
+            else init_context(
+                device_placement=device_placement,
+                mixed_precision=mixed_precision,
+                gradient_accumulation_steps=gradient_accumulation_steps,
+                cpu=cpu or None,
+                dataloader_config=dataloader_config,
+                deepspeed_plugin=deepspeed_plugin,
+                fsdp_plugin=fsdp_plugin,
+                megatron_lm_plugin=megatron_lm_plugin,
+                rng_types=rng_types,
+                log_with=log_with,
+                project_dir=project_dir,
+                project_config=project_config,
+                gradient_accumulation_plugin=gradient_accumulation_plugin,
+                step_scheduler_with_optimizer=step_scheduler_with_optimizer,
+                kwargs_handlers=kwargs_handlers,
+                dynamo_backend=dynamo_backend,
+                dynamo_plugin=dynamo_plugin,
+                parallelism_config=parallelism_config,
+            )
         )
         self.micro: MicroBatch | None = None
         self._window: MicroBatch | None = None  # of the `accumulate` block that is open
@@ -273,7 +298,9 @@ class Accelerator:
         """Place, cast and replicate a model; see :func:`accelfn.prepare_model`."""
         return training.prepare_model(self._placing(device_placement), model, evaluation_mode=evaluation_mode)
 
-    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> AcceleratedOptimizer:
+    def prepare_optimizer(
+        self, optimizer: Optimizer, device_placement: bool | None = None
+    ) -> AcceleratedOptimizer:
         """Give an optimizer that steps only where a window closes."""
         if isinstance(optimizer, AcceleratedOptimizer):
             return optimizer
@@ -289,10 +316,14 @@ class Accelerator:
     ) -> AcceleratedDataLoader[T]:
         """Share a loader out between the ranks; see :func:`accelfn.prepare_data_loader`."""
         if slice_fn_for_dispatch is not None:
-            raise NotAvailableError("slice_fn_for_dispatch: dispatching has no machinery in this version of accelfn yet.")
+            raise NotAvailableError(
+                "slice_fn_for_dispatch: dispatching has no machinery in this version of accelfn yet."
+            )
         if isinstance(data_loader, AcceleratedDataLoader):
             return data_loader
-        return AcceleratedDataLoader(self, data.prepare_data_loader(self._placing(device_placement), data_loader))
+        return AcceleratedDataLoader(
+            self, data.prepare_data_loader(self._placing(device_placement), data_loader)
+        )
 
     def prepare_scheduler(self, scheduler: LRScheduler | AcceleratedScheduler) -> AcceleratedScheduler:
         """Give a schedule that moves only when its optimizer steps."""
@@ -352,7 +383,13 @@ class Accelerator:
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
         """Divide the gradients of these optimizers (all when None) by the loss scale; see ``unscale_gradients``."""
-        chosen = self._optimizers if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+        chosen = (
+            self._optimizers
+            if optimizer is None
+            else [optimizer]
+            if isinstance(optimizer, Optimizer)
+            else optimizer
+        )
         for one in map(unwrap_optimizer, chosen):
             state = self._unscaled.get(id(one), self._scaler)
             self._unscaled[id(one)] = training.unscale_gradients(self.context, one, state)
@@ -378,9 +415,13 @@ class Accelerator:
         if not self.context.precision.scales_loss:
             return optimizer.step() if closure is None else optimizer.step(closure)
         if closure is not None:
-            raise NotAvailableError("step(closure) can't be combined with loss scaling: use bf16, or step without closure.")
+            raise NotAvailableError(
+                "step(closure) can't be combined with loss scaling: use bf16, or step without closure."
+            )
         state = self._unscaled.pop(id(optimizer), self._scaler)
-        self._stepped[id(optimizer)] = training.optimizer_step(self.context, optimizer, state, clear_gradients=False)
+        self._stepped[id(optimizer)] = training.optimizer_step(
+            self.context, optimizer, state, clear_gradients=False
+        )
         return None
 
     def step_was_skipped(self, optimizer: Optimizer) -> bool:
@@ -410,7 +451,11 @@ class Accelerator:
         """Join what was computed from the batch at hand, without padding; see :func:`accelfn.gather_for_metrics`."""
         if use_gather_object:
             objects = comm.gather_object(self.context, input_data)
-            per_row = self.micro is not None and isinstance(input_data, list) and len(objects) >= (self.micro.num_valid or 0)
+            per_row = (
+                self.micro is not None
+                and isinstance(input_data, list)
+                and len(objects) >= (self.micro.num_valid or 0)
+            )
             return objects[: self.micro.num_valid] if per_row and self.micro is not None else objects
         if self.micro is None:
             return comm.gather(self.context, input_data)
@@ -487,7 +532,9 @@ class Accelerator:
     ) -> tuple[Path, ...]:
         """Write a model's weights as safetensors; see :func:`accelfn.save_model`."""
         if not safe_serialization:
-            raise NotAvailableError("save_model writes safetensors: accelfn writes no pickle. Leave safe_serialization True.")
+            raise NotAvailableError(
+                "save_model writes safetensors: accelfn writes no pickle. Leave safe_serialization True."
+            )
         return checkpoint.save_model(self.context, model, save_directory, max_shard_size)
 
     def close(self) -> None:

@@ -54,7 +54,9 @@ def parse_size(size: int | str) -> int:
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(TB|GB|MB|KB|B)\s*", size, re.IGNORECASE)
         number = float(match[1]) * dict(_UNITS)[match[2].upper()] if match else None
     if number is None or number < 1:
-        raise ValueError(f"max_shard_size must be bytes or a number with TB, GB, MB or KB, such as '5GB': got {size!r}.")
+        raise ValueError(
+            f"max_shard_size must be bytes or a number with TB, GB, MB or KB, such as '5GB': got {size!r}."
+        )
     return int(number)
 
 
@@ -191,7 +193,12 @@ def _write_file(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[
         )
         for name, tensor in held.items()
     }
+    path.touch()
+    mode = (
+        path.stat().st_mode
+    )  # as the user's umask makes new files; safetensors would leave them to the owner alone
     safetensors.serialize_file(specs, path, metadata)
+    path.chmod(mode)
     _flush(path)
 
 

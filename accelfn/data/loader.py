@@ -48,7 +48,9 @@ class PreparedDataLoader(Generic[T]):
         plan: How an epoch is shared out; None for data that was sharded already.
     """
 
-    def __init__(self, ctx: Context, source: DataLoader[T], plan: EpochPlan | None, batches: RankBatches | None) -> None:
+    def __init__(
+        self, ctx: Context, source: DataLoader[T], plan: EpochPlan | None, batches: RankBatches | None
+    ) -> None:
         """Use :func:`prepare_data_loader` instead."""
         self.plan = plan
         self._ctx = ctx
@@ -164,8 +166,14 @@ def prepare_data_loader(
 def _refuse_unavailable(ctx: Context, loader: DataLoader[Any], sharding: Sharding) -> None:
     asked = (
         (isinstance(loader.dataset, IterableDataset), "a loader over an IterableDataset"),
-        (loader.batch_size is None, "a loader without batch_size (a batch sampler of one's own, or batch_size=None)"),
-        (loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler, "a batch sampler of one's own"),
+        (
+            loader.batch_size is None,
+            "a loader without batch_size (a batch sampler of one's own, or batch_size=None)",
+        ),
+        (
+            loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler,
+            "a batch sampler of one's own",
+        ),
         (bool(ctx.loading.dispatch_batches), "DataLoaderConfiguration(dispatch_batches=True)"),
         (ctx.loading.use_stateful_dataloader, "DataLoaderConfiguration(use_stateful_dataloader=True)"),
         (sharding == "by_source", 'sharding="by_source"'),
@@ -174,7 +182,9 @@ def _refuse_unavailable(ctx: Context, loader: DataLoader[Any], sharding: Shardin
         asked = asked[3:5]
     for is_asked, what in asked:
         if is_asked:
-            raise NotAvailableError(f"prepare_data_loader: {what} has no machinery in this version of accelfn yet.")
+            raise NotAvailableError(
+                f"prepare_data_loader: {what} has no machinery in this version of accelfn yet."
+            )
 
 
 def _rebuilt(source: DataLoader[T], batches: RankBatches) -> DataLoader[T]:

@@ -102,7 +102,9 @@ def microbatches(
     if uneven not in ("error", "stop_first", "pad"):
         raise ValueError(f'microbatches: uneven must be "error", "stop_first" or "pad", got {uneven!r}.')
     if uneven == "pad":
-        raise NotAvailableError('microbatches: uneven="pad" has no machinery yet. Use even_batches=True, or "stop_first".')
+        raise NotAvailableError(
+            'microbatches: uneven="pad" has no machinery yet. Use even_batches=True, or "stop_first".'
+        )
     if not isinstance(loader, Sized):
         raise TypeError(
             f"microbatches: the loader must have a length, got {type(loader).__name__}. The last window is averaged over "
@@ -127,7 +129,9 @@ def _microbatches(ctx: Context, loader: Iterable[T], uneven: Uneven) -> Iterator
     for index, batch in enumerate(loader):
         if index == num_batches:
             break
-        micro = plan_microbatch(index, epoch, num_batches, accumulation.num_steps, accumulation.sync_with_dataloader)
+        micro = plan_microbatch(
+            index, epoch, num_batches, accumulation.num_steps, accumulation.sync_with_dataloader
+        )
         yield batch, _with_rows(micro, batch, plan.num_valid(index) if plan is not None else None)
 
 
@@ -173,9 +177,15 @@ def gather_for_metrics(ctx: Context, tree: T, micro: MicroBatch) -> T:
     if not any(tensors) and isinstance(tree, list):
         objects = gather_object(ctx, cast("list[Any]", tree))
         is_per_row = len(cast("list[Any]", tree)) == micro.num_rows
-        return cast("T", objects[: micro.num_valid] if is_per_row and micro.num_valid is not None else objects)
+        return cast(
+            "T", objects[: micro.num_valid] if is_per_row and micro.num_valid is not None else objects
+        )
     gathered = gather(ctx, tree)
-    if micro.num_valid is None or micro.num_rows is None or micro.num_valid >= micro.num_rows * ctx.num_processes:
+    if (
+        micro.num_valid is None
+        or micro.num_rows is None
+        or micro.num_valid >= micro.num_rows * ctx.num_processes
+    ):
         return gathered
     per_row = iter([leaf.dim() > 0 and leaf.shape[0] == micro.num_rows for leaf in leaves])
 

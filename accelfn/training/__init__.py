@@ -3,8 +3,20 @@
 from accelfn.training.clip import clip_grad_norm_, clip_grad_value_
 from accelfn.training.grad import value_and_grad
 from accelfn.training.precision import MixedPrecisionForward, autocast
-from accelfn.training.prepare import prepare, prepare_model, prepare_optimizer, prepare_scheduler, unwrap_model
-from accelfn.training.scaler import ScalerState, init_scaler, step_was_skipped, unscale_gradients, update_scaler
+from accelfn.training.prepare import (
+    prepare,
+    prepare_model,
+    prepare_optimizer,
+    prepare_scheduler,
+    unwrap_model,
+)
+from accelfn.training.scaler import (
+    ScalerState,
+    init_scaler,
+    step_was_skipped,
+    unscale_gradients,
+    update_scaler,
+)
 from accelfn.training.step import accumulate, backward, no_sync, optimizer_step, scheduler_step
 
 __all__ = (

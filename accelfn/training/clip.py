@@ -34,11 +34,15 @@ def clip_grad_norm_(
     """
     del ctx
     if not max_norm > 0:
-        raise ValueError(f"clip_grad_norm_: max_norm must be positive, got {max_norm!r}. Leave the call out to not clip.")
+        raise ValueError(
+            f"clip_grad_norm_: max_norm must be positive, got {max_norm!r}. Leave the call out to not clip."
+        )
     return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
 
-def clip_grad_value_(ctx: Context, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
+def clip_grad_value_(
+    ctx: Context, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float
+) -> None:
     """Cut each entry of the gradients to the range ``-clip_value..clip_value``.
 
     Writes into the gradients. With float16, call :func:`accelfn.unscale_gradients` first.

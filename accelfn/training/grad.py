@@ -60,8 +60,14 @@ def value_and_grad(
                 value = loss_fn(cast("Params", structure.unflatten(flat)), *args, **kwargs)
             loss = cast("Any", value[0] if _is_pair(value) else value)
             if not isinstance(loss, torch.Tensor) or loss.dim():
-                found = f"one of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-                raise TypeError(f"value_and_grad: the loss must be a tensor of shape (), got {found}. Take its mean.")
+                found = (
+                    f"one of shape {tuple(loss.shape)}"
+                    if isinstance(loss, torch.Tensor)
+                    else type(loss).__name__
+                )
+                raise TypeError(
+                    f"value_and_grad: the loss must be a tensor of shape (), got {found}. Take its mean."
+                )
             return loss, value
 
         grads, (loss, value) = cast("Any", torch.func.grad_and_value)(loss_and_value, has_aux=True)(leaves)

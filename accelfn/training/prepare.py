@@ -159,7 +159,9 @@ def prepare_scheduler(ctx: Context, scheduler: S) -> S:
     return scheduler
 
 
-def unwrap_model(model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> nn.Module:
+def unwrap_model(
+    model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
+) -> nn.Module:
     """Take off what ``prepare_model`` and ``torch.compile`` put around a model.
 
     Ranks: local.

@@ -104,7 +104,12 @@ def update_scaler(ctx: Context, scaler_state: ScalerState) -> ScalerState:
     options = ctx.precision.scaler
     scale, tracker = scaler_state.scale.clone(), scaler_state.growth_tracker.clone()
     torch._amp_update_scale_(  # pyright: ignore[reportPrivateUsage]
-        scale, tracker, scaler_state.found_inf, options.growth_factor, options.backoff_factor, options.growth_interval
+        scale,
+        tracker,
+        scaler_state.found_inf,
+        options.growth_factor,
+        options.backoff_factor,
+        options.growth_interval,
     )
     return ScalerState(
         scale=scale,

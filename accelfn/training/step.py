@@ -46,7 +46,9 @@ def backward(
         NotAvailableError: With ``weight``.
     """
     if not isinstance(cast("object", loss), torch.Tensor):
-        raise TypeError(f"backward: the loss must be a tensor, got {type(loss).__name__}. Pass what the model computed.")
+        raise TypeError(
+            f"backward: the loss must be a tensor, got {type(loss).__name__}. Pass what the model computed."
+        )
     if weight is not None:
         raise NotAvailableError(
             "backward: weight has no machinery in this version of accelfn yet. Divide the loss before, and leave it out."
