@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
-import optree
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
@@ -38,7 +37,9 @@ def map_tensors(function: Callable[[torch.Tensor], Any], tree: T) -> T:
     if isinstance(tree, torch.Tensor):
         return function(tree)
     leaves, structure = flatten(tree)
-    return structure.unflatten([function(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
+    return structure.unflatten(
+        [function(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    )
 
 
 def send_to_device(
@@ -67,8 +68,15 @@ def send_to_device(
     # A PackedSequence keeps its batch sizes on the CPU: only its own method knows.
     leaves, structure = flatten(tree, _is_packed_sequence)
     skipped = _below(structure.paths(), skip_keys) if skip_keys else frozenset[int]()
+    target = torch.device(device)
+    # Most often all is there already, and comparing is cheaper than asking each tensor to move.
     return structure.unflatten(
-        [leaf if index in skipped else _move(leaf, device, non_blocking) for index, leaf in enumerate(leaves)]
+        [
+            leaf
+            if index in skipped or (isinstance(leaf, torch.Tensor) and leaf.device == target)
+            else _move(leaf, target, non_blocking)
+            for index, leaf in enumerate(leaves)
+        ]
     )
 
 
@@ -142,16 +150,12 @@ def find_batch_size(tree: Any) -> int:
     >>> find_batch_size({"loss": torch.tensor(1.0), "x": torch.zeros(3, 2)})
     3
     """
-    # Lazily: the first leaf is nearly always the answer.
-    for leaf in cast("Iterable[Any]", optree.tree_iter(tree)):
-        if isinstance(leaf, torch.Tensor):
-            if leaf.dim():
-                return leaf.shape[0]
-        else:
-            for inner in flatten(leaf)[0]:
-                if isinstance(inner, torch.Tensor) and inner.dim():
-                    return inner.shape[0]
-    raise ValueError("find_batch_size: the tree holds no tensor with a first dimension. Pass the batch that has one.")
+    size = _first_size(tree)
+    if size is not None:
+        return size
+    raise ValueError(
+        "find_batch_size: the tree holds no tensor with a first dimension. Pass the batch that has one."
+    )
 
 
 def convert_to_fp32(tree: T) -> T:
@@ -209,11 +213,30 @@ def find_device(tree: Any) -> torch.device | None:
     return next((leaf.device for leaf in flatten(tree)[0] if isinstance(leaf, torch.Tensor)), None)
 
 
+def _first_size(tree: Any) -> int | None:
+    """Look into the usual containers one value at a time: the first leaf is nearly always the answer."""
+    if isinstance(tree, torch.Tensor):
+        return tree.size(0) if tree.dim() else None
+    if isinstance(tree, dict):
+        values: Iterable[Any] = cast("dict[Any, Any]", tree).values()
+    elif isinstance(tree, (list, tuple)):
+        values = cast("Sequence[Any]", tree)
+    else:
+        values, _ = flatten(tree)
+        if len(values) == 1 and values[0] is tree:  # a leaf
+            return None
+    for value in values:
+        size = _first_size(value)
+        if size is not None:
+            return size
+    return None
+
+
 def _is_packed_sequence(value: Any) -> bool:
     return isinstance(value, PackedSequence)
 
 
-def _move(leaf: Any, device: torch.device | str | int, non_blocking: bool) -> Any:
+def _move(leaf: Any, device: torch.device, non_blocking: bool) -> Any:
     if isinstance(leaf, torch.Tensor):
         return leaf.to(device, non_blocking=non_blocking)
     move = getattr(leaf, "to", None)
