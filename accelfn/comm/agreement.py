@@ -23,7 +23,16 @@ from accelfn.context import Context
 from accelfn.errors import Disagreement, MismatchError, RemoteRankError
 from accelfn.tree import Layout, flatten
 
-__all__ = ("HEADER_BYTES", "Call", "agree", "attempt", "capacity", "describe_tree", "layout_call", "verify_structure")
+__all__ = (
+    "HEADER_BYTES",
+    "Call",
+    "agree",
+    "attempt",
+    "capacity",
+    "describe_tree",
+    "layout_call",
+    "verify_structure",
+)
 
 T = TypeVar("T")
 
@@ -91,13 +100,17 @@ def agree(
     length = 0 if payload is None else payload.numel()
     fingerprint = hashlib.blake2b(f"{call.operation}\0{call.text}".encode(), digest_size=16).digest()
     message = torch.empty(HEADER_BYTES + length, dtype=torch.uint8)
-    message[:HEADER_BYTES] = as_tensor(_HEADER.pack(fingerprint, _READY if error is None else _FAILED, length))
+    message[:HEADER_BYTES] = as_tensor(
+        _HEADER.pack(fingerprint, _READY if error is None else _FAILED, length)
+    )
     if payload is not None:
         message[HEADER_BYTES:] = payload
 
     rows = ctx.collectives.exchange(message)
     headers = [_HEADER.unpack(as_bytes(row[:HEADER_BYTES])) for row in rows]
-    payloads = [row[HEADER_BYTES : HEADER_BYTES + header[2]] for row, header in zip(rows, headers, strict=True)]
+    payloads = [
+        row[HEADER_BYTES : HEADER_BYTES + header[2]] for row, header in zip(rows, headers, strict=True)
+    ]
 
     if error is not None:
         raise error
@@ -167,7 +180,10 @@ def _compare(ctx: Context, call: Call) -> None:
 
 def _explain(ctx: Context, call: Call) -> MismatchError:
     """Let every rank tell in full what it called, and find where they differ. Every rank comes to the same result."""
-    said = [json.loads(blob) for blob in _gather_all(ctx, json.dumps([call.operation, call.text, call.leaves()]).encode())]
+    said = [
+        json.loads(blob)
+        for blob in _gather_all(ctx, json.dumps([call.operation, call.text, call.leaves()]).encode())
+    ]
     return _difference([(operation, text, leaves) for operation, text, leaves in said], call.operation)
 
 
@@ -183,7 +199,11 @@ def _difference(said: Sequence[tuple[str, str, dict[str, str]]], operation: str)
         for path in paths:
             kinds = [one[2].get(path, "no such leaf") for one in said]
             expected = _most(kinds)
-            rows += [Disagreement(rank, path, expected, kind) for rank, kind in enumerate(kinds) if kind != expected]
+            rows += [
+                Disagreement(rank, path, expected, kind)
+                for rank, kind in enumerate(kinds)
+                if kind != expected
+            ]
     if not rows:
         expected_text = _most([one[1] for one in said])
         for rank, one in enumerate(said):
@@ -205,7 +225,8 @@ def _most(values: list[str]) -> str:
 def _gather_all(ctx: Context, blob: bytes) -> list[bytes]:
     """Gather bytes of any length, with no agreement before: every rank is known to be here."""
     lengths = [
-        struct.unpack("<Q", as_bytes(row[:8]))[0] for row in ctx.collectives.exchange(as_tensor(struct.pack("<Q", len(blob))))
+        struct.unpack("<Q", as_bytes(row[:8]))[0]
+        for row in ctx.collectives.exchange(as_tensor(struct.pack("<Q", len(blob))))
     ]
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
     padded[: len(blob)] = as_tensor(blob)

@@ -126,7 +126,9 @@ def on_local_process(ctx: Context, index: int) -> Decorator[P, T]:
         ValueError: This node has no such local rank.
     """
     if not 0 <= index < ctx.world.local_size:
-        raise ValueError(f"on_local_process: index must be a local rank in 0..{ctx.world.local_size - 1}, got {index}.")
+        raise ValueError(
+            f"on_local_process: index must be a local rank in 0..{ctx.world.local_size - 1}, got {index}."
+        )
     return _only(ctx.local_rank == index)
 
 

@@ -20,7 +20,9 @@ from accelfn.errors import ConfigurationError
 __all__ = ("set_seed", "synchronize_rng_states")
 
 
-def set_seed(seed: int, *, ctx: Context | None = None, device_specific: bool = False, deterministic: bool = False) -> None:
+def set_seed(
+    seed: int, *, ctx: Context | None = None, device_specific: bool = False, deterministic: bool = False
+) -> None:
     """Seed Python's, NumPy's (where it is installed) and torch's generators, those of all devices too.
 
     Ranks: local; with the same arguments every rank has the same state.
@@ -36,7 +38,9 @@ def set_seed(seed: int, *, ctx: Context | None = None, device_specific: bool = F
     """
     if device_specific:
         if ctx is None:
-            raise ValueError("set_seed: device_specific needs the context: set_seed(seed, ctx=ctx, device_specific=True).")
+            raise ValueError(
+                "set_seed: device_specific needs the context: set_seed(seed, ctx=ctx, device_specific=True)."
+            )
         seed += ctx.rank
     if not 0 <= seed < 2**32:
         raise ValueError(f"set_seed: seed must lie in 0..2**32 - 1, got {seed}.")

@@ -50,11 +50,18 @@ def split_between_processes(ctx: Context, inputs: T, apply_padding: bool = False
 
 def _length(inputs: Any, path: str) -> int:
     if isinstance(inputs, Mapping):
-        lengths = {key: _length(value, f"{path}[{key!r}]") for key, value in cast("Mapping[Any, Any]", inputs).items()}
+        lengths = {
+            key: _length(value, f"{path}[{key!r}]")
+            for key, value in cast("Mapping[Any, Any]", inputs).items()
+        }
         if not lengths:
-            raise ValueError(f"split_between_processes: {path} is an empty mapping. Pass what is to be split.")
+            raise ValueError(
+                f"split_between_processes: {path} is an empty mapping. Pass what is to be split."
+            )
         if len(set(lengths.values())) > 1:
-            raise ValueError(f"split_between_processes: the values of {path} must have one length, got {lengths}.")
+            raise ValueError(
+                f"split_between_processes: the values of {path} must have one length, got {lengths}."
+            )
         return next(iter(lengths.values()))
     if isinstance(inputs, torch.Tensor) or hasattr(inputs, "__array__"):
         if not inputs.ndim:

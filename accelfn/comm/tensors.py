@@ -19,7 +19,6 @@ from accelfn.comm.objects import broadcast_bytes, gather_bytes
 from accelfn.comm.wire import padded_size, read_groups, write_groups
 from accelfn.context import Context, ReduceOp
 from accelfn.tree import (
-    Group,
     Layout,
     Packed,
     TensorInformation,
@@ -145,7 +144,9 @@ def reduce(ctx: Context, tree: T, reduction: str = "sum", scale: float = 1.0) ->
         leaves, layout = _given(prepared, error)
         if scale == 1.0 and not any(leaf.requires_grad for leaf in leaves):
             return tree
-        return layout.structure.unflatten([leaf.detach() * scale if scale != 1.0 else leaf.detach() for leaf in leaves])
+        return layout.structure.unflatten(
+            [leaf.detach() * scale if scale != 1.0 else leaf.detach() for leaf in leaves]
+        )
 
     op: ReduceOp = "max" if reduction == "max" else "min" if reduction == "min" else "sum"
     options = f"{reduction} {scale!r}"
@@ -154,7 +155,9 @@ def reduce(ctx: Context, tree: T, reduction: str = "sum", scale: float = 1.0) ->
         buffers = [_combine(torch.stack(rows), op) for rows in by_group]
     else:
         prepared = _open(ctx, "reduce", options, prepared, error)
-        buffers = [_all_reduce(ctx, fill(group, prepared.leaves, copy=True), op) for group in prepared.layout.groups]
+        buffers = [
+            _all_reduce(ctx, fill(group, prepared.leaves, copy=True), op) for group in prepared.layout.groups
+        ]
     layout = prepared.layout
     for buffer in buffers:
         if reduction == "mean":
@@ -207,7 +210,11 @@ def broadcast(ctx: Context, tree: T, from_process: int = 0) -> T:
     leaves, layout = _open(ctx, "broadcast", options, prepared, error)
     buffers: list[torch.Tensor] = []
     for group in layout.groups:
-        buffer = fill(group, leaves) if sends else torch.empty(sum(group.sizes), dtype=group.dtype, device=group.device)
+        buffer = (
+            fill(group, leaves)
+            if sends
+            else torch.empty(sum(group.sizes), dtype=group.dtype, device=group.device)
+        )
         ctx.collectives.broadcast(buffer.view(torch.uint8), from_process)
         buffers.append(buffer)
     return tree if sends else unpack(Packed(tuple(buffers), layout))
@@ -258,11 +265,15 @@ def scatter(ctx: Context, tree: T | None, from_process: int = 0) -> T:
         _given(made, error)
         return cast("T", tree)
     prepared, blob = made if made is not None else (None, b"")
-    stubs, on_cpu = pickle.loads(broadcast_bytes(ctx, Call("scatter", f"from {from_process}"), blob, from_process, error))
+    stubs, on_cpu = pickle.loads(
+        broadcast_bytes(ctx, Call("scatter", f"from {from_process}"), blob, from_process, error)
+    )
     info, structure = flatten(stubs, lambda value: isinstance(value, TensorInformation))
     # Leaf by leaf: parts are cut from contiguous rows, and scatter is no operation of an inner loop.
     received = [
-        _scatter_leaf(ctx, leaf, None if prepared is None else prepared.leaves[index], on_cpu[index], from_process)
+        _scatter_leaf(
+            ctx, leaf, None if prepared is None else prepared.leaves[index], on_cpu[index], from_process
+        )
         for index, leaf in enumerate(cast("list[TensorInformation]", info))
     ]
     return structure.unflatten(received)
@@ -310,7 +321,10 @@ def pad_across_processes(
     call, blob = Call("pad_across_processes"), b""
     if prepared is not None:
         layout = prepared.layout
-        kinds = [f"{dtype} of {len(shape)} dimensions" for dtype, shape in zip(layout.dtypes, layout.shapes, strict=True)]
+        kinds = [
+            f"{dtype} of {len(shape)} dimensions"
+            for dtype, shape in zip(layout.dtypes, layout.shapes, strict=True)
+        ]
         call = Call(
             "pad_across_processes",
             f"dim={dim} pad_index={pad_index} pad_first={pad_first}\0{layout.structure.describe()}{kinds}",
@@ -329,7 +343,9 @@ def pad_across_processes(
         shape = list(leaf.shape)
         shape[dim] = longest
         padded = leaf.new_full(shape, pad_index)
-        padded.narrow(dim, longest - leaf.shape[dim] if pad_first else 0, leaf.shape[dim]).copy_(leaf.detach())
+        padded.narrow(dim, longest - leaf.shape[dim] if pad_first else 0, leaf.shape[dim]).copy_(
+            leaf.detach()
+        )
         return padded
 
     return layout.structure.unflatten([pad(index, leaf) for index, leaf in enumerate(leaves)])
@@ -353,7 +369,9 @@ def check_rank(ctx: Context, operation: str, name: str, rank: int) -> None:
 
 def _prepare(operation: str, tree: Any) -> Prepared:
     leaves, structure = flatten(tree)
-    return Prepared(require_tensors(operation, leaves, structure), plan_layout(leaves, structure, ALONE_BYTES))
+    return Prepared(
+        require_tensors(operation, leaves, structure), plan_layout(leaves, structure, ALONE_BYTES)
+    )
 
 
 def _given(value: Any, error: Exception | None) -> Any:
@@ -369,7 +387,9 @@ def _payload_bytes(layout: Layout) -> int:
 def _fits(ctx: Context, prepared: Prepared) -> bool:
     """Whether the whole tree fits into the opening exchange. The same on every rank whose layout is the same."""
     layout = prepared.layout
-    return all(group.device.type == "cpu" for group in layout.groups) and _payload_bytes(layout) <= capacity(ctx)
+    return all(group.device.type == "cpu" for group in layout.groups) and _payload_bytes(layout) <= capacity(
+        ctx
+    )
 
 
 def _payload(prepared: Prepared) -> torch.Tensor:
@@ -476,7 +496,9 @@ def _scatter_leaf(
             buffer = flat.contiguous()
         else:  # scatter takes equal parts: the shorter ones are filled up
             parts = [
-                torch.nn.functional.pad(part.view(torch.uint8), (0, (longest - part.numel()) * info.dtype.itemsize))
+                torch.nn.functional.pad(
+                    part.view(torch.uint8), (0, (longest - part.numel()) * info.dtype.itemsize)
+                )
                 for part in flat.split([rows * row for rows in sizes])
             ]
             buffer = torch.cat(parts).view(info.dtype)

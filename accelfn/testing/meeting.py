@@ -6,7 +6,13 @@ import threading
 import time
 from typing import Any, NamedTuple
 
-from accelfn.errors import CollectiveTimeoutError, Disagreement, MismatchError, MissingRankError, RemoteRankError
+from accelfn.errors import (
+    CollectiveTimeoutError,
+    Disagreement,
+    MismatchError,
+    MissingRankError,
+    RemoteRankError,
+)
 
 __all__ = ("Meeting",)
 
@@ -101,7 +107,9 @@ def _absent(gone: int, left: Left, rank: int, call: tuple[object, ...]) -> Excep
 def _mismatch(met: list[Brought]) -> MismatchError:
     calls = [" ".join(str(part) for part in one.call) for one in met]
     expected = max(calls, key=calls.count)
-    rows = tuple(Disagreement(rank, "", expected, call) for rank, call in enumerate(calls) if call != expected)
+    rows = tuple(
+        Disagreement(rank, "", expected, call) for rank, call in enumerate(calls) if call != expected
+    )
     return MismatchError(_name(met[0].call), rows)
 
 

@@ -92,7 +92,9 @@ def run_on_processes(
                 sender.close()
                 processes.append(process)
                 receivers.append(receiver)
-            outcomes = _collect(processes, receivers, None if timeout_s is None else time.monotonic() + seconds + 5.0)
+            outcomes = _collect(
+                processes, receivers, None if timeout_s is None else time.monotonic() + seconds + 5.0
+            )
         finally:
             for process in processes:
                 if process.is_alive():
@@ -104,7 +106,9 @@ def run_on_processes(
     return conclude(outcomes, "processes")
 
 
-def _collect(processes: Sequence[Any], receivers: Sequence[Connection], deadline: float | None) -> list[Outcome]:
+def _collect(
+    processes: Sequence[Any], receivers: Sequence[Connection], deadline: float | None
+) -> list[Outcome]:
     """Wait until each rank has reported or died; after a failure not much longer."""
     outcomes: dict[int, Outcome] = {}
     while len(outcomes) < len(processes):
@@ -129,7 +133,11 @@ def _receive(rank: int, process: Any, receiver: Connection) -> Outcome:
     except EOFError:
         process.join(5.0)
         code = process.exitcode
-        how = f"was killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exited with code {code}"
+        how = (
+            f"was killed by {signal.Signals(-code).name}"
+            if code is not None and code < 0
+            else f"exited with code {code}"
+        )
         return Outcome(error=MissingRankError(f"rank {rank} {how} before it returned."))
     if text and error is not None:
         error.__cause__ = RemoteTraceback(text)
@@ -162,13 +170,17 @@ def _work(
     code = 0
     try:
         store = dist.FileStore(path, size)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=seconds))
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=seconds)
+        )
         group = dist.group.WORLD
         assert group is not None
         collectives = process_group_collectives(group, rank, size)
         collectives.barrier()  # nobody may end while others still connect to it
         world = memory_world(rank, size, num_nodes, "gloo")
-        ctx = Context(world=dataclasses.replace(world, group=group), collectives=inject(collectives, rank, faults, _die))
+        ctx = Context(
+            world=dataclasses.replace(world, group=group), collectives=inject(collectives, rank, faults, _die)
+        )
         report = (fn(configure(ctx)), None, "")
         message = pickle.dumps(report)
     except BaseException as error:  # noqa: BLE001 -- whatever ends a rank is reported to the parent

@@ -64,7 +64,9 @@ def run_ranks(
         raise ValueError(f"run_ranks: world_size must be at least 1, got {world_size}.")
     for fault in faults:
         if not 0 <= fault.rank < world_size:
-            raise ValueError(f"run_ranks: a fault names rank {fault.rank}, which isn't in a world of {world_size}.")
+            raise ValueError(
+                f"run_ranks: a fault names rank {fault.rank}, which isn't in a world of {world_size}."
+            )
 
     def configured(ctx: Context) -> Context:
         return configure(ctx, options)

@@ -102,7 +102,8 @@ def _run(
             leave(rank, how, error)
 
     threads = [
-        threading.Thread(target=work, args=(rank,), name=f"rank {rank} of {size}", daemon=True) for rank in range(size)
+        threading.Thread(target=work, args=(rank,), name=f"rank {rank} of {size}", daemon=True)
+        for rank in range(size)
     ]
     for thread in threads:
         thread.start()

@@ -38,7 +38,9 @@ def map_tensors(function: Callable[[torch.Tensor], Any], tree: T) -> T:
     if isinstance(tree, torch.Tensor):
         return function(tree)
     leaves, structure = flatten(tree)
-    return structure.unflatten([function(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
+    return structure.unflatten(
+        [function(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    )
 
 
 def send_to_device(
@@ -151,7 +153,9 @@ def find_batch_size(tree: Any) -> int:
             for inner in flatten(leaf)[0]:
                 if isinstance(inner, torch.Tensor) and inner.dim():
                     return inner.shape[0]
-    raise ValueError("find_batch_size: the tree holds no tensor with a first dimension. Pass the batch that has one.")
+    raise ValueError(
+        "find_batch_size: the tree holds no tensor with a first dimension. Pass the batch that has one."
+    )
 
 
 def convert_to_fp32(tree: T) -> T:

@@ -23,7 +23,18 @@ import torch
 __all__ = ("Structure", "flatten", "leaf_paths")
 
 # Never containers: spares the checks for the most common leaves.
-_PLAIN = (torch.Tensor, str, bytes, int, float, complex, torch.Size, torch.dtype, torch.device, torch.nn.Module)
+_PLAIN = (
+    torch.Tensor,
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    torch.Size,
+    torch.dtype,
+    torch.device,
+    torch.nn.Module,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +197,9 @@ def _open_dataclass(value: Any) -> Parts:
     children = [getattr(value, name) for name in names]
 
     def rebuild(new: Sequence[Any]) -> Any:
-        result = copy.copy(value)  # not the constructor: __post_init__ may check or derive what is already there
+        result = copy.copy(
+            value
+        )  # not the constructor: __post_init__ may check or derive what is already there
         for name, child in zip(names, new, strict=True):
             object.__setattr__(result, name, child)  # frozen ones too
         return result
