@@ -1,10 +1,11 @@
 """Before anything moves, the ranks agree on what they are about to do.
 
-Each operation across ranks opens with one exchange of equal size on every rank, whatever the operation and the tree. In
-it each rank says a fingerprint of its call (operation, options, structure, shapes, dtypes) and whether it can go on. All
-ranks see what all said, so all come to the same verdict: go on, raise because a rank can't, or raise because they
-differ. Nobody is left waiting, and tensors of another shape are never taken for the right ones. Whatever is small enough
-travels in the same exchange, so that agreement costs no extra message for small trees.
+Each operation across ranks opens with one exchange of equal size on every rank, whatever the operation and
+the tree. In it each rank says a fingerprint of its call (operation, options, structure, shapes, dtypes) and
+whether it can go on. All ranks see what all said, so all come to the same verdict: go on, raise because a
+rank can't, or raise because they differ. Nobody is left waiting, and tensors of another shape are never taken
+for the right ones. Whatever is small enough travels in the same exchange, so that agreement costs no extra
+message for small trees.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
     """Do what may be refused on this rank alone, and keep the refusal for :func:`agree`."""
     try:
         return action(), None
-    except Exception as error:  # whatever it is, the other ranks must hear of it before it is raised
+    except Exception as error:  # noqa: BLE001 -- the other ranks must hear of it before it is raised
         return None, error
 
 
@@ -179,7 +180,7 @@ def _compare(ctx: Context, call: Call) -> None:
 
 
 def _explain(ctx: Context, call: Call) -> MismatchError:
-    """Let every rank tell in full what it called, and find where they differ. Every rank comes to the same result."""
+    """Let every rank tell in full what it called, and find where they differ: the same on every rank."""
     said = [
         json.loads(blob)
         for blob in _gather_all(ctx, json.dumps([call.operation, call.text, call.leaves()]).encode())
@@ -211,7 +212,10 @@ def _difference(said: Sequence[tuple[str, str, dict[str, str]]], operation: str)
                 found, expected = (text.replace("\0", " ").strip() for text in (one[1], expected_text))
                 rows.append(Disagreement(rank, "", expected[:200], found[:200]))
     left_out = len(rows) - _MAX_ROWS
-    hint = "Every rank must call the same operation with the same options on a tree of the same structure, shapes and dtypes."
+    hint = (
+        "Every rank must call the same operation with the same options on a tree of the same structure, "
+        "shapes and dtypes."
+    )
     if left_out > 0:
         hint = f"  ... and {left_out} more\n{hint}"
     return MismatchError(operation, tuple(rows[:_MAX_ROWS]), hint)

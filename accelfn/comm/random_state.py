@@ -47,7 +47,7 @@ def set_seed(
     random.seed(seed)
     if importlib.util.find_spec("numpy") is not None:
         importlib.import_module("numpy.random").seed(seed)
-    torch.manual_seed(seed)
+    torch.random.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType] -- torch leaves it untyped
     if deterministic:
         torch.use_deterministic_algorithms(True)
 
@@ -61,7 +61,8 @@ def synchronize_rng_states(
 
     Args:
         ctx: The world.
-        types: ``"torch"`` (the CPU's), ``"generator"``, or a device type such as ``"cuda"`` (this rank's device).
+        types: ``"torch"`` (the CPU's), ``"generator"``, or a device type such as ``"cuda"`` (this rank's
+            device).
         generator: The generator that ``"generator"`` means.
 
     Raises:

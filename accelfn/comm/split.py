@@ -70,8 +70,8 @@ def _length(inputs: Any, path: str) -> int:
     if isinstance(inputs, (list, tuple)) or (hasattr(inputs, "select") and hasattr(inputs, "__len__")):
         return len(cast("list[Any]", inputs))
     raise TypeError(
-        f"split_between_processes: {path} is a {type(inputs).__name__}, which can't be split. Pass a list, a tuple, "
-        "a tensor, an array, a dataset, or a mapping of these."
+        f"split_between_processes: {path} is a {type(inputs).__name__}, which can't be split. Pass a list, "
+        "a tuple, a tensor, an array, a dataset, or a mapping of these."
     )
 
 
@@ -88,6 +88,5 @@ def _take(inputs: Any, indices: list[int]) -> Any:
         return inputs.select(indices)
     if isinstance(inputs, list):
         return [inputs[index] for index in indices]
-    items = tuple(inputs[index] for index in indices)
     # A namedtuple names positions, so a part of it is a plain tuple.
-    return items
+    return tuple(inputs[index] for index in indices)

@@ -1,8 +1,8 @@
 """Trees of tensors across ranks: gather, reduce, broadcast, scatter, pad.
 
-Small trees on the CPU travel whole in the exchange that opens the operation; larger ones as one buffer per dtype, and a
-leaf of a mebibyte or more by itself, without being copied. With one process each operation gives back what it got.
-None of them is differentiable, and none writes into its input.
+Small trees on the CPU travel whole in the exchange that opens the operation; larger ones as one buffer per
+dtype, and a leaf of a mebibyte or more by itself, without being copied. With one process each operation gives
+back what it got. None of them is differentiable, and none writes into its input.
 """
 
 from __future__ import annotations
@@ -40,15 +40,10 @@ ALONE_BYTES = 1 << 20
 REDUCTIONS = ("sum", "mean", "max", "min", "none")
 
 # Dtypes that not every backend can add, so they are gathered and added here.
-_REDUCED_HERE = frozenset(
-    (torch.int16, torch.uint16, torch.uint32, torch.uint64)
-    + (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
-)
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+_REDUCED_HERE = frozenset((torch.int16, torch.uint16, torch.uint32, torch.uint64, *_FLOAT8))
 # Added in float32 and rounded once.
-_NARROW = frozenset(
-    (torch.float16, torch.bfloat16)
-    + (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
-)
+_NARROW = frozenset((torch.float16, torch.bfloat16, *_FLOAT8))
 
 
 class Prepared(NamedTuple):
@@ -68,13 +63,13 @@ def gather(ctx: Context, tree: T) -> T:
         tree: Tensors of any dtype, shape ``(n, ...)`` or ``()``; ``None`` stays ``None``.
 
     Returns:
-        On every rank a tree of the same types, leaves of shape ``(P * n, ...)``; a 0-d tensor counts as one row and
-        gives ``(P,)``. New memory when ``P > 1``; with one process the tree itself, not copied.
+        On every rank a tree of the same types, leaves of shape ``(P * n, ...)``; a 0-d tensor counts as one
+        row and gives ``(P,)``. New memory when ``P > 1``; with one process the tree itself, not copied.
 
     Raises:
         TypeError: A leaf is no dense tensor (``RemoteRankError`` on the ranks where all is well).
-        MismatchError: The trees differ; the same error on every rank, with rank and path. For tensors that differ in
-            length, see :func:`pad_across_processes`.
+        MismatchError: The trees differ; the same error on every rank, with rank and path. For tensors that
+            differ in length, see :func:`pad_across_processes`.
 
     >>> gather(Context(), {"x": torch.ones(2), "loss": torch.tensor(0.5)})
     {'x': tensor([1., 1.]), 'loss': tensor([0.5000])}
@@ -98,7 +93,7 @@ def gather(ctx: Context, tree: T) -> T:
         if len(group.leaves) == 1 and isinstance(rows, torch.Tensor):  # already joined, as it should be
             gathered[group.leaves[0]] = _shaped(rows.view(-1), size, layout.shapes[group.leaves[0]])
             continue
-        pieces = zip(*(row.split(group.sizes) for row in rows), strict=True)
+        pieces = zip(*(torch.split(row, list(group.sizes)) for row in rows), strict=True)
         for index, piece in zip(group.leaves, pieces, strict=True):
             gathered[index] = _shaped(torch.cat(piece), size, layout.shapes[index])
     return layout.structure.unflatten(gathered)
@@ -114,8 +109,8 @@ def reduce(ctx: Context, tree: T, reduction: str = "sum", scale: float = 1.0) ->
     Args:
         ctx: The world.
         tree: Tensors of any dtype and shape; ``None`` stays ``None``.
-        reduction: ``"sum"``, ``"mean"``, ``"max"``, ``"min"``, or ``"none"`` to leave all as it is. The sum and the
-            maximum of booleans is their "or", the minimum their "and".
+        reduction: ``"sum"``, ``"mean"``, ``"max"``, ``"min"``, or ``"none"`` to leave all as it is. The sum
+            and the maximum of booleans is their "or", the minimum their "and".
         scale: Factor applied after the reduction.
 
     Returns:
@@ -123,8 +118,8 @@ def reduce(ctx: Context, tree: T, reduction: str = "sum", scale: float = 1.0) ->
 
     Raises:
         ValueError: Unknown ``reduction``.
-        TypeError: A leaf is no dense tensor; a mean or a scale for integers or booleans, whose dtype can't hold it; a
-            maximum or minimum of complex numbers.
+        TypeError: A leaf is no dense tensor; a mean or a scale for integers or booleans, whose dtype can't
+            hold it; a maximum or minimum of complex numbers.
         MismatchError: The trees or options differ between ranks.
 
     >>> reduce(Context(), torch.tensor([1.0, 2.0]), "mean")
@@ -223,18 +218,20 @@ def broadcast(ctx: Context, tree: T, from_process: int = 0) -> T:
 def scatter(ctx: Context, tree: T | None, from_process: int = 0) -> T:
     """Split each tensor of rank ``from_process`` along its first dimension, one part for each rank.
 
-    The parts are as equal as can be: of ``n`` rows the first ``n % P`` ranks get one more than the others, as in
-    :func:`accelfn.split_between_processes`.
+    The parts are as equal as can be: of ``n`` rows the first ``n % P`` ranks get one more than the others, as
+    in :func:`accelfn.split_between_processes`.
 
     Ranks: every rank of ``ctx``.
 
     Args:
         ctx: The world.
-        tree: On ``from_process`` a tree of tensors of shape ``(n, ...)``; ignored elsewhere, where it may be None.
+        tree: On ``from_process`` a tree of tensors of shape ``(n, ...)``; ignored elsewhere, where it may be
+            None.
         from_process: The rank that has the data.
 
     Returns:
-        This rank's part, as the same types. Tensors that were on the CPU are on the CPU, others on ``ctx.device``.
+        This rank's part, as the same types. Tensors that were on the CPU are on the CPU, others on
+        ``ctx.device``.
 
     Raises:
         ValueError: ``from_process`` is no rank, or a tensor has no first dimension.
@@ -309,8 +306,9 @@ def pad_across_processes(
         for index, dtype in enumerate(prepared.layout.dtypes):
             if not dtype.is_floating_point and not dtype.is_complex and pad_index != int(pad_index):
                 raise TypeError(
-                    f"pad_across_processes: {prepared.layout.structure.paths()[index]} is of dtype {dtype}, which can't "
-                    f"hold pad_index={pad_index!r}. Pass a whole number, or convert the tensor."
+                    f"pad_across_processes: {prepared.layout.structure.paths()[index]} is of dtype "
+                    f"{dtype}, which can't hold pad_index={pad_index!r}. "
+                    "Pass a whole number, or convert the tensor."
                 )
         return prepared
 
@@ -385,7 +383,7 @@ def _payload_bytes(layout: Layout) -> int:
 
 
 def _fits(ctx: Context, prepared: Prepared) -> bool:
-    """Whether the whole tree fits into the opening exchange. The same on every rank whose layout is the same."""
+    """Whether the whole tree fits into the opening exchange: the same on every rank of one layout."""
     layout = prepared.layout
     return all(group.device.type == "cpu" for group in layout.groups) and _payload_bytes(layout) <= capacity(
         ctx
@@ -438,8 +436,9 @@ def _check_arithmetic(prepared: Prepared, reduction: str, scale: float) -> None:
         elif reduction == "mean" or scale != 1.0:
             path = prepared.layout.structure.paths()[index]
             raise TypeError(
-                f"reduce: {path} is of dtype {dtype}, which can't hold a mean or a scaled sum (reduction={reduction!r}, "
-                f"scale={scale!r}). Convert it with .float(), or reduce it with 'sum'."
+                f"reduce: {path} is of dtype {dtype}, which can't hold a mean or a scaled "
+                f"sum (reduction={reduction!r}, scale={scale!r}). "
+                "Convert it with .float(), or reduce it with 'sum'."
             )
 
 
@@ -499,7 +498,7 @@ def _scatter_leaf(
                 torch.nn.functional.pad(
                     part.view(torch.uint8), (0, (longest - part.numel()) * info.dtype.itemsize)
                 )
-                for part in flat.split([rows * row for rows in sizes])
+                for part in torch.split(flat, [rows * row for rows in sizes])
             ]
             buffer = torch.cat(parts).view(info.dtype)
         buffer = buffer.view(torch.uint8)

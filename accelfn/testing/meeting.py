@@ -89,8 +89,8 @@ class Meeting:
             if left_s is not None and left_s <= 0:
                 missing = [one for one in range(self._size) if one not in self._brought]
                 raise CollectiveTimeoutError(
-                    f"rank {rank} waited {self._timeout_s:g} s in {_name(call)} for rank(s) {missing}, which did not come. "
-                    "Every rank must call the same operations in the same order."
+                    f"rank {rank} waited {self._timeout_s:g} s in {_name(call)} for rank(s) {missing}, "
+                    "which did not come. Every rank must call the same operations in the same order."
                 )
             self._condition.wait(left_s)
 

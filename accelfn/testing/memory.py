@@ -31,7 +31,8 @@ def memory_world(rank: int, size: int, num_nodes: int = 1, backend: str = "memor
 def memory_collectives(meeting: Meeting, rank: int, size: int) -> Collectives:
     """Fill the seam with meetings of threads.
 
-    A buffer that a caller goes on using is read by the others between two meetings: nobody returns before all have read.
+    A buffer that a caller goes on using is read by the others between two meetings: nobody returns before all
+    have read.
     """
 
     def finish(name: str) -> None:

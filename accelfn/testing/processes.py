@@ -1,7 +1,7 @@
 """Run a function once per rank, each rank a process forked from this one, in a real gloo world on loopback.
 
-Forking a parent that has imported torch costs milliseconds where a fresh interpreter costs seconds, and the function may
-be a closure. For what needs torch's global registry: DDP, FSDP2, DTensor, pipelines.
+Forking a parent that has imported torch costs milliseconds where a fresh interpreter costs seconds, and the
+function may be a closure. For what needs torch's global registry: DDP, FSDP2, DTensor, pipelines.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ def run_on_processes(
                     daemon=True,
                 )
                 with warnings.catch_warnings():
-                    # Python 3.12 warns of forking beside other threads; the child starts no torch thread pool.
+                    # Python 3.12 warns of forking beside other threads; the child starts no torch thread
+                    # pool.
                     warnings.simplefilter("ignore", DeprecationWarning)
                     process.start()
                 sender.close()
@@ -146,7 +147,8 @@ def _receive(rank: int, process: Any, receiver: Connection) -> Outcome:
 
 def _unended(rank: int) -> Outcome:
     error = CollectiveTimeoutError(
-        f"rank {rank} did not end in time and was ended. Give run_ranks a longer timeout_s, or look for what it waits for."
+        f"rank {rank} did not end in time and was ended. Give run_ranks a longer timeout_s, or look for what "
+        "it waits for."
     )
     return Outcome(error=error, ended=False)
 
@@ -163,13 +165,13 @@ def _work(
     sender: Connection,
 ) -> None:
     """Be one rank: the whole life of a forked child."""
-    # The parent's threads were not forked. Neither torch's pool nor what the parent left for the garbage collector (a
-    # process group joins its threads when it goes) may be touched here.
+    # The parent's threads were not forked. Neither torch's pool nor what the parent left for the garbage
+    # collector (a process group joins its threads when it goes) may be touched here.
     gc.freeze()
     torch.set_num_threads(1)
     code = 0
     try:
-        store = dist.FileStore(path, size)
+        store = dist.FileStore(path, size)  # pyright: ignore[reportPrivateImportUsage] -- documented, but not exported
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=seconds)
         )

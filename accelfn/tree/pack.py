@@ -54,7 +54,7 @@ class Layout:
         return f"{self.structure.describe()}{self.shapes}{self.dtypes}"
 
     def fingerprint(self) -> bytes:
-        """Give 16 bytes that differ where structure, a shape or a dtype differs. The same in every process."""
+        """Give 16 bytes that differ where structure, a shape or a dtype does. The same in every process."""
         return hashlib.blake2b(self.describe().encode(), digest_size=16).digest()
 
 
@@ -107,13 +107,14 @@ def pack(tree: Any, alone_bytes: int | None = None) -> Packed:
     """Put the tensors of ``tree`` into one contiguous buffer per dtype and device.
 
     Args:
-        tree: A tree whose leaves are all dense tensors of any dtype and shape, 0-d, empty and non-contiguous ones too.
-        alone_bytes: A leaf of at least this size gets a buffer of its own, which spares its copy when it is contiguous.
-            None: leaves of one dtype and device always share.
+        tree: A tree whose leaves are all dense tensors of any dtype and shape, 0-d, empty and
+            non-contiguous ones too.
+        alone_bytes: A leaf of at least this size gets a buffer of its own, which spares its copy when it is
+            contiguous. None: leaves of one dtype and device always share.
 
     Returns:
-        Buffers and their layout. A buffer of a single contiguous leaf shares the leaf's memory; all others are new.
-        Detached from autograd.
+        Buffers and their layout. A buffer of a single contiguous leaf shares the leaf's memory; all others
+        are new. Detached from autograd.
 
     Raises:
         TypeError: A leaf is no dense tensor; the message names its path.
@@ -154,10 +155,11 @@ def unpack(packed: Packed) -> Any:
     for group, buffer in zip(packed.layout.groups, packed.buffers, strict=True):
         if buffer.dtype != group.dtype or buffer.numel() != sum(group.sizes):
             raise ValueError(
-                f"unpack: a buffer doesn't fit the layout: got {buffer.numel()} elements of {buffer.dtype}, expected "
-                f"{sum(group.sizes)} of {group.dtype}. Pass the buffers that pack gave, or ones of the same form."
+                f"unpack: a buffer doesn't fit the layout: got {buffer.numel()} elements of "
+                f"{buffer.dtype}, expected {sum(group.sizes)} of {group.dtype}. "
+                "Pass the buffers that pack gave, or ones of the same form."
             )
-        for index, part in zip(group.leaves, buffer.split(group.sizes), strict=True):
+        for index, part in zip(group.leaves, torch.split(buffer, list(group.sizes)), strict=True):
             leaves[index] = part.view(packed.layout.shapes[index])
     return packed.layout.structure.unflatten(leaves)
 
@@ -172,7 +174,8 @@ def require_tensors(operation: str, leaves: list[Any], structure: Structure) -> 
         if not isinstance(leaf, torch.Tensor):
             raise TypeError(
                 f"{operation}: {structure.paths()[index]} must be a tensor, got {type(leaf).__name__}. "
-                "Convert it with torch.as_tensor, leave it out, or use gather_object or broadcast_object_list."
+                "Convert it with torch.as_tensor, leave it out, or use gather_object or "
+                "broadcast_object_list."
             )
         if leaf.layout != torch.strided or leaf.is_meta:
             kind = "on the meta device" if leaf.is_meta else f"of layout {leaf.layout}"

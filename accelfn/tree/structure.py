@@ -1,10 +1,11 @@
 """The one place that knows optree's corners: from any tree to its leaves and back.
 
-optree knows dict, list, tuple, namedtuple, OrderedDict, defaultdict, deque, None and what users registered with it.
-Other containers are opened here, without registering anything: dataclass instances, mapping types such as
-transformers' ``BatchEncoding`` and ``ModelOutput``, and subclasses of list, tuple and deque. They come back as the type
-that they were. Keys of mappings are visited in sorted order, so that two ranks that filled a dict in another order
-still agree. ``None`` belongs to the structure, it is not a leaf; a ``torch.Size`` is a leaf.
+optree knows dict, list, tuple, namedtuple, OrderedDict, defaultdict, deque, None and what users registered
+with it. Other containers are opened here, without registering anything: dataclass instances, mapping types
+such as transformers' ``BatchEncoding`` and ``ModelOutput``, and subclasses of list, tuple and deque. They
+come back as the type that they were. Keys of mappings are visited in sorted order, so that two ranks that
+filled a dict in another order still agree. ``None`` belongs to the structure, it is not a leaf; a
+``torch.Size`` is a leaf.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[li
         if not isinstance(leaf, _PLAIN):
             break
     else:
-        return cast("list[Any]", leaves), Structure(spec)
+        return leaves, Structure(spec)
 
     flat: list[Any] = []
     opened: list[Opened] = []
@@ -161,7 +162,8 @@ Parts = tuple[str, tuple[str, ...], list[Any], Callable[[Sequence[Any]], Any]]
 
 def _open(value: Any) -> Parts | None:
     """Take a container apart that optree doesn't know; None when ``value`` is a leaf."""
-    # Mappings first: transformers' ModelOutput is a dataclass too, and its unset fields are not in the mapping.
+    # Mappings first: transformers' ModelOutput is a dataclass too, and its unset fields are not in the
+    # mapping.
     if isinstance(value, Mapping):
         return _open_mapping(cast("Mapping[Any, Any]", value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -197,9 +199,8 @@ def _open_dataclass(value: Any) -> Parts:
     children = [getattr(value, name) for name in names]
 
     def rebuild(new: Sequence[Any]) -> Any:
-        result = copy.copy(
-            value
-        )  # not the constructor: __post_init__ may check or derive what is already there
+        # Not the constructor: __post_init__ may check or derive what is already there.
+        result = copy.copy(value)
         for name, child in zip(names, new, strict=True):
             object.__setattr__(result, name, child)  # frozen ones too
         return result
@@ -209,12 +210,11 @@ def _open_dataclass(value: Any) -> Parts:
 
 def _open_sequence(value: Sequence[Any]) -> Parts:
     kind = cast("Callable[[Sequence[Any]], Any]", type(value))
-    maxlen = cast("deque[Any]", value).maxlen if isinstance(value, deque) else None
 
     def rebuild(new: Sequence[Any]) -> Any:
-        if maxlen is None:
+        if not isinstance(value, deque) or value.maxlen is None:
             return kind(new)
-        result = copy.copy(cast("deque[Any]", value))
+        result = copy.copy(value)  # keeps the greatest length
         result.clear()
         result.extend(new)
         return result
