@@ -140,7 +140,7 @@ def reduce(ctx: Context, tree: T, reduction: str = "sum", scale: float = 1.0) ->
         if scale == 1.0 and not any(leaf.requires_grad for leaf in leaves):
             return tree
         return layout.structure.unflatten(
-            [leaf.detach() * scale if scale != 1.0 else leaf.detach() for leaf in leaves]
+            [_scale_(leaf.detach().clone(), scale) if scale != 1.0 else leaf.detach() for leaf in leaves]
         )
 
     op: ReduceOp = "max" if reduction == "max" else "min" if reduction == "min" else "sum"
@@ -158,7 +158,7 @@ def reduce(ctx: Context, tree: T, reduction: str = "sum", scale: float = 1.0) ->
         if reduction == "mean":
             buffer.div_(size) if buffer.dtype.itemsize > 1 else buffer.copy_(buffer.float() / size)
         if scale != 1.0:
-            buffer.mul_(scale) if buffer.dtype.itemsize > 1 else buffer.copy_(buffer.float() * scale)
+            _scale_(buffer, scale)
     return unpack(Packed(tuple(buffers), layout))
 
 
@@ -304,11 +304,11 @@ def pad_across_processes(
     def prepare() -> Prepared:
         prepared = _prepare("pad_across_processes", tree)
         for index, dtype in enumerate(prepared.layout.dtypes):
-            if not dtype.is_floating_point and not dtype.is_complex and pad_index != int(pad_index):
+            if not _can_hold(dtype, pad_index):
                 raise TypeError(
                     f"pad_across_processes: {prepared.layout.structure.paths()[index]} is of dtype "
                     f"{dtype}, which can't hold pad_index={pad_index!r}. "
-                    "Pass a whole number, or convert the tensor."
+                    "Pass a number of that dtype, or convert the tensor."
                 )
         return prepared
 
@@ -421,6 +421,17 @@ def _rows(leaf: torch.Tensor) -> torch.Tensor:
     return leaf if leaf.dim() else leaf.reshape(1)
 
 
+def _can_hold(dtype: torch.dtype, value: float) -> bool:
+    if dtype.is_floating_point or dtype.is_complex:
+        return True
+    if not math.isfinite(value) or value != int(value):
+        return False
+    if dtype == torch.bool:
+        return value in (0, 1)
+    limits = torch.iinfo(dtype)
+    return limits.min <= value <= limits.max
+
+
 def _shaped(flat: torch.Tensor, size: int, shape: tuple[int, ...]) -> torch.Tensor:
     return flat.view(size * shape[0], *shape[1:]) if shape else flat.view(size)
 
@@ -470,6 +481,11 @@ def _combine_unsigned(stacked: torch.Tensor, op: ReduceOp) -> torch.Tensor:
     return (result ^ torch.iinfo(torch.int64).min).view(dtype)
 
 
+def _scale_(buffer: torch.Tensor, factor: float) -> torch.Tensor:
+    # torch has no arithmetic for float8.
+    return buffer.mul_(factor) if buffer.dtype.itemsize > 1 else buffer.copy_(buffer.float() * factor)
+
+
 def _all_reduce(ctx: Context, buffer: torch.Tensor, op: ReduceOp) -> torch.Tensor:
     """Reduce a buffer of our own over all ranks."""
     if buffer.dtype in _REDUCED_HERE:
@@ -490,7 +506,7 @@ def _scatter_leaf(
     longest = sizes[0] * row
     buffer = None
     if leaf is not None:
-        flat = leaf.detach().reshape(-1)
+        flat = leaf.detach().reshape(-1).resolve_conj().resolve_neg()
         if longest * ctx.world.size == flat.numel():
             buffer = flat.contiguous()
         else:  # scatter takes equal parts: the shorter ones are filled up

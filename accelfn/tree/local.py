@@ -125,7 +125,7 @@ def concatenate(trees: Sequence[T], dim: int = 0) -> T:
     def join(index: int, column: list[Any]) -> Any:
         if all(isinstance(leaf, torch.Tensor) for leaf in column):
             return torch.cat([leaf.reshape(1) if leaf.dim() == 0 else leaf for leaf in column], dim=dim)
-        if all(leaf is column[0] or leaf == column[0] for leaf in column):
+        if all(_same(leaf, column[0]) for leaf in column):
             return column[0]
         raise TypeError(
             f"concatenate: {structure.paths()[index]} holds values that are no tensors and differ between "
@@ -216,6 +216,17 @@ def listify(tree: Any) -> Any:
 def find_device(tree: Any) -> torch.device | None:
     """Give the device of the first tensor, or None when there is none."""
     return next((leaf.device for leaf in flatten(tree)[0] if isinstance(leaf, torch.Tensor)), None)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return False
+    try:
+        return bool(one == other)
+    except ValueError:  # an array compares element by element
+        return False
 
 
 def _is_packed_sequence(value: Any) -> bool:

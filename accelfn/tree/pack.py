@@ -139,7 +139,8 @@ def fill(group: Group, leaves: list[torch.Tensor], *, copy: bool = False) -> tor
         copy: Give new memory also for a single contiguous leaf.
     """
     with torch.no_grad():
-        flat = [leaves[index].detach().reshape(-1) for index in group.leaves]
+        # A lazily conjugated or negated tensor can't be viewed as bytes later; for others this is free.
+        flat = [leaves[index].detach().reshape(-1).resolve_conj().resolve_neg() for index in group.leaves]
         if len(flat) > 1:
             return torch.cat(flat)
         return flat[0].clone() if copy else flat[0].contiguous()

@@ -107,7 +107,7 @@ class Structure:
         """Describe the structure in text that is equal for equal structures on every rank."""
         text = repr(self.spec)
         if "0x" in text:  # a default factory or metadata without a repr of its own shows its address
-            text = re.sub(r"0x[0-9a-fA-F]+", "0x", text)
+            text = re.sub(r"(?<= at 0x)[0-9a-fA-F]+(?=>)", "", text)
         if not self.opened:
             return text
         inner = ", ".join(f"{item.position}: {item.label} {item.children.describe()}" for item in self.opened)
@@ -183,12 +183,17 @@ def _open_mapping(value: Mapping[Any, Any]) -> Parts:
     def rebuild(new: Sequence[Any]) -> Any:
         items = dict(zip(keys, new, strict=True))
         ordered = {key: items[key] for key in value}
+        make = cast("Callable[[dict[Any, Any]], Any]", type(value))
+        # A copy keeps what the type carries beside its items. But a mapping that holds its items in an attribute,
+        # and doesn't say how it is copied, would share them with its copy.
+        if not isinstance(value, dict) and not hasattr(value, "__copy__"):
+            return make(ordered)
         try:
-            result = copy.copy(value)  # keeps what the type carries beside its items
+            result = copy.copy(value)
             for key, child in ordered.items():
                 cast("dict[Any, Any]", result)[key] = child
         except (TypeError, NotImplementedError):  # a mapping that can't be written to
-            result = cast("Callable[[dict[Any, Any]], Any]", type(value))(ordered)
+            result = make(ordered)
         return result
 
     return f"{_name(value)}{keys!r}", tuple(f"[{key!r}]" for key in keys), children, rebuild
