@@ -93,11 +93,9 @@ def agree(
         RemoteRankError: Another rank gave one.
         MismatchError: The calls differ; the same error on every rank.
     """
-    if ctx.debug and error is None and ctx.world.size > 1:
-        _compare(ctx, call)
     if error is not None:
-        text = json.dumps([type(error).__name__, str(error)[: capacity(ctx) // 8]])
-        payload = as_tensor(text.encode())
+        text = json.dumps([type(error).__name__, str(error)[: capacity(ctx) // 8]], ensure_ascii=False)
+        payload = as_tensor(text.encode(errors="replace"))
     length = 0 if payload is None else payload.numel()
     fingerprint = hashlib.blake2b(f"{call.operation}\0{call.text}".encode(), digest_size=16).digest()
     message = torch.empty(HEADER_BYTES + length, dtype=torch.uint8)
@@ -121,6 +119,8 @@ def agree(
             raise RemoteRankError(rank, cause, text, call.operation)
     if any(header[0] != headers[0][0] for header in headers):
         raise _explain(ctx, call)
+    if ctx.debug and ctx.world.size > 1:  # only here is it certain that every rank is ready to compare
+        _compare(ctx, call)
     return payloads
 
 
@@ -173,7 +173,7 @@ def _layout_leaves(layout: Layout) -> dict[str, str]:
 
 
 def _compare(ctx: Context, call: Call) -> None:
-    """Compare the calls in full, before the operation opens."""
+    """Compare the calls in full, not by their fingerprints."""
     error = _explain(ctx, call)
     if error.rows:
         raise error
