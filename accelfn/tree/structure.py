@@ -184,8 +184,8 @@ def _open_mapping(value: Mapping[Any, Any]) -> Parts:
         items = dict(zip(keys, new, strict=True))
         ordered = {key: items[key] for key in value}
         make = cast("Callable[[dict[Any, Any]], Any]", type(value))
-        # A copy keeps what the type carries beside its items. But a mapping that holds its items in an attribute,
-        # and doesn't say how it is copied, would share them with its copy.
+        # A copy keeps what the type carries beside its items. But a mapping that holds its items in an
+        # attribute, and does not say how it is copied, would share them with its copy.
         if not isinstance(value, dict) and not hasattr(value, "__copy__"):
             return make(ordered)
         try:
