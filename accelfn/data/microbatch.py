@@ -6,12 +6,13 @@ from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, cast
 
+import torch
+
 from accelfn.comm import gather, gather_object
 from accelfn.context import Context
 from accelfn.data.loader import PreparedDataLoader
 from accelfn.errors import NotAvailableError
 from accelfn.tree import find_batch_size, flatten, map_tensors
-import torch
 
 __all__ = ("MicroBatch", "gather_for_metrics", "microbatches", "plan_microbatch")
 

@@ -51,8 +51,8 @@ def send_to_device(
     """Move each tensor of ``tree`` to ``device``.
 
     Args:
-        tree: Any tree. Leaves that are no tensors but have a ``.to`` method are moved by it, a ``PackedSequence`` among
-            them; all others stay as they are.
+        tree: Any tree. Leaves that are no tensors but have a ``.to`` method are moved by it, a
+            ``PackedSequence`` among them; all others stay as they are.
         device: Where to.
         non_blocking: Don't wait for copies from pinned memory.
         skip_keys: Keys of mappings, at any depth, below which nothing is moved.
@@ -131,11 +131,11 @@ def concatenate(trees: Sequence[T], dim: int = 0) -> T:
     def join(index: int, column: list[Any]) -> Any:
         if all(isinstance(leaf, torch.Tensor) for leaf in column):
             return torch.cat([leaf.reshape(1) if leaf.dim() == 0 else leaf for leaf in column], dim=dim)
-        if all(leaf is column[0] or leaf == column[0] for leaf in column):
+        if all(_same(leaf, column[0]) for leaf in column):
             return column[0]
         raise TypeError(
-            f"concatenate: {structure.paths()[index]} holds values that are no tensors and differ between the trees: "
-            f"{column[0]!r} and others. Join them yourself, or leave them out."
+            f"concatenate: {structure.paths()[index]} holds values that are no tensors and differ between "
+            f"the trees: {column[0]!r} and others. Join them yourself, or leave them out."
         )
 
     return structure.unflatten([join(index, column) for index, column in enumerate(columns)])
@@ -184,7 +184,8 @@ def pad_input_tensors(tree: T, batch_size: int, num_processes: int, dim: int = 0
     """
     if batch_size < 1 or num_processes < 1:
         raise ValueError(
-            f"pad_input_tensors: batch_size and num_processes must be positive, got {batch_size} and {num_processes}."
+            f"pad_input_tensors: batch_size and num_processes must be positive, "
+            f"got {batch_size} and {num_processes}."
         )
     missing = -batch_size % num_processes
 
@@ -205,7 +206,11 @@ def listify(tree: Any) -> Any:
     >>> listify({"x": torch.tensor([1, 2], dtype=torch.bfloat16)})
     {'x': [1.0, 2.0]}
     """
-    return map_tensors(torch.Tensor.tolist, tree)
+
+    def convert(tensor: torch.Tensor) -> Any:
+        return cast("Any", tensor).tolist()  # torch types it as a list of unknowns
+
+    return map_tensors(convert, tree)
 
 
 def find_device(tree: Any) -> torch.device | None:
@@ -230,6 +235,17 @@ def _first_size(tree: Any) -> int | None:
         if size is not None:
             return size
     return None
+
+
+def _same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return False
+    try:
+        return bool(one == other)
+    except ValueError:  # an array compares element by element
+        return False
 
 
 def _is_packed_sequence(value: Any) -> bool:

@@ -13,7 +13,6 @@ import torch.distributed as dist
 import accelfn as af
 from tests.bench.timing import Row, compare, print_table
 
-
 # torch.distributed's own functions are only partly typed.
 plain: Any = cast("Any", dist)
 
