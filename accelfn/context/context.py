@@ -132,10 +132,14 @@ class Context:
         if unknown:
             raise TypeError(f"Context.replace: unknown option(s) {', '.join(unknown)}.")
         if options.get("cpu", self.device.type == "cpu") != (self.device.type == "cpu"):
-            raise ConfigurationError("Context.replace can't move to another device: make a new context with init_context.")
+            raise ConfigurationError(
+                "Context.replace can't move to another device: make a new context with init_context."
+            )
         changed = configure(self, options)
         # The variant must not take down what the original still uses.
-        return dataclasses.replace(changed, world=dataclasses.replace(self.world, made=type(self.world.made)()))
+        return dataclasses.replace(
+            changed, world=dataclasses.replace(self.world, made=type(self.world.made)())
+        )
 
     def __enter__(self) -> Self:
         """Return the context itself."""

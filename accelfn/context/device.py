@@ -140,7 +140,9 @@ def _parse_device(name: str, known: tuple[str, ...]) -> torch.device:
     except RuntimeError as error:
         raise ConfigurationError(f"unknown device {name!r}; this machine has: {', '.join(known)}.") from error
     if device.type not in known:
-        raise ConfigurationError(f"the device {name!r} is not on this machine, which has: {', '.join(known)}.")
+        raise ConfigurationError(
+            f"the device {name!r} is not on this machine, which has: {', '.join(known)}."
+        )
     return device
 
 

@@ -75,7 +75,9 @@ def detect_environment(env: Mapping[str, str]) -> EnvironmentPlan:
             return plan
     given = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE") if env.get(name)]
     # LOCAL_RANK=-1 is the old launchers' word for "not distributed"; a world of 1 needs no rank.
-    harmless = not given or env.get("LOCAL_RANK") == "-1" or (given == ["WORLD_SIZE"] and env["WORLD_SIZE"] == "1")
+    harmless = (
+        not given or env.get("LOCAL_RANK") == "-1" or (given == ["WORLD_SIZE"] and env["WORLD_SIZE"] == "1")
+    )
     if not harmless:
         missing = [name for name in ("RANK", "WORLD_SIZE") if not env.get(name)]
         raise EnvironmentPlanError(
@@ -119,7 +121,13 @@ _MPI = (
         "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
-    ("mvapich", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
+    (
+        "mvapich",
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
     ("mpich", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
 
@@ -172,7 +180,10 @@ def _from_slurm(env: Mapping[str, str]) -> EnvironmentPlan | None:
         addr = first_host(hosts)
     if port is None:
         # The same on every task, and another one for another job or step on the same node.
-        port = 20000 + ((_optional(env, "SLURM_JOB_ID") or 0) * 7 + (_optional(env, "SLURM_STEP_ID") or 0)) % 10000
+        port = (
+            20000
+            + ((_optional(env, "SLURM_JOB_ID") or 0) * 7 + (_optional(env, "SLURM_STEP_ID") or 0)) % 10000
+        )
     return EnvironmentPlan(
         launcher="slurm",
         rank=rank,
@@ -196,7 +207,9 @@ def tasks_on_node(spread: str, node_rank: int) -> int:
     for part in spread.split(","):
         match = re.fullmatch(r"\s*(\d+)(?:\(x(\d+)\))?\s*", part)
         if match is None:
-            raise EnvironmentPlanError(f"SLURM_STEP_TASKS_PER_NODE has an unknown form: {spread!r}, such as '2(x3),1'.")
+            raise EnvironmentPlanError(
+                f"SLURM_STEP_TASKS_PER_NODE has an unknown form: {spread!r}, such as '2(x3),1'."
+            )
         counts += [int(match[1])] * int(match[2] or 1)
     if node_rank >= len(counts):
         raise EnvironmentPlanError(
@@ -214,7 +227,9 @@ def first_host(hosts: str) -> str:
     # A comma inside brackets separates numbers; the first one outside them ends the first name.
     pattern = re.match(r"(?:[^,\[\]]|\[[^\]]*\])+", hosts.strip())
     if pattern is None:
-        raise EnvironmentPlanError(f"SLURM's list of nodes has an unknown form: {hosts!r}, such as 'gpu[01-03]'.")
+        raise EnvironmentPlanError(
+            f"SLURM's list of nodes has an unknown form: {hosts!r}, such as 'gpu[01-03]'."
+        )
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", pattern[0])
 
 
@@ -229,7 +244,9 @@ def _plan(
     node_rank: int | None = None,
 ) -> EnvironmentPlan:
     if local_size < 1:
-        raise EnvironmentPlanError(f"the local world needs at least one process: got {local_size} ({launcher}).")
+        raise EnvironmentPlanError(
+            f"the local world needs at least one process: got {local_size} ({launcher})."
+        )
     # Without a node's number: equal nodes are filled in order. Unequal ones only with torchrun, which says the number.
     node_rank = rank // local_size if node_rank is None else node_rank
     num_nodes = max(-(-size // local_size), node_rank + 1)

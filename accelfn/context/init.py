@@ -141,7 +141,9 @@ def init_context(
     if group is not None or dist.is_initialized():
         adopted = group if group is not None else dist.group.WORLD
         if adopted is None:
-            raise ConfigurationError("torch.distributed is initialised but has no default group. Pass group=.")
+            raise ConfigurationError(
+                "torch.distributed is initialised but has no default group. Pass group=."
+            )
         place = _place_in(adopted)
         plan = plan_device(place, hardware, cpu=options.get("cpu", False), device=settings.device)
         check_precision(base.precision, plan.facts)
@@ -156,12 +158,16 @@ def init_context(
     return dataclasses.replace(base, world=world, collectives=collectives)
 
 
-def _join(place: EnvironmentPlan, plan: DevicePlan, joining: InitProcessGroupKwargs) -> tuple[World, Collectives]:
+def _join(
+    place: EnvironmentPlan, plan: DevicePlan, joining: InitProcessGroupKwargs
+) -> tuple[World, Collectives]:
     # torchrun's scripts may count on a group even in a world of one; nobody else does.
     if place.launcher == "none" or (place.size == 1 and place.launcher != "torchrun"):
         return _world(place, plan, None, None, Made()), Collectives()
     # torchrun's agent hosts the store, which env:// knows how to find; others get the address in the call.
-    default_method = "env://" if place.launcher == "torchrun" else f"tcp://{place.master_addr}:{place.master_port}"
+    default_method = (
+        "env://" if place.launcher == "torchrun" else f"tcp://{place.master_addr}:{place.master_port}"
+    )
     previous = None
     if plan.device.type not in ("cpu", "mps"):
         previous = torch.device(plan.device.type, torch.accelerator.current_device_index())
@@ -204,10 +210,17 @@ def _place_in(group: dist.ProcessGroup) -> EnvironmentPlan:
     """Find this rank in a group that somebody else made. Which node it is on follows once messages can be sent."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if rank < 0:
-        raise ConfigurationError("init_context(group=...) was called by a rank that isn't in the group. Call it on its ranks.")
+        raise ConfigurationError(
+            "init_context(group=...) was called by a rank that isn't in the group. Call it on its ranks."
+        )
     index = torch.accelerator.current_device_index() if torch.accelerator.is_available() else 0
     return EnvironmentPlan(
-        launcher="adopted", rank=rank, size=size, local_rank=min(index, size - 1), local_size=size, num_nodes=1
+        launcher="adopted",
+        rank=rank,
+        size=size,
+        local_rank=min(index, size - 1),
+        local_size=size,
+        num_nodes=1,
     )
 
 

@@ -124,13 +124,21 @@ def merge_settings(options: ContextOptions, settings: Settings) -> ContextOption
     if merged.get("mixed_precision") is None and settings.mixed_precision is not None:
         merged["mixed_precision"] = settings.mixed_precision
     steps = settings.gradient_accumulation_steps
-    if steps is not None and "gradient_accumulation_steps" not in options and not options.get("gradient_accumulation_plugin"):
+    if (
+        steps is not None
+        and "gradient_accumulation_steps" not in options
+        and not options.get("gradient_accumulation_plugin")
+    ):
         merged["gradient_accumulation_steps"] = steps
     if "cpu" not in options:
         merged["cpu"] = settings.cpu
     if "debug" not in options:
         merged["debug"] = settings.debug
-    if not options.get("dynamo_backend") and not options.get("dynamo_plugin") and settings.dynamo_plugin is not None:
+    if (
+        not options.get("dynamo_backend")
+        and not options.get("dynamo_plugin")
+        and settings.dynamo_plugin is not None
+    ):
         merged["dynamo_plugin"] = settings.dynamo_plugin
     if not options.get("fsdp_plugin") and settings.fsdp_plugin is not None:
         merged["fsdp_plugin"] = settings.fsdp_plugin
@@ -183,18 +191,25 @@ def apply_options(now: Fields, options: ContextOptions) -> Fields:
             fp8_recipe=recipe,
         ),
         accumulation=_accumulation(now["accumulation"], options),
-        loading=_typed("dataloader_config", options.get("dataloader_config"), DataLoaderConfiguration) or now["loading"],
+        loading=_typed("dataloader_config", options.get("dataloader_config"), DataLoaderConfiguration)
+        or now["loading"],
         project=_project(now["project"], options),
         strategy=Strategy(ddp=handlers.get("ddp", now["strategy"].ddp)),
         device_placement=options.get("device_placement", now["device_placement"]),
-        step_scheduler_with_optimizer=options.get("step_scheduler_with_optimizer", now["step_scheduler_with_optimizer"]),
+        step_scheduler_with_optimizer=options.get(
+            "step_scheduler_with_optimizer", now["step_scheduler_with_optimizer"]
+        ),
         rng_types=_rng_types(now["rng_types"], options.get("rng_types")),
         debug=options.get("debug", now["debug"]),
     )
 
 
 def _accumulation(now: GradientAccumulationPlugin, options: ContextOptions) -> GradientAccumulationPlugin:
-    plugin = _typed("gradient_accumulation_plugin", options.get("gradient_accumulation_plugin"), GradientAccumulationPlugin)
+    plugin = _typed(
+        "gradient_accumulation_plugin",
+        options.get("gradient_accumulation_plugin"),
+        GradientAccumulationPlugin,
+    )
     if "gradient_accumulation_steps" not in options:
         return plugin or now
     steps = options["gradient_accumulation_steps"]
@@ -237,7 +252,9 @@ def _refuse_unavailable(options: ContextOptions) -> None:
     dynamo = _typed("dynamo_plugin", options.get("dynamo_plugin"), TorchDynamoPlugin)
     backend = options.get("dynamo_backend")
     if dynamo is not None and backend is not None:
-        raise ConfigurationError("dynamo_backend and dynamo_plugin say the same thing twice. Give one of the two.")
+        raise ConfigurationError(
+            "dynamo_backend and dynamo_plugin say the same thing twice. Give one of the two."
+        )
     if backend is not None:
         dynamo = TorchDynamoPlugin(backend=backend)
     parallelism = _typed("parallelism_config", options.get("parallelism_config"), ParallelismConfig)
@@ -247,7 +264,11 @@ def _refuse_unavailable(options: ContextOptions) -> None:
         ("deepspeed_plugin", "DeepSpeed", options.get("deepspeed_plugin") is not None),
         ("megatron_lm_plugin", "Megatron-LM", options.get("megatron_lm_plugin") is not None),
         ("parallelism_config", "a mesh of ranks", parallelism is not None and parallelism.total_size > 1),
-        ("dynamo_backend", "torch.compile in prepare_model", dynamo is not None and dynamo.backend != DynamoBackend.NO),
+        (
+            "dynamo_backend",
+            "torch.compile in prepare_model",
+            dynamo is not None and dynamo.backend != DynamoBackend.NO,
+        ),
         ("mixed_precision", "fp8", mode in ("fp8", PrecisionType.FP8)),
         ("log_with", "experiment tracking", options.get("log_with") is not None),
         ("kwargs_handlers", "profiling", "profile" in sort_handlers(options.get("kwargs_handlers"))),
