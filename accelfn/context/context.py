@@ -17,9 +17,9 @@ from accelfn.context.config import (
     GradientAccumulationPlugin,
     ProjectConfiguration,
 )
+from accelfn.context.device import read_hardware
 from accelfn.context.options import ContextOptions, Fields, Strategy, apply_options
 from accelfn.context.precision import Precision, check_precision
-from accelfn.context.device import read_hardware
 from accelfn.context.world import World
 from accelfn.errors import ConfigurationError
 

@@ -226,7 +226,7 @@ def _accumulation(now: GradientAccumulationPlugin, options: ContextOptions) -> G
 def _project(now: ProjectConfiguration, options: ContextOptions) -> ProjectConfiguration:
     project = _typed("project_config", options.get("project_config"), ProjectConfiguration) or now
     directory = options.get("project_dir")
-    if directory is None or project.project_dir is not None and options.get("project_config") is not None:
+    if directory is None or (project.project_dir is not None and options.get("project_config") is not None):
         return project
     return dataclasses.replace(project, project_dir=os.fspath(directory), logging_dir=None)
 
