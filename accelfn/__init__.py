@@ -1,7 +1,7 @@
 """accelfn: distributed PyTorch training as plain functions over one frozen Context.
 
-Importing this module loads nothing: a name is resolved on first use (PEP 562), so that the command line can answer
-without importing torch.
+Importing this module loads nothing: a name is resolved on first use (PEP 562), so that the command line can
+answer without importing torch.
 """
 
 from importlib import import_module

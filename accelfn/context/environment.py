@@ -50,9 +50,9 @@ class EnvironmentPlan:
         _check_range("node rank", self.node_rank, "number of nodes", self.num_nodes, self.launcher)
         if self.local_size + self.num_nodes - 1 > self.size:
             raise EnvironmentPlanError(
-                f"{self.local_size} processes on this node and at least one on every other of {self.num_nodes} "
-                f"nodes do not fit a world of {self.size} ({self.launcher}). Correct the launcher's variables, or "
-                "unset what is left over from another run."
+                f"{self.local_size} processes on this node and at least one on every other of "
+                f"{self.num_nodes} nodes do not fit a world of {self.size} ({self.launcher}). Correct the "
+                "launcher's variables, or unset what is left over from another run."
             )
 
 
@@ -83,8 +83,8 @@ def detect_environment(env: Mapping[str, str]) -> EnvironmentPlan:
     if given and not (alone and (_optional(env, "WORLD_SIZE") or 1) <= 1):
         if env.get("LOCAL_RANK") == "-1":
             raise EnvironmentPlanError(
-                f"LOCAL_RANK=-1 says that this process is alone, WORLD_SIZE={env['WORLD_SIZE']} that it isn't. "
-                "Unset what is left over from another run."
+                f"LOCAL_RANK=-1 says that this process is alone, WORLD_SIZE={env['WORLD_SIZE']} that it "
+                "isn't. Unset what is left over from another run."
             )
         missing = [name for name in ("RANK", "WORLD_SIZE") if not env.get(name)]
         raise EnvironmentPlanError(
@@ -109,12 +109,14 @@ def _from_torch(env: Mapping[str, str]) -> EnvironmentPlan | None:
         if addr is None or _is_loopback(addr):  # a world that can't be on several machines
             local_size, nodes_known = size, True
         else:
-            # Kubernetes gives one process a pod. Others number the processes of a node and leave out how many.
+            # Kubernetes gives one process a pod. Others number the processes of a node and leave out how
+            # many.
             local_size = (local_rank or 0) + 1
     if local_size < size and addr is None:
         raise EnvironmentPlanError(
-            f"WORLD_SIZE={size} with LOCAL_WORLD_SIZE={local_size} means several nodes, and MASTER_ADDR does not "
-            "say where rank 0 is. Export MASTER_ADDR (host of rank 0) and MASTER_PORT to every process."
+            f"WORLD_SIZE={size} with LOCAL_WORLD_SIZE={local_size} means several nodes, and MASTER_ADDR "
+            "does not say where rank 0 is. Export MASTER_ADDR (host of rank 0) and MASTER_PORT to every "
+            "process."
         )
     return _plan(
         "torchrun" if env.get("TORCHELASTIC_RUN_ID") else "env",

@@ -41,7 +41,8 @@ class World:
         node_rank: Number of this node, from 0.
         num_nodes: Number of nodes.
         device: Device of this rank.
-        backend: ``"gloo"``, ``"nccl"``, ..., ``"memory"`` for ranks that are threads, None for a world of one.
+        backend: ``"gloo"``, ``"nccl"``, ..., ``"memory"`` for ranks that are threads, None for a world of
+            one.
         group: torch's process group, or None (a world of one, or ranks in memory).
         made: What ``init_context`` set up and ``close_context`` undoes.
     """
