@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -124,8 +125,7 @@ def plan_device(
     else:
         chosen = torch.device("cpu" if cpu else known[0])
     facts = next(item for item in hardware.devices if item.type == chosen.type)
-    # torch gives None for a device without a number, and its stubs don't know.
-    index: int | None = chosen.index
+    index = cast("int | None", chosen.index)  # None without a number, which torch's stubs don't say
     if index is None and chosen.type not in ("cpu", "mps"):  # the two that are written without a number
         index = world.local_rank
     if index is not None and index >= facts.count:
@@ -135,10 +135,8 @@ def plan_device(
             "node, show more devices to the process, or pass cpu=True. Where each process is shown a "
             f"device of its own, as by --gpus-per-task, set ACCELFN_TORCH_DEVICE={chosen.type}:0."
         )
-    if chosen.type in ("cpu", "mps"):
-        chosen = torch.device(chosen.type)
-    else:
-        chosen = torch.device(chosen.type, index)
+    numbered = index is not None and chosen.type not in ("cpu", "mps")
+    chosen = torch.device(f"{chosen.type}:{index}" if numbered else chosen.type)
     if backend is not None:
         _check_backend(backend, facts, hardware)
     joins = world.launcher == "torchrun" or (world.size > 1 and world.launcher != "adopted")

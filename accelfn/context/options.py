@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypedDict, TypeVar, cast
 
 from accelfn.context.config import (
     AORecipeKwargs,
@@ -100,6 +100,8 @@ def sort_handlers(handlers: Sequence[KwargsHandler] | None) -> Handlers:
         ("profile", (ProfileKwargs,)),
         ("fp8_recipe", (FP8RecipeKwargs, TERecipeKwargs, AORecipeKwargs, MSAMPRecipeKwargs)),
     )
+    if isinstance(handlers, KwargsHandler):
+        raise TypeError(f"kwargs_handlers takes a list of records: got a single {type(handlers).__name__}.")
     found: dict[str, KwargsHandler] = {}
     for handler in handlers or ():
         place = next((name for name, kinds in places if isinstance(handler, kinds)), None)
@@ -176,6 +178,7 @@ def apply_options(now: Fields, options: ContextOptions) -> Fields:
         ConfigurationError: Two options contradict each other, or one is not valid.
         NotAvailableError: An option asks for machinery that this version does not have.
     """
+    _check_names_and_flags(options)
     _refuse_unavailable(options)
     handlers = sort_handlers(options.get("kwargs_handlers"))
     precision = now["precision"]
@@ -204,6 +207,20 @@ def apply_options(now: Fields, options: ContextOptions) -> Fields:
     )
 
 
+def _check_names_and_flags(options: ContextOptions) -> None:
+    unknown = sorted(set(options) - set(ContextOptions.__annotations__))
+    if unknown:
+        raise TypeError(
+            f"unknown option(s) {', '.join(unknown)}. A context has: "
+            f"{', '.join(ContextOptions.__annotations__)}."
+        )
+    # Callers without a type checker pass a "no" from a parsed file, which would count as True.
+    given = cast("Mapping[str, object]", options)
+    for name in ("device_placement", "step_scheduler_with_optimizer", "cpu", "debug"):
+        if name in given and not isinstance(given[name], bool):
+            raise TypeError(f"{name} must be True or False: got {given[name]!r}.")
+
+
 def _accumulation(now: GradientAccumulationPlugin, options: ContextOptions) -> GradientAccumulationPlugin:
     plugin = _typed(
         "gradient_accumulation_plugin",
@@ -228,12 +245,16 @@ def _project(now: ProjectConfiguration, options: ContextOptions) -> ProjectConfi
     directory = options.get("project_dir")
     if directory is None or (project.project_dir is not None and options.get("project_config") is not None):
         return project
-    return dataclasses.replace(project, project_dir=os.fspath(directory), logging_dir=None)
+    # A logging folder of its own stays; one that was only the project's folder moves with it.
+    logging_dir = None if project.logging_dir == project.project_dir else project.logging_dir
+    return dataclasses.replace(project, project_dir=os.fspath(directory), logging_dir=logging_dir)
 
 
 def _rng_types(now: tuple[str, ...], asked: Sequence[str | RNGType] | None) -> tuple[str, ...]:
     if asked is None:
         return now
+    if isinstance(asked, str):
+        raise TypeError(f"rng_types takes a list of names, such as [{str(asked)!r}]: got {asked!r}.")
     known = tuple(item.value for item in RNGType)
     names = tuple(item.value if isinstance(item, RNGType) else item for item in asked)
     for name in names:
@@ -255,7 +276,7 @@ def _refuse_unavailable(options: ContextOptions) -> None:
         raise ConfigurationError(
             "dynamo_backend and dynamo_plugin say the same thing twice. Give one of the two."
         )
-    if backend is not None:
+    if dynamo is None and backend is not None:
         dynamo = TorchDynamoPlugin(backend=backend)
     parallelism = _typed("parallelism_config", options.get("parallelism_config"), ParallelismConfig)
     mode = options.get("mixed_precision")
@@ -265,7 +286,7 @@ def _refuse_unavailable(options: ContextOptions) -> None:
         ("megatron_lm_plugin", "Megatron-LM", options.get("megatron_lm_plugin") is not None),
         ("parallelism_config", "a mesh of ranks", parallelism is not None and parallelism.total_size > 1),
         (
-            "dynamo_backend",
+            "dynamo_plugin" if backend is None else "dynamo_backend",
             "torch.compile in prepare_model",
             dynamo is not None and dynamo.backend != DynamoBackend.NO,
         ),
@@ -277,5 +298,6 @@ def _refuse_unavailable(options: ContextOptions) -> None:
         if is_asked:
             raise NotAvailableError(
                 f"{argument} asks for {what}, and this version of accelfn has no machinery for it yet. "
-                "The record is valid; leave it out of the context for now."
+                "The record is valid; leave it out of the context for now, or unset the variable that asks "
+                "for it."
             )

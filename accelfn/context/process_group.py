@@ -6,7 +6,7 @@ made for itself, so nothing here asks torch's global registry: ranks are numbers
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 import torch
@@ -29,7 +29,7 @@ def process_group_collectives(
         size: Number of ranks in the group.
         control: Carries the CPU bytes of ``exchange``; ``group`` itself when it has a CPU backend.
     """
-    beside = control or group
+    beside = group if control is None else control
     chunk = chunk_bytes(size)
 
     def exchange(message: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -45,7 +45,7 @@ def process_group_collectives(
         with _failures("all_gather", rank):
             # The method: dist.all_gather_into_tensor is deprecated in torch 2.13, its successor absent in
             # 2.11.
-            through._allgather_base(output, buffer).wait()  # pyright: ignore[reportPrivateUsage]
+            through._allgather_base(output, buffer).wait()
         return output
 
     def all_gather(buffer: torch.Tensor) -> torch.Tensor:
@@ -93,7 +93,7 @@ def process_group_collectives(
 
 
 @contextmanager
-def _failures(operation: str, rank: int) -> Iterator[None]:
+def _failures(operation: str, rank: int) -> Generator[None]:
     """Turn what a backend raises for a lost or late peer into our errors; let everything else through."""
     try:
         yield
