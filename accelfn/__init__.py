@@ -9,6 +9,12 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what type checkers see; a test holds it equal to the table below
+    from accelfn.accelerator import (
+        Accelerator,
+    )
+    from accelfn.checkpoint import (
+        save_model,
+    )
     from accelfn.comm import (
         TriggerState,
         broadcast,
@@ -45,6 +51,54 @@ if TYPE_CHECKING:  # what type checkers see; a test holds it equal to the table 
         detect_environment,
         init_context,
     )
+    from accelfn.context.config import (
+        AORecipeKwargs,
+        AutocastKwargs,
+        DataLoaderConfiguration,
+        DeepSpeedPlugin,
+        DistributedDataParallelKwargs,
+        DistributedType,
+        FP8RecipeKwargs,
+        FullyShardedDataParallelPlugin,
+        GradientAccumulationPlugin,
+        GradScalerKwargs,
+        InitProcessGroupKwargs,
+        KwargsHandler,
+        MegatronLMPlugin,
+        MSAMPRecipeKwargs,
+        ParallelismConfig,
+        ProfileKwargs,
+        ProjectConfiguration,
+        TERecipeKwargs,
+        TorchDynamoPlugin,
+    )
+    from accelfn.data import (
+        MicroBatch,
+        PreparedDataLoader,
+        gather_for_metrics,
+        microbatches,
+        prepare_data_loader,
+    )
+    from accelfn.training import (
+        ScalerState,
+        accumulate,
+        autocast,
+        backward,
+        clip_grad_norm_,
+        clip_grad_value_,
+        init_scaler,
+        no_sync,
+        optimizer_step,
+        prepare,
+        prepare_model,
+        prepare_optimizer,
+        prepare_scheduler,
+        scheduler_step,
+        step_was_skipped,
+        unscale_gradients,
+        unwrap_model,
+        value_and_grad,
+    )
     from accelfn.tree import (
         Packed,
         TensorInformation,
@@ -66,6 +120,12 @@ __version__ = "0.1.0"
 
 _HOMES = MappingProxyType(
     {
+        "accelfn.accelerator": (
+            "Accelerator",
+        ),
+        "accelfn.checkpoint": (
+            "save_model",
+        ),
         "accelfn.comm": (
             "TriggerState",
             "broadcast",
@@ -101,6 +161,54 @@ _HOMES = MappingProxyType(
             "close_context",
             "detect_environment",
             "init_context",
+        ),
+        "accelfn.context.config": (
+            "AORecipeKwargs",
+            "AutocastKwargs",
+            "DataLoaderConfiguration",
+            "DeepSpeedPlugin",
+            "DistributedDataParallelKwargs",
+            "DistributedType",
+            "FP8RecipeKwargs",
+            "FullyShardedDataParallelPlugin",
+            "GradScalerKwargs",
+            "GradientAccumulationPlugin",
+            "InitProcessGroupKwargs",
+            "KwargsHandler",
+            "MSAMPRecipeKwargs",
+            "MegatronLMPlugin",
+            "ParallelismConfig",
+            "ProfileKwargs",
+            "ProjectConfiguration",
+            "TERecipeKwargs",
+            "TorchDynamoPlugin",
+        ),
+        "accelfn.data": (
+            "MicroBatch",
+            "PreparedDataLoader",
+            "gather_for_metrics",
+            "microbatches",
+            "prepare_data_loader",
+        ),
+        "accelfn.training": (
+            "ScalerState",
+            "accumulate",
+            "autocast",
+            "backward",
+            "clip_grad_norm_",
+            "clip_grad_value_",
+            "init_scaler",
+            "no_sync",
+            "optimizer_step",
+            "prepare",
+            "prepare_model",
+            "prepare_optimizer",
+            "prepare_scheduler",
+            "scheduler_step",
+            "step_was_skipped",
+            "unscale_gradients",
+            "unwrap_model",
+            "value_and_grad",
         ),
         "accelfn.tree": (
             "Packed",

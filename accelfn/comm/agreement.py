@@ -90,13 +90,12 @@ def agree(
         payload = as_tensor(text.encode())
     length = 0 if payload is None else payload.numel()
     fingerprint = hashlib.blake2b(f"{call.operation}\0{call.text}".encode(), digest_size=16).digest()
-    message = torch.empty(HEADER_BYTES + length, dtype=torch.uint8)
-    message[:HEADER_BYTES] = as_tensor(_HEADER.pack(fingerprint, _READY if error is None else _FAILED, length))
+    message = as_tensor(_HEADER.pack(fingerprint, _READY if error is None else _FAILED, length))
     if payload is not None:
-        message[HEADER_BYTES:] = payload
+        message = torch.cat([message, payload])
 
     rows = ctx.collectives.exchange(message)
-    headers = [_HEADER.unpack(as_bytes(row[:HEADER_BYTES])) for row in rows]
+    headers = [_HEADER.unpack(as_bytes(row, HEADER_BYTES)) for row in rows]
     payloads = [row[HEADER_BYTES : HEADER_BYTES + header[2]] for row, header in zip(rows, headers, strict=True)]
 
     if error is not None:
@@ -205,7 +204,7 @@ def _most(values: list[str]) -> str:
 def _gather_all(ctx: Context, blob: bytes) -> list[bytes]:
     """Gather bytes of any length, with no agreement before: every rank is known to be here."""
     lengths = [
-        struct.unpack("<Q", as_bytes(row[:8]))[0] for row in ctx.collectives.exchange(as_tensor(struct.pack("<Q", len(blob))))
+        struct.unpack("<Q", as_bytes(row, 8))[0] for row in ctx.collectives.exchange(as_tensor(struct.pack("<Q", len(blob))))
     ]
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
     padded[: len(blob)] = as_tensor(blob)

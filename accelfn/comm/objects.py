@@ -98,7 +98,7 @@ def gather_bytes(ctx: Context, call: Call, blob: bytes, error: Exception | None 
     """Bring bytes of any length together, one entry per rank. Opens the operation ``call``."""
     first = capacity(ctx) - _LENGTH.size
     rows = agree(ctx, call, as_tensor(_LENGTH.pack(len(blob)) + blob[:first]), error)
-    lengths = [_LENGTH.unpack(as_bytes(row[: _LENGTH.size]))[0] for row in rows]
+    lengths = [_LENGTH.unpack(as_bytes(row, _LENGTH.size))[0] for row in rows]
     heads = [as_bytes(row[_LENGTH.size :]) for row in rows]
     rest = max(lengths) - first
     if rest <= 0:
@@ -118,7 +118,7 @@ def broadcast_bytes(ctx: Context, call: Call, blob: bytes, source: int, error: E
     sends = ctx.world.rank == source
     rows = agree(ctx, call, as_tensor(_LENGTH.pack(len(blob)) + blob[:first]) if sends else None, error)
     row = rows[source]
-    length = _LENGTH.unpack(as_bytes(row[: _LENGTH.size]))[0]
+    length = _LENGTH.unpack(as_bytes(row, _LENGTH.size))[0]
     if length <= first:
         return as_bytes(row[_LENGTH.size :])
     tail = as_tensor(blob[first:]) if sends else torch.empty(length - first, dtype=torch.uint8)

@@ -95,13 +95,11 @@ def gather(ctx: Context, tree: T) -> T:
         by_group = [_all_gather(ctx, fill(group, prepared.leaves)) for group in prepared.layout.groups]
     layout = prepared.layout
     gathered: list[Any] = [None] * len(layout.shapes)
-    for group, rows in zip(layout.groups, by_group, strict=True):
-        if len(group.leaves) == 1 and isinstance(rows, torch.Tensor):  # already joined, as it should be
-            gathered[group.leaves[0]] = _shaped(rows.view(-1), size, layout.shapes[group.leaves[0]])
-            continue
-        pieces = zip(*(row.split(group.sizes) for row in rows), strict=True)
-        for index, piece in zip(group.leaves, pieces, strict=True):
-            gathered[index] = _shaped(torch.cat(piece), size, layout.shapes[index])
+    for group, block in zip(layout.groups, by_group, strict=True):
+        for index, part in zip(group.leaves, block.split(group.sizes, dim=1), strict=True):
+            shape = layout.shapes[index]
+            # Copies, unless the leaf has the block to itself: then the rows already lie end to end.
+            gathered[index] = part.reshape((size * shape[0], *shape[1:]) if shape else (size,))
     return layout.structure.unflatten(gathered)
 
 
@@ -151,7 +149,7 @@ def reduce(ctx: Context, tree: T, reduction: str = "sum", scale: float = 1.0) ->
     options = f"{reduction} {scale!r}"
     if prepared is not None and _fits(ctx, prepared):
         by_group = _exchange(ctx, layout_call("reduce", options, prepared.layout), prepared)
-        buffers = [_combine(torch.stack(rows), op) for rows in by_group]
+        buffers = [_combine(block, op) for block in by_group]
     else:
         prepared = _open(ctx, "reduce", options, prepared, error)
         buffers = [_all_reduce(ctx, fill(group, prepared.leaves, copy=True), op) for group in prepared.layout.groups]
@@ -387,11 +385,11 @@ def _open(
     return cast("Prepared", prepared)
 
 
-def _exchange(ctx: Context, call: Call, prepared: Prepared) -> list[list[torch.Tensor]]:
-    """Bring a small tree of every rank together within the agreement: per group one buffer per rank."""
+def _exchange(ctx: Context, call: Call, prepared: Prepared) -> list[torch.Tensor]:
+    """Bring a small tree of every rank together within the agreement: per group a block of shape (P, n)."""
     rows = agree(ctx, call, _payload(prepared))
     by_rank = [read_groups(row, prepared.layout.groups) for row in rows]
-    return [[buffers[group] for buffers in by_rank] for group in range(len(prepared.layout.groups))]
+    return [torch.stack(buffers) for buffers in zip(*by_rank, strict=True)]
 
 
 def _all_gather(ctx: Context, buffer: torch.Tensor) -> torch.Tensor:
@@ -401,10 +399,6 @@ def _all_gather(ctx: Context, buffer: torch.Tensor) -> torch.Tensor:
 
 def _rows(leaf: torch.Tensor) -> torch.Tensor:
     return leaf if leaf.dim() else leaf.reshape(1)
-
-
-def _shaped(flat: torch.Tensor, size: int, shape: tuple[int, ...]) -> torch.Tensor:
-    return flat.view(size * shape[0], *shape[1:]) if shape else flat.view(size)
 
 
 def _check_arithmetic(prepared: Prepared, reduction: str, scale: float) -> None:

@@ -6,7 +6,7 @@ import ctypes
 
 import torch
 
-from accelfn.tree import Group
+from accelfn.tree import Group, fill
 
 __all__ = ("ALIGNMENT", "as_bytes", "as_tensor", "padded_size", "read_groups", "write_groups")
 
@@ -21,9 +21,10 @@ def as_tensor(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
-def as_bytes(tensor: torch.Tensor) -> bytes:
-    """Copy a contiguous uint8 tensor on the CPU into bytes. Needs no numpy."""
-    return ctypes.string_at(tensor.data_ptr(), tensor.numel()) if tensor.numel() else b""
+def as_bytes(tensor: torch.Tensor, length: int | None = None) -> bytes:
+    """Copy a contiguous uint8 tensor on the CPU, or its first ``length`` elements, into bytes. Needs no numpy."""
+    length = tensor.numel() if length is None else length
+    return ctypes.string_at(tensor.data_ptr(), length) if length else b""
 
 
 def padded_size(num_bytes: int) -> int:
@@ -36,8 +37,7 @@ def write_groups(target: torch.Tensor, groups: tuple[Group, ...], leaves: list[t
     start = 0
     for group in groups:
         if group.num_bytes:
-            part = target[start : start + group.num_bytes].view(group.dtype)
-            torch.cat([leaves[index].detach().reshape(-1) for index in group.leaves], out=part)
+            target[start : start + group.num_bytes] = fill(group, leaves).view(torch.uint8)
         start += padded_size(group.num_bytes)
 
 

@@ -1,9 +1,8 @@
-"""Where ranks that are threads of one process meet: a barrier that hands over what each one brought."""
+"""Where ranks that are threads of one process meet, and who of them runs."""
 
 from __future__ import annotations
 
 import threading
-import time
 from typing import Any, NamedTuple
 
 from accelfn.errors import CollectiveTimeoutError, Disagreement, MismatchError, MissingRankError, RemoteRankError
@@ -28,6 +27,10 @@ class Left(NamedTuple):
 class Meeting:
     """A barrier of ``size`` threads that exchanges values, checks calls and never hangs.
 
+    One rank runs at a time, until it waits for the others or ends; then the next one in rank order runs. So a world is
+    the same on every run, a breakpoint in one rank isn't overrun by the others, and threads don't fight for the
+    interpreter's lock: a torch operation gives it away each time, which costs more than all the rest.
+
     Not part of the public interface: the one mutable object of a world in memory.
     """
 
@@ -35,11 +38,23 @@ class Meeting:
         """Open the meeting for ``size`` ranks; None waits for ever (for a debugger)."""
         self._size = size
         self._timeout_s = timeout_s
-        self._condition = threading.Condition()
+        self._lock = threading.Lock()  # guards all below; held for moments
+        self._turns = [threading.Semaphore(0) for _ in range(size)]
+        self._may_run = set(range(size))
+        self._running: int | None = None
         self._round = 0
         self._brought: dict[int, Brought] = {}
         self._last: list[Brought] = []
         self._left: dict[int, Left] = {}
+
+    def open(self) -> None:
+        """Let the first rank run."""
+        with self._lock:
+            self._pass_turn()
+
+    def enter(self, rank: int) -> None:
+        """Wait for this rank's first turn."""
+        self._turns[rank].acquire()
 
     def meet(self, rank: int, call: tuple[object, ...], value: Any) -> list[Any]:
         """Bring ``value``, wait for all ranks, and return what each one brought, in rank order.
@@ -50,52 +65,76 @@ class Meeting:
             MissingRankError: A rank returned or died instead of coming.
             CollectiveTimeoutError: A rank did not come in time.
         """
-        with self._condition:
+        with self._lock:
             number = self._round
             self._brought[rank] = Brought(call, value)
-            if len(self._brought) == self._size:
+            complete = len(self._brought) == self._size
+            if complete:
                 # Nobody can finish the next round before all have read this one, so one slot is enough.
                 self._last = [self._brought[one] for one in range(self._size)]
                 self._brought = {}
                 self._round += 1
-                self._condition.notify_all()
+                self._may_run.update(range(self._size))
             else:
-                self._wait(rank, number, call)
-            met = self._last
+                self._may_run.discard(rank)
+                self._check_absent(rank, call)
+                self._pass_turn()
+        if not complete:
+            self._wait(rank, number, call)
+        met = self._last
         expected = met[0].call
         if any(one.call != expected for one in met):
             raise _mismatch(met)
         return [one.value for one in met]
 
     def leave(self, rank: int, how: str, error: BaseException | None = None) -> None:
-        """Say that ``rank`` comes to no meeting any more."""
-        with self._condition:
+        """Say that ``rank`` comes to no meeting any more, and let the others run."""
+        with self._lock:
             self._left[rank] = Left(how, error)
-            self._condition.notify_all()
+            self._brought.pop(rank, None)
+            self._may_run.discard(rank)
+            # Who waits can only wait in vain now: each gets a turn to find out.
+            self._may_run.update(self._brought)
+            if self._running == rank:
+                self._pass_turn()
 
     def _wait(self, rank: int, number: int, call: tuple[object, ...]) -> None:
-        deadline = None if self._timeout_s is None else time.monotonic() + self._timeout_s
-        while self._round == number:
-            gone = next((one for one in sorted(self._left) if one not in self._brought), None)
-            if gone is not None:
-                raise _absent(gone, self._left[gone], rank, call)
-            left_s = None if deadline is None else deadline - time.monotonic()
-            if left_s is not None and left_s <= 0:
-                missing = [one for one in range(self._size) if one not in self._brought]
-                raise CollectiveTimeoutError(
-                    f"rank {rank} waited {self._timeout_s:g} s in {_name(call)} for rank(s) {missing}, which did not come. "
-                    "Every rank must call the same operations in the same order."
-                )
-            self._condition.wait(left_s)
+        """Wait for the turn that comes when the round is complete, or can't be completed any more."""
+        if self._turns[rank].acquire(timeout=self._timeout_s):
+            with self._lock:
+                if self._round == number:
+                    self._check_absent(rank, call)
+            return
+        with self._lock:
+            complete = self._round != number
+            missing = [one for one in range(self._size) if one not in self._brought]
+        if complete:  # at the last moment: the turn is on its way
+            self._turns[rank].acquire()
+            return
+        raise CollectiveTimeoutError(
+            f"rank {rank} waited {self._timeout_s:g} s in {_name(call)} for rank(s) {missing}, which did not come. "
+            "Every rank must call the same operations in the same order."
+        )
 
+    def _pass_turn(self) -> None:
+        """Let the next rank run that can, in rank order after the one that ran."""
+        after = -1 if self._running is None else self._running
+        order = sorted(self._may_run, key=lambda one: (one <= after, one))
+        self._running = order[0] if order else None
+        if order:
+            self._turns[order[0]].release()
 
-def _absent(gone: int, left: Left, rank: int, call: tuple[object, ...]) -> Exception:
-    if left.error is not None:
-        return RemoteRankError(gone, type(left.error).__name__, str(left.error))
-    return MissingRankError(
-        f"rank {gone} {left.how} while rank {rank} waits for it in {_name(call)}. "
-        "Every rank must call the same operations in the same order."
-    )
+    def _check_absent(self, rank: int, call: tuple[object, ...]) -> None:
+        gone = next((one for one in sorted(self._left) if one not in self._brought), None)
+        if gone is None:
+            return
+        left = self._left[gone]
+        if left.error is not None:
+            raise RemoteRankError(gone, type(left.error).__name__, str(left.error))
+        raise MissingRankError(
+            f"rank {gone} {left.how} while rank {rank} waits for it in {_name(call)}. "
+            "Every rank must call the same operations in the same order."
+        )
 
 
 def _mismatch(met: list[Brought]) -> MismatchError:

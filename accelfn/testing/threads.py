@@ -40,9 +40,10 @@ def run_on_memory(
     meeting = Meeting(size, timeout_s)
 
     def enter(rank: int) -> tuple[World, Collectives]:
+        meeting.enter(rank)
         return memory_world(rank, size, num_nodes), memory_collectives(meeting, rank, size)
 
-    return _run(fn, size, configure, timeout_s, faults, "memory", enter, meeting.leave)
+    return _run(fn, size, configure, timeout_s, faults, "memory", meeting.open, enter, meeting.leave)
 
 
 def run_on_gloo_threads(
@@ -68,7 +69,7 @@ def run_on_gloo_threads(
         del how, error
         groups[rank] = None  # the last reference: peers that wait for this rank see a closed connection
 
-    return _run(fn, size, configure, timeout_s, faults, "gloo threads", enter, leave)
+    return _run(fn, size, configure, timeout_s, faults, "gloo threads", lambda: None, enter, leave)
 
 
 def _run(
@@ -78,6 +79,7 @@ def _run(
     timeout_s: float | None,
     faults: Sequence[Fault],
     where: str,
+    started: Callable[[], None],
     enter: Callable[[int], tuple[World, Collectives]],
     leave: Callable[[int, str, BaseException | None], None],
 ) -> list[T]:
@@ -106,6 +108,7 @@ def _run(
     ]
     for thread in threads:
         thread.start()
+    started()
     deadline = None if timeout_s is None else time.monotonic() + timeout_s + _GRACE_S
     for thread in threads:
         thread.join(None if deadline is None else max(0.0, deadline - time.monotonic()))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch._utils import _flatten_dense_tensors  # pyright: ignore[reportPrivateUsage]
 
 from accelfn.tree.structure import Structure, flatten
 
@@ -51,7 +52,9 @@ class Layout:
 
     def describe(self) -> str:
         """Describe structure, shapes and dtypes in text that is equal for equal layouts on every rank."""
-        return f"{self.structure.describe()}{self.shapes}{self.dtypes}"
+        # By group: there are few of them, and naming the dtype of every leaf takes longer than sending it.
+        groups = [(group.dtype, group.device.type, group.leaves) for group in self.groups]
+        return f"{self.structure.describe()}{self.shapes}{groups}"
 
     def fingerprint(self) -> bytes:
         """Give 16 bytes that differ where structure, a shape or a dtype differs. The same in every process."""
@@ -137,11 +140,12 @@ def fill(group: Group, leaves: list[torch.Tensor], *, copy: bool = False) -> tor
         leaves: All leaves of the tree.
         copy: Give new memory also for a single contiguous leaf.
     """
-    with torch.no_grad():
-        flat = [leaves[index].detach().reshape(-1) for index in group.leaves]
-        if len(flat) > 1:
-            return torch.cat(flat)
-        return flat[0].clone() if copy else flat[0].contiguous()
+    if len(group.leaves) > 1:
+        with torch.no_grad():
+            # In one call: a reshape per leaf from Python costs more than the copy of a small tree.
+            return _flatten_dense_tensors([leaves[index] for index in group.leaves])
+    flat = leaves[group.leaves[0]].detach().reshape(-1)
+    return flat.clone() if copy else flat.contiguous()
 
 
 def unpack(packed: Packed) -> Any:

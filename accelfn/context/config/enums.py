@@ -6,6 +6,7 @@ written to files as they are.
 
 from collections.abc import Iterable
 from enum import Enum, EnumMeta
+from typing import cast
 
 __all__ = (
     "AutoWrapPolicy",
@@ -34,7 +35,8 @@ __all__ = (
 class _MembershipByValue(EnumMeta):
     # Python before 3.12 raises TypeError for `"fp16" in PrecisionType`.
     def __contains__(cls, value: object) -> bool:
-        members: Iterable[Enum] = cls.__members__.values()
+        # A metaclass does not know that the members of its classes are Enum objects.
+        members = cast("Iterable[Enum]", cls.__members__.values())
         return any(value == member.value for member in members)
 
 
@@ -44,6 +46,10 @@ class StringEnum(str, Enum, metaclass=_MembershipByValue):
     def __str__(self) -> str:
         """Return the value, without the name of the class."""
         return str(self.value)
+
+    def __hash__(self) -> int:
+        """Hash as the value does, since members are equal to their values."""
+        return hash(str(self.value))
 
     @classmethod
     def values(cls) -> tuple[str, ...]:

@@ -9,7 +9,8 @@ __all__ = ("FrozenOptions", "thaw")
 class FrozenOptions(Mapping[str, Any]):
     """An immutable copy of a mapping with string keys; equal to any mapping with the same items.
 
-    Inner mappings become ``FrozenOptions`` and inner lists become tuples; other values are kept as they are.
+    Inner mappings become ``FrozenOptions`` and inner lists become tuples, at any depth; other values are
+    kept as they are.
     Unlike ``types.MappingProxyType`` it can be pickled and hashed (if its values can).
 
     >>> FrozenOptions({"wait": 1}) == {"wait": 1}
@@ -58,7 +59,7 @@ def _freeze(value: Any) -> Any:
         return value
     if isinstance(value, Mapping):
         return FrozenOptions(value)  # pyright: ignore[reportUnknownArgumentType]
-    if isinstance(value, list):
+    if isinstance(value, list) or type(value) is tuple:
         return tuple(_freeze(item) for item in value)  # pyright: ignore[reportUnknownVariableType]
     return value
 

@@ -281,7 +281,8 @@ class ParallelismConfig:
             if num_processes % self.sp_size:
                 raise ConfigurationError(
                     f"ParallelismConfig.sp_size must divide the number of processes: got "
-                    f"sp_size={self.sp_size}, num_processes={num_processes}. Start a multiple of {self.sp_size} processes."
+                    f"sp_size={self.sp_size}, num_processes={num_processes}. "
+                    f"Start a multiple of {self.sp_size} processes."
                 )
             return
         if self.total_size != num_processes:

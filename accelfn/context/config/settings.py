@@ -64,7 +64,8 @@ class Variable:
 
     Attributes:
         record: Name of the record that the value goes to.
-        field: Its field; "" for a switch, which decides whether the record is made at all.
+        field: Its field; "" for a variable that says something about the record as a whole, such as the
+            switch that decides whether it is made.
         names: Spellings, in the order in which they are looked for.
         form: How the value is written; ``form.accepts`` says it in words.
     """
@@ -96,7 +97,8 @@ class Settings:
         deepspeed_plugin: Made if its switch is true. Default None.
         megatron_lm_plugin: Made if its switch is true. Default None.
         parallelism_config: Made if its switch is true. Default None.
-        fp8_recipe: Made if any of its variables is set; the recipe of the engine if one is named. Default None.
+        fp8_recipe: Made if any of its variables is set; the recipe of the engine if one is named.
+            Default None.
     """
 
     cpu: bool = False
@@ -432,8 +434,8 @@ def _read_deepspeed(env: Mapping[str, str]) -> DeepSpeedPlugin | None:
         twice = [field for field in _ANSWERED_BY_FILE if field in named]
         if twice:
             raise ConfigurationError(
-                f"The environment variable {_spelling(env, _DEEPSPEED_FILE_FIELDS)} names {', '.join(twice)}, "
-                f"which the DeepSpeed configuration in {_spelling(env, _DEEPSPEED[0])} answers for. "
+                f"The environment variable {_spelling(env, _DEEPSPEED_FILE_FIELDS)} names "
+                f"{', '.join(twice)}, which {_spelling(env, _DEEPSPEED[0])} answers for. "
                 "Set each of them in that configuration only."
             )
     if _value(env, _FP8_BACKEND) == FP8Backend.MSAMP:

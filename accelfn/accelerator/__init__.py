@@ -1,0 +1,6 @@
+"""The shim for people who know Hugging Face Accelerate."""
+
+from accelfn.accelerator.accelerator import Accelerator
+from accelfn.accelerator.proxies import AcceleratedDataLoader, AcceleratedOptimizer, AcceleratedScheduler
+
+__all__ = ("AcceleratedDataLoader", "AcceleratedOptimizer", "AcceleratedScheduler", "Accelerator")

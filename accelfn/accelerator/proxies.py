@@ -1,0 +1,146 @@
+"""What ``Accelerator.prepare`` gives back for optimizers, schedulers and loaders: they follow the accumulation window."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from accelfn.data import PreparedDataLoader, microbatches
+
+if TYPE_CHECKING:
+    from accelfn.accelerator.accelerator import Accelerator
+
+__all__ = ("AcceleratedDataLoader", "AcceleratedOptimizer", "AcceleratedScheduler")
+
+T = TypeVar("T")
+
+
+class AcceleratedOptimizer(Optimizer):
+    """An optimizer whose ``step`` and ``zero_grad`` act only where an accumulation window closes."""
+
+    def __init__(self, accelerator: Accelerator, optimizer: Optimizer) -> None:  # pyright: ignore[reportMissingSuperCall]
+        """Use ``Accelerator.prepare`` instead."""
+        # Not Optimizer.__init__: the parameters have their groups and state already, in `optimizer`.
+        self.optimizer = optimizer
+        self._accelerator = accelerator
+
+    @property
+    def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """State of each parameter."""
+        return self.optimizer.state
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Groups of parameters and their options."""
+        return self.optimizer.param_groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Options of groups that don't have their own."""
+        return self.optimizer.defaults
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the latest step was skipped because a float16 gradient overflowed."""
+        return self._accelerator.step_was_skipped(self.optimizer)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Step where the window closes, and return what the optimizer returns; elsewhere do nothing."""
+        return self._accelerator.step_optimizer(self.optimizer, closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients where the window closes; elsewhere do nothing."""
+        if self._accelerator.sync_gradients:
+            self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters."""
+        self.optimizer.add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's state."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the optimizer's state."""
+        self.optimizer.load_state_dict(state_dict)
+
+    def __repr__(self) -> str:
+        return f"AcceleratedOptimizer({self.optimizer!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"optimizer": self.optimizer, "_accelerator": self._accelerator}
+
+
+class AcceleratedScheduler:
+    """A learning rate schedule that moves once for each step that its optimizer really makes.
+
+    Attributes other than those below are passed through to the scheduler.
+    """
+
+    def __init__(self, accelerator: Accelerator, scheduler: LRScheduler) -> None:
+        """Use ``Accelerator.prepare`` instead."""
+        self.scheduler = scheduler
+        self._accelerator = accelerator
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Move on by one, unless the optimizer did not step."""
+        accelerator = self._accelerator
+        if accelerator.context.step_scheduler_with_optimizer:
+            if not accelerator.sync_gradients or accelerator.step_was_skipped(self.scheduler.optimizer):
+                return
+        self.scheduler.step(*args, **kwargs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the scheduler's state."""
+        return self.scheduler.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the scheduler's state."""
+        self.scheduler.load_state_dict(state_dict)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("scheduler", "_accelerator"):  # not set yet: copy and pickle look before __init__ has run
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)
+
+
+class AcceleratedDataLoader(Generic[T]):
+    """A prepared loader that tells its accelerator which batch is being worked on."""
+
+    def __init__(self, accelerator: Accelerator, loader: PreparedDataLoader[T]) -> None:
+        """Use ``Accelerator.prepare`` instead."""
+        self.loader = loader
+        self._accelerator = accelerator
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[T]:
+        before = self._accelerator.micro
+        try:
+            for batch, micro in microbatches(self._accelerator.context, self.loader):
+                self._accelerator.micro = micro
+                yield batch
+        finally:  # also after a break: an evaluation inside a training loop must not change what that one sees
+            self._accelerator.micro = before
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("loader", "_accelerator"):
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+
+def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Give the torch optimizer behind a proxy."""
+    return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+
+
+def parameters_of(optimizer: Optimizer) -> frozenset[int]:
+    """Give the identities of an optimizer's parameters."""
+    groups: list[dict[str, list[torch.Tensor]]] = optimizer.param_groups
+    return frozenset(id(parameter) for group in groups for parameter in group["params"])

@@ -1,0 +1,19 @@
+"""Which samples, in which order, to whom."""
+
+from accelfn.data.loader import PreparedDataLoader, prepare_data_loader
+from accelfn.data.microbatch import MicroBatch, gather_for_metrics, microbatches, plan_microbatch
+from accelfn.data.order import Order, order_of
+from accelfn.data.plan import EpochPlan, plan_epoch
+
+__all__ = (
+    "EpochPlan",
+    "MicroBatch",
+    "Order",
+    "PreparedDataLoader",
+    "gather_for_metrics",
+    "microbatches",
+    "order_of",
+    "plan_epoch",
+    "plan_microbatch",
+    "prepare_data_loader",
+)

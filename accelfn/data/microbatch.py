@@ -1,0 +1,185 @@
+"""MicroBatch: what is to be known of one batch, as a value that travels beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sized
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar, cast
+
+from accelfn.comm import gather, gather_object
+from accelfn.context import Context
+from accelfn.data.loader import PreparedDataLoader
+from accelfn.errors import NotAvailableError
+from accelfn.tree import find_batch_size, flatten, map_tensors
+import torch
+
+__all__ = ("MicroBatch", "gather_for_metrics", "microbatches", "plan_microbatch")
+
+T = TypeVar("T")
+Uneven = Literal["error", "stop_first", "pad"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """Where one batch stands in its epoch and in its accumulation window.
+
+    Attributes:
+        index: Number of the batch in the epoch, from 0.
+        epoch: Number of the epoch, from 0.
+        place: Place in the window, from 0.
+        window: Batches that the window really holds: fewer at the end of the data.
+        sync: This batch closes its window: gradients are averaged over ranks, and the optimizer steps.
+        is_last: No batch follows in this epoch.
+        num_rows: Rows of this rank's batch, padding included; None when it has no first dimension.
+        num_valid: Rows over all ranks that are no padding; None when the loader doesn't say.
+    """
+
+    index: int
+    epoch: int
+    place: int
+    window: int
+    sync: bool
+    is_last: bool
+    num_rows: int | None = None
+    num_valid: int | None = None
+
+
+def plan_microbatch(
+    index: int, epoch: int, num_batches: int, num_steps: int, sync_with_dataloader: bool = True
+) -> MicroBatch:
+    """Say where batch ``index`` of ``num_batches`` stands, when ``num_steps`` make a window. Pure.
+
+    Args:
+        index: Of the batch, from 0.
+        epoch: Of the pass, from 0.
+        num_batches: In this epoch.
+        num_steps: Batches in a full window.
+        sync_with_dataloader: The end of the data closes the window; otherwise windows go on into the next epoch.
+
+    >>> [(m.place, m.window, m.sync) for m in (plan_microbatch(i, 0, 3, 2) for i in range(3))]
+    [(0, 2, False), (1, 2, True), (0, 1, True)]
+    """
+    if sync_with_dataloader:
+        place = index % num_steps
+        window = min(num_steps, num_batches - (index - place))
+    else:
+        place = (epoch * num_batches + index) % num_steps
+        window = num_steps
+    return MicroBatch(
+        index=index,
+        epoch=epoch,
+        place=place,
+        window=window,
+        sync=place == window - 1,
+        is_last=index == num_batches - 1,
+    )
+
+
+def microbatches(
+    ctx: Context, loader: Iterable[T], uneven: Uneven = "error"
+) -> Iterator[tuple[T, MicroBatch]]:
+    """Yield each batch of one pass over ``loader`` together with its :class:`MicroBatch`.
+
+    Ranks: every rank of ``ctx`` that trains; doesn't communicate by itself.
+
+    Args:
+        ctx: Says how many batches make a window.
+        loader: From :func:`accelfn.prepare_data_loader`, or any iterable of trees with a length that is the same on
+            every rank.
+        uneven: What to do when ranks have different numbers of batches: ``"error"`` before the first batch, or
+            ``"stop_first"`` when the rank with the fewest has no more.
+
+    Raises:
+        ValueError: The ranks have different numbers of batches, and ``uneven`` is ``"error"``.
+        TypeError: The loader has no length.
+        NotAvailableError: ``uneven="pad"``.
+
+    >>> loader = [torch.zeros(2), torch.zeros(2), torch.zeros(1)]
+    >>> ctx = Context().replace(gradient_accumulation_steps=2)
+    >>> [(len(batch), micro.window, micro.sync) for batch, micro in microbatches(ctx, loader)]
+    [(2, 2, False), (2, 2, True), (1, 1, True)]
+    """
+    if uneven not in ("error", "stop_first", "pad"):
+        raise ValueError(f'microbatches: uneven must be "error", "stop_first" or "pad", got {uneven!r}.')
+    if uneven == "pad":
+        raise NotAvailableError('microbatches: uneven="pad" has no machinery yet. Use even_batches=True, or "stop_first".')
+    if not isinstance(loader, Sized):
+        raise TypeError(
+            f"microbatches: the loader must have a length, got {type(loader).__name__}. The last window is averaged over "
+            "what it holds, and that has to be known when it opens."
+        )
+    return _microbatches(ctx, loader, uneven)
+
+
+def _microbatches(ctx: Context, loader: Iterable[T], uneven: Uneven) -> Iterator[tuple[T, MicroBatch]]:
+    plan = loader.plan if isinstance(loader, PreparedDataLoader) else None
+    epoch = loader.epoch if isinstance(loader, PreparedDataLoader) else 0
+    num_batches = len(cast("Sized", loader))
+    if plan is not None:
+        counts = [plan.num_batches(rank) for rank in range(plan.size)]
+        if min(counts) != max(counts) and uneven == "error":
+            raise ValueError(
+                f"microbatches: the ranks have different numbers of batches ({counts}, by rank), and would wait for each "
+                'other for ever. Use even_batches=True, drop_last=True, or uneven="stop_first".'
+            )
+        num_batches = min(counts)
+    accumulation = ctx.accumulation
+    for index, batch in enumerate(loader):
+        if index == num_batches:
+            break
+        micro = plan_microbatch(index, epoch, num_batches, accumulation.num_steps, accumulation.sync_with_dataloader)
+        yield batch, _with_rows(micro, batch, plan.num_valid(index) if plan is not None else None)
+
+
+def _with_rows(micro: MicroBatch, batch: Any, num_valid: int | None) -> MicroBatch:
+    try:
+        num_rows = find_batch_size(batch)
+    except ValueError:  # no tensor in it: the batch is the user's own kind
+        num_rows = None
+    return MicroBatch(
+        index=micro.index,
+        epoch=micro.epoch,
+        place=micro.place,
+        window=micro.window,
+        sync=micro.sync,
+        is_last=micro.is_last,
+        num_rows=num_rows,
+        num_valid=num_valid,
+    )
+
+
+def gather_for_metrics(ctx: Context, tree: T, micro: MicroBatch) -> T:
+    """Bring what was computed from one batch together over all ranks, without the rows that are padding.
+
+    Over an epoch the results are exactly one row for each sample, in the order of the epoch.
+
+    Ranks: every rank of ``ctx``.
+
+    Args:
+        ctx: The world.
+        tree: Tensors with one row for each row of the batch; 0-d tensors and tensors with another number of rows are
+            gathered and never cut. Or a list of Python objects, one for each row.
+        micro: Of the batch that ``tree`` was computed from.
+
+    Returns:
+        The same tree on every rank.
+
+    Raises:
+        TypeError: Tensors and other leaves are mixed.
+        MismatchError: The trees differ between ranks.
+    """
+    leaves, _ = flatten(tree)
+    tensors = [isinstance(leaf, torch.Tensor) for leaf in leaves]
+    if not any(tensors) and isinstance(tree, list):
+        objects = gather_object(ctx, cast("list[Any]", tree))
+        is_per_row = len(cast("list[Any]", tree)) == micro.num_rows
+        return cast("T", objects[: micro.num_valid] if is_per_row and micro.num_valid is not None else objects)
+    gathered = gather(ctx, tree)
+    if micro.num_valid is None or micro.num_rows is None or micro.num_valid >= micro.num_rows * ctx.num_processes:
+        return gathered
+    per_row = iter([leaf.dim() > 0 and leaf.shape[0] == micro.num_rows for leaf in leaves])
+
+    def cut(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor[: micro.num_valid] if next(per_row) else tensor
+
+    return map_tensors(cut, gathered)

@@ -1,0 +1,93 @@
+"""In which order an epoch visits the samples: a function of (seed, epoch), the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Sized
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
+
+from accelfn.comm import broadcast_object_list
+from accelfn.context import Context
+from accelfn.errors import ConfigurationError
+
+__all__ = ("Order", "order_of")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """How the samples of an epoch are ordered.
+
+    Attributes:
+        num_samples: Samples in an epoch.
+        num_items: Samples in the dataset.
+        seed: Of a shuffled order; None when it isn't shuffled by us.
+        replacement: Whether a sample may come twice.
+        sampler: The user's own sampler, whose order of rank 0 counts; None for the orders that torch has.
+    """
+
+    num_samples: int
+    num_items: int
+    seed: int | None = None
+    replacement: bool = False
+    sampler: Sampler[Any] | None = None
+
+    def indices(self, ctx: Context, epoch: int) -> Sequence[Any]:
+        """Give the order of ``epoch``.
+
+        Ranks: every rank of ``ctx``: a sampler of the user's own runs on rank 0, and its order is sent to the others.
+        """
+        if self.sampler is not None:
+            set_epoch = getattr(self.sampler, "set_epoch", None)
+            if callable(set_epoch):
+                set_epoch(epoch)
+            return broadcast_object_list(ctx, list(self.sampler) if ctx.is_main_process else [])
+        if self.seed is None:
+            return range(self.num_samples)
+        generator = torch.Generator()
+        generator.manual_seed(self.seed + epoch)
+        if self.replacement:
+            drawn = torch.randint(self.num_items, (self.num_samples,), generator=generator)
+            return cast("list[int]", drawn.tolist())
+        order: list[int] = []
+        while len(order) < self.num_samples:  # num_samples may exceed the dataset
+            order += cast("list[int]", torch.randperm(self.num_items, generator=generator).tolist())
+        return order[: self.num_samples]
+
+
+def order_of(ctx: Context, loader: DataLoader[Any]) -> Order:
+    """Read the order that the user's loader asks for.
+
+    Ranks: every rank of ``ctx``: a shuffling loader needs one seed, which is rank 0's.
+
+    Raises:
+        ConfigurationError: The sampler already deals out the samples between ranks.
+    """
+    sampler = cast("Sampler[Any]", loader.sampler)
+    if isinstance(sampler, DistributedSampler):
+        raise ConfigurationError(
+            "the loader has a DistributedSampler, so its data is sharded already, and sharding it again would leave out "
+            'samples. Pass sharding="already_sharded", or give it a plain sampler.'
+        )
+    num_items = len(cast("Sized", loader.dataset))
+    if isinstance(sampler, SequentialSampler):
+        return Order(num_samples=num_items, num_items=num_items)
+    if type(sampler) is RandomSampler:
+        return Order(
+            num_samples=sampler.num_samples,
+            num_items=num_items,
+            seed=_shared_seed(ctx, sampler),
+            replacement=sampler.replacement,
+        )
+    return Order(num_samples=len(cast("Sized", sampler)), num_items=num_items, sampler=sampler)
+
+
+def _shared_seed(ctx: Context, sampler: RandomSampler) -> int:
+    if ctx.loading.data_seed is not None:
+        return ctx.loading.data_seed
+    generator: torch.Generator | None = sampler.generator
+    own = torch.initial_seed() if generator is None else generator.initial_seed()
+    # Kept below 2**63 with room for the epoch's number.
+    return broadcast_object_list(ctx, [own % (1 << 62)])[0]

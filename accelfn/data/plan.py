@@ -1,0 +1,101 @@
+"""Who reads which samples: the plan of an epoch, as arithmetic on positions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from accelfn.errors import ConfigurationError
+
+__all__ = ("EpochPlan", "plan_epoch")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochPlan:
+    """How one pass over the data is shared out. Holds no list: any batch is reached in constant time.
+
+    Positions count along the order of the epoch; which sample stands at a position is another matter. Step ``k`` of the
+    world covers ``global_batch`` consecutive positions, and rank ``r`` reads the ``r``-th of ``size`` equal pieces.
+
+    Attributes:
+        num_samples: Length of the order.
+        rank_batch: Samples of one rank in one step.
+        size: Number of ranks that read different data.
+        even: Fill the last step up from the start of the order, so that all ranks have full batches.
+        drop_last: Leave out the last step when it isn't full.
+    """
+
+    num_samples: int
+    rank_batch: int
+    size: int = 1
+    even: bool = True
+    drop_last: bool = False
+
+    @property
+    def global_batch(self) -> int:
+        """Samples of all ranks in one step."""
+        return self.rank_batch * self.size
+
+    @property
+    def num_steps(self) -> int:
+        """Steps in which at least one rank has a batch."""
+        full, rest = divmod(self.num_samples, self.global_batch)
+        return full if self.drop_last or not rest else full + 1
+
+    def num_batches(self, rank: int) -> int:
+        """Count the batches of ``rank``; they differ between ranks only when the data is left uneven."""
+        full, rest = divmod(self.num_samples, self.global_batch)
+        if self.drop_last or not rest:
+            return full
+        return full + 1 if self.even or rest > rank * self.rank_batch else full
+
+    def positions(self, step: int, rank: int) -> list[int]:
+        """Give the positions that ``rank`` reads in ``step``, in order."""
+        start = step * self.global_batch + rank * self.rank_batch
+        if self.even:
+            return [position % self.num_samples for position in range(start, start + self.rank_batch)]
+        return list(range(start, min(start + self.rank_batch, self.num_samples)))
+
+    def num_valid(self, step: int) -> int:
+        """Count the samples of ``step``, over all ranks, that no earlier step or rank has read."""
+        return min(self.global_batch, self.num_samples - step * self.global_batch)
+
+
+def plan_epoch(
+    num_samples: int,
+    batch_size: int,
+    size: int = 1,
+    *,
+    split_batches: bool = False,
+    even_batches: bool = True,
+    drop_last: bool = False,
+) -> EpochPlan:
+    """Plan one pass over ``num_samples`` samples. Pure.
+
+    Args:
+        num_samples: Samples in the epoch.
+        batch_size: Of the user's loader.
+        size: Ranks that read different data.
+        split_batches: ``batch_size`` is that of the whole world, and each rank gets a piece of it.
+        even_batches: Fill the last step up from the start of the order.
+        drop_last: Leave out an incomplete last step.
+
+    Raises:
+        ConfigurationError: A batch that is to be split isn't divisible by the number of ranks.
+
+    >>> plan = plan_epoch(num_samples=11, batch_size=2, size=2)
+    >>> [plan.positions(step, rank=1) for step in range(plan.num_steps)]
+    [[2, 3], [6, 7], [10, 0]]
+    """
+    if split_batches and batch_size % size:
+        smaller = batch_size // size * size
+        raise ConfigurationError(
+            f"split_batches shares each batch out between the ranks, so the batch size must be divisible by their number: "
+            f"got batch_size={batch_size} and {size} ranks. Use {smaller + size}{f' or {smaller}' if smaller else ''}."
+        )
+    return EpochPlan(
+        num_samples=num_samples,
+        rank_batch=batch_size // size if split_batches else batch_size,
+        size=size,
+        even=even_batches and size > 1,  # alone, there is nobody to keep in step with
+        drop_last=drop_last,
+    )

@@ -1,0 +1,5 @@
+"""Strategies: how a model is spread over ranks."""
+
+from accelfn.parallel.replicate import Replica, no_sync, replicate
+
+__all__ = ("Replica", "no_sync", "replicate")

@@ -1,0 +1,169 @@
+"""Data parallelism: every rank holds the whole model, and gradients are averaged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from accelfn.comm import broadcast, reduce, verify_structure
+from accelfn.context import Context
+from accelfn.context.config import DDPCommunicationHookType, DistributedDataParallelKwargs
+from accelfn.errors import ConfigurationError
+
+__all__ = ("Replica", "no_sync", "replicate")
+
+M = TypeVar("M", bound=nn.Module)
+
+# Where a module keeps its Replica; a plain attribute, so it is in no state dict.
+_ATTRIBUTE = "_accelfn_replica"
+
+
+def replicate(ctx: Context, model: nn.Module) -> nn.Module:
+    """Keep ``model`` equal on all ranks: parameters as on rank 0 from now on, gradients averaged in backward.
+
+    On real processes this is torch's DistributedDataParallel, with the options of ``ctx.strategy.ddp``. Ranks that are
+    threads have no process group that DDP could use: there the gradients are averaged at the end of backward by one
+    packed reduction, and the model itself is returned.
+
+    Ranks: every rank of ``ctx``.
+
+    Args:
+        ctx: The world.
+        model: On this rank's device. One without trainable parameters has nothing to average and is returned as it is.
+
+    Raises:
+        MismatchError: The models of the ranks differ in a name, shape or dtype.
+    """
+    if ctx.num_processes == 1 or not any(parameter.requires_grad for parameter in model.parameters()):
+        return model
+    if ctx.world.group is None:
+        Replica(ctx, model)
+        return model
+    # DDP would hang, or mix parameters up, where the models differ; compared first, the difference has a name.
+    verify_structure(ctx, dict(model.named_parameters()))
+    wrapped = DistributedDataParallel(
+        model,
+        device_ids=None if ctx.device.type == "cpu" else [ctx.device],
+        process_group=ctx.world.group,
+        **ctx.strategy.ddp.to_kwargs(),
+    )
+    _register_comm_hook(wrapped, ctx)
+    return wrapped
+
+
+@contextmanager
+def no_sync(*models: nn.Module) -> Iterator[None]:
+    """Leave the gradients of ``models`` unaveraged in backward passes inside; they add up on each rank.
+
+    Ranks: any, but all in the same way; doesn't communicate. Models that nobody averages are let through.
+    """
+    if not models:
+        yield
+        return
+    with _one_without_sync(models[0]), no_sync(*models[1:]):
+        yield
+
+
+@contextmanager
+def _one_without_sync(model: nn.Module) -> Iterator[None]:
+    replica = cast("Replica | None", getattr(model, _ATTRIBUTE, None))
+    if isinstance(model, DistributedDataParallel):
+        with model.no_sync():  # pyright: ignore[reportUnknownMemberType]
+            yield
+    elif replica is not None:
+        before, replica.sync = replica.sync, False
+        try:
+            yield
+        finally:
+            replica.sync = before
+    else:
+        yield
+
+
+class Replica:
+    """Averages the gradients of one model over ranks that are threads.
+
+    Works for any way that a gradient arises (``forward``, another method, a free function), since it hangs on the
+    parameters and not on the module's call.
+    """
+
+    def __init__(self, ctx: Context, model: nn.Module) -> None:
+        """Bring the model to rank 0's values, and watch its parameters."""
+        self.sync = True
+        self._ctx = ctx
+        self._pending = False
+        self._parameters = {name: item for name, item in model.named_parameters() if item.requires_grad}
+        self._buffers = dict(model.named_buffers())
+        with torch.no_grad():
+            self._take({**dict(model.named_parameters()), **self._buffers})
+        for parameter in self._parameters.values():
+            parameter.register_post_accumulate_grad_hook(self._on_grad)
+        if self._buffers and ctx.strategy.ddp.broadcast_buffers:
+            model.register_forward_pre_hook(self._on_forward)
+        setattr(model, _ATTRIBUTE, self)
+
+    def _take(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Overwrite ``tensors`` by those of rank 0."""
+        received = broadcast(self._ctx, {name: tensor.detach() for name, tensor in tensors.items()})
+        for name, tensor in tensors.items():
+            if received[name] is not tensor:
+                tensor.copy_(received[name])
+
+    def _on_forward(self, module: nn.Module, arguments: Any) -> None:
+        del arguments
+        if module.training and self.sync:
+            with torch.no_grad():
+                self._take(self._buffers)
+
+    def _on_grad(self, parameter: torch.Tensor) -> None:
+        del parameter
+        if self.sync and not self._pending:
+            self._pending = True
+            # Runs once, when the whole backward is done, on the thread that called it.
+            engine = cast("Any", torch.autograd.Variable)._execution_engine  # pyright: ignore[reportPrivateUsage]
+            engine.queue_callback(self._average)
+
+    def _average(self) -> None:
+        self._pending = False
+        grads = {name: item.grad for name, item in self._parameters.items() if item.grad is not None}
+        with torch.no_grad():
+            for name, grad in reduce(self._ctx, grads, "mean").items():
+                own = self._parameters[name].grad
+                assert own is not None
+                own.copy_(grad)
+
+
+def _register_comm_hook(model: DistributedDataParallel, ctx: Context) -> None:
+    """Compress gradients on the wire, as ``comm_hook`` and its companions ask."""
+    options: DistributedDataParallelKwargs = ctx.strategy.ddp
+    kinds = DDPCommunicationHookType
+    if options.comm_hook == kinds.NO:
+        return
+    hooks: dict[DDPCommunicationHookType, Callable[..., Any]] = {
+        kinds.FP16: default_hooks.fp16_compress_hook,
+        kinds.BF16: default_hooks.bf16_compress_hook,
+        kinds.POWER_SGD: powerSGD_hook.powerSGD_hook,
+        kinds.BATCHED_POWER_SGD: powerSGD_hook.batched_powerSGD_hook,
+    }
+    wrappers: dict[DDPCommunicationHookType, Callable[..., Any]] = {
+        kinds.FP16: default_hooks.fp16_compress_wrapper,
+        kinds.BF16: default_hooks.bf16_compress_wrapper,
+    }
+    hook = hooks[DDPCommunicationHookType(options.comm_hook)]
+    state: Any = ctx.world.group
+    if options.comm_hook in (kinds.POWER_SGD, kinds.BATCHED_POWER_SGD):
+        state = powerSGD_hook.PowerSGDState(process_group=ctx.world.group, **dict(options.comm_state_option))
+    if options.comm_wrapper != kinds.NO:
+        hook = wrappers[DDPCommunicationHookType(options.comm_wrapper)](hook)
+    try:
+        model.register_comm_hook(state, hook)
+    except TypeError as error:
+        raise ConfigurationError(
+            f"comm_hook={str(options.comm_hook)!r} is not supported by torch for backend {ctx.world.backend}: {error}"
+        ) from error

@@ -1,0 +1,31 @@
+"""Prepare, compute in mixed precision, accumulate, clip, step."""
+
+from accelfn.training.clip import clip_grad_norm_, clip_grad_value_
+from accelfn.training.grad import value_and_grad
+from accelfn.training.precision import MixedPrecisionForward, autocast
+from accelfn.training.prepare import prepare, prepare_model, prepare_optimizer, prepare_scheduler, unwrap_model
+from accelfn.training.scaler import ScalerState, init_scaler, step_was_skipped, unscale_gradients, update_scaler
+from accelfn.training.step import accumulate, backward, no_sync, optimizer_step, scheduler_step
+
+__all__ = (
+    "MixedPrecisionForward",
+    "ScalerState",
+    "accumulate",
+    "autocast",
+    "backward",
+    "clip_grad_norm_",
+    "clip_grad_value_",
+    "init_scaler",
+    "no_sync",
+    "optimizer_step",
+    "prepare",
+    "prepare_model",
+    "prepare_optimizer",
+    "prepare_scheduler",
+    "scheduler_step",
+    "step_was_skipped",
+    "unscale_gradients",
+    "unwrap_model",
+    "update_scaler",
+    "value_and_grad",
+)

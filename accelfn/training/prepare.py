@@ -1,0 +1,200 @@
+"""Make the user's torch objects ready for the world: placed, in the right precision, replicated, shared out."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypeVar, cast, overload
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+from typing_extensions import TypeVarTuple, Unpack
+
+from accelfn.context import Context, Precision
+from accelfn.data import PreparedDataLoader, prepare_data_loader
+from accelfn.errors import ConfigurationError
+from accelfn.parallel import replicate
+from accelfn.training.precision import with_precision, without_precision
+from accelfn.tree import send_to_device
+
+__all__ = ("prepare", "prepare_model", "prepare_optimizer", "prepare_scheduler", "unwrap_model")
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+M = TypeVar("M", bound=nn.Module)
+O = TypeVar("O", bound=Optimizer)  # noqa: E741 -- beside M for modules
+S = TypeVar("S", bound=LRScheduler)
+
+# Where a prepared object keeps its mark; a plain attribute, in no state dict.
+_MARK = "_accelfn_prepared"
+
+
+class Mark(NamedTuple):
+    """By which kind of context an object was prepared. Small and picklable, unlike a context."""
+
+    rank: int
+    size: int
+    device: str
+    precision: Precision
+    channel: int  # tells worlds of one process apart
+
+    def fits(self, ctx: Context) -> bool:
+        """Whether ``ctx`` would prepare an object in the same way."""
+        return self == mark_of(ctx)
+
+
+def mark_of(ctx: Context) -> Mark:
+    """Give the mark that ``ctx`` puts on what it prepares."""
+    return Mark(ctx.rank, ctx.num_processes, str(ctx.device), ctx.precision, id(ctx.collectives.exchange))
+
+
+@overload
+def prepare(ctx: Context, one: T, /) -> T: ...
+@overload
+def prepare(ctx: Context, /, *objects: Unpack[Ts]) -> tuple[Unpack[Ts]]: ...
+def prepare(ctx: Context, /, *objects: Any) -> Any:
+    """Prepare models, optimizers, loaders and schedulers, and give them back in the same order.
+
+    Each object goes to the function of its kind: :func:`prepare_model`, :func:`prepare_optimizer`,
+    :func:`prepare_data_loader`, :func:`prepare_scheduler`. Anything else is given back as it is.
+
+    Ranks: every rank of ``ctx``.
+
+    Returns:
+        The object itself for one, a tuple for several.
+
+    Raises:
+        TypeError: No object.
+
+    >>> prepare(Context(), nn.Linear(1, 1), "anything")
+    (Linear(in_features=1, out_features=1, bias=True), 'anything')
+    """
+    if not objects:
+        raise TypeError("prepare: got nothing to prepare. Pass a model, an optimizer, a loader, ...")
+    prepared = tuple(_prepare_one(ctx, item) for item in objects)
+    return prepared[0] if len(prepared) == 1 else prepared
+
+
+def _prepare_one(ctx: Context, item: Any) -> Any:
+    if isinstance(item, nn.Module):
+        return prepare_model(ctx, item)
+    if isinstance(item, Optimizer):
+        return prepare_optimizer(ctx, item)
+    if isinstance(item, LRScheduler):
+        return prepare_scheduler(ctx, item)
+    if isinstance(item, (DataLoader, PreparedDataLoader)):
+        return prepare_data_loader(ctx, cast("DataLoader[Any]", item))
+    return item
+
+
+def prepare_model(ctx: Context, model: M, *, evaluation_mode: bool = False) -> M:
+    """Place a model on this rank's device, let it compute in the context's precision, and keep it equal on all ranks.
+
+    On several processes the result is a ``DistributedDataParallel`` around the model (typed as the model, whose attributes
+    are reached through :func:`unwrap_model`); with one, and on ranks that are threads, the model itself.
+
+    Ranks: every rank of ``ctx``.
+
+    Args:
+        ctx: The world.
+        model: Any module. It is moved, and its ``forward`` runs under autocast from now on.
+        evaluation_mode: Don't replicate: nothing will be averaged.
+
+    Returns:
+        The model to call; one that this context has prepared already is given back as it is.
+
+    Raises:
+        ConfigurationError: Another context has prepared it.
+    """
+    if _is_prepared(ctx, model, "model"):
+        return model
+    if ctx.device_placement:
+        model = model.to(ctx.device)
+    with_precision(ctx, model)
+    result = model if evaluation_mode else replicate(ctx, model)
+    for module in {id(model): model, id(result): result}.values():
+        setattr(module, _MARK, mark_of(ctx))
+    return cast("M", result)
+
+
+def prepare_optimizer(ctx: Context, optimizer: O) -> O:
+    """Bring the state of an optimizer to the devices of its parameters.
+
+    Ranks: local.
+
+    Args:
+        ctx: The world.
+        optimizer: Over the parameters of a model that was prepared before or is prepared later; both keep them.
+
+    Returns:
+        The optimizer itself.
+
+    Raises:
+        ConfigurationError: Another context has prepared it.
+    """
+    if _is_prepared(ctx, optimizer, "optimizer"):
+        return optimizer
+    if ctx.device_placement:
+        # Step counters stay where the optimizer put them: most want them on the CPU.
+        for parameter, state in cast("dict[torch.Tensor, dict[str, Any]]", optimizer.state).items():
+            for name, value in state.items():
+                if name != "step":
+                    state[name] = send_to_device(value, ctx.device if parameter.is_meta else parameter.device)
+    setattr(optimizer, _MARK, mark_of(ctx))
+    return optimizer
+
+
+def prepare_scheduler(ctx: Context, scheduler: S) -> S:
+    """Give back a learning rate scheduler; step it by :func:`accelfn.scheduler_step`.
+
+    Ranks: local.
+
+    Raises:
+        ConfigurationError: Another context has prepared it.
+    """
+    if not _is_prepared(ctx, scheduler, "scheduler"):
+        setattr(scheduler, _MARK, mark_of(ctx))
+    return scheduler
+
+
+def unwrap_model(model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> nn.Module:
+    """Take off what ``prepare_model`` and ``torch.compile`` put around a model.
+
+    Ranks: local.
+
+    Args:
+        model: Prepared or not.
+        keep_fp32_wrapper: Leave ``forward`` under autocast. Otherwise the result is a shallow copy in full precision;
+            ``model`` itself isn't changed.
+        keep_torch_compile: Leave a compiled model compiled.
+
+    >>> model = nn.Linear(1, 1)
+    >>> unwrap_model(prepare_model(Context(), model)) is model
+    True
+    """
+    compiled = isinstance(getattr(model, "_orig_mod", None), nn.Module)
+    inner = cast("nn.Module", model._orig_mod) if compiled else model
+    while isinstance(inner, (DistributedDataParallel, nn.DataParallel)):
+        inner = cast("nn.Module", inner.module)
+    if not keep_fp32_wrapper:
+        inner = without_precision(inner)
+    if compiled and keep_torch_compile:
+        if inner is model._orig_mod:
+            return model
+        return cast("nn.Module", torch.compile(inner))
+    return inner
+
+
+def _is_prepared(ctx: Context, item: object, kind: str) -> bool:
+    mark = cast("Mark | None", getattr(item, "__dict__", {}).get(_MARK))
+    if mark is None:
+        return False
+    if not mark.fits(ctx):
+        raise ConfigurationError(
+            f"the {kind} was prepared by another context (rank {mark.rank} of {mark.size} on {mark.device}, mixed precision "
+            f"{mark.precision.mode!r}), and this one is rank {ctx.rank} of {ctx.num_processes} on {ctx.device} with "
+            f"{ctx.mixed_precision!r}. Prepare a {kind} once, with one context."
+        )
+    return True

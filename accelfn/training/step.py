@@ -1,0 +1,142 @@
+"""From a loss to changed parameters: backward, accumulation, the optimizer's and the scheduler's step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from accelfn.context import Context
+from accelfn.data import MicroBatch
+from accelfn.errors import NotAvailableError
+from accelfn.parallel import no_sync as replicas_without_sync
+from accelfn.training.scaler import ScalerState, step_was_skipped, unscale_gradients, update_scaler
+
+__all__ = ("accumulate", "backward", "no_sync", "optimizer_step", "scheduler_step")
+
+
+def backward(
+    ctx: Context,
+    loss: torch.Tensor,
+    scaler_state: ScalerState,
+    micro: MicroBatch | None = None,
+    weight: torch.Tensor | float | None = None,
+) -> None:
+    """Compute gradients of ``loss`` and add them to the parameters' own.
+
+    The loss is divided by the number of batches that its accumulation window really holds, and multiplied by the loss
+    scale. A prepared model averages its gradients over ranks, unless :func:`accumulate` says that the window goes on.
+
+    Ranks: every rank of ``ctx``, where a prepared model takes part.
+
+    Args:
+        ctx: Says the precision.
+        loss: A mean over this rank's batch, shape ``()``.
+        scaler_state: From :func:`init_scaler` or the last step.
+        micro: Of the batch; without it the loss counts whole.
+        weight: For losses that are sums with a weight of their own.
+
+    Raises:
+        TypeError: ``loss`` is no tensor.
+        NotAvailableError: With ``weight``.
+    """
+    if not isinstance(cast("object", loss), torch.Tensor):
+        raise TypeError(f"backward: the loss must be a tensor, got {type(loss).__name__}. Pass what the model computed.")
+    if weight is not None:
+        raise NotAvailableError(
+            "backward: weight has no machinery in this version of accelfn yet. Divide the loss before, and leave it out."
+        )
+    if micro is not None and micro.window > 1:
+        loss = loss / micro.window
+    if ctx.precision.scales_loss:
+        loss = loss * scaler_state.scale
+    loss.backward()  # pyright: ignore[reportUnknownMemberType]
+
+
+@contextmanager
+def no_sync(ctx: Context, *models: nn.Module) -> Iterator[None]:
+    """Leave the gradients of ``models`` unaveraged in backward passes inside; they add up on each rank.
+
+    Ranks: all of ``ctx`` in the same way; doesn't communicate.
+    """
+    del ctx
+    with replicas_without_sync(*models):
+        yield
+
+
+@contextmanager
+def accumulate(ctx: Context, micro: MicroBatch, *models: nn.Module) -> Iterator[None]:
+    """Run forward and backward of one batch of a window: gradients are averaged over ranks only where it closes.
+
+    Ranks: every rank of ``ctx``.
+
+    Args:
+        ctx: Says whether each batch is averaged all the same (``sync_each_batch``).
+        micro: Of the batch.
+        *models: Prepared models that get gradients inside.
+    """
+    if micro.sync or ctx.accumulation.sync_each_batch:
+        yield
+    else:
+        with no_sync(ctx, *models):
+            yield
+
+
+def optimizer_step(
+    ctx: Context, optimizer: Optimizer, scaler_state: ScalerState, *, clear_gradients: bool = True
+) -> ScalerState:
+    """Let the optimizer step, unless a float16 gradient overflowed, and clear the gradients for the next window.
+
+    Ranks: every rank of ``ctx``.
+
+    Args:
+        ctx: Says the precision.
+        optimizer: What steps.
+        scaler_state: As backward or :func:`unscale_gradients` left it.
+        clear_gradients: Set the gradients to None afterwards.
+
+    Returns:
+        The next state; after a skipped step with a lower scale.
+    """
+    if not ctx.precision.scales_loss:
+        optimizer.step()
+    else:
+        scaler_state = unscale_gradients(ctx, optimizer, scaler_state)
+        _step_if_finite(optimizer, scaler_state.found_inf)
+        scaler_state = update_scaler(ctx, scaler_state)
+    if clear_gradients:
+        optimizer.zero_grad(set_to_none=True)
+    return scaler_state
+
+
+def _step_if_finite(optimizer: Any, found_inf: torch.Tensor) -> None:
+    if getattr(optimizer, "_step_supports_amp_scaling", False):
+        # Fused optimizers look at the flag on the device, so the host needn't wait for it.
+        optimizer.grad_scale, optimizer.found_inf = None, found_inf
+        try:
+            optimizer.step()
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf
+    elif not found_inf.item():
+        optimizer.step()
+
+
+def scheduler_step(ctx: Context, scheduler: LRScheduler, scaler_state: ScalerState | None = None) -> None:
+    """Move a learning rate schedule on by one, unless the optimizer's step was skipped.
+
+    One optimizer step is one scheduler step, at any number of ranks and any accumulation.
+
+    Ranks: local; call it where :func:`optimizer_step` is called.
+
+    Args:
+        ctx: Says the precision.
+        scheduler: What moves.
+        scaler_state: What :func:`optimizer_step` returned; needed with float16 to know of skipped steps.
+    """
+    if scaler_state is None or not step_was_skipped(ctx, scaler_state):
+        scheduler.step()

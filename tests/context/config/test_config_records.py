@@ -1,0 +1,134 @@
+"""Laws that hold for every configuration record."""
+
+import copy
+import dataclasses
+import pickle
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from accelfn.context import config
+from accelfn.context.config import (
+    AORecipeKwargs,
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DeepSpeedPlugin,
+    DeepSpeedSequenceParallelConfig,
+    DistributedDataParallelKwargs,
+    FP8RecipeKwargs,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    MegatronLMPlugin,
+    MSAMPRecipeKwargs,
+    ParallelismConfig,
+    ProfileKwargs,
+    ProjectConfiguration,
+    Settings,
+    TERecipeKwargs,
+    TorchContextParallelConfig,
+    TorchDynamoPlugin,
+    TorchTensorParallelConfig,
+)
+
+DEFAULTS: tuple[Any, ...] = (
+    AORecipeKwargs(),
+    AutocastKwargs(),
+    DataLoaderConfiguration(),
+    DeepSpeedPlugin(),
+    DeepSpeedSequenceParallelConfig(),
+    DistributedDataParallelKwargs(),
+    FP8RecipeKwargs(),
+    FullyShardedDataParallelPlugin(),
+    GradScalerKwargs(),
+    GradientAccumulationPlugin(),
+    InitProcessGroupKwargs(),
+    KwargsHandler(),
+    MSAMPRecipeKwargs(),
+    MegatronLMPlugin(),
+    ParallelismConfig(),
+    ProfileKwargs(),
+    ProjectConfiguration(),
+    Settings(),
+    TERecipeKwargs(),
+    TorchContextParallelConfig(),
+    TorchDynamoPlugin(),
+    TorchTensorParallelConfig(),
+)
+FILLED: tuple[Any, ...] = (
+    FullyShardedDataParallelPlugin(fsdp_version=2, mixed_precision_policy="bf16"),
+    FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=True, transformer_cls_names_to_wrap=["A", "B"]),
+    DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": 3}, "x": [1, {"y": 2}]}),
+    DeepSpeedPlugin(zero_stage=3),
+    DistributedDataParallelKwargs(comm_hook="power_sgd", comm_state_option={"matrix_approximation_rank": 2}),
+    MegatronLMPlugin(consumed_samples=[1], other_megatron_args={"a": 1}),
+    ParallelismConfig(dp_shard_size=2, tp_size=2, cp_size=2),
+    ParallelismConfig(sp_size=2),
+    ProfileKwargs(activities=["cpu"], schedule_option={"wait": 1, "warmup": 1, "active": 2}),
+    ProjectConfiguration(project_dir="runs"),
+    TorchDynamoPlugin(backend="inductor", options={"epilogue_fusion": True}),
+)
+RECORDS = DEFAULTS + FILLED
+
+
+def named(record: object) -> str:
+    return type(record).__name__
+
+
+@pytest.mark.parametrize("record", RECORDS, ids=named)
+def test_replace_pickle_and_deepcopy_give_an_equal_record(record: Any) -> None:
+    assert dataclasses.replace(record) == record
+    assert dataclasses.replace(dataclasses.replace(record)) == record
+    assert pickle.loads(pickle.dumps(record)) == record
+    assert copy.deepcopy(record) == record
+    assert hash(record) == hash(copy.deepcopy(record))
+
+
+@pytest.mark.parametrize("record", DEFAULTS, ids=named)
+def test_records_are_frozen_and_have_no_dict(record: Any) -> None:
+    for field in dataclasses.fields(record):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(record, field.name, None)
+    assert not hasattr(record, "__dict__")
+
+
+@pytest.mark.parametrize("record", DEFAULTS, ids=named)
+def test_records_take_keywords_only_and_know_their_fields(record: Any) -> None:
+    with pytest.raises(TypeError):
+        type(record)(1)
+    with pytest.raises(TypeError):
+        type(record)(no_such_field=1)
+
+
+@pytest.mark.parametrize("record", DEFAULTS, ids=named)
+def test_the_docstring_names_every_field(record: Any) -> None:
+    for field in dataclasses.fields(record):
+        assert f"{field.name}:" in (type(record).__doc__ or "")
+
+
+@pytest.mark.parametrize("record", DEFAULTS, ids=named)
+def test_every_flag_is_a_bool_and_nothing_else(record: Any) -> None:
+    if isinstance(record, Settings):  # made by read_settings only, which has parsed the values
+        return
+    for field in dataclasses.fields(record):
+        if field.type in ("bool", bool):
+            with pytest.raises(TypeError, match=field.name):
+                dataclasses.replace(record, **{field.name: "yes"})
+        if field.type in ("int", int):
+            with pytest.raises(TypeError, match=field.name):
+                dataclasses.replace(record, **{field.name: True})
+
+
+def test_the_package_exports_its_records() -> None:
+    assert isinstance(config.__all__, tuple)
+    assert {named(record) for record in DEFAULTS} <= set(config.__all__)
+    assert all(hasattr(config, name) for name in config.__all__)
+
+
+def test_importing_the_package_does_not_load_torch() -> None:
+    code = "import sys, accelfn.context.config as c; c.read_settings({}); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
