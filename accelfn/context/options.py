@@ -34,9 +34,9 @@ from accelfn.context.config import (
 from accelfn.context.precision import Precision
 from accelfn.errors import ConfigurationError, NotAvailableError
 
-__all__ = ("ContextOptions", "Strategy", "apply_options", "merge_settings", "sort_handlers")
+__all__ = ("ContextOptions", "Fields", "Handlers", "Strategy", "apply_options", "merge_settings", "sort_handlers")
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 class ContextOptions(TypedDict, total=False):
@@ -263,7 +263,7 @@ def _rng_types(now: tuple[str, ...], asked: Sequence[str | RNGType] | None) -> t
     return names
 
 
-def _typed(name: str, value: object, kind: type[T]) -> T | None:
+def _typed(name: str, value: object, kind: type[_T]) -> _T | None:
     if value is not None and not isinstance(value, kind):
         raise TypeError(f"{name} must be a {kind.__name__}: got {type(value).__name__}.")
     return value
