@@ -22,7 +22,7 @@ from accelfn.context.device import read_hardware
 from accelfn.context.options import ContextOptions, Fields, Strategy, apply_options, sort_handlers
 from accelfn.context.precision import Precision, check_precision
 from accelfn.context.world import World
-from accelfn.errors import ConfigurationError
+from accelfn.errors import ConfigurationError, NotAvailableError
 
 __all__ = ("Context", "close_context", "configure")
 
@@ -99,11 +99,20 @@ class Context:
 
     @property
     def distributed_type(self) -> DistributedType:
-        """Kind of world, in Accelerate's words: NO, MULTI_CPU, MULTI_GPU, MULTI_XPU, ..."""
+        """Kind of world, in Accelerate's words: NO, MULTI_CPU, MULTI_GPU, MULTI_XPU, ...
+
+        Raises:
+            NotAvailableError: Accelerate has no word for this device.
+        """
         if self.world.size == 1:
             return DistributedType.NO
         kind = self.world.device.type
-        return DistributedType("MULTI_GPU" if kind == "cuda" else f"MULTI_{kind.upper()}")
+        name = "MULTI_GPU" if kind == "cuda" else f"MULTI_{kind.upper()}"
+        if name not in DistributedType:
+            raise NotAvailableError(
+                f"Accelerate has no word for several ranks on {kind!r}; ask ctx.device and ctx.num_processes."
+            )
+        return DistributedType(name)
 
     @property
     def mixed_precision(self) -> str:
