@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import _utils  # pyright: ignore[reportPrivateUsage]
+from torch import _utils
 
 from accelfn.tree.structure import Structure, flatten
 
@@ -141,13 +141,13 @@ def fill(group: Group, leaves: list[torch.Tensor], *, copy: bool = False) -> tor
         leaves: All leaves of the tree.
         copy: Give new memory also for a single contiguous leaf.
     """
+    index = group.leaves[0]
     if len(group.leaves) > 1:
         with torch.no_grad():
             # In one call: a reshape per leaf from Python costs more than the copy of a small tree.
-            together = cast("Any", _utils)._flatten_dense_tensors([leaves[index] for index in group.leaves])
+            together = cast("Any", _utils)._flatten_dense_tensors([leaves[one] for one in group.leaves])
             return _materialised(together)
-    (only,) = group.leaves
-    flat = _materialised(leaves[only].detach().reshape(-1))
+    flat = _materialised(leaves[index].detach().reshape(-1))
     return flat.clone() if copy else flat.contiguous()
 
 
