@@ -7,7 +7,7 @@ import dataclasses
 import os
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -202,7 +202,7 @@ def _join(
     try:
         dist.init_process_group(
             plan.backend,
-            init_method=method,
+            store=_own_store(method, place, timeout),
             rank=place.rank,
             world_size=place.size,
             timeout=timeout,
@@ -220,6 +220,23 @@ def _join(
     made = Made(group=True, previous_device=previous, excepthooks=(hook, sys.excepthook))
     world = _world(place, plan, plan.backend, group, made)
     return _settle(world, process_group_collectives(group, place.rank, place.size), place.nodes_known)
+
+
+def _own_store(method: str, place: EnvironmentPlan, timeout: timedelta) -> dist.Store:
+    """Meet the other ranks, in a part of the store that no earlier world of this launch has written to.
+
+    torchrun's store outlives a world, and gloo would find the addresses of the last one in it.
+    """
+    store, rank, _ = next(_rendezvous(method, place.rank, place.size, timeout))
+    store.set_timeout(timeout)
+    number = store.add(f"accelfn/joined/{rank}", 1)
+    return dist.PrefixStore(f"accelfn/world/{number}", store)
+
+
+def _rendezvous(
+    method: str, rank: int, size: int, timeout: timedelta
+) -> Iterator[tuple[dist.Store, int, int]]:
+    return dist.rendezvous(method, rank, size, timeout=timeout)  # pyright: ignore
 
 
 def _address(place: EnvironmentPlan) -> str:
