@@ -14,6 +14,8 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed re-exports them untyped
+from torch.distributed.rendezvous import rendezvous
 
 from accelfn.context.collectives import Collectives
 from accelfn.context.config import (
@@ -222,7 +224,7 @@ def _join(
     return _settle(world, process_group_collectives(group, place.rank, place.size), place.nodes_known)
 
 
-def _own_store(method: str, place: EnvironmentPlan, timeout: timedelta) -> dist.Store:
+def _own_store(method: str, place: EnvironmentPlan, timeout: timedelta) -> Store:
     """Meet the other ranks, in a part of the store that no earlier world of this launch has written to.
 
     torchrun's store outlives a world, and gloo would find the addresses of the last one in it.
@@ -230,13 +232,11 @@ def _own_store(method: str, place: EnvironmentPlan, timeout: timedelta) -> dist.
     store, rank, _ = next(_rendezvous(method, place.rank, place.size, timeout))
     store.set_timeout(timeout)
     number = store.add(f"accelfn/joined/{rank}", 1)
-    return dist.PrefixStore(f"accelfn/world/{number}", store)
+    return PrefixStore(f"accelfn/world/{number}", store)
 
 
-def _rendezvous(
-    method: str, rank: int, size: int, timeout: timedelta
-) -> Iterator[tuple[dist.Store, int, int]]:
-    return dist.rendezvous(method, rank, size, timeout=timeout)  # pyright: ignore
+def _rendezvous(method: str, rank: int, size: int, timeout: timedelta) -> Iterator[tuple[Store, int, int]]:
+    return rendezvous(method, rank, size, timeout=timeout)  # pyright: ignore[reportUnknownVariableType]
 
 
 def _address(place: EnvironmentPlan) -> str:
@@ -328,7 +328,7 @@ def _with_nodes(world: World, collectives: Collectives) -> World:
     """Ask every rank for its host, and number nodes and local ranks by it."""
     own = _host().ljust(_HOST_BYTES, b"\0")
     rows = collectives.exchange(torch.frombuffer(bytearray(own), dtype=torch.uint8))
-    hosts = [bytes(row[:_HOST_BYTES].tolist()) for row in rows]  # pyright: ignore
+    hosts = [bytes(row[:_HOST_BYTES].tolist()) for row in rows]  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
     nodes = list(dict.fromkeys(hosts))
     here = [rank for rank, host in enumerate(hosts) if host == own]
     return dataclasses.replace(
