@@ -7,7 +7,7 @@ import dataclasses
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed re-exports them untyped
-from torch.distributed.rendezvous import rendezvous
+from torch.distributed.rendezvous import rendezvous  # pyright: ignore[reportUnknownVariableType]
 
 from accelfn.context.collectives import Collectives
 from accelfn.context.config import (
@@ -229,14 +229,10 @@ def _own_store(method: str, place: EnvironmentPlan, timeout: timedelta) -> Store
 
     torchrun's store outlives a world, and gloo would find the addresses of the last one in it.
     """
-    store, rank, _ = next(_rendezvous(method, place.rank, place.size, timeout))
+    store, rank, _ = next(rendezvous(method, place.rank, place.size, timeout=timeout))
     store.set_timeout(timeout)
     number = store.add(f"accelfn/joined/{rank}", 1)
     return PrefixStore(f"accelfn/world/{number}", store)
-
-
-def _rendezvous(method: str, rank: int, size: int, timeout: timedelta) -> Iterator[tuple[Store, int, int]]:
-    return rendezvous(method, rank, size, timeout=timeout)  # pyright: ignore[reportUnknownVariableType]
 
 
 def _address(place: EnvironmentPlan) -> str:
