@@ -14,6 +14,8 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed re-exports them untyped
+from torch.distributed.rendezvous import rendezvous  # pyright: ignore[reportUnknownVariableType]
 
 from accelfn.context.collectives import Collectives
 from accelfn.context.config import (
@@ -202,7 +204,7 @@ def _join(
     try:
         dist.init_process_group(
             plan.backend,
-            init_method=method,
+            store=_own_store(method, place, timeout),
             rank=place.rank,
             world_size=place.size,
             timeout=timeout,
@@ -220,6 +222,17 @@ def _join(
     made = Made(group=True, previous_device=previous, excepthooks=(hook, sys.excepthook))
     world = _world(place, plan, plan.backend, group, made)
     return _settle(world, process_group_collectives(group, place.rank, place.size), place.nodes_known)
+
+
+def _own_store(method: str, place: EnvironmentPlan, timeout: timedelta) -> Store:
+    """Meet the other ranks, in a part of the store that no earlier world of this launch has written to.
+
+    torchrun's store outlives a world, and gloo would find the addresses of the last one in it.
+    """
+    store, rank, _ = next(rendezvous(method, place.rank, place.size, timeout=timeout))
+    store.set_timeout(timeout)
+    number = store.add(f"accelfn/joined/{rank}", 1)
+    return PrefixStore(f"accelfn/world/{number}", store)
 
 
 def _address(place: EnvironmentPlan) -> str:
@@ -311,7 +324,7 @@ def _with_nodes(world: World, collectives: Collectives) -> World:
     """Ask every rank for its host, and number nodes and local ranks by it."""
     own = _host().ljust(_HOST_BYTES, b"\0")
     rows = collectives.exchange(torch.frombuffer(bytearray(own), dtype=torch.uint8))
-    hosts = [bytes(row[:_HOST_BYTES].tolist()) for row in rows]  # pyright: ignore
+    hosts = [bytes(row[:_HOST_BYTES].tolist()) for row in rows]  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
     nodes = list(dict.fromkeys(hosts))
     here = [rank for rank, host in enumerate(hosts) if host == own]
     return dataclasses.replace(

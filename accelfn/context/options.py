@@ -34,7 +34,15 @@ from accelfn.context.config import (
 from accelfn.context.precision import Precision
 from accelfn.errors import ConfigurationError, NotAvailableError
 
-__all__ = ("ContextOptions", "Fields", "Handlers", "Strategy", "apply_options", "merge_settings", "sort_handlers")
+__all__ = (
+    "ContextOptions",
+    "Fields",
+    "Handlers",
+    "Strategy",
+    "apply_options",
+    "merge_settings",
+    "sort_handlers",
+)
 
 _T = TypeVar("_T")
 

@@ -58,5 +58,8 @@ def test_the_record_is_frozen_and_equal_by_its_callables() -> None:
     assert hash(alone) == hash(Collectives())
     with pytest.raises(dataclasses.FrozenInstanceError):
         alone.chunk = 1  # pyright: ignore[reportAttributeAccessIssue]
-    twins = dataclasses.replace(alone, all_reduce=lambda buffer, op: None)
-    assert twins != alone
+
+    def double(buffer: torch.Tensor, op: ReduceOp) -> None:
+        buffer.mul_(2 if op == "sum" else 1)
+
+    assert dataclasses.replace(alone, all_reduce=double) != alone

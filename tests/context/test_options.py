@@ -118,7 +118,7 @@ def test_accumulation_by_number_or_by_plugin() -> None:
     # 1 is the number that Accelerate's constructor has by default.
     assert applied(gradient_accumulation_plugin=plugin, gradient_accumulation_steps=1).accumulation == plugin
     assert applied(gradient_accumulation_plugin=plugin, gradient_accumulation_steps=4).accumulation == plugin
-    with pytest.raises(ConfigurationError, match="gradient_accumulation_steps=2 contradicts .* num_steps=4"):
+    with pytest.raises(ConfigurationError, match=r"gradient_accumulation_steps=2 contradicts .* num_steps=4"):
         applied(gradient_accumulation_plugin=plugin, gradient_accumulation_steps=2)
 
 
@@ -225,8 +225,9 @@ def test_a_record_without_machinery_builds_and_is_refused_by_its_argument(name: 
         applied(**{name: value})
     with pytest.raises(NotAvailableError, match=message):
         Context().replace(**{name: value})
+    asked: dict[str, Any] = {"cpu": True, name: value}
     with pytest.raises(NotAvailableError, match=message):
-        init_context(**{name: value}, **({} if name == "cpu" else {"cpu": True}))
+        init_context(**asked)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,153 @@
+"""The seam over a real process group: threads with gloo, and processes that torch.distributed knows."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from accelfn.context import Context, ReduceOp, process_group_collectives
+from accelfn.context.process_group import _failures  # pyright: ignore[reportPrivateUsage]
+from accelfn.errors import CollectiveTimeoutError, DistributedError, MissingRankError
+from accelfn.testing import Where, run_ranks
+
+
+def numbers(tensor: torch.Tensor) -> list[Any]:
+    return tensor.tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+
+
+def new_group(ranks: list[int] | None = None) -> dist.ProcessGroup:
+    """Make a group; on a rank outside of it, torch gives a number, which nobody may use as one."""
+    group: Any = dist.new_group(ranks, backend="gloo")  # pyright: ignore[reportUnknownMemberType]
+    return group
+
+
+WORLDS: tuple[Where, ...] = ("memory", "gloo", "processes")
+
+
+def every_collective(ctx: Context) -> list[Any]:
+    """Call each collective once and return what came out, as plain numbers."""
+    seam, rank, size = ctx.collectives, ctx.rank, ctx.num_processes
+    outcome: list[Any] = []
+    message = torch.arange(rank + 1, dtype=torch.uint8)
+    rows = seam.exchange(message)
+    outcome.append([numbers(row[: other + 1]) for other, row in enumerate(rows)])
+    outcome.append(numbers(seam.all_gather(torch.tensor([rank, 10 * rank]))))
+    operations: tuple[ReduceOp, ...] = ("sum", "max", "min")
+    for op in operations:
+        buffer = torch.tensor([float(rank), -float(rank)])
+        seam.all_reduce(buffer, op)
+        outcome.append(numbers(buffer))
+    for source in range(size):
+        buffer = torch.full((3,), float(rank))
+        seam.broadcast(buffer, source)
+        outcome.append(numbers(buffer))
+        output = torch.empty(2)
+        seam.scatter(output, torch.arange(2.0 * size) + source if rank == source else None, source)
+        outcome.append(numbers(output))
+    outcome.append(numbers(seam.all_to_all(torch.arange(2 * size) + 100 * rank)))
+    seam.barrier()
+    return outcome
+
+
+def expected(rank: int, size: int) -> list[Any]:
+    top = float(size - 1)
+    total = float(sum(range(size)))
+    outcome: list[Any] = [
+        [list(range(other + 1)) for other in range(size)],
+        [value for other in range(size) for value in (other, 10 * other)],
+        [total, -total],
+        [top, 0.0],
+        [0.0, -top],
+    ]
+    for source in range(size):
+        outcome += [[float(source)] * 3, [2.0 * rank + source, 2.0 * rank + 1 + source]]
+    outcome.append([100 * other + 2 * rank + part for other in range(size) for part in range(2)])
+    return outcome
+
+
+@pytest.mark.parametrize("where", WORLDS)
+@pytest.mark.parametrize("size", [1, 3])
+def test_every_collective_gives_the_same_in_every_kind_of_world(where: Where, size: int) -> None:
+    assert run_ranks(every_collective, size, on=where) == [expected(rank, size) for rank in range(size)]
+
+
+def test_a_full_chunk_travels_whole() -> None:
+    def exchange(ctx: Context) -> bool:
+        message = torch.full((ctx.collectives.chunk,), ctx.rank + 1, dtype=torch.uint8)
+        rows = ctx.collectives.exchange(message)
+        return all(bool((row == rank + 1).all()) for rank, row in enumerate(rows))
+
+    assert run_ranks(exchange, 2, on="gloo") == [True, True]
+
+
+def test_control_messages_go_through_the_group_beside() -> None:
+    def exchange(ctx: Context) -> tuple[bool, bool]:
+        group = ctx.world.group
+        assert group is not None
+        beside = new_group()
+        seam = process_group_collectives(group, ctx.rank, ctx.num_processes, control=beside)
+        rows = seam.exchange(torch.tensor([ctx.rank], dtype=torch.uint8))
+        return [int(row[0]) for row in rows] == [0, 1], seam.chunk == ctx.collectives.chunk
+
+    assert run_ranks(exchange, 2, on="processes") == [(True, True)] * 2
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("[gloo] Timed out waiting 2000ms for recv operation to complete", CollectiveTimeoutError),
+        ("Watchdog caught collective operation timeout: WorkNCCL(...)", CollectiveTimeoutError),
+        ("[gloo] Connection closed by peer [127.0.0.1]:4711", MissingRankError),
+        ("Connection reset by peer", MissingRankError),
+    ],
+)
+def test_what_a_backend_says_of_a_late_or_lost_peer(text: str, kind: type[DistributedError]) -> None:
+    with pytest.raises(kind, match="rank 3") as caught, _failures("all_reduce", 3):
+        raise RuntimeError(text)
+    assert "all_reduce" in str(caught.value)
+    assert text in str(caught.value)
+    assert str(caught.value.__cause__) == text
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shape mismatch"), ValueError("timeout")])
+def test_other_errors_pass_as_they_are(error: Exception) -> None:
+    with pytest.raises(type(error)) as caught, _failures("all_reduce", 3):
+        raise error
+    assert caught.value is error
+
+
+@pytest.mark.parametrize("where", ["gloo", "processes"])
+def test_a_rank_that_does_not_come_is_an_error_in_bounded_time(where: Where) -> None:
+    def one_waits(ctx: Context) -> None:
+        if ctx.rank == 0:
+            ctx.collectives.barrier()
+
+    with pytest.raises((CollectiveTimeoutError, MissingRankError), match="rank 0"):
+        run_ranks(one_waits, 2, on=where, timeout_s=3.0)
+
+
+@pytest.mark.parametrize("op", ["sum", "max", "min"])
+def test_an_empty_buffer_can_be_sent(op: ReduceOp) -> None:
+    def empty(ctx: Context) -> int:
+        buffer = torch.empty(0)
+        ctx.collectives.all_reduce(buffer, op)
+        ctx.collectives.broadcast(buffer, 1)
+        return ctx.collectives.all_gather(buffer).numel()
+
+    assert run_ranks(empty, 2, on="gloo") == [0, 0]
+
+
+def test_a_subgroup_counts_its_own_ranks() -> None:
+    def within(ctx: Context) -> list[Any] | None:
+        group = new_group([1, 2])
+        if ctx.rank == 0:
+            return None
+        rank = dist.get_rank(group)
+        seam = process_group_collectives(group, rank, 2)
+        gathered = numbers(seam.all_gather(torch.tensor([ctx.rank])))
+        buffer = torch.tensor([ctx.rank])
+        seam.broadcast(buffer, 0)
+        return [rank, gathered, numbers(buffer)]
+
+    assert run_ranks(within, 3, on="processes") == [None, [0, [1, 2], [1]], [1, [1, 2], [1]]]
