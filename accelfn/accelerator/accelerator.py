@@ -1,16 +1,16 @@
 """The Accelerator: a convenience over the functions for people who know Hugging Face Accelerate.
 
-It holds a Context and the newest states, and each method is a call of a public function. Nothing in the library depends
-on it.
+It holds a Context and the newest states, and each method is a call of a public function. Nothing in the
+library depends on it.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -89,8 +89,8 @@ _NOT_YET = (
 class Accelerator:
     """Train with Accelerate's method names.
 
-    Takes the arguments of :func:`accelfn.init_context`; ``context`` builds it over one that exists, such as the one that
-    ``accelfn.testing.run_ranks`` hands to a rank. Any number of Accelerators live side by side.
+    Takes the arguments of :func:`accelfn.init_context`; ``context`` builds it over one that exists, such as
+    the one that ``accelfn.testing.run_ranks`` hands to a rank. Any number of Accelerators live side by side.
 
     Attributes:
         context: The frozen Context behind it, for use with the functions.
@@ -244,12 +244,12 @@ class Accelerator:
         return self.context.project
 
     @property
-    def project_dir(self) -> str | None:
+    def project_dir(self) -> str | os.PathLike[str] | None:
         """Folder for outputs."""
         return self.context.project.project_dir
 
     @property
-    def logging_dir(self) -> str | None:
+    def logging_dir(self) -> str | os.PathLike[str] | None:
         """Folder for logs."""
         return self.context.project.logging_dir
 
@@ -275,7 +275,8 @@ class Accelerator:
             raise TypeError("prepare: got nothing to prepare. Pass a model, an optimizer, a loader, ...")
         if device_placement is not None and len(device_placement) != len(args):
             raise ValueError(
-                f"device_placement needs one entry for each object: got {len(device_placement)} for {len(args)} objects."
+                f"device_placement needs one entry for each object: got {len(device_placement)} for "
+                f"{len(args)} objects."
             )
         places = device_placement or [None] * len(args)
         prepared = tuple(self._prepare_one(item, place) for item, place in zip(args, places, strict=True))
@@ -289,7 +290,7 @@ class Accelerator:
         if isinstance(item, LRScheduler):
             return self.prepare_scheduler(item)
         if isinstance(item, DataLoader):
-            return self.prepare_data_loader(item, device_placement)
+            return self.prepare_data_loader(cast("DataLoader[Any]", item), device_placement)
         return item
 
     def prepare_model(
@@ -345,11 +346,11 @@ class Accelerator:
     # --- the training step -----------------------------------------------------------------------
 
     @contextmanager
-    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+    def accumulate(self, *models: nn.Module) -> Generator[None, None, None]:
         """Run forward and backward of one batch of a window; see :func:`accelfn.accumulate`.
 
-        The window is that of the prepared loader whose batch is at hand. In a loop over anything else, each block counts
-        as one batch of windows of full length.
+        The window is that of the prepared loader whose batch is at hand. In a loop over anything else, each
+        block counts as one batch of windows of full length.
         """
         micro = self.micro
         if micro is None:
@@ -369,10 +370,11 @@ class Accelerator:
         return training.no_sync(self.context, *models)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Compute gradients of a loss; see :func:`accelfn.backward`. Inside ``accumulate`` it counts for its window."""
+        """Compute gradients of a loss, in ``accumulate`` its window's part; see :func:`accelfn.backward`."""
         if kwargs:
             raise NotAvailableError(
-                f"backward: {', '.join(kwargs)} has no machinery in this version of accelfn yet. Pass the loss alone."
+                f"backward: {', '.join(kwargs)} has no machinery in this version of accelfn yet. Pass the "
+                "loss alone."
             )
         self._update_scale()
         training.backward(self.context, loss, self._scaler, self._window)
@@ -382,7 +384,7 @@ class Accelerator:
         return training.autocast(self.context, autocast_handler)
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
-        """Divide the gradients of these optimizers (all when None) by the loss scale; see ``unscale_gradients``."""
+        """Divide gradients (of all optimizers when None) by the loss scale; see ``unscale_gradients``."""
         chosen = (
             self._optimizers
             if optimizer is None
@@ -434,7 +436,7 @@ class Accelerator:
         self.unscale_gradients([one for one in self._optimizers if parameters_of(one) & wanted])
 
     def _update_scale(self) -> None:
-        """Follow the steps since the last backward: one scale serves all optimizers, so it moves once for all."""
+        """Follow the steps since the last backward. One scale serves all optimizers, so it moves once."""
         if not self._stepped:
             return
         found = torch.stack([state.found_inf for state in self._stepped.values()]).max()
@@ -448,7 +450,7 @@ class Accelerator:
         return comm.gather(self.context, tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Join what was computed from the batch at hand, without padding; see :func:`accelfn.gather_for_metrics`."""
+        """Join what came of the batch at hand, without padding; see :func:`accelfn.gather_for_metrics`."""
         if use_gather_object:
             objects = comm.gather_object(self.context, input_data)
             per_row = (
@@ -482,8 +484,8 @@ class Accelerator:
         return comm.local_main_process_first(self.context)
 
     @contextmanager
-    def split_between_processes(self, inputs: T, apply_padding: bool = False) -> Iterator[T]:
-        """Give this rank its part of ``inputs`` in a ``with`` block; see :func:`accelfn.split_between_processes`."""
+    def split_between_processes(self, inputs: T, apply_padding: bool = False) -> Generator[T, None, None]:
+        """Give this rank its part in a ``with`` block; see :func:`accelfn.split_between_processes`."""
         yield comm.split_between_processes(self.context, inputs, apply_padding)
 
     def on_main_process(self, function: F) -> F:
@@ -498,12 +500,14 @@ class Accelerator:
         """Run a function on the last rank alone."""
         return comm.on_last_process(self.context)(function)  # pyright: ignore[reportReturnType]
 
-    def on_process(self, function: F | None = None, process_index: int = 0) -> Any:
+    def on_process(self, function: Callable[..., Any] | None = None, process_index: int = 0) -> Any:
         """Run a function on one rank alone; also as ``@on_process(process_index=1)``."""
         decorate = comm.on_process(self.context, process_index)
         return decorate if function is None else decorate(function)
 
-    def on_local_process(self, function: F | None = None, local_process_index: int = 0) -> Any:
+    def on_local_process(
+        self, function: Callable[..., Any] | None = None, local_process_index: int = 0
+    ) -> Any:
         """Run a function on one local rank of each node alone."""
         decorate = comm.on_local_process(self.context, local_process_index)
         return decorate if function is None else decorate(function)

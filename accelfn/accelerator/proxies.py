@@ -1,4 +1,4 @@
-"""What ``Accelerator.prepare`` gives back for optimizers, schedulers and loaders: they follow the accumulation window."""
+"""What ``Accelerator.prepare`` gives back for optimizers, schedulers and loaders: they follow the window."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ T = TypeVar("T")
 class AcceleratedOptimizer(Optimizer):
     """An optimizer whose ``step`` and ``zero_grad`` act only where an accumulation window closes."""
 
-    def __init__(self, accelerator: Accelerator, optimizer: Optimizer) -> None:  # pyright: ignore[reportMissingSuperCall]
+    def __init__(self, accelerator: Accelerator, optimizer: Optimizer) -> None:
         """Use ``Accelerator.prepare`` instead."""
         # Not Optimizer.__init__: the parameters have their groups and state already, in `optimizer`.
         self.optimizer = optimizer
         self._accelerator = accelerator
 
     @property
-    def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride] -- shared, not owned
         """State of each parameter."""
         return self.optimizer.state
 
@@ -39,7 +39,7 @@ class AcceleratedOptimizer(Optimizer):
         return self.optimizer.param_groups
 
     @property
-    def defaults(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def defaults(self) -> dict[str, Any]:
         """Options of groups that don't have their own."""
         return self.optimizer.defaults
 
@@ -48,7 +48,7 @@ class AcceleratedOptimizer(Optimizer):
         """Whether the latest step was skipped because a float16 gradient overflowed."""
         return self._accelerator.step_was_skipped(self.optimizer)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step where the window closes, and return what the optimizer returns; elsewhere do nothing."""
         return self._accelerator.step_optimizer(self.optimizer, closure)
 
@@ -90,9 +90,11 @@ class AcceleratedScheduler:
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Move on by one, unless the optimizer did not step."""
         accelerator = self._accelerator
-        if accelerator.context.step_scheduler_with_optimizer:
-            if not accelerator.sync_gradients or accelerator.step_was_skipped(self.scheduler.optimizer):
-                return
+        follows = accelerator.context.step_scheduler_with_optimizer
+        if follows and not accelerator.sync_gradients:
+            return
+        if follows and accelerator.step_was_skipped(self.scheduler.optimizer):
+            return
         self.scheduler.step(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
@@ -126,7 +128,7 @@ class AcceleratedDataLoader(Generic[T]):
             for batch, micro in microbatches(self._accelerator.context, self.loader):
                 self._accelerator.micro = micro
                 yield batch
-        finally:  # also after a break: an evaluation inside a training loop must not change what that one sees
+        finally:  # also after a break: an evaluation inside a loop must not change what that one sees
             self._accelerator.micro = before
 
     def __getattr__(self, name: str) -> Any:

@@ -63,8 +63,9 @@ def parse_size(size: int | str) -> int:
 def plan_weights(tensors: Mapping[str, torch.Tensor], max_shard_bytes: int) -> WeightsPlan:
     """Decide which tensor goes into which file. Pure.
 
-    Tensors are taken in order; a file is closed when the next one would make it too large, and a tensor that is too large
-    by itself gets a file of its own. Tensors with the very same data are stored once, under the first name.
+    Tensors are taken in order; a file is closed when the next one would make it too large, and a tensor that
+    is too large by itself gets a file of its own. Tensors with the very same data are stored once, under the
+    first name.
 
     Args:
         tensors: By name.
@@ -99,10 +100,11 @@ def plan_weights(tensors: Mapping[str, torch.Tensor], max_shard_bytes: int) -> W
 def save_model(
     ctx: Context, model: nn.Module, directory: str | os.PathLike[str], max_shard_size: int | str = "10GB"
 ) -> tuple[Path, ...]:
-    """Write the weights of ``model`` into ``directory`` as ``model.safetensors``, or as several files with an index.
+    """Write the weights of ``model`` as ``model.safetensors``, or as several files with an index.
 
-    The main process writes. Each file is complete on disk before it takes its name, and what an earlier save left behind
-    is removed last. Weights that share their data are stored once; the other names stand in the file's metadata.
+    The main process writes. Each file is complete on disk before it takes its name, and what an earlier save
+    left behind is removed last. Weights that share their data are stored once; the other names stand in the
+    file's metadata.
 
     Ranks: every rank of ``ctx``. Returns when the files are in place, on all ranks.
 
@@ -140,12 +142,13 @@ def save_model(
 
 
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    state = cast("dict[str, Any]", model.state_dict())
+    state = model.state_dict()
     tensors = {name: value.detach() for name, value in state.items() if isinstance(value, torch.Tensor)}
     absent = [name for name, tensor in tensors.items() if tensor.is_meta]
     if absent:
         raise ValueError(
-            f"save_model: {', '.join(absent[:5])}{' and others' if len(absent) > 5 else ''} have no data (meta device). "
+            f"save_model: {', '.join(absent[:5])}{' and others' if len(absent) > 5 else ''} have no data "
+            "(meta device). "
             "Load or initialise the model first."
         )
     return tensors
@@ -182,7 +185,8 @@ def _write(folder: Path, plan: WeightsPlan, tensors: Mapping[str, torch.Tensor])
 
 
 def _write_file(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> None:
-    # One copy at a time where a tensor isn't on the CPU or not contiguous; `held` keeps the memory until it is written.
+    # One copy at a time where a tensor isn't on the CPU or not contiguous; `held` keeps the memory until it
+    # is written.
     held = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
     specs = {
         name: safetensors.TensorSpec(

@@ -6,12 +6,13 @@ from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, cast
 
+import torch
+
 from accelfn.comm import gather, gather_object
 from accelfn.context import Context
 from accelfn.data.loader import PreparedDataLoader
 from accelfn.errors import NotAvailableError
 from accelfn.tree import find_batch_size, flatten, map_tensors
-import torch
 
 __all__ = ("MicroBatch", "gather_for_metrics", "microbatches", "plan_microbatch")
 
@@ -54,7 +55,8 @@ def plan_microbatch(
         epoch: Of the pass, from 0.
         num_batches: In this epoch.
         num_steps: Batches in a full window.
-        sync_with_dataloader: The end of the data closes the window; otherwise windows go on into the next epoch.
+        sync_with_dataloader: The end of the data closes the window; otherwise windows go on into the next
+            epoch.
 
     >>> [(m.place, m.window, m.sync) for m in (plan_microbatch(i, 0, 3, 2) for i in range(3))]
     [(0, 2, False), (1, 2, True), (0, 1, True)]
@@ -84,10 +86,10 @@ def microbatches(
 
     Args:
         ctx: Says how many batches make a window.
-        loader: From :func:`accelfn.prepare_data_loader`, or any iterable of trees with a length that is the same on
-            every rank.
-        uneven: What to do when ranks have different numbers of batches: ``"error"`` before the first batch, or
-            ``"stop_first"`` when the rank with the fewest has no more.
+        loader: From :func:`accelfn.prepare_data_loader`, or any iterable of trees with a length that is the
+            same on every rank.
+        uneven: What to do when ranks have different numbers of batches: ``"error"`` before the first batch,
+            or ``"stop_first"`` when the rank with the fewest has no more.
 
     Raises:
         ValueError: The ranks have different numbers of batches, and ``uneven`` is ``"error"``.
@@ -107,7 +109,8 @@ def microbatches(
         )
     if not isinstance(loader, Sized):
         raise TypeError(
-            f"microbatches: the loader must have a length, got {type(loader).__name__}. The last window is averaged over "
+            f"microbatches: the loader must have a length, got {type(loader).__name__}. The last window is "
+            "averaged over "
             "what it holds, and that has to be known when it opens."
         )
     return _microbatches(ctx, loader, uneven)
@@ -121,7 +124,8 @@ def _microbatches(ctx: Context, loader: Iterable[T], uneven: Uneven) -> Iterator
         counts = [plan.num_batches(rank) for rank in range(plan.size)]
         if min(counts) != max(counts) and uneven == "error":
             raise ValueError(
-                f"microbatches: the ranks have different numbers of batches ({counts}, by rank), and would wait for each "
+                f"microbatches: the ranks have different numbers of batches ({counts}, by rank), and would "
+                "wait for each "
                 'other for ever. Use even_batches=True, drop_last=True, or uneven="stop_first".'
             )
         num_batches = min(counts)
@@ -161,8 +165,8 @@ def gather_for_metrics(ctx: Context, tree: T, micro: MicroBatch) -> T:
 
     Args:
         ctx: The world.
-        tree: Tensors with one row for each row of the batch; 0-d tensors and tensors with another number of rows are
-            gathered and never cut. Or a list of Python objects, one for each row.
+        tree: Tensors with one row for each row of the batch; 0-d tensors and tensors with another number of
+            rows are gathered and never cut. Or a list of Python objects, one for each row.
         micro: Of the batch that ``tree`` was computed from.
 
     Returns:

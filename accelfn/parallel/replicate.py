@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
@@ -27,15 +27,16 @@ _ATTRIBUTE = "_accelfn_replica"
 def replicate(ctx: Context, model: nn.Module) -> nn.Module:
     """Keep ``model`` equal on all ranks: parameters as on rank 0 from now on, gradients averaged in backward.
 
-    On real processes this is torch's DistributedDataParallel, with the options of ``ctx.strategy.ddp``. Ranks that are
-    threads have no process group that DDP could use: there the gradients are averaged at the end of backward by one
-    packed reduction, and the model itself is returned.
+    On real processes this is torch's DistributedDataParallel, with the options of ``ctx.strategy.ddp``. Ranks
+    that are threads have no process group that DDP could use: there the gradients are averaged at the end of
+    backward by one packed reduction, and the model itself is returned.
 
     Ranks: every rank of ``ctx``.
 
     Args:
         ctx: The world.
-        model: On this rank's device. One without trainable parameters has nothing to average and is returned as it is.
+        model: On this rank's device. One without trainable parameters has nothing to average and is returned
+            as it is.
 
     Raises:
         MismatchError: The models of the ranks differ in a name, shape or dtype.
@@ -45,7 +46,8 @@ def replicate(ctx: Context, model: nn.Module) -> nn.Module:
     if ctx.world.group is None:
         Replica(ctx, model)
         return model
-    # DDP would hang, or mix parameters up, where the models differ; compared first, the difference has a name.
+    # DDP would hang, or mix parameters up, where the models differ; compared first, the difference has a
+    # name.
     verify_structure(ctx, dict(model.named_parameters()))
     wrapped = DistributedDataParallel(
         model,
@@ -58,7 +60,7 @@ def replicate(ctx: Context, model: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def no_sync(*models: nn.Module) -> Iterator[None]:
+def no_sync(*models: nn.Module) -> Generator[None, None, None]:
     """Leave the gradients of ``models`` unaveraged in backward passes inside; they add up on each rank.
 
     Ranks: any, but all in the same way; doesn't communicate. Models that nobody averages are let through.
@@ -71,10 +73,10 @@ def no_sync(*models: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _one_without_sync(model: nn.Module) -> Iterator[None]:
+def _one_without_sync(model: nn.Module) -> Generator[None, None, None]:
     replica = cast("Replica | None", getattr(model, _ATTRIBUTE, None))
     if isinstance(model, DistributedDataParallel):
-        with model.no_sync():  # pyright: ignore[reportUnknownMemberType]
+        with model.no_sync():
             yield
     elif replica is not None:
         before, replica.sync = replica.sync, False
@@ -89,8 +91,8 @@ def _one_without_sync(model: nn.Module) -> Iterator[None]:
 class Replica:
     """Averages the gradients of one model over ranks that are threads.
 
-    Works for any way that a gradient arises (``forward``, another method, a free function), since it hangs on the
-    parameters and not on the module's call.
+    Works for any way that a gradient arises (``forward``, another method, a free function), since it hangs on
+    the parameters and not on the module's call.
     """
 
     def __init__(self, ctx: Context, model: nn.Module) -> None:
@@ -103,7 +105,7 @@ class Replica:
         with torch.no_grad():
             self._take({**dict(model.named_parameters()), **self._buffers})
         for parameter in self._parameters.values():
-            parameter.register_post_accumulate_grad_hook(self._on_grad)
+            cast("Any", parameter).register_post_accumulate_grad_hook(self._on_grad)
         if self._buffers and ctx.strategy.ddp.broadcast_buffers:
             model.register_forward_pre_hook(self._on_forward)
         setattr(model, _ATTRIBUTE, self)
@@ -126,7 +128,7 @@ class Replica:
         if self.sync and not self._pending:
             self._pending = True
             # Runs once, when the whole backward is done, on the thread that called it.
-            engine = cast("Any", torch.autograd.Variable)._execution_engine  # pyright: ignore[reportPrivateUsage]
+            engine = cast("Any", torch.autograd.Variable)._execution_engine
             engine.queue_callback(self._average)
 
     def _average(self) -> None:
@@ -162,8 +164,9 @@ def _register_comm_hook(model: DistributedDataParallel, ctx: Context) -> None:
     if options.comm_wrapper != kinds.NO:
         hook = wrappers[DDPCommunicationHookType(options.comm_wrapper)](hook)
     try:
-        model.register_comm_hook(state, hook)
+        cast("Any", model).register_comm_hook(state, hook)
     except TypeError as error:
         raise ConfigurationError(
-            f"comm_hook={str(options.comm_hook)!r} is not supported by torch for backend {ctx.world.backend}: {error}"
+            f"comm_hook={str(options.comm_hook)!r} is not supported by torch for backend "
+            f"{ctx.world.backend}: {error}"
         ) from error

@@ -1,4 +1,4 @@
-"""Make the user's torch objects ready for the world: placed, in the right precision, replicated, shared out."""
+"""Make the user's torch objects ready for the world: placed, in its precision, replicated, shared out."""
 
 from __future__ import annotations
 
@@ -90,10 +90,11 @@ def _prepare_one(ctx: Context, item: Any) -> Any:
 
 
 def prepare_model(ctx: Context, model: M, *, evaluation_mode: bool = False) -> M:
-    """Place a model on this rank's device, let it compute in the context's precision, and keep it equal on all ranks.
+    """Place a model on this rank's device, let it compute in the context's precision, keep all ranks equal.
 
-    On several processes the result is a ``DistributedDataParallel`` around the model (typed as the model, whose attributes
-    are reached through :func:`unwrap_model`); with one, and on ranks that are threads, the model itself.
+    On several processes the result is a ``DistributedDataParallel`` around the model (typed as the model,
+    whose attributes are reached through :func:`unwrap_model`); with one, and on ranks that are threads, the
+    model itself.
 
     Ranks: every rank of ``ctx``.
 
@@ -126,7 +127,8 @@ def prepare_optimizer(ctx: Context, optimizer: O) -> O:
 
     Args:
         ctx: The world.
-        optimizer: Over the parameters of a model that was prepared before or is prepared later; both keep them.
+        optimizer: Over the parameters of a model that was prepared before or is prepared later; both keep
+            them.
 
     Returns:
         The optimizer itself.
@@ -168,8 +170,8 @@ def unwrap_model(
 
     Args:
         model: Prepared or not.
-        keep_fp32_wrapper: Leave ``forward`` under autocast. Otherwise the result is a shallow copy in full precision;
-            ``model`` itself isn't changed.
+        keep_fp32_wrapper: Leave ``forward`` under autocast. Otherwise the result is a shallow copy in full
+            precision; ``model`` itself isn't changed.
         keep_torch_compile: Leave a compiled model compiled.
 
     >>> model = nn.Linear(1, 1)
@@ -185,7 +187,7 @@ def unwrap_model(
     if compiled and keep_torch_compile:
         if inner is model._orig_mod:
             return model
-        return cast("nn.Module", torch.compile(inner))
+        return cast("nn.Module", cast("Any", torch).compile(inner))
     return inner
 
 
@@ -195,8 +197,10 @@ def _is_prepared(ctx: Context, item: object, kind: str) -> bool:
         return False
     if not mark.fits(ctx):
         raise ConfigurationError(
-            f"the {kind} was prepared by another context (rank {mark.rank} of {mark.size} on {mark.device}, mixed precision "
-            f"{mark.precision.mode!r}), and this one is rank {ctx.rank} of {ctx.num_processes} on {ctx.device} with "
+            f"the {kind} was prepared by another context (rank {mark.rank} of {mark.size} on {mark.device}, "
+            "mixed precision "
+            f"{mark.precision.mode!r}), and this one is rank {ctx.rank} of {ctx.num_processes} on "
+            f"{ctx.device} with "
             f"{ctx.mixed_precision!r}. Prepare a {kind} once, with one context."
         )
     return True

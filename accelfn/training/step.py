@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -29,8 +29,9 @@ def backward(
 ) -> None:
     """Compute gradients of ``loss`` and add them to the parameters' own.
 
-    The loss is divided by the number of batches that its accumulation window really holds, and multiplied by the loss
-    scale. A prepared model averages its gradients over ranks, unless :func:`accumulate` says that the window goes on.
+    The loss is divided by the number of batches that its accumulation window really holds, and multiplied by
+    the loss scale. A prepared model averages its gradients over ranks, unless :func:`accumulate` says that
+    the window goes on.
 
     Ranks: every rank of ``ctx``, where a prepared model takes part.
 
@@ -51,7 +52,8 @@ def backward(
         )
     if weight is not None:
         raise NotAvailableError(
-            "backward: weight has no machinery in this version of accelfn yet. Divide the loss before, and leave it out."
+            "backward: weight has no machinery in this version of accelfn yet. Divide the loss before, and "
+            "leave it out."
         )
     if micro is not None and micro.window > 1:
         loss = loss / micro.window
@@ -61,7 +63,7 @@ def backward(
 
 
 @contextmanager
-def no_sync(ctx: Context, *models: nn.Module) -> Iterator[None]:
+def no_sync(ctx: Context, *models: nn.Module) -> Generator[None, None, None]:
     """Leave the gradients of ``models`` unaveraged in backward passes inside; they add up on each rank.
 
     Ranks: all of ``ctx`` in the same way; doesn't communicate.
@@ -72,8 +74,8 @@ def no_sync(ctx: Context, *models: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def accumulate(ctx: Context, micro: MicroBatch, *models: nn.Module) -> Iterator[None]:
-    """Run forward and backward of one batch of a window: gradients are averaged over ranks only where it closes.
+def accumulate(ctx: Context, micro: MicroBatch, *models: nn.Module) -> Generator[None, None, None]:
+    """Run forward and backward of one batch of a window: ranks average gradients only where it closes.
 
     Ranks: every rank of ``ctx``.
 
@@ -92,7 +94,7 @@ def accumulate(ctx: Context, micro: MicroBatch, *models: nn.Module) -> Iterator[
 def optimizer_step(
     ctx: Context, optimizer: Optimizer, scaler_state: ScalerState, *, clear_gradients: bool = True
 ) -> ScalerState:
-    """Let the optimizer step, unless a float16 gradient overflowed, and clear the gradients for the next window.
+    """Let the optimizer step, unless a float16 gradient overflowed, and clear gradients for the next window.
 
     Ranks: every rank of ``ctx``.
 
