@@ -14,7 +14,13 @@ from accelfn.data import PreparedDataLoader, microbatches
 if TYPE_CHECKING:
     from accelfn.accelerator.accelerator import Accelerator
 
-__all__ = ("AcceleratedDataLoader", "AcceleratedOptimizer", "AcceleratedScheduler")
+__all__ = (
+    "AcceleratedDataLoader",
+    "AcceleratedOptimizer",
+    "AcceleratedScheduler",
+    "parameters_of",
+    "unwrap_optimizer",
+)
 
 T = TypeVar("T")
 

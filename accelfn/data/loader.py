@@ -13,7 +13,7 @@ from accelfn.data.plan import EpochPlan, plan_epoch
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.tree import send_to_device
 
-__all__ = ("PreparedDataLoader", "prepare_data_loader")
+__all__ = ("PreparedDataLoader", "RankBatches", "prepare_data_loader")
 
 T = TypeVar("T")
 Sharding = Literal["global", "already_sharded", "by_source"]

@@ -19,7 +19,15 @@ from accelfn.parallel import replicate
 from accelfn.training.precision import with_precision, without_precision
 from accelfn.tree import send_to_device
 
-__all__ = ("prepare", "prepare_model", "prepare_optimizer", "prepare_scheduler", "unwrap_model")
+__all__ = (
+    "Mark",
+    "mark_of",
+    "prepare",
+    "prepare_model",
+    "prepare_optimizer",
+    "prepare_scheduler",
+    "unwrap_model",
+)
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
