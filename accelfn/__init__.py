@@ -1,7 +1,7 @@
 """accelfn: distributed PyTorch training as plain functions over one frozen Context.
 
-Importing this module loads nothing: a name is resolved on first use (PEP 562), so that the command line can answer
-without importing torch.
+Importing this module loads nothing: a name is resolved on first use (PEP 562), so that the command line can
+answer without importing torch.
 """
 
 from importlib import import_module
@@ -120,12 +120,8 @@ __version__ = "0.1.0"
 
 _HOMES = MappingProxyType(
     {
-        "accelfn.accelerator": (
-            "Accelerator",
-        ),
-        "accelfn.checkpoint": (
-            "save_model",
-        ),
+        "accelfn.accelerator": ("Accelerator",),
+        "accelfn.checkpoint": ("save_model",),
         "accelfn.comm": (
             "TriggerState",
             "broadcast",
@@ -228,7 +224,99 @@ _HOMES = MappingProxyType(
         ),
     }
 )
-__all__ = tuple(sorted(("__version__", *(name for names in _HOMES.values() for name in names))))  # pyright: ignore
+__all__ = (
+    "AORecipeKwargs",
+    "Accelerator",
+    "AutocastKwargs",
+    "Collectives",
+    "Context",
+    "ContextOptions",
+    "DataLoaderConfiguration",
+    "DeepSpeedPlugin",
+    "DistributedDataParallelKwargs",
+    "DistributedType",
+    "EnvironmentPlan",
+    "FP8RecipeKwargs",
+    "FullyShardedDataParallelPlugin",
+    "GradScalerKwargs",
+    "GradientAccumulationPlugin",
+    "InitProcessGroupKwargs",
+    "KwargsHandler",
+    "MSAMPRecipeKwargs",
+    "MegatronLMPlugin",
+    "MicroBatch",
+    "Packed",
+    "ParallelismConfig",
+    "Precision",
+    "PreparedDataLoader",
+    "ProfileKwargs",
+    "ProjectConfiguration",
+    "ScalerState",
+    "TERecipeKwargs",
+    "TensorInformation",
+    "TorchDynamoPlugin",
+    "TriggerState",
+    "World",
+    "__version__",
+    "accumulate",
+    "autocast",
+    "backward",
+    "broadcast",
+    "broadcast_object_list",
+    "check_trigger",
+    "clip_grad_norm_",
+    "clip_grad_value_",
+    "close_context",
+    "concatenate",
+    "convert_to_fp32",
+    "detect_environment",
+    "find_batch_size",
+    "find_device",
+    "gather",
+    "gather_for_metrics",
+    "gather_object",
+    "init_context",
+    "init_scaler",
+    "initialize_tensors",
+    "listify",
+    "local_main_process_first",
+    "main_process_first",
+    "microbatches",
+    "no_sync",
+    "on_last_process",
+    "on_local_main_process",
+    "on_local_process",
+    "on_main_process",
+    "on_process",
+    "optimizer_step",
+    "pack",
+    "pad_across_processes",
+    "pad_input_tensors",
+    "prepare",
+    "prepare_data_loader",
+    "prepare_model",
+    "prepare_optimizer",
+    "prepare_scheduler",
+    "print_once",
+    "reduce",
+    "save_model",
+    "scatter",
+    "scheduler_step",
+    "send_to_device",
+    "set_seed",
+    "set_trigger",
+    "slice_tensors",
+    "split_between_processes",
+    "step_was_skipped",
+    "synchronize_rng_states",
+    "tree_structure",
+    "unpack",
+    "unscale_gradients",
+    "unwrap_model",
+    "value_and_grad",
+    "verify_structure",
+    "wait_for_everyone",
+)
 
 
 def __getattr__(name: str) -> Any:

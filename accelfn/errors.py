@@ -79,7 +79,9 @@ class MismatchError(DistributedError):
         self.operation = operation
         self.rows = rows
         lines = [f"{operation}: the ranks disagree."]
-        lines += [f"  rank {row.rank}{_at(row.path)}: found {row.found}, expected {row.expected}" for row in rows]
+        lines += [
+            f"  rank {row.rank}{_at(row.path)}: found {row.found}, expected {row.expected}" for row in rows
+        ]
         if hint:
             lines.append(hint)
         super().__init__("\n".join(lines))

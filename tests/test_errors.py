@@ -1,17 +1,136 @@
+"""The tree of exceptions: as it is drawn, as it can be caught, and across process boundaries."""
+
+import builtins
+import pickle
+import re
+
 import pytest
 
 from accelfn import errors
+from accelfn.errors import (
+    AccelfnError,
+    CollectiveTimeoutError,
+    ConfigurationError,
+    Disagreement,
+    DistributedError,
+    EnvironmentPlanError,
+    MismatchError,
+    MissingExtraError,
+    MissingRankError,
+    NotAvailableError,
+    RemoteRankError,
+)
+
+Tree = dict[str, tuple[str, ...]]
+
+
+def drawn_tree(doc: str) -> Tree:
+    """Read the drawing: bases by name, the parent in the tree first, then the builtin in brackets."""
+    bases: Tree = {}
+    above: list[str] = []
+    for line in doc.splitlines():
+        match = re.fullmatch(r"    ((?:[| ]   |[|`]-- )*)(\w+)(?: +\((\w+)\))?(?: .*)?", line)
+        if match is None or match[2] not in errors.__all__:
+            continue
+        depth = len(match[1]) // 4
+        del above[depth:]
+        parent = above[-1:] or ["Exception"]
+        bases[match[2]] = (*parent, match[3]) if match[3] else tuple(parent)
+        above.append(match[2])
+    return bases
+
+
+def real_tree() -> Tree:
+    classes = {name: getattr(errors, name) for name in errors.__all__}
+    return {
+        name: tuple(base.__name__ for base in cls.__bases__)
+        for name, cls in classes.items()
+        if issubclass(cls, BaseException)
+    }
+
+
+def test_the_tree_is_as_it_is_drawn() -> None:
+    assert drawn_tree(errors.__doc__ or "") == real_tree()
+
+
+def test_the_drawing_is_read_at_all() -> None:
+    doc = errors.__doc__ or ""
+    assert len(drawn_tree(doc)) == 10
+    assert drawn_tree(doc.replace("(ValueError)", "(TypeError)")) != real_tree()
+    assert drawn_tree(doc.replace("    |   `-- Env", "    |-- Env")) != real_tree()
+
+
+def test_every_error_is_ours_and_of_the_kind_that_except_exception_catches() -> None:
+    for name in errors.__all__:
+        cls = getattr(errors, name)
+        if cls is not Disagreement:
+            assert issubclass(cls, AccelfnError)
+            assert not hasattr(builtins, name)
 
 
 @pytest.mark.parametrize(
-    ("name", "builtin"),
+    ("kind", "builtin"),
     [
-        ("ConfigurationError", ValueError),
-        ("NotAvailableError", NotImplementedError),
-        ("MissingExtraError", ImportError),
+        (ConfigurationError, ValueError),
+        (EnvironmentPlanError, ValueError),
+        (NotAvailableError, NotImplementedError),
+        (MissingExtraError, ImportError),
+        (DistributedError, RuntimeError),
+        (CollectiveTimeoutError, TimeoutError),
     ],
 )
-def test_every_error_can_be_caught_by_its_builtin(name: str, builtin: type[Exception]) -> None:
-    error = getattr(errors, name)
-    assert issubclass(error, errors.AccelfnError)
-    assert issubclass(error, builtin)
+def test_every_error_can_be_caught_by_its_builtin(kind: type[Exception], builtin: type[Exception]) -> None:
+    with pytest.raises(builtin, match="what went wrong"):
+        raise kind("what went wrong")
+
+
+ROWS = (Disagreement(1, "tree['x']", "(2,)", "(3,)"), Disagreement(3, "", "gather", "reduce"))
+EXAMPLES: tuple[AccelfnError, ...] = (
+    AccelfnError("a"),
+    ConfigurationError("a"),
+    EnvironmentPlanError("a"),
+    NotAvailableError("a"),
+    MissingExtraError("a"),
+    DistributedError("a"),
+    MissingRankError("a"),
+    CollectiveTimeoutError("a"),
+    MismatchError("gather", ROWS),
+    MismatchError("gather", ROWS, "Look at rank 1."),
+    RemoteRankError(2, "ValueError", "bad batch"),
+    RemoteRankError(2, "ValueError", "bad batch", "gather"),
+)
+
+
+def test_there_is_an_example_of_every_error() -> None:
+    assert {type(error).__name__ for error in EXAMPLES} == set(real_tree())
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("error", EXAMPLES, ids=lambda error: type(error).__name__)
+def test_errors_cross_process_boundaries(error: AccelfnError, protocol: int) -> None:
+    back = pickle.loads(pickle.dumps(error, protocol))
+    assert type(back) is type(error)
+    assert str(back) == str(error)
+    assert vars(back) == vars(error)
+    assert pickle.loads(pickle.dumps(back, protocol)).args == error.args
+
+
+def test_a_mismatch_prints_a_row_for_each_rank() -> None:
+    assert str(MismatchError("gather", ROWS, "Look at rank 1.")).splitlines() == [
+        "gather: the ranks disagree.",
+        "  rank 1, tree['x']: found (3,), expected (2,)",
+        "  rank 3: found reduce, expected gather",
+        "Look at rank 1.",
+    ]
+
+
+def test_a_remote_error_names_the_rank_and_repeats_its_message() -> None:
+    error = RemoteRankError(2, "ValueError", "bad batch", "gather")
+    assert str(error) == "rank 2 failed in gather: ValueError: bad batch"
+    assert (error.rank, error.cause, error.message, error.operation) == (
+        2,
+        "ValueError",
+        "bad batch",
+        "gather",
+    )
+    assert str(RemoteRankError(2, "ValueError", "bad batch")) == "rank 2 failed: ValueError: bad batch"

@@ -165,6 +165,7 @@ IMMUTABLE_TYPES = (
     *(ModuleType, types.BuiltinFunctionType, types.GenericAlias, types.UnionType, re.Pattern, enum.Enum),
     *(pathlib.PurePath, datetime.timedelta, datetime.datetime, __future__._Feature),  # pyright: ignore[reportPrivateUsage]
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+    type(pytest.fixture(lambda: None)),  # a function, and what pytest has to know of it
 )
 # What has no place in a default value or on a class either.
 STATEFUL_TYPES: tuple[type, ...] = (
@@ -318,7 +319,7 @@ def test_the_state_check_lets_constants_pass(value: object) -> None:
 # What imports may change in torch and the other dependencies is theirs: they are loaded first.
 SILENCE_PROBE = """
 import contextlib, importlib, io, logging, os, random, signal, sys, threading, warnings
-import optree, safetensors, torch
+import hypothesis, optree, pytest, safetensors, torch
 import torch.distributed
 try:
     import numpy

@@ -1,10 +1,11 @@
 """Before anything moves, the ranks agree on what they are about to do.
 
-Each operation across ranks opens with one exchange of equal size on every rank, whatever the operation and the tree. In
-it each rank says a fingerprint of its call (operation, options, structure, shapes, dtypes) and whether it can go on. All
-ranks see what all said, so all come to the same verdict: go on, raise because a rank can't, or raise because they
-differ. Nobody is left waiting, and tensors of another shape are never taken for the right ones. Whatever is small enough
-travels in the same exchange, so that agreement costs no extra message for small trees.
+Each operation across ranks opens with one exchange of equal size on every rank, whatever the operation and
+the tree. In it each rank says a fingerprint of its call (operation, options, structure, shapes, dtypes) and
+whether it can go on. All ranks see what all said, so all come to the same verdict: go on, raise because a
+rank can't, or raise because they differ. Nobody is left waiting, and tensors of another shape are never taken
+for the right ones. Whatever is small enough travels in the same exchange, so that agreement costs no extra
+message for small trees.
 """
 
 from __future__ import annotations
@@ -23,7 +24,16 @@ from accelfn.context import Context
 from accelfn.errors import Disagreement, MismatchError, RemoteRankError
 from accelfn.tree import Layout, flatten
 
-__all__ = ("HEADER_BYTES", "Call", "agree", "attempt", "capacity", "describe_tree", "layout_call", "verify_structure")
+__all__ = (
+    "HEADER_BYTES",
+    "Call",
+    "agree",
+    "attempt",
+    "capacity",
+    "describe_tree",
+    "layout_call",
+    "verify_structure",
+)
 
 T = TypeVar("T")
 
@@ -58,7 +68,7 @@ def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
     """Do what may be refused on this rank alone, and keep the refusal for :func:`agree`."""
     try:
         return action(), None
-    except Exception as error:  # whatever it is, the other ranks must hear of it before it is raised
+    except Exception as error:  # noqa: BLE001 -- the other ranks must hear of it before it is raised
         return None, error
 
 
@@ -83,11 +93,9 @@ def agree(
         RemoteRankError: Another rank gave one.
         MismatchError: The calls differ; the same error on every rank.
     """
-    if ctx.debug and error is None and ctx.world.size > 1:
-        _compare(ctx, call)
     if error is not None:
-        text = json.dumps([type(error).__name__, str(error)[: capacity(ctx) // 8]])
-        payload = as_tensor(text.encode())
+        text = json.dumps([type(error).__name__, str(error)[: capacity(ctx) // 8]], ensure_ascii=False)
+        payload = as_tensor(text.encode(errors="replace"))
     length = 0 if payload is None else payload.numel()
     fingerprint = hashlib.blake2b(f"{call.operation}\0{call.text}".encode(), digest_size=16).digest()
     message = as_tensor(_HEADER.pack(fingerprint, _READY if error is None else _FAILED, length))
@@ -96,7 +104,9 @@ def agree(
 
     rows = ctx.collectives.exchange(message)
     headers = [_HEADER.unpack(as_bytes(row, HEADER_BYTES)) for row in rows]
-    payloads = [row[HEADER_BYTES : HEADER_BYTES + header[2]] for row, header in zip(rows, headers, strict=True)]
+    payloads = [
+        row[HEADER_BYTES : HEADER_BYTES + header[2]] for row, header in zip(rows, headers, strict=True)
+    ]
 
     if error is not None:
         raise error
@@ -106,6 +116,8 @@ def agree(
             raise RemoteRankError(rank, cause, text, call.operation)
     if any(header[0] != headers[0][0] for header in headers):
         raise _explain(ctx, call)
+    if ctx.debug and ctx.world.size > 1:  # only here is it certain that every rank is ready to compare
+        _compare(ctx, call)
     return payloads
 
 
@@ -158,15 +170,18 @@ def _layout_leaves(layout: Layout) -> dict[str, str]:
 
 
 def _compare(ctx: Context, call: Call) -> None:
-    """Compare the calls in full, before the operation opens."""
+    """Compare the calls in full, not by their fingerprints."""
     error = _explain(ctx, call)
     if error.rows:
         raise error
 
 
 def _explain(ctx: Context, call: Call) -> MismatchError:
-    """Let every rank tell in full what it called, and find where they differ. Every rank comes to the same result."""
-    said = [json.loads(blob) for blob in _gather_all(ctx, json.dumps([call.operation, call.text, call.leaves()]).encode())]
+    """Let every rank tell in full what it called, and find where they differ: the same on every rank."""
+    said = [
+        json.loads(blob)
+        for blob in _gather_all(ctx, json.dumps([call.operation, call.text, call.leaves()]).encode())
+    ]
     return _difference([(operation, text, leaves) for operation, text, leaves in said], call.operation)
 
 
@@ -182,7 +197,11 @@ def _difference(said: Sequence[tuple[str, str, dict[str, str]]], operation: str)
         for path in paths:
             kinds = [one[2].get(path, "no such leaf") for one in said]
             expected = _most(kinds)
-            rows += [Disagreement(rank, path, expected, kind) for rank, kind in enumerate(kinds) if kind != expected]
+            rows += [
+                Disagreement(rank, path, expected, kind)
+                for rank, kind in enumerate(kinds)
+                if kind != expected
+            ]
     if not rows:
         expected_text = _most([one[1] for one in said])
         for rank, one in enumerate(said):
@@ -190,7 +209,10 @@ def _difference(said: Sequence[tuple[str, str, dict[str, str]]], operation: str)
                 found, expected = (text.replace("\0", " ").strip() for text in (one[1], expected_text))
                 rows.append(Disagreement(rank, "", expected[:200], found[:200]))
     left_out = len(rows) - _MAX_ROWS
-    hint = "Every rank must call the same operation with the same options on a tree of the same structure, shapes and dtypes."
+    hint = (
+        "Every rank must call the same operation with the same options on a tree of the same structure, "
+        "shapes and dtypes."
+    )
     if left_out > 0:
         hint = f"  ... and {left_out} more\n{hint}"
     return MismatchError(operation, tuple(rows[:_MAX_ROWS]), hint)
@@ -204,7 +226,8 @@ def _most(values: list[str]) -> str:
 def _gather_all(ctx: Context, blob: bytes) -> list[bytes]:
     """Gather bytes of any length, with no agreement before: every rank is known to be here."""
     lengths = [
-        struct.unpack("<Q", as_bytes(row, 8))[0] for row in ctx.collectives.exchange(as_tensor(struct.pack("<Q", len(blob))))
+        struct.unpack("<Q", as_bytes(row, 8))[0]
+        for row in ctx.collectives.exchange(as_tensor(struct.pack("<Q", len(blob))))
     ]
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
     padded[: len(blob)] = as_tensor(blob)

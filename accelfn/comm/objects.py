@@ -1,4 +1,7 @@
-"""Python objects across ranks. They travel pickled, between the ranks of one program, and are never written to disk."""
+"""Python objects across ranks.
+
+They travel pickled, between the ranks of one program, and are never written to disk.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,8 @@ def gather_object(ctx: Context, obj: T) -> list[T]: ...
 def gather_object(ctx: Context, obj: Any) -> list[Any]:
     """Bring the Python objects of all ranks together in one list.
 
-    A list is joined with the lists of the other ranks, in rank order; any other object counts as a list of one.
+    A list is joined with the lists of the other ranks, in rank order; any other object counts as a list of
+    one.
 
     Ranks: every rank of ``ctx``.
 
@@ -78,10 +82,13 @@ def broadcast_object_list(ctx: Context, objs: list[T], from_process: int = 0) ->
     def prepare() -> bytes:
         if not 0 <= from_process < ctx.world.size:
             raise ValueError(
-                f"broadcast_object_list: from_process must be a rank in 0..{ctx.world.size - 1}, got {from_process}."
+                f"broadcast_object_list: from_process must be a rank in 0..{ctx.world.size - 1}, "
+                f"got {from_process}."
             )
         if not isinstance(cast("object", objs), list):
-            raise TypeError(f"broadcast_object_list: objs must be a list, got {type(objs).__name__}. Wrap it: [obj].")
+            raise TypeError(
+                f"broadcast_object_list: objs must be a list, got {type(objs).__name__}. Wrap it: [obj]."
+            )
         return pickle.dumps(objs) if sends and ctx.world.size > 1 else b""
 
     blob, error = attempt(prepare)
@@ -108,11 +115,14 @@ def gather_bytes(ctx: Context, call: Call, blob: bytes, error: Exception | None 
     padded[: tail.numel()] = tail
     joined = ctx.collectives.all_gather(padded).view(len(rows), rest)
     return [
-        head + as_bytes(row[: max(0, length - first)]) for head, row, length in zip(heads, joined, lengths, strict=True)
+        head + as_bytes(row[: max(0, length - first)])
+        for head, row, length in zip(heads, joined, lengths, strict=True)
     ]
 
 
-def broadcast_bytes(ctx: Context, call: Call, blob: bytes, source: int, error: Exception | None = None) -> bytes:
+def broadcast_bytes(
+    ctx: Context, call: Call, blob: bytes, source: int, error: Exception | None = None
+) -> bytes:
     """Give every rank the bytes of rank ``source``. Opens the operation ``call``."""
     first = capacity(ctx) - _LENGTH.size
     sends = ctx.world.rank == source

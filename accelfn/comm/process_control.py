@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import builtins
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
@@ -41,20 +41,21 @@ def wait_for_everyone(ctx: Context) -> None:
 
 
 @contextmanager
-def main_process_first(ctx: Context) -> Iterator[None]:
+def main_process_first(ctx: Context) -> Generator[None, None, None]:
     """Let the main process go through a ``with`` block before the others enter it.
 
     Ranks: every rank of ``ctx``.
 
     Raises:
-        RemoteRankError: On the others, when the block failed on the main process: they don't wait, and don't enter.
+        RemoteRankError: On the others, when the block failed on the main process: they don't wait, and don't
+            enter.
     """
     with _first(ctx, ctx.is_main_process, "main_process_first"):
         yield
 
 
 @contextmanager
-def local_main_process_first(ctx: Context) -> Iterator[None]:
+def local_main_process_first(ctx: Context) -> Generator[None, None, None]:
     """Let the first process of each node go through a ``with`` block before the others of the node.
 
     Ranks: every rank of ``ctx``; the others of any node wait for the first ones of all nodes.
@@ -67,7 +68,7 @@ def local_main_process_first(ctx: Context) -> Iterator[None]:
 
 
 @contextmanager
-def _first(ctx: Context, goes_first: bool, operation: str) -> Iterator[None]:
+def _first(ctx: Context, goes_first: bool, operation: str) -> Generator[None, None, None]:
     if ctx.world.size == 1:
         yield
         return
@@ -126,7 +127,9 @@ def on_local_process(ctx: Context, index: int) -> Decorator[P, T]:
         ValueError: This node has no such local rank.
     """
     if not 0 <= index < ctx.world.local_size:
-        raise ValueError(f"on_local_process: index must be a local rank in 0..{ctx.world.local_size - 1}, got {index}.")
+        raise ValueError(
+            f"on_local_process: index must be a local rank in 0..{ctx.world.local_size - 1}, got {index}."
+        )
     return _only(ctx.local_rank == index)
 
 

@@ -20,7 +20,9 @@ from accelfn.errors import ConfigurationError
 __all__ = ("set_seed", "synchronize_rng_states")
 
 
-def set_seed(seed: int, *, ctx: Context | None = None, device_specific: bool = False, deterministic: bool = False) -> None:
+def set_seed(
+    seed: int, *, ctx: Context | None = None, device_specific: bool = False, deterministic: bool = False
+) -> None:
     """Seed Python's, NumPy's (where it is installed) and torch's generators, those of all devices too.
 
     Ranks: local; with the same arguments every rank has the same state.
@@ -36,14 +38,16 @@ def set_seed(seed: int, *, ctx: Context | None = None, device_specific: bool = F
     """
     if device_specific:
         if ctx is None:
-            raise ValueError("set_seed: device_specific needs the context: set_seed(seed, ctx=ctx, device_specific=True).")
+            raise ValueError(
+                "set_seed: device_specific needs the context: set_seed(seed, ctx=ctx, device_specific=True)."
+            )
         seed += ctx.rank
     if not 0 <= seed < 2**32:
         raise ValueError(f"set_seed: seed must lie in 0..2**32 - 1, got {seed}.")
     random.seed(seed)
     if importlib.util.find_spec("numpy") is not None:
         importlib.import_module("numpy.random").seed(seed)
-    torch.manual_seed(seed)
+    torch.random.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType] -- torch leaves it untyped
     if deterministic:
         torch.use_deterministic_algorithms(True)
 
@@ -57,7 +61,8 @@ def synchronize_rng_states(
 
     Args:
         ctx: The world.
-        types: ``"torch"`` (the CPU's), ``"generator"``, or a device type such as ``"cuda"`` (this rank's device).
+        types: ``"torch"`` (the CPU's), ``"generator"``, or a device type such as ``"cuda"`` (this rank's
+            device).
         generator: The generator that ``"generator"`` means.
 
     Raises:

@@ -50,11 +50,18 @@ def split_between_processes(ctx: Context, inputs: T, apply_padding: bool = False
 
 def _length(inputs: Any, path: str) -> int:
     if isinstance(inputs, Mapping):
-        lengths = {key: _length(value, f"{path}[{key!r}]") for key, value in cast("Mapping[Any, Any]", inputs).items()}
+        lengths = {
+            key: _length(value, f"{path}[{key!r}]")
+            for key, value in cast("Mapping[Any, Any]", inputs).items()
+        }
         if not lengths:
-            raise ValueError(f"split_between_processes: {path} is an empty mapping. Pass what is to be split.")
+            raise ValueError(
+                f"split_between_processes: {path} is an empty mapping. Pass what is to be split."
+            )
         if len(set(lengths.values())) > 1:
-            raise ValueError(f"split_between_processes: the values of {path} must have one length, got {lengths}.")
+            raise ValueError(
+                f"split_between_processes: the values of {path} must have one length, got {lengths}."
+            )
         return next(iter(lengths.values()))
     if isinstance(inputs, torch.Tensor) or hasattr(inputs, "__array__"):
         if not inputs.ndim:
@@ -63,8 +70,8 @@ def _length(inputs: Any, path: str) -> int:
     if isinstance(inputs, (list, tuple)) or (hasattr(inputs, "select") and hasattr(inputs, "__len__")):
         return len(cast("list[Any]", inputs))
     raise TypeError(
-        f"split_between_processes: {path} is a {type(inputs).__name__}, which can't be split. Pass a list, a tuple, "
-        "a tensor, an array, a dataset, or a mapping of these."
+        f"split_between_processes: {path} is a {type(inputs).__name__}, which can't be split. Pass a list, "
+        "a tuple, a tensor, an array, a dataset, or a mapping of these."
     )
 
 
@@ -81,6 +88,5 @@ def _take(inputs: Any, indices: list[int]) -> Any:
         return inputs.select(indices)
     if isinstance(inputs, list):
         return [inputs[index] for index in indices]
-    items = tuple(inputs[index] for index in indices)
     # A namedtuple names positions, so a part of it is a plain tuple.
-    return items
+    return tuple(inputs[index] for index in indices)

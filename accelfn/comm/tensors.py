@@ -1,8 +1,8 @@
 """Trees of tensors across ranks: gather, reduce, broadcast, scatter, pad.
 
-Small trees on the CPU travel whole in the exchange that opens the operation; larger ones as one buffer per dtype, and a
-leaf of a mebibyte or more by itself, without being copied. With one process each operation gives back what it got.
-None of them is differentiable, and none writes into its input.
+Small trees on the CPU travel whole in the exchange that opens the operation; larger ones as one buffer per
+dtype, and a leaf of a mebibyte or more by itself, without being copied. With one process each operation gives
+back what it got. None of them is differentiable, and none writes into its input.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from accelfn.comm.objects import broadcast_bytes, gather_bytes
 from accelfn.comm.wire import padded_size, read_groups, write_groups
 from accelfn.context import Context, ReduceOp
 from accelfn.tree import (
-    Group,
     Layout,
     Packed,
     TensorInformation,
@@ -41,15 +40,10 @@ ALONE_BYTES = 1 << 20
 REDUCTIONS = ("sum", "mean", "max", "min", "none")
 
 # Dtypes that not every backend can add, so they are gathered and added here.
-_REDUCED_HERE = frozenset(
-    (torch.int16, torch.uint16, torch.uint32, torch.uint64)
-    + (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
-)
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+_REDUCED_HERE = frozenset((torch.int16, torch.uint16, torch.uint32, torch.uint64, *_FLOAT8))
 # Added in float32 and rounded once.
-_NARROW = frozenset(
-    (torch.float16, torch.bfloat16)
-    + (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
-)
+_NARROW = frozenset((torch.float16, torch.bfloat16, *_FLOAT8))
 
 
 class Prepared(NamedTuple):
@@ -69,13 +63,13 @@ def gather(ctx: Context, tree: T) -> T:
         tree: Tensors of any dtype, shape ``(n, ...)`` or ``()``; ``None`` stays ``None``.
 
     Returns:
-        On every rank a tree of the same types, leaves of shape ``(P * n, ...)``; a 0-d tensor counts as one row and
-        gives ``(P,)``. New memory when ``P > 1``; with one process the tree itself, not copied.
+        On every rank a tree of the same types, leaves of shape ``(P * n, ...)``; a 0-d tensor counts as one
+        row and gives ``(P,)``. New memory when ``P > 1``; with one process the tree itself, not copied.
 
     Raises:
         TypeError: A leaf is no dense tensor (``RemoteRankError`` on the ranks where all is well).
-        MismatchError: The trees differ; the same error on every rank, with rank and path. For tensors that differ in
-            length, see :func:`pad_across_processes`.
+        MismatchError: The trees differ; the same error on every rank, with rank and path. For tensors that
+            differ in length, see :func:`pad_across_processes`.
 
     >>> gather(Context(), {"x": torch.ones(2), "loss": torch.tensor(0.5)})
     {'x': tensor([1., 1.]), 'loss': tensor([0.5000])}
@@ -96,7 +90,7 @@ def gather(ctx: Context, tree: T) -> T:
     layout = prepared.layout
     gathered: list[Any] = [None] * len(layout.shapes)
     for group, block in zip(layout.groups, by_group, strict=True):
-        for index, part in zip(group.leaves, block.split(group.sizes, dim=1), strict=True):
+        for index, part in zip(group.leaves, torch.split(block, list(group.sizes), dim=1), strict=True):
             shape = layout.shapes[index]
             # Copies, unless the leaf has the block to itself: then the rows already lie end to end.
             gathered[index] = part.reshape((size * shape[0], *shape[1:]) if shape else (size,))
@@ -113,8 +107,8 @@ def reduce(ctx: Context, tree: T, reduction: str = "sum", scale: float = 1.0) ->
     Args:
         ctx: The world.
         tree: Tensors of any dtype and shape; ``None`` stays ``None``.
-        reduction: ``"sum"``, ``"mean"``, ``"max"``, ``"min"``, or ``"none"`` to leave all as it is. The sum and the
-            maximum of booleans is their "or", the minimum their "and".
+        reduction: ``"sum"``, ``"mean"``, ``"max"``, ``"min"``, or ``"none"`` to leave all as it is. The sum
+            and the maximum of booleans is their "or", the minimum their "and".
         scale: Factor applied after the reduction.
 
     Returns:
@@ -122,8 +116,8 @@ def reduce(ctx: Context, tree: T, reduction: str = "sum", scale: float = 1.0) ->
 
     Raises:
         ValueError: Unknown ``reduction``.
-        TypeError: A leaf is no dense tensor; a mean or a scale for integers or booleans, whose dtype can't hold it; a
-            maximum or minimum of complex numbers.
+        TypeError: A leaf is no dense tensor; a mean or a scale for integers or booleans, whose dtype can't
+            hold it; a maximum or minimum of complex numbers.
         MismatchError: The trees or options differ between ranks.
 
     >>> reduce(Context(), torch.tensor([1.0, 2.0]), "mean")
@@ -143,7 +137,9 @@ def reduce(ctx: Context, tree: T, reduction: str = "sum", scale: float = 1.0) ->
         leaves, layout = _given(prepared, error)
         if scale == 1.0 and not any(leaf.requires_grad for leaf in leaves):
             return tree
-        return layout.structure.unflatten([leaf.detach() * scale if scale != 1.0 else leaf.detach() for leaf in leaves])
+        return layout.structure.unflatten(
+            [_scale_(leaf.detach().clone(), scale) if scale != 1.0 else leaf.detach() for leaf in leaves]
+        )
 
     op: ReduceOp = "max" if reduction == "max" else "min" if reduction == "min" else "sum"
     options = f"{reduction} {scale!r}"
@@ -152,13 +148,15 @@ def reduce(ctx: Context, tree: T, reduction: str = "sum", scale: float = 1.0) ->
         buffers = [_combine(block, op) for block in by_group]
     else:
         prepared = _open(ctx, "reduce", options, prepared, error)
-        buffers = [_all_reduce(ctx, fill(group, prepared.leaves, copy=True), op) for group in prepared.layout.groups]
+        buffers = [
+            _all_reduce(ctx, fill(group, prepared.leaves, copy=True), op) for group in prepared.layout.groups
+        ]
     layout = prepared.layout
     for buffer in buffers:
         if reduction == "mean":
             buffer.div_(size) if buffer.dtype.itemsize > 1 else buffer.copy_(buffer.float() / size)
         if scale != 1.0:
-            buffer.mul_(scale) if buffer.dtype.itemsize > 1 else buffer.copy_(buffer.float() * scale)
+            _scale_(buffer, scale)
     return unpack(Packed(tuple(buffers), layout))
 
 
@@ -205,7 +203,11 @@ def broadcast(ctx: Context, tree: T, from_process: int = 0) -> T:
     leaves, layout = _open(ctx, "broadcast", options, prepared, error)
     buffers: list[torch.Tensor] = []
     for group in layout.groups:
-        buffer = fill(group, leaves) if sends else torch.empty(sum(group.sizes), dtype=group.dtype, device=group.device)
+        buffer = (
+            fill(group, leaves)
+            if sends
+            else torch.empty(sum(group.sizes), dtype=group.dtype, device=group.device)
+        )
         ctx.collectives.broadcast(buffer.view(torch.uint8), from_process)
         buffers.append(buffer)
     return tree if sends else unpack(Packed(tuple(buffers), layout))
@@ -214,18 +216,20 @@ def broadcast(ctx: Context, tree: T, from_process: int = 0) -> T:
 def scatter(ctx: Context, tree: T | None, from_process: int = 0) -> T:
     """Split each tensor of rank ``from_process`` along its first dimension, one part for each rank.
 
-    The parts are as equal as can be: of ``n`` rows the first ``n % P`` ranks get one more than the others, as in
-    :func:`accelfn.split_between_processes`.
+    The parts are as equal as can be: of ``n`` rows the first ``n % P`` ranks get one more than the others, as
+    in :func:`accelfn.split_between_processes`.
 
     Ranks: every rank of ``ctx``.
 
     Args:
         ctx: The world.
-        tree: On ``from_process`` a tree of tensors of shape ``(n, ...)``; ignored elsewhere, where it may be None.
+        tree: On ``from_process`` a tree of tensors of shape ``(n, ...)``; ignored elsewhere, where it may be
+            None.
         from_process: The rank that has the data.
 
     Returns:
-        This rank's part, as the same types. Tensors that were on the CPU are on the CPU, others on ``ctx.device``.
+        This rank's part, as the same types. Tensors that were on the CPU are on the CPU, others on
+        ``ctx.device``.
 
     Raises:
         ValueError: ``from_process`` is no rank, or a tensor has no first dimension.
@@ -256,11 +260,15 @@ def scatter(ctx: Context, tree: T | None, from_process: int = 0) -> T:
         _given(made, error)
         return cast("T", tree)
     prepared, blob = made if made is not None else (None, b"")
-    stubs, on_cpu = pickle.loads(broadcast_bytes(ctx, Call("scatter", f"from {from_process}"), blob, from_process, error))
+    stubs, on_cpu = pickle.loads(
+        broadcast_bytes(ctx, Call("scatter", f"from {from_process}"), blob, from_process, error)
+    )
     info, structure = flatten(stubs, lambda value: isinstance(value, TensorInformation))
     # Leaf by leaf: parts are cut from contiguous rows, and scatter is no operation of an inner loop.
     received = [
-        _scatter_leaf(ctx, leaf, None if prepared is None else prepared.leaves[index], on_cpu[index], from_process)
+        _scatter_leaf(
+            ctx, leaf, None if prepared is None else prepared.leaves[index], on_cpu[index], from_process
+        )
         for index, leaf in enumerate(cast("list[TensorInformation]", info))
     ]
     return structure.unflatten(received)
@@ -294,10 +302,11 @@ def pad_across_processes(
     def prepare() -> Prepared:
         prepared = _prepare("pad_across_processes", tree)
         for index, dtype in enumerate(prepared.layout.dtypes):
-            if not dtype.is_floating_point and not dtype.is_complex and pad_index != int(pad_index):
+            if not _can_hold(dtype, pad_index):
                 raise TypeError(
-                    f"pad_across_processes: {prepared.layout.structure.paths()[index]} is of dtype {dtype}, which can't "
-                    f"hold pad_index={pad_index!r}. Pass a whole number, or convert the tensor."
+                    f"pad_across_processes: {prepared.layout.structure.paths()[index]} is of dtype "
+                    f"{dtype}, which can't hold pad_index={pad_index!r}. "
+                    "Pass a number of that dtype, or convert the tensor."
                 )
         return prepared
 
@@ -308,7 +317,10 @@ def pad_across_processes(
     call, blob = Call("pad_across_processes"), b""
     if prepared is not None:
         layout = prepared.layout
-        kinds = [f"{dtype} of {len(shape)} dimensions" for dtype, shape in zip(layout.dtypes, layout.shapes, strict=True)]
+        kinds = [
+            f"{dtype} of {len(shape)} dimensions"
+            for dtype, shape in zip(layout.dtypes, layout.shapes, strict=True)
+        ]
         call = Call(
             "pad_across_processes",
             f"dim={dim} pad_index={pad_index} pad_first={pad_first}\0{layout.structure.describe()}{kinds}",
@@ -327,7 +339,9 @@ def pad_across_processes(
         shape = list(leaf.shape)
         shape[dim] = longest
         padded = leaf.new_full(shape, pad_index)
-        padded.narrow(dim, longest - leaf.shape[dim] if pad_first else 0, leaf.shape[dim]).copy_(leaf.detach())
+        padded.narrow(dim, longest - leaf.shape[dim] if pad_first else 0, leaf.shape[dim]).copy_(
+            leaf.detach()
+        )
         return padded
 
     return layout.structure.unflatten([pad(index, leaf) for index, leaf in enumerate(leaves)])
@@ -351,7 +365,9 @@ def check_rank(ctx: Context, operation: str, name: str, rank: int) -> None:
 
 def _prepare(operation: str, tree: Any) -> Prepared:
     leaves, structure = flatten(tree)
-    return Prepared(require_tensors(operation, leaves, structure), plan_layout(leaves, structure, ALONE_BYTES))
+    return Prepared(
+        require_tensors(operation, leaves, structure), plan_layout(leaves, structure, ALONE_BYTES)
+    )
 
 
 def _given(value: Any, error: Exception | None) -> Any:
@@ -365,9 +381,11 @@ def _payload_bytes(layout: Layout) -> int:
 
 
 def _fits(ctx: Context, prepared: Prepared) -> bool:
-    """Whether the whole tree fits into the opening exchange. The same on every rank whose layout is the same."""
+    """Whether the whole tree fits into the opening exchange: the same on every rank of one layout."""
     layout = prepared.layout
-    return all(group.device.type == "cpu" for group in layout.groups) and _payload_bytes(layout) <= capacity(ctx)
+    return all(group.device.type == "cpu" for group in layout.groups) and _payload_bytes(layout) <= capacity(
+        ctx
+    )
 
 
 def _payload(prepared: Prepared) -> torch.Tensor:
@@ -401,6 +419,17 @@ def _rows(leaf: torch.Tensor) -> torch.Tensor:
     return leaf if leaf.dim() else leaf.reshape(1)
 
 
+def _can_hold(dtype: torch.dtype, value: float) -> bool:
+    if dtype.is_floating_point or dtype.is_complex:
+        return True
+    if not math.isfinite(value) or value != int(value):
+        return False
+    if dtype == torch.bool:
+        return value in (0, 1)
+    limits = torch.iinfo(dtype)
+    return limits.min <= value <= limits.max
+
+
 def _check_arithmetic(prepared: Prepared, reduction: str, scale: float) -> None:
     for index, dtype in enumerate(prepared.layout.dtypes):
         if dtype.is_floating_point:
@@ -412,8 +441,9 @@ def _check_arithmetic(prepared: Prepared, reduction: str, scale: float) -> None:
         elif reduction == "mean" or scale != 1.0:
             path = prepared.layout.structure.paths()[index]
             raise TypeError(
-                f"reduce: {path} is of dtype {dtype}, which can't hold a mean or a scaled sum (reduction={reduction!r}, "
-                f"scale={scale!r}). Convert it with .float(), or reduce it with 'sum'."
+                f"reduce: {path} is of dtype {dtype}, which can't hold a mean or a scaled "
+                f"sum (reduction={reduction!r}, scale={scale!r}). "
+                "Convert it with .float(), or reduce it with 'sum'."
             )
 
 
@@ -445,6 +475,11 @@ def _combine_unsigned(stacked: torch.Tensor, op: ReduceOp) -> torch.Tensor:
     return (result ^ torch.iinfo(torch.int64).min).view(dtype)
 
 
+def _scale_(buffer: torch.Tensor, factor: float) -> torch.Tensor:
+    # torch has no arithmetic for float8.
+    return buffer.mul_(factor) if buffer.dtype.itemsize > 1 else buffer.copy_(buffer.float() * factor)
+
+
 def _all_reduce(ctx: Context, buffer: torch.Tensor, op: ReduceOp) -> torch.Tensor:
     """Reduce a buffer of our own over all ranks."""
     if buffer.dtype in _REDUCED_HERE:
@@ -465,13 +500,15 @@ def _scatter_leaf(
     longest = sizes[0] * row
     buffer = None
     if leaf is not None:
-        flat = leaf.detach().reshape(-1)
+        flat = leaf.detach().reshape(-1).resolve_conj().resolve_neg()
         if longest * ctx.world.size == flat.numel():
             buffer = flat.contiguous()
         else:  # scatter takes equal parts: the shorter ones are filled up
             parts = [
-                torch.nn.functional.pad(part.view(torch.uint8), (0, (longest - part.numel()) * info.dtype.itemsize))
-                for part in flat.split([rows * row for rows in sizes])
+                torch.nn.functional.pad(
+                    part.view(torch.uint8), (0, (longest - part.numel()) * info.dtype.itemsize)
+                )
+                for part in torch.split(flat, [rows * row for rows in sizes])
             ]
             buffer = torch.cat(parts).view(info.dtype)
         buffer = buffer.view(torch.uint8)

@@ -10,7 +10,8 @@ from accelfn.tree import Group, fill
 
 __all__ = ("ALIGNMENT", "as_bytes", "as_tensor", "padded_size", "read_groups", "write_groups")
 
-# Every buffer starts at a multiple of the largest element (complex128), so that a view of any dtype is possible.
+# Every buffer starts at a multiple of the largest element (complex128), so that a view of any dtype is
+# possible.
 ALIGNMENT = 16
 
 

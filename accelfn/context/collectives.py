@@ -1,8 +1,9 @@
 """The seam between accelfn and whatever carries bytes between ranks.
 
-Everything that crosses ranks goes through one frozen record of callables. The default is a world of one, so code that
-communicates also runs in a single process; ``process_group.py`` fills the record from a torch process group, and
-``accelfn.testing`` fills it from threads. Pytrees, packing and checks are built on top, in ``accelfn.comm``.
+Everything that crosses ranks goes through one frozen record of callables. The default is a world of one, so
+code that communicates also runs in a single process; ``process_group.py`` fills the record from a torch
+process group, and ``accelfn.testing`` fills it from threads. Pytrees, packing and checks are built on top, in
+``accelfn.comm``.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ MAX_CHUNK_BYTES = 1 << 16
 def chunk_bytes(size: int) -> int:
     """Bytes that each rank contributes to one ``exchange`` in a world of ``size`` ranks.
 
-    Small messages cost latency, not bytes: on loopback 64 bytes and 64 KiB take the same time, so whatever fits
-    travels with the agreement. Larger worlds get smaller chunks, so that all of them together stay near 1 MiB.
+    Small messages cost latency, not bytes: on loopback 64 bytes and 64 KiB take the same time, so whatever
+    fits travels with the agreement. Larger worlds get smaller chunks, so that all of them together stay near
+    1 MiB.
 
     >>> chunk_bytes(2), chunk_bytes(64), chunk_bytes(10_000)
     (65536, 16384, 1024)
@@ -66,17 +68,19 @@ def _barrier_alone() -> None:
 class Collectives:
     """Communication as plain callables on flat tensors. The default is a world of one.
 
-    Every rank calls the same callables in the same order. ``n`` is the length of a buffer, the same on every rank, and
-    ``P`` the number of ranks. A buffer is 1-D and contiguous, of dtype uint8 wherever bytes are only moved.
+    Every rank calls the same callables in the same order. ``n`` is the length of a buffer, the same on every
+    rank, and ``P`` the number of ranks. A buffer is 1-D and contiguous, of dtype uint8 wherever bytes are
+    only moved.
 
     Attributes:
-        exchange: ``(m,)`` uint8 on the CPU, ``m <= chunk`` and free per rank -> one uint8 tensor per rank, in rank
-            order, each of which starts with that rank's bytes (what follows is undefined). Carries the agreement
-            that precedes each operation.
+        exchange: ``(m,)`` uint8 on the CPU, ``m <= chunk`` and free per rank -> one uint8 tensor per rank, in
+            rank order, each of which starts with that rank's bytes (what follows is undefined). Carries the
+            agreement that precedes each operation.
         all_gather: ``(n,)`` -> ``(P * n,)``, in rank order; fresh memory where ``P > 1``.
         all_reduce: Reduces the buffer in place.
         broadcast: Fills the buffer in place from the one of rank ``source``.
-        scatter: Fills ``output`` ``(n,)`` with this rank's part of ``buffer`` ``(P * n,)``, which rank ``source`` gives.
+        scatter: Fills ``output`` ``(n,)`` with this rank's part of ``buffer`` ``(P * n,)``, which rank
+            ``source`` gives.
         all_to_all: ``(P * n,)`` -> ``(P * n,)``: part ``r`` goes to rank ``r``.
         barrier: Returns when every rank has called it.
         chunk: Bytes at most per rank in one ``exchange``.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -17,11 +18,11 @@ from accelfn.context.config import (
     GradientAccumulationPlugin,
     ProjectConfiguration,
 )
-from accelfn.context.options import ContextOptions, Fields, Strategy, apply_options
-from accelfn.context.precision import Precision, check_precision
 from accelfn.context.device import read_hardware
+from accelfn.context.options import ContextOptions, Fields, Strategy, apply_options, sort_handlers
+from accelfn.context.precision import Precision, check_precision
 from accelfn.context.world import World
-from accelfn.errors import ConfigurationError
+from accelfn.errors import ConfigurationError, NotAvailableError
 
 __all__ = ("Context", "close_context", "configure")
 
@@ -30,7 +31,8 @@ __all__ = ("Context", "close_context", "configure")
 class Context:
     """Who this process is, how it reaches the others and how it was configured.
 
-    Frozen: nothing in the library changes it, and nothing else holds state. Made by :func:`accelfn.init_context`, or
+    Frozen: nothing in the library changes it, and nothing else holds state. Made by
+        :func:`accelfn.init_context`, or
     directly in a test: ``Context()`` is one process on the CPU. Also a context manager, which calls
     :func:`accelfn.close_context` at its end.
 
@@ -97,11 +99,20 @@ class Context:
 
     @property
     def distributed_type(self) -> DistributedType:
-        """Kind of world, in Accelerate's words: NO, MULTI_CPU, MULTI_GPU, MULTI_XPU, ..."""
+        """Kind of world, in Accelerate's words: NO, MULTI_CPU, MULTI_GPU, MULTI_XPU, ...
+
+        Raises:
+            NotAvailableError: Accelerate has no word for this device.
+        """
         if self.world.size == 1:
             return DistributedType.NO
         kind = self.world.device.type
-        return DistributedType("MULTI_GPU" if kind == "cuda" else f"MULTI_{kind.upper()}")
+        name = "MULTI_GPU" if kind == "cuda" else f"MULTI_{kind.upper()}"
+        if name not in DistributedType:
+            raise NotAvailableError(
+                f"Accelerate has no word for several ranks on {kind!r}; ask ctx.device and ctx.num_processes."
+            )
+        return DistributedType(name)
 
     @property
     def mixed_precision(self) -> str:
@@ -119,23 +130,32 @@ class Context:
         Ranks: local; the variant is used like any context.
 
         Args:
-            **options: Keyword arguments of :func:`accelfn.init_context` that don't concern the world: not ``cpu``, and
-                no ``InitProcessGroupKwargs``.
+            **options: Keyword arguments of :func:`accelfn.init_context` that don't concern the world: not
+                ``cpu``, and no ``InitProcessGroupKwargs``.
 
         Raises:
             ConfigurationError: An option concerns the world, or is not valid.
+            NotAvailableError: An option asks for machinery that this version does not have.
+            TypeError: An unknown option, or one of the wrong type.
 
         >>> Context().replace(mixed_precision="bf16").mixed_precision
         'bf16'
         """
-        unknown = sorted(set(options) - set(ContextOptions.__annotations__))
-        if unknown:
-            raise TypeError(f"Context.replace: unknown option(s) {', '.join(unknown)}.")
-        if options.get("cpu", self.device.type == "cpu") != (self.device.type == "cpu"):
-            raise ConfigurationError("Context.replace can't move to another device: make a new context with init_context.")
         changed = configure(self, options)
+        if options.get("cpu", self.device.type == "cpu") != (self.device.type == "cpu"):
+            raise ConfigurationError(
+                f"Context.replace can't move from {self.device.type!r} to another device: got "
+                f"cpu={options.get('cpu')!r}. Make a new context with init_context."
+            )
+        if "process_group" in sort_handlers(options.get("kwargs_handlers")):
+            raise ConfigurationError(
+                "Context.replace keeps the process group, so InitProcessGroupKwargs would have no effect. "
+                "Pass it to init_context."
+            )
         # The variant must not take down what the original still uses.
-        return dataclasses.replace(changed, world=dataclasses.replace(self.world, made=type(self.world.made)()))
+        return dataclasses.replace(
+            changed, world=dataclasses.replace(self.world, made=type(self.world.made)())
+        )
 
     def __enter__(self) -> Self:
         """Return the context itself."""
@@ -172,15 +192,34 @@ def configure(ctx: Context, options: ContextOptions) -> Context:
 def close_context(ctx: Context) -> None:
     """Undo exactly what ``init_context`` did for ``ctx``: no more, and twice does no harm.
 
-    A process group that was there before, or that belongs to the caller, stays. A variant from ``ctx.replace`` has
-    nothing to undo.
+    A process group that was there before, or that belongs to the caller, stays. A variant from
+    ``ctx.replace`` has nothing to undo.
 
     Ranks: every rank of ``ctx``.
     """
     made = ctx.world.made
-    if made.side_group is not None and dist.is_initialized():
+    if made.side_group is not None and _is_registered(made.side_group):
         dist.destroy_process_group(made.side_group)
-    if made.group and dist.is_initialized():
-        dist.destroy_process_group()
+    # Another group may be the default one by now, if this context was closed before: it isn't ours to
+    # destroy.
+    if not made.group or ctx.world.group is None or ctx.world.group is not _default_group():
+        return
+    dist.destroy_process_group()
+    if made.excepthooks is not None and sys.excepthook is made.excepthooks[1]:
+        sys.excepthook = made.excepthooks[0]
     if made.previous_device is not None:
         torch.accelerator.set_device_index(made.previous_device)
+
+
+def _default_group() -> dist.ProcessGroup | None:
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
+def _is_registered(group: dist.ProcessGroup) -> bool:
+    if not dist.is_initialized():
+        return False
+    try:
+        dist.get_process_group_ranks(group)
+    except (KeyError, ValueError):  # destroyed
+        return False
+    return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -37,10 +38,12 @@ class Hardware:
     Attributes:
         devices: Preferred first; the CPU is the last.
         backends: Collective backends that this build of torch has.
+        cpu_backends: Those of them that carry CPU tensors.
     """
 
     devices: tuple[DeviceFacts, ...] = (DeviceFacts(type="cpu"),)
     backends: frozenset[str] = frozenset(("gloo",))
+    cpu_backends: frozenset[str] = frozenset(("gloo",))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,13 +58,19 @@ class DevicePlan:
 def read_hardware() -> Hardware:
     """Ask torch which devices and collective backends this process has."""
     cpu = DeviceFacts(type="cpu")
-    backends = frozenset(name for name in dist.Backend.backend_list if dist.is_backend_available(name))
-    # torch.accelerator is the one accelerator of this build: cuda (ROCm too), xpu, mps, mtia, or a vendor's own.
-    if not torch.accelerator.is_available():
-        return Hardware(devices=(cpu,), backends=backends)
-    accelerator = torch.accelerator.current_accelerator()
+    # Two of torch's names are no backends: one that is chosen later, and one that moves nothing.
+    backends = frozenset(
+        name
+        for name in dist.Backend.backend_list
+        if name not in (dist.Backend.UNDEFINED, dist.Backend.FAKE) and dist.is_backend_available(name)
+    )
+    # A backend that doesn't say what it carries may carry CPU tensors.
+    carried = dist.Backend.backend_capability
+    cpu_backends = frozenset(name for name in backends if "cpu" in carried.get(name, ["cpu"]))
+    # torch.accelerator is the one of this build: cuda (ROCm too), xpu, mps, mtia, or a vendor's own.
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None:
-        return Hardware(devices=(cpu,), backends=backends)
+        return Hardware(devices=(cpu,), backends=backends, cpu_backends=cpu_backends)
     kind = accelerator.type
     facts = DeviceFacts(
         type=kind,
@@ -69,7 +78,7 @@ def read_hardware() -> Hardware:
         backend=dist.Backend.default_device_backend_map.get(kind),
         precisions=_precisions(kind),
     )
-    return Hardware(devices=(facts, cpu), backends=backends)
+    return Hardware(devices=(facts, cpu), backends=backends, cpu_backends=cpu_backends)
 
 
 def _precisions(kind: str) -> frozenset[str]:
@@ -95,7 +104,8 @@ def plan_device(
 ) -> DevicePlan:
     """Choose the device of this rank and the backend of its world. Pure.
 
-    The accelerator of the machine is taken, device number ``local_rank``; without one, or with ``cpu``, the CPU.
+    The accelerator of the machine is taken, device number ``local_rank``; without one, or with ``cpu``, the
+    CPU. A world of one has no backend, unless torchrun started it.
 
     Args:
         world: The rank and its place on the node.
@@ -115,23 +125,22 @@ def plan_device(
     else:
         chosen = torch.device("cpu" if cpu else known[0])
     facts = next(item for item in hardware.devices if item.type == chosen.type)
-    if chosen.type not in ("cpu", "mps"):  # the two that have no number
-        index = world.local_rank if chosen.index is None else chosen.index
-        if index >= facts.count:
-            raise ConfigurationError(
-                f"rank {world.rank} needs {chosen.type}:{index}, and this process sees {facts.count} such device(s) "
-                f"for {world.local_size} rank(s) on the node. Start at most {facts.count} rank(s) per node, show more "
-                "devices to the process, or pass cpu=True."
-            )
-        chosen = torch.device(chosen.type, index)
-    launched = world.launcher != "none"
+    index = cast("int | None", chosen.index)  # None without a number, which torch's stubs don't say
+    if index is None and chosen.type not in ("cpu", "mps"):  # the two that are written without a number
+        index = world.local_rank
+    if index is not None and index >= facts.count:
+        raise ConfigurationError(
+            f"rank {world.rank} needs {chosen.type}:{index}, and this process sees {facts.count} such "
+            f"device(s) for {world.local_size} rank(s) on the node. Start at most {facts.count} rank(s) per "
+            "node, show more devices to the process, or pass cpu=True. Where each process is shown a "
+            f"device of its own, as by --gpus-per-task, set ACCELFN_TORCH_DEVICE={chosen.type}:0."
+        )
+    numbered = index is not None and chosen.type not in ("cpu", "mps")
+    chosen = torch.device(f"{chosen.type}:{index}" if numbered else chosen.type)
     if backend is not None:
-        _check_backend(backend, hardware.backends)
-    return DevicePlan(
-        device=chosen,
-        backend=_world_backend(facts, backend) if launched or backend is not None else None,
-        facts=facts,
-    )
+        _check_backend(backend, facts, hardware)
+    joins = world.launcher == "torchrun" or (world.size > 1 and world.launcher != "adopted")
+    return DevicePlan(device=chosen, backend=_world_backend(facts, backend) if joins else None, facts=facts)
 
 
 def _parse_device(name: str, known: tuple[str, ...]) -> torch.device:
@@ -140,29 +149,50 @@ def _parse_device(name: str, known: tuple[str, ...]) -> torch.device:
     except RuntimeError as error:
         raise ConfigurationError(f"unknown device {name!r}; this machine has: {', '.join(known)}.") from error
     if device.type not in known:
-        raise ConfigurationError(f"the device {name!r} is not on this machine, which has: {', '.join(known)}.")
+        raise ConfigurationError(
+            f"the device {name!r} is not on this machine, which has: {', '.join(known)}."
+        )
     return device
 
 
-def _check_backend(name: str, available: frozenset[str]) -> None:
-    # "cpu:gloo,cuda:nccl" names one backend per device type.
-    for part in name.split(","):
-        plain = part.rpartition(":")[2].strip().lower()
-        if plain not in available:
+def _check_backend(name: str, facts: DeviceFacts, hardware: Hardware) -> None:
+    parts = _backend_parts(name)
+    for plain in parts.values():
+        if plain not in hardware.backends:
             raise ConfigurationError(
-                f"unknown backend {plain!r}: this build of torch has {', '.join(sorted(available))}. "
+                f"unknown backend {plain!r}: this build of torch has {', '.join(sorted(hardware.backends))}. "
                 "Choose one of these, or leave the backend out to take the device's own."
             )
+    on_device, on_cpu = parts.get(facts.type, parts.get("")), parts.get("cpu")
+    if on_device is None:
+        raise ConfigurationError(
+            f"the backend {name!r} names none for {facts.type!r} tensors, and that is the device of this "
+            f"rank. Add '{facts.type}:...' to it, or leave the backend out to take the device's own."
+        )
+    if facts.type == "cpu":
+        on_cpu = on_device
+    if on_cpu is not None and on_cpu not in hardware.cpu_backends:
+        raise ConfigurationError(
+            f"the backend {on_cpu!r} can't carry CPU tensors; of this build of torch these can: "
+            f"{', '.join(sorted(hardware.cpu_backends))}. Choose one of these, or leave the backend out."
+        )
 
 
 def _world_backend(facts: DeviceFacts, asked: str | None) -> str:
     own = asked or facts.backend
     if own is None:
         raise ConfigurationError(
-            f"torch has no collective backend for {facts.type!r} tensors, so several ranks can't share a world on it. "
-            "Pass cpu=True, or start one process."
+            f"torch has no collective backend for {facts.type!r} tensors, so several ranks can't share a "
+            "world on it. Pass cpu=True, or start one process."
         )
-    if facts.type == "cpu" or ":" in own or own == "gloo":
+    if facts.type == "cpu" or own.strip().lower() == "gloo":
         return own
     # Control messages are CPU tensors: they must not wait behind the device's queue.
-    return f"cpu:gloo,{facts.type}:{own}"
+    parts = {"cpu": "gloo", **_backend_parts(own)}
+    return ",".join(f"{kind or facts.type}:{backend}" for kind, backend in parts.items())
+
+
+def _backend_parts(name: str) -> dict[str, str]:
+    """Split ``"cpu:gloo,cuda:nccl"`` by device type; a backend that names none stands under ``""``."""
+    parts = (part.strip().lower().rpartition(":") for part in name.split(","))
+    return {kind: backend for kind, _, backend in parts}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import socket
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -26,22 +29,27 @@ from accelfn.context.config import (
     PrecisionType,
     ProjectConfiguration,
     RNGType,
+    Settings,
     TorchDynamoPlugin,
     read_settings,
 )
-from accelfn.context.context import Context, configure
+from accelfn.context.context import Context, close_context, configure
 from accelfn.context.device import DevicePlan, plan_device, read_hardware
 from accelfn.context.environment import EnvironmentPlan, detect_environment
 from accelfn.context.options import ContextOptions, merge_settings, sort_handlers
 from accelfn.context.precision import check_precision
 from accelfn.context.process_group import process_group_collectives
 from accelfn.context.world import Made, World
-from accelfn.errors import ConfigurationError, DistributedError
+from accelfn.errors import ConfigurationError, DistributedError, NotAvailableError
 
 __all__ = ("DEFAULT_TIMEOUT", "init_context")
 
 # Long enough for a slow first batch, short enough that a hang costs minutes and not half an hour.
 DEFAULT_TIMEOUT = timedelta(minutes=10)
+
+_HOST_BYTES = 256
+
+_MakeGroup = Callable[..., dist.ProcessGroup]
 
 
 def init_context(
@@ -69,9 +77,10 @@ def init_context(
 ) -> Context:
     """Find out who this process is, join its world, and return the frozen :class:`Context`.
 
-    The environment is read here, once, and never written: ``ACCELFN_*`` variables, then ``ACCELERATE_*``, then those of
-    the launcher (:func:`detect_environment`). They only fill what isn't passed; an explicit argument always wins.
-    When torch.distributed is already initialised, by whomever, that group is adopted and never destroyed.
+    The environment is read here, once, and never written: ``ACCELFN_*`` variables, then ``ACCELERATE_*``,
+    then those of the launcher (:func:`detect_environment`). They only fill what isn't passed; an explicit
+    argument always wins. When torch.distributed is already initialised, by whomever, that group is adopted
+    and never destroyed; its device is the one that it is bound to, or the current accelerator.
 
     Ranks: every rank of the world (or of ``group``).
 
@@ -96,6 +105,9 @@ def init_context(
         parallelism_config: Sizes of the mesh's axes.
         debug: Compare full structures before every operation across ranks.
         group: An existing process group to use instead of the default one; it stays the caller's.
+
+    Returns:
+        The context; also a context manager that closes it.
 
     Raises:
         ConfigurationError: An option, a variable, a device or a backend is not valid or not there.
@@ -133,35 +145,56 @@ def init_context(
 
     environment = dict(os.environ)
     settings = read_settings(environment)
+    _refuse_settings(settings)
     options = merge_settings(asked, settings)
     base = configure(Context(), options)  # refuses bad options before anything is started
     joining = sort_handlers(kwargs_handlers).get("process_group", InitProcessGroupKwargs())
+    timeout = joining.timeout or DEFAULT_TIMEOUT
     hardware = read_hardware()
+    use_cpu = options.get("cpu", False)
+    device = None if cpu else settings.device  # cpu=True was passed, the device is a variable
 
     if group is not None or dist.is_initialized():
         adopted = group if group is not None else dist.group.WORLD
         if adopted is None:
-            raise ConfigurationError("torch.distributed is initialised but has no default group. Pass group=.")
+            raise ConfigurationError(
+                "torch.distributed is initialised but has no default group. Pass group=."
+            )
         place = _place_in(adopted)
-        plan = plan_device(place, hardware, cpu=options.get("cpu", False), device=settings.device)
+        _refuse_other_backend(adopted, joining)
+        plan = plan_device(place, hardware, cpu=use_cpu, device=device or _current_device(adopted, use_cpu))
         check_precision(base.precision, plan.facts)
-        world, collectives = _adopt(adopted, place, plan)
+        world, collectives = _adopt(adopted, place, plan, timeout)
     else:
         place = detect_environment(environment)
-        plan = plan_device(
-            place, hardware, cpu=options.get("cpu", False), device=settings.device, backend=joining.backend
-        )
+        plan = plan_device(place, hardware, cpu=use_cpu, device=device, backend=joining.backend)
         check_precision(base.precision, plan.facts)
-        world, collectives = _join(place, plan, joining)
+        world, collectives = _join(place, plan, joining.init_method, timeout)
     return dataclasses.replace(base, world=world, collectives=collectives)
 
 
-def _join(place: EnvironmentPlan, plan: DevicePlan, joining: InitProcessGroupKwargs) -> tuple[World, Collectives]:
+def _refuse_settings(settings: Settings) -> None:
+    asked = (
+        ("CPU_AFFINITY", "binding a process to cores", settings.cpu_affinity),
+        ("DOWNCAST_BF16", "casting for TPUs", settings.downcast_bf16),
+    )
+    for name, what, is_asked in asked:
+        if is_asked:
+            raise NotAvailableError(
+                f"ACCELFN_{name} or ACCELERATE_{name} asks for {what}, and this version of accelfn has no "
+                "machinery for it yet. Unset the variable."
+            )
+
+
+def _join(
+    place: EnvironmentPlan, plan: DevicePlan, init_method: str | None, timeout: timedelta
+) -> tuple[World, Collectives]:
     # torchrun's scripts may count on a group even in a world of one; nobody else does.
-    if place.launcher == "none" or (place.size == 1 and place.launcher != "torchrun"):
+    if place.size == 1 and place.launcher != "torchrun":
         return _world(place, plan, None, None, Made()), Collectives()
     # torchrun's agent hosts the store, which env:// knows how to find; others get the address in the call.
-    default_method = "env://" if place.launcher == "torchrun" else f"tcp://{place.master_addr}:{place.master_port}"
+    method = init_method or ("env://" if place.launcher == "torchrun" else _address(place))
+    hook = sys.excepthook
     previous = None
     if plan.device.type not in ("cpu", "mps"):
         previous = torch.device(plan.device.type, torch.accelerator.current_device_index())
@@ -169,53 +202,116 @@ def _join(place: EnvironmentPlan, plan: DevicePlan, joining: InitProcessGroupKwa
     try:
         dist.init_process_group(
             plan.backend,
-            init_method=joining.init_method or default_method,
+            init_method=method,
             rank=place.rank,
             world_size=place.size,
-            timeout=joining.timeout or DEFAULT_TIMEOUT,
+            timeout=timeout,
             device_id=None if plan.device.type in ("cpu", "mps") else plan.device,
         )
     except (RuntimeError, ValueError) as error:  # torch's DistError is a RuntimeError
         if previous is not None:
             torch.accelerator.set_device_index(previous)
         raise DistributedError(
-            f"rank {place.rank} could not join its world of {place.size} ({place.launcher}, backend {plan.backend}, "
-            f"at {joining.init_method or default_method}): {error}"
+            f"rank {place.rank} could not join its world of {place.size} ({place.launcher}, backend "
+            f"{plan.backend}, at {method}): {error}"
         ) from error
     group = dist.group.WORLD
     assert group is not None
-    world = _world(place, plan, plan.backend, group, Made(group=True, previous_device=previous))
-    return world, process_group_collectives(group, place.rank, place.size)
+    made = Made(group=True, previous_device=previous, excepthooks=(hook, sys.excepthook))
+    world = _world(place, plan, plan.backend, group, made)
+    return _settle(world, process_group_collectives(group, place.rank, place.size), place.nodes_known)
 
 
-def _adopt(group: dist.ProcessGroup, place: EnvironmentPlan, plan: DevicePlan) -> tuple[World, Collectives]:
-    side = None
-    if not _carries_cpu(group):
-        side = dist.new_group(ranks=dist.get_process_group_ranks(group), backend="gloo")
-    backend = str(dist.get_backend(group))
-    world = _world(place, plan, backend, group, Made(side_group=side))
-    collectives = process_group_collectives(group, place.rank, place.size, control=side)
+def _address(place: EnvironmentPlan) -> str:
+    host = place.master_addr or "127.0.0.1"
+    if ":" in host and not host.startswith("["):  # IPv6
+        host = f"[{host}]"
+    return f"tcp://{host}:{place.master_port}"
+
+
+def _adopt(
+    group: dist.ProcessGroup, place: EnvironmentPlan, plan: DevicePlan, timeout: timedelta
+) -> tuple[World, Collectives]:
+    world = _world(place, plan, str(dist.get_backend(group)), group, Made())
     if place.size == 1:
         return world, Collectives()
-    return _with_nodes(world, collectives), collectives
+    side = None if _carries_cpu(group) else _gloo_beside(group, timeout)
+    world = dataclasses.replace(world, made=Made(side_group=side))
+    collectives = process_group_collectives(group, place.rank, place.size, control=side)
+    return _settle(world, collectives, place.nodes_known)
+
+
+def _gloo_beside(group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
+    """Make a group of the same ranks for CPU tensors; ranks outside of it needn't come here."""
+    ranks = dist.get_process_group_ranks(group)
+    # torch sorts the ranks, where it knows another order at all.
+    order: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
+    make = cast(_MakeGroup, dist.new_group)  # pyright: ignore[reportUnknownMemberType]
+    return make(ranks=ranks, backend="gloo", timeout=timeout, use_local_synchronization=True, **order)
+
+
+def _settle(world: World, collectives: Collectives, nodes_known: bool) -> tuple[World, Collectives]:
+    """Find out what only the other ranks know; if they don't answer, take down what was set up."""
+    if nodes_known or world.size == 1:
+        return world, collectives
+    try:
+        return _with_nodes(world, collectives), collectives
+    except BaseException:
+        close_context(Context(world=world))
+        raise
 
 
 def _place_in(group: dist.ProcessGroup) -> EnvironmentPlan:
-    """Find this rank in a group that somebody else made. Which node it is on follows once messages can be sent."""
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    """Find this rank in a group that somebody else made. Which node it is on, the ranks tell each other."""
+    try:
+        rank = dist.get_rank(group)
+    except ValueError as error:
+        raise ConfigurationError(
+            "init_context(group=...) needs a group that torch.distributed knows: one from new_group, in a "
+            f"process that has called init_process_group. torch said: {error}"
+        ) from error
     if rank < 0:
-        raise ConfigurationError("init_context(group=...) was called by a rank that isn't in the group. Call it on its ranks.")
-    index = torch.accelerator.current_device_index() if torch.accelerator.is_available() else 0
-    return EnvironmentPlan(
-        launcher="adopted", rank=rank, size=size, local_rank=min(index, size - 1), local_size=size, num_nodes=1
-    )
+        raise ConfigurationError(
+            "init_context(group=...) was called by a rank that isn't in the group. Call it on its ranks."
+        )
+    size = dist.get_world_size(group)
+    return EnvironmentPlan(launcher="adopted", rank=rank, size=size, local_size=size, nodes_known=False)
+
+
+def _current_device(group: dist.ProcessGroup, cpu: bool) -> str | None:
+    """Name the accelerator that whoever made the group has chosen for this rank."""
+    if cpu or not torch.accelerator.is_available():
+        return None
+    bound: torch.device | None = group.bound_device_id
+    if bound is not None:
+        return str(bound)
+    kind = torch.accelerator.current_accelerator()
+    if kind is None or kind.type == "mps":
+        return None
+    return f"{kind.type}:{torch.accelerator.current_device_index()}"
+
+
+def _refuse_other_backend(group: dist.ProcessGroup, joining: InitProcessGroupKwargs) -> None:
+    if joining.backend is None:
+        return
+
+    def names(text: str) -> set[str]:
+        return {part.rpartition(":")[2].strip().lower() for part in text.split(",")}
+
+    has = str(dist.get_backend(group))
+    if not names(joining.backend) <= names(has):
+        raise ConfigurationError(
+            f"InitProcessGroupKwargs(backend={joining.backend!r}) can't be had: torch.distributed is "
+            f"initialised with {has!r}, and that group is adopted. Leave the backend out, or initialise "
+            "with it."
+        )
 
 
 def _with_nodes(world: World, collectives: Collectives) -> World:
-    """Ask every rank of an adopted group for its host, and number nodes and local ranks by it."""
-    own = socket.gethostname().encode()[:256].ljust(256, b"\0")
+    """Ask every rank for its host, and number nodes and local ranks by it."""
+    own = _host().ljust(_HOST_BYTES, b"\0")
     rows = collectives.exchange(torch.frombuffer(bytearray(own), dtype=torch.uint8))
-    hosts = [bytes(row[:256].tolist()) for row in rows]
+    hosts = [bytes(row[:_HOST_BYTES].tolist()) for row in rows]  # pyright: ignore
     nodes = list(dict.fromkeys(hosts))
     here = [rank for rank, host in enumerate(hosts) if host == own]
     return dataclasses.replace(
@@ -227,9 +323,17 @@ def _with_nodes(world: World, collectives: Collectives) -> World:
     )
 
 
+def _host() -> bytes:
+    # Machines may share a name ("localhost"), containers of one machine its boot: together they tell.
+    boot = ""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{boot} {socket.gethostname()}".encode()[:_HOST_BYTES]
+
+
 def _carries_cpu(group: dist.ProcessGroup) -> bool:
     try:
-        return any(device.type == "cpu" for device in group._device_types)  # pyright: ignore[reportPrivateUsage]
+        return any(device.type == "cpu" for device in group._device_types)
     except RuntimeError:  # a group whose backend is made lazily on first use
         return False
 

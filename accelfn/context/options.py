@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypedDict, TypeVar, cast
 
 from accelfn.context.config import (
     AORecipeKwargs,
@@ -34,9 +34,9 @@ from accelfn.context.config import (
 from accelfn.context.precision import Precision
 from accelfn.errors import ConfigurationError, NotAvailableError
 
-__all__ = ("ContextOptions", "Strategy", "apply_options", "merge_settings", "sort_handlers")
+__all__ = ("ContextOptions", "Fields", "Handlers", "Strategy", "apply_options", "merge_settings", "sort_handlers")
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 class ContextOptions(TypedDict, total=False):
@@ -100,6 +100,8 @@ def sort_handlers(handlers: Sequence[KwargsHandler] | None) -> Handlers:
         ("profile", (ProfileKwargs,)),
         ("fp8_recipe", (FP8RecipeKwargs, TERecipeKwargs, AORecipeKwargs, MSAMPRecipeKwargs)),
     )
+    if isinstance(handlers, KwargsHandler):
+        raise TypeError(f"kwargs_handlers takes a list of records: got a single {type(handlers).__name__}.")
     found: dict[str, KwargsHandler] = {}
     for handler in handlers or ():
         place = next((name for name, kinds in places if isinstance(handler, kinds)), None)
@@ -124,13 +126,21 @@ def merge_settings(options: ContextOptions, settings: Settings) -> ContextOption
     if merged.get("mixed_precision") is None and settings.mixed_precision is not None:
         merged["mixed_precision"] = settings.mixed_precision
     steps = settings.gradient_accumulation_steps
-    if steps is not None and "gradient_accumulation_steps" not in options and not options.get("gradient_accumulation_plugin"):
+    if (
+        steps is not None
+        and "gradient_accumulation_steps" not in options
+        and not options.get("gradient_accumulation_plugin")
+    ):
         merged["gradient_accumulation_steps"] = steps
     if "cpu" not in options:
         merged["cpu"] = settings.cpu
     if "debug" not in options:
         merged["debug"] = settings.debug
-    if not options.get("dynamo_backend") and not options.get("dynamo_plugin") and settings.dynamo_plugin is not None:
+    if (
+        not options.get("dynamo_backend")
+        and not options.get("dynamo_plugin")
+        and settings.dynamo_plugin is not None
+    ):
         merged["dynamo_plugin"] = settings.dynamo_plugin
     if not options.get("fsdp_plugin") and settings.fsdp_plugin is not None:
         merged["fsdp_plugin"] = settings.fsdp_plugin
@@ -168,6 +178,7 @@ def apply_options(now: Fields, options: ContextOptions) -> Fields:
         ConfigurationError: Two options contradict each other, or one is not valid.
         NotAvailableError: An option asks for machinery that this version does not have.
     """
+    _check_names_and_flags(options)
     _refuse_unavailable(options)
     handlers = sort_handlers(options.get("kwargs_handlers"))
     precision = now["precision"]
@@ -183,18 +194,39 @@ def apply_options(now: Fields, options: ContextOptions) -> Fields:
             fp8_recipe=recipe,
         ),
         accumulation=_accumulation(now["accumulation"], options),
-        loading=_typed("dataloader_config", options.get("dataloader_config"), DataLoaderConfiguration) or now["loading"],
+        loading=_typed("dataloader_config", options.get("dataloader_config"), DataLoaderConfiguration)
+        or now["loading"],
         project=_project(now["project"], options),
         strategy=Strategy(ddp=handlers.get("ddp", now["strategy"].ddp)),
         device_placement=options.get("device_placement", now["device_placement"]),
-        step_scheduler_with_optimizer=options.get("step_scheduler_with_optimizer", now["step_scheduler_with_optimizer"]),
+        step_scheduler_with_optimizer=options.get(
+            "step_scheduler_with_optimizer", now["step_scheduler_with_optimizer"]
+        ),
         rng_types=_rng_types(now["rng_types"], options.get("rng_types")),
         debug=options.get("debug", now["debug"]),
     )
 
 
+def _check_names_and_flags(options: ContextOptions) -> None:
+    unknown = sorted(set(options) - set(ContextOptions.__annotations__))
+    if unknown:
+        raise TypeError(
+            f"unknown option(s) {', '.join(unknown)}. A context has: "
+            f"{', '.join(ContextOptions.__annotations__)}."
+        )
+    # Callers without a type checker pass a "no" from a parsed file, which would count as True.
+    given = cast("Mapping[str, object]", options)
+    for name in ("device_placement", "step_scheduler_with_optimizer", "cpu", "debug"):
+        if name in given and not isinstance(given[name], bool):
+            raise TypeError(f"{name} must be True or False: got {given[name]!r}.")
+
+
 def _accumulation(now: GradientAccumulationPlugin, options: ContextOptions) -> GradientAccumulationPlugin:
-    plugin = _typed("gradient_accumulation_plugin", options.get("gradient_accumulation_plugin"), GradientAccumulationPlugin)
+    plugin = _typed(
+        "gradient_accumulation_plugin",
+        options.get("gradient_accumulation_plugin"),
+        GradientAccumulationPlugin,
+    )
     if "gradient_accumulation_steps" not in options:
         return plugin or now
     steps = options["gradient_accumulation_steps"]
@@ -211,14 +243,18 @@ def _accumulation(now: GradientAccumulationPlugin, options: ContextOptions) -> G
 def _project(now: ProjectConfiguration, options: ContextOptions) -> ProjectConfiguration:
     project = _typed("project_config", options.get("project_config"), ProjectConfiguration) or now
     directory = options.get("project_dir")
-    if directory is None or project.project_dir is not None and options.get("project_config") is not None:
+    if directory is None or (project.project_dir is not None and options.get("project_config") is not None):
         return project
-    return dataclasses.replace(project, project_dir=os.fspath(directory), logging_dir=None)
+    # A logging folder of its own stays; one that was only the project's folder moves with it.
+    logging_dir = None if project.logging_dir == project.project_dir else project.logging_dir
+    return dataclasses.replace(project, project_dir=os.fspath(directory), logging_dir=logging_dir)
 
 
 def _rng_types(now: tuple[str, ...], asked: Sequence[str | RNGType] | None) -> tuple[str, ...]:
     if asked is None:
         return now
+    if isinstance(asked, str):
+        raise TypeError(f"rng_types takes a list of names, such as [{str(asked)!r}]: got {asked!r}.")
     known = tuple(item.value for item in RNGType)
     names = tuple(item.value if isinstance(item, RNGType) else item for item in asked)
     for name in names:
@@ -227,7 +263,7 @@ def _rng_types(now: tuple[str, ...], asked: Sequence[str | RNGType] | None) -> t
     return names
 
 
-def _typed(name: str, value: object, kind: type[T]) -> T | None:
+def _typed(name: str, value: object, kind: type[_T]) -> _T | None:
     if value is not None and not isinstance(value, kind):
         raise TypeError(f"{name} must be a {kind.__name__}: got {type(value).__name__}.")
     return value
@@ -237,8 +273,10 @@ def _refuse_unavailable(options: ContextOptions) -> None:
     dynamo = _typed("dynamo_plugin", options.get("dynamo_plugin"), TorchDynamoPlugin)
     backend = options.get("dynamo_backend")
     if dynamo is not None and backend is not None:
-        raise ConfigurationError("dynamo_backend and dynamo_plugin say the same thing twice. Give one of the two.")
-    if backend is not None:
+        raise ConfigurationError(
+            "dynamo_backend and dynamo_plugin say the same thing twice. Give one of the two."
+        )
+    if dynamo is None and backend is not None:
         dynamo = TorchDynamoPlugin(backend=backend)
     parallelism = _typed("parallelism_config", options.get("parallelism_config"), ParallelismConfig)
     mode = options.get("mixed_precision")
@@ -247,7 +285,11 @@ def _refuse_unavailable(options: ContextOptions) -> None:
         ("deepspeed_plugin", "DeepSpeed", options.get("deepspeed_plugin") is not None),
         ("megatron_lm_plugin", "Megatron-LM", options.get("megatron_lm_plugin") is not None),
         ("parallelism_config", "a mesh of ranks", parallelism is not None and parallelism.total_size > 1),
-        ("dynamo_backend", "torch.compile in prepare_model", dynamo is not None and dynamo.backend != DynamoBackend.NO),
+        (
+            "dynamo_plugin" if backend is None else "dynamo_backend",
+            "torch.compile in prepare_model",
+            dynamo is not None and dynamo.backend != DynamoBackend.NO,
+        ),
         ("mixed_precision", "fp8", mode in ("fp8", PrecisionType.FP8)),
         ("log_with", "experiment tracking", options.get("log_with") is not None),
         ("kwargs_handlers", "profiling", "profile" in sort_handlers(options.get("kwargs_handlers"))),
@@ -256,5 +298,6 @@ def _refuse_unavailable(options: ContextOptions) -> None:
         if is_asked:
             raise NotAvailableError(
                 f"{argument} asks for {what}, and this version of accelfn has no machinery for it yet. "
-                "The record is valid; leave it out of the context for now."
+                "The record is valid; leave it out of the context for now, or unset the variable that asks "
+                "for it."
             )

@@ -48,8 +48,8 @@ class Precision:
         object.__setattr__(self, "mode", mode)
         if self.fp8_recipe is not None and mode != "fp8":
             raise ConfigurationError(
-                f"{type(self.fp8_recipe).__name__} has an effect only with mixed_precision='fp8': got {mode!r}. "
-                "Ask for fp8, or leave the recipe out."
+                f"{type(self.fp8_recipe).__name__} has an effect only with mixed_precision='fp8': got "
+                f"{mode!r}. Ask for fp8, or leave the recipe out."
             )
 
     @property
@@ -74,6 +74,6 @@ def check_precision(precision: Precision, device: DeviceFacts) -> None:
     if precision.mode in ("fp16", "bf16") and precision.mode not in device.precisions:
         offered = ", ".join(("no", *sorted(device.precisions)))
         raise ConfigurationError(
-            f"mixed_precision={precision.mode!r} can't be computed on device {device.type!r}, which offers: {offered}. "
-            "Choose one of these."
+            f"mixed_precision={precision.mode!r} can't be computed on device {device.type!r}, which offers: "
+            f"{offered}. Choose one of these."
         )

@@ -1,12 +1,12 @@
 """Fill the :class:`Collectives` seam from a torch process group.
 
-Works for registered groups (``init_process_group``, ``new_group``) and for an unregistered one that a thread made for
-itself, so nothing here asks torch's global registry: ranks are numbers inside the group.
+Works for registered groups (``init_process_group``, ``new_group``) and for an unregistered one that a thread
+made for itself, so nothing here asks torch's global registry: ranks are numbers inside the group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 import torch
@@ -29,7 +29,7 @@ def process_group_collectives(
         size: Number of ranks in the group.
         control: Carries the CPU bytes of ``exchange``; ``group`` itself when it has a CPU backend.
     """
-    beside = control or group
+    beside = group if control is None else control
     chunk = chunk_bytes(size)
 
     def exchange(message: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -43,8 +43,9 @@ def process_group_collectives(
     def gathered(buffer: torch.Tensor, through: dist.ProcessGroup) -> torch.Tensor:
         output = buffer.new_empty(size * buffer.numel())
         with _failures("all_gather", rank):
-            # The method: dist.all_gather_into_tensor is deprecated in torch 2.13, its successor absent in 2.11.
-            through._allgather_base(output, buffer).wait()  # pyright: ignore[reportPrivateUsage]
+            # The method: dist.all_gather_into_tensor is deprecated in torch 2.13, its successor absent in
+            # 2.11.
+            through._allgather_base(output, buffer).wait()
         return output
 
     def all_gather(buffer: torch.Tensor) -> torch.Tensor:
@@ -92,7 +93,7 @@ def process_group_collectives(
 
 
 @contextmanager
-def _failures(operation: str, rank: int) -> Iterator[None]:
+def _failures(operation: str, rank: int) -> Generator[None]:
     """Turn what a backend raises for a lost or late peer into our errors; let everything else through."""
     try:
         yield
@@ -100,13 +101,13 @@ def _failures(operation: str, rank: int) -> Iterator[None]:
         text = str(error)
         if "imed out" in text or "timeout" in text.lower():
             raise CollectiveTimeoutError(
-                f"rank {rank} waited in {operation} for a rank that did not come in time. Every rank must call the same "
-                f"operations in the same order. The backend said: {text}"
+                f"rank {rank} waited in {operation} for a rank that did not come in time. Every rank must "
+                f"call the same operations in the same order. The backend said: {text}"
             ) from error
         if "onnection" in text or "peer" in text:
             raise MissingRankError(
-                f"rank {rank} lost its connection to another rank in {operation}: that rank has ended, or its machine "
-                f"can't be reached. Look at its output first. The backend said: {text}"
+                f"rank {rank} lost its connection to another rank in {operation}: that rank has ended, or "
+                f"its machine can't be reached. Look at its output first. The backend said: {text}"
             ) from error
         raise
 

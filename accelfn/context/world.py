@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -22,11 +23,13 @@ class Made:
         group: It initialised torch.distributed.
         side_group: A gloo group beside an adopted group that can't carry CPU tensors.
         previous_device: The accelerator that was current before.
+        excepthooks: ``sys.excepthook`` before, and the one that torch put around it.
     """
 
     group: bool = False
     side_group: dist.ProcessGroup | None = None
     previous_device: torch.device | None = None
+    excepthooks: tuple[Callable[..., object], Callable[..., object]] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +44,8 @@ class World:
         node_rank: Number of this node, from 0.
         num_nodes: Number of nodes.
         device: Device of this rank.
-        backend: ``"gloo"``, ``"nccl"``, ..., ``"memory"`` for ranks that are threads, None for a world of one.
+        backend: ``"gloo"``, ``"nccl"``, ..., ``"memory"`` for ranks that are threads, None for a world of
+            one.
         group: torch's process group, or None (a world of one, or ranks in memory).
         made: What ``init_context`` set up and ``close_context`` undoes.
     """
@@ -58,7 +62,7 @@ class World:
     made: Made = field(default_factory=Made)
 
     def __post_init__(self) -> None:
-        """Refuse a rank outside its world."""
+        """Refuse a rank outside its world, and nodes that don't fit in it."""
         for name, value, size in (
             ("rank", self.rank, self.size),
             ("local_rank", self.local_rank, self.local_size),
@@ -66,3 +70,8 @@ class World:
         ):
             if size < 1 or not 0 <= value < size:
                 raise ConfigurationError(f"World: {name} must lie in 0..{size - 1}, got {value}.")
+        if self.local_size + self.num_nodes - 1 > self.size:
+            raise ConfigurationError(
+                f"World: {self.local_size} ranks on this node and at least one on every other of "
+                f"{self.num_nodes} nodes do not fit a world of {self.size}."
+            )

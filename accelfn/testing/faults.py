@@ -21,7 +21,7 @@ class InjectedFaultError(AccelfnError, RuntimeError):
     """What a rank raises at the place where a :class:`Fault` of kind ``"raise"`` says so."""
 
 
-class RankDeath(BaseException):  # noqa: N818 -- not an error: it stands for a killed process, and nothing may catch it
+class RankDeath(BaseException):
     """Ends a rank's thread as ``kill -9`` ends a process: no handler runs, nobody is told."""
 
 
@@ -42,7 +42,9 @@ class Fault:
     seconds: float = 0.0
 
 
-def inject(collectives: Collectives, rank: int, faults: Sequence[Fault], die: Callable[[], None]) -> Collectives:
+def inject(
+    collectives: Collectives, rank: int, faults: Sequence[Fault], die: Callable[[], None]
+) -> Collectives:
     """Wrap ``collectives`` so that the faults of ``rank`` happen.
 
     Args:

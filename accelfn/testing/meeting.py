@@ -5,7 +5,13 @@ from __future__ import annotations
 import threading
 from typing import Any, NamedTuple
 
-from accelfn.errors import CollectiveTimeoutError, Disagreement, MismatchError, MissingRankError, RemoteRankError
+from accelfn.errors import (
+    CollectiveTimeoutError,
+    Disagreement,
+    MismatchError,
+    MissingRankError,
+    RemoteRankError,
+)
 
 __all__ = ("Meeting",)
 
@@ -140,7 +146,9 @@ class Meeting:
 def _mismatch(met: list[Brought]) -> MismatchError:
     calls = [" ".join(str(part) for part in one.call) for one in met]
     expected = max(calls, key=calls.count)
-    rows = tuple(Disagreement(rank, "", expected, call) for rank, call in enumerate(calls) if call != expected)
+    rows = tuple(
+        Disagreement(rank, "", expected, call) for rank, call in enumerate(calls) if call != expected
+    )
     return MismatchError(_name(met[0].call), rows)
 
 

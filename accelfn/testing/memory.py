@@ -13,7 +13,9 @@ __all__ = ("memory_collectives", "memory_world")
 def memory_world(rank: int, size: int, num_nodes: int = 1, backend: str = "memory") -> World:
     """Describe rank ``rank`` of a world of threads, laid out as ``num_nodes`` equal nodes."""
     if size < 1 or num_nodes < 1 or size % num_nodes:
-        raise ValueError(f"run_ranks: num_nodes must divide world_size, got world_size={size}, num_nodes={num_nodes}.")
+        raise ValueError(
+            f"run_ranks: num_nodes must divide world_size, got world_size={size}, num_nodes={num_nodes}."
+        )
     local_size = size // num_nodes
     return World(
         rank=rank,
@@ -29,7 +31,8 @@ def memory_world(rank: int, size: int, num_nodes: int = 1, backend: str = "memor
 def memory_collectives(meeting: Meeting, rank: int, size: int) -> Collectives:
     """Fill the seam with meetings of threads.
 
-    A buffer that a caller goes on using is read by the others between two meetings: nobody returns before all have read.
+    A buffer that a caller goes on using is read by the others between two meetings: nobody returns before all
+    have read.
     """
 
     def finish(name: str) -> None:

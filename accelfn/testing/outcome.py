@@ -41,8 +41,9 @@ def conclude(outcomes: Sequence[Outcome], where: str) -> list[Any]:
     others = [f"rank {one} {type(it).__name__}" for one, it in errors if one != rank]
     if others:
         note += "; also failed: " + ", ".join(others)
-    if hasattr(error, "add_note"):  # Python 3.11 and later
-        error.add_note(note)
+    add_note = getattr(error, "add_note", None)  # Python 3.11 and later
+    if add_note is not None:
+        add_note(note)
     raise error
 
 

@@ -1,7 +1,7 @@
 """Run a function once per rank, each rank a process forked from this one, in a real gloo world on loopback.
 
-Forking a parent that has imported torch costs milliseconds where a fresh interpreter costs seconds, and the function may
-be a closure. For what needs torch's global registry: DDP, FSDP2, DTensor, pipelines.
+Forking a parent that has imported torch costs milliseconds where a fresh interpreter costs seconds, and the
+function may be a closure. For what needs torch's global registry: DDP, FSDP2, DTensor, pipelines.
 """
 
 from __future__ import annotations
@@ -86,13 +86,16 @@ def run_on_processes(
                     daemon=True,
                 )
                 with warnings.catch_warnings():
-                    # Python 3.12 warns of forking beside other threads; the child starts no torch thread pool.
+                    # Python 3.12 warns of forking beside other threads; the child starts no torch thread
+                    # pool.
                     warnings.simplefilter("ignore", DeprecationWarning)
                     process.start()
                 sender.close()
                 processes.append(process)
                 receivers.append(receiver)
-            outcomes = _collect(processes, receivers, None if timeout_s is None else time.monotonic() + seconds + 5.0)
+            outcomes = _collect(
+                processes, receivers, None if timeout_s is None else time.monotonic() + seconds + 5.0
+            )
         finally:
             for process in processes:
                 if process.is_alive():
@@ -104,7 +107,9 @@ def run_on_processes(
     return conclude(outcomes, "processes")
 
 
-def _collect(processes: Sequence[Any], receivers: Sequence[Connection], deadline: float | None) -> list[Outcome]:
+def _collect(
+    processes: Sequence[Any], receivers: Sequence[Connection], deadline: float | None
+) -> list[Outcome]:
     """Wait until each rank has reported or died; after a failure not much longer."""
     outcomes: dict[int, Outcome] = {}
     while len(outcomes) < len(processes):
@@ -129,7 +134,11 @@ def _receive(rank: int, process: Any, receiver: Connection) -> Outcome:
     except EOFError:
         process.join(5.0)
         code = process.exitcode
-        how = f"was killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exited with code {code}"
+        how = (
+            f"was killed by {signal.Signals(-code).name}"
+            if code is not None and code < 0
+            else f"exited with code {code}"
+        )
         return Outcome(error=MissingRankError(f"rank {rank} {how} before it returned."))
     if text and error is not None:
         error.__cause__ = RemoteTraceback(text)
@@ -138,7 +147,8 @@ def _receive(rank: int, process: Any, receiver: Connection) -> Outcome:
 
 def _unended(rank: int) -> Outcome:
     error = CollectiveTimeoutError(
-        f"rank {rank} did not end in time and was ended. Give run_ranks a longer timeout_s, or look for what it waits for."
+        f"rank {rank} did not end in time and was ended. Give run_ranks a longer timeout_s, or look for what "
+        "it waits for."
     )
     return Outcome(error=error, ended=False)
 
@@ -155,20 +165,24 @@ def _work(
     sender: Connection,
 ) -> None:
     """Be one rank: the whole life of a forked child."""
-    # The parent's threads were not forked. Neither torch's pool nor what the parent left for the garbage collector (a
-    # process group joins its threads when it goes) may be touched here.
+    # The parent's threads were not forked. Neither torch's pool nor what the parent left for the garbage
+    # collector (a process group joins its threads when it goes) may be touched here.
     gc.freeze()
     torch.set_num_threads(1)
     code = 0
     try:
-        store = dist.FileStore(path, size)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=seconds))
+        store = dist.FileStore(path, size)  # pyright: ignore[reportPrivateImportUsage] -- documented, but not exported
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=seconds)
+        )
         group = dist.group.WORLD
         assert group is not None
         collectives = process_group_collectives(group, rank, size)
         collectives.barrier()  # nobody may end while others still connect to it
         world = memory_world(rank, size, num_nodes, "gloo")
-        ctx = Context(world=dataclasses.replace(world, group=group), collectives=inject(collectives, rank, faults, _die))
+        ctx = Context(
+            world=dataclasses.replace(world, group=group), collectives=inject(collectives, rank, faults, _die)
+        )
         report = (fn(configure(ctx)), None, "")
         message = pickle.dumps(report)
     except BaseException as error:  # noqa: BLE001 -- whatever ends a rank is reported to the parent

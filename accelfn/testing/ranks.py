@@ -32,14 +32,14 @@ def run_ranks(
 
     The same function runs on all three kinds of world:
 
-    - ``"memory"``: threads of this process that hand each other tensors. Cheap (hundreds of worlds in a property test),
-      and a breakpoint in ``fn`` stops in it.
+    - ``"memory"``: threads of this process that hand each other tensors. Cheap (hundreds of worlds in a
+      property test), and a breakpoint in ``fn`` stops in it.
     - ``"gloo"``: the same threads, each with its own real gloo process group.
-    - ``"processes"``: forked processes with an initialised torch.distributed, for what needs it: DDP, FSDP2, DTensor.
-      What ``fn`` returns must be picklable. Not on Windows.
+    - ``"processes"``: forked processes with an initialised torch.distributed, for what needs it: DDP, FSDP2,
+      DTensor. What ``fn`` returns must be picklable. Not on Windows.
 
-    All ranks are on the CPU. Threads share Python's and torch's global random generators, so a function that draws
-    numbers should use a generator of its own.
+    All ranks are on the CPU. Threads share Python's and torch's global random generators, so a function that
+    draws numbers should use a generator of its own.
 
     Args:
         fn: What every rank runs.
@@ -51,8 +51,8 @@ def run_ranks(
         **options: Keyword arguments of :func:`accelfn.init_context`, for every rank's context.
 
     Raises:
-        Exception: What a rank raised: of several, the one that was the cause of the others, with a note that names its
-            rank. On processes its traceback is the error's cause.
+        Exception: What a rank raised: of several, the one that was the cause of the others, with a note that
+            names its rank. On processes its traceback is the error's cause.
         MissingRankError: A rank returned or died while others waited for it.
         CollectiveTimeoutError: A rank did not come to a collective in time.
         ValueError: Unknown ``on``, or a world that can't be laid out.
@@ -64,7 +64,9 @@ def run_ranks(
         raise ValueError(f"run_ranks: world_size must be at least 1, got {world_size}.")
     for fault in faults:
         if not 0 <= fault.rank < world_size:
-            raise ValueError(f"run_ranks: a fault names rank {fault.rank}, which isn't in a world of {world_size}.")
+            raise ValueError(
+                f"run_ranks: a fault names rank {fault.rank}, which isn't in a world of {world_size}."
+            )
 
     def configured(ctx: Context) -> Context:
         return configure(ctx, options)

@@ -24,7 +24,8 @@ __all__ = ("run_on_gloo_threads", "run_on_memory")
 T = TypeVar("T")
 Configure = Callable[[Context], Context]
 
-# Threads that wait in a meeting notice at once; one that computes gets this much longer before the world is given up.
+# Threads that wait in a meeting notice at once; one that computes gets this much longer before the world is
+# given up.
 _GRACE_S = 5.0
 
 
@@ -55,13 +56,14 @@ def run_on_gloo_threads(
     num_nodes: int,
 ) -> list[T]:
     """Run ``fn`` on threads that each have a real gloo group over one in-process store."""
-    store = dist.HashStore()
+    store = cast("Any", dist).HashStore()  # documented, but not exported to checkers
     timeout = timedelta(seconds=3600 if timeout_s is None else timeout_s)
     groups: list[dist.ProcessGroup | None] = [None] * size
 
     def enter(rank: int) -> tuple[World, Collectives]:
         groups[rank] = group = _gloo_group(store, rank, size, timeout)
-        # By a weak reference: the traceback of an error holds the context, and must not hold the connections too.
+        # By a weak reference: the traceback of an error holds the context, and must not hold the connections
+        # too.
         proxy = cast("dist.ProcessGroup", weakref.proxy(group))
         return memory_world(rank, size, num_nodes, "gloo"), process_group_collectives(proxy, rank, size)
 
@@ -104,7 +106,8 @@ def _run(
             leave(rank, how, error)
 
     threads = [
-        threading.Thread(target=work, args=(rank,), name=f"rank {rank} of {size}", daemon=True) for rank in range(size)
+        threading.Thread(target=work, args=(rank,), name=f"rank {rank} of {size}", daemon=True)
+        for rank in range(size)
     ]
     for thread in threads:
         thread.start()
@@ -128,13 +131,14 @@ def _unended(rank: int, timeout_s: float | None) -> Outcome:
 
 def _gloo_group(store: Any, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
     """Make a process group that only this thread knows; torch's registry isn't touched."""
-    options = dist.ProcessGroupGloo._Options()  # pyright: ignore
-    options._timeout = timeout  # pyright: ignore
-    options._threads = 2  # pyright: ignore
-    options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]  # pyright: ignore
-    backend = dist.ProcessGroupGloo(dist.PrefixStore("ranks", store), rank, size, options)  # pyright: ignore
-    group = dist.ProcessGroup(dist.PrefixStore("group", store), rank, size)
+    bindings = cast("Any", dist)  # what torch's stubs don't know: options, stores, registration by hand
+    options = bindings.ProcessGroupGloo._Options()
+    options._timeout = timeout
+    options._threads = 2
+    options._devices = [bindings.ProcessGroupGloo.create_device(interface="lo")]
+    backend = bindings.ProcessGroupGloo(bindings.PrefixStore("ranks", store), rank, size, options)
+    group = bindings.ProcessGroup(bindings.PrefixStore("group", store), rank, size)
     kind = dist.ProcessGroup.BackendType.GLOO
-    group._register_backend(torch.device("cpu"), kind, backend)  # pyright: ignore
-    group._set_default_backend(kind)  # pyright: ignore
+    group._register_backend(torch.device("cpu"), kind, backend)
+    group._set_default_backend(kind)
     return group

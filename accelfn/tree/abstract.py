@@ -42,7 +42,9 @@ def initialize_tensors(tree: Any, device: torch.device | str = "cpu") -> Any:
     leaves, structure = flatten(tree, lambda value: isinstance(value, TensorInformation))
     return structure.unflatten(
         [
-            torch.empty(leaf.shape, dtype=leaf.dtype, device=device) if isinstance(leaf, TensorInformation) else leaf
+            torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
+            if isinstance(leaf, TensorInformation)
+            else leaf
             for leaf in leaves
         ]
     )

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
-import optree
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
@@ -38,7 +37,9 @@ def map_tensors(function: Callable[[torch.Tensor], Any], tree: T) -> T:
     if isinstance(tree, torch.Tensor):
         return function(tree)
     leaves, structure = flatten(tree)
-    return structure.unflatten([function(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
+    return structure.unflatten(
+        [function(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    )
 
 
 def send_to_device(
@@ -50,8 +51,8 @@ def send_to_device(
     """Move each tensor of ``tree`` to ``device``.
 
     Args:
-        tree: Any tree. Leaves that are no tensors but have a ``.to`` method are moved by it, a ``PackedSequence`` among
-            them; all others stay as they are.
+        tree: Any tree. Leaves that are no tensors but have a ``.to`` method are moved by it, a
+            ``PackedSequence`` among them; all others stay as they are.
         device: Where to.
         non_blocking: Don't wait for copies from pinned memory.
         skip_keys: Keys of mappings, at any depth, below which nothing is moved.
@@ -67,8 +68,15 @@ def send_to_device(
     # A PackedSequence keeps its batch sizes on the CPU: only its own method knows.
     leaves, structure = flatten(tree, _is_packed_sequence)
     skipped = _below(structure.paths(), skip_keys) if skip_keys else frozenset[int]()
+    target = torch.device(device)
+    # Most often all is there already, and comparing is cheaper than asking each tensor to move.
     return structure.unflatten(
-        [leaf if index in skipped else _move(leaf, device, non_blocking) for index, leaf in enumerate(leaves)]
+        [
+            leaf
+            if index in skipped or (isinstance(leaf, torch.Tensor) and leaf.device == target)
+            else _move(leaf, target, non_blocking)
+            for index, leaf in enumerate(leaves)
+        ]
     )
 
 
@@ -123,11 +131,11 @@ def concatenate(trees: Sequence[T], dim: int = 0) -> T:
     def join(index: int, column: list[Any]) -> Any:
         if all(isinstance(leaf, torch.Tensor) for leaf in column):
             return torch.cat([leaf.reshape(1) if leaf.dim() == 0 else leaf for leaf in column], dim=dim)
-        if all(leaf is column[0] or leaf == column[0] for leaf in column):
+        if all(_same(leaf, column[0]) for leaf in column):
             return column[0]
         raise TypeError(
-            f"concatenate: {structure.paths()[index]} holds values that are no tensors and differ between the trees: "
-            f"{column[0]!r} and others. Join them yourself, or leave them out."
+            f"concatenate: {structure.paths()[index]} holds values that are no tensors and differ between "
+            f"the trees: {column[0]!r} and others. Join them yourself, or leave them out."
         )
 
     return structure.unflatten([join(index, column) for index, column in enumerate(columns)])
@@ -142,16 +150,12 @@ def find_batch_size(tree: Any) -> int:
     >>> find_batch_size({"loss": torch.tensor(1.0), "x": torch.zeros(3, 2)})
     3
     """
-    # Lazily: the first leaf is nearly always the answer.
-    for leaf in cast("Iterable[Any]", optree.tree_iter(tree)):
-        if isinstance(leaf, torch.Tensor):
-            if leaf.dim():
-                return leaf.shape[0]
-        else:
-            for inner in flatten(leaf)[0]:
-                if isinstance(inner, torch.Tensor) and inner.dim():
-                    return inner.shape[0]
-    raise ValueError("find_batch_size: the tree holds no tensor with a first dimension. Pass the batch that has one.")
+    size = _first_size(tree)
+    if size is not None:
+        return size
+    raise ValueError(
+        "find_batch_size: the tree holds no tensor with a first dimension. Pass the batch that has one."
+    )
 
 
 def convert_to_fp32(tree: T) -> T:
@@ -180,7 +184,8 @@ def pad_input_tensors(tree: T, batch_size: int, num_processes: int, dim: int = 0
     """
     if batch_size < 1 or num_processes < 1:
         raise ValueError(
-            f"pad_input_tensors: batch_size and num_processes must be positive, got {batch_size} and {num_processes}."
+            f"pad_input_tensors: batch_size and num_processes must be positive, "
+            f"got {batch_size} and {num_processes}."
         )
     missing = -batch_size % num_processes
 
@@ -201,7 +206,11 @@ def listify(tree: Any) -> Any:
     >>> listify({"x": torch.tensor([1, 2], dtype=torch.bfloat16)})
     {'x': [1.0, 2.0]}
     """
-    return map_tensors(torch.Tensor.tolist, tree)
+
+    def convert(tensor: torch.Tensor) -> Any:
+        return cast("Any", tensor).tolist()  # torch types it as a list of unknowns
+
+    return map_tensors(convert, tree)
 
 
 def find_device(tree: Any) -> torch.device | None:
@@ -209,11 +218,41 @@ def find_device(tree: Any) -> torch.device | None:
     return next((leaf.device for leaf in flatten(tree)[0] if isinstance(leaf, torch.Tensor)), None)
 
 
+def _first_size(tree: Any) -> int | None:
+    """Look into the usual containers one value at a time: the first leaf is nearly always the answer."""
+    if isinstance(tree, torch.Tensor):
+        return tree.size(0) if tree.dim() else None
+    if isinstance(tree, dict):
+        values: Iterable[Any] = cast("dict[Any, Any]", tree).values()
+    elif isinstance(tree, (list, tuple)):
+        values = cast("Sequence[Any]", tree)
+    else:
+        values, _ = flatten(tree)
+        if len(values) == 1 and values[0] is tree:  # a leaf
+            return None
+    for value in values:
+        size = _first_size(value)
+        if size is not None:
+            return size
+    return None
+
+
+def _same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return False
+    try:
+        return bool(one == other)
+    except ValueError:  # an array compares element by element
+        return False
+
+
 def _is_packed_sequence(value: Any) -> bool:
     return isinstance(value, PackedSequence)
 
 
-def _move(leaf: Any, device: torch.device | str | int, non_blocking: bool) -> Any:
+def _move(leaf: Any, device: torch.device, non_blocking: bool) -> Any:
     if isinstance(leaf, torch.Tensor):
         return leaf.to(device, non_blocking=non_blocking)
     move = getattr(leaf, "to", None)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
-from torch._utils import _flatten_dense_tensors  # pyright: ignore[reportPrivateUsage]
+from torch import _utils
 
 from accelfn.tree.structure import Structure, flatten
 
@@ -57,7 +57,7 @@ class Layout:
         return f"{self.structure.describe()}{self.shapes}{groups}"
 
     def fingerprint(self) -> bytes:
-        """Give 16 bytes that differ where structure, a shape or a dtype differs. The same in every process."""
+        """Give 16 bytes that differ where structure, a shape or a dtype does. The same in every process."""
         return hashlib.blake2b(self.describe().encode(), digest_size=16).digest()
 
 
@@ -110,13 +110,14 @@ def pack(tree: Any, alone_bytes: int | None = None) -> Packed:
     """Put the tensors of ``tree`` into one contiguous buffer per dtype and device.
 
     Args:
-        tree: A tree whose leaves are all dense tensors of any dtype and shape, 0-d, empty and non-contiguous ones too.
-        alone_bytes: A leaf of at least this size gets a buffer of its own, which spares its copy when it is contiguous.
-            None: leaves of one dtype and device always share.
+        tree: A tree whose leaves are all dense tensors of any dtype and shape, 0-d, empty and
+            non-contiguous ones too.
+        alone_bytes: A leaf of at least this size gets a buffer of its own, which spares its copy when it is
+            contiguous. None: leaves of one dtype and device always share.
 
     Returns:
-        Buffers and their layout. A buffer of a single contiguous leaf shares the leaf's memory; all others are new.
-        Detached from autograd.
+        Buffers and their layout. A buffer of a single contiguous leaf shares the leaf's memory; all others
+        are new. Detached from autograd.
 
     Raises:
         TypeError: A leaf is no dense tensor; the message names its path.
@@ -140,12 +141,19 @@ def fill(group: Group, leaves: list[torch.Tensor], *, copy: bool = False) -> tor
         leaves: All leaves of the tree.
         copy: Give new memory also for a single contiguous leaf.
     """
+    index = group.leaves[0]
     if len(group.leaves) > 1:
         with torch.no_grad():
             # In one call: a reshape per leaf from Python costs more than the copy of a small tree.
-            return _flatten_dense_tensors([leaves[index] for index in group.leaves])
-    flat = leaves[group.leaves[0]].detach().reshape(-1)
+            together = cast("Any", _utils)._flatten_dense_tensors([leaves[one] for one in group.leaves])
+            return _materialised(together)
+    flat = _materialised(leaves[index].detach().reshape(-1))
     return flat.clone() if copy else flat.contiguous()
+
+
+def _materialised(flat: torch.Tensor) -> torch.Tensor:
+    """Carry out a lazy conjugation or negation, with which a tensor can't be viewed as bytes; otherwise free."""
+    return flat.resolve_conj().resolve_neg()
 
 
 def unpack(packed: Packed) -> Any:
@@ -158,10 +166,11 @@ def unpack(packed: Packed) -> Any:
     for group, buffer in zip(packed.layout.groups, packed.buffers, strict=True):
         if buffer.dtype != group.dtype or buffer.numel() != sum(group.sizes):
             raise ValueError(
-                f"unpack: a buffer doesn't fit the layout: got {buffer.numel()} elements of {buffer.dtype}, expected "
-                f"{sum(group.sizes)} of {group.dtype}. Pass the buffers that pack gave, or ones of the same form."
+                f"unpack: a buffer doesn't fit the layout: got {buffer.numel()} elements of "
+                f"{buffer.dtype}, expected {sum(group.sizes)} of {group.dtype}. "
+                "Pass the buffers that pack gave, or ones of the same form."
             )
-        for index, part in zip(group.leaves, buffer.split(group.sizes), strict=True):
+        for index, part in zip(group.leaves, torch.split(buffer, list(group.sizes)), strict=True):
             leaves[index] = part.view(packed.layout.shapes[index])
     return packed.layout.structure.unflatten(leaves)
 
@@ -176,7 +185,8 @@ def require_tensors(operation: str, leaves: list[Any], structure: Structure) -> 
         if not isinstance(leaf, torch.Tensor):
             raise TypeError(
                 f"{operation}: {structure.paths()[index]} must be a tensor, got {type(leaf).__name__}. "
-                "Convert it with torch.as_tensor, leave it out, or use gather_object or broadcast_object_list."
+                "Convert it with torch.as_tensor, leave it out, or use gather_object or "
+                "broadcast_object_list."
             )
         if leaf.layout != torch.strided or leaf.is_meta:
             kind = "on the meta device" if leaf.is_meta else f"of layout {leaf.layout}"

@@ -1,10 +1,11 @@
 """The one place that knows optree's corners: from any tree to its leaves and back.
 
-optree knows dict, list, tuple, namedtuple, OrderedDict, defaultdict, deque, None and what users registered with it.
-Other containers are opened here, without registering anything: dataclass instances, mapping types such as
-transformers' ``BatchEncoding`` and ``ModelOutput``, and subclasses of list, tuple and deque. They come back as the type
-that they were. Keys of mappings are visited in sorted order, so that two ranks that filled a dict in another order
-still agree. ``None`` belongs to the structure, it is not a leaf; a ``torch.Size`` is a leaf.
+optree knows dict, list, tuple, namedtuple, OrderedDict, defaultdict, deque, None and what users registered
+with it. Other containers are opened here, without registering anything: dataclass instances, mapping types
+such as transformers' ``BatchEncoding`` and ``ModelOutput``, and subclasses of list, tuple and deque. They
+come back as the type that they were. Keys of mappings are visited in sorted order, so that two ranks that
+filled a dict in another order still agree. ``None`` belongs to the structure, it is not a leaf; a
+``torch.Size`` is a leaf.
 """
 
 from __future__ import annotations
@@ -23,7 +24,18 @@ import torch
 __all__ = ("Structure", "flatten", "leaf_paths")
 
 # Never containers: spares the checks for the most common leaves.
-_PLAIN = (torch.Tensor, str, bytes, int, float, complex, torch.Size, torch.dtype, torch.device, torch.nn.Module)
+_PLAIN = (
+    torch.Tensor,
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    torch.Size,
+    torch.dtype,
+    torch.device,
+    torch.nn.Module,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +107,7 @@ class Structure:
         """Describe the structure in text that is equal for equal structures on every rank."""
         text = repr(self.spec)
         if "0x" in text:  # a default factory or metadata without a repr of its own shows its address
-            text = re.sub(r"0x[0-9a-fA-F]+", "0x", text)
+            text = re.sub(r"(?<= at 0x)[0-9a-fA-F]+(?=>)", "", text)
         if not self.opened:
             return text
         inner = ", ".join(f"{item.position}: {item.label} {item.children.describe()}" for item in self.opened)
@@ -118,7 +130,7 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[li
         if not isinstance(leaf, _PLAIN):
             break
     else:
-        return cast("list[Any]", leaves), Structure(spec)
+        return leaves, Structure(spec)
 
     flat: list[Any] = []
     opened: list[Opened] = []
@@ -150,7 +162,8 @@ Parts = tuple[str, tuple[str, ...], list[Any], Callable[[Sequence[Any]], Any]]
 
 def _open(value: Any) -> Parts | None:
     """Take a container apart that optree doesn't know; None when ``value`` is a leaf."""
-    # Mappings first: transformers' ModelOutput is a dataclass too, and its unset fields are not in the mapping.
+    # Mappings first: transformers' ModelOutput is a dataclass too, and its unset fields are not in the
+    # mapping.
     if isinstance(value, Mapping):
         return _open_mapping(cast("Mapping[Any, Any]", value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -170,12 +183,17 @@ def _open_mapping(value: Mapping[Any, Any]) -> Parts:
     def rebuild(new: Sequence[Any]) -> Any:
         items = dict(zip(keys, new, strict=True))
         ordered = {key: items[key] for key in value}
+        make = cast("Callable[[dict[Any, Any]], Any]", type(value))
+        # A copy keeps what the type carries beside its items. But a mapping that holds its items in an
+        # attribute, and does not say how it is copied, would share them with its copy.
+        if not isinstance(value, dict) and not hasattr(value, "__copy__"):
+            return make(ordered)
         try:
-            result = copy.copy(value)  # keeps what the type carries beside its items
+            result = copy.copy(value)
             for key, child in ordered.items():
                 cast("dict[Any, Any]", result)[key] = child
         except (TypeError, NotImplementedError):  # a mapping that can't be written to
-            result = cast("Callable[[dict[Any, Any]], Any]", type(value))(ordered)
+            result = make(ordered)
         return result
 
     return f"{_name(value)}{keys!r}", tuple(f"[{key!r}]" for key in keys), children, rebuild
@@ -186,7 +204,8 @@ def _open_dataclass(value: Any) -> Parts:
     children = [getattr(value, name) for name in names]
 
     def rebuild(new: Sequence[Any]) -> Any:
-        result = copy.copy(value)  # not the constructor: __post_init__ may check or derive what is already there
+        # Not the constructor: __post_init__ may check or derive what is already there.
+        result = copy.copy(value)
         for name, child in zip(names, new, strict=True):
             object.__setattr__(result, name, child)  # frozen ones too
         return result
@@ -196,12 +215,11 @@ def _open_dataclass(value: Any) -> Parts:
 
 def _open_sequence(value: Sequence[Any]) -> Parts:
     kind = cast("Callable[[Sequence[Any]], Any]", type(value))
-    maxlen = cast("deque[Any]", value).maxlen if isinstance(value, deque) else None
 
     def rebuild(new: Sequence[Any]) -> Any:
-        if maxlen is None:
+        if not isinstance(value, deque) or value.maxlen is None:
             return kind(new)
-        result = copy.copy(cast("deque[Any]", value))
+        result = copy.copy(value)  # keeps the greatest length
         result.clear()
         result.extend(new)
         return result

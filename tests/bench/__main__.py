@@ -1,0 +1,18 @@
+"""``python -m tests.bench``: print the tables of the documentation's page on speed. Needs ``accelfn[bench]``."""
+
+import os
+import subprocess
+import sys
+
+
+def main() -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    run = [sys.executable, "-m"]
+    two = [*run, "accelfn.launch", "launch", "--num_processes", "2", "--cpu", "-m", "tests.bench.collectives"]
+    for command in (two, [*run, "tests.bench.local"]):
+        subprocess.run(command, env=environment, check=True)
+        print(flush=True)
+
+
+if __name__ == "__main__":
+    main()

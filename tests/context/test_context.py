@@ -1,0 +1,140 @@
+"""The frozen record itself: its properties, its variants, its end."""
+
+import dataclasses
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from accelfn.context import Context, Made, World, close_context, configure, init_context
+from accelfn.context.config import (
+    AORecipeKwargs,
+    AutocastKwargs,
+    DistributedType,
+    InitProcessGroupKwargs,
+)
+from accelfn.context.options import ContextOptions
+from accelfn.context.precision import Precision
+from accelfn.errors import ConfigurationError, NotAvailableError
+
+
+def test_the_default_is_one_process_on_the_cpu() -> None:
+    ctx = Context()
+    assert (ctx.rank, ctx.num_processes, ctx.local_rank) == (0, 1, 0)
+    assert ctx.is_main_process
+    assert ctx.is_local_main_process
+    assert ctx.is_last_process
+    assert ctx.device == torch.device("cpu")
+    assert ctx.distributed_type == DistributedType.NO
+    assert (ctx.mixed_precision, ctx.gradient_accumulation_steps) == ("no", 1)
+
+
+def test_it_is_frozen_and_equal_by_value() -> None:
+    ctx = Context()
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        ctx.debug = True  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises((AttributeError, TypeError)):
+        ctx.something = 1  # pyright: ignore[reportAttributeAccessIssue]
+    assert Context() == ctx
+    assert hash(Context()) == hash(ctx)
+    assert ctx.replace(debug=True) != ctx
+    assert {ctx: 1}[Context()] == 1
+
+
+@pytest.mark.parametrize(
+    ("rank", "main", "local_main", "last"),
+    [(0, True, True, False), (1, False, False, False), (2, False, True, False), (3, False, False, True)],
+)
+def test_who_is_main(rank: int, main: bool, local_main: bool, last: bool) -> None:
+    world = World(rank=rank, size=4, local_rank=rank % 2, local_size=2, node_rank=rank // 2, num_nodes=2)
+    ctx = Context(world=world)
+    assert (ctx.is_main_process, ctx.is_local_main_process, ctx.is_last_process) == (main, local_main, last)
+
+
+@pytest.mark.parametrize(
+    ("device", "kind"),
+    [
+        ("cpu", DistributedType.MULTI_CPU),
+        ("cuda:1", DistributedType.MULTI_GPU),
+        ("xpu:0", DistributedType.MULTI_XPU),
+        ("hpu:0", DistributedType.MULTI_HPU),
+    ],
+)
+def test_the_kind_of_world_in_the_words_of_accelerate(device: str, kind: DistributedType) -> None:
+    world = World(size=2, local_size=2, device=torch.device(device))
+    assert Context(world=world).distributed_type == kind
+
+
+def test_a_kind_of_world_without_a_word_says_so() -> None:
+    ctx = Context(world=World(size=2, local_size=2, device=torch.device("mps")))
+    with pytest.raises(NotAvailableError, match="no word for several ranks on 'mps'"):
+        _ = ctx.distributed_type
+
+
+# --- variants ------------------------------------------------------------------------------------
+
+
+def test_a_variant_changes_what_was_asked_and_nothing_else() -> None:
+    ctx = init_context(cpu=True, mixed_precision="fp16", gradient_accumulation_steps=4, debug=True)
+    variant = ctx.replace(mixed_precision="bf16")
+    assert variant == dataclasses.replace(ctx, precision=Precision(mode="bf16"))
+    assert ctx.mixed_precision == "fp16"
+    assert ctx.replace() == ctx
+    assert ctx.replace(mixed_precision=None).mixed_precision == "fp16"
+    assert ctx.replace(gradient_accumulation_steps=1).gradient_accumulation_steps == 1
+    autocast = AutocastKwargs(cache_enabled=False)
+    assert ctx.replace(kwargs_handlers=[autocast]).precision.autocast == autocast
+    assert ctx.replace(cpu=True) == ctx
+
+
+def test_a_variant_owns_nothing() -> None:
+    made = Made(group=True, previous_device=torch.device("cuda:3"))
+    ctx = Context(world=World(made=made))
+    assert ctx.replace(debug=True).world.made == Made()
+    assert ctx.world.made == made
+
+
+def test_a_variant_without_fp8_leaves_its_recipe() -> None:
+    ctx = Context(precision=Precision(mode="fp8", fp8_recipe=AORecipeKwargs()))
+    assert ctx.replace(mixed_precision="bf16").precision == Precision(mode="bf16")
+    assert ctx.replace(debug=True).precision == ctx.precision
+
+
+def test_a_variant_stays_in_its_world() -> None:
+    with pytest.raises(ConfigurationError, match="can't move from 'cpu' to another device: got cpu=False"):
+        Context().replace(cpu=False)
+    away = Context(world=World(device=torch.device("cuda:0")))
+    with pytest.raises(ConfigurationError, match="can't move from 'cuda' to another device: got cpu=True"):
+        away.replace(cpu=True)
+    with pytest.raises(ConfigurationError, match="keeps the process group"):
+        Context().replace(kwargs_handlers=[InitProcessGroupKwargs()])
+
+
+def test_configure_is_pure() -> None:
+    ctx, options = Context(), ContextOptions(debug=True, mixed_precision="bf16")
+    asked: dict[str, Any] = {**options}
+    assert configure(ctx, options) == configure(ctx, options) != ctx
+    assert (ctx, {**options}) == (Context(), asked)
+
+
+# --- the end -------------------------------------------------------------------------------------
+
+
+def test_a_context_is_a_context_manager_that_lets_errors_through() -> None:
+    with Context() as ctx:
+        assert isinstance(ctx, Context)
+    with pytest.raises(KeyError, match="mine"), init_context(cpu=True):
+        raise KeyError("mine")
+
+
+def test_closing_a_context_that_made_nothing_does_nothing_any_number_of_times() -> None:
+    hook = sys.excepthook
+    ctx = init_context(cpu=True)
+    for _ in range(3):
+        close_context(ctx)
+    assert not dist.is_initialized()
+    assert sys.excepthook is hook
+    # Nor does one that says it made a group that is gone.
+    close_context(Context(world=World(made=Made(group=True, previous_device=torch.device("cuda:3")))))

@@ -1,0 +1,190 @@
+"""Choosing a device and a backend: over made-up machines, and the one at hand."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accelfn.context import (
+    DeviceFacts,
+    DevicePlan,
+    EnvironmentPlan,
+    Hardware,
+    Precision,
+    check_precision,
+    plan_device,
+    read_hardware,
+)
+from accelfn.errors import ConfigurationError
+
+CPU = DeviceFacts(type="cpu")
+PLAIN = Hardware()
+GPUS = Hardware(
+    devices=(DeviceFacts(type="cuda", count=8, backend="nccl"), CPU),
+    backends=frozenset(("gloo", "nccl", "mpi")),
+    cpu_backends=frozenset(("gloo", "mpi")),
+)
+MAC = Hardware(devices=(DeviceFacts(type="mps", backend=None), CPU))
+HPUS = Hardware(
+    devices=(DeviceFacts(type="hpu", count=2, backend="hccl"), CPU), backends=frozenset(("gloo", "hccl"))
+)
+
+
+def place(local_rank: int = 0, local_size: int = 1, launcher: str = "torchrun") -> EnvironmentPlan:
+    return EnvironmentPlan(
+        launcher=launcher, rank=local_rank, size=local_size, local_rank=local_rank, local_size=local_size
+    )
+
+
+ALONE = EnvironmentPlan()
+
+
+def chosen(plan: DevicePlan) -> tuple[str, str | None]:
+    return str(plan.device), plan.backend
+
+
+@given(local_size=st.integers(1, 8), data=st.data())
+def test_each_rank_of_a_node_takes_the_device_of_its_number(local_size: int, data: st.DataObject) -> None:
+    local_rank = data.draw(st.integers(0, local_size - 1))
+    plan = plan_device(place(local_rank, local_size), GPUS)
+    assert chosen(plan) == (f"cuda:{local_rank}", "cpu:gloo,cuda:nccl")
+    assert plan.facts == GPUS.devices[0]
+
+
+@pytest.mark.parametrize(
+    ("world", "hardware", "device", "expected"),
+    [
+        (ALONE, PLAIN, None, ("cpu", None)),
+        (ALONE, GPUS, None, ("cuda:0", None)),
+        (ALONE, GPUS, "cuda:3", ("cuda:3", None)),
+        (ALONE, GPUS, "cuda", ("cuda:0", None)),
+        (ALONE, GPUS, "cpu", ("cpu", None)),
+        (ALONE, GPUS, "cpu:0", ("cpu", None)),
+        (ALONE, MAC, None, ("mps", None)),
+        (ALONE, MAC, "mps:0", ("mps", None)),
+        (ALONE, HPUS, None, ("hpu:0", None)),
+        (place(0, 1, "openmpi"), MAC, None, ("mps", None)),
+        (place(0, 1, "openmpi"), GPUS, None, ("cuda:0", None)),
+        (place(0, 1), PLAIN, None, ("cpu", "gloo")),
+        (place(1, 2), PLAIN, None, ("cpu", "gloo")),
+        (place(1, 2), HPUS, None, ("hpu:1", "cpu:gloo,hpu:hccl")),
+        (place(1, 2), GPUS, "cuda:7", ("cuda:7", "cpu:gloo,cuda:nccl")),
+        (place(1, 2), GPUS, "cpu", ("cpu", "gloo")),
+        (place(1, 2, "adopted"), MAC, None, ("mps", None)),
+    ],
+)
+def test_the_choice_of_device_and_backend(
+    world: EnvironmentPlan,
+    hardware: Hardware,
+    device: str | None,
+    expected: tuple[str, str | None],
+) -> None:
+    assert chosen(plan_device(world, hardware, device=device)) == expected
+
+
+@pytest.mark.parametrize("hardware", [PLAIN, GPUS, MAC, HPUS])
+def test_cpu_takes_the_cpu_everywhere(hardware: Hardware) -> None:
+    assert chosen(plan_device(place(1, 16), hardware, cpu=True)) == ("cpu", "gloo")
+    assert chosen(plan_device(ALONE, hardware, cpu=True)) == ("cpu", None)
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "expected"),
+    [
+        ("nccl", None, "cpu:gloo,cuda:nccl"),
+        ("NCCL", None, "cpu:gloo,cuda:nccl"),
+        ("gloo", None, "gloo"),
+        ("mpi", None, "cpu:gloo,cuda:mpi"),
+        ("cuda:nccl", None, "cpu:gloo,cuda:nccl"),
+        ("cuda:nccl,cpu:mpi", None, "cpu:mpi,cuda:nccl"),
+        ("cpu:gloo,cuda:nccl", None, "cpu:gloo,cuda:nccl"),
+        ("gloo", "cpu", "gloo"),
+        ("mpi", "cpu", "mpi"),
+        ("cpu:gloo,cuda:nccl", "cpu", "cpu:gloo,cuda:nccl"),
+    ],
+)
+def test_a_backend_that_is_asked_for_is_the_one_and_cpu_tensors_have_theirs(
+    asked: str, device: str | None, expected: str
+) -> None:
+    assert plan_device(place(1, 2), GPUS, device=device, backend=asked).backend == expected
+
+
+@pytest.mark.parametrize(
+    ("hardware", "device", "cpu", "backend", "message"),
+    [
+        (GPUS, "banana", False, None, "unknown device 'banana'; this machine has: cuda, cpu"),
+        (PLAIN, "cuda:0", False, None, "'cuda:0' is not on this machine, which has: cpu"),
+        (GPUS, "cuda:8", False, None, r"needs cuda:8, and this process sees 8 such device\(s\)"),
+        (GPUS, "cpu:1", False, None, r"needs cpu:1, and this process sees 1 such device\(s\)"),
+        (MAC, "mps:1", False, None, "needs mps:1"),
+        (GPUS, "cuda:1", True, None, "cpu=True contradicts the device 'cuda:1'"),
+        (GPUS, None, False, "banana", "unknown backend 'banana': this build of torch has gloo, mpi, nccl"),
+        (PLAIN, None, False, "nccl", "unknown backend 'nccl': this build of torch has gloo"),
+        (GPUS, None, False, "cpu:gloo,cuda:xccl", "unknown backend 'xccl'"),
+        (GPUS, None, False, "cpu:gloo", "names none for 'cuda' tensors"),
+        (GPUS, None, True, "nccl", "'nccl' can't carry CPU tensors; .* these can: gloo, mpi"),
+        (GPUS, None, True, "cuda:nccl", "names none for 'cpu' tensors"),
+        (GPUS, None, False, "cpu:nccl,cuda:nccl", "'nccl' can't carry CPU tensors"),
+        (MAC, None, False, None, "torch has no collective backend for 'mps' tensors"),
+    ],
+)
+def test_what_is_not_there_is_refused(
+    hardware: Hardware, device: str | None, cpu: bool, backend: str | None, message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        plan_device(place(0, 2), hardware, device=device, cpu=cpu, backend=backend)
+
+
+@pytest.mark.parametrize(("count", "local_size"), [(1, 2), (7, 8)])
+def test_more_ranks_than_devices_is_an_error_and_not_a_shared_device(count: int, local_size: int) -> None:
+    few = Hardware(devices=(DeviceFacts(type="cuda", count=count, backend="nccl"), CPU))
+    with pytest.raises(ConfigurationError, match=f"Start at most {count} rank.* ACCELFN_TORCH_DEVICE=cuda:0"):
+        plan_device(place(local_size - 1, local_size), few)
+    # The way out that the message names, for processes that are each shown a device of their own.
+    alone = plan_device(place(local_size - 1, local_size), few, device="cuda:0")
+    assert str(alone.device) == "cuda:0"
+
+
+def test_a_backend_that_is_asked_for_must_exist_in_a_world_of_one_too() -> None:
+    with pytest.raises(ConfigurationError, match="unknown backend"):
+        plan_device(ALONE, PLAIN, backend="nccl")
+    assert plan_device(ALONE, PLAIN, backend="gloo").backend is None
+
+
+def test_this_machine_has_a_cpu_and_gloo_and_no_backend_that_moves_nothing() -> None:
+    hardware = read_hardware()
+    assert hardware.devices[-1] == CPU
+    assert "gloo" in hardware.cpu_backends
+    assert hardware.cpu_backends <= hardware.backends
+    assert not hardware.backends & {"undefined", "fake"}
+    assert "nccl" not in hardware.cpu_backends
+
+
+@pytest.mark.parametrize(
+    ("mode", "offered", "refused"),
+    [
+        ("bf16", ("fp16", "bf16"), False),
+        ("bf16", ("fp16",), True),
+        ("fp16", ("bf16",), True),
+        ("fp16", ("fp16",), False),
+        ("no", (), False),
+    ],
+)
+def test_a_precision_runs_where_the_device_has_it(mode: str, offered: tuple[str, ...], refused: bool) -> None:
+    facts = DeviceFacts(type="cuda", precisions=frozenset(offered))
+    if refused:
+        with pytest.raises(
+            ConfigurationError, match=f"mixed_precision='{mode}' can't be computed on .*'cuda'"
+        ):
+            check_precision(Precision(mode=mode), facts)
+    else:
+        check_precision(Precision(mode=mode), facts)
+
+
+@pytest.mark.parametrize("mode", ["fp16", "bf16"])
+def test_reduced_precision_on_the_cpu_is_real(mode: str) -> None:
+    precision = Precision(mode=mode)
+    check_precision(precision, read_hardware().devices[-1])
+    layer = torch.nn.Linear(4, 4)
+    with torch.autocast("cpu", dtype=precision.compute_dtype):
+        assert layer(torch.ones(2, 4)).dtype == precision.compute_dtype

@@ -1,0 +1,508 @@
+"""From launchers' variables to a plan: what each launcher really sets, and what must be refused."""
+
+from collections.abc import Callable, Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accelfn.context.environment import EnvironmentPlan, detect_environment, first_host, tasks_on_node
+from accelfn.errors import EnvironmentPlanError
+
+Env = dict[str, str]
+
+
+def torchrun(rank: int, size: int, local: int, local_size: int, node: int, nodes: int) -> Env:
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(local),
+        "LOCAL_WORLD_SIZE": str(local_size),
+        "GROUP_RANK": str(node),
+        "GROUP_WORLD_SIZE": str(nodes),
+        "ROLE_RANK": str(rank),
+        "ROLE_NAME": "default",
+        "ROLE_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "node0",
+        "MASTER_PORT": "29400",
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def slurm(rank: int, size: int, local: int, local_size: int, node: int, nodes: int, spread: str) -> Env:
+    return {
+        "SLURM_JOB_ID": "1234",
+        "SLURM_JOBID": "1234",
+        "SLURM_STEP_ID": "0",
+        "SLURM_NTASKS": str(size),
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(local),
+        "SLURM_NODEID": str(node),
+        "SLURM_STEP_NUM_TASKS": str(size),
+        "SLURM_STEP_NUM_NODES": str(nodes),
+        "SLURM_STEP_TASKS_PER_NODE": spread,
+        "SLURM_STEP_NODELIST": "gpu[07-12]",
+        "SLURM_JOB_NODELIST": "gpu[01-12]",
+        "SLURM_TASKS_PER_NODE": "16",
+    }
+
+
+def openmpi(rank: int, size: int, local: int, local_size: int) -> Env:
+    return {
+        "OMPI_COMM_WORLD_RANK": str(rank),
+        "OMPI_COMM_WORLD_SIZE": str(size),
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(local),
+        "OMPI_COMM_WORLD_LOCAL_SIZE": str(local_size),
+        # Not the number of the node: this rank among the processes of all jobs here.
+        "OMPI_COMM_WORLD_NODE_RANK": str(local),
+        "OMPI_UNIVERSE_SIZE": str(size),
+        "PMIX_RANK": str(rank),
+    }
+
+
+def mvapich(rank: int, size: int, local: int, local_size: int) -> Env:
+    return {
+        "MV2_COMM_WORLD_RANK": str(rank),
+        "MV2_COMM_WORLD_SIZE": str(size),
+        "MV2_COMM_WORLD_LOCAL_RANK": str(local),
+        "MV2_COMM_WORLD_LOCAL_SIZE": str(local_size),
+    }
+
+
+def hydra(rank: int, size: int, local: int, local_size: int) -> Env:
+    """MPICH and Intel MPI."""
+    return {
+        "PMI_RANK": str(rank),
+        "PMI_SIZE": str(size),
+        "PMI_FD": "6",
+        "MPI_LOCALRANKID": str(local),
+        "MPI_LOCALNRANKS": str(local_size),
+    }
+
+
+def pals(rank: int, size: int, local: int, local_size: int) -> Env:
+    """Cray's mpiexec."""
+    return {
+        "PMI_RANK": str(rank),
+        "PMI_SIZE": str(size),
+        "PMI_LOCAL_RANK": str(local),
+        "PMI_LOCAL_SIZE": str(local_size),
+        "PALS_RANKID": str(rank),
+    }
+
+
+MASTER = {"MASTER_ADDR": "node0", "MASTER_PORT": "12345"}
+LOOPBACK = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "12345"}
+
+
+def plan(
+    launcher: str,
+    rank_size: tuple[int, int],
+    local: tuple[int, int],
+    node: tuple[int, int],
+    master: tuple[str | None, int | None],
+    *,
+    known: bool = True,
+) -> EnvironmentPlan:
+    return EnvironmentPlan(
+        launcher=launcher,
+        rank=rank_size[0],
+        size=rank_size[1],
+        local_rank=local[0],
+        local_size=local[1],
+        node_rank=node[0],
+        num_nodes=node[1],
+        nodes_known=known,
+        master_addr=master[0],
+        master_port=master[1],
+    )
+
+
+# Name: variables, and the plan.
+LAUNCHES: Mapping[str, tuple[Env, EnvironmentPlan]] = {
+    "nothing": ({}, EnvironmentPlan()),
+    "unrelated variables": ({"PATH": "/bin", "RANK": "", "WORLD_SIZE": ""}, EnvironmentPlan()),
+    "a world of one by hand": ({"WORLD_SIZE": "1"}, EnvironmentPlan()),
+    "not distributed, as old launchers say it": ({"LOCAL_RANK": "-1"}, EnvironmentPlan()),
+    "not distributed, with a size": (
+        {"LOCAL_RANK": "-1", "RANK": "0", "WORLD_SIZE": "1"},
+        EnvironmentPlan(),
+    ),
+    "torchrun, one node": (
+        torchrun(1, 2, 1, 2, 0, 1),
+        plan("torchrun", (1, 2), (1, 2), (0, 1), ("node0", 29400)),
+    ),
+    "torchrun, second of three nodes": (
+        torchrun(5, 12, 1, 4, 1, 3),
+        plan("torchrun", (5, 12), (1, 4), (1, 3), ("node0", 29400)),
+    ),
+    "torchrun, the small one of two uneven nodes": (
+        torchrun(4, 5, 0, 1, 1, 2),
+        plan("torchrun", (4, 5), (0, 1), (1, 2), ("node0", 29400)),
+    ),
+    "torchrun, one process": (
+        torchrun(0, 1, 0, 1, 0, 1),
+        plan("torchrun", (0, 1), (0, 1), (0, 1), ("node0", 29400)),
+    ),
+    "torchrun inside mpirun": (
+        {**openmpi(0, 2, 0, 1), **torchrun(3, 4, 1, 2, 1, 2)},
+        plan("torchrun", (3, 4), (1, 2), (1, 2), ("node0", 29400)),
+    ),
+    "Kubernetes: one process a pod": (
+        {"RANK": "2", "WORLD_SIZE": "4", **MASTER},
+        plan("env", (2, 4), (0, 1), (2, 4), ("node0", 12345), known=False),
+    ),
+    "by hand on loopback": (
+        {"RANK": "2", "WORLD_SIZE": "4", **LOOPBACK},
+        plan("env", (2, 4), (2, 4), (0, 1), ("127.0.0.1", 12345)),
+    ),
+    "by hand without an address": (
+        {"RANK": "2", "WORLD_SIZE": "4"},
+        plan("env", (2, 4), (2, 4), (0, 1), ("127.0.0.1", 29500)),
+    ),
+    "by hand on IPv6 loopback": (
+        {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "::1"},
+        plan("env", (1, 2), (1, 2), (0, 1), ("::1", 29500)),
+    ),
+    "by hand, all there but the node": (
+        {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", **MASTER},
+        plan("env", (3, 4), (1, 2), (1, 2), ("node0", 12345), known=False),
+    ),
+    "a platform that numbers nodes": (
+        {
+            "RANK": "3",
+            "WORLD_SIZE": "4",
+            "LOCAL_RANK": "1",
+            "LOCAL_WORLD_SIZE": "2",
+            "NODE_RANK": "1",
+            **MASTER,
+        },
+        plan("env", (3, 4), (1, 2), (1, 2), ("node0", 12345)),
+    ),
+    "a platform that leaves out how many are on the node": (
+        {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "NODE_RANK": "1", **MASTER},
+        plan("env", (3, 4), (1, 2), (1, 2), ("node0", 12345), known=False),
+    ),
+    "Open MPI, one node": (
+        openmpi(1, 2, 1, 2),
+        plan("openmpi", (1, 2), (1, 2), (0, 1), ("127.0.0.1", 29500)),
+    ),
+    "Open MPI, two nodes": (
+        {**openmpi(3, 4, 1, 2), **MASTER},
+        plan("openmpi", (3, 4), (1, 2), (1, 2), ("node0", 12345), known=False),
+    ),
+    "Open MPI's mpirun in a SLURM allocation: srun started the daemons": (
+        {**openmpi(1, 2, 1, 2), **slurm(0, 2, 0, 1, 0, 2, "1(x2)")},
+        plan("openmpi", (1, 2), (1, 2), (0, 1), ("127.0.0.1", 29500)),
+    ),
+    "MVAPICH": (
+        {**mvapich(1, 2, 1, 2), "MASTER_PORT": "7"},
+        plan("mvapich", (1, 2), (1, 2), (0, 1), ("127.0.0.1", 7)),
+    ),
+    "Intel MPI": (hydra(1, 2, 1, 2), plan("mpich", (1, 2), (1, 2), (0, 1), ("127.0.0.1", 29500))),
+    "Cray PALS, two nodes": (
+        {**pals(3, 4, 1, 2), **MASTER},
+        plan("mpich", (3, 4), (1, 2), (1, 2), ("node0", 12345), known=False),
+    ),
+    "MPI on loopback that doesn't say the place": (
+        {"PMI_RANK": "1", "PMI_SIZE": "2", **LOOPBACK},
+        plan("mpich", (1, 2), (1, 2), (0, 1), ("127.0.0.1", 12345)),
+    ),
+    "mpirun -n 1": (openmpi(0, 1, 0, 1), plan("openmpi", (0, 1), (0, 1), (0, 1), ("127.0.0.1", 29500))),
+    "SLURM, one node": (
+        slurm(1, 4, 1, 4, 0, 1, "4"),
+        plan("slurm", (1, 4), (1, 4), (0, 1), ("127.0.0.1", 28638)),
+    ),
+    "SLURM, third of three uneven nodes": (
+        slurm(4, 5, 0, 1, 2, 3, "2(x2),1"),
+        plan("slurm", (4, 5), (0, 1), (2, 3), ("gpu07", 28638)),
+    ),
+    "SLURM, tasks dealt in turn": (
+        slurm(1, 4, 0, 2, 1, 2, "2(x2)"),
+        plan("slurm", (1, 4), (0, 2), (1, 2), ("gpu07", 28638)),
+    ),
+    "SLURM with an address": (
+        {**slurm(3, 4, 1, 2, 1, 2, "2(x2)"), **MASTER},
+        plan("slurm", (3, 4), (1, 2), (1, 2), ("node0", 12345)),
+    ),
+    "sbatch without srun": (
+        {
+            "SLURM_JOB_ID": "1",
+            "SLURM_NTASKS": "8",
+            "SLURM_PROCID": "0",
+            "SLURM_LOCALID": "0",
+            "SLURM_NODEID": "0",
+        },
+        EnvironmentPlan(),
+    ),
+    "srun -n 1": (slurm(0, 1, 0, 1, 0, 1, "1"), EnvironmentPlan()),
+    "srun --mpi=pmi2": (
+        {**slurm(3, 4, 1, 2, 1, 2, "2(x2)"), "PMI_RANK": "3", "PMI_SIZE": "4", "PMI_FD": "7"},
+        plan("slurm", (3, 4), (1, 2), (1, 2), ("gpu07", 28638)),
+    ),
+    "srun --mpi=pmi2 -n 1": (
+        {**slurm(0, 1, 0, 1, 0, 1, "1"), "PMI_RANK": "0", "PMI_SIZE": "1"},
+        EnvironmentPlan(),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_each_launcher_is_understood(name: str) -> None:
+    env, expected = LAUNCHES[name]
+    assert detect_environment(env) == expected
+
+
+# Name: variables, and what the message must say.
+REFUSED: Mapping[str, tuple[Env, str]] = {
+    "size without rank": ({"WORLD_SIZE": "2"}, "sets WORLD_SIZE but not RANK"),
+    "rank without size": ({"RANK": "0"}, "sets RANK but not WORLD_SIZE"),
+    "local rank alone": ({"LOCAL_RANK": "0"}, "sets LOCAL_RANK but not RANK and WORLD_SIZE"),
+    "rank outside the world": ({"RANK": "2", "WORLD_SIZE": "2"}, r"rank must lie in 0\.\.1: got 2"),
+    "negative rank": ({"RANK": "-1", "WORLD_SIZE": "2"}, r"rank must lie in 0\.\.1: got -1"),
+    "empty world": ({"RANK": "0", "WORLD_SIZE": "0"}, "world must hold at least one: got 0"),
+    "negative world": ({"RANK": "0", "WORLD_SIZE": "-2", **LOOPBACK}, "world must hold at least one: got -2"),
+    "not a number": ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK must be a whole number: got 'one'"),
+    "not a whole number": (
+        {"RANK": "0", "WORLD_SIZE": "2.0"},
+        "WORLD_SIZE must be a whole number: got '2.0'",
+    ),
+    "port outside the range": (
+        {"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "65536"},
+        r"MASTER_PORT must lie in 1\.\.65535: got 65536",
+    ),
+    "local rank outside the node": (
+        {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2", **MASTER},
+        r"local rank must lie in 0\.\.1: got 2",
+    ),
+    "an empty node": (
+        {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "0", **MASTER},
+        "a node needs at least one process: got 0",
+    ),
+    "node larger than the world": (
+        {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4", **MASTER},
+        "do not fit a world of 2",
+    ),
+    "node outside the nodes": (
+        {**torchrun(0, 4, 0, 2, 2, 2)},
+        r"node rank must lie in 0\.\.1: got 2",
+    ),
+    "more nodes than processes": (torchrun(0, 2, 0, 1, 0, 3), "do not fit a world of 2"),
+    "a full node beside others": (torchrun(0, 4, 0, 4, 0, 2), "do not fit a world of 4"),
+    "alone, and not": ({"LOCAL_RANK": "-1", "RANK": "0", "WORLD_SIZE": "4"}, "LOCAL_RANK=-1 says"),
+    "alone, and not, without a rank": ({"LOCAL_RANK": "-1", "WORLD_SIZE": "4"}, "LOCAL_RANK=-1 says"),
+    "several nodes by hand without an address": (
+        {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"},
+        "Export MASTER_ADDR",
+    ),
+    "half of Open MPI's pair": ({"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE=None"),
+    "the other half of MVAPICH's": ({"MV2_COMM_WORLD_SIZE": "2"}, "MV2_COMM_WORLD_RANK=None"),
+    "half of hydra's": ({"PMI_SIZE": "2"}, "PMI_RANK and PMI_SIZE must be set together"),
+    "Open MPI on several nodes without an address": (openmpi(0, 4, 0, 2), "Export MASTER_ADDR"),
+    "MPI that doesn't say the place": (
+        {"PMI_RANK": "1", "PMI_SIZE": "2"},
+        "MPI_LOCALRANKID and MPI_LOCALNRANKS do not say",
+    ),
+    "MPI that says half of the place, far away": (
+        {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", **MASTER},
+        "MPI_LOCALRANKID and MPI_LOCALNRANKS do not say",
+    ),
+    "MPI with an empty node": ({**openmpi(0, 4, 0, 0), **MASTER}, "a node needs at least one process: got 0"),
+    "SLURM's rank outside its step": (slurm(4, 4, 0, 2, 1, 2, "2(x2)"), r"rank must lie in 0\.\.3: got 4"),
+    "SLURM's node outside the list": (slurm(3, 4, 0, 1, 2, 3, "2(x2)"), "SLURM_NODEID=2 lies outside"),
+    "SLURM with no nodes": (slurm(0, 4, 0, 1, 0, 0, "4") | {"SLURM_STEP_NUM_NODES": "-1"}, "number of nodes"),
+    "SLURM's spread in another form": (slurm(0, 4, 0, 2, 0, 2, "2x2"), "unknown form: '2x2'"),
+    "SLURM on several nodes without hosts": (
+        slurm(0, 4, 0, 2, 0, 2, "2(x2)") | {"SLURM_STEP_NODELIST": "", "SLURM_JOB_NODELIST": ""},
+        "neither MASTER_ADDR nor SLURM_STEP_NODELIST",
+    ),
+    "a rank left over in a batch script": (
+        {"SLURM_NTASKS": "8", "SLURM_PROCID": "0", "WORLD_SIZE": "8"},
+        "sets WORLD_SIZE but not RANK",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_contradictions_are_refused(name: str) -> None:
+    env, message = REFUSED[name]
+    with pytest.raises(EnvironmentPlanError, match=message):
+        detect_environment(env)
+
+
+def test_slurm_steps_of_one_job_get_different_ports() -> None:
+    step = slurm(0, 2, 0, 2, 0, 1, "2")
+    ports = {detect_environment({**step, "SLURM_STEP_ID": str(number)}).master_port for number in range(5)}
+    assert len(ports) == 5
+
+
+def test_slurm_without_a_spread_takes_equal_nodes() -> None:
+    env = slurm(3, 4, 1, 2, 1, 2, "")
+    found = detect_environment(env)
+    assert (found.local_size, found.local_rank) == (2, 1)
+    del env["SLURM_LOCALID"]
+    assert detect_environment(env).local_rank == 1
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [
+        ("n1", "n1"),
+        ("n1,n2", "n1"),
+        ("n[1-4]", "n1"),
+        ("n[01,03-05],m2", "n01"),
+        ("n7,m[1-2]", "n7"),
+        ("r[1-2]c[3,5]", "r1c3"),
+        ("gpu-[01-03].cluster.org", "gpu-01.cluster.org"),
+        (" n1 ", "n1"),
+    ],
+)
+def test_first_host_of_a_list(hosts: str, first: str) -> None:
+    assert first_host(hosts) == first
+
+
+@pytest.mark.parametrize("hosts", ["", ",", "]"])
+def test_an_unknown_list_of_hosts_is_refused(hosts: str) -> None:
+    with pytest.raises(EnvironmentPlanError, match="unknown form"):
+        first_host(hosts)
+
+
+# --- laws ----------------------------------------------------------------------------------------
+
+Layout = list[int]  # processes on each node
+Launch = Callable[[Layout, int, int, int], Env]
+
+
+def by_torchrun(layout: Layout, node: int, local: int, rank: int) -> Env:
+    return torchrun(rank, sum(layout), local, layout[node], node, len(layout))
+
+
+def by_slurm(layout: Layout, node: int, local: int, rank: int) -> Env:
+    spread = ",".join(str(count) for count in layout)
+    return slurm(rank, sum(layout), local, layout[node], node, len(layout), spread)
+
+
+def by_mpi(family: Callable[[int, int, int, int], Env]) -> Launch:
+    def launch(layout: Layout, node: int, local: int, rank: int) -> Env:
+        return {**family(rank, sum(layout), local, layout[node]), **MASTER}
+
+    return launch
+
+
+def in_blocks(layout: Layout) -> list[tuple[int, int]]:
+    """Give (node, local rank) by rank: one node is filled after the other."""
+    return [(node, local) for node, count in enumerate(layout) for local in range(count)]
+
+
+def in_turn(layout: Layout) -> list[tuple[int, int]]:
+    """Give (node, local rank) by rank: one process a node, then from the first node again."""
+    return [
+        (node, local) for local in range(max(layout)) for node, count in enumerate(layout) if local < count
+    ]
+
+
+def equal_nodes(count: int, nodes: int) -> Layout:
+    return [count] * nodes
+
+
+def has_several(layout: Layout) -> bool:
+    return sum(layout) > 1
+
+
+uneven = st.lists(st.integers(1, 5), min_size=1, max_size=5).filter(has_several)
+even = st.builds(equal_nodes, st.integers(1, 5), st.integers(1, 5)).filter(has_several)
+
+
+@pytest.mark.parametrize("launch", [by_torchrun, by_slurm])
+@pytest.mark.parametrize("deal", [in_blocks, in_turn])
+@given(layout=uneven)
+def test_launchers_that_number_nodes_give_the_layout_exactly(
+    launch: Launch, deal: Callable[[Layout], list[tuple[int, int]]], layout: Layout
+) -> None:
+    if launch is by_torchrun:
+        deal = in_blocks  # its agents never deal in turn
+    for rank, (node, local) in enumerate(deal(layout)):
+        found = detect_environment(launch(layout, node, local, rank))
+        assert (found.rank, found.size, found.nodes_known) == (rank, sum(layout), True)
+        assert (found.local_rank, found.local_size) == (local, layout[node])
+        assert (found.node_rank, found.num_nodes) == (node, len(layout))
+
+
+@pytest.mark.parametrize("family", [openmpi, mvapich, hydra, pals])
+@given(layout=even)
+def test_mpi_on_equal_nodes_guesses_the_usual_layout(
+    family: Callable[[int, int, int, int], Env], layout: Layout
+) -> None:
+    for rank, (node, local) in enumerate(in_blocks(layout)):
+        found = detect_environment(by_mpi(family)(layout, node, local, rank))
+        assert (found.rank, found.size) == (rank, sum(layout))
+        assert (found.local_rank, found.local_size) == (local, layout[node])
+        assert (found.node_rank, found.num_nodes) == (node, len(layout))
+        assert found.nodes_known == (len(layout) == 1)
+
+
+@pytest.mark.parametrize("family", [openmpi, mvapich, hydra, pals])
+@pytest.mark.parametrize("deal", [in_blocks, in_turn])
+@given(layout=uneven)
+def test_mpi_on_any_layout_gives_the_rank_and_says_that_its_node_is_a_guess(
+    family: Callable[[int, int, int, int], Env],
+    deal: Callable[[Layout], list[tuple[int, int]]],
+    layout: Layout,
+) -> None:
+    for rank, (node, local) in enumerate(deal(layout)):
+        found = detect_environment(by_mpi(family)(layout, node, local, rank))
+        assert (found.rank, found.size) == (rank, sum(layout))
+        assert (found.local_rank, found.local_size) == (local, layout[node])
+        assert found.nodes_known == (len(layout) == 1)
+
+
+NAMES = (
+    *torchrun(0, 1, 0, 1, 0, 1),
+    *slurm(0, 1, 0, 1, 0, 1, "1"),
+    *openmpi(0, 1, 0, 1),
+    *hydra(0, 1, 0, 1),
+    *pals(0, 1, 0, 1),
+    "NODE_RANK",
+)
+values = st.sampled_from(("", "-1", "0", "1", "2", "3", "4", "x", "2(x2)", "127.0.0.1"))
+
+
+@given(env=st.dictionaries(st.sampled_from(NAMES), values, max_size=10))
+def test_any_variables_give_a_plan_or_a_refusal_and_stay_as_they_are(env: Env) -> None:
+    before = dict(env)
+
+    def outcome() -> EnvironmentPlan | str:
+        try:
+            return detect_environment(env)
+        except EnvironmentPlanError as error:
+            return str(error)
+
+    found = outcome()
+    assert outcome() == found
+    if isinstance(found, EnvironmentPlan):
+        assert 0 <= found.rank < found.size
+        assert 0 <= found.local_rank < found.local_size
+        assert found.local_size + found.num_nodes - 1 <= found.size
+    assert env == before
+
+
+@given(rank=st.integers(0, 3), size=st.integers(2, 4))
+def test_a_world_that_was_asked_for_is_never_silently_one_process(rank: int, size: int) -> None:
+    for drop in ("RANK", "WORLD_SIZE"):
+        env = {"RANK": str(rank), "WORLD_SIZE": str(size)}
+        del env[drop]
+        with pytest.raises(EnvironmentPlanError):
+            detect_environment(env)
+
+
+@given(counts=st.lists(st.tuples(st.integers(1, 99), st.integers(1, 4)), min_size=1, max_size=5))
+def test_tasks_on_node_reads_what_slurm_writes(counts: list[tuple[int, int]]) -> None:
+    spread = ",".join(f"{count}(x{times})" if times > 1 else str(count) for count, times in counts)
+    written = [count for count, times in counts for _ in range(times)]
+    assert [tasks_on_node(spread, node) for node in range(len(written))] == written
+    with pytest.raises(EnvironmentPlanError, match=rf"\({len(written)} nodes?\)|has {len(written)} node"):
+        tasks_on_node(spread, len(written))

@@ -1,0 +1,354 @@
+"""From what is asked to the fields of a context: precedence, contradictions, what isn't there yet."""
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accelfn.context import Context, ContextOptions, configure, init_context
+from accelfn.context.config import (
+    AORecipeKwargs,
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DeepSpeedPlugin,
+    DistributedDataParallelKwargs,
+    FP8RecipeKwargs,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    MegatronLMPlugin,
+    ParallelismConfig,
+    PrecisionType,
+    ProfileKwargs,
+    ProjectConfiguration,
+    RNGType,
+    Settings,
+    TorchDynamoPlugin,
+)
+from accelfn.context.options import merge_settings, sort_handlers
+from accelfn.errors import ConfigurationError, NotAvailableError
+
+
+def applied(**options: Any) -> Context:
+    return configure(Context(), ContextOptions(**options))
+
+
+# --- the list of options -------------------------------------------------------------------------
+
+
+def test_init_context_takes_exactly_the_options_and_a_group() -> None:
+    parameters = inspect.signature(init_context).parameters
+    assert set(parameters) - {"group"} == set(ContextOptions.__annotations__)
+    assert list(parameters) == [*ContextOptions.__annotations__, "group"]
+    assert {item.kind for item in parameters.values()} == {inspect.Parameter.KEYWORD_ONLY}
+
+
+def test_unknown_options_are_refused_by_name() -> None:
+    with pytest.raises(
+        TypeError, match=r"unknown option\(s\) mixed_precison, steps\. A context has: device_pl"
+    ):
+        applied(mixed_precison="bf16", steps=4)
+    with pytest.raises(TypeError, match="mixed_precison"):
+        Context().replace(mixed_precison="bf16")  # pyright: ignore[reportCallIssue]
+
+
+@pytest.mark.parametrize("name", ["device_placement", "step_scheduler_with_optimizer", "cpu", "debug"])
+@pytest.mark.parametrize("value", ["no", 0, 1, None])
+def test_a_flag_is_true_or_false_and_nothing_else(name: str, value: object) -> None:
+    with pytest.raises(TypeError, match=f"{name} must be True or False: got {value!r}"):
+        applied(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "kind"),
+    [
+        ("dataloader_config", {"split_batches": True}, "DataLoaderConfiguration"),
+        ("project_config", "out", "ProjectConfiguration"),
+        ("gradient_accumulation_plugin", 4, "GradientAccumulationPlugin"),
+        ("dynamo_plugin", "INDUCTOR", "TorchDynamoPlugin"),
+        ("parallelism_config", 2, "ParallelismConfig"),
+    ],
+)
+def test_a_record_of_another_type_is_refused(name: str, value: object, kind: str) -> None:
+    with pytest.raises(TypeError, match=f"{name} must be a {kind}: got {type(value).__name__}"):
+        applied(**{name: value})
+
+
+def test_nothing_asked_changes_nothing() -> None:
+    ctx = Context()
+    assert configure(ctx, ContextOptions()) == ctx
+
+
+def test_every_field_can_be_asked_for(tmp_path: Path) -> None:
+    loading = DataLoaderConfiguration(split_batches=True)
+    autocast, scaler = AutocastKwargs(cache_enabled=False), GradScalerKwargs(init_scale=8.0)
+    ddp = DistributedDataParallelKwargs(static_graph=True)
+    ctx = applied(
+        device_placement=False,
+        mixed_precision="fp16",
+        gradient_accumulation_steps=3,
+        dataloader_config=loading,
+        rng_types=["torch", RNGType.GENERATOR],
+        project_dir=tmp_path,
+        step_scheduler_with_optimizer=False,
+        kwargs_handlers=[autocast, scaler, ddp],
+        debug=True,
+    )
+    assert not ctx.device_placement
+    assert (ctx.precision.mode, ctx.precision.autocast, ctx.precision.scaler) == ("fp16", autocast, scaler)
+    assert ctx.accumulation == GradientAccumulationPlugin(num_steps=3)
+    assert ctx.loading == loading
+    assert ctx.rng_types == ("torch", "generator")
+    assert ctx.project.project_dir == str(tmp_path)
+    assert not ctx.step_scheduler_with_optimizer
+    assert ctx.strategy.ddp == ddp
+    assert ctx.debug
+
+
+# --- accumulation, project, random states --------------------------------------------------------
+
+
+def test_accumulation_by_number_or_by_plugin() -> None:
+    plugin = GradientAccumulationPlugin(num_steps=4, sync_with_dataloader=False)
+    assert applied(gradient_accumulation_plugin=plugin).accumulation == plugin
+    # 1 is the number that Accelerate's constructor has by default.
+    assert applied(gradient_accumulation_plugin=plugin, gradient_accumulation_steps=1).accumulation == plugin
+    assert applied(gradient_accumulation_plugin=plugin, gradient_accumulation_steps=4).accumulation == plugin
+    with pytest.raises(ConfigurationError, match="gradient_accumulation_steps=2 contradicts .* num_steps=4"):
+        applied(gradient_accumulation_plugin=plugin, gradient_accumulation_steps=2)
+
+
+@pytest.mark.parametrize(
+    ("steps", "error"), [(0, ConfigurationError), (-1, ConfigurationError), (1.5, TypeError)]
+)
+def test_a_wrong_number_of_steps_is_refused(steps: int, error: type[Exception]) -> None:
+    with pytest.raises(error, match="num_steps"):
+        applied(gradient_accumulation_steps=steps)
+
+
+def test_the_project_record_wins_where_it_names_a_directory(tmp_path: Path) -> None:
+    named = ProjectConfiguration(project_dir="record", total_limit=3)
+    assert applied(project_config=named, project_dir=tmp_path).project == named
+    unnamed = ProjectConfiguration(total_limit=3)
+    project = applied(project_config=unnamed, project_dir=tmp_path).project
+    assert (project.project_dir, project.total_limit) == (str(tmp_path), 3)
+    assert project.logging_dir == str(tmp_path)
+
+
+def test_a_logging_directory_of_its_own_stays() -> None:
+    project = applied(project_config=ProjectConfiguration(logging_dir="logs"), project_dir="out").project
+    assert (project.project_dir, project.logging_dir) == ("out", "logs")
+    ctx = applied(project_config=ProjectConfiguration(project_dir="a", logging_dir="logs"))
+    assert ctx.replace(project_dir="b").project.logging_dir == "logs"
+    assert applied(project_dir="a").replace(project_dir="b").project.logging_dir == "b"
+
+
+def test_random_states_are_named_in_a_list() -> None:
+    assert applied(rng_types=None).rng_types == ("generator",)
+    assert applied(rng_types=[]).rng_types == ()
+    with pytest.raises(ConfigurationError, match=r"rng_types takes torch, .*generator: got 'numpy'"):
+        applied(rng_types=["numpy"])
+    for text in ("generator", RNGType.GENERATOR):
+        with pytest.raises(TypeError, match="rng_types takes a list of names"):
+            applied(rng_types=text)
+
+
+# --- handlers ------------------------------------------------------------------------------------
+
+HANDLERS: tuple[tuple[str, KwargsHandler], ...] = (
+    ("autocast", AutocastKwargs()),
+    ("ddp", DistributedDataParallelKwargs()),
+    ("scaler", GradScalerKwargs()),
+    ("process_group", InitProcessGroupKwargs()),
+    ("profile", ProfileKwargs()),
+    ("fp8_recipe", AORecipeKwargs()),
+)
+
+
+def test_handlers_find_their_places_in_any_order() -> None:
+    expected = dict(HANDLERS)
+    assert sort_handlers([handler for _, handler in HANDLERS]) == expected
+    assert sort_handlers([handler for _, handler in reversed(HANDLERS)]) == expected
+    assert sort_handlers(None) == sort_handlers(()) == {}
+
+
+@pytest.mark.parametrize(("place", "handler"), HANDLERS)
+def test_two_records_for_one_place_are_refused(place: str, handler: KwargsHandler) -> None:
+    kind = type(handler).__name__
+    with pytest.raises(ConfigurationError, match=f"two records for one thing: {kind} and {kind}"):
+        sort_handlers([handler, handler])
+    assert place in sort_handlers([handler])
+
+
+def test_two_recipes_of_different_engines_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="FP8RecipeKwargs and AORecipeKwargs"):
+        sort_handlers([FP8RecipeKwargs(backend="TE"), AORecipeKwargs()])
+
+
+@pytest.mark.parametrize("wrong", [GradientAccumulationPlugin(), {"enabled": True}, "autocast"])
+def test_something_else_among_the_handlers_is_refused(wrong: Any) -> None:
+    with pytest.raises(TypeError, match=rf"kwargs_handlers takes .* got {type(wrong).__name__}"):
+        sort_handlers([wrong])
+
+
+def test_a_single_handler_is_not_a_list() -> None:
+    wrong: Any = AutocastKwargs()
+    with pytest.raises(TypeError, match="takes a list of records: got a single AutocastKwargs"):
+        sort_handlers(wrong)
+
+
+# --- what isn't there yet ------------------------------------------------------------------------
+
+UNAVAILABLE: tuple[tuple[str, Any], ...] = (
+    ("fsdp_plugin", FullyShardedDataParallelPlugin()),
+    ("deepspeed_plugin", DeepSpeedPlugin()),
+    ("deepspeed_plugin", {"student": DeepSpeedPlugin()}),
+    ("megatron_lm_plugin", MegatronLMPlugin()),
+    ("parallelism_config", ParallelismConfig(dp_replicate_size=2)),
+    ("dynamo_plugin", TorchDynamoPlugin(backend="INDUCTOR")),
+    ("dynamo_backend", "inductor"),
+    ("mixed_precision", "fp8"),
+    ("mixed_precision", PrecisionType.FP8),
+    ("log_with", "tensorboard"),
+    ("kwargs_handlers", [ProfileKwargs()]),
+)
+
+
+@pytest.mark.parametrize(("name", "value"), UNAVAILABLE)
+def test_a_record_without_machinery_builds_and_is_refused_by_its_argument(name: str, value: Any) -> None:
+    message = f"^{name} asks for .*no machinery for it yet.*unset the variable"
+    with pytest.raises(NotAvailableError, match=message):
+        applied(**{name: value})
+    with pytest.raises(NotAvailableError, match=message):
+        Context().replace(**{name: value})
+    with pytest.raises(NotAvailableError, match=message):
+        init_context(**{name: value}, **({} if name == "cpu" else {"cpu": True}))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("parallelism_config", ParallelismConfig()),
+        ("dynamo_plugin", TorchDynamoPlugin(backend="NO")),
+        ("dynamo_backend", "no"),
+        ("log_with", None),
+        ("kwargs_handlers", []),
+    ],
+)
+def test_asking_for_nothing_is_available(name: str, value: Any) -> None:
+    assert applied(**{name: value}) == Context()
+
+
+def test_compiling_is_asked_for_once() -> None:
+    with pytest.raises(ConfigurationError, match="dynamo_backend and dynamo_plugin say the same thing twice"):
+        applied(dynamo_backend="eager", dynamo_plugin=TorchDynamoPlugin(backend="EAGER"))
+
+
+def test_a_recipe_without_fp8_is_refused() -> None:
+    with pytest.raises(
+        ConfigurationError, match="AORecipeKwargs has an effect only with mixed_precision='fp8'"
+    ):
+        applied(mixed_precision="bf16", kwargs_handlers=[AORecipeKwargs()])
+
+
+# --- precedence ----------------------------------------------------------------------------------
+
+
+def test_settings_fill_only_what_is_left_open() -> None:
+    settings = Settings(
+        cpu=True,
+        debug=True,
+        mixed_precision="bf16",
+        gradient_accumulation_steps=4,
+        fsdp_plugin=FullyShardedDataParallelPlugin(),
+        dynamo_plugin=TorchDynamoPlugin(backend="EAGER"),
+        fp8_recipe=AORecipeKwargs(),
+    )
+    nothing = ContextOptions()
+    filled = merge_settings(nothing, settings)
+    assert nothing == {}
+    assert filled == ContextOptions(
+        cpu=True,
+        debug=True,
+        mixed_precision="bf16",
+        gradient_accumulation_steps=4,
+        fsdp_plugin=settings.fsdp_plugin,
+        dynamo_plugin=settings.dynamo_plugin,
+    )
+    explicit = ContextOptions(
+        cpu=False,
+        debug=False,
+        mixed_precision="no",
+        gradient_accumulation_steps=1,
+        fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2),
+        dynamo_backend="no",
+    )
+    assert merge_settings(explicit, settings) == explicit
+
+
+def test_a_plugin_for_accumulation_beats_the_environment() -> None:
+    plugin = GradientAccumulationPlugin(num_steps=2)
+    merged = merge_settings(
+        ContextOptions(gradient_accumulation_plugin=plugin), Settings(gradient_accumulation_steps=4)
+    )
+    assert configure(Context(), merged).accumulation == plugin
+
+
+def test_the_recipe_of_the_environment_comes_with_fp8_only() -> None:
+    settings = Settings(fp8_recipe=AORecipeKwargs(), mixed_precision="fp8")
+    assert merge_settings(ContextOptions(), settings).get("kwargs_handlers") == (settings.fp8_recipe,)
+    own = ContextOptions(kwargs_handlers=[FP8RecipeKwargs(backend="TE")])
+    assert merge_settings(own, settings).get("kwargs_handlers") == own.get("kwargs_handlers")
+    assert "kwargs_handlers" not in merge_settings(ContextOptions(mixed_precision="no"), settings)
+
+
+def test_arguments_then_our_variables_then_those_of_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found() -> tuple[str, int, bool]:
+        ctx = init_context()
+        return ctx.mixed_precision, ctx.gradient_accumulation_steps, ctx.debug
+
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+    assert found() == ("no", 1, False)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    monkeypatch.setenv("ACCELERATE_DEBUG_MODE", "1")
+    assert found() == ("bf16", 4, True)
+    monkeypatch.setenv("ACCELFN_MIXED_PRECISION", "fp16")
+    monkeypatch.setenv("ACCELFN_GRADIENT_ACCUMULATION_STEPS", "2")
+    monkeypatch.setenv("ACCELFN_DEBUG_MODE", "0")
+    assert found() == ("fp16", 2, False)
+    ctx = init_context(mixed_precision="no", gradient_accumulation_steps=1, debug=True)
+    assert (ctx.mixed_precision, ctx.gradient_accumulation_steps, ctx.debug) == ("no", 1, True)
+
+
+@pytest.mark.parametrize(
+    ("variables", "error", "message"),
+    [
+        ({"ACCELERATE_USE_FSDP": "true"}, NotAvailableError, "fsdp_plugin asks for"),
+        ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, NotAvailableError, "dynamo_plugin asks for"),
+        ({"ACCELERATE_MIXED_PRECISION": "fp8"}, NotAvailableError, "mixed_precision asks for"),
+        ({"ACCELERATE_CPU_AFFINITY": "1"}, NotAvailableError, "ACCELERATE_CPU_AFFINITY asks for"),
+        ({"ACCELFN_DOWNCAST_BF16": "1"}, NotAvailableError, "ACCELERATE_DOWNCAST_BF16 asks for"),
+        ({"ACCELFN_MIXED_PRECISION": "fp12"}, ConfigurationError, "ACCELFN_MIXED_PRECISION"),
+        ({"WORLD_SIZE": "2"}, ConfigurationError, "sets WORLD_SIZE but not RANK"),
+    ],
+)
+def test_what_variables_ask_for_is_had_or_refused(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], error: type[Exception], message: str
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(error, match=re.escape(message)):
+        init_context(cpu=True)
+
+
+def test_an_explicit_cpu_beats_a_device_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELFN_TORCH_DEVICE", "cuda:0")
+    assert init_context(cpu=True).device.type == "cpu"
+    monkeypatch.setenv("ACCELFN_USE_CPU", "1")
+    with pytest.raises(ConfigurationError, match="cuda:0"):
+        init_context()  # the two variables contradict each other
