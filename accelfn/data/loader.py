@@ -7,6 +7,7 @@ from typing import Any, Generic, Literal, TypeVar, cast
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from accelfn.comm import gather_object
 from accelfn.context import Context
 from accelfn.data.order import Order, order_of
 from accelfn.data.plan import EpochPlan, plan_epoch
@@ -46,13 +47,20 @@ class PreparedDataLoader(Generic[T]):
 
     Attributes:
         plan: How an epoch is shared out; None for data that was sharded already.
+        num_batches_by_rank: Batches of each rank in an epoch.
     """
 
     def __init__(
-        self, ctx: Context, source: DataLoader[T], plan: EpochPlan | None, batches: RankBatches | None
+        self,
+        ctx: Context,
+        source: DataLoader[T],
+        num_batches_by_rank: tuple[int, ...],
+        plan: EpochPlan | None = None,
+        batches: RankBatches | None = None,
     ) -> None:
         """Use :func:`prepare_data_loader` instead."""
         self.plan = plan
+        self.num_batches_by_rank = num_batches_by_rank
         self._ctx = ctx
         self._source = source
         self._batches = batches
@@ -131,7 +139,7 @@ def prepare_data_loader(
     Raises:
         ConfigurationError: The data is sharded already and would be sharded again, the loader was prepared
             with another context, or the batch can't be split.
-        TypeError: ``loader`` is no DataLoader.
+        TypeError: ``loader`` is no DataLoader, or has no length.
         NotAvailableError: A kind of loader or an option that this version has no machinery for.
 
     >>> import torch
@@ -152,7 +160,7 @@ def prepare_data_loader(
         raise ValueError(f'sharding must be "global", "already_sharded" or "by_source", got {sharding!r}.')
     _refuse_unavailable(ctx, loader, sharding)
     if sharding == "already_sharded":
-        return PreparedDataLoader(ctx, loader, None, None)
+        return PreparedDataLoader(ctx, loader, tuple(gather_object(ctx, [len(loader)])))
     order = order_of(ctx, loader)
     plan = plan_epoch(
         order.num_samples,
@@ -162,7 +170,8 @@ def prepare_data_loader(
         even_batches=ctx.loading.even_batches,
         drop_last=loader.drop_last,
     )
-    return PreparedDataLoader(ctx, loader, plan, RankBatches(ctx, plan, order))
+    counts = tuple(plan.num_batches(rank) for rank in range(plan.size))
+    return PreparedDataLoader(ctx, loader, counts, plan, RankBatches(ctx, plan, order))
 
 
 def _refuse_unavailable(ctx: Context, loader: DataLoader[Any], sharding: Sharding) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -31,7 +31,8 @@ class MicroBatch:
         window: Batches that the window really holds: fewer at the end of the data.
         sync: This batch closes its window: gradients are averaged over ranks, and the optimizer steps.
         is_last: No batch follows in this epoch.
-        num_rows: Rows of this rank's batch, padding included; None when it has no first dimension.
+        num_rows: Samples in this rank's batch, padding included; of a loader that wasn't prepared, or was
+            sharded already, the batch's first dimension; None when it has none.
         num_valid: Rows over all ranks that are no padding; None when the loader doesn't say.
     """
 
@@ -117,43 +118,41 @@ def microbatches(
 
 
 def _microbatches(ctx: Context, loader: Iterable[T], uneven: Uneven) -> Iterator[tuple[T, MicroBatch]]:
-    plan = loader.plan if isinstance(loader, PreparedDataLoader) else None
-    epoch = loader.epoch if isinstance(loader, PreparedDataLoader) else 0
-    num_batches = len(cast("Sized", loader))
-    if plan is not None:
-        counts = [plan.num_batches(rank) for rank in range(plan.size)]
+    prepared = loader if isinstance(loader, PreparedDataLoader) else None
+    plan = prepared.plan if prepared is not None else None
+    epoch = prepared.epoch if prepared is not None else 0
+    own = num_batches = len(cast("Sized", loader))
+    if prepared is not None:
+        counts = prepared.num_batches_by_rank
         if min(counts) != max(counts) and uneven == "error":
             raise ValueError(
-                f"microbatches: the ranks have different numbers of batches ({counts}, by rank), and would "
-                "wait for each "
-                'other for ever. Use even_batches=True, drop_last=True, or uneven="stop_first".'
+                f"microbatches: the ranks have different numbers of batches ({list(counts)}, by rank), and "
+                "would wait for each other for ever. Use even_batches=True, drop_last=True, or "
+                'uneven="stop_first".'
             )
         num_batches = min(counts)
     accumulation = ctx.accumulation
-    for index, batch in enumerate(loader):
-        if index == num_batches:
-            break
+    for index, batch in enumerate(loader if num_batches else ()):
         micro = plan_microbatch(
             index, epoch, num_batches, accumulation.num_steps, accumulation.sync_with_dataloader
         )
-        yield batch, _with_rows(micro, batch, plan.num_valid(index) if plan is not None else None)
+        if plan is None:
+            yield batch, replace(micro, num_rows=_num_rows(batch))
+        else:
+            # From the plan and not from the batch: its first dimension may be something else, such as time.
+            num_rows = len(plan.positions(index, ctx.rank))
+            yield batch, replace(micro, num_rows=num_rows, num_valid=plan.num_valid(index))
+        if index + 1 == num_batches < own:
+            break
+    if prepared is not None:  # a rank that left batches over has ended its epoch like the others
+        prepared.set_epoch(epoch + 1)
 
 
-def _with_rows(micro: MicroBatch, batch: Any, num_valid: int | None) -> MicroBatch:
+def _num_rows(batch: Any) -> int | None:
     try:
-        num_rows = find_batch_size(batch)
+        return find_batch_size(batch)
     except ValueError:  # no tensor in it: the batch is the user's own kind
-        num_rows = None
-    return MicroBatch(
-        index=micro.index,
-        epoch=micro.epoch,
-        place=micro.place,
-        window=micro.window,
-        sync=micro.sync,
-        is_last=micro.is_last,
-        num_rows=num_rows,
-        num_valid=num_valid,
-    )
+        return None
 
 
 def gather_for_metrics(ctx: Context, tree: T, micro: MicroBatch) -> T:
@@ -179,11 +178,9 @@ def gather_for_metrics(ctx: Context, tree: T, micro: MicroBatch) -> T:
     leaves, _ = flatten(tree)
     tensors = [isinstance(leaf, torch.Tensor) for leaf in leaves]
     if not any(tensors) and isinstance(tree, list):
-        objects = gather_object(ctx, cast("list[Any]", tree))
-        is_per_row = len(cast("list[Any]", tree)) == micro.num_rows
-        return cast(
-            "T", objects[: micro.num_valid] if is_per_row and micro.num_valid is not None else objects
-        )
+        own = cast("list[Any]", tree)
+        objects = gather_object(ctx, own)
+        return cast("T", objects[: micro.num_valid] if len(own) == micro.num_rows else objects)
     gathered = gather(ctx, tree)
     if (
         micro.num_valid is None

@@ -39,12 +39,21 @@ class Order:
 
         Ranks: every rank of ``ctx``: a sampler of the user's own runs on rank 0, and its order is sent to the
         others.
+
+        Raises:
+            ValueError: The sampler drew another number of samples than its length says.
         """
         if self.sampler is not None:
             set_epoch = getattr(self.sampler, "set_epoch", None)
             if callable(set_epoch):
                 set_epoch(epoch)
-            return broadcast_object_list(ctx, list(self.sampler) if ctx.is_main_process else [])
+            drawn = broadcast_object_list(ctx, list(self.sampler) if ctx.is_main_process else [])
+            if len(drawn) != self.num_samples:
+                raise ValueError(
+                    f"the sampler {type(self.sampler).__name__} has a length of {self.num_samples}, and drew "
+                    f"{len(drawn)} samples. Its __len__ must count what its __iter__ gives."
+                )
+            return drawn
         if self.seed is None:
             return range(self.num_samples)
         generator = torch.Generator()
@@ -73,7 +82,7 @@ def order_of(ctx: Context, loader: DataLoader[Any]) -> Order:
             'samples. Pass sharding="already_sharded", or give it a plain sampler.'
         )
     num_items = len(cast("Sized", loader.dataset))
-    if isinstance(sampler, SequentialSampler):
+    if type(sampler) is SequentialSampler:
         return Order(num_samples=num_items, num_items=num_items)
     if type(sampler) is RandomSampler:
         return Order(
