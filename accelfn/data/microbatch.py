@@ -12,7 +12,7 @@ from accelfn.comm import gather, gather_object
 from accelfn.context import Context
 from accelfn.data.loader import PreparedDataLoader
 from accelfn.errors import NotAvailableError
-from accelfn.tree import find_batch_size, flatten, map_tensors
+from accelfn.tree import find_batch_size, flatten
 
 __all__ = ("MicroBatch", "gather_for_metrics", "microbatches", "plan_microbatch")
 
@@ -33,6 +33,7 @@ class MicroBatch:
         is_last: No batch follows in this epoch.
         num_rows: Samples in this rank's batch, padding included; of a loader that wasn't prepared, or was
             sharded already, the batch's first dimension; None when it has none.
+        max_rows: Samples in the batch of the rank that has most; None when the loader doesn't say.
         num_valid: Rows over all ranks that are no padding; None when the loader doesn't say.
     """
 
@@ -43,6 +44,7 @@ class MicroBatch:
     sync: bool
     is_last: bool
     num_rows: int | None = None
+    max_rows: int | None = None
     num_valid: int | None = None
 
 
@@ -140,8 +142,8 @@ def _microbatches(ctx: Context, loader: Iterable[T], uneven: Uneven) -> Iterator
             yield batch, replace(micro, num_rows=_num_rows(batch))
         else:
             # From the plan and not from the batch: its first dimension may be something else, such as time.
-            num_rows = len(plan.positions(index, ctx.rank))
-            yield batch, replace(micro, num_rows=num_rows, num_valid=plan.num_valid(index))
+            rows, most = (len(plan.positions(index, rank)) for rank in (ctx.rank, 0))
+            yield batch, replace(micro, num_rows=rows, max_rows=most, num_valid=plan.num_valid(index))
         if index + 1 == num_batches < own:
             break
     if prepared is not None:  # a rank that left batches over has ended its epoch like the others
@@ -175,22 +177,27 @@ def gather_for_metrics(ctx: Context, tree: T, micro: MicroBatch) -> T:
         TypeError: Tensors and other leaves are mixed.
         MismatchError: The trees differ between ranks.
     """
-    leaves, _ = flatten(tree)
+    leaves, structure = flatten(tree)
     tensors = [isinstance(leaf, torch.Tensor) for leaf in leaves]
     if not any(tensors) and isinstance(tree, list):
         own = cast("list[Any]", tree)
         objects = gather_object(ctx, own)
         return cast("T", objects[: micro.num_valid] if len(own) == micro.num_rows else objects)
-    gathered = gather(ctx, tree)
-    if (
-        micro.num_valid is None
-        or micro.num_rows is None
-        or micro.num_valid >= micro.num_rows * ctx.num_processes
-    ):
-        return gathered
-    per_row = iter([leaf.dim() > 0 and leaf.shape[0] == micro.num_rows for leaf in leaves])
+    per_row = [
+        tensor and leaf.dim() > 0 and leaf.shape[0] == micro.num_rows
+        for tensor, leaf in zip(tensors, leaves, strict=True)
+    ]
+    if micro.num_valid is None or micro.num_rows is None or micro.max_rows is None:
+        return gather(ctx, tree)
+    missing = micro.max_rows - micro.num_rows
+    if missing:  # uneven data: the other ranks have more rows than this one
+        leaves = [
+            _lengthen(leaf, missing) if rows else leaf for leaf, rows in zip(leaves, per_row, strict=True)
+        ]
+    gathered, _ = flatten(gather(ctx, structure.unflatten(leaves)))
+    cut = [leaf[: micro.num_valid] if rows else leaf for leaf, rows in zip(gathered, per_row, strict=True)]
+    return cast("T", structure.unflatten(cut))
 
-    def cut(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor[: micro.num_valid] if next(per_row) else tensor
 
-    return map_tensors(cut, gathered)
+def _lengthen(rows: torch.Tensor, missing: int) -> torch.Tensor:
+    return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])])

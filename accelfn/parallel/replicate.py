@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
@@ -99,16 +100,27 @@ class Replica:
         """Bring the model to rank 0's values, and watch its parameters."""
         self.sync = True
         self._ctx = ctx
-        self._pending = False
+        self._backward: int | None = None  # torch's number of the one whose end will average
         self._parameters = {name: item for name, item in model.named_parameters() if item.requires_grad}
-        self._buffers = dict(model.named_buffers())
         with torch.no_grad():
-            self._take({**dict(model.named_parameters()), **self._buffers})
-        for parameter in self._parameters.values():
-            cast("Any", parameter).register_post_accumulate_grad_hook(self._on_grad)
-        if self._buffers and ctx.strategy.ddp.broadcast_buffers:
+            self._take({**dict(model.named_parameters()), **dict(model.named_buffers())})
+        self._watch()
+        if ctx.strategy.ddp.broadcast_buffers:
             model.register_forward_pre_hook(self._on_forward)
         setattr(model, _ATTRIBUTE, self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Replica:
+        """Average the gradients of a copied model too, as a copy of DistributedDataParallel does."""
+        twin = object.__new__(Replica)
+        memo[id(self)] = twin
+        twin.sync, twin._ctx, twin._backward = self.sync, self._ctx, None
+        twin._parameters = copy.deepcopy(self._parameters, memo)
+        twin._watch()  # copies of parameters come without hooks
+        return twin
+
+    def _watch(self) -> None:
+        for parameter in self._parameters.values():
+            cast("Any", parameter).register_post_accumulate_grad_hook(self._on_grad)
 
     def _take(self, tensors: dict[str, torch.Tensor]) -> None:
         """Overwrite ``tensors`` by those of rank 0."""
@@ -119,20 +131,22 @@ class Replica:
 
     def _on_forward(self, module: nn.Module, arguments: Any) -> None:
         del arguments
-        if module.training and self.sync:
+        buffers = dict(module.named_buffers())
+        if buffers and module.training and self.sync:
             with torch.no_grad():
-                self._take(self._buffers)
+                self._take(buffers)
 
     def _on_grad(self, parameter: torch.Tensor) -> None:
         del parameter
-        if self.sync and not self._pending:
-            self._pending = True
+        # By number and not by a flag, which would stay up for ever after a backward that failed half-way.
+        number: int = torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]
+        if self.sync and self._backward != number:
+            self._backward = number
             # Runs once, when the whole backward is done, on the thread that called it.
             engine = cast("Any", torch.autograd.Variable)._execution_engine
             engine.queue_callback(self._average)
 
     def _average(self) -> None:
-        self._pending = False
         grads = {name: item.grad for name, item in self._parameters.items() if item.grad is not None}
         with torch.no_grad():
             for name, grad in reduce(self._ctx, grads, "mean").items():
