@@ -95,6 +95,7 @@ class Accelerator:
     Attributes:
         context: The frozen Context behind it, for use with the functions.
         micro: The batch that a prepared loader handed out last; None outside of such a loop.
+        last_micro: The last batch of the loop that ended last: what is gathered after a loop belongs to it.
 
     Raises:
         ConfigurationError: As :func:`accelfn.init_context`.
@@ -132,40 +133,47 @@ class Accelerator:
                     f"{dataloader_config.split_batches}. Give one of the two."
                 )
             dataloader_config = dataloader_config or DataLoaderConfiguration(split_batches=split_batches)
-        self.context = (
-            context
-            if context is not None
-            else init_context(
-                device_placement=device_placement,
-                mixed_precision=mixed_precision,
-                gradient_accumulation_steps=gradient_accumulation_steps,
-                cpu=cpu or None,
-                dataloader_config=dataloader_config,
-                deepspeed_plugin=deepspeed_plugin,
-                fsdp_plugin=fsdp_plugin,
-                megatron_lm_plugin=megatron_lm_plugin,
-                rng_types=rng_types,
-                log_with=log_with,
-                project_dir=project_dir,
-                project_config=project_config,
-                gradient_accumulation_plugin=gradient_accumulation_plugin,
-                step_scheduler_with_optimizer=step_scheduler_with_optimizer,
-                kwargs_handlers=kwargs_handlers,
-                dynamo_backend=dynamo_backend,
-                dynamo_plugin=dynamo_plugin,
-                parallelism_config=parallelism_config,
+        asked: dict[str, Any] = {
+            "device_placement": device_placement,
+            "mixed_precision": mixed_precision,
+            "gradient_accumulation_steps": gradient_accumulation_steps,
+            "cpu": cpu or None,
+            "dataloader_config": dataloader_config,
+            "deepspeed_plugin": deepspeed_plugin,
+            "fsdp_plugin": fsdp_plugin,
+            "megatron_lm_plugin": megatron_lm_plugin,
+            "rng_types": rng_types,
+            "log_with": log_with,
+            "project_dir": project_dir,
+            "project_config": project_config,
+            "gradient_accumulation_plugin": gradient_accumulation_plugin,
+            "step_scheduler_with_optimizer": step_scheduler_with_optimizer,
+            "kwargs_handlers": kwargs_handlers,
+            "dynamo_backend": dynamo_backend,
+            "dynamo_plugin": dynamo_plugin,
+            "parallelism_config": parallelism_config,
+        }
+        defaults = {"device_placement": True, "step_scheduler_with_optimizer": True}
+        extra = [name for name, value in asked.items() if value is not defaults.get(name)]
+        if context is not None and extra:
+            raise ConfigurationError(
+                "Accelerator(context=...) takes its options from the context, got "
+                f"{', '.join(dict.fromkeys(extra))} "
+                "too. Use context=ctx.replace(...) for a variant."
             )
-        )
+        self.context = context if context is not None else init_context(**asked)
         self.micro: MicroBatch | None = None
+        self.last_micro: MicroBatch | None = None
         self._window: MicroBatch | None = None  # of the `accumulate` block that is open
         self._sync = True
         self._batches_without_loader = 0
         self._trigger = comm.TriggerState()
         self._optimizers: list[Optimizer] = []
         self._scaler = training.init_scaler(self.context)
-        # By optimizer, since the latest update of the scale: its gradients' state.
+        # By optimizer: the state of its gradients, and after its steps since the latest update of the scale.
         self._unscaled: dict[int, training.ScalerState] = {}
         self._stepped: dict[int, training.ScalerState] = {}
+        self._latest: dict[int, training.ScalerState] = {}  # after each optimizer's latest step
 
     # --- who and where ---------------------------------------------------------------------------
 
@@ -289,7 +297,9 @@ class Accelerator:
             return self.prepare_optimizer(item, device_placement)
         if isinstance(item, LRScheduler):
             return self.prepare_scheduler(item)
-        if isinstance(item, DataLoader):
+        if isinstance(item, AcceleratedScheduler):
+            return self.prepare_scheduler(item)
+        if isinstance(item, DataLoader | data.PreparedDataLoader | AcceleratedDataLoader):
             return self.prepare_data_loader(cast("DataLoader[Any]", item), device_placement)
         return item
 
@@ -303,15 +313,16 @@ class Accelerator:
         self, optimizer: Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
         """Give an optimizer that steps only where a window closes."""
-        if isinstance(optimizer, AcceleratedOptimizer):
+        if isinstance(optimizer, AcceleratedOptimizer) and optimizer.belongs_to(self):
             return optimizer
+        optimizer = unwrap_optimizer(optimizer)
         training.prepare_optimizer(self._placing(device_placement), optimizer)
         self._optimizers.append(optimizer)
         return AcceleratedOptimizer(self, optimizer)
 
     def prepare_data_loader(
         self,
-        data_loader: DataLoader[T] | AcceleratedDataLoader[T],
+        data_loader: DataLoader[T] | data.PreparedDataLoader[T] | AcceleratedDataLoader[T],
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
     ) -> AcceleratedDataLoader[T]:
@@ -321,7 +332,9 @@ class Accelerator:
                 "slice_fn_for_dispatch: dispatching has no machinery in this version of accelfn yet."
             )
         if isinstance(data_loader, AcceleratedDataLoader):
-            return data_loader
+            if data_loader.belongs_to(self):
+                return data_loader
+            data_loader = data_loader.loader
         return AcceleratedDataLoader(
             self, data.prepare_data_loader(self._placing(device_placement), data_loader)
         )
@@ -329,7 +342,9 @@ class Accelerator:
     def prepare_scheduler(self, scheduler: LRScheduler | AcceleratedScheduler) -> AcceleratedScheduler:
         """Give a schedule that moves only when its optimizer steps."""
         if isinstance(scheduler, AcceleratedScheduler):
-            return scheduler
+            if scheduler.belongs_to(self):
+                return scheduler
+            scheduler = scheduler.scheduler
         return AcceleratedScheduler(self, training.prepare_scheduler(self.context, scheduler))
 
     def unwrap_model(
@@ -385,6 +400,12 @@ class Accelerator:
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
         """Divide gradients (of all optimizers when None) by the loss scale; see ``unscale_gradients``."""
+        if self.context.precision.scales_loss and not self._sync:
+            raise ConfigurationError(
+                "with float16, gradients are unscaled and clipped only where the window closes: what the "
+                "next "
+                "backward adds is scaled. Put it under `if accelerator.sync_gradients:`."
+            )
         chosen = (
             self._optimizers
             if optimizer is None
@@ -421,14 +442,13 @@ class Accelerator:
                 "step(closure) can't be combined with loss scaling: use bf16, or step without closure."
             )
         state = self._unscaled.pop(id(optimizer), self._scaler)
-        self._stepped[id(optimizer)] = training.optimizer_step(
-            self.context, optimizer, state, clear_gradients=False
-        )
+        state = training.optimizer_step(self.context, optimizer, state, clear_gradients=False)
+        self._stepped[id(optimizer)] = self._latest[id(optimizer)] = state
         return None
 
     def step_was_skipped(self, optimizer: Optimizer) -> bool:
         """Whether the latest step of a prepared optimizer was skipped; proxies call this."""
-        state = self._stepped.get(id(optimizer))
+        state = self._latest.get(id(unwrap_optimizer(optimizer)))
         return state is not None and training.step_was_skipped(self.context, state)
 
     def _unscale_for(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -451,17 +471,12 @@ class Accelerator:
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Join what came of the batch at hand, without padding; see :func:`accelfn.gather_for_metrics`."""
+        micro = self.micro or self.last_micro
         if use_gather_object:
-            objects = comm.gather_object(self.context, input_data)
-            per_row = (
-                self.micro is not None
-                and isinstance(input_data, list)
-                and len(objects) >= (self.micro.num_valid or 0)
-            )
-            return objects[: self.micro.num_valid] if per_row and self.micro is not None else objects
-        if self.micro is None:
+            return data.gather_objects_for_metrics(self.context, input_data, micro)
+        if micro is None:
             return comm.gather(self.context, input_data)
-        return data.gather_for_metrics(self.context, input_data, self.micro)
+        return data.gather_for_metrics(self.context, input_data, micro)
 
     def reduce(self, tensor: T, reduction: str = "sum", scale: float = 1.0) -> T:
         """Combine tensors of all ranks; see :func:`accelfn.reduce`."""

@@ -34,6 +34,10 @@ class AcceleratedOptimizer(Optimizer):
         self.optimizer = optimizer
         self._accelerator = accelerator
 
+    def belongs_to(self, accelerator: Accelerator) -> bool:
+        """Whether ``accelerator`` prepared it."""
+        return self._accelerator is accelerator
+
     @property
     def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride] -- shared, not owned
         """State of each parameter."""
@@ -78,8 +82,17 @@ class AcceleratedOptimizer(Optimizer):
     def __repr__(self) -> str:
         return f"AcceleratedOptimizer({self.optimizer!r})"
 
+    def __getattr__(self, name: str) -> Any:
+        if name in ("optimizer", "_accelerator"):  # not set yet: copy and pickle look before __init__ has run
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
     def __getstate__(self) -> dict[str, Any]:
-        return {"optimizer": self.optimizer, "_accelerator": self._accelerator}
+        return self.__dict__.copy()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Not Optimizer's, which would put its profiling hooks around this class's step, for all proxies.
+        self.__dict__.update(state)
 
 
 class AcceleratedScheduler:
@@ -92,6 +105,10 @@ class AcceleratedScheduler:
         """Use ``Accelerator.prepare`` instead."""
         self.scheduler = scheduler
         self._accelerator = accelerator
+
+    def belongs_to(self, accelerator: Accelerator) -> bool:
+        """Whether ``accelerator`` prepared it."""
+        return self._accelerator is accelerator
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Move on by one, unless the optimizer did not step."""
@@ -125,6 +142,10 @@ class AcceleratedDataLoader(Generic[T]):
         self.loader = loader
         self._accelerator = accelerator
 
+    def belongs_to(self, accelerator: Accelerator) -> bool:
+        """Whether ``accelerator`` prepared it."""
+        return self._accelerator is accelerator
+
     def __len__(self) -> int:
         return len(self.loader)
 
@@ -132,7 +153,7 @@ class AcceleratedDataLoader(Generic[T]):
         before = self._accelerator.micro
         try:
             for batch, micro in microbatches(self._accelerator.context, self.loader):
-                self._accelerator.micro = micro
+                self._accelerator.micro = self._accelerator.last_micro = micro
                 yield batch
         finally:  # also after a break: an evaluation inside a loop must not change what that one sees
             self._accelerator.micro = before

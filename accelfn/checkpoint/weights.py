@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,7 +23,9 @@ __all__ = ("WeightsPlan", "parse_size", "plan_weights", "save_model")
 
 _UNITS = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("KB", 10**3), ("B", 1))
 _INDEX = "model.safetensors.index.json"
-_OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
+_NAME = r"model((-\d{5}-of-\d{5})?\.safetensors|\.safetensors\.index\.json)"
+# The files of a save, and the unfinished ones of a save that was killed.
+_OURS = re.compile(rf"{_NAME}|\.{_NAME}\.\d+\.partial")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,10 +52,10 @@ def parse_size(size: int | str) -> int:
     >>> parse_size("1.5MB"), parse_size(10)
     (1500000, 10)
     """
-    number = float(size) if isinstance(size, int) else None
+    number = Decimal(size) if isinstance(size, int) else None
     if isinstance(size, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(TB|GB|MB|KB|B)\s*", size, re.IGNORECASE)
-        number = float(match[1]) * dict(_UNITS)[match[2].upper()] if match else None
+        number = Decimal(match[1]) * dict(_UNITS)[match[2].upper()] if match else None
     if number is None or number < 1:
         raise ValueError(
             f"max_shard_size must be bytes or a number with TB, GB, MB or KB, such as '5GB': got {size!r}."
@@ -118,9 +121,11 @@ def save_model(
         The files, on every rank.
 
     Raises:
-        ValueError: A weight is on the meta device and has no data, or the size has another form.
+        ValueError: A weight is on the meta device and has no data, the state dict holds something that is no
+            tensor, or the size has another form.
         NotADirectoryError: ``directory`` is a file.
-        OSError: The files can't be written; nothing that was there before is lost.
+        OSError: The files can't be written. What was there before is only gone where a new file took its
+            name.
         RemoteRankError: On the other ranks, when the main process failed.
     """
     folder = Path(directory)
@@ -143,7 +148,14 @@ def save_model(
 
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     state = model.state_dict()
-    tensors = {name: value.detach() for name, value in state.items() if isinstance(value, torch.Tensor)}
+    others = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
+    if others:
+        raise ValueError(
+            f"save_model: {', '.join(others[:5])} in the state dict is no tensor, and would be lost: "
+            "safetensors holds "
+            "tensors only. Let get_extra_state give a tensor, or save the state with save_state."
+        )
+    tensors = {name: cast("torch.Tensor", value).detach() for name, value in state.items()}
     absent = [name for name, tensor in tensors.items() if tensor.is_meta]
     if absent:
         raise ValueError(

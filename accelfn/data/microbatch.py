@@ -14,7 +14,13 @@ from accelfn.data.loader import PreparedDataLoader
 from accelfn.errors import NotAvailableError
 from accelfn.tree import find_batch_size, flatten
 
-__all__ = ("MicroBatch", "gather_for_metrics", "microbatches", "plan_microbatch")
+__all__ = (
+    "MicroBatch",
+    "gather_for_metrics",
+    "gather_objects_for_metrics",
+    "microbatches",
+    "plan_microbatch",
+)
 
 T = TypeVar("T")
 Uneven = Literal["error", "stop_first", "pad"]
@@ -180,9 +186,7 @@ def gather_for_metrics(ctx: Context, tree: T, micro: MicroBatch) -> T:
     leaves, structure = flatten(tree)
     tensors = [isinstance(leaf, torch.Tensor) for leaf in leaves]
     if not any(tensors) and isinstance(tree, list):
-        own = cast("list[Any]", tree)
-        objects = gather_object(ctx, own)
-        return cast("T", objects[: micro.num_valid] if len(own) == micro.num_rows else objects)
+        return cast("T", gather_objects_for_metrics(ctx, tree, micro))
     per_row = [
         tensor and leaf.dim() > 0 and leaf.shape[0] == micro.num_rows
         for tensor, leaf in zip(tensors, leaves, strict=True)
@@ -197,6 +201,25 @@ def gather_for_metrics(ctx: Context, tree: T, micro: MicroBatch) -> T:
     gathered, _ = flatten(gather(ctx, structure.unflatten(leaves)))
     cut = [leaf[: micro.num_valid] if rows else leaf for leaf, rows in zip(gathered, per_row, strict=True)]
     return cast("T", structure.unflatten(cut))
+
+
+def gather_objects_for_metrics(ctx: Context, obj: Any, micro: MicroBatch | None) -> list[Any]:
+    """Bring Python objects of all ranks together; of a list with one for each row, without those of padding.
+
+    Ranks: every rank of ``ctx``.
+
+    Args:
+        ctx: The world.
+        obj: A list is joined with those of the other ranks; anything else is one item.
+        micro: Of the batch that the objects were computed from; None keeps all.
+
+    Returns:
+        One list, the same on every rank.
+    """
+    objects: list[Any] = gather_object(ctx, obj)
+    if micro is not None and isinstance(obj, list) and len(cast("list[Any]", obj)) == micro.num_rows:
+        return objects[: micro.num_valid]
+    return objects
 
 
 def _lengthen(rows: torch.Tensor, missing: int) -> torch.Tensor:

@@ -58,27 +58,35 @@ def value_and_grad(
                     "Close over it, or pass it as another argument."
                 )
 
-        def loss_and_value(flat: list[torch.Tensor]) -> tuple[torch.Tensor, Any]:
+        rest: list[Any] = []  # torch.func lets only tensors out, and in no containers but its own
+
+        def loss_and_tensors(flat: list[torch.Tensor]) -> tuple[torch.Tensor, Any]:
             with autocast(ctx):
                 value = loss_fn(cast("Params", structure.unflatten(flat)), *args, **kwargs)
-            loss = cast("Any", value)[0] if _is_pair(value) else value
-            if not isinstance(loss, torch.Tensor) or loss.dim():
-                found = (
-                    f"one of shape {tuple(loss.shape)}"
-                    if isinstance(loss, torch.Tensor)
-                    else type(loss).__name__
-                )
-                raise TypeError(
-                    f"value_and_grad: the loss must be a tensor of shape (), got {found}. Take its mean."
-                )
-            return loss, value
+            loss = _loss_of(value)
+            found, form = flatten(value)
+            places = [index for index, leaf in enumerate(found) if isinstance(leaf, torch.Tensor)]
+            rest[:] = [form, places, found]
+            return loss, (loss, [found[index] for index in places])
 
-        grads, (loss, value) = cast("Any", torch.func.grad_and_value)(loss_and_value, has_aux=True)(leaves)
+        grads, (loss, tensors) = torch.func.grad(loss_and_tensors, has_aux=True)(leaves)
         loss, grads = reduce(ctx, (loss, grads), "mean")
+        form, places, found = rest
+        for index, tensor in zip(places, tensors, strict=True):
+            found[index] = tensor
+        value = form.unflatten(found)
         averaged = (loss, value[1]) if _is_pair(value) else loss
         return cast("V", averaged), cast("Params", structure.unflatten(grads))
 
     return call
+
+
+def _loss_of(value: Any) -> torch.Tensor:
+    loss = value[0] if _is_pair(value) else value
+    if not isinstance(loss, torch.Tensor) or loss.dim():
+        found = f"one of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise TypeError(f"value_and_grad: the loss must be a tensor of shape (), got {found}. Take its mean.")
+    return loss
 
 
 def _is_pair(value: object) -> bool:

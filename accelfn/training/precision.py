@@ -75,7 +75,10 @@ class MixedPrecisionForward:
 def with_precision(ctx: Context, model: M) -> M:
     """Let ``model.forward`` compute in the context's precision from now on. Writes into the module."""
     if ctx.precision.mode != "no":
-        model.forward = MixedPrecisionForward(model.forward, ctx.precision, ctx.device.type)
+        # An unpickled model comes with a forward that was prepared elsewhere.
+        forward = model.forward
+        plain = forward.__wrapped__ if isinstance(forward, MixedPrecisionForward) else forward
+        model.forward = MixedPrecisionForward(plain, ctx.precision, ctx.device.type)
     return model
 
 

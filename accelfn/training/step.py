@@ -44,6 +44,7 @@ def backward(
 
     Raises:
         TypeError: ``loss`` is no tensor.
+        ValueError: The gradients at hand were unscaled already, so new ones can't be added to them.
         NotAvailableError: With ``weight``.
     """
     if not isinstance(cast("object", loss), torch.Tensor):
@@ -58,6 +59,12 @@ def backward(
     if micro is not None and micro.window > 1:
         loss = loss / micro.window
     if ctx.precision.scales_loss:
+        if scaler_state.is_unscaled:
+            raise ValueError(
+                "backward: the gradients were unscaled already, and adding scaled ones would mix the two. "
+                "Unscale "
+                "and clip only where micro.sync is True, and pass on the state that optimizer_step returns."
+            )
         loss = loss * scaler_state.scale
     loss.backward()  # pyright: ignore[reportUnknownMemberType]
 
@@ -141,6 +148,14 @@ def scheduler_step(ctx: Context, scheduler: LRScheduler, scaler_state: ScalerSta
         ctx: Says the precision.
         scheduler: What moves.
         scaler_state: What :func:`optimizer_step` returned; needed with float16 to know of skipped steps.
+
+    Raises:
+        ValueError: The context scales losses, and no state was passed.
     """
+    if scaler_state is None and ctx.precision.scales_loss:
+        raise ValueError(
+            "scheduler_step: with float16 a step may be skipped, so pass the scaler state that "
+            "optimizer_step returned."
+        )
     if scaler_state is None or not step_was_skipped(ctx, scaler_state):
         scheduler.step()
