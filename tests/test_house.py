@@ -15,6 +15,7 @@ import pathlib
 import pkgutil
 import random
 import re
+import struct
 import subprocess
 import sys
 import threading
@@ -103,7 +104,7 @@ def floor_violations(source: str, module: str, *, is_package: bool = False) -> l
             found.append(f"{module}:{line} imports {name} from the root. Import it from its own package.")
         elif target != package and FLOOR_OF[target] >= FLOOR_OF[package]:
             found.append(f"{module}:{line} imports {name}, which is not below {package}.")
-        elif target == "accelerator" and not module.startswith("accelfn.launch."):
+        elif target == "accelerator" and package not in ("accelerator", "launch"):
             found.append(f"{module}:{line} imports {name}; nothing below the launcher needs the shim.")
     return found
 
@@ -164,7 +165,7 @@ IMMUTABLE_TYPES = (
     *(type(None), type(...), type(NotImplemented), bool, int, float, complex, str, bytes, range, slice),
     *(ModuleType, types.BuiltinFunctionType, types.GenericAlias, types.UnionType, re.Pattern, enum.Enum),
     *(pathlib.PurePath, datetime.timedelta, datetime.datetime, __future__._Feature),  # pyright: ignore[reportPrivateUsage]
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, struct.Struct),
     type(pytest.fixture(lambda: None)),  # a function, and what pytest has to know of it
 )
 # What has no place in a default value or on a class either.
@@ -173,6 +174,8 @@ STATEFUL_TYPES: tuple[type, ...] = (
     *(ContextVar, threading.local, threading.Event, threading.Condition, logging.Logger),
     *(type(threading.Lock()), type(threading.RLock())),
 )
+# What functools.wraps and typing.NamedTuple, which is a function, keep on a function.
+FUNCTION_MACHINERY = frozenset({"__wrapped__", "__mro_entries__"})
 # What enum and NamedTuple keep on the class, under names of their own.
 CLASS_MACHINERY = frozenset({"_field_defaults", "_abc_impl"})
 
@@ -185,7 +188,9 @@ def mutable_parts(value: object, path: str) -> Iterator[str]:
             yield from mutable_class_parts(value, path)
     elif isinstance(value, types.FunctionType):
         yield from (
-            f"{path}.{name} (attribute of a function)" for name in vars(value) if name != "__wrapped__"
+            f"{path}.{name} (attribute of a function)"
+            for name in vars(value)
+            if name not in FUNCTION_MACHINERY
         )
         for default in (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()):
             if isinstance(default, STATEFUL_TYPES):
@@ -399,7 +404,8 @@ def own_public_names(module: ModuleType) -> set[str]:
     return {
         name
         for name in public_names(module)
-        if getattr(vars(module)[name], "__module__", "") == module.__name__
+        if isinstance(vars(module)[name], type | types.FunctionType)  # a type variable is neither
+        and vars(module)[name].__module__ == module.__name__
     }
 
 

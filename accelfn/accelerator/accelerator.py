@@ -1,16 +1,16 @@
 """The Accelerator: a convenience over the functions for people who know Hugging Face Accelerate.
 
-It holds a Context and the newest states, and each method is a call of a public function. Nothing in the library depends
-on it.
+It holds a Context and the newest states, and each method is a call of a public function. Nothing in the
+library depends on it.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -89,12 +89,13 @@ _NOT_YET = (
 class Accelerator:
     """Train with Accelerate's method names.
 
-    Takes the arguments of :func:`accelfn.init_context`; ``context`` builds it over one that exists, such as the one that
-    ``accelfn.testing.run_ranks`` hands to a rank. Any number of Accelerators live side by side.
+    Takes the arguments of :func:`accelfn.init_context`; ``context`` builds it over one that exists, such as
+    the one that ``accelfn.testing.run_ranks`` hands to a rank. Any number of Accelerators live side by side.
 
     Attributes:
         context: The frozen Context behind it, for use with the functions.
         micro: The batch that a prepared loader handed out last; None outside of such a loop.
+        last_micro: The last batch of the loop that ended last: what is gathered after a loop belongs to it.
 
     Raises:
         ConfigurationError: As :func:`accelfn.init_context`.
@@ -132,40 +133,47 @@ class Accelerator:
                     f"{dataloader_config.split_batches}. Give one of the two."
                 )
             dataloader_config = dataloader_config or DataLoaderConfiguration(split_batches=split_batches)
-        self.context = (
-            context
-            if context is not None
-            else init_context(
-                device_placement=device_placement,
-                mixed_precision=mixed_precision,
-                gradient_accumulation_steps=gradient_accumulation_steps,
-                cpu=cpu or None,
-                dataloader_config=dataloader_config,
-                deepspeed_plugin=deepspeed_plugin,
-                fsdp_plugin=fsdp_plugin,
-                megatron_lm_plugin=megatron_lm_plugin,
-                rng_types=rng_types,
-                log_with=log_with,
-                project_dir=project_dir,
-                project_config=project_config,
-                gradient_accumulation_plugin=gradient_accumulation_plugin,
-                step_scheduler_with_optimizer=step_scheduler_with_optimizer,
-                kwargs_handlers=kwargs_handlers,
-                dynamo_backend=dynamo_backend,
-                dynamo_plugin=dynamo_plugin,
-                parallelism_config=parallelism_config,
+        asked: dict[str, Any] = {
+            "device_placement": device_placement,
+            "mixed_precision": mixed_precision,
+            "gradient_accumulation_steps": gradient_accumulation_steps,
+            "cpu": cpu or None,
+            "dataloader_config": dataloader_config,
+            "deepspeed_plugin": deepspeed_plugin,
+            "fsdp_plugin": fsdp_plugin,
+            "megatron_lm_plugin": megatron_lm_plugin,
+            "rng_types": rng_types,
+            "log_with": log_with,
+            "project_dir": project_dir,
+            "project_config": project_config,
+            "gradient_accumulation_plugin": gradient_accumulation_plugin,
+            "step_scheduler_with_optimizer": step_scheduler_with_optimizer,
+            "kwargs_handlers": kwargs_handlers,
+            "dynamo_backend": dynamo_backend,
+            "dynamo_plugin": dynamo_plugin,
+            "parallelism_config": parallelism_config,
+        }
+        defaults = {"device_placement": True, "step_scheduler_with_optimizer": True}
+        extra = [name for name, value in asked.items() if value is not defaults.get(name)]
+        if context is not None and extra:
+            raise ConfigurationError(
+                "Accelerator(context=...) takes its options from the context, got "
+                f"{', '.join(dict.fromkeys(extra))} "
+                "too. Use context=ctx.replace(...) for a variant."
             )
-        )
+        self.context = context if context is not None else init_context(**asked)
         self.micro: MicroBatch | None = None
+        self.last_micro: MicroBatch | None = None
         self._window: MicroBatch | None = None  # of the `accumulate` block that is open
         self._sync = True
         self._batches_without_loader = 0
         self._trigger = comm.TriggerState()
         self._optimizers: list[Optimizer] = []
         self._scaler = training.init_scaler(self.context)
-        # By optimizer, since the latest update of the scale: its gradients' state.
+        # By optimizer: the state of its gradients, and after its steps since the latest update of the scale.
         self._unscaled: dict[int, training.ScalerState] = {}
         self._stepped: dict[int, training.ScalerState] = {}
+        self._latest: dict[int, training.ScalerState] = {}  # after each optimizer's latest step
 
     # --- who and where ---------------------------------------------------------------------------
 
@@ -244,12 +252,12 @@ class Accelerator:
         return self.context.project
 
     @property
-    def project_dir(self) -> str | None:
+    def project_dir(self) -> str | os.PathLike[str] | None:
         """Folder for outputs."""
         return self.context.project.project_dir
 
     @property
-    def logging_dir(self) -> str | None:
+    def logging_dir(self) -> str | os.PathLike[str] | None:
         """Folder for logs."""
         return self.context.project.logging_dir
 
@@ -275,7 +283,8 @@ class Accelerator:
             raise TypeError("prepare: got nothing to prepare. Pass a model, an optimizer, a loader, ...")
         if device_placement is not None and len(device_placement) != len(args):
             raise ValueError(
-                f"device_placement needs one entry for each object: got {len(device_placement)} for {len(args)} objects."
+                f"device_placement needs one entry for each object: got {len(device_placement)} for "
+                f"{len(args)} objects."
             )
         places = device_placement or [None] * len(args)
         prepared = tuple(self._prepare_one(item, place) for item, place in zip(args, places, strict=True))
@@ -288,8 +297,10 @@ class Accelerator:
             return self.prepare_optimizer(item, device_placement)
         if isinstance(item, LRScheduler):
             return self.prepare_scheduler(item)
-        if isinstance(item, DataLoader):
-            return self.prepare_data_loader(item, device_placement)
+        if isinstance(item, AcceleratedScheduler):
+            return self.prepare_scheduler(item)
+        if isinstance(item, DataLoader | data.PreparedDataLoader | AcceleratedDataLoader):
+            return self.prepare_data_loader(cast("DataLoader[Any]", item), device_placement)
         return item
 
     def prepare_model(
@@ -302,15 +313,16 @@ class Accelerator:
         self, optimizer: Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
         """Give an optimizer that steps only where a window closes."""
-        if isinstance(optimizer, AcceleratedOptimizer):
+        if isinstance(optimizer, AcceleratedOptimizer) and optimizer.belongs_to(self):
             return optimizer
+        optimizer = unwrap_optimizer(optimizer)
         training.prepare_optimizer(self._placing(device_placement), optimizer)
         self._optimizers.append(optimizer)
         return AcceleratedOptimizer(self, optimizer)
 
     def prepare_data_loader(
         self,
-        data_loader: DataLoader[T] | AcceleratedDataLoader[T],
+        data_loader: DataLoader[T] | data.PreparedDataLoader[T] | AcceleratedDataLoader[T],
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
     ) -> AcceleratedDataLoader[T]:
@@ -320,7 +332,9 @@ class Accelerator:
                 "slice_fn_for_dispatch: dispatching has no machinery in this version of accelfn yet."
             )
         if isinstance(data_loader, AcceleratedDataLoader):
-            return data_loader
+            if data_loader.belongs_to(self):
+                return data_loader
+            data_loader = data_loader.loader
         return AcceleratedDataLoader(
             self, data.prepare_data_loader(self._placing(device_placement), data_loader)
         )
@@ -328,7 +342,9 @@ class Accelerator:
     def prepare_scheduler(self, scheduler: LRScheduler | AcceleratedScheduler) -> AcceleratedScheduler:
         """Give a schedule that moves only when its optimizer steps."""
         if isinstance(scheduler, AcceleratedScheduler):
-            return scheduler
+            if scheduler.belongs_to(self):
+                return scheduler
+            scheduler = scheduler.scheduler
         return AcceleratedScheduler(self, training.prepare_scheduler(self.context, scheduler))
 
     def unwrap_model(
@@ -345,11 +361,11 @@ class Accelerator:
     # --- the training step -----------------------------------------------------------------------
 
     @contextmanager
-    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+    def accumulate(self, *models: nn.Module) -> Generator[None, None, None]:
         """Run forward and backward of one batch of a window; see :func:`accelfn.accumulate`.
 
-        The window is that of the prepared loader whose batch is at hand. In a loop over anything else, each block counts
-        as one batch of windows of full length.
+        The window is that of the prepared loader whose batch is at hand. In a loop over anything else, each
+        block counts as one batch of windows of full length.
         """
         micro = self.micro
         if micro is None:
@@ -369,10 +385,11 @@ class Accelerator:
         return training.no_sync(self.context, *models)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Compute gradients of a loss; see :func:`accelfn.backward`. Inside ``accumulate`` it counts for its window."""
+        """Compute gradients of a loss, in ``accumulate`` its window's part; see :func:`accelfn.backward`."""
         if kwargs:
             raise NotAvailableError(
-                f"backward: {', '.join(kwargs)} has no machinery in this version of accelfn yet. Pass the loss alone."
+                f"backward: {', '.join(kwargs)} has no machinery in this version of accelfn yet. Pass the "
+                "loss alone."
             )
         self._update_scale()
         training.backward(self.context, loss, self._scaler, self._window)
@@ -382,7 +399,13 @@ class Accelerator:
         return training.autocast(self.context, autocast_handler)
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
-        """Divide the gradients of these optimizers (all when None) by the loss scale; see ``unscale_gradients``."""
+        """Divide gradients (of all optimizers when None) by the loss scale; see ``unscale_gradients``."""
+        if self.context.precision.scales_loss and not self._sync:
+            raise ConfigurationError(
+                "with float16, gradients are unscaled and clipped only where the window closes: what the "
+                "next "
+                "backward adds is scaled. Put it under `if accelerator.sync_gradients:`."
+            )
         chosen = (
             self._optimizers
             if optimizer is None
@@ -419,14 +442,13 @@ class Accelerator:
                 "step(closure) can't be combined with loss scaling: use bf16, or step without closure."
             )
         state = self._unscaled.pop(id(optimizer), self._scaler)
-        self._stepped[id(optimizer)] = training.optimizer_step(
-            self.context, optimizer, state, clear_gradients=False
-        )
+        state = training.optimizer_step(self.context, optimizer, state, clear_gradients=False)
+        self._stepped[id(optimizer)] = self._latest[id(optimizer)] = state
         return None
 
     def step_was_skipped(self, optimizer: Optimizer) -> bool:
         """Whether the latest step of a prepared optimizer was skipped; proxies call this."""
-        state = self._stepped.get(id(optimizer))
+        state = self._latest.get(id(unwrap_optimizer(optimizer)))
         return state is not None and training.step_was_skipped(self.context, state)
 
     def _unscale_for(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -434,7 +456,7 @@ class Accelerator:
         self.unscale_gradients([one for one in self._optimizers if parameters_of(one) & wanted])
 
     def _update_scale(self) -> None:
-        """Follow the steps since the last backward: one scale serves all optimizers, so it moves once for all."""
+        """Follow the steps since the last backward. One scale serves all optimizers, so it moves once."""
         if not self._stepped:
             return
         found = torch.stack([state.found_inf for state in self._stepped.values()]).max()
@@ -448,18 +470,13 @@ class Accelerator:
         return comm.gather(self.context, tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Join what was computed from the batch at hand, without padding; see :func:`accelfn.gather_for_metrics`."""
+        """Join what came of the batch at hand, without padding; see :func:`accelfn.gather_for_metrics`."""
+        micro = self.micro or self.last_micro
         if use_gather_object:
-            objects = comm.gather_object(self.context, input_data)
-            per_row = (
-                self.micro is not None
-                and isinstance(input_data, list)
-                and len(objects) >= (self.micro.num_valid or 0)
-            )
-            return objects[: self.micro.num_valid] if per_row and self.micro is not None else objects
-        if self.micro is None:
+            return data.gather_objects_for_metrics(self.context, input_data, micro)
+        if micro is None:
             return comm.gather(self.context, input_data)
-        return data.gather_for_metrics(self.context, input_data, self.micro)
+        return data.gather_for_metrics(self.context, input_data, micro)
 
     def reduce(self, tensor: T, reduction: str = "sum", scale: float = 1.0) -> T:
         """Combine tensors of all ranks; see :func:`accelfn.reduce`."""
@@ -482,8 +499,8 @@ class Accelerator:
         return comm.local_main_process_first(self.context)
 
     @contextmanager
-    def split_between_processes(self, inputs: T, apply_padding: bool = False) -> Iterator[T]:
-        """Give this rank its part of ``inputs`` in a ``with`` block; see :func:`accelfn.split_between_processes`."""
+    def split_between_processes(self, inputs: T, apply_padding: bool = False) -> Generator[T, None, None]:
+        """Give this rank its part in a ``with`` block; see :func:`accelfn.split_between_processes`."""
         yield comm.split_between_processes(self.context, inputs, apply_padding)
 
     def on_main_process(self, function: F) -> F:
@@ -498,12 +515,14 @@ class Accelerator:
         """Run a function on the last rank alone."""
         return comm.on_last_process(self.context)(function)  # pyright: ignore[reportReturnType]
 
-    def on_process(self, function: F | None = None, process_index: int = 0) -> Any:
+    def on_process(self, function: Callable[..., Any] | None = None, process_index: int = 0) -> Any:
         """Run a function on one rank alone; also as ``@on_process(process_index=1)``."""
         decorate = comm.on_process(self.context, process_index)
         return decorate if function is None else decorate(function)
 
-    def on_local_process(self, function: F | None = None, local_process_index: int = 0) -> Any:
+    def on_local_process(
+        self, function: Callable[..., Any] | None = None, local_process_index: int = 0
+    ) -> Any:
         """Run a function on one local rank of each node alone."""
         decorate = comm.on_local_process(self.context, local_process_index)
         return decorate if function is None else decorate(function)

@@ -1,4 +1,4 @@
-"""What ``Accelerator.prepare`` gives back for optimizers, schedulers and loaders: they follow the accumulation window."""
+"""What ``Accelerator.prepare`` gives back for optimizers, schedulers and loaders: they follow the window."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ from accelfn.data import PreparedDataLoader, microbatches
 if TYPE_CHECKING:
     from accelfn.accelerator.accelerator import Accelerator
 
-__all__ = ("AcceleratedDataLoader", "AcceleratedOptimizer", "AcceleratedScheduler")
+__all__ = (
+    "AcceleratedDataLoader",
+    "AcceleratedOptimizer",
+    "AcceleratedScheduler",
+    "parameters_of",
+    "unwrap_optimizer",
+)
 
 T = TypeVar("T")
 
@@ -22,14 +28,18 @@ T = TypeVar("T")
 class AcceleratedOptimizer(Optimizer):
     """An optimizer whose ``step`` and ``zero_grad`` act only where an accumulation window closes."""
 
-    def __init__(self, accelerator: Accelerator, optimizer: Optimizer) -> None:  # pyright: ignore[reportMissingSuperCall]
+    def __init__(self, accelerator: Accelerator, optimizer: Optimizer) -> None:
         """Use ``Accelerator.prepare`` instead."""
         # Not Optimizer.__init__: the parameters have their groups and state already, in `optimizer`.
         self.optimizer = optimizer
         self._accelerator = accelerator
 
+    def belongs_to(self, accelerator: Accelerator) -> bool:
+        """Whether ``accelerator`` prepared it."""
+        return self._accelerator is accelerator
+
     @property
-    def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride] -- shared, not owned
         """State of each parameter."""
         return self.optimizer.state
 
@@ -39,7 +49,7 @@ class AcceleratedOptimizer(Optimizer):
         return self.optimizer.param_groups
 
     @property
-    def defaults(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def defaults(self) -> dict[str, Any]:
         """Options of groups that don't have their own."""
         return self.optimizer.defaults
 
@@ -48,7 +58,7 @@ class AcceleratedOptimizer(Optimizer):
         """Whether the latest step was skipped because a float16 gradient overflowed."""
         return self._accelerator.step_was_skipped(self.optimizer)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step where the window closes, and return what the optimizer returns; elsewhere do nothing."""
         return self._accelerator.step_optimizer(self.optimizer, closure)
 
@@ -72,8 +82,17 @@ class AcceleratedOptimizer(Optimizer):
     def __repr__(self) -> str:
         return f"AcceleratedOptimizer({self.optimizer!r})"
 
+    def __getattr__(self, name: str) -> Any:
+        if name in ("optimizer", "_accelerator"):  # not set yet: copy and pickle look before __init__ has run
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
     def __getstate__(self) -> dict[str, Any]:
-        return {"optimizer": self.optimizer, "_accelerator": self._accelerator}
+        return self.__dict__.copy()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Not Optimizer's, which would put its profiling hooks around this class's step, for all proxies.
+        self.__dict__.update(state)
 
 
 class AcceleratedScheduler:
@@ -87,12 +106,18 @@ class AcceleratedScheduler:
         self.scheduler = scheduler
         self._accelerator = accelerator
 
+    def belongs_to(self, accelerator: Accelerator) -> bool:
+        """Whether ``accelerator`` prepared it."""
+        return self._accelerator is accelerator
+
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Move on by one, unless the optimizer did not step."""
         accelerator = self._accelerator
-        if accelerator.context.step_scheduler_with_optimizer:
-            if not accelerator.sync_gradients or accelerator.step_was_skipped(self.scheduler.optimizer):
-                return
+        follows = accelerator.context.step_scheduler_with_optimizer
+        if follows and not accelerator.sync_gradients:
+            return
+        if follows and accelerator.step_was_skipped(self.scheduler.optimizer):
+            return
         self.scheduler.step(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
@@ -117,6 +142,10 @@ class AcceleratedDataLoader(Generic[T]):
         self.loader = loader
         self._accelerator = accelerator
 
+    def belongs_to(self, accelerator: Accelerator) -> bool:
+        """Whether ``accelerator`` prepared it."""
+        return self._accelerator is accelerator
+
     def __len__(self) -> int:
         return len(self.loader)
 
@@ -124,9 +153,9 @@ class AcceleratedDataLoader(Generic[T]):
         before = self._accelerator.micro
         try:
             for batch, micro in microbatches(self._accelerator.context, self.loader):
-                self._accelerator.micro = micro
+                self._accelerator.micro = self._accelerator.last_micro = micro
                 yield batch
-        finally:  # also after a break: an evaluation inside a training loop must not change what that one sees
+        finally:  # also after a break: an evaluation inside a loop must not change what that one sees
             self._accelerator.micro = before
 
     def __getattr__(self, name: str) -> Any:

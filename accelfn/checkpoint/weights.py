@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,7 +23,9 @@ __all__ = ("WeightsPlan", "parse_size", "plan_weights", "save_model")
 
 _UNITS = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("KB", 10**3), ("B", 1))
 _INDEX = "model.safetensors.index.json"
-_OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
+_NAME = r"model((-\d{5}-of-\d{5})?\.safetensors|\.safetensors\.index\.json)"
+# The files of a save, and the unfinished ones of a save that was killed.
+_OURS = re.compile(rf"{_NAME}|\.{_NAME}\.\d+\.partial")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,10 +52,10 @@ def parse_size(size: int | str) -> int:
     >>> parse_size("1.5MB"), parse_size(10)
     (1500000, 10)
     """
-    number = float(size) if isinstance(size, int) else None
+    number = Decimal(size) if isinstance(size, int) else None
     if isinstance(size, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(TB|GB|MB|KB|B)\s*", size, re.IGNORECASE)
-        number = float(match[1]) * dict(_UNITS)[match[2].upper()] if match else None
+        number = Decimal(match[1]) * dict(_UNITS)[match[2].upper()] if match else None
     if number is None or number < 1:
         raise ValueError(
             f"max_shard_size must be bytes or a number with TB, GB, MB or KB, such as '5GB': got {size!r}."
@@ -63,8 +66,9 @@ def parse_size(size: int | str) -> int:
 def plan_weights(tensors: Mapping[str, torch.Tensor], max_shard_bytes: int) -> WeightsPlan:
     """Decide which tensor goes into which file. Pure.
 
-    Tensors are taken in order; a file is closed when the next one would make it too large, and a tensor that is too large
-    by itself gets a file of its own. Tensors with the very same data are stored once, under the first name.
+    Tensors are taken in order; a file is closed when the next one would make it too large, and a tensor that
+    is too large by itself gets a file of its own. Tensors with the very same data are stored once, under the
+    first name.
 
     Args:
         tensors: By name.
@@ -99,10 +103,11 @@ def plan_weights(tensors: Mapping[str, torch.Tensor], max_shard_bytes: int) -> W
 def save_model(
     ctx: Context, model: nn.Module, directory: str | os.PathLike[str], max_shard_size: int | str = "10GB"
 ) -> tuple[Path, ...]:
-    """Write the weights of ``model`` into ``directory`` as ``model.safetensors``, or as several files with an index.
+    """Write the weights of ``model`` as ``model.safetensors``, or as several files with an index.
 
-    The main process writes. Each file is complete on disk before it takes its name, and what an earlier save left behind
-    is removed last. Weights that share their data are stored once; the other names stand in the file's metadata.
+    The main process writes. Each file is complete on disk before it takes its name, and what an earlier save
+    left behind is removed last. Weights that share their data are stored once; the other names stand in the
+    file's metadata.
 
     Ranks: every rank of ``ctx``. Returns when the files are in place, on all ranks.
 
@@ -116,9 +121,11 @@ def save_model(
         The files, on every rank.
 
     Raises:
-        ValueError: A weight is on the meta device and has no data, or the size has another form.
+        ValueError: A weight is on the meta device and has no data, the state dict holds something that is no
+            tensor, or the size has another form.
         NotADirectoryError: ``directory`` is a file.
-        OSError: The files can't be written; nothing that was there before is lost.
+        OSError: The files can't be written. What was there before is only gone where a new file took its
+            name.
         RemoteRankError: On the other ranks, when the main process failed.
     """
     folder = Path(directory)
@@ -140,12 +147,20 @@ def save_model(
 
 
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    state = cast("dict[str, Any]", model.state_dict())
-    tensors = {name: value.detach() for name, value in state.items() if isinstance(value, torch.Tensor)}
+    state = model.state_dict()
+    others = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
+    if others:
+        raise ValueError(
+            f"save_model: {', '.join(others[:5])} in the state dict is no tensor, and would be lost: "
+            "safetensors holds "
+            "tensors only. Let get_extra_state give a tensor, or save the state with save_state."
+        )
+    tensors = {name: cast("torch.Tensor", value).detach() for name, value in state.items()}
     absent = [name for name, tensor in tensors.items() if tensor.is_meta]
     if absent:
         raise ValueError(
-            f"save_model: {', '.join(absent[:5])}{' and others' if len(absent) > 5 else ''} have no data (meta device). "
+            f"save_model: {', '.join(absent[:5])}{' and others' if len(absent) > 5 else ''} have no data "
+            "(meta device). "
             "Load or initialise the model first."
         )
     return tensors
@@ -182,7 +197,8 @@ def _write(folder: Path, plan: WeightsPlan, tensors: Mapping[str, torch.Tensor])
 
 
 def _write_file(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> None:
-    # One copy at a time where a tensor isn't on the CPU or not contiguous; `held` keeps the memory until it is written.
+    # One copy at a time where a tensor isn't on the CPU or not contiguous; `held` keeps the memory until it
+    # is written.
     held = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
     specs = {
         name: safetensors.TensorSpec(

@@ -1,7 +1,13 @@
 """Which samples, in which order, to whom."""
 
 from accelfn.data.loader import PreparedDataLoader, prepare_data_loader
-from accelfn.data.microbatch import MicroBatch, gather_for_metrics, microbatches, plan_microbatch
+from accelfn.data.microbatch import (
+    MicroBatch,
+    gather_for_metrics,
+    gather_objects_for_metrics,
+    microbatches,
+    plan_microbatch,
+)
 from accelfn.data.order import Order, order_of
 from accelfn.data.plan import EpochPlan, plan_epoch
 
@@ -11,6 +17,7 @@ __all__ = (
     "Order",
     "PreparedDataLoader",
     "gather_for_metrics",
+    "gather_objects_for_metrics",
     "microbatches",
     "order_of",
     "plan_epoch",

@@ -7,13 +7,14 @@ from typing import Any, Generic, Literal, TypeVar, cast
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from accelfn.comm import gather_object
 from accelfn.context import Context
 from accelfn.data.order import Order, order_of
 from accelfn.data.plan import EpochPlan, plan_epoch
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.tree import send_to_device
 
-__all__ = ("PreparedDataLoader", "prepare_data_loader")
+__all__ = ("PreparedDataLoader", "RankBatches", "prepare_data_loader")
 
 T = TypeVar("T")
 Sharding = Literal["global", "already_sharded", "by_source"]
@@ -41,18 +42,25 @@ class RankBatches:
 class PreparedDataLoader(Generic[T]):
     """This rank's share of a DataLoader. Made by :func:`prepare_data_loader`.
 
-    Iterating it gives the batches of one epoch, on the rank's device; a complete pass moves on to the next epoch. All
-    attributes of the user's loader that are not named here are passed through.
+    Iterating it gives the batches of one epoch, on the rank's device; a complete pass moves on to the next
+    epoch. All attributes of the user's loader that are not named here are passed through.
 
     Attributes:
         plan: How an epoch is shared out; None for data that was sharded already.
+        num_batches_by_rank: Batches of each rank in an epoch.
     """
 
     def __init__(
-        self, ctx: Context, source: DataLoader[T], plan: EpochPlan | None, batches: RankBatches | None
+        self,
+        ctx: Context,
+        source: DataLoader[T],
+        num_batches_by_rank: tuple[int, ...],
+        plan: EpochPlan | None = None,
+        batches: RankBatches | None = None,
     ) -> None:
         """Use :func:`prepare_data_loader` instead."""
         self.plan = plan
+        self.num_batches_by_rank = num_batches_by_rank
         self._ctx = ctx
         self._source = source
         self._batches = batches
@@ -85,7 +93,7 @@ class PreparedDataLoader(Generic[T]):
         """Choose the epoch of the next pass, and with it the order."""
         self._epoch = epoch
         if self._batches is None:
-            set_epoch = getattr(self._source.sampler, "set_epoch", None)
+            set_epoch = getattr(cast("Any", self._source).sampler, "set_epoch", None)
             if callable(set_epoch):
                 set_epoch(epoch)
 
@@ -112,25 +120,26 @@ def prepare_data_loader(
 ) -> PreparedDataLoader[T]:
     """Give this rank its share of ``loader``.
 
-    The order of an epoch is a function of the seed and the epoch's number, the same for any number of ranks: with
-    ``shuffle=True`` the seed is ``data_seed`` of the configuration, else that of the sampler's generator, else rank 0's
-    ``torch.initial_seed()``. A sampler of your own runs on rank 0, and the others follow its order.
+    The order of an epoch is a function of the seed and the epoch's number, the same for any number of ranks:
+    with ``shuffle=True`` the seed is ``data_seed`` of the configuration, else that of the sampler's
+    generator, else rank 0's ``torch.initial_seed()``. A sampler of your own runs on rank 0, and the others
+    follow its order.
 
     Ranks: every rank of ``ctx``.
 
     Args:
         ctx: The world, and its ``DataLoaderConfiguration``.
         loader: A torch DataLoader over a map-style dataset. Its settings are kept.
-        sharding: ``"global"``: every rank was given the same loader, and reads its part. ``"already_sharded"``: every rank
-            was given its own part already.
+        sharding: ``"global"``: every rank was given the same loader, and reads its part.
+            ``"already_sharded"``: every rank was given its own part already.
 
     Returns:
         The share; a loader that was prepared with this context already is given back as it is.
 
     Raises:
-        ConfigurationError: The data is sharded already and would be sharded again, the loader was prepared with another
-            context, or the batch can't be split.
-        TypeError: ``loader`` is no DataLoader.
+        ConfigurationError: The data is sharded already and would be sharded again, the loader was prepared
+            with another context, or the batch can't be split.
+        TypeError: ``loader`` is no DataLoader, or has no length.
         NotAvailableError: A kind of loader or an option that this version has no machinery for.
 
     >>> import torch
@@ -141,7 +150,8 @@ def prepare_data_loader(
     if isinstance(loader, PreparedDataLoader):
         if loader.context != ctx:
             raise ConfigurationError(
-                "the loader was prepared with another context, and would be sharded twice. Prepare the original loader."
+                "the loader was prepared with another context, and would be sharded twice. Prepare the "
+                "original loader."
             )
         return loader
     if not isinstance(cast("object", loader), DataLoader):
@@ -150,7 +160,7 @@ def prepare_data_loader(
         raise ValueError(f'sharding must be "global", "already_sharded" or "by_source", got {sharding!r}.')
     _refuse_unavailable(ctx, loader, sharding)
     if sharding == "already_sharded":
-        return PreparedDataLoader(ctx, loader, None, None)
+        return PreparedDataLoader(ctx, loader, tuple(gather_object(ctx, [len(loader)])))
     order = order_of(ctx, loader)
     plan = plan_epoch(
         order.num_samples,
@@ -160,7 +170,8 @@ def prepare_data_loader(
         even_batches=ctx.loading.even_batches,
         drop_last=loader.drop_last,
     )
-    return PreparedDataLoader(ctx, loader, plan, RankBatches(ctx, plan, order))
+    counts = tuple(plan.num_batches(rank) for rank in range(plan.size))
+    return PreparedDataLoader(ctx, loader, counts, plan, RankBatches(ctx, plan, order))
 
 
 def _refuse_unavailable(ctx: Context, loader: DataLoader[Any], sharding: Sharding) -> None:
@@ -171,7 +182,7 @@ def _refuse_unavailable(ctx: Context, loader: DataLoader[Any], sharding: Shardin
             "a loader without batch_size (a batch sampler of one's own, or batch_size=None)",
         ),
         (
-            loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler,
+            type(cast("Any", loader).batch_sampler) not in (BatchSampler, type(None)),
             "a batch sampler of one's own",
         ),
         (bool(ctx.loading.dispatch_batches), "DataLoaderConfiguration(dispatch_batches=True)"),
@@ -188,18 +199,12 @@ def _refuse_unavailable(ctx: Context, loader: DataLoader[Any], sharding: Shardin
 
 
 def _rebuilt(source: DataLoader[T], batches: RankBatches) -> DataLoader[T]:
-    """Make a loader like ``source`` that reads ``batches``: torch doesn't let a batch sampler be exchanged."""
-    options: dict[str, Any] = {
-        "num_workers": source.num_workers,
-        "collate_fn": source.collate_fn,
-        "pin_memory": source.pin_memory,
-        "timeout": source.timeout,
-        "worker_init_fn": source.worker_init_fn,
-        "multiprocessing_context": source.multiprocessing_context,
-        "generator": source.generator,
-        "persistent_workers": source.persistent_workers,
-        "in_order": source.in_order,
-    }
+    """Make a loader like ``source`` that reads ``batches``: torch lets nobody exchange a batch sampler."""
+    names = (
+        *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
+        *("generator", "persistent_workers", "in_order"),
+    )
+    options: dict[str, Any] = {name: getattr(source, name) for name in names}
     if source.num_workers > 0:
         options["prefetch_factor"] = source.prefetch_factor
     return DataLoader(source.dataset, batch_sampler=cast("Any", batches), **options)

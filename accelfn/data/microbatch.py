@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -12,9 +12,15 @@ from accelfn.comm import gather, gather_object
 from accelfn.context import Context
 from accelfn.data.loader import PreparedDataLoader
 from accelfn.errors import NotAvailableError
-from accelfn.tree import find_batch_size, flatten, map_tensors
+from accelfn.tree import find_batch_size, flatten
 
-__all__ = ("MicroBatch", "gather_for_metrics", "microbatches", "plan_microbatch")
+__all__ = (
+    "MicroBatch",
+    "gather_for_metrics",
+    "gather_objects_for_metrics",
+    "microbatches",
+    "plan_microbatch",
+)
 
 T = TypeVar("T")
 Uneven = Literal["error", "stop_first", "pad"]
@@ -31,7 +37,9 @@ class MicroBatch:
         window: Batches that the window really holds: fewer at the end of the data.
         sync: This batch closes its window: gradients are averaged over ranks, and the optimizer steps.
         is_last: No batch follows in this epoch.
-        num_rows: Rows of this rank's batch, padding included; None when it has no first dimension.
+        num_rows: Samples in this rank's batch, padding included; of a loader that wasn't prepared, or was
+            sharded already, the batch's first dimension; None when it has none.
+        max_rows: Samples in the batch of the rank that has most; None when the loader doesn't say.
         num_valid: Rows over all ranks that are no padding; None when the loader doesn't say.
     """
 
@@ -42,6 +50,7 @@ class MicroBatch:
     sync: bool
     is_last: bool
     num_rows: int | None = None
+    max_rows: int | None = None
     num_valid: int | None = None
 
 
@@ -55,7 +64,8 @@ def plan_microbatch(
         epoch: Of the pass, from 0.
         num_batches: In this epoch.
         num_steps: Batches in a full window.
-        sync_with_dataloader: The end of the data closes the window; otherwise windows go on into the next epoch.
+        sync_with_dataloader: The end of the data closes the window; otherwise windows go on into the next
+            epoch.
 
     >>> [(m.place, m.window, m.sync) for m in (plan_microbatch(i, 0, 3, 2) for i in range(3))]
     [(0, 2, False), (1, 2, True), (0, 1, True)]
@@ -85,10 +95,10 @@ def microbatches(
 
     Args:
         ctx: Says how many batches make a window.
-        loader: From :func:`accelfn.prepare_data_loader`, or any iterable of trees with a length that is the same on
-            every rank.
-        uneven: What to do when ranks have different numbers of batches: ``"error"`` before the first batch, or
-            ``"stop_first"`` when the rank with the fewest has no more.
+        loader: From :func:`accelfn.prepare_data_loader`, or any iterable of trees with a length that is the
+            same on every rank.
+        uneven: What to do when ranks have different numbers of batches: ``"error"`` before the first batch,
+            or ``"stop_first"`` when the rank with the fewest has no more.
 
     Raises:
         ValueError: The ranks have different numbers of batches, and ``uneven`` is ``"error"``.
@@ -108,49 +118,49 @@ def microbatches(
         )
     if not isinstance(loader, Sized):
         raise TypeError(
-            f"microbatches: the loader must have a length, got {type(loader).__name__}. The last window is averaged over "
+            f"microbatches: the loader must have a length, got {type(loader).__name__}. The last window is "
+            "averaged over "
             "what it holds, and that has to be known when it opens."
         )
     return _microbatches(ctx, loader, uneven)
 
 
 def _microbatches(ctx: Context, loader: Iterable[T], uneven: Uneven) -> Iterator[tuple[T, MicroBatch]]:
-    plan = loader.plan if isinstance(loader, PreparedDataLoader) else None
-    epoch = loader.epoch if isinstance(loader, PreparedDataLoader) else 0
-    num_batches = len(cast("Sized", loader))
-    if plan is not None:
-        counts = [plan.num_batches(rank) for rank in range(plan.size)]
+    prepared = loader if isinstance(loader, PreparedDataLoader) else None
+    plan = prepared.plan if prepared is not None else None
+    epoch = prepared.epoch if prepared is not None else 0
+    own = num_batches = len(cast("Sized", loader))
+    if prepared is not None:
+        counts = prepared.num_batches_by_rank
         if min(counts) != max(counts) and uneven == "error":
             raise ValueError(
-                f"microbatches: the ranks have different numbers of batches ({counts}, by rank), and would wait for each "
-                'other for ever. Use even_batches=True, drop_last=True, or uneven="stop_first".'
+                f"microbatches: the ranks have different numbers of batches ({list(counts)}, by rank), and "
+                "would wait for each other for ever. Use even_batches=True, drop_last=True, or "
+                'uneven="stop_first".'
             )
         num_batches = min(counts)
     accumulation = ctx.accumulation
-    for index, batch in enumerate(loader):
-        if index == num_batches:
-            break
+    for index, batch in enumerate(loader if num_batches else ()):
         micro = plan_microbatch(
             index, epoch, num_batches, accumulation.num_steps, accumulation.sync_with_dataloader
         )
-        yield batch, _with_rows(micro, batch, plan.num_valid(index) if plan is not None else None)
+        if plan is None:
+            yield batch, replace(micro, num_rows=_num_rows(batch))
+        else:
+            # From the plan and not from the batch: its first dimension may be something else, such as time.
+            rows, most = (len(plan.positions(index, rank)) for rank in (ctx.rank, 0))
+            yield batch, replace(micro, num_rows=rows, max_rows=most, num_valid=plan.num_valid(index))
+        if index + 1 == num_batches < own:
+            break
+    if prepared is not None:  # a rank that left batches over has ended its epoch like the others
+        prepared.set_epoch(epoch + 1)
 
 
-def _with_rows(micro: MicroBatch, batch: Any, num_valid: int | None) -> MicroBatch:
+def _num_rows(batch: Any) -> int | None:
     try:
-        num_rows = find_batch_size(batch)
+        return find_batch_size(batch)
     except ValueError:  # no tensor in it: the batch is the user's own kind
-        num_rows = None
-    return MicroBatch(
-        index=micro.index,
-        epoch=micro.epoch,
-        place=micro.place,
-        window=micro.window,
-        sync=micro.sync,
-        is_last=micro.is_last,
-        num_rows=num_rows,
-        num_valid=num_valid,
-    )
+        return None
 
 
 def gather_for_metrics(ctx: Context, tree: T, micro: MicroBatch) -> T:
@@ -162,8 +172,8 @@ def gather_for_metrics(ctx: Context, tree: T, micro: MicroBatch) -> T:
 
     Args:
         ctx: The world.
-        tree: Tensors with one row for each row of the batch; 0-d tensors and tensors with another number of rows are
-            gathered and never cut. Or a list of Python objects, one for each row.
+        tree: Tensors with one row for each row of the batch; 0-d tensors and tensors with another number of
+            rows are gathered and never cut. Or a list of Python objects, one for each row.
         micro: Of the batch that ``tree`` was computed from.
 
     Returns:
@@ -173,24 +183,44 @@ def gather_for_metrics(ctx: Context, tree: T, micro: MicroBatch) -> T:
         TypeError: Tensors and other leaves are mixed.
         MismatchError: The trees differ between ranks.
     """
-    leaves, _ = flatten(tree)
+    leaves, structure = flatten(tree)
     tensors = [isinstance(leaf, torch.Tensor) for leaf in leaves]
     if not any(tensors) and isinstance(tree, list):
-        objects = gather_object(ctx, cast("list[Any]", tree))
-        is_per_row = len(cast("list[Any]", tree)) == micro.num_rows
-        return cast(
-            "T", objects[: micro.num_valid] if is_per_row and micro.num_valid is not None else objects
-        )
-    gathered = gather(ctx, tree)
-    if (
-        micro.num_valid is None
-        or micro.num_rows is None
-        or micro.num_valid >= micro.num_rows * ctx.num_processes
-    ):
-        return gathered
-    per_row = iter([leaf.dim() > 0 and leaf.shape[0] == micro.num_rows for leaf in leaves])
+        return cast("T", gather_objects_for_metrics(ctx, tree, micro))
+    per_row = [
+        tensor and leaf.dim() > 0 and leaf.shape[0] == micro.num_rows
+        for tensor, leaf in zip(tensors, leaves, strict=True)
+    ]
+    if micro.num_valid is None or micro.num_rows is None or micro.max_rows is None:
+        return gather(ctx, tree)
+    missing = micro.max_rows - micro.num_rows
+    if missing:  # uneven data: the other ranks have more rows than this one
+        leaves = [
+            _lengthen(leaf, missing) if rows else leaf for leaf, rows in zip(leaves, per_row, strict=True)
+        ]
+    gathered, _ = flatten(gather(ctx, structure.unflatten(leaves)))
+    cut = [leaf[: micro.num_valid] if rows else leaf for leaf, rows in zip(gathered, per_row, strict=True)]
+    return cast("T", structure.unflatten(cut))
 
-    def cut(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor[: micro.num_valid] if next(per_row) else tensor
 
-    return map_tensors(cut, gathered)
+def gather_objects_for_metrics(ctx: Context, obj: Any, micro: MicroBatch | None) -> list[Any]:
+    """Bring Python objects of all ranks together; of a list with one for each row, without those of padding.
+
+    Ranks: every rank of ``ctx``.
+
+    Args:
+        ctx: The world.
+        obj: A list is joined with those of the other ranks; anything else is one item.
+        micro: Of the batch that the objects were computed from; None keeps all.
+
+    Returns:
+        One list, the same on every rank.
+    """
+    objects: list[Any] = gather_object(ctx, obj)
+    if micro is not None and isinstance(obj, list) and len(cast("list[Any]", obj)) == micro.num_rows:
+        return objects[: micro.num_valid]
+    return objects
+
+
+def _lengthen(rows: torch.Tensor, missing: int) -> torch.Tensor:
+    return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])])

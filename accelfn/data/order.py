@@ -37,23 +37,32 @@ class Order:
     def indices(self, ctx: Context, epoch: int) -> Sequence[Any]:
         """Give the order of ``epoch``.
 
-        Ranks: every rank of ``ctx``: a sampler of the user's own runs on rank 0, and its order is sent to the others.
+        Ranks: every rank of ``ctx``: a sampler of the user's own runs on rank 0, and its order is sent to the
+        others.
+
+        Raises:
+            ValueError: The sampler drew another number of samples than its length says.
         """
         if self.sampler is not None:
             set_epoch = getattr(self.sampler, "set_epoch", None)
             if callable(set_epoch):
                 set_epoch(epoch)
-            return broadcast_object_list(ctx, list(self.sampler) if ctx.is_main_process else [])
+            drawn = broadcast_object_list(ctx, list(self.sampler) if ctx.is_main_process else [])
+            if len(drawn) != self.num_samples:
+                raise ValueError(
+                    f"the sampler {type(self.sampler).__name__} has a length of {self.num_samples}, and drew "
+                    f"{len(drawn)} samples. Its __len__ must count what its __iter__ gives."
+                )
+            return drawn
         if self.seed is None:
             return range(self.num_samples)
         generator = torch.Generator()
         generator.manual_seed(self.seed + epoch)
         if self.replacement:
-            drawn = torch.randint(self.num_items, (self.num_samples,), generator=generator)
-            return cast("list[int]", drawn.tolist())
+            return _listed(torch.randint(self.num_items, (self.num_samples,), generator=generator))
         order: list[int] = []
         while len(order) < self.num_samples:  # num_samples may exceed the dataset
-            order += cast("list[int]", torch.randperm(self.num_items, generator=generator).tolist())
+            order += _listed(torch.randperm(self.num_items, generator=generator))
         return order[: self.num_samples]
 
 
@@ -65,14 +74,15 @@ def order_of(ctx: Context, loader: DataLoader[Any]) -> Order:
     Raises:
         ConfigurationError: The sampler already deals out the samples between ranks.
     """
-    sampler = cast("Sampler[Any]", loader.sampler)
+    sampler = cast("Sampler[Any]", cast("Any", loader).sampler)
     if isinstance(sampler, DistributedSampler):
         raise ConfigurationError(
-            "the loader has a DistributedSampler, so its data is sharded already, and sharding it again would leave out "
+            "the loader has a DistributedSampler, so its data is sharded already, and sharding it again "
+            "would leave out "
             'samples. Pass sharding="already_sharded", or give it a plain sampler.'
         )
     num_items = len(cast("Sized", loader.dataset))
-    if isinstance(sampler, SequentialSampler):
+    if type(sampler) is SequentialSampler:
         return Order(num_samples=num_items, num_items=num_items)
     if type(sampler) is RandomSampler:
         return Order(
@@ -87,7 +97,11 @@ def order_of(ctx: Context, loader: DataLoader[Any]) -> Order:
 def _shared_seed(ctx: Context, sampler: RandomSampler) -> int:
     if ctx.loading.data_seed is not None:
         return ctx.loading.data_seed
-    generator: torch.Generator | None = sampler.generator
+    generator = cast("torch.Generator | None", cast("Any", sampler).generator)
     own = torch.initial_seed() if generator is None else generator.initial_seed()
     # Kept below 2**63 with room for the epoch's number.
     return broadcast_object_list(ctx, [own % (1 << 62)])[0]
+
+
+def _listed(indices: torch.Tensor) -> list[int]:
+    return indices.tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType] -- torch's

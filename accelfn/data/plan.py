@@ -13,8 +13,9 @@ __all__ = ("EpochPlan", "plan_epoch")
 class EpochPlan:
     """How one pass over the data is shared out. Holds no list: any batch is reached in constant time.
 
-    Positions count along the order of the epoch; which sample stands at a position is another matter. Step ``k`` of the
-    world covers ``global_batch`` consecutive positions, and rank ``r`` reads the ``r``-th of ``size`` equal pieces.
+    Positions count along the order of the epoch; which sample stands at a position is another matter. Step
+    ``k`` of the world covers ``global_batch`` consecutive positions, and rank ``r`` reads the ``r``-th of
+    ``size`` equal pieces.
 
     Attributes:
         num_samples: Length of the order.
@@ -89,8 +90,10 @@ def plan_epoch(
     if split_batches and batch_size % size:
         smaller = batch_size // size * size
         raise ConfigurationError(
-            f"split_batches shares each batch out between the ranks, so the batch size must be divisible by their number: "
-            f"got batch_size={batch_size} and {size} ranks. Use {smaller + size}{f' or {smaller}' if smaller else ''}."
+            "split_batches shares each batch out between the ranks, so the batch size must be divisible by "
+            "their number: "
+            f"got batch_size={batch_size} and {size} ranks. Use "
+            f"{smaller + size}{f' or {smaller}' if smaller else ''}."
         )
     return EpochPlan(
         num_samples=num_samples,

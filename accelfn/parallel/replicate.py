@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
@@ -27,15 +28,16 @@ _ATTRIBUTE = "_accelfn_replica"
 def replicate(ctx: Context, model: nn.Module) -> nn.Module:
     """Keep ``model`` equal on all ranks: parameters as on rank 0 from now on, gradients averaged in backward.
 
-    On real processes this is torch's DistributedDataParallel, with the options of ``ctx.strategy.ddp``. Ranks that are
-    threads have no process group that DDP could use: there the gradients are averaged at the end of backward by one
-    packed reduction, and the model itself is returned.
+    On real processes this is torch's DistributedDataParallel, with the options of ``ctx.strategy.ddp``. Ranks
+    that are threads have no process group that DDP could use: there the gradients are averaged at the end of
+    backward by one packed reduction, and the model itself is returned.
 
     Ranks: every rank of ``ctx``.
 
     Args:
         ctx: The world.
-        model: On this rank's device. One without trainable parameters has nothing to average and is returned as it is.
+        model: On this rank's device. One without trainable parameters has nothing to average and is returned
+            as it is.
 
     Raises:
         MismatchError: The models of the ranks differ in a name, shape or dtype.
@@ -45,7 +47,8 @@ def replicate(ctx: Context, model: nn.Module) -> nn.Module:
     if ctx.world.group is None:
         Replica(ctx, model)
         return model
-    # DDP would hang, or mix parameters up, where the models differ; compared first, the difference has a name.
+    # DDP would hang, or mix parameters up, where the models differ; compared first, the difference has a
+    # name.
     verify_structure(ctx, dict(model.named_parameters()))
     wrapped = DistributedDataParallel(
         model,
@@ -58,7 +61,7 @@ def replicate(ctx: Context, model: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def no_sync(*models: nn.Module) -> Iterator[None]:
+def no_sync(*models: nn.Module) -> Generator[None, None, None]:
     """Leave the gradients of ``models`` unaveraged in backward passes inside; they add up on each rank.
 
     Ranks: any, but all in the same way; doesn't communicate. Models that nobody averages are let through.
@@ -71,10 +74,10 @@ def no_sync(*models: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _one_without_sync(model: nn.Module) -> Iterator[None]:
+def _one_without_sync(model: nn.Module) -> Generator[None, None, None]:
     replica = cast("Replica | None", getattr(model, _ATTRIBUTE, None))
     if isinstance(model, DistributedDataParallel):
-        with model.no_sync():  # pyright: ignore[reportUnknownMemberType]
+        with model.no_sync():
             yield
     elif replica is not None:
         before, replica.sync = replica.sync, False
@@ -89,24 +92,35 @@ def _one_without_sync(model: nn.Module) -> Iterator[None]:
 class Replica:
     """Averages the gradients of one model over ranks that are threads.
 
-    Works for any way that a gradient arises (``forward``, another method, a free function), since it hangs on the
-    parameters and not on the module's call.
+    Works for any way that a gradient arises (``forward``, another method, a free function), since it hangs on
+    the parameters and not on the module's call.
     """
 
     def __init__(self, ctx: Context, model: nn.Module) -> None:
         """Bring the model to rank 0's values, and watch its parameters."""
         self.sync = True
         self._ctx = ctx
-        self._pending = False
+        self._backward: int | None = None  # torch's number of the one whose end will average
         self._parameters = {name: item for name, item in model.named_parameters() if item.requires_grad}
-        self._buffers = dict(model.named_buffers())
         with torch.no_grad():
-            self._take({**dict(model.named_parameters()), **self._buffers})
-        for parameter in self._parameters.values():
-            parameter.register_post_accumulate_grad_hook(self._on_grad)
-        if self._buffers and ctx.strategy.ddp.broadcast_buffers:
+            self._take({**dict(model.named_parameters()), **dict(model.named_buffers())})
+        self._watch()
+        if ctx.strategy.ddp.broadcast_buffers:
             model.register_forward_pre_hook(self._on_forward)
         setattr(model, _ATTRIBUTE, self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Replica:
+        """Average the gradients of a copied model too, as a copy of DistributedDataParallel does."""
+        twin = object.__new__(Replica)
+        memo[id(self)] = twin
+        twin.sync, twin._ctx, twin._backward = self.sync, self._ctx, None
+        twin._parameters = copy.deepcopy(self._parameters, memo)
+        twin._watch()  # copies of parameters come without hooks
+        return twin
+
+    def _watch(self) -> None:
+        for parameter in self._parameters.values():
+            cast("Any", parameter).register_post_accumulate_grad_hook(self._on_grad)
 
     def _take(self, tensors: dict[str, torch.Tensor]) -> None:
         """Overwrite ``tensors`` by those of rank 0."""
@@ -117,20 +131,22 @@ class Replica:
 
     def _on_forward(self, module: nn.Module, arguments: Any) -> None:
         del arguments
-        if module.training and self.sync:
+        buffers = dict(module.named_buffers())
+        if buffers and module.training and self.sync:
             with torch.no_grad():
-                self._take(self._buffers)
+                self._take(buffers)
 
     def _on_grad(self, parameter: torch.Tensor) -> None:
         del parameter
-        if self.sync and not self._pending:
-            self._pending = True
+        # By number and not by a flag, which would stay up for ever after a backward that failed half-way.
+        number: int = torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]
+        if self.sync and self._backward != number:
+            self._backward = number
             # Runs once, when the whole backward is done, on the thread that called it.
-            engine = cast("Any", torch.autograd.Variable)._execution_engine  # pyright: ignore[reportPrivateUsage]
+            engine = cast("Any", torch.autograd.Variable)._execution_engine
             engine.queue_callback(self._average)
 
     def _average(self) -> None:
-        self._pending = False
         grads = {name: item.grad for name, item in self._parameters.items() if item.grad is not None}
         with torch.no_grad():
             for name, grad in reduce(self._ctx, grads, "mean").items():
@@ -162,8 +178,9 @@ def _register_comm_hook(model: DistributedDataParallel, ctx: Context) -> None:
     if options.comm_wrapper != kinds.NO:
         hook = wrappers[DDPCommunicationHookType(options.comm_wrapper)](hook)
     try:
-        model.register_comm_hook(state, hook)
+        cast("Any", model).register_comm_hook(state, hook)
     except TypeError as error:
         raise ConfigurationError(
-            f"comm_hook={str(options.comm_hook)!r} is not supported by torch for backend {ctx.world.backend}: {error}"
+            f"comm_hook={str(options.comm_hook)!r} is not supported by torch for backend "
+            f"{ctx.world.backend}: {error}"
         ) from error

@@ -24,21 +24,23 @@ def value_and_grad(
 ) -> Callable[Concatenate[Params, P], tuple[V, Params]]:
     """Make a function that gives the value of ``loss_fn`` and its gradient, averaged over all ranks.
 
-    For models whose parameters are a pytree. With a mean loss and equal batches, ``n`` ranks of ``b`` samples each get the
-    gradient of one rank with all ``n * b``.
+    For models whose parameters are a pytree. With a mean loss and equal batches, ``n`` ranks of ``b`` samples
+    each get the gradient of one rank with all ``n * b``.
 
     Args:
         ctx: The world, and the precision that ``loss_fn`` computes in.
-        loss_fn: ``loss_fn(params, *args, **kwargs)`` gives a loss of shape ``()``, or a pair ``(loss, aux)``. It is
-            differentiated by ``torch.func``, so it must be pure.
+        loss_fn: ``loss_fn(params, *args, **kwargs)`` gives a loss of shape ``()``, or a pair ``(loss, aux)``.
+            It is differentiated by ``torch.func``, so it must be pure.
 
     Returns:
-        A function with the arguments of ``loss_fn``, which returns ``(value, grads)``: ``value`` is what ``loss_fn``
-        returned, with the loss averaged over ranks and ``aux`` as on this rank; ``grads`` is a tree like ``params``, in
-        their dtypes. Every rank of ``ctx`` must call it, with ``params`` of one structure.
+        A function with the arguments of ``loss_fn``, which returns ``(value, grads)``: ``value`` is what
+        ``loss_fn`` returned, with the loss averaged over ranks and ``aux`` as on this rank; ``grads`` is a
+        tree like ``params``, in their dtypes. Every rank of ``ctx`` must call it, with ``params`` of one
+        structure.
 
     Raises:
-        TypeError: (when called) A leaf of ``params`` is no floating-point tensor, or the loss no tensor of shape ``()``.
+        TypeError: (when called) A leaf of ``params`` is no floating-point tensor, or the loss no tensor of
+            shape ``()``.
         MismatchError: (when called) The parameters differ in structure, shape or dtype between ranks.
 
     >>> step = value_and_grad(Context(), lambda params, x: (params["w"] * x).sum())
@@ -51,31 +53,40 @@ def value_and_grad(
         for index, leaf in enumerate(require_tensors("value_and_grad", leaves, structure)):
             if not (leaf.is_floating_point() or leaf.is_complex()):
                 raise TypeError(
-                    f"value_and_grad: {structure.paths()[index]} is of dtype {leaf.dtype}, which has no gradient. "
+                    f"value_and_grad: {structure.paths()[index]} is of dtype {leaf.dtype}, which has no "
+                    "gradient. "
                     "Close over it, or pass it as another argument."
                 )
 
-        def loss_and_value(flat: list[torch.Tensor]) -> tuple[torch.Tensor, Any]:
+        rest: list[Any] = []  # torch.func lets only tensors out, and in no containers but its own
+
+        def loss_and_tensors(flat: list[torch.Tensor]) -> tuple[torch.Tensor, Any]:
             with autocast(ctx):
                 value = loss_fn(cast("Params", structure.unflatten(flat)), *args, **kwargs)
-            loss = cast("Any", value[0] if _is_pair(value) else value)
-            if not isinstance(loss, torch.Tensor) or loss.dim():
-                found = (
-                    f"one of shape {tuple(loss.shape)}"
-                    if isinstance(loss, torch.Tensor)
-                    else type(loss).__name__
-                )
-                raise TypeError(
-                    f"value_and_grad: the loss must be a tensor of shape (), got {found}. Take its mean."
-                )
-            return loss, value
+            loss = _loss_of(value)
+            found, form = flatten(value)
+            places = [index for index, leaf in enumerate(found) if isinstance(leaf, torch.Tensor)]
+            rest[:] = [form, places, found]
+            return loss, (loss, [found[index] for index in places])
 
-        grads, (loss, value) = cast("Any", torch.func.grad_and_value)(loss_and_value, has_aux=True)(leaves)
+        grads, (loss, tensors) = torch.func.grad(loss_and_tensors, has_aux=True)(leaves)
         loss, grads = reduce(ctx, (loss, grads), "mean")
-        averaged = (loss, cast("Any", value)[1]) if _is_pair(value) else loss
+        form, places, found = rest
+        for index, tensor in zip(places, tensors, strict=True):
+            found[index] = tensor
+        value = form.unflatten(found)
+        averaged = (loss, value[1]) if _is_pair(value) else loss
         return cast("V", averaged), cast("Params", structure.unflatten(grads))
 
     return call
+
+
+def _loss_of(value: Any) -> torch.Tensor:
+    loss = value[0] if _is_pair(value) else value
+    if not isinstance(loss, torch.Tensor) or loss.dim():
+        found = f"one of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise TypeError(f"value_and_grad: the loss must be a tensor of shape (), got {found}. Take its mean.")
+    return loss
 
 
 def _is_pair(value: object) -> bool:

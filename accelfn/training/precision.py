@@ -22,8 +22,8 @@ M = TypeVar("M", bound=nn.Module)
 def autocast(ctx: Context, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
     """Compute in the context's precision inside a ``with`` block.
 
-    Prepared models do so by themselves in ``forward``; this is for what is computed outside of them, and for islands of
-    full precision.
+    Prepared models do so by themselves in ``forward``; this is for what is computed outside of them, and for
+    islands of full precision.
 
     Ranks: local.
 
@@ -55,7 +55,8 @@ def _autocast(
 class MixedPrecisionForward:
     """A module's ``forward`` under autocast, with float32 results.
 
-    It stands in for the method on the instance, so that the module keeps its class and the keys of its state dict.
+    It stands in for the method on the instance, so that the module keeps its class and the keys of its state
+    dict.
     """
 
     def __init__(self, forward: Callable[..., Any], precision: Precision, device_type: str) -> None:
@@ -74,7 +75,10 @@ class MixedPrecisionForward:
 def with_precision(ctx: Context, model: M) -> M:
     """Let ``model.forward`` compute in the context's precision from now on. Writes into the module."""
     if ctx.precision.mode != "no":
-        model.forward = MixedPrecisionForward(model.forward, ctx.precision, ctx.device.type)
+        # An unpickled model comes with a forward that was prepared elsewhere.
+        forward = model.forward
+        plain = forward.__wrapped__ if isinstance(forward, MixedPrecisionForward) else forward
+        model.forward = MixedPrecisionForward(plain, ctx.precision, ctx.device.type)
     return model
 
 

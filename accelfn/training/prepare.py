@@ -1,4 +1,4 @@
-"""Make the user's torch objects ready for the world: placed, in the right precision, replicated, shared out."""
+"""Make the user's torch objects ready for the world: placed, in its precision, replicated, shared out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,15 @@ from accelfn.parallel import replicate
 from accelfn.training.precision import with_precision, without_precision
 from accelfn.tree import send_to_device
 
-__all__ = ("prepare", "prepare_model", "prepare_optimizer", "prepare_scheduler", "unwrap_model")
+__all__ = (
+    "Mark",
+    "mark_of",
+    "prepare",
+    "prepare_model",
+    "prepare_optimizer",
+    "prepare_scheduler",
+    "unwrap_model",
+)
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
@@ -32,17 +40,26 @@ _MARK = "_accelfn_prepared"
 
 
 class Mark(NamedTuple):
-    """By which kind of context an object was prepared. Small and picklable, unlike a context."""
+    """By which kind of context an object was prepared. Holds no world, so nothing is kept alive by it."""
 
     rank: int
     size: int
     device: str
     precision: Precision
     channel: int  # tells worlds of one process apart
+    is_wrapped: bool = False  # whether what prepare gave back is another object, around this one
 
     def fits(self, ctx: Context) -> bool:
         """Whether ``ctx`` would prepare an object in the same way."""
-        return self == mark_of(ctx)
+        return self._replace(is_wrapped=False) == mark_of(ctx)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Mark:
+        """Leave the mark on a copy: it is prepared as the original is."""
+        return self
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Leave no mark in a pickle: the world that it tells of is not there where it is loaded."""
+        return type(None), ()
 
 
 def mark_of(ctx: Context) -> Mark:
@@ -90,10 +107,11 @@ def _prepare_one(ctx: Context, item: Any) -> Any:
 
 
 def prepare_model(ctx: Context, model: M, *, evaluation_mode: bool = False) -> M:
-    """Place a model on this rank's device, let it compute in the context's precision, and keep it equal on all ranks.
+    """Place a model on this rank's device, let it compute in the context's precision, keep all ranks equal.
 
-    On several processes the result is a ``DistributedDataParallel`` around the model (typed as the model, whose attributes
-    are reached through :func:`unwrap_model`); with one, and on ranks that are threads, the model itself.
+    On several processes the result is a ``DistributedDataParallel`` around the model (typed as the model,
+    whose attributes are reached through :func:`unwrap_model`); with one, and on ranks that are threads, the
+    model itself.
 
     Ranks: every rank of ``ctx``.
 
@@ -106,7 +124,8 @@ def prepare_model(ctx: Context, model: M, *, evaluation_mode: bool = False) -> M
         The model to call; one that this context has prepared already is given back as it is.
 
     Raises:
-        ConfigurationError: Another context has prepared it.
+        ConfigurationError: Another context has prepared it, or it was prepared and stands inside of the
+            result.
     """
     if _is_prepared(ctx, model, "model"):
         return model
@@ -114,8 +133,9 @@ def prepare_model(ctx: Context, model: M, *, evaluation_mode: bool = False) -> M
         model = model.to(ctx.device)
     with_precision(ctx, model)
     result = model if evaluation_mode else replicate(ctx, model)
-    for module in {id(model): model, id(result): result}.values():
-        setattr(module, _MARK, mark_of(ctx))
+    setattr(model, _MARK, mark_of(ctx)._replace(is_wrapped=result is not model))
+    if result is not model:
+        setattr(result, _MARK, mark_of(ctx))
     return cast("M", result)
 
 
@@ -126,7 +146,8 @@ def prepare_optimizer(ctx: Context, optimizer: O) -> O:
 
     Args:
         ctx: The world.
-        optimizer: Over the parameters of a model that was prepared before or is prepared later; both keep them.
+        optimizer: Over the parameters of a model that was prepared before or is prepared later; both keep
+            them.
 
     Returns:
         The optimizer itself.
@@ -168,35 +189,47 @@ def unwrap_model(
 
     Args:
         model: Prepared or not.
-        keep_fp32_wrapper: Leave ``forward`` under autocast. Otherwise the result is a shallow copy in full precision;
-            ``model`` itself isn't changed.
+        keep_fp32_wrapper: Leave ``forward`` under autocast. Otherwise the result is a shallow copy in full
+            precision; ``model`` itself isn't changed.
         keep_torch_compile: Leave a compiled model compiled.
 
     >>> model = nn.Linear(1, 1)
     >>> unwrap_model(prepare_model(Context(), model)) is model
     True
     """
-    compiled = isinstance(getattr(model, "_orig_mod", None), nn.Module)
-    inner = cast("nn.Module", model._orig_mod) if compiled else model
-    while isinstance(inner, (DistributedDataParallel, nn.DataParallel)):
-        inner = cast("nn.Module", inner.module)
-    if not keep_fp32_wrapper:
-        inner = without_precision(inner)
-    if compiled and keep_torch_compile:
-        if inner is model._orig_mod:
-            return model
-        return cast("nn.Module", torch.compile(inner))
-    return inner
+    compiled: nn.Module | None = None
+    inner = model
+    while True:  # either may stand inside of the other
+        if isinstance(inner, (DistributedDataParallel, nn.DataParallel)):
+            inner = cast("nn.Module", inner.module)
+        elif isinstance(getattr(inner, "_orig_mod", None), nn.Module):
+            compiled = inner
+            inner = cast("nn.Module", inner._orig_mod)
+        else:
+            break
+    plain = inner if keep_fp32_wrapper else without_precision(inner)
+    if compiled is None or not keep_torch_compile:
+        return plain
+    if plain is inner and compiled._orig_mod is inner:
+        return compiled if keep_fp32_wrapper else without_precision(compiled)
+    return cast("nn.Module", cast("Any", torch).compile(plain))
 
 
 def _is_prepared(ctx: Context, item: object, kind: str) -> bool:
     mark = cast("Mark | None", getattr(item, "__dict__", {}).get(_MARK))
     if mark is None:
         return False
+    if mark.is_wrapped:
+        raise ConfigurationError(
+            f"the {kind} was prepared already, and what prepare gave back stands around it. Use that one: "
+            "calls that go past it leave the ranks with different gradients."
+        )
     if not mark.fits(ctx):
         raise ConfigurationError(
-            f"the {kind} was prepared by another context (rank {mark.rank} of {mark.size} on {mark.device}, mixed precision "
-            f"{mark.precision.mode!r}), and this one is rank {ctx.rank} of {ctx.num_processes} on {ctx.device} with "
+            f"the {kind} was prepared by another context (rank {mark.rank} of {mark.size} on {mark.device}, "
+            "mixed precision "
+            f"{mark.precision.mode!r}), and this one is rank {ctx.rank} of {ctx.num_processes} on "
+            f"{ctx.device} with "
             f"{ctx.mixed_precision!r}. Prepare a {kind} once, with one context."
         )
     return True

@@ -1,7 +1,8 @@
 """Loss scaling for float16: a state that goes in and comes out.
 
-Small gradients vanish in float16, so the loss is multiplied by a scale before backward and the gradients are divided by
-it afterwards. Where a gradient overflows, the step is skipped and the scale lowered; after enough good steps it grows.
+Small gradients vanish in float16, so the loss is multiplied by a scale before backward and the gradients are
+divided by it afterwards. Where a gradient overflows, the step is skipped and the scale lowered; after enough
+good steps it grows.
 """
 
 from __future__ import annotations
@@ -81,14 +82,15 @@ def unscale_gradients(ctx: Context, optimizer: Optimizer, scaler_state: ScalerSt
                 continue
             if grad.dtype == torch.float16:
                 raise ValueError(
-                    f"unscale_gradients: a gradient of shape {tuple(grad.shape)} is float16, because its parameter is. "
+                    f"unscale_gradients: a gradient of shape {tuple(grad.shape)} is float16, because its "
+                    "parameter is. "
                     "Keep the model's parameters in float32; autocast computes in float16 where it helps."
                 )
             by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
     with torch.no_grad():
         for (device, _), grads in by_kind.items():
             found_here = torch.zeros((), dtype=torch.float32, device=device)
-            torch._amp_foreach_non_finite_check_and_unscale_(  # pyright: ignore[reportPrivateUsage]
+            torch._amp_foreach_non_finite_check_and_unscale_(  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
                 grads, found_here, inverse.to(device)
             )
             found_inf = torch.maximum(found_inf, found_here.to(found_inf.device))
@@ -103,7 +105,7 @@ def update_scaler(ctx: Context, scaler_state: ScalerState) -> ScalerState:
     """Give the state after a step that was made or skipped as ``found_inf`` says. Pure."""
     options = ctx.precision.scaler
     scale, tracker = scaler_state.scale.clone(), scaler_state.growth_tracker.clone()
-    torch._amp_update_scale_(  # pyright: ignore[reportPrivateUsage]
+    torch._amp_update_scale_(  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
         scale,
         tracker,
         scaler_state.found_inf,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -29,8 +29,9 @@ def backward(
 ) -> None:
     """Compute gradients of ``loss`` and add them to the parameters' own.
 
-    The loss is divided by the number of batches that its accumulation window really holds, and multiplied by the loss
-    scale. A prepared model averages its gradients over ranks, unless :func:`accumulate` says that the window goes on.
+    The loss is divided by the number of batches that its accumulation window really holds, and multiplied by
+    the loss scale. A prepared model averages its gradients over ranks, unless :func:`accumulate` says that
+    the window goes on.
 
     Ranks: every rank of ``ctx``, where a prepared model takes part.
 
@@ -43,6 +44,7 @@ def backward(
 
     Raises:
         TypeError: ``loss`` is no tensor.
+        ValueError: The gradients at hand were unscaled already, so new ones can't be added to them.
         NotAvailableError: With ``weight``.
     """
     if not isinstance(cast("object", loss), torch.Tensor):
@@ -51,17 +53,24 @@ def backward(
         )
     if weight is not None:
         raise NotAvailableError(
-            "backward: weight has no machinery in this version of accelfn yet. Divide the loss before, and leave it out."
+            "backward: weight has no machinery in this version of accelfn yet. Divide the loss before, and "
+            "leave it out."
         )
     if micro is not None and micro.window > 1:
         loss = loss / micro.window
     if ctx.precision.scales_loss:
+        if scaler_state.is_unscaled:
+            raise ValueError(
+                "backward: the gradients were unscaled already, and adding scaled ones would mix the two. "
+                "Unscale "
+                "and clip only where micro.sync is True, and pass on the state that optimizer_step returns."
+            )
         loss = loss * scaler_state.scale
     loss.backward()  # pyright: ignore[reportUnknownMemberType]
 
 
 @contextmanager
-def no_sync(ctx: Context, *models: nn.Module) -> Iterator[None]:
+def no_sync(ctx: Context, *models: nn.Module) -> Generator[None, None, None]:
     """Leave the gradients of ``models`` unaveraged in backward passes inside; they add up on each rank.
 
     Ranks: all of ``ctx`` in the same way; doesn't communicate.
@@ -72,8 +81,8 @@ def no_sync(ctx: Context, *models: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def accumulate(ctx: Context, micro: MicroBatch, *models: nn.Module) -> Iterator[None]:
-    """Run forward and backward of one batch of a window: gradients are averaged over ranks only where it closes.
+def accumulate(ctx: Context, micro: MicroBatch, *models: nn.Module) -> Generator[None, None, None]:
+    """Run forward and backward of one batch of a window: ranks average gradients only where it closes.
 
     Ranks: every rank of ``ctx``.
 
@@ -92,7 +101,7 @@ def accumulate(ctx: Context, micro: MicroBatch, *models: nn.Module) -> Iterator[
 def optimizer_step(
     ctx: Context, optimizer: Optimizer, scaler_state: ScalerState, *, clear_gradients: bool = True
 ) -> ScalerState:
-    """Let the optimizer step, unless a float16 gradient overflowed, and clear the gradients for the next window.
+    """Let the optimizer step, unless a float16 gradient overflowed, and clear gradients for the next window.
 
     Ranks: every rank of ``ctx``.
 
@@ -139,6 +148,14 @@ def scheduler_step(ctx: Context, scheduler: LRScheduler, scaler_state: ScalerSta
         ctx: Says the precision.
         scheduler: What moves.
         scaler_state: What :func:`optimizer_step` returned; needed with float16 to know of skipped steps.
+
+    Raises:
+        ValueError: The context scales losses, and no state was passed.
     """
+    if scaler_state is None and ctx.precision.scales_loss:
+        raise ValueError(
+            "scheduler_step: with float16 a step may be skipped, so pass the scaler state that "
+            "optimizer_step returned."
+        )
     if scaler_state is None or not step_was_skipped(ctx, scaler_state):
         scheduler.step()

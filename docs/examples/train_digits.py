@@ -2,11 +2,12 @@
 
     accelfn launch --num_processes 2 docs/examples/train_digits.py --output digits
 
-The data are scikit-learn's 1,797 scanned digits, which come with the package. Every fifth image is held out; the accuracy
-over those is gathered exactly, whatever the number of processes.
+The data are scikit-learn's 1,797 scanned digits, which come with the package. Every fifth image is held out;
+the accuracy over those is gathered exactly, whatever the number of processes.
 """
 
 import argparse
+from collections.abc import Iterable
 
 import torch
 from sklearn.datasets import load_digits
@@ -18,10 +19,10 @@ import accelfn as af
 
 
 def load() -> tuple[TensorDataset, TensorDataset]:
-    """Give 1,437 images to learn from and 360 held out, as float32 of shape (1, 8, 8) in 0..1, with labels 0..9."""
-    digits = load_digits()
-    images = torch.tensor(digits.data, dtype=torch.float32).view(-1, 1, 8, 8) / 16
-    labels = torch.tensor(digits.target, dtype=torch.int64)
+    """Give 1,437 images to learn from and 360 held out: float32 (1, 8, 8) in 0..1, with labels 0..9."""
+    data, target = load_digits(return_X_y=True)
+    images = torch.tensor(data, dtype=torch.float32).view(-1, 1, 8, 8) / 16
+    labels = torch.tensor(target, dtype=torch.int64)
     held_out = torch.arange(len(labels)) % 5 == 0
     return TensorDataset(images[~held_out], labels[~held_out]), TensorDataset(
         images[held_out], labels[held_out]
@@ -42,9 +43,7 @@ def make_model() -> nn.Module:
     )
 
 
-def evaluate(
-    ctx: af.Context, model: nn.Module, loader: af.PreparedDataLoader[list[torch.Tensor]]
-) -> tuple[int, int]:
+def evaluate(ctx: af.Context, model: nn.Module, loader: Iterable[list[torch.Tensor]]) -> tuple[int, int]:
     """Count the right answers and all answers over the held-out images of all ranks."""
     model.eval()
     right = total = 0
