@@ -23,7 +23,7 @@ def as_tensor(data: bytes) -> torch.Tensor:
 
 
 def as_bytes(tensor: torch.Tensor, length: int | None = None) -> bytes:
-    """Copy a contiguous uint8 tensor on the CPU, or its first ``length`` elements, into bytes. Needs no numpy."""
+    """Copy a contiguous uint8 tensor on the CPU, or its first ``length`` elements. Needs no numpy."""
     length = tensor.numel() if length is None else length
     return ctypes.string_at(tensor.data_ptr(), length) if length else b""
 

@@ -33,9 +33,10 @@ class Left(NamedTuple):
 class Meeting:
     """A barrier of ``size`` threads that exchanges values, checks calls and never hangs.
 
-    One rank runs at a time, until it waits for the others or ends; then the next one in rank order runs. So a world is
-    the same on every run, a breakpoint in one rank isn't overrun by the others, and threads don't fight for the
-    interpreter's lock: a torch operation gives it away each time, which costs more than all the rest.
+    One rank runs at a time, until it waits for the others or ends; then the next one in rank order runs. So a
+    world is the same on every run, a breakpoint in one rank isn't overrun by the others, and threads don't
+    fight for the interpreter's lock: a torch operation gives it away each time, which costs more than all
+    the rest.
 
     Not part of the public interface: the one mutable object of a world in memory.
     """
@@ -118,8 +119,8 @@ class Meeting:
             self._turns[rank].acquire()
             return
         raise CollectiveTimeoutError(
-            f"rank {rank} waited {self._timeout_s:g} s in {_name(call)} for rank(s) {missing}, which did not come. "
-            "Every rank must call the same operations in the same order."
+            f"rank {rank} waited {self._timeout_s:g} s in {_name(call)} for rank(s) {missing}, which did not "
+            "come. Every rank must call the same operations in the same order."
         )
 
     def _pass_turn(self) -> None:

@@ -152,7 +152,7 @@ def fill(group: Group, leaves: list[torch.Tensor], *, copy: bool = False) -> tor
 
 
 def _materialised(flat: torch.Tensor) -> torch.Tensor:
-    """Carry out a lazy conjugation or negation, with which a tensor can't be viewed as bytes; otherwise free."""
+    """Carry out a lazy conjugation or negation: such a tensor can't be viewed as bytes. Free for others."""
     return flat.resolve_conj().resolve_neg()
 
 

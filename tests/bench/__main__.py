@@ -1,4 +1,4 @@
-"""``python -m tests.bench``: print the tables of the documentation's page on speed. Needs ``accelfn[bench]``."""
+"""``python -m tests.bench`` prints the tables of the page on speed. Needs ``accelfn[bench]``."""
 
 import os
 import subprocess
