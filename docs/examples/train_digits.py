@@ -2,8 +2,8 @@
 
     accelfn launch --num_processes 2 docs/examples/train_digits.py --output digits
 
-The data are scikit-learn's 1,797 scanned digits, which come with the package. Every fifth image is held out; the accuracy
-over those is gathered exactly, whatever the number of processes.
+The data are scikit-learn's 1,797 scanned digits, which come with the package. Every fifth image is held out;
+the accuracy over those is gathered exactly, whatever the number of processes.
 """
 
 import argparse
@@ -18,7 +18,7 @@ import accelfn as af
 
 
 def load() -> tuple[TensorDataset, TensorDataset]:
-    """Give 1,437 images to learn from and 360 held out, as float32 of shape (1, 8, 8) in 0..1, with labels 0..9."""
+    """Give 1,437 images to learn from and 360 held out: float32 (1, 8, 8) in 0..1, with labels 0..9."""
     digits = load_digits()
     images = torch.tensor(digits.data, dtype=torch.float32).view(-1, 1, 8, 8) / 16
     labels = torch.tensor(digits.target, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""The same training as ``train_digits.py``, through the Accelerator. Both end with the same weights, bit for bit.
+"""The same training as ``train_digits.py``, through the Accelerator. Both end with the same weights.
 
 accelfn launch --num_processes 2 docs/examples/train_digits_accelerator.py --output digits
 """
