@@ -19,9 +19,9 @@ import accelfn as af
 
 def load() -> tuple[TensorDataset, TensorDataset]:
     """Give 1,437 images to learn from and 360 held out: float32 (1, 8, 8) in 0..1, with labels 0..9."""
-    digits = load_digits()
-    images = torch.tensor(digits.data, dtype=torch.float32).view(-1, 1, 8, 8) / 16
-    labels = torch.tensor(digits.target, dtype=torch.int64)
+    pixels, digits = load_digits(return_X_y=True)
+    images = torch.tensor(pixels, dtype=torch.float32).view(-1, 1, 8, 8) / 16
+    labels = torch.tensor(digits, dtype=torch.int64)
     held_out = torch.arange(len(labels)) % 5 == 0
     return TensorDataset(images[~held_out], labels[~held_out]), TensorDataset(
         images[held_out], labels[held_out]
@@ -43,7 +43,7 @@ def make_model() -> nn.Module:
 
 
 def evaluate(
-    ctx: af.Context, model: nn.Module, loader: af.PreparedDataLoader[list[torch.Tensor]]
+    ctx: af.Context, model: nn.Module, loader: DataLoader[tuple[torch.Tensor, ...]]
 ) -> tuple[int, int]:
     """Count the right answers and all answers over the held-out images of all ranks."""
     model.eval()
