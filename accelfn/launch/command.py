@@ -29,7 +29,7 @@ class LaunchOptions:
         mixed_precision: Default precision of the contexts in the script.
         gradient_accumulation_steps: Default accumulation of the contexts in the script.
         cpu: Use the CPU even where there is an accelerator.
-        debug: Check on every collective that all ranks call the same thing.
+        debug: Compare calls in full, not by fingerprint, before each operation across ranks.
         module: ``script`` is a module, as in ``python -m``.
         no_python: ``script`` is a program of its own; start it without Python.
         max_restarts: How often torchrun starts all processes again after one has failed.

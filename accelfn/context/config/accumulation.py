@@ -14,7 +14,7 @@ class GradientAccumulationPlugin(KwargsHandler):
 
     Attributes:
         num_steps: Micro-batches per optimizer step, at least 1. Default 1.
-        adjust_scheduler: Whether a scheduler counts micro-batches as steps too. Default True.
+        adjust_scheduler: Accepted, without effect: one optimizer step is one scheduler step. Default True.
         sync_with_dataloader: Whether the last batch of a loader closes its window early. Default True.
         sync_each_batch: Whether gradients are reduced after every micro-batch, which saves memory under
             sharding and costs time; the optimizer still steps once per window. Default False.

@@ -186,8 +186,8 @@ class InitProcessGroupKwargs(KwargsHandler):
         backend: Name of a backend ("nccl", "gloo", "cuda:nccl,cpu:gloo"), or ``None`` to choose by device.
             Default None. (A default of "nccl" could not be told from a request for nccl.)
         init_method: Address where ranks meet, or ``None`` for the environment. Default None.
-        timeout: How long a collective may wait, as a ``datetime.timedelta``; ``None`` is the default of
-            torch for the backend. Default None.
+        timeout: How long a collective may wait, as a ``datetime.timedelta``; ``None`` is ten minutes.
+            Default None.
     """
 
     backend: str | None = None
@@ -205,7 +205,7 @@ class InitProcessGroupKwargs(KwargsHandler):
         if timeout <= timedelta(0):
             raise ConfigurationError(
                 f"{where(self, 'timeout')} must be longer than zero, got {timeout!r}. "
-                "Pass a positive timedelta, or None for the default of torch."
+                "Pass a positive timedelta, or None for ten minutes."
             )
 
 

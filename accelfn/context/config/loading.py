@@ -18,17 +18,19 @@ class DataLoaderConfiguration:
     Attributes:
         split_batches: False: each rank takes whole batches, so the global batch is batch size times ranks.
             True: each batch of the loader is cut into one part per rank. Default False.
-        dispatch_batches: True: rank 0 reads and sends each rank its part. False: each rank reads its own.
-            ``None``: True only for an iterable dataset whose batches are moved to the device. Default None.
+        dispatch_batches: True: rank 0 reads and sends each rank its part; not available yet. False or
+            ``None``: each rank reads its own. Default None.
         even_batches: Whether the last round is completed with samples from the start, so that all ranks
             see equally many. Default True.
-        use_seedable_sampler: Whether a random sampler is replaced by one seeded with seed plus epoch.
-            Default False.
-        data_seed: Seed of that sampler, at least 0; ``None`` takes the seed of torch. Default None.
+        use_seedable_sampler: Accepted, without effect: a shuffled order is always a function of seed and
+            epoch. Default False.
+        data_seed: Seed of a shuffled order, at least 0; ``None`` takes that of the sampler's generator, else
+            rank 0's seed of torch. Default None.
         non_blocking: Whether copies to the device are asynchronous. Default False.
-        use_stateful_dataloader: Whether the loader keeps torchdata's own state. Default False.
-        custom_classes: By name of a kind of loader, the class to build instead; ``None`` for ours. Default
-            None.
+        use_stateful_dataloader: Whether the loader keeps torchdata's own state; not available yet. Default
+            False.
+        custom_classes: By name of a kind of loader, the class to build instead; ``None`` for ours. Without
+            effect yet. Default None.
     """
 
     split_batches: bool = False

@@ -85,7 +85,8 @@ class Settings:
         device: Name of the torch device, such as "cuda:1". Default None.
         mixed_precision: "no", "fp16", "bf16" or "fp8". Default None.
         gradient_accumulation_steps: Micro-batches per step; "auto" reads as ``None``. Default None.
-        debug: Whether collectives compare shapes over ranks first. Default False.
+        debug: Whether calls are compared in full, not by fingerprint, before each operation across ranks.
+            Default False.
         bypass_device_map: Whether models spread over devices may be prepared. Default False.
         allow_cp_standalone: Whether context parallelism may run without FSDP2. Default False.
         cpu_affinity: Whether a process is bound to the cores next to its accelerator. Default False.

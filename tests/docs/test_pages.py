@@ -1,0 +1,70 @@
+"""The pages keep up with the code: names, examples and variables."""
+
+import pathlib
+import re
+
+import pytest
+
+import accelfn
+from accelfn.context.config import VARIABLES, Variable
+
+ROOT = pathlib.Path(__file__).parents[2]
+PAGES = ROOT / "docs" / "pages"
+
+
+def read_all(folder: pathlib.Path) -> str:
+    return "\n".join(path.read_text() for path in sorted(folder.rglob("*.md")))
+
+
+def directives() -> frozenset[str]:
+    """Names that the reference describes."""
+    return frozenset(re.findall(r"^::: accelfn\.[\w.]*?(\w+)$", read_all(PAGES / "api"), re.MULTILINE))
+
+
+def table_row(variable: Variable) -> str:
+    first, second = variable.names
+    field = f"{variable.record}.{variable.field}" if variable.field else variable.record
+    return f"| `{first}` | `{second}` | `{field}` | {variable.form.accepts} |"
+
+
+@pytest.mark.parametrize("name", accelfn.__all__)
+def test_every_root_name_is_documented(name: str) -> None:
+    if name not in directives():
+        code = re.compile(rf"`[^`\n]*\b{re.escape(name)}\b[^`\n]*`")
+        assert code.search(read_all(PAGES / "guide") + (PAGES / "install.md").read_text())
+
+
+def test_the_reference_names_only_what_exists() -> None:
+    for line in re.findall(r"^::: (.+)$", read_all(PAGES / "api"), re.MULTILINE):
+        package, _, name = line.rpartition(".")
+        assert hasattr(pytest.importorskip(package), name), line
+
+
+@pytest.mark.parametrize("example", sorted(path.name for path in (ROOT / "docs" / "examples").glob("*.py")))
+def test_every_example_stands_on_a_page(example: str) -> None:
+    assert f"docs/examples/{example}" in read_all(PAGES)
+
+
+def test_every_page_stands_in_the_navigation() -> None:
+    navigation = (ROOT / "docs" / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    pages = sorted(path.relative_to(PAGES).as_posix() for path in PAGES.rglob("*.md"))
+    assert sorted(re.findall(r"- (\S+\.md)$", navigation, re.MULTILINE)) == pages
+
+
+def test_the_table_of_variables_is_what_the_code_reads() -> None:
+    text = (PAGES / "guide" / "variables.md").read_text()
+    rows = [line for line in text.splitlines() if line.startswith("| `ACCELFN_")]
+    assert rows == [table_row(variable) for variable in VARIABLES]
+
+
+def test_the_tree_of_errors_is_that_of_the_module() -> None:
+    tree = re.search(r"^    (AccelfnError\n.*?)\n\n", accelfn_errors_docstring(), re.DOTALL | re.MULTILINE)
+    assert tree is not None
+    lines = [line.removeprefix("    ") for line in tree[1].splitlines()]
+    assert "\n".join(lines) in (PAGES / "guide" / "errors.md").read_text()
+
+
+def accelfn_errors_docstring() -> str:
+    from accelfn import errors
+
+    return errors.__doc__ or ""
