@@ -158,7 +158,7 @@ class Accelerator:
         if context is not None and extra:
             raise ConfigurationError(
                 "Accelerator(context=...) takes its options from the context, got "
-                f"{', '.join(dict.fromkeys(extra))} "
+                f"{', '.join(extra)} "
                 "too. Use context=ctx.replace(...) for a variant."
             )
         self.context = context if context is not None else init_context(**asked)

@@ -1,0 +1,155 @@
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, get_worker_info
+
+from accelfn import Context, DataLoaderConfiguration
+from accelfn.data import prepare_data_loader
+from accelfn.errors import ConfigurationError, NotAvailableError
+from accelfn.testing import run_ranks
+
+
+def numbers(num: int, batch_size: int = 2, **options: Any) -> DataLoader[Any]:
+    return DataLoader(torch.arange(num), batch_size=batch_size, **options)  # pyright: ignore[reportArgumentType]
+
+
+class InWorker(Dataset[tuple[int, int]]):
+    """Says of each sample which worker read it."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[int, int]:
+        info = get_worker_info()
+        return index, -1 if info is None else cast("int", info.id)
+
+
+def set_threads(worker: int) -> None:
+    torch.set_num_threads(1 + worker)
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_worker_processes_and_the_loaders_options_are_kept(persistent: bool) -> None:
+    source = DataLoader(
+        InWorker(),
+        batch_size=2,
+        num_workers=1,
+        persistent_workers=persistent,
+        prefetch_factor=3,
+        worker_init_fn=set_threads,
+        collate_fn=list,
+        shuffle=True,
+    )
+    ctx = Context().replace(dataloader_config=DataLoaderConfiguration(data_seed=5))
+    loader = prepare_data_loader(ctx, source)
+    for epoch in range(2):
+        rows = [row for batch in loader for row in batch]
+        order = torch.randperm(8, generator=torch.Generator().manual_seed(5 + epoch)).tolist()
+        assert rows == [(index, 0) for index in order]
+    inner = cast("DataLoader[Any]", vars(loader)["_loader"])
+    for name in (
+        "num_workers",
+        "persistent_workers",
+        "prefetch_factor",
+        "worker_init_fn",
+        "collate_fn",
+        "timeout",
+    ):
+        assert getattr(inner, name) == getattr(source, name)
+    if persistent:
+        cast("Any", inner)._iterator._shutdown_workers()
+
+
+def test_attributes_pass_through_and_totals_count_all_ranks() -> None:
+    def run(ctx: Context) -> tuple[int, ...]:
+        loader = prepare_data_loader(ctx, numbers(9, 2))
+        return loader.batch_size, loader.total_batch_size, loader.total_dataset_length, len(loader)
+
+    assert run_ranks(run, 3) == [(2, 6, 9, 2)] * 3
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        _ = prepare_data_loader(Context(), numbers(2)).no_such_thing
+
+
+def test_preparing_twice_gives_the_same_loader_and_never_shards_twice() -> None:
+    def run(ctx: Context) -> int:
+        loader = prepare_data_loader(ctx, numbers(8))
+        assert prepare_data_loader(ctx, loader) is loader
+        with pytest.raises(ConfigurationError, match="sharded twice"):
+            prepare_data_loader(ctx.replace(mixed_precision="bf16"), loader)
+        return len(loader)
+
+    assert run_ranks(run, 2) == [2, 2]
+
+
+def test_data_that_is_sharded_already_is_left_as_it_is() -> None:
+    def run(ctx: Context) -> tuple[list[int], list[int], int]:
+        data = torch.arange(8)
+        sampler = DistributedSampler(data, num_replicas=2, rank=ctx.rank, shuffle=True)  # pyright: ignore
+        source = DataLoader(data, batch_size=2, sampler=sampler)  # pyright: ignore
+        with pytest.raises(ConfigurationError, match="DistributedSampler"):
+            prepare_data_loader(ctx, source)
+        loader = prepare_data_loader(ctx, source, "already_sharded")
+        passes = [torch.cat(list(loader)).tolist() for _ in range(2)]
+        return passes[0], passes[1], loader.total_batch_size
+
+    (first, second, total), (other, _, _) = run_ranks(run, 2)
+    assert sorted(first + other) == list(range(8))
+    assert first != second  # the sampler was told the epoch
+    assert total == 4
+
+
+def test_a_complete_pass_moves_on_to_the_next_epoch_and_a_break_does_not() -> None:
+    ctx = Context().replace(dataloader_config=DataLoaderConfiguration(data_seed=5))
+    loader = prepare_data_loader(ctx, numbers(8, 8, shuffle=True))
+    first = next(iter(loader)).tolist()
+    assert first == [3, 6, 0, 2, 1, 4, 5, 7]
+    for batch in loader:
+        assert batch.tolist() == first
+        break
+    assert loader.epoch == 0
+    assert [batch.tolist() for batch in loader] == [first]
+    assert loader.epoch == 1
+    assert [batch.tolist() for batch in loader] != [first]
+    loader.set_epoch(0)
+    assert [batch.tolist() for batch in loader] == [first]
+
+
+def test_batches_stay_where_they_are_without_device_placement() -> None:
+    class Stay:
+        """A leaf that can't be moved."""
+
+        def to(self, *args: Any, **kwargs: Any) -> None:
+            raise AssertionError("moved")
+
+    source = numbers(2, collate_fn=lambda _: Stay())  # pyright: ignore[reportUnknownLambdaType]
+    ctx = Context().replace(device_placement=False)
+    assert isinstance(next(iter(prepare_data_loader(ctx, source))), Stay)
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(4))
+
+
+@pytest.mark.parametrize(
+    ("source", "config", "what"),
+    [
+        (DataLoader(Stream()), {}, "IterableDataset"),
+        (numbers(4, cast("Any", None)), {}, "batch_size"),
+        (numbers(4), {"dispatch_batches": True}, "dispatch_batches"),
+        (numbers(4), {"use_stateful_dataloader": True}, "use_stateful_dataloader"),
+    ],
+)
+def test_what_has_no_machinery_is_refused(source: Any, config: dict[str, bool], what: str) -> None:
+    ctx = Context().replace(dataloader_config=DataLoaderConfiguration(**config))
+    with pytest.raises(NotAvailableError, match=what):
+        prepare_data_loader(ctx, source)
+
+
+def test_what_is_no_loader_or_policy_is_refused() -> None:
+    with pytest.raises(TypeError, match="got list"):
+        prepare_data_loader(Context(), cast("Any", [1]))
+    with pytest.raises(ValueError, match="'local'"):
+        prepare_data_loader(Context(), numbers(1), cast("Any", "local"))

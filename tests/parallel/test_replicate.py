@@ -1,0 +1,260 @@
+import copy
+import gc
+import weakref
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import accelfn as af
+from accelfn import Context, DistributedDataParallelKwargs
+from accelfn.errors import MismatchError
+from accelfn.parallel import no_sync, replicate
+from accelfn.testing import Where, run_ranks
+
+Rows = tuple[torch.Tensor, torch.Tensor]
+
+
+class Twice(nn.Module):
+    """A linear layer that can be reached by a method other than forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 2, dtype=torch.float64)
+        with torch.no_grad():
+            for number, parameter in enumerate(self.parameters(), 1):
+                parameter.copy_(torch.linspace(-1, number, parameter.numel()).view_as(parameter))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+    def other(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x) * 2
+
+
+def rows(num: int, seed: int = 0) -> Rows:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(num, 3, dtype=torch.float64, generator=generator)
+    return x, torch.randn(num, 2, dtype=torch.float64, generator=generator)
+
+
+def grads(model: nn.Module) -> list[torch.Tensor]:
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+def loss_of(model: nn.Module, data: Rows) -> torch.Tensor:
+    return nn.functional.mse_loss(model(data[0]), data[1])
+
+
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(1, 4), st.integers(1, 7))
+def test_ranks_together_have_the_gradient_of_one_with_all_samples(
+    world: int, batch: int, num_steps: int, num_batches: int
+) -> None:
+    total = rows(world * batch * num_batches)
+
+    def run(ctx: Context) -> list[list[torch.Tensor]]:
+        model = af.prepare(ctx, Twice())
+        scaler = af.init_scaler(ctx)
+        mine = [
+            tuple(part[(index * world + ctx.rank) * batch :][:batch] for part in total)
+            for index in range(num_batches)
+        ]
+        found: list[list[torch.Tensor]] = []
+        for data, micro in af.microbatches(ctx, mine):
+            with af.accumulate(ctx, micro, model):
+                af.backward(ctx, loss_of(model, cast("Rows", data)), scaler, micro)
+            if micro.sync:
+                found.append(grads(model))
+                model.zero_grad()
+        return found
+
+    windows = [(start, min(start + num_steps, num_batches)) for start in range(0, num_batches, num_steps)]
+    for found in run_ranks(run, world, gradient_accumulation_steps=num_steps):
+        assert len(found) == len(windows)
+        for (start, end), window in zip(windows, found, strict=True):
+            alone = Twice()
+            begin, stop = start * world * batch, end * world * batch
+            loss_of(alone, (total[0][begin:stop], total[1][begin:stop])).backward()  # pyright: ignore[reportUnknownMemberType]
+            torch.testing.assert_close(window, grads(alone))
+
+
+@pytest.mark.parametrize("on", ["memory", "gloo"])
+@pytest.mark.parametrize("way", ["forward", "method", "free function"])
+def test_any_way_that_a_gradient_arises_is_averaged(on: Where, way: str) -> None:
+    def run(ctx: Context) -> list[torch.Tensor]:
+        model = cast("Twice", replicate(ctx, Twice()))
+        x, _ = rows(2, ctx.rank)
+        if way == "forward":
+            result = model(x)
+        elif way == "method":
+            result = model.other(x)
+        else:
+            result = x @ model.inner.weight.T + model.inner.bias
+        result.square().mean().backward()
+        return grads(model)
+
+    first, second = run_ranks(run, 2, on)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_without_sync_gradients_stay_local_and_come_together_later() -> None:
+    def run(ctx: Context) -> tuple[torch.Tensor, torch.Tensor]:
+        model = cast("Twice", replicate(ctx, Twice()))
+        with pytest.raises(RuntimeError, match="out"), no_sync(model):
+            raise RuntimeError("out")
+        with no_sync(model, nn.Linear(1, 1)):
+            (model.inner.bias.sum() * (ctx.rank + 1)).backward()
+        local = grads(model)[0]
+        (model.inner.bias.sum() * 0).backward()
+        return local, grads(model)[0]
+
+    first, second = run_ranks(run, 2)
+    assert [first[0].tolist(), second[0].tolist()] == [[1, 1], [2, 2]]
+    assert first[1].tolist() == second[1].tolist() == [1.5, 1.5]
+
+
+def test_a_backward_that_failed_half_way_does_not_end_the_averaging() -> None:
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+            raise MemoryError("no more")
+
+    def run(ctx: Context) -> list[float]:
+        model = cast("Twice", replicate(ctx, Twice()))
+        weight = cast("torch.Tensor", Fails.apply(model.inner.weight))
+        # The sum reaches the bias's hook first, and then the failure.
+        with pytest.raises(MemoryError):
+            (weight.sum() + model.inner.bias.sum()).backward()
+        model.zero_grad()
+        (model.inner.bias.sum() * ctx.rank).backward()
+        return cast("list[float]", grads(model)[0].tolist())
+
+    assert run_ranks(run, 2) == [[0.5, 0.5]] * 2
+
+
+def test_models_and_buffers_start_as_on_rank_0() -> None:
+    def run(ctx: Context) -> tuple[list[float], float, float]:
+        model = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1))
+        with torch.no_grad():
+            for tensor in [*model.parameters(), *model.buffers()]:
+                tensor.fill_(ctx.rank + 1)
+        replicate(ctx, model)
+        started = [float(one.detach().sum()) for one in [*model.parameters(), *model.buffers()]]
+        norm = cast("nn.BatchNorm1d", model[1])
+        assert norm.running_mean is not None
+        norm.running_mean = torch.full((1,), float(ctx.rank))  # another tensor than at the start
+        model(torch.zeros(2, 1))
+        mean = float(norm.running_mean)
+        model.eval()
+        norm.running_mean.fill_(ctx.rank)
+        model(torch.zeros(2, 1))
+        return started, mean, float(norm.running_mean)
+
+    (first, mean, own), (second, other_mean, other) = run_ranks(run, 2)
+    assert first == second == [1.0] * 7
+    assert mean == other_mean
+    assert (own, other) == (0.0, 1.0)  # in evaluation every rank keeps what it has
+
+
+@pytest.mark.parametrize("on", ["memory", "processes"])
+def test_models_that_differ_are_an_error_on_every_rank(on: Where) -> None:
+    def run(ctx: Context) -> str:
+        with pytest.raises(MismatchError) as caught:
+            replicate(ctx, nn.Linear(1 + ctx.rank, 1))
+        return str(caught.value)
+
+    first, second = run_ranks(run, 2, on)
+    assert first == second
+    assert "rank 1" in first
+    assert "weight" in first
+
+
+def test_a_frozen_model_is_left_alone() -> None:
+    def run(ctx: Context) -> float:
+        model = nn.Linear(1, 1).requires_grad_(False)
+        model.weight.fill_(ctx.rank)
+        assert replicate(ctx, model) is model
+        return float(model.weight)
+
+    assert run_ranks(run, 2) == [0.0, 1.0]
+
+
+def train(ctx: Context, wrapped: bool = True) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if wrapped:
+        model, optimizer = af.prepare(ctx, model, optimizer)
+    scaler = af.init_scaler(ctx)
+    x, y = rows(24)
+    mine = [
+        (x[start : start + 4][ctx.rank :: ctx.num_processes], y[start : start + 4][ctx.rank :: ctx.num_processes])
+        for start in range(0, 24, 4)
+    ]
+    for data, micro in af.microbatches(ctx, mine):
+        with af.accumulate(ctx, micro, model):
+            af.backward(ctx, loss_of(model, data), scaler, micro)
+        if micro.sync:
+            scaler = af.optimizer_step(ctx, optimizer, scaler)
+    return {name: value.detach().clone() for name, value in af.unwrap_model(model).state_dict().items()}
+
+
+def test_processes_threads_and_one_process_end_with_the_same_parameters() -> None:
+    alone = train(Context().replace(gradient_accumulation_steps=2))
+    for on in ("memory", "processes"):
+        for found in run_ranks(train, 2, on, gradient_accumulation_steps=2):
+            torch.testing.assert_close(found, alone)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"comm_hook": "fp16"},
+        {"comm_hook": "power_sgd", "comm_state_option": {"matrix_approximation_rank": 2}},
+        {"comm_hook": "power_sgd", "comm_wrapper": "fp16"},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+def test_compressed_gradients_train_nearly_as_well(options: dict[str, Any]) -> None:
+    def run(ctx: Context) -> dict[str, torch.Tensor]:
+        hook = ctx.replace(kwargs_handlers=[DistributedDataParallelKwargs(**options)])
+        return train(hook)
+
+    alone = train(Context())
+    first, second = run_ranks(run, 2, "processes")
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    torch.testing.assert_close(first, alone, rtol=0.2, atol=0.05)
+    assert any(not torch.equal(first[name], alone[name]) for name in alone)
+
+
+@pytest.mark.parametrize("on", ["memory", "processes"])
+def test_a_deep_copy_of_a_prepared_model_trains_like_it(on: Where) -> None:
+    def run(ctx: Context) -> tuple[list[torch.Tensor], bool]:
+        model = af.prepare(ctx, Twice())
+        twin = copy.deepcopy(model)
+        loss_of(twin, rows(2, ctx.rank)).backward()  # pyright: ignore[reportUnknownMemberType]
+        return grads(twin), not grads(model)
+
+    (first, untouched), (second, _) = run_ranks(run, 2, on)
+    assert untouched
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
+def test_a_model_that_nobody_holds_is_freed(mixed_precision: str) -> None:
+    def run(ctx: Context) -> None:
+        model = af.prepare(ctx, Twice())
+        loss_of(model, rows(2)).backward()  # pyright: ignore[reportUnknownMemberType]
+        held = weakref.ref(model)
+        del model
+        gc.collect()
+        assert held() is None
+
+    run_ranks(run, 2, mixed_precision=mixed_precision)

@@ -1,0 +1,50 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import accelfn as af
+from accelfn import Context
+
+values = st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=6)
+
+
+def with_grads(numbers: list[float]) -> list[torch.Tensor]:
+    parameters = [torch.zeros((), requires_grad=True) for _ in numbers]
+    for parameter, number in zip(parameters, numbers, strict=True):
+        parameter.grad = torch.tensor(number)
+    return parameters
+
+
+@given(values, st.floats(0.125, 10), st.sampled_from([1.0, 2.0, math.inf]))
+def test_the_norm_is_returned_and_then_bounded(numbers: list[float], bound: float, kind: float) -> None:
+    parameters = with_grads(numbers)
+    before = torch.linalg.vector_norm(torch.tensor(numbers), kind)
+    norm = af.clip_grad_norm_(Context(), parameters, bound, kind)
+    torch.testing.assert_close(norm, before)
+    after = torch.stack([one.grad for one in parameters if one.grad is not None])
+    assert torch.linalg.vector_norm(after, kind) <= bound * 1.001
+    if before < bound * 0.99:
+        torch.testing.assert_close(after, torch.tensor(numbers))
+
+
+@given(values, st.floats(0.125, 10, width=32))
+def test_entries_are_cut(numbers: list[float], bound: float) -> None:
+    parameters = with_grads(numbers)
+    af.clip_grad_value_(Context(), parameters, bound)
+    after = [float(one.grad) for one in parameters if one.grad is not None]
+    assert after == [max(-bound, min(bound, number)) for number in numbers]
+
+
+def test_without_gradients_the_norm_is_zero() -> None:
+    assert af.clip_grad_norm_(Context(), [torch.zeros(1, requires_grad=True)], 1.0).item() == 0
+
+
+@pytest.mark.parametrize("bound", [0.0, -1.0, math.nan])
+def test_a_bound_that_is_not_positive_is_refused(bound: float) -> None:
+    with pytest.raises(ValueError, match="max_norm must be positive"):
+        af.clip_grad_norm_(Context(), [], bound)
+    with pytest.raises(ValueError, match="clip_value must be positive"):
+        af.clip_grad_value_(Context(), [], bound)

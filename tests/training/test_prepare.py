@@ -1,0 +1,99 @@
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+import accelfn as af
+from accelfn import Context, PreparedDataLoader
+from accelfn.errors import ConfigurationError
+from accelfn.testing import run_ranks
+
+
+def parts() -> tuple[nn.Linear, torch.optim.SGD, torch.optim.lr_scheduler.StepLR, Any]:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    loader = DataLoader(torch.arange(4))  # pyright: ignore[reportArgumentType, reportUnknownVariableType]
+    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1), loader  # pyright: ignore[reportUnknownVariableType]
+
+
+def test_each_kind_of_object_comes_back_in_its_place() -> None:
+    model, optimizer, scheduler, loader = parts()
+    found = af.prepare(Context(), scheduler, loader, "text", optimizer, model)
+    assert found[0] is scheduler
+    assert isinstance(found[1], PreparedDataLoader)
+    assert found[2:] == ("text", optimizer, model)
+    assert af.prepare(Context(), model) is model
+    with pytest.raises(TypeError, match="nothing to prepare"):
+        cast("Any", af.prepare)(Context())
+
+
+def test_what_is_prepared_already_comes_back_as_it_is() -> None:
+    def run(ctx: Context) -> None:
+        first = af.prepare(ctx, *parts())
+        second = af.prepare(ctx, *first)
+        assert all(a is b for a, b in zip(first, second, strict=True))
+        for item in first:
+            with pytest.raises(ConfigurationError, match="another context"):
+                af.prepare(ctx.replace(mixed_precision="bf16"), item)
+
+    run_ranks(run, 2)
+
+
+def test_on_processes_a_model_stands_inside_of_ddp_and_cannot_be_gone_past() -> None:
+    def run(ctx: Context) -> bool:
+        model = parts()[0]
+        wrapped = af.prepare_model(ctx, model)
+        assert af.prepare_model(ctx, wrapped) is wrapped
+        assert af.unwrap_model(wrapped) is model
+        with pytest.raises(ConfigurationError, match="stands around it"):
+            af.prepare_model(ctx, model)
+        return isinstance(wrapped, DistributedDataParallel)
+
+    assert run_ranks(run, 2, "processes") == [True, True]
+
+
+def test_in_evaluation_mode_nothing_is_replicated() -> None:
+    def run(ctx: Context) -> float:
+        model = nn.Linear(1, 1)
+        nn.init.constant_(model.weight, float(ctx.rank))
+        return float(af.prepare_model(ctx, model, evaluation_mode=True).weight.detach())
+
+    assert run_ranks(run, 2) == [0.0, 1.0]
+
+
+def test_without_device_placement_nothing_is_moved() -> None:
+    class Immovable(nn.Linear):
+        def to(self, *args: Any, **kwargs: Any) -> Any:
+            raise AssertionError("moved")
+
+    ctx = Context().replace(device_placement=False)
+    af.prepare(ctx, Immovable(1, 1))
+    with pytest.raises(AssertionError, match="moved"):
+        af.prepare(Context(), Immovable(1, 1))
+
+
+def test_the_state_of_an_optimizer_goes_where_its_parameters_are() -> None:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+    model.to("meta")  # the only other device that every machine has
+    af.prepare(Context().replace(device_placement=False), optimizer)
+    assert all(state["exp_avg"].device.type == "cpu" for state in optimizer.state.values())
+
+
+def test_compiled_models_are_unwrapped_in_any_order() -> None:
+    inner = nn.Linear(1, 1)
+    compiled = cast("nn.Module", cast("Any", torch).compile(inner, backend="eager"))
+    assert af.unwrap_model(compiled) is compiled
+    assert af.unwrap_model(compiled, keep_torch_compile=False) is inner
+
+    def run(ctx: Context) -> list[str]:
+        model = cast("nn.Module", cast("Any", torch).compile(nn.Linear(1, 1), backend="eager"))
+        wrapped = af.prepare(ctx, model)
+        return list(af.unwrap_model(wrapped, keep_torch_compile=False).state_dict())
+
+    assert run_ranks(run, 2, "processes") == [["weight", "bias"]] * 2

@@ -1,0 +1,123 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import accelfn as af
+from accelfn import Context, GradScalerKwargs
+from accelfn.testing import run_ranks
+from accelfn.training import ScalerState, init_scaler, step_was_skipped, update_scaler
+
+
+def fp16(**options: float) -> Context:
+    handler = GradScalerKwargs(**options)  # pyright: ignore[reportArgumentType] -- growth_interval is an int
+    return Context().replace(mixed_precision="fp16", kwargs_handlers=[handler])
+
+
+def parameter_with(grad: float) -> torch.nn.Parameter:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    parameter.grad = torch.full((3,), grad)
+    return parameter
+
+
+def optimizer_over(parameter: torch.nn.Parameter, kind: str = "sgd") -> torch.optim.Optimizer:
+    if kind == "sgd":
+        return torch.optim.SGD([parameter], lr=0.5)
+    return torch.optim.AdamW([parameter], lr=0.5, fused=kind == "fused")
+
+
+@given(
+    st.lists(st.booleans(), max_size=25), st.sampled_from([1.5, 2.0]), st.sampled_from([0.25, 0.5]), st.integers(1, 4)
+)
+def test_the_scale_follows_torchs_own(overflows: list[bool], growth: float, backoff: float, interval: int) -> None:
+    options = {
+        "init_scale": 1024.0,
+        "growth_factor": growth,
+        "backoff_factor": backoff,
+        "growth_interval": interval,
+    }
+    ctx = fp16(**options)
+    torchs = torch.amp.GradScaler("cpu", **options)  # pyright: ignore[reportArgumentType, reportPrivateImportUsage]
+    torchs.scale(torch.ones(()))
+    state = init_scaler(ctx)
+    for overflow in overflows:
+        grad = float("inf") if overflow else 2.0
+        ours, theirs = parameter_with(grad), parameter_with(grad)
+        other = optimizer_over(theirs)
+        torchs.step(other)
+        torchs.update()
+        state = af.optimizer_step(ctx, optimizer_over(ours), state)
+        assert state.scale.item() == torchs.get_scale()
+        assert step_was_skipped(ctx, state) == overflow
+        assert torch.equal(ours, theirs)
+    assert state.num_skipped.item() == sum(overflows)
+
+
+@given(st.booleans(), st.integers(1, 3))
+def test_states_go_in_and_come_out_unchanged(overflow: bool, interval: int) -> None:
+    ctx = fp16(init_scale=8.0, growth_interval=interval)
+    state = init_scaler(ctx)
+    before = [part.clone() for part in state[:4]]
+    unscaled = af.unscale_gradients(ctx, optimizer_over(parameter_with(float("inf") if overflow else 1.0)), state)
+    between = [part.clone() for part in unscaled[:4]]
+    update_scaler(ctx, unscaled)
+    assert all(torch.equal(a, b) for a, b in zip(before, state[:4], strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(between, unscaled[:4], strict=True))
+    assert not state.is_unscaled
+
+
+def test_unscaling_twice_divides_once() -> None:
+    ctx = fp16(init_scale=8.0)
+    parameter = parameter_with(16.0)
+    optimizer = optimizer_over(parameter)
+    state = af.unscale_gradients(ctx, optimizer, init_scaler(ctx))
+    again = af.unscale_gradients(ctx, optimizer, state)
+    assert again is state
+    assert parameter.grad is not None
+    assert parameter.grad.tolist() == [2.0] * 3
+    with pytest.raises(ValueError, match="unscaled already"):
+        af.backward(ctx, parameter.sum(), state)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adamw", "fused"])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(kind: str, world: int) -> None:
+    def run(ctx: Context) -> tuple[list[float], list[float], int]:
+        parameter = parameter_with(float("nan") if ctx.rank == world - 1 else 65536.0)
+        optimizer = optimizer_over(parameter, kind)
+        state = af.optimizer_step(ctx, optimizer, init_scaler(ctx))
+        assert step_was_skipped(ctx, state)
+        assert parameter.grad is None
+        after_first = parameter.tolist()
+        parameter.grad = torch.full((3,), 32768.0)
+        state = af.optimizer_step(ctx, optimizer, state)
+        assert not step_was_skipped(ctx, state)
+        return after_first, parameter.tolist(), int(state.num_skipped)
+
+    for first, second, skipped in run_ranks(run, world, mixed_precision="fp16"):
+        assert first == [1.0] * 3
+        assert second != first
+        assert skipped == 1
+
+
+def test_without_float16_the_state_stays_as_it_is() -> None:
+    ctx = Context()
+    state = init_scaler(ctx)
+    parameter = parameter_with(1.0)
+    optimizer = optimizer_over(parameter)
+    assert af.unscale_gradients(ctx, optimizer, state) is state
+    assert af.optimizer_step(ctx, optimizer, state) is state
+    assert parameter.tolist() == [0.5] * 3
+    assert not step_was_skipped(ctx, state)
+
+
+def test_float16_gradients_are_refused() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
+    parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(ValueError, match=r"shape \(2,\) is float16"):
+        af.unscale_gradients(fp16(), optimizer_over(parameter), init_scaler(fp16()))
+
+
+def test_the_state_is_a_tree_of_tensors() -> None:
+    state = init_scaler(fp16())
+    assert isinstance(af.send_to_device(state, "cpu"), ScalerState)
