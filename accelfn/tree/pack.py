@@ -10,7 +10,17 @@ import torch
 
 from accelfn.tree.structure import Structure, flatten
 
-__all__ = ("Group", "Layout", "Packed", "fill", "pack", "plan_layout", "require_tensors", "unpack")
+__all__ = (
+    "Group",
+    "Layout",
+    "Packed",
+    "fill",
+    "flatten_tensor",
+    "pack",
+    "plan_layout",
+    "require_tensors",
+    "unpack",
+)
 
 
 class Group(NamedTuple):
@@ -139,11 +149,20 @@ def fill(group: Group, leaves: list[torch.Tensor], *, copy: bool = False) -> tor
         copy: Give new memory also for a single contiguous leaf.
     """
     with torch.no_grad():
-        # A lazily conjugated or negated tensor can't be viewed as bytes later; for others this is free.
-        flat = [leaves[index].detach().reshape(-1).resolve_conj().resolve_neg() for index in group.leaves]
-        if len(flat) > 1:
-            return torch.cat(flat)
-        return flat[0].clone() if copy else flat[0].contiguous()
+        if len(group.sizes) > 1:
+            return torch.cat([leaves[index].detach().reshape(-1) for index in group.leaves])
+        leaf = leaves[group.leaves[0]]
+        flat = flatten_tensor(leaf)
+        return flat.clone() if copy and flat.data_ptr() == leaf.data_ptr() else flat
+
+
+def flatten_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Give ``tensor`` as one row that can be viewed as bytes; copied only where it can't be otherwise."""
+    flat = (
+        tensor.detach().reshape(-1).resolve_conj().resolve_neg()
+    )  # a lazy conjugate is not what its bytes say
+    # One element counts as contiguous whatever its stride is.
+    return flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)
 
 
 def unpack(packed: Packed) -> Any:
