@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from transformers import BatchEncoding
 
 from accelfn.comm import broadcast, gather, pad_across_processes, reduce, scatter, split_sizes
+from accelfn.comm.agreement import HEADER_BYTES
 from accelfn.context import Context
 from accelfn.errors import MismatchError, MissingRankError, RemoteRankError
 from accelfn.testing import Where, run_ranks
@@ -36,8 +37,8 @@ MEBI = 1 << 20
 
 
 def split_up(ctx: Context) -> Context:
-    """Let nothing but the smallest trees fit into the opening exchange."""
-    return dataclasses.replace(ctx, collectives=dataclasses.replace(ctx.collectives, chunk=32 + 16))
+    """Let no tree with data fit into the opening exchange, only the length of a blob."""
+    return dataclasses.replace(ctx, collectives=dataclasses.replace(ctx.collectives, chunk=HEADER_BYTES + 8))
 
 
 def counted(ctx: Context) -> tuple[Context, Counter[str]]:
