@@ -76,14 +76,14 @@ def _length(inputs: Any, path: str) -> int:
 
 
 def _take(inputs: Any, indices: list[int]) -> Any:
-    consecutive = slice(indices[0], indices[-1] + 1) if indices else slice(0, 0)
-    repeats = len(indices) > 1 and indices[-1] == indices[-2]
+    start = indices[0] if indices else 0
+    consecutive = indices == list(range(start, start + len(indices)))  # not where the last item was added
     if isinstance(inputs, Mapping):
         mapping = cast("Mapping[Any, Any]", inputs)
         taken = {key: _take(value, indices) for key, value in mapping.items()}
         return taken if type(mapping) is dict else cast("Any", type(mapping))(taken)
     if isinstance(inputs, torch.Tensor) or hasattr(inputs, "__array__"):
-        return inputs[indices] if repeats else inputs[consecutive]
+        return inputs[start : start + len(indices)] if consecutive else inputs[indices]
     if hasattr(inputs, "select"):
         return inputs.select(indices)
     if isinstance(inputs, list):

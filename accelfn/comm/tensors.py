@@ -24,6 +24,7 @@ from accelfn.tree import (
     TensorInformation,
     fill,
     flatten,
+    flatten_tensor,
     plan_layout,
     require_tensors,
     tree_structure,
@@ -500,9 +501,9 @@ def _scatter_leaf(
     longest = sizes[0] * row
     buffer = None
     if leaf is not None:
-        flat = leaf.detach().reshape(-1).resolve_conj().resolve_neg()
+        flat = flatten_tensor(leaf)
         if longest * ctx.world.size == flat.numel():
-            buffer = flat.contiguous()
+            buffer = flat
         else:  # scatter takes equal parts: the shorter ones are filled up
             parts = [
                 torch.nn.functional.pad(

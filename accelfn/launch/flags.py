@@ -53,7 +53,11 @@ _FLAGS = (
         about="accumulation of contexts that are not given one",
     ),
     Flag(name="--cpu", kind=bool, about="use the CPU even where there is an accelerator"),
-    Flag(name="--debug", kind=bool, about="compare calls in full, not by fingerprint, before each operation across ranks"),
+    Flag(
+        name="--debug",
+        kind=bool,
+        about="compare calls in full, not by fingerprint, before each operation across ranks",
+    ),
     Flag(name="--module", short="-m", kind=bool, about="the script is a module, as in python -m"),
     Flag(name="--no_python", kind=bool, about="the script is a program of its own"),
     Flag(name="--max_restarts", kind=int, metavar="N", about="start all processes again N times (0)"),

@@ -184,7 +184,7 @@ def _change(leaf: torch.Tensor, change: str) -> Any:
         case "shape":
             return torch.zeros((*leaf.shape, 2), dtype=leaf.dtype)
         case "dtype":
-            return leaf.to(torch.float32 if leaf.dtype == torch.int64 else torch.int64)
+            return torch.zeros(leaf.shape, dtype=torch.float32 if leaf.dtype == torch.int64 else torch.int64)
         case "split":
             return [leaf, leaf]
         case _:

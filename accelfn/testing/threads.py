@@ -65,7 +65,9 @@ def run_on_gloo_threads(
         # By a weak reference: the traceback of an error holds the context, and must not hold the connections
         # too.
         proxy = cast("dist.ProcessGroup", weakref.proxy(group))
-        return memory_world(rank, size, num_nodes, "gloo"), process_group_collectives(proxy, rank, size)
+        collectives = process_group_collectives(proxy, rank, size)
+        collectives.barrier()  # nobody may leave while others still connect to it
+        return memory_world(rank, size, num_nodes, "gloo"), collectives
 
     def leave(rank: int, how: str, error: BaseException | None) -> None:
         del how, error

@@ -12,7 +12,17 @@ from accelfn.tree.local import (
     send_to_device,
     slice_tensors,
 )
-from accelfn.tree.pack import Group, Layout, Packed, fill, pack, plan_layout, require_tensors, unpack
+from accelfn.tree.pack import (
+    Group,
+    Layout,
+    Packed,
+    fill,
+    flatten_tensor,
+    pack,
+    plan_layout,
+    require_tensors,
+    unpack,
+)
 from accelfn.tree.structure import Structure, flatten, leaf_paths
 
 __all__ = (
@@ -27,6 +37,7 @@ __all__ = (
     "find_batch_size",
     "find_device",
     "flatten",
+    "flatten_tensor",
     "initialize_tensors",
     "leaf_paths",
     "listify",

@@ -11,7 +11,17 @@ from torch import _utils
 
 from accelfn.tree.structure import Structure, flatten
 
-__all__ = ("Group", "Layout", "Packed", "fill", "pack", "plan_layout", "require_tensors", "unpack")
+__all__ = (
+    "Group",
+    "Layout",
+    "Packed",
+    "fill",
+    "flatten_tensor",
+    "pack",
+    "plan_layout",
+    "require_tensors",
+    "unpack",
+)
 
 
 class Group(NamedTuple):
@@ -141,19 +151,22 @@ def fill(group: Group, leaves: list[torch.Tensor], *, copy: bool = False) -> tor
         leaves: All leaves of the tree.
         copy: Give new memory also for a single contiguous leaf.
     """
-    index = group.leaves[0]
-    if len(group.leaves) > 1:
-        with torch.no_grad():
+    with torch.no_grad():
+        if len(group.sizes) > 1:
             # In one call: a reshape per leaf from Python costs more than the copy of a small tree.
             together = cast("Any", _utils)._flatten_dense_tensors([leaves[one] for one in group.leaves])
-            return _materialised(together)
-    flat = _materialised(leaves[index].detach().reshape(-1))
-    return flat.clone() if copy else flat.contiguous()
+            return flatten_tensor(together)
+        leaf = leaves[group.leaves[0]]
+        flat = flatten_tensor(leaf)
+        return flat.clone() if copy and flat.data_ptr() == leaf.data_ptr() else flat
 
 
-def _materialised(flat: torch.Tensor) -> torch.Tensor:
-    """Carry out a lazy conjugation or negation: such a tensor can't be viewed as bytes. Free for others."""
-    return flat.resolve_conj().resolve_neg()
+def flatten_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Give ``tensor`` as one row that can be viewed as bytes; copied only where it can't be otherwise."""
+    # A lazy conjugate or negative is not what its bytes say.
+    flat = tensor.detach().reshape(-1).resolve_conj().resolve_neg()
+    # One element counts as contiguous whatever its stride is.
+    return flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)
 
 
 def unpack(packed: Packed) -> Any:

@@ -1,0 +1,126 @@
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accelfn.comm import Call, agree, attempt, gather, verify_structure
+from accelfn.context import Context
+from accelfn.errors import MismatchError, RemoteRankError
+from accelfn.testing import run_ranks
+from accelfn.testing.strategies import Mismatched, mismatched_trees, rank_trees, worlds
+from accelfn.tree import listify
+
+
+def failure(work: Callable[[Context], Any]) -> Callable[[Context], Any]:
+    def caught(ctx: Context) -> Any:
+        try:
+            return work(ctx)
+        except Exception as error:  # noqa: BLE001 -- it is the result
+            return error
+
+    return caught
+
+
+def payload(data: bytes) -> torch.Tensor:
+    return torch.tensor(list(data), dtype=torch.uint8)
+
+
+@given(st.lists(st.binary(max_size=40), min_size=1, max_size=5), st.booleans())
+def test_all_ranks_hear_what_all_said(said: list[bytes], debug: bool) -> None:
+    def work(ctx: Context) -> list[bytes]:
+        heard = agree(ctx, Call("probe", "same"), payload(said[ctx.rank]))
+        return [bytes(listify(row)) for row in heard]
+
+    assert run_ranks(work, len(said), debug=debug) == [said] * len(said)
+
+
+@given(st.integers(2, 5), st.data(), st.booleans())
+def test_one_failure_is_raised_by_all(size: int, data: st.DataObject, debug: bool) -> None:
+    failing = data.draw(st.sets(st.integers(0, size - 1), min_size=1))
+    message = data.draw(st.text(max_size=200))
+
+    def work(ctx: Context) -> Any:
+        small = dataclasses.replace(ctx, collectives=dataclasses.replace(ctx.collectives, chunk=1024))
+        error = OSError(message) if ctx.rank in failing else None
+        return agree(small, Call("probe"), error=error)
+
+    for rank, error in enumerate(run_ranks(failure(work), size, debug=debug, timeout_s=10)):
+        if rank in failing:
+            assert type(error) is OSError
+        else:
+            assert isinstance(error, RemoteRankError)
+            assert (error.rank, error.cause, error.operation) == (min(failing), "OSError", "probe")
+            assert message.startswith(error.message) or not message.isprintable()
+
+
+@pytest.mark.parametrize("text", ["\U0001f600" * 9000, '"' * 9000, "\x00" * 9000, "\ud800" * 9000])
+def test_a_long_message_stays_within_the_exchange(text: str) -> None:
+    def work(ctx: Context) -> Any:
+        biggest: list[int] = []
+
+        def exchange(message: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            biggest.append(message.numel())
+            return ctx.collectives.exchange(message)
+
+        seam = dataclasses.replace(ctx.collectives, exchange=exchange, chunk=1024)
+        watched = dataclasses.replace(ctx, collectives=seam)
+        error = ValueError(text) if ctx.rank else None
+        return failure(lambda _: agree(watched, Call("probe"), error=error))(ctx), max(biggest)
+
+    (here, _), (there, size) = run_ranks(work, 2, timeout_s=10)
+    assert isinstance(here, RemoteRankError)
+    assert type(there) is ValueError
+    assert size <= 1024
+
+
+def test_attempt_keeps_the_refusal() -> None:
+    assert attempt(lambda: 3) == (3, None)
+    value, error = attempt(lambda: 1 // 0)
+    assert value is None
+    assert isinstance(error, ZeroDivisionError)
+
+
+@given(worlds().flatmap(rank_trees), st.booleans())
+def test_equal_structures_pass(ranked: list[Any], debug: bool) -> None:
+    assert run_ranks(lambda ctx: verify_structure(ctx, ranked[ctx.rank]), len(ranked), debug=debug) == (
+        [None] * len(ranked)
+    )
+
+
+@given(st.integers(2, 5).flatmap(mismatched_trees), st.booleans())
+def test_unequal_structures_are_one_error_on_every_rank(drawn: Mismatched, debug: bool) -> None:
+    size = len(drawn.trees)
+    errors = run_ranks(
+        failure(lambda ctx: verify_structure(ctx, drawn.trees[ctx.rank])), size, debug=debug, timeout_s=10
+    )
+    assert {type(error) for error in errors} == {MismatchError}
+    assert len({str(error) for error in errors}) == 1
+    assert {(row.rank, row.path) for row in errors[0].rows} == {(drawn.rank, path) for path in drawn.paths}
+
+
+def test_leaves_that_are_no_tensors_are_compared_by_type() -> None:
+    assert run_ranks(lambda ctx: verify_structure(ctx, {"n": ctx.rank}), 2) == [None, None]
+    with pytest.raises(MismatchError, match=r"rank 1, tree\['n'\]: found str, expected int"):
+        run_ranks(lambda ctx: verify_structure(ctx, {"n": "a" if ctx.rank == 1 else 0}), 3)
+
+
+def test_a_long_list_of_differences_is_cut() -> None:
+    def work(ctx: Context) -> Any:
+        return gather(ctx, [torch.zeros(1 + ctx.rank) for _ in range(50)])
+
+    error = run_ranks(failure(work), 2)[0]
+    assert len(error.rows) == 20
+    assert "... and 30 more" in str(error)
+
+
+def test_a_description_of_any_length_is_compared() -> None:
+    def work(ctx: Context) -> Any:
+        return gather(ctx, {"k" * 200 + str(index): torch.zeros(1) for index in range(500 + ctx.rank)})
+
+    errors = run_ranks(failure(work), 2)
+    assert [type(error) for error in errors] == [MismatchError] * 2
+    assert errors[0].rows[0].path.endswith("500']")

@@ -1,0 +1,121 @@
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accelfn.comm import broadcast_object_list, gather_object
+from accelfn.context import Context
+from accelfn.errors import MismatchError, RemoteRankError
+from accelfn.testing import Where, run_ranks
+
+KINDS: tuple[Where, ...] = ("memory", "gloo", "processes")
+
+
+class Unpicklable:
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("this object stays at home")
+
+
+def failure(work: Callable[[Context], Any]) -> Callable[[Context], Any]:
+    def caught(ctx: Context) -> Any:
+        try:
+            return work(ctx)
+        except Exception as error:  # noqa: BLE001 -- it is the result
+            return error
+
+    return caught
+
+
+def tiny(ctx: Context) -> Context:
+    return dataclasses.replace(ctx, collectives=dataclasses.replace(ctx.collectives, chunk=64))
+
+
+def objects() -> st.SearchStrategy[Any]:
+    return st.recursive(
+        st.none() | st.integers() | st.text() | st.binary(max_size=200),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+        max_leaves=4,
+    )
+
+
+@given(st.lists(st.lists(objects(), max_size=3), min_size=1, max_size=5), st.booleans())
+def test_lists_are_joined_in_rank_order(said: list[list[Any]], split: bool) -> None:
+    expected = [item for one in said for item in one]
+    results = run_ranks(lambda ctx: gather_object(tiny(ctx) if split else ctx, said[ctx.rank]), len(said))
+    assert results == [expected] * len(said)
+    if len(said) == 1:
+        assert results[0] is said[0]
+
+
+@given(
+    st.lists(objects().filter(lambda one: not isinstance(one, list)), min_size=1, max_size=5), st.booleans()
+)
+def test_any_other_object_counts_as_one(said: list[Any], split: bool) -> None:
+    results = run_ranks(lambda ctx: gather_object(tiny(ctx) if split else ctx, said[ctx.rank]), len(said))
+    assert results == [said] * len(said)
+
+
+@given(st.lists(st.lists(objects(), max_size=3), min_size=1, max_size=5), st.booleans(), st.data())
+def test_broadcast_sends_the_list_of_one_rank(
+    said: list[list[Any]], split: bool, data: st.DataObject
+) -> None:
+    source = data.draw(st.integers(0, len(said) - 1))
+    before = repr(said)
+
+    def work(ctx: Context) -> Any:
+        return broadcast_object_list(tiny(ctx) if split else ctx, said[ctx.rank], source)
+
+    results = run_ranks(work, len(said))
+    assert results == [said[source]] * len(said)
+    assert results[source] is said[source]
+    for result in results:
+        if result is not said[source]:
+            result.append("written")
+    assert repr(said) == before
+    assert all(one is not other for rank, one in enumerate(results) for other in results[rank + 1 :])
+
+
+@pytest.mark.parametrize("on", KINDS)
+def test_all_worlds_carry_objects(on: Where) -> None:
+    def work(ctx: Context) -> Any:
+        long = "x" * (100_000 * ctx.rank)
+        return gather_object(ctx, {ctx.rank: long}), broadcast_object_list(ctx, [long], 1)
+
+    expected = ([{0: ""}, {1: "x" * 100_000}], ["x" * 100_000])
+    assert run_ranks(work, 2, on) == [expected] * 2
+
+
+@pytest.mark.parametrize("debug", [False, True])
+@pytest.mark.parametrize("on", KINDS)
+def test_what_can_not_be_pickled_is_an_error_on_every_rank(on: Where, debug: bool) -> None:
+    def work(ctx: Context) -> Any:
+        mine: Any = Unpicklable() if ctx.rank == 1 else "fine"
+        return (
+            failure(lambda ctx: gather_object(ctx, mine))(ctx),
+            failure(lambda ctx: broadcast_object_list(ctx, [mine], 1))(ctx),
+        )
+
+    here, there = run_ranks(work, 2, on, debug=debug, timeout_s=10)
+    assert [(type(error), str(error)) for error in there] == [(TypeError, "this object stays at home")] * 2
+    assert [(type(error), error.rank, error.cause) for error in here] == [
+        (RemoteRankError, 1, "TypeError")
+    ] * 2
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_bad_arguments_are_refused(size: int) -> None:
+    with pytest.raises(ValueError, match=f"from_process must be a rank in 0..{size - 1}, got -1"):
+        run_ranks(lambda ctx: broadcast_object_list(ctx, [1], -1), size)
+    with pytest.raises(ValueError, match=f"from_process must be a rank in 0..{size - 1}, got 2"):
+        run_ranks(lambda ctx: broadcast_object_list(ctx, [1], 2), size)
+    text: Any = "text"
+    with pytest.raises(TypeError, match="objs must be a list, got str"):
+        run_ranks(lambda ctx: broadcast_object_list(ctx, text), size)
+
+
+def test_another_sender_is_an_error() -> None:
+    with pytest.raises(MismatchError, match="from 1"):
+        run_ranks(lambda ctx: broadcast_object_list(ctx, [1], ctx.rank), 2)

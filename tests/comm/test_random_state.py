@@ -1,0 +1,109 @@
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accelfn.comm import set_seed, synchronize_rng_states
+from accelfn.context import Context
+from accelfn.errors import ConfigurationError, MismatchError, RemoteRankError
+from accelfn.testing import run_ranks
+from accelfn.testing.strategies import worlds
+from accelfn.tree import listify
+
+
+def draws() -> list[Any]:
+    return [random.random(), listify(torch.rand(2))]
+
+
+def test_a_seed_decides_what_is_drawn() -> None:
+    set_seed(7)
+    first = draws()
+    set_seed(7)
+    assert draws() == first
+    set_seed(8)
+    assert draws() != first
+
+
+def test_ranks_can_have_seeds_of_their_own() -> None:
+    def work(ctx: Context) -> list[Any]:
+        set_seed(7, ctx=ctx, device_specific=True)
+        return draws()
+
+    # Processes: threads share the generators.
+    first, second = run_ranks(work, 2, "processes")
+    assert first != second
+    set_seed(8)
+    assert draws() == second
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32])
+def test_a_seed_out_of_range_is_refused(seed: int) -> None:
+    with pytest.raises(ValueError, match=f"seed must lie in 0..2\\*\\*32 - 1, got {seed}"):
+        set_seed(seed)
+
+
+def test_a_seed_per_rank_needs_the_rank() -> None:
+    with pytest.raises(ValueError, match="device_specific needs the context"):
+        set_seed(1, device_specific=True)
+
+
+@given(worlds(), st.integers(0, 2**31), st.booleans())
+def test_generators_continue_from_rank_0(size: int, seed: int, debug: bool) -> None:
+    def work(ctx: Context) -> Any:
+        generator = torch.Generator()
+        generator.manual_seed(seed + ctx.rank)
+        before = generator.get_state()
+        synchronize_rng_states(ctx, ["generator"], generator)
+        if ctx.rank == 0:
+            assert torch.equal(generator.get_state(), before)
+        return listify(torch.rand(3, generator=generator))
+
+    results = run_ranks(work, size, debug=debug)
+    assert results == [results[0]] * size
+
+
+def test_the_global_generator_of_each_process_is_synchronised() -> None:
+    def work(ctx: Context) -> Any:
+        set_seed(ctx.rank)
+        synchronize_rng_states(ctx, ["torch"])
+        return listify(torch.rand(3))
+
+    first, second = run_ranks(work, 2, "processes")
+    assert first == second
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_bad_types_are_refused(size: int) -> None:
+    with pytest.raises(ValueError, match='the type "generator" needs generator='):
+        run_ranks(lambda ctx: synchronize_rng_states(ctx, ["generator"]), size)
+    with pytest.raises(ConfigurationError, match="got 'dice'"):
+        run_ranks(lambda ctx: synchronize_rng_states(ctx, ["dice"]), size)
+
+
+def test_a_device_that_is_not_there_is_refused() -> None:
+    if torch.accelerator.is_available():
+        pytest.skip("this machine has an accelerator")
+    with pytest.raises(ConfigurationError, match="this machine has no 'cuda' device"):
+        synchronize_rng_states(Context(), ["cuda"])
+
+
+def test_ranks_must_name_the_same_types() -> None:
+    def work(ctx: Context) -> Any:
+        generator = torch.Generator()
+        synchronize_rng_states(ctx, ["generator"] * (1 + ctx.rank), generator)
+
+    with pytest.raises(MismatchError, match="found generator,generator"):
+        run_ranks(work, 2)
+
+
+def test_a_refusal_of_one_rank_reaches_the_others() -> None:
+    def work(ctx: Context) -> Any:
+        try:
+            synchronize_rng_states(ctx, ["generator"], torch.Generator() if ctx.rank else None)
+        except Exception as error:  # noqa: BLE001 -- it is the result
+            return type(error)
+
+    assert run_ranks(work, 2, timeout_s=10) == [ValueError, RemoteRankError]

@@ -1,0 +1,80 @@
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from accelfn.comm import wait_for_everyone
+from accelfn.context import Context
+from accelfn.errors import DistributedError, MismatchError, MissingRankError
+from accelfn.testing import run_ranks
+
+
+class Odd(Exception):  # noqa: N818 -- a user may call it what they like
+    """Pickles, and can't be made again from its arguments."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(f"{first} and {second}")
+
+
+def test_ranks_are_processes_with_an_initialised_world() -> None:
+    def work(ctx: Context) -> Any:
+        total = torch.tensor([ctx.rank + 1])
+        dist.all_reduce(total)  # pyright: ignore[reportUnknownMemberType] -- untyped in torch
+        return os.getpid(), dist.is_initialized(), dist.get_rank(), dist.get_world_size(), int(total)
+
+    results = run_ranks(work, 2, "processes")
+    assert [result[1:] for result in results] == [(True, 0, 2, 3), (True, 1, 2, 3)]
+    assert len({result[0] for result in results} | {os.getpid()}) == 3
+    assert not dist.is_initialized()
+
+
+def test_what_can_not_come_back_is_an_error() -> None:
+    def work(ctx: Context) -> Callable[[], int]:
+        return lambda: ctx.rank
+
+    with pytest.raises((AttributeError, TypeError), match="pickle"):
+        run_ranks(work, 2, "processes", timeout_s=10)
+
+
+def test_an_error_that_can_not_be_made_again_travels_as_text() -> None:
+    def work(ctx: Context) -> None:
+        raise Odd("this", "that")
+
+    with pytest.raises(DistributedError, match="rank 0 raised Odd: this and that"):
+        run_ranks(work, 2, "processes", timeout_s=10)
+
+
+def test_errors_keep_their_attributes() -> None:
+    def work(ctx: Context) -> None:
+        from accelfn.comm import gather
+
+        gather(ctx, [torch.zeros(1 + ctx.rank)])
+
+    with pytest.raises(MismatchError) as caught:
+        run_ranks(work, 2, "processes", timeout_s=10)
+    assert [(row.rank, row.path) for row in caught.value.rows] == [(1, "tree[0]")]
+    assert "gather(ctx," in str(caught.value.__cause__)
+
+
+def test_a_process_that_exits_is_named() -> None:
+    def work(ctx: Context) -> None:
+        if ctx.rank == 1:
+            os._exit(7)
+
+    with pytest.raises(MissingRankError, match="rank 1 exited with code 7 before it returned"):
+        run_ranks(work, 2, "processes", timeout_s=10)
+
+
+def test_no_process_is_left_behind() -> None:
+    def work(ctx: Context) -> None:
+        if ctx.rank == 0:
+            raise ValueError("first")
+        wait_for_everyone(ctx)
+
+    with pytest.raises(ValueError, match="first"):
+        run_ranks(work, 3, "processes", timeout_s=10)
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
