@@ -21,7 +21,13 @@ import torch
 
 from accelfn.comm.wire import as_bytes, as_tensor
 from accelfn.context import Context
-from accelfn.errors import Disagreement, MismatchError, RemoteRankError
+from accelfn.errors import (
+    CollectiveTimeoutError,
+    Disagreement,
+    MismatchError,
+    MissingRankError,
+    RemoteRankError,
+)
 from accelfn.tree import Layout, flatten
 
 __all__ = (
@@ -92,6 +98,8 @@ def agree(
         Exception: ``error`` itself, on the ranks that gave one.
         RemoteRankError: Another rank gave one.
         MismatchError: The calls differ; the same error on every rank.
+        MissingRankError: A rank has ended instead.
+        CollectiveTimeoutError: A rank did not come in time.
     """
     if error is not None:
         text = json.dumps([type(error).__name__, str(error)[: capacity(ctx) // 8]], ensure_ascii=False)
@@ -102,7 +110,11 @@ def agree(
     if payload is not None:
         message = torch.cat([message, payload])
 
-    rows = ctx.collectives.exchange(message)
+    try:
+        rows = ctx.collectives.exchange(message)
+    except (MissingRankError, CollectiveTimeoutError) as lost:
+        # The seam knows only of an exchange; the user called something else.
+        raise type(lost)(f"{call.operation}: {lost}") from lost
     headers = [_HEADER.unpack(as_bytes(row, HEADER_BYTES)) for row in rows]
     payloads = [
         row[HEADER_BYTES : HEADER_BYTES + header[2]] for row, header in zip(rows, headers, strict=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import pickle
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -25,6 +26,7 @@ from accelfn.tree import (
     fill,
     flatten,
     flatten_tensor,
+    is_packed_sequence,
     plan_layout,
     require_tensors,
     tree_structure,
@@ -47,7 +49,7 @@ _REDUCED_HERE = frozenset((torch.int16, torch.uint16, torch.uint32, torch.uint64
 _NARROW = frozenset((torch.float16, torch.bfloat16, *_FLOAT8))
 
 
-class Prepared(NamedTuple):
+class _Prepared(NamedTuple):
     """A tree of tensors, ready to travel."""
 
     leaves: list[torch.Tensor]
@@ -76,7 +78,7 @@ def gather(ctx: Context, tree: T) -> T:
     {'x': tensor([1., 1.]), 'loss': tensor([0.5000])}
     """
     size = ctx.world.size
-    prepared, error = attempt(lambda: _prepare("gather", tree))
+    prepared, error = attempt(lambda: _prepare("gather", tree, is_packed_sequence))
     if size == 1:
         leaves, layout = _given(prepared, error)
         if all(leaf.dim() and not leaf.requires_grad for leaf in leaves):
@@ -126,7 +128,7 @@ def reduce(ctx: Context, tree: T, reduction: str = "sum", scale: float = 1.0) ->
     """
     size = ctx.world.size
 
-    def prepare() -> Prepared:
+    def prepare() -> _Prepared:
         if reduction not in REDUCTIONS:
             raise ValueError(f"reduce: reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}.")
         prepared = _prepare("reduce", tree)
@@ -183,8 +185,8 @@ def broadcast(ctx: Context, tree: T, from_process: int = 0) -> T:
     [tensor(1)]
     """
 
-    def prepare() -> Prepared:
-        check_rank(ctx, "broadcast", "from_process", from_process)
+    def prepare() -> _Prepared:
+        _check_rank(ctx, "broadcast", "from_process", from_process)
         return _prepare("broadcast", tree)
 
     prepared, error = attempt(prepare)
@@ -242,11 +244,11 @@ def scatter(ctx: Context, tree: T | None, from_process: int = 0) -> T:
     """
     sends = ctx.world.rank == from_process
 
-    def prepare() -> tuple[Prepared | None, bytes]:
-        check_rank(ctx, "scatter", "from_process", from_process)
+    def prepare() -> tuple[_Prepared | None, bytes]:
+        _check_rank(ctx, "scatter", "from_process", from_process)
         if not sends:
             return None, b""
-        prepared = _prepare("scatter", tree)
+        prepared = _prepare("scatter", tree, is_packed_sequence)
         for index, shape in enumerate(prepared.layout.shapes):
             if not shape:
                 raise ValueError(
@@ -300,8 +302,8 @@ def pad_across_processes(
     tensor([1, 2])
     """
 
-    def prepare() -> Prepared:
-        prepared = _prepare("pad_across_processes", tree)
+    def prepare() -> _Prepared:
+        prepared = _prepare("pad_across_processes", tree, is_packed_sequence)
         for index, dtype in enumerate(prepared.layout.dtypes):
             if not _can_hold(dtype, pad_index):
                 raise TypeError(
@@ -358,15 +360,16 @@ def split_sizes(length: int, parts: int) -> list[int]:
     return [quotient + (part < rest) for part in range(parts)]
 
 
-def check_rank(ctx: Context, operation: str, name: str, rank: int) -> None:
+def _check_rank(ctx: Context, operation: str, name: str, rank: int) -> None:
     """Refuse a rank that isn't in the world."""
     if not 0 <= rank < ctx.world.size:
         raise ValueError(f"{operation}: {name} must be a rank in 0..{ctx.world.size - 1}, got {rank}.")
 
 
-def _prepare(operation: str, tree: Any) -> Prepared:
-    leaves, structure = flatten(tree)
-    return Prepared(
+def _prepare(operation: str, tree: Any, refused: Callable[[Any], bool] | None = None) -> _Prepared:
+    # A PackedSequence stays a leaf, and so is refused, where rows are joined or cut: its parts are no rows.
+    leaves, structure = flatten(tree, refused)
+    return _Prepared(
         require_tensors(operation, leaves, structure), plan_layout(leaves, structure, ALONE_BYTES)
     )
 
@@ -381,7 +384,7 @@ def _payload_bytes(layout: Layout) -> int:
     return sum(padded_size(group.num_bytes) for group in layout.groups)
 
 
-def _fits(ctx: Context, prepared: Prepared) -> bool:
+def _fits(ctx: Context, prepared: _Prepared) -> bool:
     """Whether the whole tree fits into the opening exchange: the same on every rank of one layout."""
     layout = prepared.layout
     return all(group.device.type == "cpu" for group in layout.groups) and _payload_bytes(layout) <= capacity(
@@ -389,22 +392,22 @@ def _fits(ctx: Context, prepared: Prepared) -> bool:
     )
 
 
-def _payload(prepared: Prepared) -> torch.Tensor:
+def _payload(prepared: _Prepared) -> torch.Tensor:
     payload = torch.empty(_payload_bytes(prepared.layout), dtype=torch.uint8)
     write_groups(payload, prepared.layout.groups, prepared.leaves)
     return payload
 
 
 def _open(
-    ctx: Context, operation: str, options: str, prepared: Prepared | None, error: Exception | None
-) -> Prepared:
+    ctx: Context, operation: str, options: str, prepared: _Prepared | None, error: Exception | None
+) -> _Prepared:
     """Open an operation whose tensors follow after the agreement."""
     call = Call(operation) if prepared is None else layout_call(operation, options, prepared.layout)
     agree(ctx, call, None, error)
-    return cast("Prepared", prepared)
+    return cast("_Prepared", prepared)
 
 
-def _exchange(ctx: Context, call: Call, prepared: Prepared) -> list[torch.Tensor]:
+def _exchange(ctx: Context, call: Call, prepared: _Prepared) -> list[torch.Tensor]:
     """Bring a small tree of every rank together within the agreement: per group a block of shape (P, n)."""
     rows = agree(ctx, call, _payload(prepared))
     by_rank = [read_groups(row, prepared.layout.groups) for row in rows]
@@ -431,7 +434,7 @@ def _can_hold(dtype: torch.dtype, value: float) -> bool:
     return limits.min <= value <= limits.max
 
 
-def _check_arithmetic(prepared: Prepared, reduction: str, scale: float) -> None:
+def _check_arithmetic(prepared: _Prepared, reduction: str, scale: float) -> None:
     for index, dtype in enumerate(prepared.layout.dtypes):
         if dtype.is_floating_point:
             continue

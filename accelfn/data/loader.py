@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Generic, Literal, TypeVar, cast
 
+import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from accelfn.comm import gather_object
+from accelfn.comm import gather_object, synchronize_rng_states
 from accelfn.context import Context
 from accelfn.data.order import Order, order_of
 from accelfn.data.plan import EpochPlan, plan_epoch
@@ -43,7 +44,9 @@ class PreparedDataLoader(Generic[T]):
     """This rank's share of a DataLoader. Made by :func:`prepare_data_loader`.
 
     Iterating it gives the batches of one epoch, on the rank's device; a complete pass moves on to the next
-    epoch. All attributes of the user's loader that are not named here are passed through.
+    epoch. As a pass begins, the random states that ``rng_types`` of the context names are brought to those
+    of rank 0, so every rank has to begin it; ``"generator"`` is the loader's own, where it has one. All
+    attributes of the user's loader that are not named here are passed through.
 
     Attributes:
         plan: How an epoch is shared out; None for data that was sharded already.
@@ -101,6 +104,7 @@ class PreparedDataLoader(Generic[T]):
         return len(self._loader)
 
     def __iter__(self) -> Iterator[T]:
+        self._synchronize()
         if self._batches is not None:
             self._batches.epoch = self._epoch
         for batch in self._loader:
@@ -108,6 +112,13 @@ class PreparedDataLoader(Generic[T]):
                 batch = send_to_device(batch, self._ctx.device, non_blocking=self._ctx.loading.non_blocking)
             yield batch
         self.set_epoch(self._epoch + 1)
+
+    def _synchronize(self) -> None:
+        """Bring the random states that the context names to rank 0's, as a pass begins."""
+        generator: torch.Generator | None = cast("Any", self._source).generator
+        types = [name for name in self._ctx.rng_types if name != "generator" or generator is not None]
+        if types:
+            synchronize_rng_states(self._ctx, types, generator)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # not set yet (copy and pickle look before __init__ has run)

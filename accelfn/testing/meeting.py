@@ -16,14 +16,14 @@ from accelfn.errors import (
 __all__ = ("Meeting",)
 
 
-class Brought(NamedTuple):
+class _Brought(NamedTuple):
     """What one rank brings to a meeting."""
 
     call: tuple[object, ...]  # what it is doing; must be equal on every rank
     value: Any
 
 
-class Left(NamedTuple):
+class _Left(NamedTuple):
     """Why a rank comes to no meeting any more."""
 
     how: str  # "returned", "died" or "raised"
@@ -50,9 +50,9 @@ class Meeting:
         self._may_run = set(range(size))
         self._running: int | None = None
         self._round = 0
-        self._brought: dict[int, Brought] = {}
-        self._last: list[Brought] = []
-        self._left: dict[int, Left] = {}
+        self._brought: dict[int, _Brought] = {}
+        self._last: list[_Brought] = []
+        self._left: dict[int, _Left] = {}
 
     def open(self) -> None:
         """Let the first rank run."""
@@ -74,7 +74,7 @@ class Meeting:
         """
         with self._lock:
             number = self._round
-            self._brought[rank] = Brought(call, value)
+            self._brought[rank] = _Brought(call, value)
             complete = len(self._brought) == self._size
             if complete:
                 # Nobody can finish the next round before all have read this one, so one slot is enough.
@@ -97,7 +97,7 @@ class Meeting:
     def leave(self, rank: int, how: str, error: BaseException | None = None) -> None:
         """Say that ``rank`` comes to no meeting any more, and let the others run."""
         with self._lock:
-            self._left[rank] = Left(how, error)
+            self._left[rank] = _Left(how, error)
             self._brought.pop(rank, None)
             self._may_run.discard(rank)
             # Who waits can only wait in vain now: each gets a turn to find out.
@@ -144,7 +144,7 @@ class Meeting:
         )
 
 
-def _mismatch(met: list[Brought]) -> MismatchError:
+def _mismatch(met: list[_Brought]) -> MismatchError:
     calls = [" ".join(str(part) for part in one.call) for one in met]
     expected = max(calls, key=calls.count)
     rows = tuple(

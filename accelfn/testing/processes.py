@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import io
 import multiprocessing
 import multiprocessing.connection
 import os
-import pickle
 import signal
 import sys
 import tempfile
@@ -41,7 +41,7 @@ Connection = Any  # multiprocessing's connections are generic in stubs only
 _GRACE_S = 3.0
 
 
-class RemoteTraceback(Exception):  # noqa: N818 -- shown as a cause, never raised by itself
+class _RemoteTraceback(Exception):  # noqa: N818 -- shown as a cause, never raised by itself
     """The traceback of another process, as text."""
 
     def __init__(self, text: str) -> None:
@@ -130,7 +130,7 @@ def _collect(
 
 def _receive(rank: int, process: Any, receiver: Connection) -> Outcome:
     try:
-        value, error, text = pickle.loads(receiver.recv_bytes())
+        value, error, text = _unpack(receiver.recv_bytes())
     except EOFError:
         process.join(5.0)
         code = process.exitcode
@@ -141,7 +141,7 @@ def _receive(rank: int, process: Any, receiver: Connection) -> Outcome:
         )
         return Outcome(error=MissingRankError(f"rank {rank} {how} before it returned."))
     if text and error is not None:
-        error.__cause__ = RemoteTraceback(text)
+        error.__cause__ = _RemoteTraceback(text)
     return Outcome(value=value, error=error)
 
 
@@ -184,7 +184,7 @@ def _work(
             world=dataclasses.replace(world, group=group), collectives=inject(collectives, rank, faults, _die)
         )
         report = (fn(configure(ctx)), None, "")
-        message = pickle.dumps(report)
+        message = _pack(report)
     except BaseException as error:  # noqa: BLE001 -- whatever ends a rank is reported to the parent
         code = 1
         message = _report(rank, error)
@@ -200,12 +200,23 @@ def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _pack(report: Any) -> bytes:
+    # By torch and not by pickle alone, which writes float8 and unsigned tensors but can't read them.
+    buffer = io.BytesIO()
+    torch.save(report, buffer)
+    return buffer.getvalue()
+
+
+def _unpack(message: bytes) -> Any:
+    return torch.load(io.BytesIO(message), weights_only=False)  # from a child of this very process
+
+
 def _report(rank: int, error: BaseException) -> bytes:
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     try:
-        message = pickle.dumps((None, error, text))
-        pickle.loads(message)  # an exception may pickle and still not come back
+        message = _pack((None, error, text))
+        _unpack(message)  # an exception may pickle and still not come back
     except Exception:  # noqa: BLE001 -- any failure means that it has to travel as text
         plain = DistributedError(f"rank {rank} raised {type(error).__name__}: {error}")
-        return pickle.dumps((None, plain, text))
+        return _pack((None, plain, text))
     return message

@@ -23,7 +23,7 @@ from accelfn.tree.pack import (
     require_tensors,
     unpack,
 )
-from accelfn.tree.structure import Structure, flatten, leaf_paths
+from accelfn.tree.structure import Structure, flatten, is_packed_sequence, leaf_paths
 
 __all__ = (
     "Group",
@@ -39,6 +39,7 @@ __all__ = (
     "flatten",
     "flatten_tensor",
     "initialize_tensors",
+    "is_packed_sequence",
     "leaf_paths",
     "listify",
     "map_tensors",

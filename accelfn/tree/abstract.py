@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from accelfn.tree.structure import flatten
+from accelfn.tree.structure import flatten, is_packed_sequence
 
 __all__ = ("TensorInformation", "initialize_tensors", "tree_structure")
 
@@ -19,12 +19,12 @@ class TensorInformation(NamedTuple):
 
 
 def tree_structure(tree: Any) -> Any:
-    """Replace each tensor by its :class:`TensorInformation`; other leaves stay.
+    """Replace each tensor by its :class:`TensorInformation`; other leaves and a ``PackedSequence`` stay.
 
     >>> tree_structure({"x": torch.zeros(2)})
     {'x': TensorInformation(shape=(2,), dtype=torch.float32)}
     """
-    leaves, structure = flatten(tree)
+    leaves, structure = flatten(tree, is_packed_sequence)
     return structure.unflatten(
         [
             TensorInformation(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
@@ -39,7 +39,7 @@ def initialize_tensors(tree: Any, device: torch.device | str = "cpu") -> Any:
     >>> initialize_tensors(tree_structure(torch.zeros(2, 3))).shape
     torch.Size([2, 3])
     """
-    leaves, structure = flatten(tree, lambda value: isinstance(value, TensorInformation))
+    leaves, structure = flatten(tree, _stays_whole)
     return structure.unflatten(
         [
             torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
@@ -48,3 +48,7 @@ def initialize_tensors(tree: Any, device: torch.device | str = "cpu") -> Any:
             for leaf in leaves
         ]
     )
+
+
+def _stays_whole(value: Any) -> bool:
+    return isinstance(value, TensorInformation) or is_packed_sequence(value)

@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
-from torch.nn.utils.rnn import PackedSequence
 
-from accelfn.tree.structure import flatten
+from accelfn.tree.structure import flatten, is_packed_sequence
 
 __all__ = (
     "concatenate",
@@ -66,7 +65,7 @@ def send_to_device(
     if isinstance(tree, torch.Tensor):
         return cast("T", tree.to(device, non_blocking=non_blocking))
     # A PackedSequence keeps its batch sizes on the CPU: only its own method knows.
-    leaves, structure = flatten(tree, _is_packed_sequence)
+    leaves, structure = flatten(tree, is_packed_sequence)
     skipped = _below(structure.paths(), skip_keys) if skip_keys else frozenset[int]()
     target = torch.device(device)
     # Most often all is there already, and comparing is cheaper than asking each tensor to move.
@@ -201,16 +200,16 @@ def pad_input_tensors(tree: T, batch_size: int, num_processes: int, dim: int = 0
 
 
 def listify(tree: Any) -> Any:
-    """Turn each tensor into (nested) Python lists, a 0-d tensor into a number.
+    """Turn each tensor into (nested) Python lists, a 0-d tensor into a number; a ``PackedSequence`` stays.
 
     >>> listify({"x": torch.tensor([1, 2], dtype=torch.bfloat16)})
     {'x': [1.0, 2.0]}
     """
-
-    def convert(tensor: torch.Tensor) -> Any:
-        return cast("Any", tensor).tolist()  # torch types it as a list of unknowns
-
-    return map_tensors(convert, tree)
+    leaves, structure = flatten(tree, is_packed_sequence)
+    # torch types a tensor's list as one of unknowns
+    return structure.unflatten(
+        [cast("Any", leaf).tolist() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    )
 
 
 def find_device(tree: Any) -> torch.device | None:
@@ -246,10 +245,6 @@ def _same(one: Any, other: Any) -> bool:
         return bool(one == other)
     except ValueError:  # an array compares element by element
         return False
-
-
-def _is_packed_sequence(value: Any) -> bool:
-    return isinstance(value, PackedSequence)
 
 
 def _move(leaf: Any, device: torch.device, non_blocking: bool) -> Any:

@@ -4,8 +4,8 @@ optree knows dict, list, tuple, namedtuple, OrderedDict, defaultdict, deque, Non
 with it. Other containers are opened here, without registering anything: dataclass instances, mapping types
 such as transformers' ``BatchEncoding`` and ``ModelOutput``, and subclasses of list, tuple and deque. They
 come back as the type that they were. Keys of mappings are visited in sorted order, so that two ranks that
-filled a dict in another order still agree. ``None`` belongs to the structure, it is not a leaf; a
-``torch.Size`` is a leaf.
+filled a dict in another order still agree; only in an OrderedDict the order counts. ``None`` belongs to the
+structure, it is not a leaf; a ``torch.Size`` is a leaf.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from typing import Any, cast
 
 import optree
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ("Structure", "flatten", "leaf_paths")
+__all__ = ("Structure", "flatten", "is_packed_sequence", "leaf_paths")
 
 # Never containers: spares the checks for the most common leaves.
 _PLAIN = (
@@ -39,7 +40,7 @@ _PLAIN = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Opened:
+class _Opened:
     """A container that optree takes for a leaf, opened.
 
     Attributes:
@@ -67,7 +68,7 @@ class Structure:
     """
 
     spec: optree.PyTreeSpec
-    opened: tuple[Opened, ...] = ()
+    opened: tuple[_Opened, ...] = ()
 
     @property
     def num_leaves(self) -> int:
@@ -133,7 +134,7 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[li
         return leaves, Structure(spec)
 
     flat: list[Any] = []
-    opened: list[Opened] = []
+    opened: list[_Opened] = []
     for position, leaf in enumerate(leaves):
         parts = None if isinstance(leaf, _PLAIN) or (is_leaf is not None and is_leaf(leaf)) else _open(leaf)
         if parts is None:
@@ -143,9 +144,14 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[li
         inner, structure = flatten(children, is_leaf)
         flat += inner
         opened.append(
-            Opened(position=position, label=label, entries=entries, children=structure, rebuild=rebuild)
+            _Opened(position=position, label=label, entries=entries, children=structure, rebuild=rebuild)
         )
     return flat, Structure(spec, tuple(opened))
+
+
+def is_packed_sequence(value: Any) -> bool:
+    """Whether ``value`` is a ``PackedSequence``, for where its parts must stay the tensors they are."""
+    return isinstance(value, PackedSequence)
 
 
 def leaf_paths(tree: Any) -> list[str]:

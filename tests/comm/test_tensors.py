@@ -375,8 +375,8 @@ def test_leaves_above_a_mebibyte_travel_alone_and_arrive_alike() -> None:
 def test_lazy_views_travel(operation: Callable[[Context, Any], Any], negative: bool, split: bool) -> None:
     lazy = torch.complex(torch.arange(40.0), torch.ones(40)).conj()
     lazy = lazy.imag if negative else lazy
-    if lazy.is_complex() and getattr(operation, "keywords", {}).get("reduction") == "max":
-        pytest.skip("complex numbers have no maximum")
+    if getattr(operation, "keywords", {}).get("reduction") == "max":
+        lazy = lazy.imag if lazy.is_complex() else lazy  # complex numbers have no maximum
 
     def work(leaf: torch.Tensor) -> Any:
         return run_ranks(lambda ctx: bits(operation(split_up(ctx) if split else ctx, leaf)), 2)
