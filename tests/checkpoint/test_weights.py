@@ -115,8 +115,12 @@ def test_what_is_written_is_read_by_stock_safetensors(dtype: torch.dtype, tmp_pa
     for name, tensor in model.state_dict().items():
         assert found[name].dtype == dtype
         assert found[name].shape == tensor.shape
-        assert found[name].contiguous().view(-1).view(torch.uint8).equal(
-            tensor.contiguous().view(-1).view(torch.uint8)
+        assert (
+            found[name]
+            .contiguous()
+            .view(-1)
+            .view(torch.uint8)
+            .equal(tensor.contiguous().view(-1).view(torch.uint8))
         )
 
 

@@ -195,7 +195,10 @@ def train(ctx: Context, wrapped: bool = True) -> dict[str, torch.Tensor]:
     scaler = af.init_scaler(ctx)
     x, y = rows(24)
     mine = [
-        (x[start : start + 4][ctx.rank :: ctx.num_processes], y[start : start + 4][ctx.rank :: ctx.num_processes])
+        (
+            x[start : start + 4][ctx.rank :: ctx.num_processes],
+            y[start : start + 4][ctx.rank :: ctx.num_processes],
+        )
         for start in range(0, 24, 4)
     ]
     for data, micro in af.microbatches(ctx, mine):

@@ -65,7 +65,9 @@ def check(kind: str, world: int, batch: int, seed: int, on: Where = "memory") ->
         torch.testing.assert_close(leaves(kind, grads), expected)
 
 
-@given(st.sampled_from(["dict", "tuple", "dataclass"]), st.integers(1, 5), st.integers(1, 4), st.integers(0, 999))
+@given(
+    st.sampled_from(["dict", "tuple", "dataclass"]), st.integers(1, 5), st.integers(1, 4), st.integers(0, 999)
+)
 def test_ranks_together_have_the_gradient_of_one_with_all_samples(
     kind: str, world: int, batch: int, seed: int
 ) -> None:

@@ -35,7 +35,9 @@ def variant(mode: str) -> Context:
     return Context().replace(mixed_precision=mode)
 
 
-@pytest.mark.parametrize(("mode", "dtype"), [("no", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)])
+@pytest.mark.parametrize(
+    ("mode", "dtype"), [("no", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
+)
 def test_forward_computes_in_the_asked_dtype_and_gives_float32(mode: str, dtype: torch.dtype) -> None:
     model = af.prepare(variant(mode), Recorder())
     found = model(torch.ones(1, 2))
@@ -90,7 +92,9 @@ def test_copies_compute_by_themselves_and_pickles_come_back() -> None:
     again = af.prepare(variant("fp16"), loaded)  # what another program saved is not prepared here
     again(torch.ones(1, 2))
     assert again.seen == torch.float16
-    assert af.unwrap_model(again, keep_fp32_wrapper=False)(torch.ones(1, 2))["out"].logits.dtype == torch.float32
+    assert (
+        af.unwrap_model(again, keep_fp32_wrapper=False)(torch.ones(1, 2))["out"].logits.dtype == torch.float32
+    )
 
     file = io.BytesIO()
     torch.save(model.state_dict(), file)

@@ -27,9 +27,14 @@ def optimizer_over(parameter: torch.nn.Parameter, kind: str = "sgd") -> torch.op
 
 
 @given(
-    st.lists(st.booleans(), max_size=25), st.sampled_from([1.5, 2.0]), st.sampled_from([0.25, 0.5]), st.integers(1, 4)
+    st.lists(st.booleans(), max_size=25),
+    st.sampled_from([1.5, 2.0]),
+    st.sampled_from([0.25, 0.5]),
+    st.integers(1, 4),
 )
-def test_the_scale_follows_torchs_own(overflows: list[bool], growth: float, backoff: float, interval: int) -> None:
+def test_the_scale_follows_torchs_own(
+    overflows: list[bool], growth: float, backoff: float, interval: int
+) -> None:
     options = {
         "init_scale": 1024.0,
         "growth_factor": growth,
@@ -58,7 +63,9 @@ def test_states_go_in_and_come_out_unchanged(overflow: bool, interval: int) -> N
     ctx = fp16(init_scale=8.0, growth_interval=interval)
     state = init_scaler(ctx)
     before = [part.clone() for part in state[:4]]
-    unscaled = af.unscale_gradients(ctx, optimizer_over(parameter_with(float("inf") if overflow else 1.0)), state)
+    unscaled = af.unscale_gradients(
+        ctx, optimizer_over(parameter_with(float("inf") if overflow else 1.0)), state
+    )
     between = [part.clone() for part in unscaled[:4]]
     update_scaler(ctx, unscaled)
     assert all(torch.equal(a, b) for a, b in zip(before, state[:4], strict=True))
