@@ -400,12 +400,7 @@ class Accelerator:
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
         """Divide gradients (of all optimizers when None) by the loss scale; see ``unscale_gradients``."""
-        if self.context.precision.scales_loss and not self._sync:
-            raise ConfigurationError(
-                "with float16, gradients are unscaled and clipped only where the window closes: what the "
-                "next "
-                "backward adds is scaled. Put it under `if accelerator.sync_gradients:`."
-            )
+        self._require_closing_window()
         chosen = (
             self._optimizers
             if optimizer is None
@@ -450,6 +445,14 @@ class Accelerator:
         """Whether the latest step of a prepared optimizer was skipped; proxies call this."""
         state = self._latest.get(id(unwrap_optimizer(optimizer)))
         return state is not None and training.step_was_skipped(self.context, state)
+
+    def _require_closing_window(self) -> None:
+        if self.context.precision.scales_loss and not self._sync:
+            raise ConfigurationError(
+                "with float16, gradients are unscaled and clipped only where the window closes: what the "
+                "next "
+                "backward adds is scaled. Put it under `if accelerator.sync_gradients:`."
+            )
 
     def _unscale_for(self, parameters: Sequence[torch.Tensor]) -> None:
         wanted = {id(parameter) for parameter in parameters}

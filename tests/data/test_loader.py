@@ -1,3 +1,7 @@
+# torch leaves DataLoader, backward and tolist partly untyped.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -23,7 +27,7 @@ class InWorker(Dataset[tuple[int, int]]):
 
     def __getitem__(self, index: int) -> tuple[int, int]:
         info = get_worker_info()
-        return index, -1 if info is None else cast("int", info.id)
+        return index, -1 if info is None else info.id
 
 
 def set_threads(worker: int) -> None:
@@ -86,8 +90,8 @@ def test_preparing_twice_gives_the_same_loader_and_never_shards_twice() -> None:
 def test_data_that_is_sharded_already_is_left_as_it_is() -> None:
     def run(ctx: Context) -> tuple[list[int], list[int], int]:
         data = torch.arange(8)
-        sampler = DistributedSampler(data, num_replicas=2, rank=ctx.rank, shuffle=True)  # pyright: ignore
-        source = DataLoader(data, batch_size=2, sampler=sampler)  # pyright: ignore
+        sampler = DistributedSampler(data, num_replicas=2, rank=ctx.rank, shuffle=True)  # pyright: ignore[reportArgumentType]
+        source = DataLoader(data, batch_size=2, sampler=sampler)  # pyright: ignore[reportArgumentType]
         with pytest.raises(ConfigurationError, match="DistributedSampler"):
             prepare_data_loader(ctx, source)
         loader = prepare_data_loader(ctx, source, "already_sharded")
@@ -123,7 +127,7 @@ def test_batches_stay_where_they_are_without_device_placement() -> None:
         def to(self, *args: Any, **kwargs: Any) -> None:
             raise AssertionError("moved")
 
-    source = numbers(2, collate_fn=lambda _: Stay())  # pyright: ignore[reportUnknownLambdaType]
+    source = numbers(2, collate_fn=lambda _: Stay())
     ctx = Context().replace(device_placement=False)
     assert isinstance(next(iter(prepare_data_loader(ctx, source))), Stay)
 
@@ -143,7 +147,7 @@ class Stream(IterableDataset[int]):
     ],
 )
 def test_what_has_no_machinery_is_refused(source: Any, config: dict[str, bool], what: str) -> None:
-    ctx = Context().replace(dataloader_config=DataLoaderConfiguration(**config))
+    ctx = Context().replace(dataloader_config=DataLoaderConfiguration(**config))  # pyright: ignore[reportArgumentType]
     with pytest.raises(NotAvailableError, match=what):
         prepare_data_loader(ctx, source)
 

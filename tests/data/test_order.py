@@ -1,3 +1,7 @@
+# torch leaves DataLoader, backward and tolist partly untyped.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+
 from collections.abc import Iterator
 from typing import Any
 
@@ -68,10 +72,10 @@ def test_the_seed_is_that_of_the_samplers_generator_on_rank_0() -> None:
 def test_samples_may_be_drawn_with_replacement_or_more_often_than_they_are() -> None:
     items = torch.arange(3)
     ctx = Context().replace(dataloader_config=DataLoaderConfiguration(data_seed=1))
-    drawn = order(ctx, DataLoader(items, sampler=RandomSampler(items, replacement=True, num_samples=50)))  # pyright: ignore
+    drawn = order(ctx, DataLoader(items, sampler=RandomSampler(items, replacement=True, num_samples=50)))  # pyright: ignore[reportArgumentType]
     assert len(drawn) == 50
     assert set(drawn) == {0, 1, 2}
-    longer = order(ctx, DataLoader(items, sampler=RandomSampler(items, num_samples=7)))  # pyright: ignore
+    longer = order(ctx, DataLoader(items, sampler=RandomSampler(items, num_samples=7)))  # pyright: ignore[reportArgumentType]
     assert [sorted(longer[:3]), sorted(longer[3:6]), len(longer)] == [[0, 1, 2], [0, 1, 2], 7]
 
 
@@ -79,7 +83,7 @@ def test_samples_may_be_drawn_with_replacement_or_more_often_than_they_are() -> 
 def test_a_sampler_of_ones_own_is_followed_as_rank_0_draws_it(epoch: int) -> None:
     def run(ctx: Context) -> list[int]:
         sampler = Evens() if ctx.is_main_process else SequentialSamplerOfFour()
-        return order(ctx, DataLoader(torch.arange(8), sampler=sampler), epoch)  # pyright: ignore
+        return order(ctx, DataLoader(torch.arange(8), sampler=sampler), epoch)  # pyright: ignore[reportArgumentType]
 
     assert run_ranks(run, 3) == [[0, 2, 4, 6] if epoch == 0 else [6, 4, 2, 0]] * 3
 
@@ -95,7 +99,7 @@ class SequentialSamplerOfFour(SequentialSampler):
 
 
 def test_a_subclass_of_a_known_sampler_is_a_sampler_of_ones_own() -> None:
-    loader = DataLoader(torch.arange(4), sampler=SequentialSamplerOfFour())  # pyright: ignore
+    loader = DataLoader(torch.arange(4), sampler=SequentialSamplerOfFour())  # pyright: ignore[reportArgumentType]
     assert order(Context(), loader) == [3, 2, 1, 0]
 
 
@@ -103,20 +107,20 @@ def test_a_weighted_sampler_is_drawn_once_for_all_ranks() -> None:
     def run(ctx: Context) -> list[int]:
         generator = torch.Generator().manual_seed(ctx.rank)
         sampler = WeightedRandomSampler([1.0] * 8, 6, generator=generator)
-        return order(ctx, DataLoader(torch.arange(8), sampler=sampler))  # pyright: ignore
+        return order(ctx, DataLoader(torch.arange(8), sampler=sampler))  # pyright: ignore[reportArgumentType]
 
     ranks = run_ranks(run, 2)
     assert ranks[0] == ranks[1]
 
 
 def test_a_sampler_that_draws_another_number_than_it_says_is_refused_on_every_rank() -> None:
-    loader = DataLoader(torch.arange(8), sampler=Evens(promised=5))  # pyright: ignore
+    loader = DataLoader(torch.arange(8), sampler=Evens(promised=5))  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="Evens has a length of 5, and drew 4 samples"):
         run_ranks(lambda ctx: order(ctx, loader), 2)
 
 
 def test_a_sampler_that_deals_out_between_ranks_is_refused() -> None:
     data = torch.arange(8)
-    loader = DataLoader(data, sampler=DistributedSampler(data, num_replicas=2, rank=0))  # pyright: ignore
+    loader = DataLoader(data, sampler=DistributedSampler(data, num_replicas=2, rank=0))  # pyright: ignore[reportArgumentType]
     with pytest.raises(ConfigurationError, match="already_sharded"):
         order_of(Context(), loader)

@@ -1,3 +1,7 @@
+# torch leaves DataLoader, backward and tolist partly untyped.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -50,7 +54,7 @@ def check(kind: str, world: int, batch: int, seed: int, on: Where = "memory") ->
     x = torch.randn(world * batch, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
     def run(ctx: Context) -> tuple[Any, Any]:
-        step = af.value_and_grad(ctx, lambda params, rows: loss_of(kind, params, rows))  # pyright: ignore
+        step = af.value_and_grad(ctx, lambda params, rows: loss_of(kind, params, rows))
         return cast("tuple[Any, Any]", step(make(kind, seed), x[ctx.rank * batch :][:batch]))
 
     params = make(kind, seed)
@@ -87,7 +91,7 @@ def test_aux_is_any_tree_and_stays_local() -> None:
 
     def run(ctx: Context) -> tuple[float, Any, torch.Tensor]:
         (loss, aux), grads = af.value_and_grad(ctx, loss_fn)(torch.ones(2), torch.full((2,), ctx.rank + 1.0))
-        assert not torch._C._functorch.is_functorch_wrapped_tensor(aux["net"].layer.weight)  # pyright: ignore
+        assert not torch._C._functorch.is_functorch_wrapped_tensor(aux["net"].layer.weight)  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
         return float(loss), aux, grads
 
     (loss, aux, grads), (other_loss, other_aux, _) = run_ranks(run, 2)
@@ -113,13 +117,13 @@ def test_it_computes_in_the_contexts_precision_and_keeps_the_parameters_dtype() 
 
 def test_the_arguments_are_left_as_they_were() -> None:
     params = {"w": torch.ones(2, requires_grad=True)}
-    af.value_and_grad(Context(), lambda p, *, by: (p["w"] * by).sum())(params, by=2.0)  # pyright: ignore
+    af.value_and_grad(Context(), lambda p, *, by: (p["w"] * by).sum())(params, by=2.0)  # pyright: ignore[reportIndexIssue]
     assert params["w"].grad is None
     assert params["w"].requires_grad
 
 
 def test_what_has_no_gradient_is_named() -> None:
-    step = af.value_and_grad(Context(), lambda params: params["b"].sum())  # pyright: ignore
+    step = af.value_and_grad(Context(), lambda params: params["b"].sum())  # pyright: ignore[reportIndexIssue]
     with pytest.raises(TypeError, match=r"int64, which has no gradient"):
         step({"b": torch.ones(1), "n": torch.ones(1, dtype=torch.int64)})
     with pytest.raises(TypeError, match=r"\['n'\]"):
@@ -137,7 +141,7 @@ def test_a_loss_that_is_no_scalar_tensor_is_refused(loss: Any, found: str) -> No
 
 def test_ranks_with_different_parameters_get_one_error() -> None:
     def run(ctx: Context) -> str:
-        step = af.value_and_grad(ctx, lambda params: params["w"].sum())  # pyright: ignore
+        step = af.value_and_grad(ctx, lambda params: params["w"].sum())  # pyright: ignore[reportIndexIssue]
         with pytest.raises(MismatchError) as caught:
             step({"w": torch.ones(2 + ctx.rank)})
         return str(caught.value)

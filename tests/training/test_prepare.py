@@ -1,3 +1,7 @@
+# torch leaves DataLoader, backward and tolist partly untyped.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+
 from typing import Any, cast
 
 import pytest
@@ -15,8 +19,8 @@ from accelfn.testing import run_ranks
 def parts() -> tuple[nn.Linear, torch.optim.SGD, torch.optim.lr_scheduler.StepLR, Any]:
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    loader = DataLoader(torch.arange(4))  # pyright: ignore[reportArgumentType, reportUnknownVariableType]
-    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1), loader  # pyright: ignore[reportUnknownVariableType]
+    loader = DataLoader(torch.arange(4))  # pyright: ignore[reportArgumentType]
+    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1), loader
 
 
 def test_each_kind_of_object_comes_back_in_its_place() -> None:

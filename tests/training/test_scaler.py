@@ -1,3 +1,7 @@
+# torch leaves DataLoader, backward and tolist partly untyped.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,7 +14,7 @@ from accelfn.training import ScalerState, init_scaler, step_was_skipped, update_
 
 
 def fp16(**options: float) -> Context:
-    handler = GradScalerKwargs(**options)  # pyright: ignore[reportArgumentType] -- growth_interval is an int
+    handler = GradScalerKwargs(**options)  # pyright: ignore[reportArgumentType]
     return Context().replace(mixed_precision="fp16", kwargs_handlers=[handler])
 
 
@@ -42,7 +46,7 @@ def test_the_scale_follows_torchs_own(
         "growth_interval": interval,
     }
     ctx = fp16(**options)
-    torchs = torch.amp.GradScaler("cpu", **options)  # pyright: ignore[reportArgumentType, reportPrivateImportUsage]
+    torchs = torch.amp.GradScaler("cpu", **options)  # pyright: ignore[reportArgumentType]
     torchs.scale(torch.ones(()))
     state = init_scaler(ctx)
     for overflow in overflows:

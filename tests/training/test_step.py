@@ -77,7 +77,7 @@ def test_one_optimizer_step_is_one_scheduler_step_at_any_world_size() -> None:
             if micro.sync:
                 scaler = af.optimizer_step(ctx, optimizer, scaler)
                 af.scheduler_step(ctx, scheduler, scaler)
-        return scheduler.get_last_lr()[0]
+        return scheduler.get_last_lr()[0]  # pyright: ignore[reportReturnType]
 
     for world in (1, 2, 3):
         assert run_ranks(run, world, gradient_accumulation_steps=2) == [0.125] * world
@@ -94,7 +94,7 @@ def test_a_skipped_step_does_not_move_the_schedule() -> None:
         af.backward(ctx, model(torch.ones(1, 1)).sum() * value, scaler)
         scaler = af.optimizer_step(ctx, optimizer, scaler)
         af.scheduler_step(ctx, scheduler, scaler)
-        rates.append(scheduler.get_last_lr()[0])
+        rates.append(scheduler.get_last_lr()[0])  # pyright: ignore[reportArgumentType]
     assert rates == [1.0, 0.5, 0.5, 0.25]
     with pytest.raises(ValueError, match="a step may be skipped"):
         af.scheduler_step(ctx, scheduler)

@@ -1,0 +1,343 @@
+# torch leaves DataLoader, backward and tolist partly untyped.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+
+import ast
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import accelfn as af
+import accelfn.accelerator.accelerator as module
+from accelfn import Accelerator, Context, DataLoaderConfiguration, GradScalerKwargs
+from accelfn.errors import ConfigurationError, NotAvailableError
+from accelfn.testing import run_ranks
+
+Weights = dict[str, torch.Tensor]
+
+
+def data(num: int = 11) -> Any:
+    x = torch.randn(num, 3, generator=torch.Generator().manual_seed(1))
+    return TensorDataset(x, x.sum(1, keepdim=True).sin())
+
+
+def make() -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.StepLR, Any]:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    return model, optimizer, scheduler, DataLoader(data(), batch_size=1, shuffle=True)
+
+
+def weights(model: nn.Module) -> Weights:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def by_functions(ctx: Context, clip: bool) -> Weights:
+    model, optimizer, scheduler, loader = af.prepare(ctx, *make())
+    scaler = af.init_scaler(ctx)
+    for _ in range(2):
+        for (x, y), micro in af.microbatches(ctx, loader):
+            with af.accumulate(ctx, micro, model):
+                af.backward(ctx, nn.functional.mse_loss(model(x), y), scaler, micro)
+            if micro.sync:
+                if clip:
+                    scaler = af.unscale_gradients(ctx, optimizer, scaler)
+                    af.clip_grad_norm_(ctx, model.parameters(), 0.1)
+                scaler = af.optimizer_step(ctx, optimizer, scaler)
+                af.scheduler_step(ctx, scheduler, scaler)
+    return weights(model)
+
+
+def by_the_shim(accelerator: Accelerator, clip: bool) -> Weights:
+    model, optimizer, scheduler, loader = accelerator.prepare(*make())
+    for _ in range(2):
+        for x, y in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(nn.functional.mse_loss(model(x), y))
+                if clip and accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+    return weights(model)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("num_steps", [1, 2, 3])
+@pytest.mark.parametrize("mode", ["no", "bf16", "fp16"])
+@pytest.mark.parametrize("clip", [False, True], ids=["free", "clipped"])
+def test_one_loop_through_both_ends_with_equal_bits(
+    world: int, num_steps: int, mode: str, clip: bool
+) -> None:
+    def run(ctx: Context) -> tuple[Weights, Weights]:
+        return by_functions(ctx, clip), by_the_shim(Accelerator(context=ctx), clip)
+
+    # A first scale that overflows, so that skipped steps are compared too.
+    handlers = [GradScalerKwargs(init_scale=2.0**17, growth_interval=2)] if mode == "fp16" else []
+    found = run_ranks(
+        run,
+        world,
+        mixed_precision=mode,
+        gradient_accumulation_steps=num_steps,
+        kwargs_handlers=handlers,
+        dataloader_config=DataLoaderConfiguration(data_seed=3),
+    )
+    for pair in found:
+        for one in pair:
+            assert all(torch.equal(found[0][0][name], value) for name, value in one.items())
+    assert any(not torch.equal(value, found[0][0][name]) for name, value in weights(make()[0]).items())
+
+
+def test_accelerators_of_different_settings_live_side_by_side() -> None:
+    def run(ctx: Context) -> list[bool]:
+        variants = [ctx, ctx.replace(mixed_precision="bf16"), ctx.replace(gradient_accumulation_steps=3)]
+        alone = [by_the_shim(Accelerator(context=one), False) for one in variants]
+        loops = [steps_of(Accelerator(context=one)) for one in variants]
+        found: list[Weights] = []
+        for parts in zip(*loops, strict=True):
+            found = list(parts)
+        return [
+            all(torch.equal(one[name], other[name]) for name in one)
+            for one, other in zip(alone, found, strict=True)
+        ]
+
+    config = DataLoaderConfiguration(data_seed=3)
+    assert run_ranks(run, 2, dataloader_config=config) == [[True] * 3] * 2
+
+
+def steps_of(accelerator: Accelerator) -> Any:
+    """The loop of by_the_shim, one batch at a time."""
+    model, optimizer, scheduler, loader = accelerator.prepare(*make())
+    for _ in range(2):
+        for x, y in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(nn.functional.mse_loss(model(x), y))
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            yield weights(model)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_two_models_with_two_optimizers_update_when_they_should(world: int) -> None:
+    def run(ctx: Context) -> tuple[int, int]:
+        accelerator = Accelerator(context=ctx)
+        first, second = nn.Linear(1, 1), nn.Linear(1, 1)
+        steps = {"first": 0, "second": 0}
+        optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (first, second)]
+        for name, optimizer in zip(steps, optimizers, strict=True):
+
+            def count(*_: Any, name: str = name) -> None:
+                steps[name] += 1
+
+            optimizer.register_step_post_hook(count)
+        loader: Any = DataLoader(torch.ones(8 * world, 1), batch_size=1)  # pyright: ignore[reportArgumentType]
+        first, second, *optimizers, loader = accelerator.prepare(first, second, *optimizers, loader)
+        for x in loader:
+            for one, optimizer in zip((first, second), optimizers, strict=True):
+                with accelerator.accumulate(one):
+                    accelerator.backward(one(x).mean())
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return steps["first"], steps["second"]
+
+    assert run_ranks(run, world, gradient_accumulation_steps=2) == [(4, 4)] * world
+
+
+def test_an_evaluation_inside_and_a_break_do_not_disturb_the_window() -> None:
+    def run(ctx: Context) -> list[bool]:
+        accelerator = Accelerator(context=ctx)
+        model, optimizer, _, loader = accelerator.prepare(*make())
+        held_out = accelerator.prepare(DataLoader(data(5), batch_size=1))
+        syncs: list[bool] = []
+        for _ in range(2):
+            for x, y in loader:
+                for rows, _ in held_out:
+                    assert accelerator.micro is not None
+                    accelerator.gather_for_metrics(rows)
+                    if len(syncs) % 2:
+                        break
+                with accelerator.accumulate(model):
+                    accelerator.backward(nn.functional.mse_loss(model(x), y))
+                    syncs.append(accelerator.sync_gradients)
+                    optimizer.step()
+                    optimizer.zero_grad()
+            assert accelerator.micro is None
+        for _ in loader:
+            break
+        assert accelerator.micro is None
+        return syncs
+
+    epoch = [False, False, False, True, False, True]
+    assert run_ranks(run, 2, gradient_accumulation_steps=4) == [epoch * 2] * 2
+
+
+def test_metrics_are_exact_in_the_loop_after_it_and_for_objects() -> None:
+    def run(ctx: Context) -> tuple[list[int], list[str], list[int], int]:
+        accelerator = Accelerator(context=ctx)
+        assert len(accelerator.gather_for_metrics(torch.zeros(3))) == 6  # no loop yet: all is gathered
+        loader = accelerator.prepare(DataLoader(torch.arange(9), batch_size=2))  # pyright: ignore[reportArgumentType]
+        rows: list[int] = []
+        names: list[str] = []
+        batch = torch.empty(0)
+        for batch in loader:
+            rows += accelerator.gather_for_metrics(batch).tolist()
+            names += accelerator.gather_for_metrics([str(int(one)) for one in batch], use_gather_object=True)
+        after = accelerator.gather_for_metrics(batch).tolist()
+        (one,) = {len(accelerator.gather_for_metrics([ctx.rank], use_gather_object=True))}
+        return rows, names, after, one
+
+    expected = list(range(9))
+    for found in run_ranks(run, 2):
+        assert found == (expected, [str(one) for one in expected], [8], 2)
+
+
+def test_a_loop_over_anything_else_counts_its_own_windows() -> None:
+    accelerator = Accelerator(context=Context().replace(gradient_accumulation_steps=3))
+    syncs: list[bool] = []
+    for _ in range(7):
+        with accelerator.accumulate():
+            syncs.append(accelerator.sync_gradients)
+    assert syncs == [False, False, True] * 2 + [False]
+
+
+def test_float16_clips_only_where_the_window_closes() -> None:
+    ctx = Context().replace(mixed_precision="fp16", gradient_accumulation_steps=2)
+    accelerator = Accelerator(context=ctx)
+    model, _ = accelerator.prepare(*make()[:2])
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.ones(1, 3)).mean())
+        with pytest.raises(ConfigurationError, match=r"accelerator\.sync_gradients"):
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        with pytest.raises(ConfigurationError, match=r"accelerator\.sync_gradients"):
+            accelerator.clip_grad_value_(model.parameters(), 1.0)
+
+
+def test_one_scale_moves_once_for_two_optimizers() -> None:
+    ctx = Context().replace(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=8.0)])
+    accelerator = Accelerator(context=ctx)
+    models = [nn.Linear(1, 1), nn.Linear(1, 1)]
+    optimizers = accelerator.prepare(*(torch.optim.SGD(one.parameters(), lr=0.1) for one in models))
+    for _ in range(2):
+        loss = models[0](torch.ones(1, 1)).sum() + models[1](torch.full((1, 1), float("inf"))).sum()
+        accelerator.backward(loss)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert [optimizer.step_was_skipped for optimizer in optimizers] == [False, True]
+        assert accelerator.optimizer_step_was_skipped
+    accelerator.backward(models[0](torch.ones(1, 1)).sum())
+    assert models[0].weight.grad is not None
+    assert float(models[0].weight.grad) == 2.0  # 8, halved twice
+    assert accelerator.optimizer_step_was_skipped  # until the next step
+
+
+def test_triggers_splitting_and_roles() -> None:
+    def run(ctx: Context) -> dict[str, Any]:
+        accelerator = Accelerator(context=ctx)
+        if ctx.rank == 1:
+            accelerator.set_trigger()
+        calls: list[str] = []
+        for name in ("on_main_process", "on_local_main_process", "on_last_process"):
+            getattr(accelerator, name)(lambda name=name: calls.append(name))()
+        accelerator.on_process(lambda: calls.append("0"))()
+        accelerator.on_process(process_index=1)(lambda: calls.append("1"))()
+        accelerator.on_local_process(local_process_index=1)(lambda: calls.append("local 1"))()
+        with accelerator.split_between_processes([1, 2, 3]) as part, accelerator.main_process_first():
+            pass
+        return {
+            "fired": (accelerator.check_trigger(), accelerator.check_trigger()),
+            "calls": calls,
+            "part": part,
+            "sum": int(accelerator.reduce(torch.tensor(ctx.rank))),
+            "who": (accelerator.process_index, accelerator.is_main_process, accelerator.use_distributed),
+        }
+
+    main, last = run_ranks(run, 2)
+    assert main["fired"] == last["fired"] == (True, False)
+    assert main["calls"] == ["on_main_process", "on_local_main_process", "0"]
+    assert last["calls"] == ["on_last_process", "1", "local 1"]
+    assert (main["part"], last["part"]) == ([1, 2], [3])
+    assert main["sum"] == last["sum"] == 1
+    assert (main["who"], last["who"]) == ((0, True, True), (1, False, True))
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"mixed_precision": "bf16"}, "mixed_precision"),
+        ({"device_placement": False}, "device_placement"),
+        ({"cpu": True, "gradient_accumulation_steps": 1}, "gradient_accumulation_steps, cpu"),
+        ({"split_batches": True}, "dataloader_config"),
+    ],
+)
+def test_options_beside_a_context_are_refused_and_not_ignored(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigurationError, match=named):
+        Accelerator(context=Context(), **options)
+
+
+def test_its_own_context_is_made_and_closed() -> None:
+    accelerator = Accelerator(
+        cpu=True, split_batches=True, mixed_precision="bf16", gradient_accumulation_steps=2
+    )
+    assert accelerator.dataloader_config.split_batches
+    assert (accelerator.mixed_precision, accelerator.gradient_accumulation_steps) == ("bf16", 2)
+    accelerator.gradient_accumulation_steps = 3
+    assert accelerator.context.gradient_accumulation_steps == 3
+    accelerator.close()
+    with pytest.raises(ConfigurationError, match="contradicts"):
+        Accelerator(split_batches=False, dataloader_config=DataLoaderConfiguration(split_batches=True))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda it: it.backward(torch.ones(()), retain_graph=True),
+        lambda it: it.save_model(nn.Linear(1, 1), "folder", safe_serialization=False),
+        lambda it: it.prepare_data_loader(DataLoader([1]), slice_fn_for_dispatch=print),  # pyright: ignore[reportArgumentType]
+    ],
+    ids=["backward", "pickle", "dispatch"],
+)
+def test_what_has_no_machinery_is_refused(call: Callable[[Any], Any]) -> None:
+    with pytest.raises(NotAvailableError):
+        call(Accelerator(context=Context()))
+
+
+def test_names_without_machinery_say_so() -> None:
+    accelerator = Accelerator(context=Context())
+    missing = cast("tuple[str, ...]", vars(module)["_NOT_YET"])
+    assert len(missing) > 20
+    for name in missing:
+        assert not hasattr(Accelerator, name)
+        with pytest.raises(AttributeError, match=rf"^Accelerator\.{name} has no machinery"):
+            getattr(accelerator, name)
+    with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
+        getattr(accelerator, "nonsense")  # noqa: B009 -- the checker knows that it isn't there
+
+
+def test_prepare_says_what_is_wrong_with_its_arguments() -> None:
+    accelerator = Accelerator(context=Context())
+    with pytest.raises(TypeError, match="nothing to prepare"):
+        accelerator.prepare()
+    with pytest.raises(ValueError, match="got 2 for 1 objects"):
+        accelerator.prepare("one", device_placement=[True, False])
+
+
+def test_the_shim_is_thin() -> None:
+    tree = ast.parse(Path(module.__file__).read_text())
+    (shim,) = (node for node in tree.body if isinstance(node, ast.ClassDef))
+    lengths: dict[str, int] = {}
+    for method in shim.body:
+        if isinstance(method, ast.FunctionDef) and not method.name.startswith("_"):
+            code = method.body[1:]  # behind the docstring
+            lengths[method.name] = code[-1].end_lineno - code[0].lineno + 1 if code else 0  # pyright: ignore[reportOptionalOperand]
+    assert len(lengths) > 50
+    assert {name: length for name, length in lengths.items() if length > 15} == {}

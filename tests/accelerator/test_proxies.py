@@ -1,0 +1,153 @@
+# torch leaves DataLoader, backward and tolist partly untyped.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from accelfn import Accelerator, Context, prepare_data_loader
+from accelfn.accelerator import AcceleratedDataLoader, AcceleratedOptimizer, AcceleratedScheduler
+from accelfn.errors import ConfigurationError
+from accelfn.testing import run_ranks
+
+
+def make(**options: Any) -> tuple[Accelerator, nn.Linear, AcceleratedOptimizer, AcceleratedScheduler]:
+    accelerator = Accelerator(context=Context().replace(**options))
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    return accelerator, *accelerator.prepare(model, optimizer, scheduler)
+
+
+def test_inside_of_a_window_nothing_steps_and_nothing_is_cleared() -> None:
+    accelerator, model, optimizer, scheduler = make(gradient_accumulation_steps=2)
+    for number, rate in ((1, 1.0), (2, 0.5)):
+        before = float(model.weight.detach())
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 1)).sum())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        assert (float(model.weight.detach()) != before) == (number == 2)
+        assert (model.weight.grad is None) == (number == 2)
+        assert scheduler.get_last_lr() == [rate]
+
+
+def test_the_optimizer_is_shared_and_not_copied() -> None:
+    _, model, optimizer, _ = make()
+    inner = optimizer.optimizer
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert optimizer.param_groups is inner.param_groups
+    assert optimizer.state is inner.state
+    assert optimizer.defaults is inner.defaults
+    optimizer.param_groups[0]["lr"] = 0.25
+    assert optimizer.state_dict() == inner.state_dict()
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": {}})
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    assert len(inner.param_groups) == 2
+    assert repr(optimizer).startswith("AcceleratedOptimizer(SGD (")
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("stepped"))
+    model(torch.ones(1, 1)).sum().backward()
+    assert optimizer.step() is None
+    assert calls == ["stepped"]
+    assert optimizer.step(lambda: 3.0) == 3.0
+    with pytest.raises(AttributeError, match="no_such"):
+        _ = optimizer.no_such
+
+
+@pytest.mark.parametrize(
+    "way", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))], ids=["copy", "pickle"]
+)
+def test_proxies_come_back_from_copies_and_pickles(way: Any) -> None:
+    _, model, optimizer, scheduler = make()
+    step = AcceleratedOptimizer.step
+    twin_model, twin, twin_scheduler = way((model, optimizer, scheduler))
+    assert AcceleratedOptimizer.step is step  # torch's unpickling would put hooks around it
+    assert twin.param_groups[0]["params"][0] is twin_model.weight
+    twin_model(torch.ones(1, 1)).sum().backward()
+    before = float(twin_model.weight.detach())
+    twin.step()
+    with pytest.warns(UserWarning, match="overridden"):  # torch's schedules say so after any copy
+        twin_scheduler.step()
+    assert float(twin_model.weight.detach()) == before - 1
+    assert twin_scheduler.get_last_lr() == [0.5]
+    assert scheduler.get_last_lr() == [1.0]
+    optimizer.step()
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_the_schedule_moves_once_per_step_whatever_the_world(world: int) -> None:
+    def run(ctx: Context) -> list[float]:
+        accelerator = Accelerator(context=ctx)
+        model = nn.Linear(1, 1)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=1.0)
+        scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        loader: Any = DataLoader(torch.ones(3 * world, 1))  # pyright: ignore[reportArgumentType]
+        model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+        for x in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).sum())
+                optimizer.step()
+                scheduler.step()
+        return scheduler.get_last_lr()
+
+    assert run_ranks(run, world) == [[0.125]] * world
+
+
+def test_a_schedule_over_the_proxy_knows_of_skipped_steps() -> None:
+    accelerator, model, optimizer, _ = make(mixed_precision="fp16")
+    scheduler = accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+    rates: list[float] = []
+    for value in (float("inf"), 1.0):
+        accelerator.backward(model(torch.ones(1, 1)).sum() * value)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        rates += scheduler.get_last_lr()
+    assert rates == [1.0, 0.5]
+
+
+def test_a_schedule_may_go_its_own_way() -> None:
+    accelerator, model, _, scheduler = make(
+        gradient_accumulation_steps=2, step_scheduler_with_optimizer=False
+    )
+    with accelerator.accumulate(model), pytest.warns(UserWarning, match=r"before `optimizer\.step"):
+        scheduler.step()
+    assert scheduler.get_last_lr() == [0.5]
+    other = AcceleratedScheduler(accelerator, torch.optim.lr_scheduler.StepLR(scheduler.optimizer, 1))
+    other.load_state_dict({**other.state_dict(), "last_epoch": 7})
+    assert other.last_epoch == 7
+
+
+def test_preparing_twice_gives_the_same_and_another_accelerators_is_an_error() -> None:
+    accelerator, _, optimizer, scheduler = make()
+    loader = accelerator.prepare(DataLoader([1, 2]))  # pyright: ignore[reportArgumentType]
+    again = accelerator.prepare(optimizer, scheduler, loader)
+    assert again[0] is optimizer
+    assert again[1] is scheduler
+    assert again[2] is loader
+    other = Accelerator(context=Context().replace(mixed_precision="bf16"))
+    for item in (optimizer, scheduler, loader):
+        with pytest.raises(ConfigurationError, match="another context"):
+            other.prepare(item)
+
+
+def test_a_loader_of_the_functions_is_followed_too() -> None:
+    ctx = Context().replace(gradient_accumulation_steps=2)
+    accelerator = Accelerator(context=ctx)
+    source: Any = DataLoader(torch.arange(3))  # pyright: ignore[reportArgumentType]
+    loader = accelerator.prepare(prepare_data_loader(ctx, source))
+    assert isinstance(loader, AcceleratedDataLoader)
+    assert (len(loader), loader.batch_size, loader.total_dataset_length) == (3, 1, 3)
+    syncs: list[bool] = []
+    for _ in loader:
+        with accelerator.accumulate():
+            syncs.append(accelerator.sync_gradients)
+    assert syncs == [False, True, True]

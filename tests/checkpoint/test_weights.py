@@ -1,0 +1,230 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+
+import accelfn as af
+from accelfn import Context
+from accelfn.checkpoint import WeightsPlan, parse_size, plan_weights
+from accelfn.errors import RemoteRankError
+from accelfn.testing import run_ranks
+
+ROOT = Path(__file__).parents[2]
+
+
+class Bag(nn.Module):
+    """Holds the given tensors as buffers."""
+
+    def __init__(self, **tensors: torch.Tensor) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor)
+
+
+def sized(*sizes: int) -> dict[str, torch.Tensor]:
+    return {f"t{number}": torch.zeros(size, dtype=torch.uint8) for number, size in enumerate(sizes)}
+
+
+def names(plan: WeightsPlan) -> list[str]:
+    return ["".join(name[1:] for name in inside) for _, inside in plan.files]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "limit", "expected"),
+    [
+        ((4, 4, 4), 12, ["012"]),
+        ((4, 4, 4), 11, ["01", "2"]),
+        ((4, 9, 1, 4), 5, ["0", "1", "23"]),
+        ((9, 9), 5, ["0", "1"]),
+        ((9, 1), 5, ["0", "1"]),
+        ((), 5, [""]),
+    ],
+)
+def test_files_are_filled_in_order(sizes: tuple[int, ...], limit: int, expected: list[str]) -> None:
+    plan = plan_weights(sized(*sizes), limit)
+    assert names(plan) == expected
+    assert plan.total_bytes == sum(sizes)
+    if len(expected) == 1:
+        assert plan.files[0][0] == "model.safetensors"
+    else:
+        count = len(expected)
+        assert [file for file, _ in plan.files] == [
+            f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)
+        ]
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.integers(1, 20))
+def test_a_file_is_within_the_limit_or_holds_one_tensor(sizes: list[int], limit: int) -> None:
+    tensors = sized(*sizes)
+    plan = plan_weights(tensors, limit)
+    assert [name for _, inside in plan.files for name in inside] == list(tensors)
+    for _, inside in plan.files:
+        filled = [tensors[name].numel() for name in inside]
+        assert sum(filled) <= limit or sum(one > 0 for one in filled) == 1
+
+
+def test_the_very_same_data_is_stored_once_and_overlapping_data_twice() -> None:
+    base = torch.arange(6.0)
+    plan = plan_weights({"a": base, "part": base[:3], "b": base.view(6), "two": base.view(2, 3)}, 10**6)
+    assert plan.tied == (("b", "a"),)
+    assert plan.files == (("model.safetensors", ("a", "part", "two")),)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        *((1, 1), (10**18 + 1, 10**18 + 1), ("5B", 5), ("1KB", 1000), ("2 mb", 2_000_000)),
+        *(("1.5GB", 1_500_000_000), ("1tb", 10**12), (" 10GB ", 10**10), ("1.005KB", 1005)),
+    ],
+)
+def test_sizes_are_in_powers_of_1000(text: int | str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["10GiB", "GB", "", "-1KB", "1 K", "ten", "0KB", 0, -5, "1e3KB"])
+def test_other_sizes_are_refused(text: int | str) -> None:
+    with pytest.raises(ValueError, match="max_shard_size must be"):
+        parse_size(text)
+
+
+DTYPES = (
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32),
+    *(torch.uint64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64),
+    *(torch.float8_e4m3fn, torch.float8_e5m2),
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_written_is_read_by_stock_safetensors(dtype: torch.dtype, tmp_path: Path) -> None:
+    bits = torch.randint(0, 2, (3, 4, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    value = bits.view(dtype) if dtype != torch.bool else bits.bool()
+    model = Bag(plain=value, strided=value.transpose(0, 1), scalar=value[0, 0, 0], empty=value[:0])
+    (file,) = af.save_model(Context(), model, tmp_path)
+    found = load_file(file)
+    assert set(found) == {"plain", "strided", "scalar", "empty"}
+    for name, tensor in model.state_dict().items():
+        assert found[name].dtype == dtype
+        assert found[name].shape == tensor.shape
+        assert (
+            found[name]
+            .contiguous()
+            .view(-1)
+            .view(torch.uint8)
+            .equal(tensor.contiguous().view(-1).view(torch.uint8))
+        )
+
+
+def test_the_bytes_of_a_small_file_are_known(tmp_path: Path) -> None:
+    (file,) = af.save_model(Context(), Bag(w=torch.tensor([[1.0, 2.0], [3.0, 4.0]])), tmp_path)
+    header = b'{"__metadata__":{"format":"pt"},"w":{"dtype":"F32","shape":[2,2],"data_offsets":[0,16]}}'
+    data = bytes.fromhex("0000803f000000400000404000008040")
+    assert file.read_bytes() == len(header).to_bytes(8, "little") + header + data
+
+
+def test_ties_are_recorded(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
+    model["b"].weight = model["a"].weight
+    (file,) = af.save_model(Context(), model, tmp_path)
+    with safe_open(file, "pt") as opened:
+        assert list(opened.keys()) == ["a.weight"]
+        assert opened.metadata() == {"format": "pt", "b.weight": "a.weight"}
+
+
+def test_several_files_have_an_index_and_older_files_go(tmp_path: Path) -> None:
+    other = tmp_path / "other.safetensors"
+    other.write_bytes(b"mine")
+    (tmp_path / ".model.safetensors.1.partial").write_bytes(b"left by a save that was killed")
+    model = Bag(**sized(4, 4, 4))
+    files = af.save_model(Context(), model, tmp_path, max_shard_size=8)
+    index = tmp_path / "model.safetensors.index.json"
+    first, second = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
+    assert files == (tmp_path / first, tmp_path / second, index)
+    assert json.loads(index.read_text()) == {
+        "metadata": {"total_size": 12},
+        "weight_map": {"t0": first, "t1": first, "t2": second},
+    }
+    assert index.read_text().endswith("\n")
+    assert {file.name for file in tmp_path.iterdir()} == {first, second, index.name, other.name}
+    af.save_model(Context(), model, tmp_path)
+    assert {file.name for file in tmp_path.iterdir()} == {"model.safetensors", other.name}
+
+
+def test_a_failed_save_leaves_the_old_file_and_tells_every_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (file,) = af.save_model(Context(), Bag(w=torch.zeros(2)), tmp_path)
+    before = file.read_bytes()
+
+    def fails(source: Any, target: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", fails)
+
+    def run(ctx: Context) -> str:
+        with pytest.raises((OSError, RemoteRankError)) as caught:
+            af.save_model(ctx, Bag(w=torch.ones(2)), tmp_path, max_shard_size="1KB")
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+    main, other = run_ranks(run, 2)
+    assert main.startswith("OSError: [Errno 28]")
+    assert other.startswith("RemoteRankError: rank 0 failed in save_model: OSError: [Errno 28]")
+    assert file.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.parametrize("below", ["file", "file/below"])
+def test_a_directory_that_cannot_be_is_refused(below: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("text")
+    with pytest.raises(NotADirectoryError):
+        af.save_model(Context(), Bag(w=torch.ones(1)), tmp_path / below)
+    assert (tmp_path / "file").read_text() == "text"
+
+
+def test_what_has_no_data_or_is_no_tensor_is_refused(tmp_path: Path) -> None:
+    class Extra(nn.Module):
+        def get_extra_state(self) -> dict[str, int]:
+            return {"steps": 3}
+
+    with pytest.raises(ValueError, match=r"^save_model: weight, bias have no data"):
+        af.save_model(Context(), nn.Linear(1, 1, device="meta"), tmp_path)
+    with pytest.raises(ValueError, match="_extra_state in the state dict is no tensor"):
+        af.save_model(Context(), Extra(), tmp_path)
+    with pytest.raises(ValueError, match="max_shard_size"):
+        af.save_model(Context(), nn.Linear(1, 1), tmp_path, "10GiB")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("on", ["memory", "processes"])
+def test_every_rank_learns_the_files_and_names_are_the_models_own(on: Any, tmp_path: Path) -> None:
+    def run(ctx: Context) -> tuple[Path, ...]:
+        model = af.prepare(ctx, nn.Linear(2, 1))
+        return af.save_model(ctx, model, tmp_path / "new" / "folder", max_shard_size=8)
+
+    first, second = run_ranks(run, 2, on, mixed_precision="bf16")
+    assert first == second
+    assert [file.exists() for file in first] == [True] * 3
+    assert set(load_file(first[0])) == {"weight"}
+
+
+def test_saving_needs_no_numpy(tmp_path: Path) -> None:
+    program = (
+        "import sys; sys.modules['numpy'] = None\n"
+        "import warnings; warnings.simplefilter('ignore')\n"
+        "import torch, accelfn as af\n"
+        "print(len(af.save_model(af.Context(), torch.nn.Linear(2, 2), sys.argv[1])))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (done.stdout, done.returncode) == ("1\n", 0), done.stderr
+    assert set(load_file(tmp_path / "model.safetensors")) == {"weight", "bias"}
