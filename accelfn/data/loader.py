@@ -198,10 +198,11 @@ def _refuse_unavailable(ctx: Context, loader: DataLoader[Any], sharding: Shardin
         ),
         (bool(ctx.loading.dispatch_batches), "DataLoaderConfiguration(dispatch_batches=True)"),
         (ctx.loading.use_stateful_dataloader, "DataLoaderConfiguration(use_stateful_dataloader=True)"),
+        (ctx.loading.custom_classes is not None, "DataLoaderConfiguration(custom_classes=...)"),
         (sharding == "by_source", 'sharding="by_source"'),
     )
     if sharding == "already_sharded":
-        asked = asked[3:5]
+        asked = asked[3:6]
     for is_asked, what in asked:
         if is_asked:
             raise NotAvailableError(

@@ -5,7 +5,9 @@ None of them writes into its input, and each gives back the types that it was gi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar, cast
 
 import torch
@@ -73,7 +75,7 @@ def send_to_device(
         [
             leaf
             if index in skipped or (isinstance(leaf, torch.Tensor) and leaf.device == target)
-            else _move(leaf, target, non_blocking)
+            else _move(leaf, device, non_blocking)
             for index, leaf in enumerate(leaves)
         ]
     )
@@ -141,7 +143,7 @@ def concatenate(trees: Sequence[T], dim: int = 0) -> T:
 
 
 def find_batch_size(tree: Any) -> int:
-    """Give the number of rows of the first tensor that has any dimension.
+    """Give the number of rows of the first tensor that has any dimension, as the tree reads.
 
     Raises:
         ValueError: There is no such tensor.
@@ -221,10 +223,12 @@ def _first_size(tree: Any) -> int | None:
     """Look into the usual containers one value at a time: the first leaf is nearly always the answer."""
     if isinstance(tree, torch.Tensor):
         return tree.size(0) if tree.dim() else None
-    if isinstance(tree, dict):
-        values: Iterable[Any] = cast("dict[Any, Any]", tree).values()
-    elif isinstance(tree, (list, tuple)):
+    if isinstance(tree, Mapping):
+        values: Iterable[Any] = cast("Mapping[Any, Any]", tree).values()
+    elif isinstance(tree, (list, tuple, deque)):
         values = cast("Sequence[Any]", tree)
+    elif is_dataclass(tree) and not isinstance(tree, (type, torch.nn.Module)):
+        values = [getattr(tree, item.name) for item in fields(tree)]
     else:
         values, _ = flatten(tree)
         if len(values) == 1 and values[0] is tree:  # a leaf
@@ -247,7 +251,7 @@ def _same(one: Any, other: Any) -> bool:
         return False
 
 
-def _move(leaf: Any, device: torch.device, non_blocking: bool) -> Any:
+def _move(leaf: Any, device: torch.device | str | int, non_blocking: bool) -> Any:
     if isinstance(leaf, torch.Tensor):
         return leaf.to(device, non_blocking=non_blocking)
     move = getattr(leaf, "to", None)

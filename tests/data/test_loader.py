@@ -157,3 +157,26 @@ def test_what_is_no_loader_or_policy_is_refused() -> None:
         prepare_data_loader(Context(), cast("Any", [1]))
     with pytest.raises(ValueError, match="'local'"):
         prepare_data_loader(Context(), numbers(1), cast("Any", "local"))
+
+
+def test_a_pass_begins_with_the_random_states_that_the_context_names() -> None:
+    def draw(ctx: Context) -> tuple[int, int]:
+        generator = torch.Generator().manual_seed(ctx.rank)
+        torch.manual_seed(10 + ctx.rank)
+        list(prepare_data_loader(ctx, numbers(4, generator=generator)))
+        return int(torch.randint(1 << 30, (), generator=generator)), int(torch.randint(1 << 30, ()))
+
+    # The loader's own generator by default, torch's only where it is asked for. On processes, since threads
+    # share torch's generator.
+    (own, shared), (own_there, shared_there) = run_ranks(draw, 2, "processes")
+    assert own == own_there
+    assert shared != shared_there
+    (own, shared), (own_there, shared_there) = run_ranks(draw, 2, "processes", rng_types=["torch"])
+    assert own != own_there
+    assert shared == shared_there
+
+
+def test_custom_classes_are_refused() -> None:
+    ctx = Context().replace(dataloader_config=DataLoaderConfiguration(custom_classes={"map": object}))
+    with pytest.raises(NotAvailableError, match="custom_classes"):
+        prepare_data_loader(ctx, numbers(4))

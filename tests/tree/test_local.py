@@ -1,4 +1,5 @@
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from accelfn.testing.strategies import dtypes, rank_trees, shapes, tensors, trees
+from accelfn.testing.strategies import Pair, Sample, dtypes, rank_trees, shapes, tensors, trees
 from accelfn.tree import (
     concatenate,
     convert_to_fp32,
@@ -180,9 +181,20 @@ def test_concatenate_refuses_nothing_and_other_structures() -> None:
         concatenate([{"a": torch.zeros(1)}, {"b": torch.zeros(1)}])
 
 
+def as_it_reads(tree: Any) -> list[Any]:
+    """List the leaves as they would be printed: a dict in the order in which it was filled."""
+    if isinstance(tree, dict):
+        return [leaf for value in cast("dict[Any, Any]", tree).values() for leaf in as_it_reads(value)]
+    if type(tree) in (list, tuple, deque, Pair):
+        return [leaf for value in cast("list[Any]", tree) for leaf in as_it_reads(value)]
+    if isinstance(tree, Sample):
+        return as_it_reads([tree.value, tree.label])
+    return [tree]
+
+
 @given(mixed())
 def test_the_batch_size_is_that_of_the_first_tensor_with_rows(tree: Any) -> None:
-    sizes = [len(leaf) for leaf in flatten(tree)[0] if isinstance(leaf, torch.Tensor) and leaf.dim()]
+    sizes = [len(leaf) for leaf in as_it_reads(tree) if isinstance(leaf, torch.Tensor) and leaf.dim()]
     if sizes:
         assert find_batch_size(tree) == sizes[0]
     else:

@@ -29,8 +29,8 @@ class DataLoaderConfiguration:
         non_blocking: Whether copies to the device are asynchronous. Default False.
         use_stateful_dataloader: Whether the loader keeps torchdata's own state; not available yet. Default
             False.
-        custom_classes: By name of a kind of loader, the class to build instead; ``None`` for ours. Without
-            effect yet. Default None.
+        custom_classes: By name of a kind of loader, the class to build instead; ``None`` for ours. Refused
+            in this version when a loader is prepared. Default None.
     """
 
     split_batches: bool = False
