@@ -64,7 +64,7 @@ def measure(ctx: af.Context) -> list[Row]:
         ("reduce, one leaf of 64 MiB", lambda: af.reduce(ctx, large), torch_reduce),
         ("broadcast, one leaf of 64 MiB", lambda: af.broadcast(ctx, large), torch_broadcast),
     ):
-        times = compare({"ours": ours, "plain torch": beside}, rounds=15, calls=1, before=wait)
+        times = compare({"ours": ours, "plain torch": beside}, rounds=40, calls=1, before=wait)
         rows.append(Row(name, times.pop("ours"), times))
     return rows
 
