@@ -14,8 +14,9 @@ from accelfn.comm.process_control import (
     wait_for_everyone,
 )
 from accelfn.comm.random_state import set_seed, synchronize_rng_states
-from accelfn.comm.split import split_between_processes
-from accelfn.comm.tensors import broadcast, gather, pad_across_processes, reduce, scatter, split_sizes
+from accelfn.comm.rows import pad_across_processes, scatter
+from accelfn.comm.split import split_between_processes, split_sizes
+from accelfn.comm.tensors import broadcast, gather, reduce
 from accelfn.comm.triggers import TriggerState, check_trigger, set_trigger
 
 __all__ = (

@@ -36,10 +36,12 @@ __all__ = (
     "agree",
     "attempt",
     "capacity",
+    "check_rank",
     "describe_tree",
     "layout_call",
     "verify_structure",
 )
+
 
 T = TypeVar("T")
 
@@ -131,6 +133,12 @@ def agree(
     if ctx.debug and ctx.world.size > 1:  # only here is it certain that every rank is ready to compare
         _compare(ctx, call)
     return payloads
+
+
+def check_rank(ctx: Context, operation: str, name: str, rank: int) -> None:
+    """Refuse a rank that isn't in the world."""
+    if not 0 <= rank < ctx.world.size:
+        raise ValueError(f"{operation}: {name} must be a rank in 0..{ctx.world.size - 1}, got {rank}.")
 
 
 def layout_call(operation: str, options: str, layout: Layout) -> Call:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast, overload
 
 import torch
 
-from accelfn.comm.agreement import Call, agree, attempt, capacity
+from accelfn.comm.agreement import Call, agree, attempt, capacity, check_rank
 from accelfn.comm.wire import as_bytes, as_tensor
 from accelfn.context import Context
 
@@ -80,11 +80,7 @@ def broadcast_object_list(ctx: Context, objs: list[T], from_process: int = 0) ->
     sends = ctx.world.rank == from_process
 
     def prepare() -> bytes:
-        if not 0 <= from_process < ctx.world.size:
-            raise ValueError(
-                f"broadcast_object_list: from_process must be a rank in 0..{ctx.world.size - 1}, "
-                f"got {from_process}."
-            )
+        check_rank(ctx, "broadcast_object_list", "from_process", from_process)
         if not isinstance(cast("object", objs), list):
             raise TypeError(
                 f"broadcast_object_list: objs must be a list, got {type(objs).__name__}. Wrap it: [obj]."

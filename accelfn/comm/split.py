@@ -7,10 +7,9 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from accelfn.comm.tensors import split_sizes
 from accelfn.context import Context
 
-__all__ = ("split_between_processes",)
+__all__ = ("split_between_processes", "split_sizes")
 
 T = TypeVar("T")
 
@@ -46,6 +45,16 @@ def split_between_processes(ctx: Context, inputs: T, apply_padding: bool = False
     if apply_padding and length:
         indices += [length - 1] * (sizes[0] - len(indices))
     return _take(inputs, indices)
+
+
+def split_sizes(length: int, parts: int) -> list[int]:
+    """Cut ``length`` into ``parts`` as equal as can be, longer ones first. Pure.
+
+    >>> split_sizes(5, 3)
+    [2, 2, 1]
+    """
+    quotient, rest = divmod(length, parts)
+    return [quotient + (part < rest) for part in range(parts)]
 
 
 def _length(inputs: Any, path: str) -> int:

@@ -1,0 +1,193 @@
+"""Rows of tensors across ranks: cut them apart, or make them equally long."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+from typing import TypeVar, cast
+
+import torch
+
+from accelfn.comm.agreement import Call, attempt, check_rank
+from accelfn.comm.objects import broadcast_bytes, gather_bytes
+from accelfn.comm.split import split_sizes
+from accelfn.comm.transfer import Prepared, given, prepare_tree
+from accelfn.context import Context
+from accelfn.tree import TensorInformation, flatten, flatten_tensor, is_packed_sequence, tree_structure
+
+__all__ = ("pad_across_processes", "scatter")
+
+T = TypeVar("T")
+
+
+def scatter(ctx: Context, tree: T | None, from_process: int = 0) -> T:
+    """Split each tensor of rank ``from_process`` along its first dimension, one part for each rank.
+
+    The parts are as equal as can be: of ``n`` rows the first ``n % P`` ranks get one more than the others, as
+    in :func:`accelfn.split_between_processes`.
+
+    Ranks: every rank of ``ctx``.
+
+    Args:
+        ctx: The world.
+        tree: On ``from_process`` a tree of tensors of shape ``(n, ...)``; ignored elsewhere, where it may be
+            None.
+        from_process: The rank that has the data.
+
+    Returns:
+        This rank's part, as the same types. Tensors that were on the CPU are on the CPU, others on
+        ``ctx.device``.
+
+    Raises:
+        ValueError: ``from_process`` is no rank, or a tensor has no first dimension.
+        TypeError: A leaf is no dense tensor.
+        RemoteRankError: The sending rank can't send.
+
+    >>> scatter(Context(), torch.arange(3))
+    tensor([0, 1, 2])
+    """
+    sends = ctx.world.rank == from_process
+
+    def prepare() -> tuple[Prepared | None, bytes]:
+        check_rank(ctx, "scatter", "from_process", from_process)
+        if not sends:
+            return None, b""
+        prepared = prepare_tree("scatter", tree, is_packed_sequence)
+        for index, shape in enumerate(prepared.layout.shapes):
+            if not shape:
+                raise ValueError(
+                    f"scatter: {prepared.layout.structure.paths()[index]} has no first dimension to split. "
+                    "Give it one, or broadcast it."
+                )
+        kinds = [leaf.device.type == "cpu" for leaf in prepared.leaves]
+        return prepared, pickle.dumps((tree_structure(tree), kinds)) if ctx.world.size > 1 else b""
+
+    made, error = attempt(prepare)
+    if ctx.world.size == 1:
+        given(made, error)
+        return cast("T", tree)
+    prepared, blob = made if made is not None else (None, b"")
+    stubs, on_cpu = pickle.loads(
+        broadcast_bytes(ctx, Call("scatter", f"from {from_process}"), blob, from_process, error)
+    )
+    info, structure = flatten(stubs, lambda value: isinstance(value, TensorInformation))
+    # Leaf by leaf: parts are cut from contiguous rows, and scatter is no operation of an inner loop.
+    received = [
+        _scatter_leaf(
+            ctx, leaf, None if prepared is None else prepared.leaves[index], on_cpu[index], from_process
+        )
+        for index, leaf in enumerate(cast("list[TensorInformation]", info))
+    ]
+    return structure.unflatten(received)
+
+
+def pad_across_processes(
+    ctx: Context, tree: T, dim: int = 0, pad_index: float = 0, pad_first: bool = False
+) -> T:
+    """Lengthen ``dim`` of each tensor to the longest over all ranks, so that a gather is possible.
+
+    Ranks: every rank of ``ctx``; dtypes and numbers of dimensions must be the same, lengths may differ.
+
+    Args:
+        ctx: The world.
+        tree: Tensors; one without dimension ``dim`` stays as it is.
+        dim: Dimension to lengthen; negative counts from the last.
+        pad_index: Value to fill with. Its dtype is the tensor's, on every rank.
+        pad_first: Fill before what is there, not after it.
+
+    Returns:
+        A tree of the same types. A tensor that is already long enough isn't copied.
+
+    Raises:
+        TypeError: A leaf is no dense tensor, or its dtype can't hold ``pad_index``.
+        MismatchError: Structures, dtypes, numbers of dimensions or options differ between ranks.
+
+    >>> pad_across_processes(Context(), torch.tensor([1, 2]))
+    tensor([1, 2])
+    """
+
+    def prepare() -> Prepared:
+        prepared = prepare_tree("pad_across_processes", tree, is_packed_sequence)
+        for index, dtype in enumerate(prepared.layout.dtypes):
+            if not _can_hold(dtype, pad_index):
+                raise TypeError(
+                    f"pad_across_processes: {prepared.layout.structure.paths()[index]} is of dtype "
+                    f"{dtype}, which can't hold pad_index={pad_index!r}. "
+                    "Pass a number of that dtype, or convert the tensor."
+                )
+        return prepared
+
+    prepared, error = attempt(prepare)
+    if ctx.world.size == 1:
+        given(prepared, error)
+        return tree
+    call, blob = Call("pad_across_processes"), b""
+    if prepared is not None:
+        layout = prepared.layout
+        kinds = [
+            f"{dtype} of {len(shape)} dimensions"
+            for dtype, shape in zip(layout.dtypes, layout.shapes, strict=True)
+        ]
+        call = Call(
+            "pad_across_processes",
+            f"dim={dim} pad_index={pad_index} pad_first={pad_first}\0{layout.structure.describe()}{kinds}",
+            lambda: dict(zip(layout.structure.paths(), kinds, strict=True)),
+        )
+        blob = json.dumps(layout.shapes).encode()
+    shapes = [json.loads(row) for row in gather_bytes(ctx, call, blob, error)]
+    leaves, layout = given(prepared, error)
+
+    def pad(index: int, leaf: torch.Tensor) -> torch.Tensor:
+        if not -leaf.dim() <= dim < leaf.dim():
+            return leaf
+        longest = max(rank[index][dim] for rank in shapes)
+        if leaf.shape[dim] == longest:
+            return leaf
+        shape = list(leaf.shape)
+        shape[dim] = longest
+        padded = leaf.new_full(shape, pad_index)
+        padded.narrow(dim, longest - leaf.shape[dim] if pad_first else 0, leaf.shape[dim]).copy_(
+            leaf.detach()
+        )
+        return padded
+
+    return layout.structure.unflatten([pad(index, leaf) for index, leaf in enumerate(leaves)])
+
+
+def _can_hold(dtype: torch.dtype, value: float) -> bool:
+    if dtype.is_floating_point or dtype.is_complex:
+        return True
+    if not math.isfinite(value) or value != int(value):
+        return False
+    if dtype == torch.bool:
+        return value in (0, 1)
+    limits = torch.iinfo(dtype)
+    return limits.min <= value <= limits.max
+
+
+def _scatter_leaf(
+    ctx: Context, info: TensorInformation, leaf: torch.Tensor | None, on_cpu: bool, from_process: int
+) -> torch.Tensor:
+    device = torch.device("cpu") if on_cpu else ctx.device
+    sizes = split_sizes(info.shape[0], ctx.world.size)
+    row = math.prod(info.shape[1:])
+    longest = sizes[0] * row
+    buffer = None
+    if leaf is not None:
+        flat = flatten_tensor(leaf)
+        if longest * ctx.world.size == flat.numel():
+            buffer = flat
+        else:  # scatter takes equal parts: the shorter ones are filled up
+            parts = [
+                torch.nn.functional.pad(
+                    part.view(torch.uint8), (0, (longest - part.numel()) * info.dtype.itemsize)
+                )
+                for part in torch.split(flat, [rows * row for rows in sizes])
+            ]
+            buffer = torch.cat(parts).view(info.dtype)
+        buffer = buffer.view(torch.uint8)
+    output = torch.empty(longest, dtype=info.dtype, device=device)
+    ctx.collectives.scatter(output.view(torch.uint8), buffer, from_process)
+    own = sizes[ctx.world.rank]
+    return output[: own * row].view(own, *info.shape[1:])
