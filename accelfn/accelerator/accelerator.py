@@ -463,7 +463,11 @@ class Accelerator:
         if not self._stepped:
             return
         found = torch.stack([state.found_inf for state in self._stepped.values()]).max()
-        self._scaler = training.update_scaler(self.context, self._scaler._replace(found_inf=found))
+        before = self._scaler
+        self._scaler = training.update_scaler(self.context, before._replace(found_inf=found))
+        # Other optimizers may be amid a window, with gradients at the old scale: they follow.
+        waiting = [one for one in self._optimizers if not {id(one)} & {*self._stepped, *self._unscaled}]
+        training.rescale_gradients(waiting, before, self._scaler)
         self._stepped, self._unscaled = {}, {}
 
     # --- across ranks ----------------------------------------------------------------------------

@@ -121,8 +121,9 @@ def save_model(
         The files, on every rank.
 
     Raises:
-        ValueError: A weight is on the meta device and has no data, the state dict holds something that is no
-            tensor, or the size has another form.
+        TypeError: ``model`` is no module.
+        ValueError: A weight is sparse, or on the meta device and has no data, the state dict holds something
+            that is no tensor, or the size has another form.
         NotADirectoryError: ``directory`` is a file.
         OSError: The files can't be written. What was there before is only gone where a new file took its
             name.
@@ -131,6 +132,8 @@ def save_model(
     folder = Path(directory)
 
     def save() -> WeightsPlan:
+        if not isinstance(cast("object", model), nn.Module):
+            raise TypeError(f"save_model: takes a module, got {type(model).__name__}.")
         tensors = _tensors(unwrap_model(model, keep_torch_compile=False))
         plan = plan_weights(tensors, parse_size(max_shard_size))
         if ctx.is_main_process:
@@ -152,10 +155,14 @@ def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     if others:
         raise ValueError(
             f"save_model: {', '.join(others[:5])} in the state dict is no tensor, and would be lost: "
-            "safetensors holds "
-            "tensors only. Let get_extra_state give a tensor, or save the state with save_state."
+            "safetensors holds tensors only. Let get_extra_state give a tensor, or save it by yourself."
         )
     tensors = {name: cast("torch.Tensor", value).detach() for name, value in state.items()}
+    sparse = [name for name, tensor in tensors.items() if tensor.layout != torch.strided]
+    if sparse:
+        raise ValueError(
+            f"save_model: {', '.join(sparse[:5])} must be dense to be saved. Make it dense (to_dense) first."
+        )
     absent = [name for name, tensor in tensors.items() if tensor.is_meta]
     if absent:
         raise ValueError(

@@ -15,7 +15,7 @@ import json
 import struct
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -137,6 +137,8 @@ def agree(
 
 def check_rank(ctx: Context, operation: str, name: str, rank: int) -> None:
     """Refuse a rank that isn't in the world."""
+    if not isinstance(cast("object", rank), int):
+        raise TypeError(f"{operation}: {name} must be a whole number, got {rank!r}.")
     if not 0 <= rank < ctx.world.size:
         raise ValueError(f"{operation}: {name} must be a rank in 0..{ctx.world.size - 1}, got {rank}.")
 
@@ -202,10 +204,10 @@ def _explain(ctx: Context, call: Call) -> MismatchError:
         json.loads(blob)
         for blob in _gather_all(ctx, json.dumps([call.operation, call.text, call.leaves()]).encode())
     ]
-    return _difference([(operation, text, leaves) for operation, text, leaves in said], call.operation)
+    return _difference([(operation, text, leaves) for operation, text, leaves in said])
 
 
-def _difference(said: Sequence[tuple[str, str, dict[str, str]]], operation: str) -> MismatchError:
+def _difference(said: Sequence[tuple[str, str, dict[str, str]]]) -> MismatchError:
     """Find what differs between the calls of the ranks. Pure."""
     rows: list[Disagreement] = []
     expected_call = _most([one[0] for one in said])
@@ -223,11 +225,15 @@ def _difference(said: Sequence[tuple[str, str, dict[str, str]]], operation: str)
                 if kind != expected
             ]
     if not rows:
-        expected_text = _most([one[1] for one in said])
-        for rank, one in enumerate(said):
-            if one[1] != expected_text:
-                found, expected = (text.replace("\0", " ").strip() for text in (one[1], expected_text))
-                rows.append(Disagreement(rank, "", expected[:200], found[:200]))
+        # Options come before the structure; where they are equal, the kinds of containers differ.
+        options = [one[1].partition("\0")[0] for one in said]
+        texts = options if len(set(options)) > 1 else [one[1].rpartition("\0")[2] for one in said]
+        expected = _most(texts)
+        rows = [
+            Disagreement(rank, "", expected[:200], text[:200])
+            for rank, text in enumerate(texts)
+            if text != expected
+        ]
     left_out = len(rows) - _MAX_ROWS
     hint = (
         "Every rank must call the same operation with the same options on a tree of the same structure, "
@@ -235,7 +241,7 @@ def _difference(said: Sequence[tuple[str, str, dict[str, str]]], operation: str)
     )
     if left_out > 0:
         hint = f"  ... and {left_out} more\n{hint}"
-    return MismatchError(operation, tuple(rows[:_MAX_ROWS]), hint)
+    return MismatchError(expected_call, tuple(rows[:_MAX_ROWS]), hint)
 
 
 def _most(values: list[str]) -> str:

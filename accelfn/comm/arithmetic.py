@@ -40,8 +40,11 @@ def check_arithmetic(prepared: Prepared, reduction: str, scale: float) -> None:
             )
 
 
-def combine(stacked: torch.Tensor, op: ReduceOp) -> torch.Tensor:
-    """Reduce the buffers of all ranks, shape (P, n), into a new one; the same bits on every rank."""
+def combine(stacked: torch.Tensor, op: ReduceOp, divisor: int = 1, factor: float = 1.0) -> torch.Tensor:
+    """Reduce the buffers of all ranks, shape (P, n), into a new one; the same bits on every rank.
+
+    Narrow floats are summed, divided and scaled in float32, and rounded once.
+    """
     dtype = stacked.dtype
     if dtype == torch.bool:
         return stacked.all(0) if op == "min" else stacked.any(0)
@@ -50,8 +53,14 @@ def combine(stacked: torch.Tensor, op: ReduceOp) -> torch.Tensor:
     elif dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch has hardly any arithmetic for these
         return _combine_unsigned(stacked, op)
     if op == "sum":
-        return stacked.sum(0, dtype=stacked.dtype).to(dtype)
-    return (stacked.amax(0) if op == "max" else stacked.amin(0)).to(dtype)
+        result = stacked.sum(0, dtype=stacked.dtype)
+    else:
+        result = stacked.amax(0) if op == "max" else stacked.amin(0)
+    if divisor != 1:
+        result.div_(divisor)
+    if factor != 1.0:
+        result.mul_(factor)
+    return result.to(dtype)
 
 
 def _combine_unsigned(stacked: torch.Tensor, op: ReduceOp) -> torch.Tensor:

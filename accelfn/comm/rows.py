@@ -108,6 +108,9 @@ def pad_across_processes(
     """
 
     def prepare() -> Prepared:
+        for name, value in (("dim", dim), ("pad_index", pad_index)):
+            if not isinstance(cast("object", value), int if name == "dim" else (int, float)):
+                raise TypeError(f"pad_across_processes: {name} must be a number, got {value!r}.")
         prepared = prepare_tree("pad_across_processes", tree, is_packed_sequence)
         for index, dtype in enumerate(prepared.layout.dtypes):
             if not _can_hold(dtype, pad_index):
@@ -157,7 +160,7 @@ def pad_across_processes(
 
 def _can_hold(dtype: torch.dtype, value: float) -> bool:
     if dtype.is_floating_point or dtype.is_complex:
-        return True
+        return not math.isfinite(value) or abs(value) <= torch.finfo(dtype).max
     if not math.isfinite(value) or value != int(value):
         return False
     if dtype == torch.bool:

@@ -7,7 +7,7 @@ back what it got. None of them is differentiable, and none writes into its input
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -79,7 +79,8 @@ def gather(ctx: Context, tree: T) -> T:
 def reduce(ctx: Context, tree: T, reduction: str = "sum", scale: float = 1.0) -> T:
     """Combine each tensor of ``tree`` with those of the other ranks, element by element.
 
-    float16, bfloat16 and float8 sums of small trees are formed in float32 and rounded once.
+    What float16, bfloat16 and float8 become is formed in float32 and rounded once; but 16-bit leaves too
+    large for the opening exchange are added in their own dtype, and divided before where a mean is wanted.
 
     Ranks: every rank of ``ctx``, with trees of the same structure, shapes and dtypes.
 
@@ -107,7 +108,9 @@ def reduce(ctx: Context, tree: T, reduction: str = "sum", scale: float = 1.0) ->
     def prepare() -> Prepared:
         if reduction not in REDUCTIONS:
             raise ValueError(f"reduce: reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}.")
-        prepared = prepare_tree("reduce", tree)
+        if not isinstance(cast("object", scale), (int, float)):
+            raise TypeError(f"reduce: scale must be a number, got {scale!r}.")
+        prepared = prepare_tree("reduce", tree, is_packed_sequence)
         check_arithmetic(prepared, reduction, scale)
         return prepared
 
@@ -121,22 +124,18 @@ def reduce(ctx: Context, tree: T, reduction: str = "sum", scale: float = 1.0) ->
         )
 
     op: ReduceOp = "max" if reduction == "max" else "min" if reduction == "min" else "sum"
-    options = f"{reduction} {scale!r}"
+    divisor = size if reduction == "mean" else 1
+    options = f"reduction={reduction!r} scale={scale!r}"
     if prepared is not None and fits(ctx, prepared):
         by_group = exchange_tree(ctx, layout_call("reduce", options, prepared.layout), prepared)
-        buffers = [combine(block, op) for block in by_group]
+        buffers = [combine(block, op, divisor, scale) for block in by_group]
     else:
         prepared = open_call(ctx, "reduce", options, prepared, error)
         buffers = [
-            _all_reduce(ctx, fill(group, prepared.leaves, copy=True), op) for group in prepared.layout.groups
+            _all_reduce(ctx, fill(group, prepared.leaves, copy=True), op, divisor, scale)
+            for group in prepared.layout.groups
         ]
-    layout = prepared.layout
-    for buffer in buffers:
-        if reduction == "mean":
-            buffer.div_(size) if buffer.dtype.itemsize > 1 else buffer.copy_(buffer.float() / size)
-        if scale != 1.0:
-            scale_(buffer, scale)
-    return unpack(Packed(tuple(buffers), layout))
+    return unpack(Packed(tuple(buffers), prepared.layout))
 
 
 def broadcast(ctx: Context, tree: T, from_process: int = 0) -> T:
@@ -196,12 +195,19 @@ def _rows(leaf: torch.Tensor) -> torch.Tensor:
     return leaf if leaf.dim() else leaf.reshape(1)
 
 
-def _all_reduce(ctx: Context, buffer: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+def _all_reduce(
+    ctx: Context, buffer: torch.Tensor, op: ReduceOp, divisor: int, factor: float
+) -> torch.Tensor:
     """Reduce a buffer of our own over all ranks."""
     if buffer.dtype in REDUCED_HERE:
-        return combine(all_gather_rows(ctx, buffer), op)
+        return combine(all_gather_rows(ctx, buffer), op, divisor, factor)
     if buffer.dtype == torch.bool:
         ctx.collectives.all_reduce(buffer.view(torch.uint8), "min" if op == "min" else "max")
-    else:
-        ctx.collectives.all_reduce(buffer, op)
-    return buffer
+        return buffer
+    before = divisor != 1 and buffer.dtype in (torch.float16, torch.bfloat16)  # the sum may not fit
+    if before:
+        buffer.div_(divisor)
+    ctx.collectives.all_reduce(buffer, op)
+    if divisor != 1 and not before:
+        buffer.div_(divisor)
+    return buffer.mul_(factor) if factor != 1.0 else buffer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import time
 from dataclasses import dataclass, field
 from types import TracebackType
 
@@ -25,6 +26,8 @@ from accelfn.context.world import World
 from accelfn.errors import ConfigurationError, NotAvailableError
 
 __all__ = ("Context", "close_context", "configure")
+
+_LET_GO_S = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,13 +201,18 @@ def close_context(ctx: Context) -> None:
     Ranks: every rank of ``ctx``.
     """
     made = ctx.world.made
-    if made.side_group is not None and _is_registered(made.side_group):
-        dist.destroy_process_group(made.side_group)
+    side_group = None if made.side_group is None else made.side_group()
+    if side_group is not None and _is_registered(side_group):
+        dist.destroy_process_group(side_group)
     # Another group may be the default one by now, if this context was closed before: it isn't ours to
     # destroy.
     if not made.group or ctx.world.group is None or ctx.world.group is not _default_group():
         return
     dist.destroy_process_group()
+    if ctx.world.group is not None:
+        # A wrapped model still holds it, and with it threads that may be about to let go of a last tensor,
+        # for which they need the interpreter: one left waiting when that ends aborts the process.
+        time.sleep(_LET_GO_S)
     if made.excepthooks is not None and sys.excepthook is made.excepthooks[1]:
         sys.excepthook = made.excepthooks[0]
     if made.previous_device is not None:

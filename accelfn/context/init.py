@@ -7,6 +7,7 @@ import dataclasses
 import os
 import socket
 import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -249,7 +250,7 @@ def _adopt(
     if place.size == 1:
         return world, Collectives()
     side = None if _carries_cpu(group) else _gloo_beside(group, timeout)
-    world = dataclasses.replace(world, made=Made(side_group=side))
+    world = dataclasses.replace(world, made=Made(side_group=None if side is None else weakref.ref(side)))
     collectives = process_group_collectives(group, place.rank, place.size, control=side)
     return _settle(world, collectives, place.nodes_known)
 
@@ -363,6 +364,6 @@ def _world(
         num_nodes=place.num_nodes,
         device=plan.device,
         backend=backend,
-        group=group,
+        group_ref=None if group is None else weakref.ref(group),
         made=made,
     )

@@ -6,14 +6,16 @@ made for itself, so nothing here asks torch's global registry: ranks are numbers
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Generator
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 import torch.distributed as dist
 
 from accelfn.context.collectives import Collectives, ReduceOp, chunk_bytes
-from accelfn.errors import CollectiveTimeoutError, MissingRankError
+from accelfn.errors import CollectiveTimeoutError, DistributedError, MissingRankError
 
 __all__ = ("process_group_collectives",)
 
@@ -24,12 +26,14 @@ def process_group_collectives(
     """Give collectives over ``group``.
 
     Args:
-        group: Carries the tensors.
+        group: Carries the tensors; whoever made it keeps it alive.
         rank: This rank in the group.
         size: Number of ranks in the group.
         control: Carries the CPU bytes of ``exchange``; ``group`` itself when it has a CPU backend.
     """
-    beside = group if control is None else control
+    # Weakly: a context that outlives its group, or hangs in a traceback, must not keep its connections.
+    group = cast("dist.ProcessGroup", weakref.proxy(group))
+    beside = group if control is None else cast("dist.ProcessGroup", weakref.proxy(control))
     chunk = chunk_bytes(size)
 
     def exchange(message: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -97,6 +101,10 @@ def _failures(operation: str, rank: int) -> Generator[None]:
     """Turn what a backend raises for a lost or late peer into our errors; let everything else through."""
     try:
         yield
+    except ReferenceError as error:
+        raise DistributedError(
+            f"{operation}: the process group of this context is closed. Make a new context with init_context."
+        ) from error
     except RuntimeError as error:
         text = str(error)
         if "imed out" in text or "timeout" in text.lower():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -27,7 +28,7 @@ class Made:
     """
 
     group: bool = False
-    side_group: dist.ProcessGroup | None = None
+    side_group: weakref.ref[dist.ProcessGroup] | None = None
     previous_device: torch.device | None = None
     excepthooks: tuple[Callable[..., object], Callable[..., object]] | None = None
 
@@ -46,7 +47,8 @@ class World:
         device: Device of this rank.
         backend: ``"gloo"``, ``"nccl"``, ..., ``"memory"`` for ranks that are threads, None for a world of
             one.
-        group: torch's process group, or None (a world of one, or ranks in memory).
+        group_ref: Leads to torch's process group; None for a world of one, or ranks in memory. Only torch
+            keeps the group alive, so that closing it really ends its threads.
         made: What ``init_context`` set up and ``close_context`` undoes.
     """
 
@@ -58,8 +60,13 @@ class World:
     num_nodes: int = 1
     device: torch.device = _CPU
     backend: str | None = None
-    group: dist.ProcessGroup | None = None
+    group_ref: weakref.ref[dist.ProcessGroup] | None = None
     made: Made = field(default_factory=Made)
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """Torch's process group; None where there is none, or when it has been destroyed."""
+        return None if self.group_ref is None else self.group_ref()
 
     def __post_init__(self) -> None:
         """Refuse a rank outside its world, and nodes that don't fit in it."""

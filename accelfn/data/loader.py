@@ -8,7 +8,7 @@ from typing import Any, Generic, Literal, TypeVar, cast
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from accelfn.comm import gather_object, synchronize_rng_states
+from accelfn.comm import Call, agree, gather_object, synchronize_rng_states
 from accelfn.context import Context
 from accelfn.data.order import Order, order_of
 from accelfn.data.plan import EpochPlan, plan_epoch
@@ -150,6 +150,7 @@ def prepare_data_loader(
     Raises:
         ConfigurationError: The data is sharded already and would be sharded again, the loader was prepared
             with another context, or the batch can't be split.
+        MismatchError: The ranks have loaders of different length, batch size or options.
         TypeError: ``loader`` is no DataLoader, or has no length.
         NotAvailableError: A kind of loader or an option that this version has no machinery for.
 
@@ -181,6 +182,8 @@ def prepare_data_loader(
         even_batches=ctx.loading.even_batches,
         drop_last=loader.drop_last,
     )
+    if ctx.num_processes > 1:  # ranks that share out different data would skip samples, or wait for ever
+        agree(ctx, Call("prepare_data_loader", repr(plan), lambda: {"loader": repr(plan)}))
     counts = tuple(plan.num_batches(rank) for rank in range(plan.size))
     return PreparedDataLoader(ctx, loader, counts, plan, RankBatches(ctx, plan, order))
 

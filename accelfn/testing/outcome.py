@@ -19,11 +19,13 @@ class Outcome:
         value: What it returned.
         error: What it raised, or None.
         ended: Whether it came to an end at all.
+        seen_to_die: Whether its process ended before it could say anything.
     """
 
     value: Any = None
     error: BaseException | None = None
     ended: bool = True
+    seen_to_die: bool = False
 
 
 def conclude(outcomes: Sequence[Outcome], where: str) -> list[Any]:
@@ -36,7 +38,9 @@ def conclude(outcomes: Sequence[Outcome], where: str) -> list[Any]:
     errors = [(rank, one.error) for rank, one in enumerate(outcomes) if one.error is not None]
     if not errors:
         return [one.value for one in outcomes]
-    rank, error = min(errors, key=lambda item: (_consequence(item[1]), item[0]))
+    rank, error = min(
+        errors, key=lambda item: (not outcomes[item[0]].seen_to_die and _consequence(item[1]), item[0])
+    )
     note = f"raised on rank {rank} of {len(outcomes)} ({where})"
     others = [f"rank {one} {type(it).__name__}" for one, it in errors if one != rank]
     if others:

@@ -19,6 +19,7 @@ import tempfile
 import time
 import traceback
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -83,7 +84,6 @@ def run_on_processes(
                     target=_work,
                     args=(fn, rank, size, configure, seconds, faults, num_nodes, path, sender),
                     name=f"rank {rank} of {size}",
-                    daemon=True,
                 )
                 with warnings.catch_warnings():
                     # Python 3.12 warns of forking beside other threads; the child starts no torch thread
@@ -139,7 +139,7 @@ def _receive(rank: int, process: Any, receiver: Connection) -> Outcome:
             if code is not None and code < 0
             else f"exited with code {code}"
         )
-        return Outcome(error=MissingRankError(f"rank {rank} {how} before it returned."))
+        return Outcome(error=MissingRankError(f"rank {rank} {how} before it returned."), seen_to_die=True)
     if text and error is not None:
         error.__cause__ = _RemoteTraceback(text)
     return Outcome(value=value, error=error)
@@ -181,7 +181,8 @@ def _work(
         collectives.barrier()  # nobody may end while others still connect to it
         world = memory_world(rank, size, num_nodes, "gloo")
         ctx = Context(
-            world=dataclasses.replace(world, group=group), collectives=inject(collectives, rank, faults, _die)
+            world=dataclasses.replace(world, group_ref=weakref.ref(group)),
+            collectives=inject(collectives, rank, faults, _die),
         )
         report = (fn(configure(ctx)), None, "")
         message = _pack(report)

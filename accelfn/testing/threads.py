@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -62,10 +61,7 @@ def run_on_gloo_threads(
 
     def enter(rank: int) -> tuple[World, Collectives]:
         groups[rank] = group = _gloo_group(store, rank, size, timeout)
-        # By a weak reference: the traceback of an error holds the context, and must not hold the connections
-        # too.
-        proxy = cast("dist.ProcessGroup", weakref.proxy(group))
-        collectives = process_group_collectives(proxy, rank, size)
+        collectives = process_group_collectives(group, rank, size)
         collectives.barrier()  # nobody may leave while others still connect to it
         return memory_world(rank, size, num_nodes, "gloo"), collectives
 

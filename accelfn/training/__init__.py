@@ -13,6 +13,7 @@ from accelfn.training.prepare import (
 from accelfn.training.scaler import (
     ScalerState,
     init_scaler,
+    rescale_gradients,
     step_was_skipped,
     unscale_gradients,
     update_scaler,
@@ -34,6 +35,7 @@ __all__ = (
     "prepare_model",
     "prepare_optimizer",
     "prepare_scheduler",
+    "rescale_gradients",
     "scheduler_step",
     "step_was_skipped",
     "unscale_gradients",

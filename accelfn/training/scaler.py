@@ -7,6 +7,7 @@ good steps it grows.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,14 @@ from torch.optim import Optimizer
 
 from accelfn.context import Context
 
-__all__ = ("ScalerState", "init_scaler", "step_was_skipped", "unscale_gradients", "update_scaler")
+__all__ = (
+    "ScalerState",
+    "init_scaler",
+    "rescale_gradients",
+    "step_was_skipped",
+    "unscale_gradients",
+    "update_scaler",
+)
 
 
 class ScalerState(NamedTuple):
@@ -119,6 +127,24 @@ def update_scaler(ctx: Context, scaler_state: ScalerState) -> ScalerState:
         found_inf=scaler_state.found_inf,
         num_skipped=scaler_state.num_skipped + scaler_state.found_inf.to(torch.int64),
     )
+
+
+def rescale_gradients(optimizers: Iterable[Optimizer], before: ScalerState, after: ScalerState) -> None:
+    """Bring gradients that are not unscaled yet from one loss scale to another.
+
+    Writes into the gradients. For optimizers that share a scale and step at different times.
+    """
+    grads = [
+        parameter.grad
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+        if parameter.grad is not None
+    ]
+    ratio = after.scale / before.scale
+    with torch.no_grad():
+        for grad in grads:
+            grad.mul_(ratio.to(grad.device, grad.dtype))
 
 
 def step_was_skipped(ctx: Context, scaler_state: ScalerState) -> bool:

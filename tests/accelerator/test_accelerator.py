@@ -341,3 +341,23 @@ def test_the_shim_is_thin() -> None:
             lengths[method.name] = code[-1].end_lineno - code[0].lineno + 1 if code else 0  # pyright: ignore[reportOptionalOperand]
     assert len(lengths) > 50
     assert {name: length for name, length in lengths.items() if length > 15} == {}
+
+
+@pytest.mark.parametrize("overflows", [True, False])
+def test_a_moving_scale_reaches_gradients_of_optimizers_that_have_not_stepped(overflows: bool) -> None:
+    accelerator = Accelerator(
+        context=Context().replace(
+            mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=1024.0, growth_interval=1)]
+        )
+    )
+    p, q = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    first, second = accelerator.prepare(torch.optim.SGD([p], lr=1.0), torch.optim.SGD([q], lr=1.0))
+    accelerator.backward(q.sum() * 0.5)
+    accelerator.backward(p.sum() * (float("inf") if overflows else 0.0))
+    first.step()
+    first.zero_grad()
+    accelerator.backward(p.sum() * 0.5)  # here the scale moves
+    first.step()
+    first.zero_grad()
+    second.step()
+    assert (p.item(), q.item()) == (0.5, 0.5)

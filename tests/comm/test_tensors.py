@@ -655,3 +655,54 @@ def test_a_skipped_call_is_an_error_not_a_hang(on: Where) -> None:
 
     with pytest.raises(MissingRankError):
         run_ranks(work, 2, on, timeout_s=10)
+
+
+@pytest.mark.parametrize("elements", [2, 1 << 20], ids=("small", "large"))
+def test_a_mean_or_scale_of_halves_is_not_cut_off_by_its_sum(elements: int) -> None:
+    large = torch.full((elements,), 60000.0, dtype=torch.float16)
+    assert run_ranks(lambda ctx: bool((reduce(ctx, large, "mean") == large).all()), 2) == [True] * 2
+    if elements == 2:
+        assert run_ranks(lambda ctx: bool((reduce(ctx, large, scale=0.5) == large).all()), 2) == [True] * 2
+        wide = torch.full((2,), 288.0)
+        eighth = wide.to(torch.float8_e4m3fn)
+        assert run_ranks(lambda ctx: bool((reduce(ctx, eighth, "mean").float() == wide).all()), 2)[0]
+
+
+def test_a_packed_sequence_is_not_reduced_into_nonsense() -> None:
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
+    for operation in (gather, reduce, pad_across_processes):
+        with pytest.raises(TypeError, match="PackedSequence"):
+            cast("Any", operation)(Context(), packed)
+
+
+@pytest.mark.parametrize(
+    ("operation", "arguments"),
+    [
+        (pad_across_processes, {"pad_index": 1e6}),
+        (pad_across_processes, {"pad_index": "x"}),
+        (pad_across_processes, {"dim": "a"}),
+        (broadcast, {"from_process": 1.0}),
+        (reduce, {"scale": "a"}),
+    ],
+)
+def test_arguments_of_a_wrong_kind_are_refused_by_all(operation: Any, arguments: dict[str, Any]) -> None:
+    def attempt(ctx: Context) -> str:
+        with pytest.raises(TypeError) as caught:
+            operation(ctx, torch.ones(1 + ctx.rank, dtype=torch.float16), **arguments)
+        return str(caught.value).partition(":")[0]
+
+    assert run_ranks(attempt, 2) == [operation.__name__] * 2
+
+
+def test_differing_options_are_named_alike_on_all_ranks() -> None:
+    def call(ctx: Context) -> str:
+        with pytest.raises(MismatchError) as caught:
+            reduce(ctx, torch.ones(2), "sum" if ctx.rank else "mean") if ctx.rank < 2 else gather(
+                ctx, torch.ones(2)
+            )
+        return str(caught.value)
+
+    first, second = run_ranks(call, 2)
+    assert first == second
+    assert "rank 1: found reduction='sum' scale=1.0, expected reduction='mean' scale=1.0" in first
+    assert len(set(run_ranks(call, 3))) == 1

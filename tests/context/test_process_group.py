@@ -151,3 +151,17 @@ def test_a_subgroup_counts_its_own_ranks() -> None:
         return [rank, gathered, numbers(buffer)]
 
     assert run_ranks(within, 3, on="processes") == [None, [0, [1, 2], [1]], [1, [1, 2], [1]]]
+
+
+def test_a_group_that_is_closed_says_so_and_is_not_kept_alive() -> None:
+    def close(ctx: Context) -> tuple[bool, str]:
+        dist.destroy_process_group()
+        with pytest.raises(DistributedError, match="is closed") as caught:
+            ctx.collectives.barrier()
+        return ctx.world.group is None, str(caught.value)
+
+    gone = (
+        True,
+        "all_gather: the process group of this context is closed. Make a new context with init_context.",
+    )
+    assert run_ranks(close, 2, "processes") == [gone, gone]

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from accelfn import Context, DataLoaderConfiguration
 from accelfn.data import prepare_data_loader
-from accelfn.errors import ConfigurationError, NotAvailableError
+from accelfn.errors import ConfigurationError, MismatchError, NotAvailableError
 from accelfn.testing import run_ranks
 
 
@@ -180,3 +180,15 @@ def test_custom_classes_are_refused() -> None:
     ctx = Context().replace(dataloader_config=DataLoaderConfiguration(custom_classes={"map": object}))
     with pytest.raises(NotAvailableError, match="custom_classes"):
         prepare_data_loader(ctx, numbers(4))
+
+
+@pytest.mark.parametrize("on", ["length", "batch"])
+def test_ranks_with_different_loaders_are_told(on: str) -> None:
+    def prepare(ctx: Context) -> Any:
+        source = numbers(9 + ctx.rank) if on == "length" else numbers(10, 2 + ctx.rank)
+        with pytest.raises(MismatchError, match="EpochPlan") as caught:
+            prepare_data_loader(ctx, source)
+        return str(caught.value)
+
+    first, second = run_ranks(prepare, 2)
+    assert first == second

@@ -1,15 +1,16 @@
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 from accelfn.comm import wait_for_everyone
 from accelfn.context import Context
 from accelfn.errors import DistributedError, MismatchError, MissingRankError
-from accelfn.testing import run_ranks
+from accelfn.testing import Fault, run_ranks
 
 
 class Odd(Exception):  # noqa: N818 -- a user may call it what they like
@@ -78,3 +79,20 @@ def test_no_process_is_left_behind() -> None:
         run_ranks(work, 3, "processes", timeout_s=10)
     with pytest.raises(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)
+
+
+def test_a_killed_rank_is_named_also_when_others_wait_for_it() -> None:
+    def work(ctx: Context) -> None:
+        wait_for_everyone(ctx)
+        wait_for_everyone(ctx)
+
+    with pytest.raises(MissingRankError, match="rank 2 was killed by SIGKILL"):
+        run_ranks(work, 3, "processes", faults=[Fault(kind="die", rank=2, at=1)])
+
+
+def test_a_loader_with_workers_runs_on_a_rank() -> None:
+    def read(ctx: Context) -> int:
+        loader = DataLoader(cast("Any", torch.arange(4)), num_workers=1)
+        return sum(int(cast("torch.Tensor", batch)) for batch in cast("Any", loader))
+
+    assert run_ranks(read, 2, "processes") == [6, 6]
