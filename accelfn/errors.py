@@ -70,7 +70,7 @@ class MismatchError(DistributedError):
     """Ranks called different operations, or the same one on different trees.
 
     Attributes:
-        operation: Name of the operation, as this rank called it.
+        operation: Name of the operation, as most ranks called it.
         rows: What differs, by rank and tree path.
     """
 

@@ -184,6 +184,7 @@ def _work(
             world=dataclasses.replace(world, group_ref=weakref.ref(group)),
             collectives=inject(collectives, rank, faults, _die),
         )
+        del group  # torch keeps it, until fn or its end closes it
         report = (fn(configure(ctx)), None, "")
         message = _pack(report)
     except BaseException as error:  # noqa: BLE001 -- whatever ends a rank is reported to the parent
