@@ -608,8 +608,14 @@ def test_another_operation_is_an_error_on_every_rank(on: Where, split: bool) -> 
 
 
 OPTIONS: tuple[tuple[Callable[[Context, bool], Any], str], ...] = (
-    (lambda ctx, odd: reduce(ctx, torch.zeros(1), "max" if odd else "sum"), "rank 1: found reduction='max' scale=1.0"),
-    (lambda ctx, odd: reduce(ctx, torch.zeros(1), scale=3.0 if odd else 1.0), "rank 1: found reduction='sum' scale=3.0"),
+    (
+        lambda ctx, odd: reduce(ctx, torch.zeros(1), "max" if odd else "sum"),
+        "rank 1: found reduction='max' scale=1.0",
+    ),
+    (
+        lambda ctx, odd: reduce(ctx, torch.zeros(1), scale=3.0 if odd else 1.0),
+        "rank 1: found reduction='sum' scale=3.0",
+    ),
     (lambda ctx, odd: broadcast(ctx, torch.zeros(1), int(odd)), "rank 1: found from 1"),
     (lambda ctx, odd: scatter(ctx, torch.zeros(1), int(odd)), "rank 1: found from 1"),
     (
