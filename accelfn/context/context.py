@@ -206,10 +206,11 @@ def close_context(ctx: Context) -> None:
         dist.destroy_process_group(side_group)
     # Another group may be the default one by now, if this context was closed before: it isn't ours to
     # destroy.
-    if not made.group or ctx.world.group is None or ctx.world.group is not _default_group():
+    group = ctx.world.group_ref
+    if not made.group or group is None or group() is None or group() is not _default_group():
         return
     dist.destroy_process_group()
-    if ctx.world.group is not None:
+    if group() is not None:
         # A wrapped model still holds it, and with it threads that may be about to let go of a last tensor,
         # for which they need the interpreter: one left waiting when that ends aborts the process.
         time.sleep(_LET_GO_S)
