@@ -9,6 +9,7 @@
     |-- MissingExtraError         (ImportError)          an optional package is not installed
     `-- DistributedError          (RuntimeError)         several ranks are involved
         |-- MismatchError                                ranks called different things
+        |   `-- UnevenDataError                          ranks have different numbers of batches
         |-- RemoteRankError                              another rank failed
         |-- MissingRankError                             a rank ended without taking part
         `-- CollectiveTimeoutError (TimeoutError)        a rank did not arrive in time
@@ -16,10 +17,12 @@
 A wrong argument of a single call is a plain ``ValueError`` or ``TypeError``.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 __all__ = (
     "AccelfnError",
+    "Caller",
     "CollectiveTimeoutError",
     "ConfigurationError",
     "Disagreement",
@@ -30,6 +33,8 @@ __all__ = (
     "MissingRankError",
     "NotAvailableError",
     "RemoteRankError",
+    "RemoteTraceback",
+    "UnevenDataError",
 )
 
 
@@ -66,52 +71,119 @@ class Disagreement(NamedTuple):
     found: str  # what this rank has
 
 
+class Caller(NamedTuple):
+    """What one rank called, and from where."""
+
+    rank: int
+    operation: str
+    site: str  # such as "train.py:41 in main"
+
+
 class MismatchError(DistributedError):
-    """Ranks called different operations, or the same one on different trees.
+    """Ranks called different operations, or the same one on different trees, or from different places.
 
     Attributes:
         operation: Name of the operation, as most ranks called it.
         rows: What differs, by rank and tree path.
+        callers: What each rank called, in rank order; empty where only the rows are known.
+        hint: What to do.
     """
 
-    def __init__(self, operation: str, rows: tuple[Disagreement, ...], hint: str = "") -> None:
-        """Keep ``rows`` and print them as a table."""
+    def __init__(
+        self,
+        operation: str,
+        rows: Sequence[Disagreement],
+        hint: str = "",
+        callers: Sequence[Caller] = (),
+    ) -> None:
+        """Keep the rows and print them as a table."""
         self.operation = operation
-        self.rows = rows
-        lines = [f"{operation}: the ranks disagree."]
-        lines += [
-            f"  rank {row.rank}{_at(row.path)}: found {row.found}, expected {row.expected}" for row in rows
-        ]
-        if hint:
-            lines.append(hint)
-        super().__init__("\n".join(lines))
-        self._hint = hint
+        self.rows = tuple(Disagreement(*row) for row in rows)
+        self.hint = hint
+        self.callers = tuple(Caller(*caller) for caller in callers)
+        super().__init__(
+            "\n".join([self._headline(), *_table(self.rows, self.callers), *([hint] if hint else [])])
+        )
 
-    def __reduce__(self) -> tuple[type["MismatchError"], tuple[str, tuple[Disagreement, ...], str]]:
+    def _headline(self) -> str:
+        return f"{self.operation}: the ranks disagree."
+
+    def __reduce__(self) -> tuple[type["MismatchError"], tuple[object, ...]]:
         """Pickle by the arguments, so that the error can cross a process boundary."""
-        return type(self), (self.operation, self.rows, self._hint)
+        return type(self), (self.operation, self.rows, self.hint, self.callers)
+
+
+class UnevenDataError(MismatchError):
+    """Ranks have different numbers of batches, and would wait for each other for ever.
+
+    Attributes:
+        counts: Batches by rank: what each has, or what it has taken so far.
+    """
+
+    def __init__(
+        self,
+        operation: str,
+        rows: Sequence[Disagreement],
+        hint: str = "",
+        callers: Sequence[Caller] = (),
+        counts: Sequence[int] = (),
+    ) -> None:
+        """Keep the counts beside the rows."""
+        self.counts = tuple(counts)
+        super().__init__(operation, rows, hint, callers)
+
+    def _headline(self) -> str:
+        return (
+            f"{self.operation}: the ranks have different numbers of batches: "
+            f"{', '.join(map(str, self.counts))} by rank."
+        )
+
+    def __reduce__(self) -> tuple[type["MismatchError"], tuple[object, ...]]:
+        """Pickle by the arguments."""
+        return type(self), (self.operation, self.rows, self.hint, self.callers, self.counts)
+
+
+class RemoteTraceback(Exception):  # noqa: N818 -- shown as a cause, never raised by itself
+    """The traceback of an exception of another rank, as text."""
+
+    def __init__(self, text: str) -> None:
+        """Keep the text."""
+        self.text = text
+        super().__init__(text)
+
+    def __str__(self) -> str:
+        """Show the traceback below a line of its own."""
+        return f"\n{self.text}"
 
 
 class RemoteRankError(DistributedError):
     """Another rank failed, so the operation can't be carried out on this one.
 
+    Its cause (``__cause__``) shows the traceback of the other rank, where it is known.
+
     Attributes:
         rank: The rank that failed.
         cause: Name of its exception's class.
+        message: Its exception's message.
+        operation: What it was doing: the operation across ranks, or the block or loader that failed.
+        traceback: Its traceback as text, or "".
     """
 
-    def __init__(self, rank: int, cause: str, message: str, operation: str = "") -> None:
+    def __init__(self, rank: int, cause: str, message: str, operation: str = "", traceback: str = "") -> None:
         """Name the rank and repeat its message."""
         self.rank = rank
         self.cause = cause
         self.message = message
         self.operation = operation
+        self.traceback = traceback
         where = f" in {operation}" if operation else ""
         super().__init__(f"rank {rank} failed{where}: {cause}: {message}")
+        if traceback:
+            self.__cause__ = RemoteTraceback(traceback)
 
-    def __reduce__(self) -> tuple[type["RemoteRankError"], tuple[int, str, str, str]]:
+    def __reduce__(self) -> tuple[type["RemoteRankError"], tuple[int, str, str, str, str]]:
         """Pickle by the arguments, so that the error can cross a process boundary."""
-        return type(self), (self.rank, self.cause, self.message, self.operation)
+        return type(self), (self.rank, self.cause, self.message, self.operation, self.traceback)
 
 
 class MissingRankError(DistributedError):
@@ -122,5 +194,41 @@ class CollectiveTimeoutError(DistributedError, TimeoutError):
     """A rank did not arrive at a collective within the time allowed."""
 
 
-def _at(path: str) -> str:
-    return f", {path}" if path else ""
+def _table(rows: Sequence[Disagreement], callers: Sequence[Caller]) -> list[str]:
+    """Lay the rows out in columns, and below them what each rank called."""
+    by_rank = {caller.rank: caller for caller in callers}
+    titles = ("rank", "operation", "call site", "leaf", "found", "expected")
+    cells: list[tuple[str, ...]] = []
+    for row in rows:
+        caller = by_rank.get(row.rank, Caller(row.rank, "", ""))
+        cells.append((str(row.rank), caller.operation, caller.site, row.path, row.found, row.expected))
+    used = [column for column in range(len(titles)) if any(cell[column] for cell in cells)]
+    widths = {column: max(len(line[column]) for line in (titles, *cells)) for column in used}
+    lines = [
+        "  " + "  ".join(line[column].ljust(widths[column]) for column in used).rstrip()
+        for line in ((titles, *cells) if cells else ())
+    ]
+    calls: dict[tuple[str, str], list[int]] = {}
+    for caller in callers:
+        calls.setdefault((caller.operation, caller.site), []).append(caller.rank)
+    if len(calls) > 1 or (calls and not cells):
+        lines += [
+            f"  rank{'s' if len(ranks) > 1 else ''} {_ranges(ranks)} called {operation} at {site}"
+            for (operation, site), ranks in calls.items()
+        ]
+    return lines
+
+
+def _ranges(ranks: list[int]) -> str:
+    """Write ranks briefly.
+
+    >>> _ranges([0, 1, 2, 5])
+    '0-2, 5'
+    """
+    parts: list[list[int]] = []
+    for rank in ranks:
+        if parts and parts[-1][-1] == rank - 1:
+            parts[-1] = [parts[-1][0], rank]
+        else:
+            parts.append([rank])
+    return ", ".join("-".join(map(str, part)) for part in parts)

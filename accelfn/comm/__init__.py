@@ -1,8 +1,9 @@
 """Pytrees across ranks, process control, random state."""
 
-from accelfn.comm.agreement import Call, agree, attempt, verify_structure
+from accelfn.comm.agreement import Call, agree, attempt, check, verify_structure
 from accelfn.comm.objects import broadcast_bytes, broadcast_object_list, gather_bytes, gather_object
 from accelfn.comm.process_control import (
+    failing_together,
     local_main_process_first,
     main_process_first,
     on_last_process,
@@ -27,7 +28,9 @@ __all__ = (
     "broadcast",
     "broadcast_bytes",
     "broadcast_object_list",
+    "check",
     "check_trigger",
+    "failing_together",
     "gather",
     "gather_bytes",
     "gather_object",

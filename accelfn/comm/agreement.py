@@ -1,33 +1,27 @@
 """Before anything moves, the ranks agree on what they are about to do.
 
 Each operation across ranks opens with one exchange of equal size on every rank, whatever the operation and
-the tree. In it each rank says a fingerprint of its call (operation, options, structure, shapes, dtypes) and
-whether it can go on. All ranks see what all said, so all come to the same verdict: go on, raise because a
-rank can't, or raise because they differ. Nobody is left waiting, and tensors of another shape are never taken
-for the right ones. Whatever is small enough travels in the same exchange, so that agreement costs no extra
-message for small trees.
+the tree. In it each rank says a fingerprint of all it has called so far (operations, options, structures,
+shapes, dtypes, call sites) and whether it can go on. All ranks see what all said, so all come to the same
+verdict: go on, raise because a rank can't, or raise because they differ. Nobody is left waiting, and tensors
+of another shape are never taken for the right ones. Whatever is small enough travels in the same exchange, so
+that agreement costs no extra message for small trees.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import struct
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
+from accelfn.comm.difference import Said, find_difference
 from accelfn.comm.wire import as_bytes, as_tensor
-from accelfn.context import Context
-from accelfn.errors import (
-    CollectiveTimeoutError,
-    Disagreement,
-    MismatchError,
-    MissingRankError,
-    RemoteRankError,
-)
+from accelfn.context import Context, call_site, publish, refuse_if_over
+from accelfn.context.config import GuardMode
+from accelfn.errors import MismatchError, RemoteRankError
 from accelfn.tree import Layout, flatten
 
 __all__ = (
@@ -36,6 +30,7 @@ __all__ = (
     "agree",
     "attempt",
     "capacity",
+    "check",
     "check_rank",
     "describe_tree",
     "layout_call",
@@ -45,12 +40,16 @@ __all__ = (
 
 T = TypeVar("T")
 
-# Fingerprint of the call, status, bytes of payload in this exchange.
-_HEADER = struct.Struct("<16sB3xQ4x")
+# Fingerprint of all calls, number of this one, bytes of payload in this exchange, status.
+_HEADER = struct.Struct("<16sQQB15x")
 HEADER_BYTES = _HEADER.size  # a multiple of the alignment, so that the payload behind it is aligned too
 
 _READY, _FAILED = 0, 1
-_MAX_ROWS = 20
+
+# What "sampled" means: all operations at first, where most mistakes show, and in small worlds; then as many
+# as keep the cost per operation what it is with this many ranks.
+_FIRST_CALLS = 50
+_SMALL_WORLD = 8
 
 
 class Call(NamedTuple):
@@ -60,11 +59,16 @@ class Call(NamedTuple):
         operation: Name of the public function.
         text: All that must be equal on every rank, as text.
         leaves: Gives what is known of each leaf, by path; asked only to explain a mismatch.
+        pairs: Whether it matters which calls meet, so that they must come from one line or carry one tag: so
+            for what moves the user's data, and not for a barrier.
+        takes_long: Whether a rank may come late by minutes.
     """
 
     operation: str
     text: str = ""
     leaves: Callable[[], dict[str, str]] = dict
+    pairs: bool = False
+    takes_long: bool = False
 
 
 def capacity(ctx: Context) -> int:
@@ -94,45 +98,87 @@ def agree(
         error: Why this rank can't take part.
 
     Returns:
-        The payload of each rank, in rank order.
+        The payload of each rank, in rank order; to be read before the next operation.
 
     Raises:
         Exception: ``error`` itself, on the ranks that gave one.
-        RemoteRankError: Another rank gave one.
+        RemoteRankError: Another rank gave one, or has failed elsewhere.
         MismatchError: The calls differ; the same error on every rank.
         MissingRankError: A rank has ended instead.
         CollectiveTimeoutError: A rank did not come in time.
     """
+    site, tag = _begin(ctx, call)
     if error is not None:
         text = json.dumps([type(error).__name__, str(error)[: capacity(ctx) // 8]], ensure_ascii=False)
         payload = as_tensor(text.encode(errors="replace"))
+    journal = ctx.collectives.journal
     length = 0 if payload is None else payload.numel()
-    fingerprint = hashlib.blake2b(f"{call.operation}\0{call.text}".encode(), digest_size=16).digest()
-    message = as_tensor(_HEADER.pack(fingerprint, _READY if error is None else _FAILED, length))
+    status = _READY if error is None else _FAILED
+    message = as_tensor(_HEADER.pack(journal.chain, journal.number, length, status))
     if payload is not None:
         message = torch.cat([message, payload])
 
-    try:
-        rows = ctx.collectives.exchange(message)
-    except (MissingRankError, CollectiveTimeoutError) as lost:
-        # The seam knows only of an exchange; the user called something else.
-        raise type(lost)(f"{call.operation}: {lost}") from lost
+    rows = ctx.collectives.exchange(message)
     headers = [_HEADER.unpack(as_bytes(row, HEADER_BYTES)) for row in rows]
     payloads = [
         row[HEADER_BYTES : HEADER_BYTES + header[2]] for row, header in zip(rows, headers, strict=True)
     ]
 
-    if error is not None:
-        raise error
-    for rank, header in enumerate(headers):
-        if header[1] == _FAILED:
-            cause, text = json.loads(as_bytes(payloads[rank]))
-            raise RemoteRankError(rank, cause, text, call.operation)
+    last = max(header[1] for header in headers)
+    failed = next((rank for rank, header in enumerate(headers) if header[3] == _FAILED), None)
+    if failed is not None:
+        journal.resume(last)
+        if error is not None:
+            raise error
+        cause, text = json.loads(as_bytes(payloads[failed]))
+        raise RemoteRankError(failed, cause, text, call.operation)
     if any(header[0] != headers[0][0] for header in headers):
-        raise _explain(ctx, call)
-    if ctx.debug and ctx.world.size > 1:  # only here is it certain that every rank is ready to compare
-        _compare(ctx, call)
+        difference = _explain(ctx, call, site, tag)
+        journal.resume(last)
+        raise difference
+    journal.confirm()
     return payloads
+
+
+def check(ctx: Context, call: Call, error: Exception | None = None) -> None:
+    """Open an operation whose data follow by themselves, where the guard of ``ctx`` wants it checked.
+
+    What isn't checked is counted, so that the next check finds a difference.
+
+    Ranks: every rank of ``ctx``.
+
+    Raises:
+        Exception: As :func:`agree`.
+    """
+    if _is_due(ctx):
+        agree(ctx, call, None, error)
+        return
+    _begin(ctx, call)
+    if error is not None:
+        # The others don't look: they hear of it where they wait for the data.
+        publish(ctx.collectives.board, ctx.collectives.journal, ctx.rank, error, call.operation)
+        raise error
+
+
+def _is_due(ctx: Context) -> bool:
+    if ctx.guard.mode != GuardMode.SAMPLED:
+        return ctx.guard.mode == GuardMode.FULL
+    number, size = ctx.collectives.journal.number + 1, ctx.world.size
+    return size <= _SMALL_WORLD or number <= _FIRST_CALLS or number % -(-size // _SMALL_WORLD) == 0
+
+
+def _begin(ctx: Context, call: Call) -> tuple[str, str]:
+    """Note the call; give where it was made, and by which name it is told apart."""
+    guard, journal = ctx.guard, ctx.collectives.journal
+    refuse_if_over(journal, call.operation)
+    site = call_site()
+    tag = (ctx.tag or site) if call.pairs and guard.call_sites else ""
+    material = None
+    if guard.mode != GuardMode.OFF:
+        material = f"{call.operation}\0{journal.place}\0{tag}\0{call.text}"
+    patience_s = guard.long_timeout_s if call.takes_long else guard.timeout_s
+    journal.begin(call.operation, site, material, patience_s)
+    return site, tag
 
 
 def check_rank(ctx: Context, operation: str, name: str, rank: int) -> None:
@@ -145,7 +191,7 @@ def check_rank(ctx: Context, operation: str, name: str, rank: int) -> None:
 
 def layout_call(operation: str, options: str, layout: Layout) -> Call:
     """Describe an operation on a tree of tensors."""
-    return Call(operation, f"{options}\0{layout.describe()}", lambda: _layout_leaves(layout))
+    return Call(operation, f"{options}\0{layout.describe()}", lambda: _layout_leaves(layout), pairs=True)
 
 
 def describe_tree(operation: str, tree: Any, options: str = "") -> Call:
@@ -173,7 +219,9 @@ def verify_structure(ctx: Context, tree: Any) -> None:
     """
     if ctx.world.size == 1:
         return
-    agree(ctx, describe_tree("verify_structure", tree))
+    # Asked for by name, so it compares whatever the guard's mode is.
+    compared = ctx if ctx.guard.mode != GuardMode.OFF else ctx.replace(guard="full")
+    agree(compared, describe_tree("verify_structure", tree))
 
 
 def _kind(leaf: Any) -> str:
@@ -191,71 +239,33 @@ def _layout_leaves(layout: Layout) -> dict[str, str]:
     return dict(zip(layout.structure.paths(), kinds, strict=True))
 
 
-def _compare(ctx: Context, call: Call) -> None:
-    """Compare the calls in full, not by their fingerprints."""
-    error = _explain(ctx, call)
-    if error.rows:
-        raise error
-
-
-def _explain(ctx: Context, call: Call) -> MismatchError:
+def _explain(ctx: Context, call: Call, site: str, tag: str) -> MismatchError:
     """Let every rank tell in full what it called, and find where they differ: the same on every rank."""
-    said = [
-        json.loads(blob)
-        for blob in _gather_all(ctx, json.dumps([call.operation, call.text, call.leaves()]).encode())
-    ]
-    return _difference([(operation, text, leaves) for operation, text, leaves in said])
-
-
-def _difference(said: Sequence[tuple[str, str, dict[str, str]]]) -> MismatchError:
-    """Find what differs between the calls of the ranks. Pure."""
-    rows: list[Disagreement] = []
-    expected_call = _most([one[0] for one in said])
-    for rank, one in enumerate(said):
-        if one[0] != expected_call:
-            rows.append(Disagreement(rank, "", f"a call of {expected_call}", f"a call of {one[0]}"))
-    if not rows:
-        paths = dict.fromkeys(path for one in said for path in one[2])
-        for path in paths:
-            kinds = [one[2].get(path, "no such leaf") for one in said]
-            expected = _most(kinds)
-            rows += [
-                Disagreement(rank, path, expected, kind)
-                for rank, kind in enumerate(kinds)
-                if kind != expected
-            ]
-    if not rows:
-        # Options come before the structure; where they are equal, the kinds of containers differ.
-        options = [one[1].partition("\0")[0] for one in said]
-        texts = options if len(set(options)) > 1 else [one[1].rpartition("\0")[2] for one in said]
-        expected = _most(texts)
-        rows = [
-            Disagreement(rank, "", expected[:200], text[:200])
-            for rank, text in enumerate(texts)
-            if text != expected
-        ]
-    left_out = len(rows) - _MAX_ROWS
-    hint = (
-        "Every rank must call the same operation with the same options on a tree of the same structure, "
-        "shapes and dtypes."
+    journal = ctx.collectives.journal
+    own = Said(
+        operation=call.operation,
+        site=site,
+        number=journal.number,
+        text=call.text,
+        tag=tag,
+        place=journal.place,
+        leaves=call.leaves(),
+        batches=journal.batches,
+        has_ended=journal.has_ended,
+        recent=[(one.number, one.operation, one.site, one.chain.hex()) for one in journal.recent()],
     )
-    if left_out > 0:
-        hint = f"  ... and {left_out} more\n{hint}"
-    return MismatchError(expected_call, tuple(rows[:_MAX_ROWS]), hint)
+    return find_difference([Said(**json.loads(blob)) for blob in _gather_all(ctx, json.dumps(own._asdict()))])
 
 
-def _most(values: list[str]) -> str:
-    """Give the most common value; of equally common ones that of the lowest rank."""
-    return Counter(values).most_common(1)[0][0]
-
-
-def _gather_all(ctx: Context, blob: bytes) -> list[bytes]:
-    """Gather bytes of any length, with no agreement before: every rank is known to be here."""
-    lengths = [
-        struct.unpack("<Q", as_bytes(row, 8))[0]
-        for row in ctx.collectives.exchange(as_tensor(struct.pack("<Q", len(blob))))
-    ]
-    padded = torch.zeros(max(lengths), dtype=torch.uint8)
-    padded[: len(blob)] = as_tensor(blob)
-    rows = ctx.collectives.all_gather(padded).view(len(lengths), -1)
-    return [as_bytes(row[:length]) for row, length in zip(rows, lengths, strict=True)]
+def _gather_all(ctx: Context, text: str) -> list[bytes]:
+    """Gather texts of any length by exchanges alone, with no agreement: every rank is known to be here."""
+    blob = text.encode()
+    rows = ctx.collectives.exchange(as_tensor(struct.pack("<Q", len(blob))))
+    lengths = [struct.unpack("<Q", as_bytes(row, 8))[0] for row in rows]
+    gathered = [b""] * len(lengths)
+    chunk = ctx.collectives.chunk
+    for start in range(0, max(lengths), chunk):
+        rows = ctx.collectives.exchange(as_tensor(blob[start : start + chunk]))
+        for rank, row in enumerate(rows):
+            gathered[rank] += as_bytes(row, max(0, min(chunk, lengths[rank] - start)))
+    return gathered

@@ -52,7 +52,7 @@ def gather_object(ctx: Context, obj: Any) -> list[Any]:
     if ctx.world.size == 1:
         return objects
     blob, error = attempt(lambda: pickle.dumps(objects))
-    blobs = gather_bytes(ctx, Call("gather_object"), blob or b"", error)
+    blobs = gather_bytes(ctx, Call("gather_object", pairs=True), blob or b"", error)
     return [item for rank in blobs for item in pickle.loads(rank)]
 
 
@@ -92,7 +92,7 @@ def broadcast_object_list(ctx: Context, objs: list[T], from_process: int = 0) ->
         if error is not None:
             raise error
         return objs
-    call = Call("broadcast_object_list", f"from {from_process}")
+    call = Call("broadcast_object_list", f"from {from_process}", pairs=True)
     received = broadcast_bytes(ctx, call, blob or b"", from_process, error)
     return objs if sends else pickle.loads(received)
 

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import builtins
 import functools
+import pickle
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, Protocol, TypeVar, overload
 
-from accelfn.comm.agreement import Call, agree
-from accelfn.context import Context
+from accelfn.comm.agreement import Call, agree, attempt
+from accelfn.comm.objects import gather_bytes
+from accelfn.context import Context, publish
 
 __all__ = (
+    "Decorator",
+    "SharingDecorator",
+    "failing_together",
     "local_main_process_first",
     "main_process_first",
     "on_last_process",
@@ -25,7 +30,6 @@ __all__ = (
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Decorator = Callable[[Callable[P, T]], Callable[P, T | None]]
 
 
 def wait_for_everyone(ctx: Context) -> None:
@@ -44,11 +48,10 @@ def wait_for_everyone(ctx: Context) -> None:
 def main_process_first(ctx: Context) -> Generator[None, None, None]:
     """Let the main process go through a ``with`` block before the others enter it.
 
-    Ranks: every rank of ``ctx``.
+    Ranks: every rank of ``ctx``. The others wait for it as long as ``Guard.long_timeout``.
 
     Raises:
-        RemoteRankError: On the others, when the block failed on the main process: they don't wait, and don't
-            enter.
+        RemoteRankError: On the others, when the block failed on the main process: they don't enter.
     """
     with _first(ctx, ctx.is_main_process, "main_process_first"):
         yield
@@ -58,7 +61,8 @@ def main_process_first(ctx: Context) -> Generator[None, None, None]:
 def local_main_process_first(ctx: Context) -> Generator[None, None, None]:
     """Let the first process of each node go through a ``with`` block before the others of the node.
 
-    Ranks: every rank of ``ctx``; the others of any node wait for the first ones of all nodes.
+    Ranks: every rank of ``ctx``; the others of any node wait for the first ones of all nodes, as long as
+    ``Guard.long_timeout``.
 
     Raises:
         RemoteRankError: On the others, when the block failed on a first process.
@@ -72,23 +76,52 @@ def _first(ctx: Context, goes_first: bool, operation: str) -> Generator[None, No
     if ctx.world.size == 1:
         yield
         return
-    call = Call(operation)
+    call = Call(operation, takes_long=True)
     if not goes_first:
         agree(ctx, call)
+    with failing_together(ctx, operation):
         yield
-        return
+    if goes_first:
+        agree(ctx, call)
+
+
+@contextmanager
+def failing_together(ctx: Context, doing: str) -> Generator[None, None, None]:
+    """Make an exception inside every rank's: it is told to the others before it travels up on this one.
+
+    Ranks that wait in an operation raise :class:`~accelfn.errors.RemoteRankError` there within a second, the
+    others at their next operation. So what is caught outside of the block can't be gone on from: catch inside
+    what this rank alone can deal with.
+
+    Ranks: any; doesn't communicate where all is well.
+
+    Args:
+        ctx: The world.
+        doing: What the block does, for the message on the other ranks.
+    """
     try:
         yield
     except Exception as error:
-        agree(ctx, call, error=error)  # tells the others why, then raises it here
+        if ctx.world.size > 1:
+            publish(ctx.collectives.board, ctx.collectives.journal, ctx.rank, error, doing)
         raise
-    agree(ctx, call)
 
 
-def on_main_process(ctx: Context) -> Decorator[P, T]:
-    """Make a function run on the main process alone; elsewhere it returns None at once.
+@overload
+def on_main_process(ctx: Context, *, share: Literal[True]) -> SharingDecorator: ...
+@overload
+def on_main_process(ctx: Context, *, share: bool = False) -> Decorator: ...
+def on_main_process(ctx: Context, *, share: bool = False) -> Any:
+    """Make a function run on the main process alone; elsewhere it returns None at once, or the shared value.
 
-    Ranks: any; the decorated function doesn't communicate.
+    An exception in it is every rank's: those that wait in an operation raise ``RemoteRankError`` there. Catch
+    inside the function what the main process can deal with by itself.
+
+    Ranks: any, and the decorated function doesn't communicate; with ``share`` every rank of ``ctx`` calls it.
+
+    Args:
+        ctx: The world.
+        share: Give every rank what the function returned, which must be picklable.
 
     >>> @on_main_process(Context())
     ... def report() -> str:
@@ -96,32 +129,53 @@ def on_main_process(ctx: Context) -> Decorator[P, T]:
     >>> report()
     'done'
     """
-    return _only(ctx.is_main_process)
+    return _only(ctx, "on_main_process", ctx.is_main_process, share)
 
 
-def on_local_main_process(ctx: Context) -> Decorator[P, T]:
-    """Make a function run on the first process of each node; elsewhere it returns None."""
-    return _only(ctx.is_local_main_process)
+@overload
+def on_local_main_process(ctx: Context, *, share: Literal[True]) -> SharingDecorator: ...
+@overload
+def on_local_main_process(ctx: Context, *, share: bool = False) -> Decorator: ...
+def on_local_main_process(ctx: Context, *, share: bool = False) -> Any:
+    """Make a function run on the first process of each node; elsewhere it returns None.
+
+    Ranks: as :func:`on_main_process`; with ``share`` the ranks of a node get what its first process returned.
+    """
+    return _only(ctx, "on_local_main_process", ctx.is_local_main_process, share)
 
 
-def on_last_process(ctx: Context) -> Decorator[P, T]:
-    """Make a function run on the last rank; elsewhere it returns None."""
-    return _only(ctx.is_last_process)
+@overload
+def on_last_process(ctx: Context, *, share: Literal[True]) -> SharingDecorator: ...
+@overload
+def on_last_process(ctx: Context, *, share: bool = False) -> Decorator: ...
+def on_last_process(ctx: Context, *, share: bool = False) -> Any:
+    """Make a function run on the last rank; elsewhere it returns None. See :func:`on_main_process`."""
+    return _only(ctx, "on_last_process", ctx.is_last_process, share)
 
 
-def on_process(ctx: Context, index: int) -> Decorator[P, T]:
-    """Make a function run on rank ``index``; elsewhere it returns None.
+@overload
+def on_process(ctx: Context, index: int, *, share: Literal[True]) -> SharingDecorator: ...
+@overload
+def on_process(ctx: Context, index: int, *, share: bool = False) -> Decorator: ...
+def on_process(ctx: Context, index: int, *, share: bool = False) -> Any:
+    """Make a function run on rank ``index``; elsewhere it returns None. See :func:`on_main_process`.
 
     Raises:
         ValueError: There is no such rank, so the function would never run.
     """
     if not 0 <= index < ctx.world.size:
         raise ValueError(f"on_process: index must be a rank in 0..{ctx.world.size - 1}, got {index}.")
-    return _only(ctx.rank == index)
+    return _only(ctx, "on_process", ctx.rank == index, share)
 
 
-def on_local_process(ctx: Context, index: int) -> Decorator[P, T]:
+@overload
+def on_local_process(ctx: Context, index: int, *, share: Literal[True]) -> SharingDecorator: ...
+@overload
+def on_local_process(ctx: Context, index: int, *, share: bool = False) -> Decorator: ...
+def on_local_process(ctx: Context, index: int, *, share: bool = False) -> Any:
     """Make a function run on local rank ``index`` of each node; elsewhere it returns None.
+
+    Ranks: as :func:`on_main_process`; with ``share`` the ranks of a node get what that one returned.
 
     Raises:
         ValueError: This node has no such local rank.
@@ -130,14 +184,44 @@ def on_local_process(ctx: Context, index: int) -> Decorator[P, T]:
         raise ValueError(
             f"on_local_process: index must be a local rank in 0..{ctx.world.local_size - 1}, got {index}."
         )
-    return _only(ctx.local_rank == index)
+    return _only(ctx, "on_local_process", ctx.local_rank == index, share)
 
 
-def _only(runs: bool) -> Decorator[P, T]:
+class Decorator(Protocol):
+    """Makes a function run on some ranks, and return None on the others."""
+
+    def __call__(self, function: Callable[P, T], /) -> Callable[P, T | None]:
+        """Wrap ``function``."""
+        ...
+
+
+class SharingDecorator(Protocol):
+    """Makes a function run on some ranks, and return what it returned there on the others too."""
+
+    def __call__(self, function: Callable[P, T], /) -> Callable[P, T]:
+        """Wrap ``function``."""
+        ...
+
+
+def _only(ctx: Context, operation: str, runs: bool, share: bool) -> Any:
     def decorate(function: Callable[P, T]) -> Callable[P, T | None]:
         @functools.wraps(function)
         def wrapper(*args: P.args, **kwargs: P.kwargs) -> T | None:
-            return function(*args, **kwargs) if runs else None
+            value = None
+            if runs:
+                with failing_together(ctx, f"{operation} ({function.__name__})"):
+                    value = function(*args, **kwargs)
+            if not share or ctx.world.size == 1:
+                return value
+            blob, error = attempt(lambda: pickle.dumps((ctx.world.node_rank, value)) if runs else b"")
+            call = Call(operation, function.__name__, takes_long=True)
+            blobs = [one for one in gather_bytes(ctx, call, blob or b"", error) if one]
+            values: dict[int, T] = {}
+            for one in blobs:
+                node, returned = pickle.loads(one)
+                values[node] = returned
+            # Of the ranks that ran it, the one on this node; where only one ran at all, that one.
+            return value if runs else values.get(ctx.world.node_rank, next(iter(values.values())))
 
         return wrapper
 

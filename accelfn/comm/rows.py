@@ -69,7 +69,7 @@ def scatter(ctx: Context, tree: T | None, from_process: int = 0) -> T:
         return cast("T", tree)
     prepared, blob = made if made is not None else (None, b"")
     stubs, on_cpu = pickle.loads(
-        broadcast_bytes(ctx, Call("scatter", f"from {from_process}"), blob, from_process, error)
+        broadcast_bytes(ctx, Call("scatter", f"from {from_process}", pairs=True), blob, from_process, error)
     )
     info, structure = flatten(stubs, lambda value: isinstance(value, TensorInformation))
     # Leaf by leaf: parts are cut from contiguous rows, and scatter is no operation of an inner loop.
@@ -125,7 +125,7 @@ def pad_across_processes(
     if ctx.world.size == 1:
         given(prepared, error)
         return tree
-    call, blob = Call("pad_across_processes"), b""
+    call, blob = Call("pad_across_processes", pairs=True), b""
     if prepared is not None:
         layout = prepared.layout
         kinds = [
@@ -136,6 +136,7 @@ def pad_across_processes(
             "pad_across_processes",
             f"dim={dim} pad_index={pad_index} pad_first={pad_first}\0{layout.structure.describe()}{kinds}",
             lambda: dict(zip(layout.structure.paths(), kinds, strict=True)),
+            pairs=True,
         )
         blob = json.dumps(layout.shapes).encode()
     shapes = [json.loads(row) for row in gather_bytes(ctx, call, blob, error)]

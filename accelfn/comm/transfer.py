@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from accelfn.comm.agreement import Call, agree, capacity, layout_call
+from accelfn.comm.agreement import Call, agree, capacity, check, layout_call
 from accelfn.comm.wire import padded_size, read_groups, write_groups
 from accelfn.context import Context
 from accelfn.tree import Layout, flatten, plan_layout, require_tensors
@@ -80,7 +80,7 @@ def open_call(
 ) -> Prepared:
     """Open an operation whose tensors follow after the agreement."""
     call = Call(operation) if prepared is None else layout_call(operation, options, prepared.layout)
-    agree(ctx, call, None, error)
+    check(ctx, call, error)
     return cast("Prepared", prepared)
 
 

@@ -1,36 +1,62 @@
 """Who this process is and how it was configured: records, environment, ``init_context``."""
 
+from accelfn.context.board import Board, store_board
+from accelfn.context.callsite import call_site
 from accelfn.context.collectives import Collectives, ReduceOp, chunk_bytes
 from accelfn.context.context import Context, close_context, configure
 from accelfn.context.device import DeviceFacts, DevicePlan, Hardware, plan_device, read_hardware
 from accelfn.context.environment import EnvironmentPlan, detect_environment
-from accelfn.context.init import DEFAULT_TIMEOUT, init_context
+from accelfn.context.failure import (
+    Departure,
+    announce_end,
+    as_error,
+    explain_departure,
+    publish,
+    refuse_if_over,
+)
+from accelfn.context.init import init_context
+from accelfn.context.journal import Entry, Journal
+from accelfn.context.lookout import Lookout, late_error
 from accelfn.context.options import ContextOptions, Strategy
 from accelfn.context.precision import Precision, check_precision
 from accelfn.context.process_group import process_group_collectives
+from accelfn.context.watchdog import start_watchdog
 from accelfn.context.world import Made, World
 
 __all__ = (
-    "DEFAULT_TIMEOUT",
+    "Board",
     "Collectives",
     "Context",
     "ContextOptions",
+    "Departure",
     "DeviceFacts",
     "DevicePlan",
+    "Entry",
     "EnvironmentPlan",
     "Hardware",
+    "Journal",
+    "Lookout",
     "Made",
     "Precision",
     "ReduceOp",
     "Strategy",
     "World",
+    "announce_end",
+    "as_error",
+    "call_site",
     "check_precision",
     "chunk_bytes",
     "close_context",
     "configure",
     "detect_environment",
+    "explain_departure",
     "init_context",
+    "late_error",
     "plan_device",
     "process_group_collectives",
+    "publish",
     "read_hardware",
+    "refuse_if_over",
+    "start_watchdog",
+    "store_board",
 )

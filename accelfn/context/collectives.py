@@ -9,10 +9,13 @@ process group, and ``accelfn.testing`` fills it from threads. Pytrees, packing a
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
+
+from accelfn.context.board import Board
+from accelfn.context.journal import Journal
 
 __all__ = ("MAX_CHUNK_BYTES", "Collectives", "ReduceOp", "chunk_bytes")
 
@@ -74,8 +77,8 @@ class Collectives:
 
     Attributes:
         exchange: ``(m,)`` uint8 on the CPU, ``m <= chunk`` and free per rank -> one uint8 tensor per rank, in
-            rank order, each of which starts with that rank's bytes (what follows is undefined). Carries the
-            agreement that precedes each operation.
+            rank order, each of which starts with that rank's bytes (what follows is undefined). They may be
+            overwritten by the next exchange. Carries the agreement that precedes each operation.
         all_gather: ``(n,)`` -> ``(P * n,)``, in rank order; fresh memory where ``P > 1``.
         all_reduce: Reduces the buffer in place.
         broadcast: Fills the buffer in place from the one of rank ``source``.
@@ -84,6 +87,8 @@ class Collectives:
         all_to_all: ``(P * n,)`` -> ``(P * n,)``: part ``r`` goes to rank ``r``.
         barrier: Returns when every rank has called it.
         chunk: Bytes at most per rank in one ``exchange``.
+        board: Where ranks leave word for each other without waiting.
+        journal: What this rank has called so far.
     """
 
     exchange: Callable[[torch.Tensor], tuple[torch.Tensor, ...]] = _exchange_alone
@@ -94,3 +99,5 @@ class Collectives:
     all_to_all: Callable[[torch.Tensor], torch.Tensor] = _all_to_all_alone
     barrier: Callable[[], None] = _barrier_alone
     chunk: int = MAX_CHUNK_BYTES
+    board: Board = field(default_factory=Board)
+    journal: Journal = field(default_factory=Journal, compare=False)

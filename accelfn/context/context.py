@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import sys
 import time
@@ -17,9 +18,12 @@ from accelfn.context.config import (
     DataLoaderConfiguration,
     DistributedType,
     GradientAccumulationPlugin,
+    Guard,
+    GuardMode,
     ProjectConfiguration,
 )
 from accelfn.context.device import read_hardware
+from accelfn.context.failure import announce_end, publish
 from accelfn.context.options import ContextOptions, Fields, Strategy, apply_options, sort_handlers
 from accelfn.context.precision import Precision, check_precision
 from accelfn.context.world import World
@@ -28,6 +32,8 @@ from accelfn.errors import ConfigurationError, NotAvailableError
 __all__ = ("Context", "close_context", "configure")
 
 _LET_GO_S = 0.02
+# Ranks that wait in an operation look at the board several times in that time.
+_HOST_S = 1.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +56,8 @@ class Context:
         device_placement: Whether models and batches are moved to ``device``.
         step_scheduler_with_optimizer: Whether a scheduler moves only when its optimizer does.
         rng_types: Random states that a loader synchronises at the start of an epoch.
-        debug: Whether every operation across ranks first compares full structures.
+        guard: How ranks are kept in agreement, and how long they wait for each other.
+        tag: Name of the operations that are called through this context, see :meth:`tagged`.
     """
 
     world: World = field(default_factory=World)
@@ -63,7 +70,8 @@ class Context:
     device_placement: bool = True
     step_scheduler_with_optimizer: bool = True
     rng_types: tuple[str, ...] = ("generator",)
-    debug: bool = False
+    guard: Guard = field(default_factory=Guard)
+    tag: str = ""
 
     @property
     def device(self) -> torch.device:
@@ -127,6 +135,30 @@ class Context:
         """Micro-batches per optimizer step."""
         return self.accumulation.num_steps
 
+    @property
+    def debug(self) -> bool:
+        """Whether every operation across ranks is checked, in worlds of any size."""
+        return self.guard.mode == GuardMode.FULL
+
+    def tagged(self, tag: str) -> Context:
+        """Give a variant of this context whose operations carry a name.
+
+        Operations that move data must be called from the same line on every rank, so that two calls of the
+        same form can't be taken for each other. Calls that stand on different lines and are meant to meet get
+        the same name instead::
+
+            if ctx.is_main_process:
+                data = af.broadcast(ctx.tagged("data"), load())
+            else:
+                data = af.broadcast(ctx.tagged("data"), like)
+
+        Ranks: local.
+
+        >>> Context().tagged("data").tag
+        'data'
+        """
+        return dataclasses.replace(self.replace(), tag=tag)
+
     def replace(self, **options: Unpack[ContextOptions]) -> Context:
         """Give a variant of this context that shares its process group.
 
@@ -167,7 +199,9 @@ class Context:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Close the context."""
+        """Close the context; an exception is told to the other ranks first."""
+        if error is not None and self.world.made.opened:
+            publish(self.collectives.board, self.collectives.journal, self.rank, error)
         close_context(self)
 
 
@@ -182,7 +216,7 @@ def configure(ctx: Context, options: ContextOptions) -> Context:
         device_placement=ctx.device_placement,
         step_scheduler_with_optimizer=ctx.step_scheduler_with_optimizer,
         rng_types=ctx.rng_types,
-        debug=ctx.debug,
+        guard=ctx.guard,
     )
     fields = apply_options(now, options)
     if fields["precision"].mode != ctx.precision.mode:
@@ -196,11 +230,13 @@ def close_context(ctx: Context) -> None:
     """Undo exactly what ``init_context`` did for ``ctx``: no more, and twice does no harm.
 
     A process group that was there before, or that belongs to the caller, stays. A variant from
-    ``ctx.replace`` has nothing to undo.
+    ``ctx.replace`` has nothing to undo. Ranks that still wait for this one are told that it has ended.
 
     Ranks: every rank of ``ctx``.
     """
     made = ctx.world.made
+    if made.opened:
+        _leave(ctx)
     side_group = None if made.side_group is None else made.side_group()
     if side_group is not None and _is_registered(side_group):
         dist.destroy_process_group(side_group)
@@ -218,6 +254,28 @@ def close_context(ctx: Context) -> None:
         sys.excepthook = made.excepthooks[0]
     if made.previous_device is not None:
         torch.accelerator.set_device_index(made.previous_device)
+
+
+def _leave(ctx: Context) -> None:
+    """Tell the others that this rank takes part in nothing more, and let go of what that took."""
+    made, board, journal = ctx.world.made, ctx.collectives.board, ctx.collectives.journal
+    if journal.closed:
+        return
+    journal.closed = True
+    if made.end_watch is not None:
+        made.end_watch()
+    if made.at_exit is not None:
+        atexit.unregister(made.at_exit)
+    if ctx.world.size > 1:
+        announce_end(board, journal, ctx.rank)
+        board.post(f"gone/{ctx.rank}", "yes")
+        if made.hosts_store:  # others may still have to read what this rank has left word of
+            end = time.monotonic() + _HOST_S
+            waiting = set(range(ctx.world.size))
+            while waiting and time.monotonic() < end:
+                waiting = {rank for rank in waiting if not board.read(f"gone/{rank}")}
+                time.sleep(_LET_GO_S if waiting else 0.0)
+    board.close()
 
 
 def _default_group() -> dist.ProcessGroup | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import os
@@ -18,6 +19,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed re-exports them untyped
 from torch.distributed.rendezvous import rendezvous  # pyright: ignore[reportUnknownVariableType]
 
+from accelfn.context.board import Board, store_board
+from accelfn.context.callsite import call_site
 from accelfn.context.collectives import Collectives
 from accelfn.context.config import (
     DataLoaderConfiguration,
@@ -25,6 +28,7 @@ from accelfn.context.config import (
     DynamoBackend,
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
+    Guard,
     InitProcessGroupKwargs,
     KwargsHandler,
     MegatronLMPlugin,
@@ -39,18 +43,19 @@ from accelfn.context.config import (
 from accelfn.context.context import Context, close_context, configure
 from accelfn.context.device import DevicePlan, plan_device, read_hardware
 from accelfn.context.environment import EnvironmentPlan, detect_environment
+from accelfn.context.failure import announce_end, publish
 from accelfn.context.options import ContextOptions, merge_settings, sort_handlers
 from accelfn.context.precision import check_precision
 from accelfn.context.process_group import process_group_collectives
+from accelfn.context.watchdog import start_watchdog
 from accelfn.context.world import Made, World
 from accelfn.errors import ConfigurationError, DistributedError, NotAvailableError
 
-__all__ = ("DEFAULT_TIMEOUT", "init_context")
-
-# Long enough for a slow first batch, short enough that a hang costs minutes and not half an hour.
-DEFAULT_TIMEOUT = timedelta(minutes=10)
+__all__ = ("init_context",)
 
 _HOST_BYTES = 256
+# The guard ends the waiting, with names; what gloo would say is less.
+_NEVER = timedelta(days=30)
 
 _MakeGroup = Callable[..., dist.ProcessGroup]
 
@@ -75,6 +80,7 @@ def init_context(
     dynamo_backend: str | DynamoBackend | None = None,
     dynamo_plugin: TorchDynamoPlugin | None = None,
     parallelism_config: ParallelismConfig | None = None,
+    guard: Guard | str | None = None,
     debug: bool | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Context:
@@ -106,7 +112,9 @@ def init_context(
         dynamo_backend: Short for ``dynamo_plugin=TorchDynamoPlugin(backend=...)``.
         dynamo_plugin: torch.compile.
         parallelism_config: Sizes of the mesh's axes.
-        debug: Compare full structures before every operation across ranks.
+        guard: How ranks are kept in agreement and how long they wait for each other: a :class:`Guard`, or
+            its mode: ``"full"``, ``"sampled"`` or ``"off"``.
+        debug: Short for ``guard="full"``.
         group: An existing process group to use instead of the default one; it stays the caller's.
 
     Returns:
@@ -138,6 +146,7 @@ def init_context(
         dynamo_backend=dynamo_backend,
         dynamo_plugin=dynamo_plugin,
         parallelism_config=parallelism_config,
+        guard=guard,
     )
     if gradient_accumulation_steps is not None:
         asked["gradient_accumulation_steps"] = gradient_accumulation_steps
@@ -152,7 +161,9 @@ def init_context(
     options = merge_settings(asked, settings)
     base = configure(Context(), options)  # refuses bad options before anything is started
     joining = sort_handlers(kwargs_handlers).get("process_group", InitProcessGroupKwargs())
-    timeout = joining.timeout or DEFAULT_TIMEOUT
+    if joining.timeout is not None and not isinstance(guard, Guard):
+        base = dataclasses.replace(base, guard=dataclasses.replace(base.guard, timeout=joining.timeout))
+    timeout = joining.timeout or base.guard.timeout
     hardware = read_hardware()
     use_cpu = options.get("cpu", False)
     device = None if cpu else settings.device  # cpu=True was passed, the device is a variable
@@ -173,7 +184,29 @@ def init_context(
         plan = plan_device(place, hardware, cpu=use_cpu, device=device, backend=joining.backend)
         check_precision(base.precision, plan.facts)
         world, collectives = _join(place, plan, joining.init_method, timeout)
-    return dataclasses.replace(base, world=world, collectives=collectives)
+    return dataclasses.replace(base, world=_watched(world, collectives, base.guard), collectives=collectives)
+
+
+def _watched(world: World, collectives: Collectives, guard: Guard) -> World:
+    """Take care that the other ranks hear of this one's end, however it comes."""
+    board, journal, rank = collectives.board, collectives.journal, world.rank
+    end_watch = start_watchdog(board, rank, whole_process=True) if guard.watchdog and world.size > 1 else None
+
+    def at_exit() -> None:
+        # What the interpreter has just printed, if it is ending for that.
+        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        if isinstance(error, BaseException):
+            publish(board, journal, rank, error)
+        announce_end(board, journal, rank)
+        if end_watch is not None:
+            end_watch()
+
+    if world.size > 1:
+        atexit.register(at_exit)
+    made = dataclasses.replace(
+        world.made, opened=True, at_exit=at_exit if world.size > 1 else None, end_watch=end_watch
+    )
+    return dataclasses.replace(world, made=made)
 
 
 def _refuse_settings(settings: Settings) -> None:
@@ -203,9 +236,10 @@ def _join(
         previous = torch.device(plan.device.type, torch.accelerator.current_device_index())
         torch.accelerator.set_device_index(plan.device)
     try:
+        store = _own_store(method, place, timeout)
         dist.init_process_group(
             plan.backend,
-            store=_own_store(method, place, timeout),
+            store=store,
             rank=place.rank,
             world_size=place.size,
             timeout=timeout,
@@ -220,9 +254,23 @@ def _join(
         ) from error
     group = dist.group.WORLD
     assert group is not None
-    made = Made(group=True, previous_device=previous, excepthooks=(hook, sys.excepthook))
+    try:
+        side = _gloo_beside(group)
+    except BaseException:
+        dist.destroy_process_group()
+        raise
+    made = Made(
+        group=True,
+        side_group=weakref.ref(side),
+        previous_device=previous,
+        excepthooks=(hook, sys.excepthook),
+        hosts_store=place.rank == 0 and place.launcher != "torchrun" and method.startswith(("tcp:", "env:")),
+    )
     world = _world(place, plan, plan.backend, group, made)
-    return _settle(world, process_group_collectives(group, place.rank, place.size), place.nodes_known)
+    collectives = process_group_collectives(
+        group, place.rank, place.size, control=side, board=store_board(store)
+    )
+    return _settle(world, collectives, place.nodes_known, timeout)
 
 
 def _own_store(method: str, place: EnvironmentPlan, timeout: timedelta) -> Store:
@@ -249,25 +297,42 @@ def _adopt(
     world = _world(place, plan, str(dist.get_backend(group)), group, Made())
     if place.size == 1:
         return world, Collectives()
-    side = None if _carries_cpu(group) else _gloo_beside(group, timeout)
-    world = dataclasses.replace(world, made=Made(side_group=None if side is None else weakref.ref(side)))
-    collectives = process_group_collectives(group, place.rank, place.size, control=side)
-    return _settle(world, collectives, place.nodes_known)
+    side = _gloo_beside(group)
+    world = dataclasses.replace(world, made=Made(side_group=weakref.ref(side)))
+    board = _board_beside(group, place.rank)
+    collectives = process_group_collectives(group, place.rank, place.size, control=side, board=board)
+    return _settle(world, collectives, place.nodes_known, timeout)
 
 
-def _gloo_beside(group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
-    """Make a group of the same ranks for CPU tensors; ranks outside of it needn't come here."""
+def _board_beside(group: dist.ProcessGroup, rank: int) -> Board:
+    """Use the store of a group that somebody else made, in a part that no earlier context has written to."""
+    try:
+        store = cast(Store, cast("Any", group).get_group_store())
+        number = store.add(f"accelfn/adopted/{rank}", 1)
+    except (AttributeError, RuntimeError):  # a backend without a store, such as MPI
+        return Board()
+    return store_board(PrefixStore(f"accelfn/context/{number}", store))
+
+
+def _gloo_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Make a group of the same ranks for what precedes each operation; ranks outside needn't come here.
+
+    One of its own, so that whatever else the program sends through ``group`` can't bring it out of step.
+    """
     ranks = dist.get_process_group_ranks(group)
     # torch sorts the ranks, where it knows another order at all.
     order: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
     make = cast(_MakeGroup, dist.new_group)  # pyright: ignore[reportUnknownMemberType]
-    return make(ranks=ranks, backend="gloo", timeout=timeout, use_local_synchronization=True, **order)
+    return make(ranks=ranks, backend="gloo", timeout=_NEVER, use_local_synchronization=True, **order)
 
 
-def _settle(world: World, collectives: Collectives, nodes_known: bool) -> tuple[World, Collectives]:
+def _settle(
+    world: World, collectives: Collectives, nodes_known: bool, timeout: timedelta
+) -> tuple[World, Collectives]:
     """Find out what only the other ranks know; if they don't answer, take down what was set up."""
     if nodes_known or world.size == 1:
         return world, collectives
+    collectives.journal.begin("init_context", call_site(), None, timeout.total_seconds())
     try:
         return _with_nodes(world, collectives), collectives
     except BaseException:
@@ -343,13 +408,6 @@ def _host() -> bytes:
     with contextlib.suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot} {socket.gethostname()}".encode()[:_HOST_BYTES]
-
-
-def _carries_cpu(group: dist.ProcessGroup) -> bool:
-    try:
-        return any(device.type == "cpu" for device in group._device_types)
-    except RuntimeError:  # a group whose backend is made lazily on first use
-        return False
 
 
 def _world(

@@ -18,6 +18,8 @@ from accelfn.context.config import (
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     GradScalerKwargs,
+    Guard,
+    GuardMode,
     InitProcessGroupKwargs,
     KwargsHandler,
     MegatronLMPlugin,
@@ -68,7 +70,8 @@ class ContextOptions(TypedDict, total=False):
     dynamo_backend: str | DynamoBackend | None
     dynamo_plugin: TorchDynamoPlugin | None
     parallelism_config: ParallelismConfig | None
-    debug: bool
+    guard: Guard | str | None
+    debug: bool | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,8 +145,11 @@ def merge_settings(options: ContextOptions, settings: Settings) -> ContextOption
         merged["gradient_accumulation_steps"] = steps
     if "cpu" not in options:
         merged["cpu"] = settings.cpu
-    if "debug" not in options:
-        merged["debug"] = settings.debug
+    if options.get("guard") is None and options.get("debug") is None:
+        if settings.debug:
+            merged["debug"] = True
+        elif settings.guard is not None:
+            merged["guard"] = settings.guard
     if (
         not options.get("dynamo_backend")
         and not options.get("dynamo_plugin")
@@ -176,7 +182,7 @@ class Fields(TypedDict):
     device_placement: bool
     step_scheduler_with_optimizer: bool
     rng_types: tuple[str, ...]
-    debug: bool
+    guard: Guard
 
 
 def apply_options(now: Fields, options: ContextOptions) -> Fields:
@@ -211,7 +217,7 @@ def apply_options(now: Fields, options: ContextOptions) -> Fields:
             "step_scheduler_with_optimizer", now["step_scheduler_with_optimizer"]
         ),
         rng_types=_rng_types(now["rng_types"], options.get("rng_types")),
-        debug=options.get("debug", now["debug"]),
+        guard=_guard(now["guard"], options),
     )
 
 
@@ -225,7 +231,8 @@ def _check_names_and_flags(options: ContextOptions) -> None:
     # Callers without a type checker pass a "no" from a parsed file, which would count as True.
     given = cast("Mapping[str, object]", options)
     for name in ("device_placement", "step_scheduler_with_optimizer", "cpu", "debug"):
-        if name in given and not isinstance(given[name], bool):
+        unsaid = name == "debug" and given.get(name) is None
+        if name in given and not unsaid and not isinstance(given[name], bool):
             raise TypeError(f"{name} must be True or False: got {given[name]!r}.")
 
 
@@ -246,6 +253,21 @@ def _accumulation(now: GradientAccumulationPlugin, options: ContextOptions) -> G
             )
         return plugin
     return dataclasses.replace(now, num_steps=steps)
+
+
+def _guard(now: Guard, options: ContextOptions) -> Guard:
+    asked = options.get("guard")
+    if asked is not None and not isinstance(asked, (Guard, str)):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise TypeError(f"guard must be a Guard or the name of a mode: got {type(asked).__name__}.")
+    guard = dataclasses.replace(now, mode=asked) if isinstance(asked, str) else asked or now
+    if not options.get("debug"):
+        return guard
+    if asked is not None and guard.mode != GuardMode.FULL:
+        raise ConfigurationError(
+            f'debug=True means the guard\'s mode "full", and guard asks for {str(guard.mode)!r}. Give one of '
+            "the two."
+        )
+    return dataclasses.replace(guard, mode=GuardMode.FULL)
 
 
 def _project(now: ProjectConfiguration, options: ContextOptions) -> ProjectConfiguration:

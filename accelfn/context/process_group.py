@@ -6,22 +6,36 @@ made for itself, so nothing here asks torch's global registry: ranks are numbers
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections.abc import Generator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import cast
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as bindings  # torch.distributed re-exports a part of it
 
+from accelfn.context.board import Board
 from accelfn.context.collectives import Collectives, ReduceOp, chunk_bytes
-from accelfn.errors import CollectiveTimeoutError, DistributedError, MissingRankError
+from accelfn.context.journal import Journal
+from accelfn.context.lookout import Lookout, late_error
+from accelfn.errors import CollectiveTimeoutError, DistributedError
 
-__all__ = ("process_group_collectives",)
+__all__ = ("carries_cpu_tensors", "process_group_collectives")
+
+_CPU = torch.device("cpu")
 
 
 def process_group_collectives(
-    group: dist.ProcessGroup, rank: int, size: int, *, control: dist.ProcessGroup | None = None
+    group: dist.ProcessGroup,
+    rank: int,
+    size: int,
+    *,
+    control: dist.ProcessGroup | None = None,
+    board: Board | None = None,
+    journal: Journal | None = None,
 ) -> Collectives:
     """Give collectives over ``group``.
 
@@ -29,55 +43,87 @@ def process_group_collectives(
         group: Carries the tensors; whoever made it keeps it alive.
         rank: This rank in the group.
         size: Number of ranks in the group.
-        control: Carries the CPU bytes of ``exchange``; ``group`` itself when it has a CPU backend.
+        control: A group of the same ranks for CPU tensors, which carries the bytes of ``exchange`` and all
+            that is on the CPU where ``group`` carries none; ``group`` itself when None. One of its own stays
+            in step whatever else the program sends through ``group``.
+        board: Of the world.
+        journal: Of this rank; a new one when None.
     """
+    board, journal = board or Board(), journal or Journal()
     # Weakly: a context that outlives its group, or hangs in a traceback, must not keep its connections.
+    references = (weakref.ref(group), weakref.ref(control or group))
     group = cast("dist.ProcessGroup", weakref.proxy(group))
     beside = group if control is None else cast("dist.ProcessGroup", weakref.proxy(control))
+    carries_cpu = control is None or carries_cpu_tensors(group)
+    lookout = Lookout(board=board, journal=journal, rank=rank, size=size)
     chunk = chunk_bytes(size)
+    # Made once: an exchange opens every operation.
+    outgoing = torch.zeros(chunk, dtype=torch.uint8)
+    incoming = torch.zeros(size * chunk, dtype=torch.uint8)
+    rows = incoming.view(size, chunk).unbind()
+    first = bindings.GatherOptions()
+    first.rootRank = 0
+    from_first = bindings.BroadcastOptions()
+    from_first.rootRank = 0
+
+    def finish(work: dist.Work, device: torch.device) -> None:
+        if device.type != "cpu":
+            work.wait()  # only orders streams: the host goes on
+            return
+        try:
+            lookout.wait(lambda seconds: _is_done(work, seconds))
+        except Exception:
+            if not work.is_completed():
+                _keep_for_ever(references)
+            raise
 
     def exchange(message: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        padded = torch.empty(chunk, dtype=torch.uint8)
-        padded[: message.numel()] = message
-        return gathered(padded, beside).view(size, chunk).unbind()
+        outgoing[: message.numel()] = message
+        with _failures("exchange", lookout):
+            # To rank 0 and back: gloo's own all_gather goes round a ring, which takes 8 times as long at 4
+            # ranks and 12 times at 8 where ranks share cores, and has as many steps as there are ranks.
+            sent = beside.gather([list(rows)] if rank == 0 else [], [outgoing], first)
+            if rank == 0:
+                finish(sent, _CPU)
+            finish(beside.broadcast([incoming], from_first), _CPU)
+            if rank != 0:
+                finish(sent, _CPU)
+        return rows
 
     def carrier(buffer: torch.Tensor) -> dist.ProcessGroup:
-        return beside if buffer.device.type == "cpu" else group
-
-    def gathered(buffer: torch.Tensor, through: dist.ProcessGroup) -> torch.Tensor:
-        output = buffer.new_empty(size * buffer.numel())
-        with _failures("all_gather", rank):
-            # The method: dist.all_gather_into_tensor is deprecated in torch 2.13, its successor absent in
-            # 2.11.
-            through._allgather_base(output, buffer).wait()
-        return output
+        return beside if buffer.device.type == "cpu" and not carries_cpu else group
 
     def all_gather(buffer: torch.Tensor) -> torch.Tensor:
-        return gathered(buffer, carrier(buffer))
+        output = buffer.new_empty(size * buffer.numel())
+        with _failures("all_gather", lookout):
+            # The method: dist.all_gather_into_tensor is deprecated in torch 2.13, its successor absent in
+            # 2.11.
+            finish(carrier(buffer)._allgather_base(output, buffer), buffer.device)
+        return output
 
     def all_reduce(buffer: torch.Tensor, op: ReduceOp) -> None:
-        options = dist.AllreduceOptions()
+        options = bindings.AllreduceOptions()
         options.reduceOp = _reduce_op(op)
-        with _failures("all_reduce", rank):
-            carrier(buffer).allreduce([buffer], options).wait()
+        with _failures("all_reduce", lookout):
+            finish(carrier(buffer).allreduce([buffer], options), buffer.device)
 
     def broadcast(buffer: torch.Tensor, source: int) -> None:
-        options = dist.BroadcastOptions()
+        options = bindings.BroadcastOptions()
         options.rootRank = source
-        with _failures("broadcast", rank):
-            carrier(buffer).broadcast([buffer], options).wait()
+        with _failures("broadcast", lookout):
+            finish(carrier(buffer).broadcast([buffer], options), buffer.device)
 
     def scatter(output: torch.Tensor, buffer: torch.Tensor | None, source: int) -> None:
-        options = dist.ScatterOptions()
+        options = bindings.ScatterOptions()
         options.rootRank = source
         parts = [list(buffer.view(size, -1).unbind())] if buffer is not None and rank == source else []
-        with _failures("scatter", rank):
-            carrier(output).scatter([output], parts, options).wait()
+        with _failures("scatter", lookout):
+            finish(carrier(output).scatter([output], parts, options), output.device)
 
     def all_to_all(buffer: torch.Tensor) -> torch.Tensor:
         output = torch.empty_like(buffer)
-        with _failures("all_to_all", rank):
-            carrier(buffer).alltoall_base(output, buffer, [], []).wait()
+        with _failures("all_to_all", lookout):
+            finish(carrier(buffer).alltoall_base(output, buffer, [], []), buffer.device)
         return output
 
     def barrier() -> None:
@@ -93,11 +139,40 @@ def process_group_collectives(
         all_to_all=all_to_all,
         barrier=barrier,
         chunk=chunk,
+        board=board,
+        journal=journal,
     )
 
 
+def carries_cpu_tensors(group: dist.ProcessGroup) -> bool:
+    """Whether tensors on the CPU can travel through ``group``."""
+    try:
+        return any(device.type == "cpu" for device in group._device_types)
+    except RuntimeError:  # a group whose backend is made lazily on first use
+        return False
+
+
+def _is_done(work: dist.Work, seconds: float) -> bool:
+    try:
+        work.wait(timedelta(seconds=seconds))
+    except RuntimeError as error:
+        # What the wait itself says when its time is up; the work goes on, and can be waited for again.
+        if str(error).startswith("Operation timed out!"):
+            return False
+        raise
+    return True
+
+
+def _keep_for_ever(references: tuple[weakref.ref[dist.ProcessGroup], ...]) -> None:
+    """Never let go of groups with an operation that will not end: gloo would wait for its end to do so."""
+    for reference in references:
+        group = reference()
+        if group is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
 @contextmanager
-def _failures(operation: str, rank: int) -> Generator[None]:
+def _failures(operation: str, lookout: Lookout) -> Generator[None]:
     """Turn what a backend raises for a lost or late peer into our errors; let everything else through."""
     try:
         yield
@@ -105,18 +180,15 @@ def _failures(operation: str, rank: int) -> Generator[None]:
         raise DistributedError(
             f"{operation}: the process group of this context is closed. Make a new context with init_context."
         ) from error
+    except DistributedError:
+        raise
     except RuntimeError as error:
         text = str(error)
         if "imed out" in text or "timeout" in text.lower():
-            raise CollectiveTimeoutError(
-                f"rank {rank} waited in {operation} for a rank that did not come in time. Every rank must "
-                f"call the same operations in the same order. The backend said: {text}"
-            ) from error
+            late = late_error(lookout.journal, lookout.rank, lookout.journal.patience_s, [])
+            raise CollectiveTimeoutError(f"{late}\nThe backend said: {text}") from error
         if "onnection" in text or "peer" in text:
-            raise MissingRankError(
-                f"rank {rank} lost its connection to another rank in {operation}: that rank has ended, or "
-                f"its machine can't be reached. Look at its output first. The backend said: {text}"
-            ) from error
+            raise lookout.explain_loss(text) from error
         raise
 
 

@@ -25,12 +25,20 @@ class Made:
         side_group: A gloo group beside an adopted group that can't carry CPU tensors.
         previous_device: The accelerator that was current before.
         excepthooks: ``sys.excepthook`` before, and the one that torch put around it.
+        opened: ``init_context`` opened this world, so that closing it is told to the other ranks.
+        hosts_store: The key-value store of this world lives in this process.
+        at_exit: What tells the others if the program ends without closing.
+        end_watch: Ends the watchdog's thread.
     """
 
     group: bool = False
     side_group: weakref.ref[dist.ProcessGroup] | None = None
     previous_device: torch.device | None = None
     excepthooks: tuple[Callable[..., object], Callable[..., object]] | None = None
+    opened: bool = False
+    hosts_store: bool = False
+    at_exit: Callable[[], None] | None = None
+    end_watch: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

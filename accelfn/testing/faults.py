@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, ParamSpec, TypeVar
+
+import torch
 
 from accelfn.context import Collectives
 from accelfn.errors import AccelfnError
@@ -30,26 +32,29 @@ class Fault:
     """One rank fails at one of its collectives.
 
     Attributes:
-        kind: ``"raise"`` an :class:`InjectedFaultError`, ``"delay"``, or ``"die"``.
+        kind: ``"raise"`` an :class:`InjectedFaultError`; ``"delay"``; ``"die"`` as by ``kill -9``; ``"skip"``
+            the call as if the program had left it out; ``"swap"`` it with the next one.
         rank: Whom it befalls.
-        at: At which of the rank's calls of the :class:`~accelfn.context.Collectives` seam, from 0.
+        at: At which of the rank's calls of the :class:`~accelfn.context.Collectives` seam, from 0. Small
+            trees need one call in all; larger ones one to agree, and then one for each buffer.
         seconds: Length of a delay.
     """
 
-    kind: Literal["raise", "delay", "die"]
+    kind: Literal["raise", "delay", "die", "skip", "swap"]
     rank: int
     at: int = 0
     seconds: float = 0.0
 
 
 def inject(
-    collectives: Collectives, rank: int, faults: Sequence[Fault], die: Callable[[], None]
+    collectives: Collectives, rank: int, size: int, faults: Sequence[Fault], die: Callable[[], None]
 ) -> Collectives:
     """Wrap ``collectives`` so that the faults of ``rank`` happen.
 
     Args:
         collectives: What is wrapped.
         rank: Whose they are.
+        size: Number of ranks.
         faults: Of all ranks; those of others are left out.
         die: How a rank of this world dies.
     """
@@ -57,26 +62,45 @@ def inject(
     if not mine:
         return collectives
     calls = itertools.count()
+    left_out = False
+    journal = collectives.journal
+    postponed: list[tuple[int, Callable[[], object]]] = []  # with the number of the operation
 
-    def wrap(function: Callable[P, T]) -> Callable[P, T]:
+    def wrap(function: Callable[P, T], unmade: Callable[P, T], *, opens: bool = False) -> Callable[P, T]:
         def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
+            nonlocal left_out
             number = next(calls)
+            left_out = left_out and not opens  # what follows the exchange of an operation belongs to it
+            # After the operation that came in between, but not amid what it takes to explain a mismatch.
+            while opens and postponed and journal.number > postponed[0][0] + 1:
+                postponed.pop(0)[1]()
             for fault in mine:
                 if fault.at == number:
+                    left_out = left_out or fault.kind in ("skip", "swap")
+                    if fault.kind == "swap":
+                        postponed.append((journal.number, lambda: function(*args, **kwargs)))
                     _happen(fault, die)
+            if left_out:
+                return unmade(*args, **kwargs)
             return function(*args, **kwargs)
 
         return wrapper
 
-    return Collectives(
-        exchange=wrap(collectives.exchange),
-        all_gather=wrap(collectives.all_gather),
-        all_reduce=wrap(collectives.all_reduce),
-        broadcast=wrap(collectives.broadcast),
-        scatter=wrap(collectives.scatter),
-        all_to_all=wrap(collectives.all_to_all),
-        barrier=wrap(collectives.barrier),
-        chunk=collectives.chunk,
+    # What a call gives that isn't made: as if every rank had brought what this one has.
+    def scatter_alone(output: torch.Tensor, buffer: torch.Tensor | None, source: int) -> None:
+        del source
+        if buffer is not None:
+            output.copy_(buffer.view(size, -1)[rank])
+
+    return replace(
+        collectives,
+        exchange=wrap(collectives.exchange, lambda message: (message,) * size, opens=True),
+        all_gather=wrap(collectives.all_gather, lambda buffer: buffer.repeat(size)),
+        all_reduce=wrap(collectives.all_reduce, lambda buffer, op: None),
+        broadcast=wrap(collectives.broadcast, lambda buffer, source: None),
+        scatter=wrap(collectives.scatter, scatter_alone),
+        all_to_all=wrap(collectives.all_to_all, lambda buffer: buffer),
+        barrier=wrap(collectives.barrier, lambda: None),
     )
 
 
@@ -85,5 +109,5 @@ def _happen(fault: Fault, die: Callable[[], None]) -> None:
         time.sleep(fault.seconds)
     elif fault.kind == "die":
         die()
-    else:
+    elif fault.kind == "raise":
         raise InjectedFaultError(f"injected fault: rank {fault.rank} raises at its collective {fault.at}.")

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from typing import Any, NamedTuple
 
-from accelfn.errors import (
-    CollectiveTimeoutError,
-    Disagreement,
-    MismatchError,
-    MissingRankError,
-    RemoteRankError,
-)
+from accelfn.context import Board, Departure, Journal, as_error, explain_departure, late_error, publish
+from accelfn.context.watchdog import print_all_stacks
+from accelfn.errors import Disagreement, MismatchError, MissingRankError
 
 __all__ = ("Meeting",)
 
@@ -26,8 +23,7 @@ class _Brought(NamedTuple):
 class _Left(NamedTuple):
     """Why a rank comes to no meeting any more."""
 
-    how: str  # "returned", "died" or "raised"
-    error: BaseException | None
+    how: str  # "returned", "died" or "failed"
 
 
 class Meeting:
@@ -36,15 +32,14 @@ class Meeting:
     One rank runs at a time, until it waits for the others or ends; then the next one in rank order runs. So a
     world is the same on every run, a breakpoint in one rank isn't overrun by the others, and threads don't
     fight for the interpreter's lock: a torch operation gives it away each time, which costs more than all
-    the rest.
+    the rest. A rank that has failed doesn't hold up the others: it ends beside them.
 
     Not part of the public interface: the one mutable object of a world in memory.
     """
 
-    def __init__(self, size: int, timeout_s: float | None) -> None:
-        """Open the meeting for ``size`` ranks; None waits for ever (for a debugger)."""
+    def __init__(self, size: int) -> None:
+        """Open the meeting for ``size`` ranks."""
         self._size = size
-        self._timeout_s = timeout_s
         self._lock = threading.Lock()  # guards all below; held for moments
         self._turns = [threading.Semaphore(0) for _ in range(size)]
         self._may_run = set(range(size))
@@ -53,6 +48,8 @@ class Meeting:
         self._brought: dict[int, _Brought] = {}
         self._last: list[_Brought] = []
         self._left: dict[int, _Left] = {}
+        self._words: dict[str, str] = {}
+        self.board = Board(post=self._post, post_once=self._post_once, read=self._read)
 
     def open(self) -> None:
         """Let the first rank run."""
@@ -63,12 +60,12 @@ class Meeting:
         """Wait for this rank's first turn."""
         self._turns[rank].acquire()
 
-    def meet(self, rank: int, call: tuple[object, ...], value: Any) -> list[Any]:
+    def meet(self, rank: int, call: tuple[object, ...], value: Any, journal: Journal) -> list[Any]:
         """Bring ``value``, wait for all ranks, and return what each one brought, in rank order.
 
         Raises:
             MismatchError: The ranks brought different calls.
-            RemoteRankError: A rank raised instead of coming.
+            RemoteRankError: A rank failed instead of coming.
             MissingRankError: A rank returned or died instead of coming.
             CollectiveTimeoutError: A rank did not come in time.
         """
@@ -84,44 +81,63 @@ class Meeting:
                 self._may_run.update(range(self._size))
             else:
                 self._may_run.discard(rank)
-                self._check_absent(rank, call)
+                self._check_absent(rank, journal)
                 self._pass_turn()
         if not complete:
-            self._wait(rank, number, call)
+            self._wait(rank, number, journal)
         met = self._last
         expected = met[0].call
         if any(one.call != expected for one in met):
             raise _mismatch(met)
         return [one.value for one in met]
 
-    def leave(self, rank: int, how: str, error: BaseException | None = None) -> None:
+    def leave(self, rank: int, how: str) -> None:
         """Say that ``rank`` comes to no meeting any more, and let the others run."""
         with self._lock:
-            self._left[rank] = _Left(how, error)
-            self._brought.pop(rank, None)
-            self._may_run.discard(rank)
-            # Who waits can only wait in vain now: each gets a turn to find out.
-            self._may_run.update(self._brought)
-            if self._running == rank:
-                self._pass_turn()
+            self._go(rank, how)
 
-    def _wait(self, rank: int, number: int, call: tuple[object, ...]) -> None:
+    def _go(self, rank: int, how: str) -> None:
+        self._left.setdefault(rank, _Left(how))
+        self._brought.pop(rank, None)
+        self._may_run.discard(rank)
+        # Who waits can only wait in vain now: each gets a turn to find out.
+        self._may_run.update(self._brought)
+        if self._running == rank:
+            self._pass_turn()
+
+    def _post(self, key: str, text: str) -> None:
+        with self._lock:
+            self._words[key] = text
+
+    def _post_once(self, key: str, text: str) -> str:
+        with self._lock:
+            if key == "failure":  # the rank that writes may go on for long before it ends
+                self._go(json.loads(text)["rank"], "failed")
+            return self._words.setdefault(key, text)
+
+    def _read(self, key: str) -> str | None:
+        with self._lock:
+            return self._words.get(key)
+
+    def _wait(self, rank: int, number: int, journal: Journal) -> None:
         """Wait for the turn that comes when the round is complete, or can't be completed any more."""
-        if self._turns[rank].acquire(timeout=self._timeout_s):
+        if self._turns[rank].acquire(timeout=min(journal.patience_s, threading.TIMEOUT_MAX)):
             with self._lock:
                 if self._round == number:
-                    self._check_absent(rank, call)
+                    self._check_absent(rank, journal)
             return
         with self._lock:
             complete = self._round != number
             missing = [one for one in range(self._size) if one not in self._brought]
+            if self._running in missing:  # the others only wait for their turn after that one
+                missing = [one for one in missing if one == self._running]
         if complete:  # at the last moment: the turn is on its way
             self._turns[rank].acquire()
             return
-        raise CollectiveTimeoutError(
-            f"rank {rank} waited {self._timeout_s:g} s in {_name(call)} for rank(s) {missing}, which did not "
-            "come. Every rank must call the same operations in the same order."
-        )
+        error = late_error(journal, rank, journal.patience_s, missing)
+        print_all_stacks(self.board, rank, self._size)
+        publish(self.board, journal, rank, error)
+        raise error
 
     def _pass_turn(self) -> None:
         """Let the next rank run that can, in rank order after the one that ran."""
@@ -131,16 +147,20 @@ class Meeting:
         if order:
             self._turns[order[0]].release()
 
-    def _check_absent(self, rank: int, call: tuple[object, ...]) -> None:
+    def _check_absent(self, rank: int, journal: Journal) -> None:
         gone = next((one for one in sorted(self._left) if one not in self._brought), None)
         if gone is None:
             return
-        left = self._left[gone]
-        if left.error is not None:
-            raise RemoteRankError(gone, type(left.error).__name__, str(left.error))
+        text = self._words.get("failure")
+        if text is not None:
+            raise as_error(text)
+        text = self._words.get("end")
+        if text is not None:
+            raise explain_departure(Departure(*json.loads(text)), journal, rank)
+        now = journal.current
         raise MissingRankError(
-            f"rank {gone} {left.how} while rank {rank} waits for it in {_name(call)}. "
-            "Every rank must call the same operations in the same order."
+            f"{now.operation}: rank {gone} {self._left[gone].how} while rank {rank} waits for it in call "
+            f"{now.number} at {now.site}. Every rank must call the same operations in the same order."
         )
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from accelfn.context import Collectives, ReduceOp, World, chunk_bytes
+from accelfn.context import Collectives, Journal, ReduceOp, World, chunk_bytes
 from accelfn.testing.meeting import Meeting
 
 __all__ = ("memory_collectives", "memory_world")
@@ -28,27 +30,30 @@ def memory_world(rank: int, size: int, num_nodes: int = 1, backend: str = "memor
     )
 
 
-def memory_collectives(meeting: Meeting, rank: int, size: int) -> Collectives:
+def memory_collectives(meeting: Meeting, rank: int, size: int, journal: Journal) -> Collectives:
     """Fill the seam with meetings of threads.
 
     A buffer that a caller goes on using is read by the others between two meetings: nobody returns before all
     have read.
     """
 
+    def meet(call: tuple[object, ...], value: Any) -> list[Any]:
+        return meeting.meet(rank, call, value, journal)
+
     def finish(name: str) -> None:
-        meeting.meet(rank, (name, "end"), None)
+        meet((name, "end"), None)
 
     def exchange(message: torch.Tensor) -> tuple[torch.Tensor, ...]:
         # Messages are never written again, so one meeting is enough.
-        return tuple(meeting.meet(rank, ("exchange",), message))
+        return tuple(meet(("exchange",), message))
 
     def all_gather(buffer: torch.Tensor) -> torch.Tensor:
-        joined = torch.cat(meeting.meet(rank, ("all_gather", *_form(buffer)), buffer))
+        joined = torch.cat(meet(("all_gather", *_form(buffer)), buffer))
         finish("all_gather")
         return joined
 
     def all_reduce(buffer: torch.Tensor, op: ReduceOp) -> None:
-        stacked = torch.stack(meeting.meet(rank, ("all_reduce", op, *_form(buffer)), buffer))
+        stacked = torch.stack(meet(("all_reduce", op, *_form(buffer)), buffer))
         if op == "sum":
             result = stacked.sum(0, dtype=stacked.dtype)
         else:
@@ -57,24 +62,24 @@ def memory_collectives(meeting: Meeting, rank: int, size: int) -> Collectives:
         buffer.copy_(result)
 
     def broadcast(buffer: torch.Tensor, source: int) -> None:
-        sent = meeting.meet(rank, ("broadcast", source, *_form(buffer)), buffer)[source]
+        sent = meet(("broadcast", source, *_form(buffer)), buffer)[source]
         if rank != source:
             buffer.copy_(sent)
         finish("broadcast")
 
     def scatter(output: torch.Tensor, buffer: torch.Tensor | None, source: int) -> None:
-        sent = meeting.meet(rank, ("scatter", source, *_form(output)), buffer)[source]
+        sent = meet(("scatter", source, *_form(output)), buffer)[source]
         output.copy_(sent.view(size, -1)[rank])
         finish("scatter")
 
     def all_to_all(buffer: torch.Tensor) -> torch.Tensor:
-        parts = meeting.meet(rank, ("all_to_all", *_form(buffer)), buffer)
+        parts = meet(("all_to_all", *_form(buffer)), buffer)
         received = torch.cat([part.view(size, -1)[rank] for part in parts])
         finish("all_to_all")
         return received
 
     def barrier() -> None:
-        meeting.meet(rank, ("barrier",), None)
+        meet(("barrier",), None)
 
     return Collectives(
         exchange=exchange,
@@ -85,6 +90,8 @@ def memory_collectives(meeting: Meeting, rank: int, size: int) -> Collectives:
         all_to_all=all_to_all,
         barrier=barrier,
         chunk=chunk_bytes(size),
+        board=meeting.board,
+        journal=journal,
     )
 
 

@@ -22,16 +22,23 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
-from accelfn.context import Context, process_group_collectives
-from accelfn.errors import CollectiveTimeoutError, DistributedError, MissingRankError, NotAvailableError
+from accelfn.context import Context, process_group_collectives, store_board
+from accelfn.errors import (
+    CollectiveTimeoutError,
+    DistributedError,
+    MissingRankError,
+    NotAvailableError,
+    RemoteTraceback,
+)
 from accelfn.testing.faults import Fault, inject
 from accelfn.testing.memory import memory_world
 from accelfn.testing.outcome import Outcome, conclude
+from accelfn.testing.part import taking_part
 
 __all__ = ("run_on_processes",)
 
@@ -40,19 +47,8 @@ Connection = Any  # multiprocessing's connections are generic in stubs only
 
 # After one rank has failed, the others get this long to fail in their own words before they are ended.
 _GRACE_S = 3.0
-
-
-class _RemoteTraceback(Exception):  # noqa: N818 -- shown as a cause, never raised by itself
-    """The traceback of another process, as text."""
-
-    def __init__(self, text: str) -> None:
-        """Keep the text."""
-        self.text = text
-        super().__init__(text)
-
-    def __str__(self) -> str:
-        """Show the traceback below a line of its own."""
-        return f"\n{self.text}"
+# The guard ends the waiting.
+_NEVER = timedelta(days=30)
 
 
 def run_on_processes(
@@ -141,7 +137,7 @@ def _receive(rank: int, process: Any, receiver: Connection) -> Outcome:
         )
         return Outcome(error=MissingRankError(f"rank {rank} {how} before it returned."), seen_to_die=True)
     if text and error is not None:
-        error.__cause__ = _RemoteTraceback(text)
+        error.__cause__ = RemoteTraceback(text)
     return Outcome(value=value, error=error)
 
 
@@ -177,15 +173,18 @@ def _work(
         )
         group = dist.group.WORLD
         assert group is not None
-        collectives = process_group_collectives(group, rank, size)
+        control = cast(Callable[..., dist.ProcessGroup], dist.new_group)(backend="gloo", timeout=_NEVER)  # pyright: ignore[reportUnknownMemberType]
+        collectives = process_group_collectives(group, rank, size, control=control, board=store_board(store))
         collectives.barrier()  # nobody may end while others still connect to it
         world = memory_world(rank, size, num_nodes, "gloo")
         ctx = Context(
             world=dataclasses.replace(world, group_ref=weakref.ref(group)),
-            collectives=inject(collectives, rank, faults, _die),
+            collectives=inject(collectives, rank, size, faults, _die),
         )
-        del group  # torch keeps it, until fn or its end closes it
-        report = (fn(configure(ctx)), None, "")
+        del group, control  # torch keeps them, until fn or its end closes them
+        ctx = configure(ctx)
+        with taking_part(ctx, whole_process=True):
+            report = (fn(ctx), None, "")
         message = _pack(report)
     except BaseException as error:  # noqa: BLE001 -- whatever ends a rank is reported to the parent
         code = 1

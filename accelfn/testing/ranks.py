@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import timedelta
 from typing import Literal, TypeVar
 
 from typing_extensions import Unpack
@@ -45,7 +47,8 @@ def run_ranks(
         fn: What every rank runs.
         world_size: Number of ranks, at least 1.
         on: Kind of world.
-        timeout_s: How long a rank waits in a collective for the others; None: for ever (for a debugger).
+        timeout_s: How long a rank waits in an operation for the others, unless ``guard`` asks for less; None:
+            for ever (for a debugger).
         faults: What goes wrong, at which collective of which rank.
         num_nodes: Lay the ranks out as this many equal nodes.
         **options: Keyword arguments of :func:`accelfn.init_context`, for every rank's context.
@@ -69,7 +72,18 @@ def run_ranks(
             )
 
     def configured(ctx: Context) -> Context:
-        return configure(ctx, options)
+        made = configure(ctx, options)
+        longest = timedelta(days=3650) if timeout_s is None else timedelta(seconds=timeout_s)
+        guard = made.guard
+        if timeout_s is None or options.get("guard") is None:
+            guard = replace(guard, timeout=longest, long_timeout=longest)
+        else:
+            guard = replace(
+                guard,
+                timeout=min(guard.timeout, longest),
+                long_timeout=min(guard.long_timeout, longest),
+            )
+        return replace(made, guard=guard)
 
     if on == "memory":
         return run_on_memory(fn, world_size, configured, timeout_s, faults, num_nodes)

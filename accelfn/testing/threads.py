@@ -11,12 +11,13 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from accelfn.context import Collectives, Context, World, process_group_collectives
+from accelfn.context import Collectives, Context, Journal, World, process_group_collectives, store_board
 from accelfn.errors import CollectiveTimeoutError
 from accelfn.testing.faults import Fault, RankDeath, inject
 from accelfn.testing.meeting import Meeting
 from accelfn.testing.memory import memory_collectives, memory_world
 from accelfn.testing.outcome import Outcome, conclude
+from accelfn.testing.part import taking_part
 
 __all__ = ("run_on_gloo_threads", "run_on_memory")
 
@@ -37,11 +38,11 @@ def run_on_memory(
     num_nodes: int,
 ) -> list[T]:
     """Run ``fn`` on threads that meet in memory."""
-    meeting = Meeting(size, timeout_s)
+    meeting = Meeting(size)
 
     def enter(rank: int) -> tuple[World, Collectives]:
         meeting.enter(rank)
-        return memory_world(rank, size, num_nodes), memory_collectives(meeting, rank, size)
+        return memory_world(rank, size, num_nodes), memory_collectives(meeting, rank, size, Journal())
 
     return _run(fn, size, configure, timeout_s, faults, "memory", meeting.open, enter, meeting.leave)
 
@@ -56,17 +57,16 @@ def run_on_gloo_threads(
 ) -> list[T]:
     """Run ``fn`` on threads that each have a real gloo group over one in-process store."""
     store = cast("Any", dist).HashStore()  # documented, but not exported to checkers
-    timeout = timedelta(seconds=3600 if timeout_s is None else timeout_s)
     groups: list[dist.ProcessGroup | None] = [None] * size
 
     def enter(rank: int) -> tuple[World, Collectives]:
-        groups[rank] = group = _gloo_group(store, rank, size, timeout)
-        collectives = process_group_collectives(group, rank, size)
+        groups[rank] = group = _gloo_group(store, rank, size)
+        collectives = process_group_collectives(group, rank, size, board=store_board(store))
         collectives.barrier()  # nobody may leave while others still connect to it
         return memory_world(rank, size, num_nodes, "gloo"), collectives
 
-    def leave(rank: int, how: str, error: BaseException | None) -> None:
-        del how, error
+    def leave(rank: int, how: str) -> None:
+        del how
         groups[rank] = None  # the last reference: peers that wait for this rank see a closed connection
 
     return _run(fn, size, configure, timeout_s, faults, "gloo threads", lambda: None, enter, leave)
@@ -81,7 +81,7 @@ def _run(
     where: str,
     started: Callable[[], None],
     enter: Callable[[int], tuple[World, Collectives]],
-    leave: Callable[[int, str, BaseException | None], None],
+    leave: Callable[[int, str], None],
 ) -> list[T]:
     outcomes: list[Outcome | None] = [None] * size
 
@@ -89,19 +89,20 @@ def _run(
         raise RankDeath
 
     def work(rank: int) -> None:
-        how, error = "returned", None
+        how = "returned"
         try:
             world, collectives = enter(rank)
-            ctx = configure(Context(world=world, collectives=inject(collectives, rank, faults, die)))
-            outcomes[rank] = Outcome(value=fn(ctx))
+            ctx = configure(Context(world=world, collectives=inject(collectives, rank, size, faults, die)))
+            with taking_part(ctx, whole_process=False):
+                outcomes[rank] = Outcome(value=fn(ctx))
         except RankDeath:
             how = "died"
             outcomes[rank] = Outcome()
         except BaseException as raised:  # noqa: BLE001 -- SystemExit and KeyboardInterrupt of one rank are its outcome too
-            how, error = "raised", raised
+            how = "failed"
             outcomes[rank] = Outcome(error=raised)
         finally:
-            leave(rank, how, error)
+            leave(rank, how)
 
     threads = [
         threading.Thread(target=work, args=(rank,), name=f"rank {rank} of {size}", daemon=True)
@@ -127,11 +128,11 @@ def _unended(rank: int, timeout_s: float | None) -> Outcome:
     )
 
 
-def _gloo_group(store: Any, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+def _gloo_group(store: Any, rank: int, size: int) -> dist.ProcessGroup:
     """Make a process group that only this thread knows; torch's registry isn't touched."""
     bindings = cast("Any", dist)  # what torch's stubs don't know: options, stores, registration by hand
     options = bindings.ProcessGroupGloo._Options()
-    options._timeout = timeout
+    options._timeout = timedelta(days=30)  # the guard ends the waiting, with names
     options._threads = 2
     options._devices = [bindings.ProcessGroupGloo.create_device(interface="lo")]
     backend = bindings.ProcessGroupGloo(bindings.PrefixStore("ranks", store), rank, size, options)

@@ -21,6 +21,7 @@ from accelfn.context.config.enums import (
     FP8Backend,
     FP8Format,
     FP8OptLevel,
+    GuardMode,
     LoggerType,
     LogLevel,
     OffloadDevice,
@@ -39,6 +40,9 @@ from accelfn.context.config.fp8 import (
 )
 from accelfn.context.config.fsdp import (
     FullyShardedDataParallelPlugin,
+)
+from accelfn.context.config.guard import (
+    Guard,
 )
 from accelfn.context.config.handlers import (
     AutocastKwargs,
@@ -98,6 +102,8 @@ __all__ = (
     "FullyShardedDataParallelPlugin",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
+    "Guard",
+    "GuardMode",
     "InitProcessGroupKwargs",
     "KwargsHandler",
     "LogLevel",

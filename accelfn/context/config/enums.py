@@ -20,6 +20,7 @@ __all__ = (
     "FP8Backend",
     "FP8Format",
     "FP8OptLevel",
+    "GuardMode",
     "LogLevel",
     "LoggerType",
     "OffloadDevice",
@@ -83,6 +84,14 @@ class PrecisionType(StringEnum):
     FP8 = "fp8"
     FP16 = "fp16"
     BF16 = "bf16"
+
+
+class GuardMode(StringEnum):
+    """How much is checked before ranks communicate; see ``Guard``."""
+
+    FULL = "full"
+    SAMPLED = "sampled"
+    OFF = "off"
 
 
 class DynamoBackend(StringEnum):

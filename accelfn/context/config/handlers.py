@@ -186,8 +186,8 @@ class InitProcessGroupKwargs(KwargsHandler):
         backend: Name of a backend ("nccl", "gloo", "cuda:nccl,cpu:gloo"), or ``None`` to choose by device.
             Default None. (A default of "nccl" could not be told from a request for nccl.)
         init_method: Address where ranks meet, or ``None`` for the environment. Default None.
-        timeout: How long a collective may wait, as a ``datetime.timedelta``; ``None`` is ten minutes.
-            Default None.
+        timeout: How long a collective of torch's may wait, as a ``datetime.timedelta``; accelfn's own wait
+            as long too, unless a ``Guard`` says otherwise. ``None`` is the guard's timeout. Default None.
     """
 
     backend: str | None = None
@@ -205,7 +205,7 @@ class InitProcessGroupKwargs(KwargsHandler):
         if timeout <= timedelta(0):
             raise ConfigurationError(
                 f"{where(self, 'timeout')} must be longer than zero, got {timeout!r}. "
-                "Pass a positive timedelta, or None for ten minutes."
+                "Pass a positive timedelta, or None for the guard's."
             )
 
 

@@ -23,6 +23,7 @@ from accelfn.context.config.enums import (
     FP8Backend,
     FP8Format,
     FP8OptLevel,
+    GuardMode,
     LogLevel,
     OffloadDevice,
     PrecisionType,
@@ -85,8 +86,8 @@ class Settings:
         device: Name of the torch device, such as "cuda:1". Default None.
         mixed_precision: "no", "fp16", "bf16" or "fp8". Default None.
         gradient_accumulation_steps: Micro-batches per step; "auto" reads as ``None``. Default None.
-        debug: Whether calls are compared in full, not by fingerprint, before each operation across ranks.
-            Default False.
+        debug: Whether every operation across ranks is checked, in worlds of any size. Default False.
+        guard: Mode of the guard: "full", "sampled" or "off". Default None.
         bypass_device_map: Whether models spread over devices may be prepared. Default False.
         allow_cp_standalone: Whether context parallelism may run without FSDP2. Default False.
         cpu_affinity: Whether a process is bound to the cores next to its accelerator. Default False.
@@ -107,6 +108,7 @@ class Settings:
     mixed_precision: str | None = None
     gradient_accumulation_steps: int | None = None
     debug: bool = False
+    guard: str | None = None
     bypass_device_map: bool = False
     allow_cp_standalone: bool = False
     cpu_affinity: bool = False
@@ -152,7 +154,8 @@ _SETTINGS = (
     _accelerate(Settings, "device", "TORCH_DEVICE", DEVICE),
     _accelerate(Settings, "mixed_precision", "MIXED_PRECISION", choice(PrecisionType)),
     _accelerate(Settings, "gradient_accumulation_steps", "GRADIENT_ACCUMULATION_STEPS", or_auto(_POSITIVE)),
-    _accelerate(Settings, "debug", "DEBUG_MODE", BOOL),
+    Variable("Settings", "debug", ("ACCELFN_DEBUG", "ACCELFN_DEBUG_MODE", "ACCELERATE_DEBUG_MODE"), BOOL),
+    Variable("Settings", "guard", ("ACCELFN_GUARD",), choice(GuardMode)),
     _accelerate(Settings, "bypass_device_map", "BYPASS_DEVICE_MAP", BOOL),
     _accelerate(Settings, "allow_cp_standalone", "ALLOW_CP_STANDALONE", BOOL),
     _accelerate(Settings, "cpu_affinity", "CPU_AFFINITY", BOOL),

@@ -1,0 +1,99 @@
+"""What this rank has called on its group: the one thing of a world that changes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+__all__ = ("Entry", "Journal")
+
+_REMEMBERED = 64
+_CHAIN_BYTES = 16
+
+
+class Entry(NamedTuple):
+    """One operation across ranks."""
+
+    number: int  # from 1
+    operation: str
+    site: str  # the user's file, line and function
+    chain: bytes  # fingerprint of this call and of all before it; zeros where nothing is compared
+
+
+class Journal:
+    """The calls of one rank on one group, in order.
+
+    A process group counts its collectives; this is the same for operations on trees, and with it what is
+    needed to explain a disagreement. All contexts over one group share one journal. Nothing is written to it
+    but by the operations themselves.
+
+    Attributes:
+        number: Of the last operation begun; 0 before the first.
+        checked: Number of the last operation that all ranks are known to have begun alike.
+        chain: Fingerprint of all operations begun so far, 16 bytes.
+        patience_s: How long the current operation may wait for other ranks.
+        over: Why no further operation is possible, or "".
+        closed: Whether the context that opened this world has been closed.
+        place: Where in its data this rank is, such as ``"batch 3 of epoch 0"``.
+        batches: Batches that this rank has taken in its current or last pass over data; None before the
+            first.
+        has_ended: Whether that pass came to its end.
+    """
+
+    def __init__(self) -> None:
+        """Begin with no calls."""
+        self.number = 0
+        self.checked = 0
+        self.chain = bytes(_CHAIN_BYTES)
+        self.patience_s = 0.0
+        self.over = ""
+        self.closed = False
+        self.place = ""
+        self.batches: int | None = None
+        self.has_ended = False
+        self._entries: deque[Entry] = deque(maxlen=_REMEMBERED)
+        self._counts: WeakKeyDictionary[object, int] = WeakKeyDictionary()
+
+    def begin(self, operation: str, site: str, material: str | None, patience_s: float) -> None:
+        """Note that an operation begins.
+
+        Args:
+            operation: Its name.
+            site: Where it was called.
+            material: All that must be equal on every rank; None where nothing is compared.
+            patience_s: How long it may wait.
+        """
+        self.number += 1
+        self.patience_s = patience_s
+        if material is not None:
+            self.chain = hashlib.blake2b(self.chain + material.encode(), digest_size=_CHAIN_BYTES).digest()
+        self._entries.append(Entry(self.number, operation, site, self.chain))
+
+    def confirm(self) -> None:
+        """Note that all ranks have begun the current operation, and all before it, alike."""
+        self.checked = self.number
+
+    def resume(self, number: int) -> None:
+        """Go on from ``number`` after a disagreement that every rank has seen: all ranks do so alike."""
+        self.number = self.checked = number
+        self.chain = hashlib.blake2b(b"resumed at %d" % number, digest_size=_CHAIN_BYTES).digest()
+
+    @property
+    def current(self) -> Entry:
+        """The operation begun last."""
+        return self._entries[-1] if self._entries else Entry(0, "", "", self.chain)
+
+    def count(self, thing: object) -> int:
+        """Count one more use of ``thing``, such as a step of an optimizer, and say how many there were."""
+        self._counts[thing] = self._counts.get(thing, 0) + 1
+        return self._counts[thing]
+
+    def find(self, number: int) -> Entry | None:
+        """Give the operation of that number, where it is remembered."""
+        return next((entry for entry in self._entries if entry.number == number), None)
+
+    def recent(self) -> tuple[Entry, ...]:
+        """Give the operations since the last one that was checked, the current one included."""
+        return tuple(entry for entry in self._entries if entry.number > self.checked)

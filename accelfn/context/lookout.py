@@ -1,0 +1,228 @@
+"""Wait for other ranks, and look out meanwhile for reasons why they will not come."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from accelfn.context.board import Board
+from accelfn.context.failure import news, publish
+from accelfn.context.journal import Entry, Journal
+from accelfn.context.watchdog import print_all_stacks
+from accelfn.errors import Caller, CollectiveTimeoutError, Disagreement, MismatchError, MissingRankError
+
+__all__ = ("Lookout", "late_error")
+
+# How long a rank waits without a look around. Whoever waits longer has time for it.
+_POLL_S = 0.2
+# Others that wait answer within two looks; then it is clear who doesn't.
+_ROLL_CALL_S = 0.6
+_JOIN_S = 1.0
+
+
+class _Position(NamedTuple):
+    """Where a rank waits."""
+
+    number: int
+    operation: str
+    site: str
+    chain: str  # in hexadecimal digits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lookout:
+    """What a rank needs to wait well.
+
+    Attributes:
+        board: Of the world.
+        journal: Of this rank: says how long to wait, and for what.
+        rank: This rank.
+        size: Number of ranks.
+    """
+
+    board: Board
+    journal: Journal
+    rank: int
+    size: int
+
+    def wait(self, arrived: Callable[[float], bool]) -> None:
+        """Wait until ``arrived`` says so.
+
+        Args:
+            arrived: Waits at most so many seconds, and says whether the waiting is over.
+
+        Raises:
+            Exception: What another rank left word of.
+            MismatchError: Another rank waits elsewhere, so that neither will come.
+            CollectiveTimeoutError: The time of the current operation is up.
+        """
+        start = time.monotonic()
+        patience_s = self.journal.patience_s
+        if arrived(min(_POLL_S, patience_s)):
+            return
+        with self._looking() as seen:
+            while True:
+                if seen.error is not None:
+                    raise seen.error
+                left_s = start + patience_s - time.monotonic()
+                if left_s <= 0:
+                    break
+                if arrived(min(_POLL_S, left_s)):
+                    return
+            missing = [rank for rank in self._others() if not self._has_come(seen, rank)]
+            error = late_error(self.journal, self.rank, patience_s, missing, seen.positions)
+            print_all_stacks(self.board, self.rank, self.size)
+            publish(self.board, self.journal, self.rank, error)
+            raise error
+
+    def explain_loss(self, text: str) -> Exception:
+        """Find out why a connection to another rank has gone: by its own word, or by who doesn't answer.
+
+        Args:
+            text: What the backend said.
+        """
+        error = news(self.board, self.journal, self.rank)
+        if error is not None:
+            return error
+        silent = self._others()
+        if self.size > 2:
+            with self._looking() as seen:
+                end = time.monotonic() + _ROLL_CALL_S
+                while seen.error is None and len(silent) > 1 and time.monotonic() < end:
+                    time.sleep(_POLL_S / 4)
+                    silent = [rank for rank in silent if rank not in seen.positions]
+                if seen.error is not None:
+                    return seen.error
+        now = self.journal.current
+        error = MissingRankError(
+            f"{now.operation}: rank {self.rank} lost its connection to {_ranks(silent)} in call {now.number} "
+            f"at {now.site}: it has ended, was killed, or its machine can't be reached. Look at its output "
+            f"first. The backend said: {text}"
+        )
+        publish(self.board, self.journal, self.rank, error)
+        return error
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.size) if rank != self.rank]
+
+    def _has_come(self, seen: _Seen, rank: int) -> bool:
+        position = seen.positions.get(rank)
+        return position is not None and position.number >= self.journal.number
+
+    @contextmanager
+    def _looking(self) -> Generator[_Seen]:
+        """Look at the board in a thread of its own: one that doesn't answer must not keep this rank here."""
+        seen = _Seen()
+        thread = threading.Thread(target=self._look, args=(seen,), name="accelfn lookout", daemon=True)
+        thread.start()
+        try:
+            yield seen
+        finally:
+            seen.done.set()
+            # A thread that comes back from the backend while the interpreter ends would abort the process.
+            thread.join(_JOIN_S)
+
+    def _look(self, seen: _Seen) -> None:
+        now = self.journal.current
+        own = _Position(now.number, now.operation, now.site, now.chain.hex())
+        self.board.post(f"at/{self.rank}", json.dumps(own))
+        # One neighbour at a look, so that the board bears any number of ranks.
+        others = [(self.rank + step) % self.size for step in range(1, self.size)]
+        looks = 0
+        while not seen.done.is_set():
+            seen.error = news(self.board, self.journal, self.rank)
+            for neighbour in {others[(looks + step) % len(others)] for step in range(8)}:
+                text = self.board.read(f"at/{neighbour}")
+                if not text:
+                    seen.positions.pop(neighbour, None)
+                    continue
+                seen.positions[neighbour] = position = _Position(*json.loads(text))
+                entry = self.journal.find(position.number)
+                if seen.error is None and entry is not None and entry.chain.hex() != position.chain:
+                    seen.error = self._disagreement(entry, neighbour, position)
+            looks += 8
+            seen.done.wait(_POLL_S)
+        self.board.post(f"at/{self.rank}", "")
+
+    def _disagreement(self, entry: Entry, neighbour: int, position: _Position) -> Exception:
+        """Tell of two ranks that wait in different operations; all ranks raise what was said first."""
+        error = MismatchError(
+            entry.operation,
+            [
+                Disagreement(
+                    neighbour,
+                    "",
+                    f"call {entry.number}: {entry.operation} at {entry.site}",
+                    f"call {position.number}: {position.operation} at {position.site}",
+                )
+            ],
+            "Every rank must call the same operations in the same order.",
+            sorted(
+                [
+                    Caller(self.rank, entry.operation, entry.site),
+                    Caller(neighbour, position.operation, position.site),
+                ]
+            ),
+        )
+        publish(self.board, self.journal, self.rank, error)
+        return news(self.board, self.journal, self.rank) or error
+
+
+class _Seen:
+    """What the thread of a lookout has found so far."""
+
+    def __init__(self) -> None:
+        """Nothing yet."""
+        self.error: Exception | None = None
+        self.positions: dict[int, _Position] = {}
+        self.done = threading.Event()
+
+
+def late_error(
+    journal: Journal,
+    rank: int,
+    waited_s: float,
+    missing: Sequence[int],
+    positions: Mapping[int, _Position] | None = None,
+) -> CollectiveTimeoutError:
+    """Make the error of a rank that has waited too long.
+
+    Args:
+        journal: Of the rank that waited.
+        rank: Which rank that is.
+        waited_s: How long it did.
+        missing: Ranks that have not come.
+        positions: Where other ranks were seen to wait.
+    """
+    now = journal.current
+    before = journal.find(journal.number - 1)
+    where = f"call {now.number} at {now.site}"
+    lines = [
+        f"{now.operation}: rank {rank} waited {waited_s:g} s in {where} for {_ranks(missing)}, which did not come."
+    ]
+    for one in list(missing)[:8]:
+        position = (positions or {}).get(one)
+        if position is not None:
+            lines.append(
+                f"  rank {one} waits in call {position.number}, {position.operation} at {position.site}"
+            )
+        elif before is None:
+            lines.append(f"  rank {one} has called no operation across ranks yet")
+        else:
+            lines.append(
+                f"  rank {one} was last seen in call {before.number}, {before.operation} at {before.site}"
+            )
+    lines.append(
+        "Every rank must call the same operations in the same order. If a rank only needs longer, raise "
+        "Guard(timeout=...); Guard(watchdog=True) prints where each rank is."
+    )
+    return CollectiveTimeoutError("\n".join(lines))
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks)) or '?'}"

@@ -1,0 +1,35 @@
+"""A rank's part in a world that a test made: what ``with init_context(...)`` does in a program."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+
+from accelfn.context import Context, announce_end, publish, start_watchdog
+from accelfn.testing.faults import RankDeath
+
+__all__ = ("taking_part",)
+
+
+@contextmanager
+def taking_part(ctx: Context, *, whole_process: bool) -> Generator[None]:
+    """Tell the other ranks how this one ends: by an exception, or for good.
+
+    Args:
+        ctx: Of this rank.
+        whole_process: Whether the rank is a process, and not a thread.
+    """
+    board, journal, rank = ctx.collectives.board, ctx.collectives.journal, ctx.rank
+    end_watch = start_watchdog(board, rank, whole_process=whole_process) if ctx.guard.watchdog else None
+    try:
+        yield
+    except RankDeath:  # nobody is told
+        raise
+    except BaseException as error:
+        publish(board, journal, rank, error)
+        raise
+    else:
+        announce_end(board, journal, rank)
+    finally:
+        if end_watch is not None:
+            end_watch()
