@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 __all__ = ("Entry", "Journal")
 
 _REMEMBERED = 64
 _CHAIN_BYTES = 16
+_PATIENCE_S = 300.0  # before the first operation has said how long
 
 
 class Entry(NamedTuple):
@@ -47,7 +48,7 @@ class Journal:
         self.number = 0
         self.checked = 0
         self.chain = bytes(_CHAIN_BYTES)
-        self.patience_s = 0.0
+        self.patience_s = _PATIENCE_S
         self.over = ""
         self.closed = False
         self.place = ""
@@ -55,6 +56,14 @@ class Journal:
         self.has_ended = False
         self._entries: deque[Entry] = deque(maxlen=_REMEMBERED)
         self._counts: WeakKeyDictionary[object, int] = WeakKeyDictionary()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Journal:
+        """Give the journal itself: a copied context calls on the same group."""
+        return self
+
+    def __reduce__(self) -> tuple[type[Journal], tuple[()]]:
+        """Leave the calls behind in a pickle: the group is not there where it is loaded."""
+        return Journal, ()
 
     def begin(self, operation: str, site: str, material: str | None, patience_s: float) -> None:
         """Note that an operation begins.
