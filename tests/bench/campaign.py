@@ -10,7 +10,8 @@ A cell says what became of the ranks that the case judges: both, or only rank 0 
 - works: the ranks differ lawfully, and each got the right result.
 - unnoticed: the ranks disagree, and each got what it asked for, as if nothing were wrong.
 - wrong numbers: a call returned something else than what was asked for, or returned where nothing is right.
-- named error: of ``accelfn.errors``. The time runs from entering the call that raised.
+- named error: of ``accelfn.errors``. Times run from entering the call that raised; where rank 1 breaks down
+  it does so 200 ms after rank 0 has entered.
 - error: any other exception.
 - hangs until the timeout: such an exception, after the timeout of the process group and not before.
 - hangs: still in the call at the limit, three seconds after the timeout.
@@ -28,7 +29,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -132,7 +133,7 @@ def on_each_tensor(call: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> A
 
 
 @contextmanager
-def plain_torch(timeout_s: float) -> Iterator[Calls]:
+def plain_torch(timeout_s: float) -> Generator[Calls, None, None]:
     plain.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
 
     def gather(tensor: torch.Tensor) -> torch.Tensor:
@@ -163,7 +164,7 @@ def plain_torch(timeout_s: float) -> Iterator[Calls]:
 
 
 @contextmanager
-def accelerate(timeout_s: float, debug: bool = False) -> Iterator[Calls]:
+def accelerate(timeout_s: float, debug: bool = False) -> Generator[Calls, None, None]:
     from accelerate import Accelerator
     from accelerate.utils import InitProcessGroupKwargs
 
@@ -190,7 +191,7 @@ def accelerate(timeout_s: float, debug: bool = False) -> Iterator[Calls]:
 
 
 @contextmanager
-def accelfn(timeout_s: float) -> Iterator[Calls]:
+def accelfn(timeout_s: float) -> Generator[Calls, None, None]:
     options = af.InitProcessGroupKwargs(timeout=timedelta(seconds=timeout_s))
     with af.init_context(cpu=True, kwargs_handlers=[options]) as ctx:
         yield accelfn_calls(ctx)
@@ -231,7 +232,7 @@ CONTENDERS: tuple[tuple[str, Contender], ...] = (
 def numbers(tree: Any) -> Any:
     """Give a tree as lists of numbers, so that neither a dtype nor a container decides what is right."""
     if isinstance(tree, torch.Tensor):
-        return tree.tolist()
+        return cast("Any", tree).tolist()
     if isinstance(tree, dict):
         return {key: numbers(part) for key, part in cast("dict[str, Any]", tree).items()}
     if isinstance(tree, (list, tuple)):
@@ -319,7 +320,7 @@ def cases() -> list[Case]:
     turned = {"b": two + 10, "a": one + 10}
     return [
         Case("another shape", gathers((one, torch.cat([two, two])), [*both, 3.0, 4.0])),
-        Case("as many elements in another shape", gathers((six.view(2, 3), six.view(3, 2)), Missing)),
+        Case("as many elements in another shape", gathers((six.view(2, 3), six.view(3, 2) + 10), Missing)),
         Case("another dtype", gathers((one, two.int()), both)),
         Case("float16 for bfloat16", gathers((one.bfloat16(), two.half()), both)),
         Case("a key is missing", gathers((mapping, {"a": two}), Missing, {"a": both})),
@@ -405,11 +406,12 @@ def start_rank(rank: int, folder: Path, contender: Contender, case: Case) -> int
 def start_store() -> tuple[int, int]:
     """Host the store in a process of its own, as torchrun's agent does, and give its id and the port."""
     receiver, sender = os.pipe()
+    parent = os.getpid()
     pid = fork()
     if not pid:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage] -- documented, but not exported
         os.write(sender, str(store.port).encode())
-        while os.getppid() != 1:  # the parent kills it, and if that is gone it goes too
+        while os.getppid() == parent:  # the parent kills it, and if that is gone it goes too
             time.sleep(1)
         os._exit(0)
     os.close(sender)
@@ -423,32 +425,41 @@ class Outcome(NamedTuple):
 
     events: tuple[dict[str, Any], ...]
     code: int | None  # as waitstatus_to_exitcode gives it; None: it was still there at the limit
+    output: str  # the last line
 
     def find(self, *kinds: str) -> list[dict[str, Any]]:
         return [event for event in self.events if event["event"] in kinds]
+
+
+def lines_of(file: Path) -> list[str]:
+    return file.read_text(errors="replace").splitlines() if file.exists() else []
 
 
 def run_world(contender: Contender, case: Case) -> list[Outcome]:
     """Run one case in two new processes, and leave none behind."""
     # No context manager: a child leaves through this frame too.
     folder = Path(tempfile.mkdtemp(prefix="campaign-"))
+    host, port = start_store()  # a new one for each world: gloo would find the addresses of the last one
+    os.environ["MASTER_PORT"] = str(port)
     pids = [start_rank(rank, folder, contender, case) for rank in range(SIZE)]
     codes: dict[int, int] = {}
-    deadline = time.monotonic() + case.timeout_s + 3.0
-    while len(codes) < SIZE and time.monotonic() < deadline:
-        for pid in pids:
-            if pid not in codes and (ended := os.waitpid(pid, os.WNOHANG))[0]:
-                codes[pid] = os.waitstatus_to_exitcode(ended[1])
-        time.sleep(0.01)
-    for pid in pids:
-        if pid not in codes:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+    try:
+        deadline = time.monotonic() + case.timeout_s + 3.0
+        while len(codes) < SIZE and time.monotonic() < deadline:
+            for pid in pids:
+                if pid not in codes and (ended := os.waitpid(pid, os.WNOHANG))[0]:
+                    codes[pid] = os.waitstatus_to_exitcode(ended[1])
+            time.sleep(0.01)
+    finally:
+        for pid in (*pids, host):
+            if pid not in codes:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
     outcomes: list[Outcome] = []
     for rank, pid in enumerate(pids):
-        report = folder / f"report{rank}"
-        lines = report.read_text().splitlines() if report.exists() else []
-        outcomes.append(Outcome(tuple(json.loads(line) for line in lines), codes.get(pid)))
+        events = tuple(json.loads(line) for line in lines_of(folder / f"report{rank}"))
+        output = lines_of(folder / f"output{rank}")
+        outcomes.append(Outcome(events, codes.get(pid), output[-1] if output else ""))
     shutil.rmtree(folder)
     return outcomes
 
@@ -460,65 +471,57 @@ class Verdict(NamedTuple):
     """On one rank, in fixed words."""
 
     words: str
+    end: str = ""  # of the process, if it wasn't as it should
     error: str = ""  # the class of a named error
     s: float | None = None
+
+    def text(self, where: str = "") -> str:
+        took = "" if self.s is None else f" in {self.s * 1e3:.{0 if self.s > 0.01 else 1}f} ms"
+        error = f" ({self.error})" if self.error else ""
+        return f"{self.words}{where}{took}{error}{self.end}"
 
 
 def judge(case: Case, outcome: Outcome) -> Verdict:
     if not outcome.find("ready"):
         return Verdict("did not start")
-    verdict = judge_end(case, outcome)
-    if outcome.find("wrong"):
-        words = "wrong numbers, then " + verdict.words if verdict.words else "wrong numbers"
-        return verdict._replace(words=words)
-    return verdict if verdict.words else Verdict("works" if case.legal else "unnoticed")
-
-
-def judge_end(case: Case, outcome: Outcome) -> Verdict:
-    """Say how a rank came to its end; without words if as it should."""
+    parts = ["wrong numbers"] if outcome.find("wrong") else []
+    verdict = Verdict("")
     errors = [event for event in outcome.find("raised", "left") if "error" in event]
     if errors:
         event = errors[0]
         s = event.get("s")
-        late = s is not None and s > 0.9 * case.timeout_s
-        verdict = Verdict("named error" if event["named"] else "error", event["error"] * event["named"], s)
-        if late and not event["named"]:
-            verdict = Verdict("hangs until the timeout")
-    else:
-        verdict = Verdict("")
-    if outcome.code is not None and outcome.code >= 0:
-        return verdict
-    if not outcome.find("left"):
-        end = "hangs" if outcome.code is None else f"process aborts ({name_of(outcome.code)})"
-    else:
-        end = "never ends" if outcome.code is None else f"process aborts at its end ({name_of(outcome.code)})"
-    return verdict._replace(words=f"{verdict.words}, then {end}" if verdict.words else end)
+        if event["named"]:
+            parts.append("named error")
+            verdict = Verdict("", error=event["error"], s=s)
+        elif s is not None and s > 0.9 * case.timeout_s:
+            parts.append("hangs until the timeout")
+        else:
+            parts.append("error")
+            verdict = Verdict("", s=s)
+    ended_well = outcome.code is not None and outcome.code >= 0
+    if not ended_well and outcome.find("left"):
+        verdict = verdict._replace(end=f", then {stuck(outcome)} at its end")
+    elif not ended_well:
+        parts.append(stuck(outcome))
+    return verdict._replace(words=", then ".join(parts) or ("works" if case.legal else "unnoticed"))
 
 
-def name_of(code: int) -> str:
-    return signal.Signals(-code).name
+def stuck(outcome: Outcome) -> str:
+    return "hangs" if outcome.code is None else f"process aborts ({signal.Signals(-outcome.code).name})"
 
 
 def show(case: Case, outcomes: Sequence[Outcome]) -> str:
     """Give the text of a cell."""
     verdicts = [judge(case, outcomes[rank]) for rank in case.judged]
-    words = {verdict.words for verdict in verdicts}
-    if words == {"works"}:
-        return "works"
-    if len(words) > 1:
+    if len({(verdict.words, verdict.end) for verdict in verdicts}) > 1:
         return "; ".join(
-            f"rank {rank}: {numbered(verdict)}" for rank, verdict in zip(case.judged, verdicts, strict=True)
+            f"rank {rank}: {verdict.text()}" for rank, verdict in zip(case.judged, verdicts, strict=True)
         )
-    where = " on every rank" if len(verdicts) > 1 else " on rank 0"
     errors = ", ".join(sorted({verdict.error for verdict in verdicts}))
     times = [verdict.s for verdict in verdicts if verdict.s is not None]
-    together = Verdict(words.pop() + where, errors, max(times) if times else None)
-    return numbered(together)
-
-
-def numbered(verdict: Verdict) -> str:
-    took = "" if verdict.s is None else f" in {verdict.s * 1e3:.{0 if verdict.s > 0.01 else 1}f} ms"
-    return verdict.words + took + (f" ({verdict.error})" if verdict.error else "")
+    together = verdicts[0]._replace(error=errors, s=max(times, default=None))
+    where = "" if together.words == "works" else " on every rank" if len(verdicts) > 1 else " on rank 0"
+    return together.text(where)
 
 
 def detail(outcome: Outcome) -> str:
@@ -527,11 +530,15 @@ def detail(outcome: Outcome) -> str:
     for event in outcome.events:
         if event["event"] in ("right", "wrong"):
             parts.append(f"{event['event']} {event['found']}")
-        elif "error" in event:
-            took = f" after {event['s'] * 1e3:.1f} ms" if "s" in event else ""
-            parts.append(f"{event['event']}{took}: {event['error']}: {event['line']}")
+        elif event["event"] == "raised":
+            parts.append(f"raised after {event['s'] * 1e3:.1f} ms {event['error']}: {event['line']}")
+        elif event["event"] == "left":
+            parts.append(f"left by {event['error']}" if "error" in event else "left")
     code = outcome.code
-    parts.append("killed at the limit" if code is None else f"exit {code}" if code >= 0 else name_of(code))
+    if code is not None and code < 0:
+        parts.append(f"{signal.Signals(-code).name}: {outcome.output[:300]}")
+    else:
+        parts.append("killed at the limit" if code is None else f"exit {code}")
     return "; ".join(parts)
 
 
@@ -544,27 +551,22 @@ def main() -> None:
     import accelerate  # noqa: F401 -- the forked ranks have it then  # pyright: ignore[reportUnusedImport]
 
     contenders = [one for one in CONTENDERS if options.contender in one[0]]
-    host, port = start_store()
     os.environ |= {
         "WORLD_SIZE": str(SIZE),
         "LOCAL_WORLD_SIZE": str(SIZE),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
         "TORCHELASTIC_RUN_ID": "campaign",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     details: list[str] = []
-    print("| rank 1 differs | " + " | ".join(name for name, _ in contenders) + " |")
+    print("| case | " + " | ".join(name for name, _ in contenders) + " |")
     print("| --- |" + " --- |" * len(contenders))
-    number = 0
     for case in cases():
         if options.case not in case.name:
             continue
         cells: list[str] = []
         for name, contender in contenders:
-            number += 1
-            os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)  # torch keeps worlds apart by it
             outcomes = run_world(contender, case)
             cells.append(show(case, outcomes))
             details += [
@@ -572,8 +574,6 @@ def main() -> None:
                 for rank, outcome in enumerate(outcomes)
             ]
         print(f"| {case.name} | " + " | ".join(cells) + " |", flush=True)
-    os.kill(host, signal.SIGKILL)
-    os.waitpid(host, 0)
     if options.details:
         print("\n" + "\n".join(details))
 
