@@ -14,16 +14,16 @@ A cell says what became of the ranks that the case judges: both, or only rank 0 
   it does so 200 ms after rank 0 has entered.
 - error: any other exception.
 - hangs until the timeout: such an exception, after the timeout of the process group and not before.
-- hangs: still in the call at the limit, three seconds after the timeout.
+- hangs: nothing came of it, nor of the other rank, for three seconds longer than the timeout.
 - process aborts: ended by a signal that nobody sent.
 """
 
 import argparse
 import contextlib
 import functools
+import importlib
 import json
 import os
-import shutil
 import signal
 import sys
 import tempfile
@@ -216,9 +216,9 @@ def facts_of(error: BaseException) -> dict[str, object]:
 
 
 def be_rank(me: Me, contender: Contender, case: Case) -> NoReturn:
-    """Be one rank, and end as programs end: through the interpreter's own finalization."""
+    """Be one rank: the whole life of a forked child."""
     torch.set_num_threads(1)
-    code: object = 1
+    code = 1
     try:
         with contender(case.timeout_s) as calls:
             assert numbers(calls.gather({"warm": torch.tensor([me.rank])})) == {"warm": [0, 1]}
@@ -227,12 +227,15 @@ def be_rank(me: Me, contender: Contender, case: Case) -> NoReturn:
         me.say("left")
         code = 0
     except SystemExit as error:
-        code = error.code
+        code = cast("int", error.code)
     except Exception as error:  # noqa: BLE001 -- whatever ends a rank is what is measured
         me.say("left", **facts_of(error))
         if me.rank:
             time.sleep(case.linger_s)
-    sys.exit(cast("int", code))
+    finally:
+        # Without finalization, in which a forked interpreter now and then aborts, and a fresh one was not
+        # seen to.
+        os._exit(code)
 
 
 def fork() -> int:
@@ -288,30 +291,35 @@ def lines_of(file: Path) -> list[str]:
 
 def run_world(contender: Contender, case: Case) -> list[Outcome]:
     """Run one case in two new processes, and leave none behind."""
-    # No context manager: a child leaves through this frame too.
-    folder = Path(tempfile.mkdtemp(prefix="campaign-"))
-    host, port = start_store()  # a new one for each world: gloo would find the addresses of the last one
-    os.environ["MASTER_PORT"] = str(port)
-    pids = [start_rank(rank, folder, contender, case) for rank in range(SIZE)]
-    codes: dict[int, int] = {}
-    try:
-        deadline = time.monotonic() + case.timeout_s + 3.0
-        while len(codes) < SIZE and time.monotonic() < deadline:
-            for pid in pids:
-                if pid not in codes and (ended := os.waitpid(pid, os.WNOHANG))[0]:
-                    codes[pid] = os.waitstatus_to_exitcode(ended[1])
-            time.sleep(0.01)
-    finally:
-        for pid in (*pids, host):
-            if pid not in codes:
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-    outcomes: list[Outcome] = []
-    for rank, pid in enumerate(pids):
-        events = tuple(json.loads(line) for line in lines_of(folder / f"report{rank}"))
-        output = lines_of(folder / f"output{rank}")
-        outcomes.append(Outcome(events, codes.get(pid), output[-1] if output else ""))
-    shutil.rmtree(folder)
+    with tempfile.TemporaryDirectory(prefix="campaign-") as name:
+        folder = Path(name)
+        reports = [folder / f"report{rank}" for rank in range(SIZE)]
+        host, port = start_store()  # a new one for each world: gloo would find the addresses of the last one
+        os.environ["MASTER_PORT"] = str(port)
+        pids = [start_rank(rank, folder, contender, case) for rank in range(SIZE)]
+        codes: dict[int, int] = {}
+        said, deadline = -1, 0.0
+        try:
+            while len(codes) < SIZE:
+                so_far = sum(report.stat().st_size for report in reports if report.exists())
+                if so_far != said:
+                    said, deadline = so_far, time.monotonic() + case.timeout_s + 3.0
+                if time.monotonic() > deadline:
+                    break
+                for pid in pids:
+                    if pid not in codes and (ended := os.waitpid(pid, os.WNOHANG))[0]:
+                        codes[pid] = os.waitstatus_to_exitcode(ended[1])
+                time.sleep(0.01)
+        finally:
+            for pid in (*pids, host):
+                if pid not in codes:
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
+        outcomes: list[Outcome] = []
+        for rank, pid in enumerate(pids):
+            events = tuple(json.loads(line) for line in lines_of(reports[rank]))
+            output = lines_of(folder / f"output{rank}")
+            outcomes.append(Outcome(events, codes.get(pid), output[-1] if output else ""))
     return outcomes
 
 
@@ -319,14 +327,13 @@ class Verdict(NamedTuple):
     """On one rank, in fixed words."""
 
     words: str
-    end: str = ""  # of the process, if it wasn't as it should
     error: str = ""  # the class of a named error
     s: float | None = None
 
     def text(self, where: str = "") -> str:
         took = "" if self.s is None else f" in {self.s * 1e3:.{0 if self.s > 0.01 else 1}f} ms"
         error = f" ({self.error})" if self.error else ""
-        return f"{self.words}{where}{took}{error}{self.end}"
+        return f"{self.words}{where}{took}{error}"
 
 
 def judge(case: Case, outcome: Outcome) -> Verdict:
@@ -346,22 +353,17 @@ def judge(case: Case, outcome: Outcome) -> Verdict:
         else:
             parts.append("error")
             verdict = Verdict("", s=s)
-    ended_well = outcome.code is not None and outcome.code >= 0
-    if not ended_well and outcome.find("left"):
-        verdict = verdict._replace(end=f", then {stuck(outcome)} at its end")
-    elif not ended_well:
-        parts.append(stuck(outcome))
+    if outcome.code is None:
+        parts.append("hangs")
+    elif outcome.code < 0:
+        parts.append(f"process aborts ({signal.Signals(-outcome.code).name})")
     return verdict._replace(words=", then ".join(parts) or ("works" if case.legal else "unnoticed"))
-
-
-def stuck(outcome: Outcome) -> str:
-    return "hangs" if outcome.code is None else f"process aborts ({signal.Signals(-outcome.code).name})"
 
 
 def show(case: Case, outcomes: Sequence[Outcome]) -> str:
     """Give the text of a cell."""
     verdicts = [judge(case, outcomes[rank]) for rank in case.judged]
-    if len({(verdict.words, verdict.end) for verdict in verdicts}) > 1:
+    if len({verdict.words for verdict in verdicts}) > 1:
         return "; ".join(
             f"rank {rank}: {verdict.text()}" for rank, verdict in zip(case.judged, verdicts, strict=True)
         )
@@ -396,7 +398,8 @@ def main() -> None:
     parser.add_argument("--contender", default="", help="only contenders with this in their name")
     parser.add_argument("--details", action="store_true", help="print also what each rank reported")
     options = parser.parse_args()
-    import accelerate  # noqa: F401 -- the forked ranks have it then  # pyright: ignore[reportUnusedImport]
+    for name in ("accelerate", "torch._dynamo"):  # the forked ranks have them then; DDP asks for the second
+        importlib.import_module(name)
 
     contenders = [one for one in CONTENDERS if options.contender in one[0]]
     os.environ |= {
