@@ -84,8 +84,8 @@ def _rows(said: Sequence[Said]) -> tuple[list[Disagreement], str]:
         return rows, hint
     if len({one.tag for one in said}) == 1:
         return [], (
-            "They have differed since an earlier call that was not compared and is no longer remembered. With "
-            'guard="full" each one is.'
+            "They have differed since an earlier call that was not compared and is no longer remembered. "
+            'With guard="full" each one is.'
         )
     return _unequal([one.tag for one in said]), (
         "The calls have the same form but come from different lines, so one may have been left out, or two "

@@ -119,8 +119,13 @@ def other_reduction(me: Me, calls: Calls) -> None:
 
 
 def swapped(me: Me, calls: Calls) -> None:
-    for base in (20.0, 10.0) if me.rank else (10.0, 20.0):
-        me.attempt(lambda base=base: calls.gather(torch.tensor([base + me.rank])), [base, base + 1])
+    # Two lines of a program, as they would stand there: a call has no other name.
+    steps = (
+        lambda: me.attempt(lambda: calls.gather(torch.tensor([10.0 + me.rank])), [10.0, 11.0]),
+        lambda: me.attempt(lambda: calls.gather(torch.tensor([20.0 + me.rank])), [20.0, 21.0]),
+    )
+    for step in reversed(steps) if me.rank else steps:
+        step()
 
 
 def skipped(me: Me, calls: Calls) -> None:

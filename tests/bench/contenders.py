@@ -123,8 +123,9 @@ def accelerate(timeout_s: float, debug: bool = False) -> Generator[Calls, None, 
 
 @contextmanager
 def accelfn(timeout_s: float) -> Generator[Calls, None, None]:
-    options = af.InitProcessGroupKwargs(timeout=timedelta(seconds=timeout_s))
-    with af.init_context(cpu=True, kwargs_handlers=[options]) as ctx:
+    # The long timeout is for the first forward pass, which could be compiling.
+    limit = timedelta(seconds=timeout_s)
+    with af.init_context(cpu=True, guard=af.Guard(timeout=limit, long_timeout=limit)) as ctx:
         yield accelfn_calls(ctx)
 
 
@@ -141,9 +142,10 @@ def accelfn_calls(ctx: af.Context) -> Calls:
             yield gradient_of(model)
 
     return Calls(
-        gather=lambda tree: af.gather(ctx, tree),
-        reduce=lambda tree, reduction: af.reduce(ctx, tree, reduction),
-        wait=lambda: af.wait_for_everyone(ctx),
+        # Without a line between: the guard tells calls apart by the line that they are on.
+        gather=functools.partial(af.gather, ctx),
+        reduce=functools.partial(af.reduce, ctx),
+        wait=functools.partial(af.wait_for_everyone, ctx),
         gather_each=gather_each,
         train_on_each=train_on_each,
     )

@@ -1,4 +1,4 @@
-"""What the guard costs: a training step with it and without, and one operation in its strictest mode.
+"""What the guard costs: a training step with it and without, one operation in its strictest mode.
 
 Run by ``python -m tests.bench``; each rank runs :func:`measure` under torchrun. Another table compares the ways
 in which ranks could exchange what they agree on, at 2, 4 and 8 processes.
@@ -17,7 +17,6 @@ from torch._C import _distributed_c10d as bindings
 
 import accelfn as af
 from accelfn.context.config import GuardMode
-from accelfn.testing import run_ranks
 from tests.bench.timing import Row, Timing, compare, print_table
 
 plain: Any = cast("Any", dist)
