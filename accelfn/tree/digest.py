@@ -37,11 +37,12 @@ __all__ = ("digest_tensors", "split_flat")
 
 _ROW_WORDS = 128
 _ROW_BYTES = 8 * _ROW_WORDS
-# Rows taken at a time, which bounds temporary memory: what a core's cache holds, or enough for a large device.
+# Rows taken at a time, which bounds temporary memory: few enough for a cache, many enough for a large device.
 _ROWS_ON_CPU = 1 << 12
 _ROWS_ON_DEVICE = 1 << 16
 
-# Of splitmix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators"), as signed numbers.
+# Of splitmix64, as signed numbers. Source: Steele, Lea and Flood 2014, "Fast splittable pseudorandom number
+# generators".
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
 _FIRST_FACTOR = 0xBF58476D1CE4E5B9 - (1 << 64)
 _SECOND_FACTOR = 0x94D049BB133111EB - (1 << 64)
@@ -56,7 +57,7 @@ def digest_tensors(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
     Nothing but the digests leaves a device, in one copy per device, and that is the only wait for it. Small
     tensors are taken together; large ones piece by piece, so that temporary memory stays within a few times
-    2 MiB on the CPU and 64 MiB on a device.
+    4 MiB on the CPU and 64 MiB on a device.
 
     Args:
         tensors: Dense, of any dtype and shape; left as they are.
@@ -88,7 +89,7 @@ def digest_tensors(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
             found: list[torch.Tensor] = []
             order: list[int] = []
             for (_, rows), members in by_form.items():
-                alike = [tensors[index].detach() for index in members]
+                alike = [_copyable(tensors[index].detach()) for index in members]
                 found += (
                     [_digest_small(some, rows, weights) for some in _batches(alike, at_once // rows)]
                     if rows <= at_once
@@ -122,6 +123,11 @@ def split_flat(tensor: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
         yield torch.take(whole, places).view(tensor.dtype)
 
 
+def _copyable(tensor: torch.Tensor) -> torch.Tensor:
+    """Give a dtype of one byte as bytes: torch can't copy float4, nor odd bytes of a boolean as they are."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+
+
 def _batches(tensors: list[torch.Tensor], size: int) -> Iterator[list[torch.Tensor]]:
     for start in range(0, len(tensors), size):
         yield tensors[start : start + size]
@@ -152,7 +158,7 @@ def _digest_large(tensor: torch.Tensor, at_once: int, weights: torch.Tensor) -> 
 
 
 def _words(flat: torch.Tensor, rows: int) -> torch.Tensor:
-    """Give the bytes of a flat contiguous tensor as rows of words; copied where they don't fit as they lie."""
+    """Give the bytes of a flat contiguous tensor as rows of words; copied where they don't fit."""
     size = flat.dtype.itemsize
     if flat.numel() * size == rows * _ROW_BYTES and flat.storage_offset() * size % 8 == 0:
         return flat.view(torch.int64).view(rows, _ROW_WORDS)
