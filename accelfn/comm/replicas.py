@@ -139,14 +139,13 @@ def _local(leaves: list[Any], structure: Structure, name: str) -> list[Any]:
     local: list[Any] = []
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, module.DTensor):
-            dtensor = cast("Any", leaf)
-            if not all(placement.is_replicate() for placement in dtensor.placements):
+            if not all(placement.is_replicate() for placement in leaf.placements):
                 raise TypeError(
                     f"{_OPERATION}: {structure.paths(name)[index]} is sharded: a DTensor with placements "
-                    f"{dtensor.placements}, of which ranks hold different parts. Leave it out, or pass its "
+                    f"{leaf.placements}, of which ranks hold different parts. Leave it out, or pass its "
                     "full_tensor()."
                 )
-            local.append(dtensor.to_local())
+            local.append(leaf.to_local())
         else:
             local.append(leaf)
     return local

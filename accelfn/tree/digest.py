@@ -56,8 +56,8 @@ def digest_tensors(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     ``0.0`` differ, and so do NaNs of different payload.
 
     Nothing but the digests leaves a device, in one copy per device, and that is the only wait for it. Small
-    tensors are taken together; large ones piece by piece, so that temporary memory stays within a few times
-    4 MiB on the CPU and 64 MiB on a device.
+    tensors are taken together and large ones piece by piece, so temporary memory is bounded: a few times
+    4 MiB on the CPU and 64 MiB on a device, ten times that where a large tensor isn't contiguous.
 
     Args:
         tensors: Dense, of any dtype and shape; left as they are.
@@ -111,7 +111,7 @@ def split_flat(tensor: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
     # Only a lazy conjugate or negative is copied whole; no parameter is one.
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.is_contiguous():
-        yield from flatten_tensor(tensor).split(size)
+        yield from torch.split(flatten_tensor(tensor), size)
         return
     # torch.take reads the element of a given place without copying the rest, but doesn't know all dtypes.
     parts = 2 if tensor.dtype.itemsize == 16 else 1  # complex128, as two numbers
