@@ -223,7 +223,7 @@ def trained(steps: int = 2) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     for _ in range(steps):
         optimizer.zero_grad()
         model(torch.linspace(-2, 2, 15).view(5, 3)).square().sum().backward()
-        optimizer.step()
+        optimizer.step()  # pyright: ignore[reportUnknownMemberType] -- torch types it loosely
     return model, optimizer
 
 
@@ -266,7 +266,7 @@ def test_of_a_module_or_an_optimizer_the_tensor_is_named(
         both = trained()
         if ctx.rank == 2:
             spoil(*both)
-        parts = dict(zip(("model", "optimizer"), both, strict=True))
+        parts: dict[str, Any] = {"model": both[0], "optimizer": both[1]}
         check_replicas(ctx, parts if nested else parts[whole], name="state" if nested else whole)
 
     for nested, expected in ((True, f"state['{whole}']{path}"), (False, f"{whole}{path}")):
@@ -317,11 +317,11 @@ def test_the_table_of_one_leaf() -> None:
             weight[3, 17] = 2**-23
         check_replicas(ctx, {"layer.weight": weight})
 
-    assert str(drift(work, 2)).splitlines() == [
-        "check_replicas: 1 leaf differs between ranks.",
+    assert str(drift(work, 2)) == (
+        "check_replicas: 1 leaf differs between ranks.\n"
         "  rank 1  tree['layer.weight']  1 of 4096 elements differ from rank 0, "
-        "by at most 1.19e-07, at [3, 17]",
-    ]
+        "by at most 1.19e-07, at [3, 17]"
+    )
 
 
 def test_the_table_has_twenty_rows_of_which_eight_leaves_are_compared() -> None:
