@@ -88,6 +88,7 @@ def test_every_error_can_be_caught_by_its_builtin(kind: type[Exception], builtin
 
 ROWS = (Disagreement(1, "tree['x']", "(2,)", "(3,)"), Disagreement(3, "", "gather", "reduce"))
 DRIFTS = (Drift(1, "tree['x']", 0, 6, 2, 0.5, (1, 2)), Drift(2, "tree['y']", 1, 6))
+SCALAR = Drift(0, "tree['z']", 1, 1, 1, 2.0, ())
 EXAMPLES: tuple[AccelfnError, ...] = (
     AccelfnError("a"),
     ConfigurationError("a"),
@@ -134,6 +135,7 @@ def test_a_drift_prints_a_row_for_each_leaf_and_rank_up_to_twenty() -> None:
         "  rank 1  tree['x']  2 of 6 elements differ from rank 0, by at most 0.5, at [1, 2]",
         "  rank 2  tree['y']  differs from rank 1",
     ]
+    assert str(ReplicaDriftError("check_replicas", (SCALAR,))).endswith("differ from rank 1, by at most 2")
     lines = str(ReplicaDriftError("check_replicas", DRIFTS[1:] * 21)).splitlines()
     assert lines[0] == "check_replicas: 1 leaf differs between ranks."
     assert lines[20:] == ["  rank 2  tree['y']  differs from rank 1", "  ... and 1 more"]

@@ -82,21 +82,20 @@ def check_replicas(ctx: Context, tree: Any, *, name: str = "tree") -> None:
 
     >>> check_replicas(Context(), torch.nn.Linear(3, 2), name="model")
     """
-    with torch.no_grad():
-        replica, error = attempt(lambda: _prepare(ctx, tree, name))
-        if ctx.world.size == 1:
-            given(replica, error)
-            return
-        call = Call(_OPERATION) if replica is None else _describe(replica.layout, name)
-        digests = b"" if replica is None else replica.digests
-        summary = hashlib.blake2b(digests, digest_size=_DIGEST_BYTES).digest()
-        if len(set(gather_bytes(ctx, call, summary, error))) == 1:
-            return
+    replica, error = attempt(lambda: _prepare(ctx, tree, name))
+    if ctx.world.size == 1:
+        given(replica, error)
+        return
+    call = Call(_OPERATION) if replica is None else _describe(replica.layout, name)
+    digests = b"" if replica is None else replica.digests
+    summary = hashlib.blake2b(digests, digest_size=_DIGEST_BYTES).digest()
+    if len(set(gather_bytes(ctx, call, summary, error))) == 1:
+        return
 
-        # From here on every rank knows that all are here, with trees of one form, and what comes next.
-        drifted = _find(gather_bytes(ctx, Call(_OPERATION, "digests"), digests))
-        leaves, layout, _ = cast("_Replica", replica)
-        amounts = _compare_all(ctx, leaves, drifted[:_MAX_COMPARED])
+    # From here on every rank knows that all are here, with trees of one form, and what comes next.
+    drifted = _find(gather_bytes(ctx, Call(_OPERATION, "digests"), digests))
+    leaves, layout, _ = cast("_Replica", replica)
+    amounts = _compare_all(ctx, leaves, drifted[:_MAX_COMPARED])
     raise ReplicaDriftError(_OPERATION, _rows(drifted, amounts, layout, name))
 
 

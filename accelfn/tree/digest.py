@@ -82,21 +82,20 @@ def digest_tensors(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         [tensor.numel() * tensor.dtype.itemsize for tensor in tensors], dtype=torch.int64, device=host
     )
     result = _mix(lengths * _GOLDEN).view(-1, 1).repeat(1, 2)
-    with torch.no_grad():
-        for device, by_form in sets.items():
-            weights = _weights(device)
-            at_once = _ROWS_ON_CPU if device.type == "cpu" else _ROWS_ON_DEVICE
-            found: list[torch.Tensor] = []
-            order: list[int] = []
-            for (_, rows), members in by_form.items():
-                alike = [_copyable(tensors[index].detach()) for index in members]
-                found += (
-                    [_digest_small(some, rows, weights) for some in _batches(alike, at_once // rows)]
-                    if rows <= at_once
-                    else [_digest_large(one, at_once, weights) for one in alike]
-                )
-                order += members
-            result[torch.tensor(order, device=host)] += torch.cat(found).to(host)
+    for device, by_form in sets.items():
+        weights = _weights(device)
+        at_once = _ROWS_ON_CPU if device.type == "cpu" else _ROWS_ON_DEVICE
+        found: list[torch.Tensor] = []
+        order: list[int] = []
+        for (_, rows), members in by_form.items():
+            alike = [_copyable(tensors[index].detach()) for index in members]
+            found += (
+                [_digest_small(some, rows, weights) for some in _batches(alike, at_once // rows)]
+                if rows <= at_once
+                else [_digest_large(one, at_once, weights) for one in alike]
+            )
+            order += members
+        result[torch.tensor(order, device=host)] += torch.cat(found).to(host)
     return result
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import accelfn
 from accelfn.comm import check_replicas, gather
@@ -20,7 +21,7 @@ from accelfn.context import Context
 from accelfn.errors import Drift, MismatchError, RemoteRankError, ReplicaDriftError
 from accelfn.testing import Where, run_ranks
 from accelfn.testing.strategies import Mismatched, dtypes, mismatched_trees, shapes, tensors, trees
-from accelfn.tree import flatten, listify, map_tensors
+from accelfn.tree import digest_tensors, flatten, listify, map_tensors
 
 KINDS: tuple[Where, ...] = ("memory", "gloo", "processes")
 Work = Callable[[Context], Any]
@@ -391,6 +392,39 @@ def test_after_a_drift_the_ranks_go_on_together() -> None:
     assert run_ranks(work, 3) == [[0, 1, 2]] * 3
 
 
+class Without(TorchDispatchMode):
+    """Let an operation of torch fail, on the thread of one rank."""
+
+    def __init__(self, operation: Any) -> None:
+        super().__init__()  # pyright: ignore[reportUnknownMemberType] -- torch leaves it untyped
+        self.operation = operation
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is self.operation:
+            raise MemoryError("no room")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("operation", [torch.ops.aten.mul.Tensor, torch.ops.aten.argmax.default])
+def test_a_failure_on_one_rank_is_told_to_all_and_nobody_waits(operation: Any) -> None:
+    def work(ctx: Context) -> Any:
+        with Without(operation if ctx.rank == 1 else None):
+            check_replicas(ctx, [torch.tensor(ctx.rank), torch.tensor(-ctx.rank)])
+
+    here, there, third = run_ranks(failure(work), 3, timeout_s=10)
+    assert type(there) is MemoryError
+    for error in (here, third):
+        assert isinstance(error, RemoteRankError)
+        assert (error.rank, error.cause, error.message) == (1, "MemoryError", "no room")
+
+
+def test_one_process_takes_no_digests() -> None:
+    with Without(torch.ops.aten.mul.Tensor):
+        check_replicas(Context(), torch.ones(3))
+        with pytest.raises(MemoryError):
+            digest_tensors([torch.ones(3)])
+
+
 # --- the same on every kind of world -------------------------------------------------------------
 
 
@@ -451,6 +485,15 @@ def test_a_leaf_that_is_no_dense_tensor_is_named_on_every_rank(make: Callable[[]
     assert str(there).startswith(f"check_replicas: {said}")
     assert isinstance(here, RemoteRankError)
     assert (here.rank, here.cause, here.message) == (1, "TypeError", str(there))
+
+
+def test_a_mismatch_bears_the_name_that_was_given() -> None:
+    def work(ctx: Context) -> Any:
+        check_replicas(ctx, [torch.zeros(1 + ctx.rank)], name="state")
+
+    for error in run_ranks(failure(work), 2):
+        assert isinstance(error, MismatchError)
+        assert [(row.path, row.found) for row in error.rows] == [("state[0]", "float32 (2,)")]
 
 
 def test_the_name_is_a_string_and_the_same_on_all_ranks() -> None:

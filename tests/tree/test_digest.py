@@ -149,12 +149,24 @@ def test_large_tensors_may_lie_in_any_way(dtype: torch.dtype, form: str) -> None
     assert torch.equal(tensor.contiguous().view(torch.uint8), before.contiguous().view(torch.uint8))
 
 
-@pytest.mark.parametrize("count", [3, MEBI])
+@pytest.mark.parametrize("count", [3, 128, 256, MEBI])  # 128 and 256 numbers fill one row or two
 @pytest.mark.parametrize("negative", [False, True], ids=("conjugate", "negative"))
 def test_lazy_views_count_as_what_they_say(negative: bool, count: int) -> None:
     lazy = torch.complex(torch.arange(float(count)), torch.ones(count)).conj()
     lazy = lazy.imag if negative else lazy
-    assert digest(lazy) == digest(lazy.resolve_conj().resolve_neg().clone())
+    expected = digest(lazy.resolve_conj().resolve_neg().clone())
+    assert digest(lazy) == expected
+    if count == MEBI:
+        turned = lazy.resolve_conj().resolve_neg().view(1024, 1024).T.contiguous()
+        assert digest(lazy.view(1024, 1024).T) == digest(turned)
+
+
+def test_rows_may_be_filled_by_a_tensor_with_gaps() -> None:
+    ones = torch.ones(256)
+    found = digest_tensors([torch.ones(1).expand(256), torch.ones(512)[::2], ones])
+    assert num_distinct(found) == 1
+    for tensor in (torch.ones(1).expand(256), torch.ones(512)[::2]):
+        assert digest(tensor) == digest(ones)
 
 
 # --- what it finds -------------------------------------------------------------------------------
