@@ -13,12 +13,14 @@ from accelfn.errors import (
     ConfigurationError,
     Disagreement,
     DistributedError,
+    Drift,
     EnvironmentPlanError,
     MismatchError,
     MissingExtraError,
     MissingRankError,
     NotAvailableError,
     RemoteRankError,
+    ReplicaDriftError,
 )
 
 Tree = dict[str, tuple[str, ...]]
@@ -55,7 +57,7 @@ def test_the_tree_is_as_it_is_drawn() -> None:
 
 def test_the_drawing_is_read_at_all() -> None:
     doc = errors.__doc__ or ""
-    assert len(drawn_tree(doc)) == 10
+    assert len(drawn_tree(doc)) == 11
     assert drawn_tree(doc.replace("(ValueError)", "(TypeError)")) != real_tree()
     assert drawn_tree(doc.replace("    |   `-- Env", "    |-- Env")) != real_tree()
 
@@ -63,7 +65,7 @@ def test_the_drawing_is_read_at_all() -> None:
 def test_every_error_is_ours_and_of_the_kind_that_except_exception_catches() -> None:
     for name in errors.__all__:
         cls = getattr(errors, name)
-        if cls is not Disagreement:
+        if cls not in (Disagreement, Drift):
             assert issubclass(cls, AccelfnError)
             assert not hasattr(builtins, name)
 
@@ -85,6 +87,8 @@ def test_every_error_can_be_caught_by_its_builtin(kind: type[Exception], builtin
 
 
 ROWS = (Disagreement(1, "tree['x']", "(2,)", "(3,)"), Disagreement(3, "", "gather", "reduce"))
+DRIFTS = (Drift(1, "tree['x']", 0, 6, 2, 0.5, (1, 2)), Drift(2, "tree['y']", 1, 6))
+SCALAR = Drift(0, "tree['z']", 1, 1, 1, 2.0, ())
 EXAMPLES: tuple[AccelfnError, ...] = (
     AccelfnError("a"),
     ConfigurationError("a"),
@@ -96,6 +100,7 @@ EXAMPLES: tuple[AccelfnError, ...] = (
     CollectiveTimeoutError("a"),
     MismatchError("gather", ROWS),
     MismatchError("gather", ROWS, "Look at rank 1."),
+    ReplicaDriftError("check_replicas", DRIFTS),
     RemoteRankError(2, "ValueError", "bad batch"),
     RemoteRankError(2, "ValueError", "bad batch", "gather"),
 )
@@ -122,6 +127,19 @@ def test_a_mismatch_prints_a_row_for_each_rank() -> None:
         "  rank 3: found reduce, expected gather",
         "Look at rank 1.",
     ]
+
+
+def test_a_drift_prints_a_row_for_each_leaf_and_rank_up_to_twenty() -> None:
+    assert str(ReplicaDriftError("check_replicas", DRIFTS)).splitlines() == [
+        "check_replicas: 2 leaves differ between ranks.",
+        "  rank 1  tree['x']  2 of 6 elements differ from rank 0, by at most 0.5, at [1, 2]",
+        "  rank 2  tree['y']  differs from rank 1",
+    ]
+    assert str(ReplicaDriftError("check_replicas", (SCALAR,))).endswith("differ from rank 1, by at most 2")
+    lines = str(ReplicaDriftError("check_replicas", DRIFTS[1:] * 21)).splitlines()
+    assert lines[0] == "check_replicas: 1 leaf differs between ranks."
+    assert lines[20:] == ["  rank 2  tree['y']  differs from rank 1", "  ... and 1 more"]
+    assert len(ReplicaDriftError("check_replicas", DRIFTS[1:] * 20).args[0].splitlines()) == 21
 
 
 def test_a_remote_error_names_the_rank_and_repeats_its_message() -> None:
