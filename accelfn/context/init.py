@@ -189,6 +189,8 @@ def init_context(
 
 def _watched(world: World, collectives: Collectives, guard: Guard) -> World:
     """Take care that the other ranks hear of this one's end, however it comes."""
+    if world.size == 1 and not world.made.group:
+        return world
     board, journal, rank = collectives.board, collectives.journal, world.rank
     end_watch = start_watchdog(board, rank, whole_process=True) if guard.watchdog and world.size > 1 else None
 

@@ -11,6 +11,8 @@ __all__ = ("Entry", "Journal")
 
 _REMEMBERED = 64
 _CHAIN_BYTES = 16
+# For what is called on the seam itself, outside of any operation: as long as a guard waits by default.
+_PATIENCE_S = 300.0
 
 
 class Entry(NamedTuple):
@@ -47,7 +49,7 @@ class Journal:
         self.number = 0
         self.checked = 0
         self.chain = bytes(_CHAIN_BYTES)
-        self.patience_s = 0.0
+        self.patience_s = _PATIENCE_S
         self.over = ""
         self.closed = False
         self.place = ""
@@ -55,6 +57,14 @@ class Journal:
         self.has_ended = False
         self._entries: deque[Entry] = deque(maxlen=_REMEMBERED)
         self._counts: WeakKeyDictionary[object, int] = WeakKeyDictionary()
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Journal:
+        """Give itself: a copy of a context is over the same group."""
+        return self
+
+    def __reduce__(self) -> tuple[type[Journal], tuple[()]]:
+        """Pickle as a new journal: what was called stays with the group, which no pickle can hold."""
+        return Journal, ()
 
     def begin(self, operation: str, site: str, material: str | None, patience_s: float) -> None:
         """Note that an operation begins.
