@@ -114,7 +114,7 @@ def init_context(
         parallelism_config: Sizes of the mesh's axes.
         guard: How ranks are kept in agreement and how long they wait for each other: a :class:`Guard`, or
             its mode: ``"full"``, ``"sampled"`` or ``"off"``.
-        debug: Short for ``guard="full"``.
+        debug: True is short for ``guard="full"``; False keeps a variable or ``ctx.replace`` from it.
         group: An existing process group to use instead of the default one; it stays the caller's.
 
     Returns:
