@@ -1,4 +1,3 @@
-import re
 import threading
 import time
 from collections.abc import Callable
@@ -69,47 +68,45 @@ def test_other_calls_are_a_mismatch_for_all() -> None:
     assert [(row.rank, row.found, row.expected) for row in errors[0].rows] == [(0, "reduce 7", "gather 7")]
 
 
-def end(board: Board, journal: Journal) -> None:
-    announce_end(board, journal, 1)
+def end(board: Board, journal: Journal, rank: int) -> None:
+    announce_end(board, journal, rank)
 
 
-def fail(board: Board, journal: Journal) -> None:
-    publish(board, journal, 1, OSError("disk"))
+def fail(board: Board, journal: Journal, rank: int) -> None:
+    publish(board, journal, rank, OSError("disk"))
 
 
-def say_nothing(board: Board, journal: Journal) -> None:
-    del board, journal
+def say_nothing(board: Board, journal: Journal, rank: int) -> None:
+    del board, journal, rank
 
 
 @pytest.mark.parametrize(
     ("how", "last_words", "kind", "said"),
     [
-        ("returned", end, MissingRankError, r"rank 1 has ended its work after scatter at train\.py:6 in main"),
-        ("died", say_nothing, MissingRankError, "gather: rank 1 died while rank 0 waits for it in call 2 at"),
-        ("failed", fail, RemoteRankError, "rank 1 failed: OSError: disk"),
+        ("returned", end, MissingRankError, "rank {} has ended its work after scatter at train.py:6 in main"),
+        ("died", say_nothing, MissingRankError, "gather: rank {} died while rank {} waits for it in call 2 at"),
+        ("failed", fail, RemoteRankError, "rank {} failed: OSError: disk"),
     ],
 )
-@pytest.mark.parametrize("comes_late", [False, True])
+@pytest.mark.parametrize("leaver", [0, 1])
 def test_who_waits_hears_why_nobody_comes(
-    how: str, last_words: Any, kind: type[Exception], said: str, comes_late: bool
+    how: str, last_words: Any, kind: type[Exception], said: str, leaver: int
 ) -> None:
     meeting = Meeting(2)
 
     def work(rank: int) -> Any:
-        # In rank order: so rank 0 finds the other one gone, or sees it go.
-        if rank == (1 if comes_late else 0):
+        # In rank order: so the other one sees rank 1 go, and finds rank 0 gone.
+        if rank != leaver:
             return meeting.meet(rank, ("gather",), 1, in_operation())
         before = Journal()
         before.begin("scatter", "train.py:6 in main", "", 1)
-        last_words(Board() if how == "died" else meeting.board, before)
+        last_words(meeting.board, before, rank)
         meeting.leave(rank, how)
         return "left"
 
-    if comes_late:  # the last words are rank 1's, whoever says them
-        kind, said = Exception, said.replace("rank 1", "rank [01]").replace("rank 0 waits", "rank 1 waits")
-    error = together(meeting, 2, work)[1 if comes_late else 0]
-    assert isinstance(error, kind)
-    assert re.search(said, str(error))
+    error = together(meeting, 2, work)[1 - leaver]
+    assert type(error) is kind
+    assert said.format(leaver, 1 - leaver) in str(error)
 
 
 def test_a_rank_that_has_failed_frees_those_that_wait_before_it_ends() -> None:
