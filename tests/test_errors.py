@@ -3,12 +3,14 @@
 import builtins
 import pickle
 import re
+import traceback
 
 import pytest
 
 from accelfn import errors
 from accelfn.errors import (
     AccelfnError,
+    Caller,
     CollectiveTimeoutError,
     ConfigurationError,
     Disagreement,
@@ -20,7 +22,9 @@ from accelfn.errors import (
     MissingRankError,
     NotAvailableError,
     RemoteRankError,
+    RemoteTraceback,
     ReplicaDriftError,
+    UnevenDataError,
 )
 
 Tree = dict[str, tuple[str, ...]]
@@ -47,7 +51,7 @@ def real_tree() -> Tree:
     return {
         name: tuple(base.__name__ for base in cls.__bases__)
         for name, cls in classes.items()
-        if issubclass(cls, BaseException)
+        if issubclass(cls, BaseException) and cls is not RemoteTraceback  # never raised by itself
     }
 
 
@@ -65,9 +69,10 @@ def test_the_drawing_is_read_at_all() -> None:
 def test_every_error_is_ours_and_of_the_kind_that_except_exception_catches() -> None:
     for name in errors.__all__:
         cls = getattr(errors, name)
-        if cls not in (Disagreement, Drift):
+        if cls not in (Caller, Disagreement, Drift, RemoteTraceback):
             assert issubclass(cls, AccelfnError)
             assert not hasattr(builtins, name)
+    assert RemoteTraceback.__bases__ == (Exception,)
 
 
 @pytest.mark.parametrize(
@@ -89,6 +94,7 @@ def test_every_error_can_be_caught_by_its_builtin(kind: type[Exception], builtin
 ROWS = (Disagreement(1, "tree['x']", "(2,)", "(3,)"), Disagreement(3, "", "gather", "reduce"))
 DRIFTS = (Drift(1, "tree['x']", 0, 6, 2, 0.5, (1, 2)), Drift(2, "tree['y']", 1, 6))
 SCALAR = Drift(0, "tree['z']", 1, 1, 1, 2.0, ())
+CALLERS = (Caller(1, "gather", "a.py:7 in main"), Caller(3, "reduce", "b.py:8 in main"))
 EXAMPLES: tuple[AccelfnError, ...] = (
     AccelfnError("a"),
     ConfigurationError("a"),
@@ -101,8 +107,12 @@ EXAMPLES: tuple[AccelfnError, ...] = (
     MismatchError("gather", ROWS),
     MismatchError("gather", ROWS, "Look at rank 1."),
     ReplicaDriftError("check_replicas", DRIFTS),
+    MismatchError("gather", ROWS, "Look at rank 1.", CALLERS),
+    UnevenDataError("gather", ROWS),
+    UnevenDataError("gather", ROWS, "Look at rank 1.", CALLERS, (3, 2)),
     RemoteRankError(2, "ValueError", "bad batch"),
     RemoteRankError(2, "ValueError", "bad batch", "gather"),
+    RemoteRankError(2, "ValueError", "bad batch", "gather", "Traceback: line 7"),
 )
 
 
@@ -117,14 +127,16 @@ def test_errors_cross_process_boundaries(error: AccelfnError, protocol: int) -> 
     assert type(back) is type(error)
     assert str(back) == str(error)
     assert vars(back) == vars(error)
+    assert repr(back.__cause__) == repr(error.__cause__)
     assert pickle.loads(pickle.dumps(back, protocol)).args == error.args
 
 
 def test_a_mismatch_prints_a_row_for_each_rank() -> None:
     assert str(MismatchError("gather", ROWS, "Look at rank 1.")).splitlines() == [
         "gather: the ranks disagree.",
-        "  rank 1, tree['x']: found (3,), expected (2,)",
-        "  rank 3: found reduce, expected gather",
+        "  rank  leaf       found   expected",
+        "  1     tree['x']  (3,)    (2,)",
+        "  3                reduce  gather",
         "Look at rank 1.",
     ]
 
@@ -140,6 +152,36 @@ def test_a_drift_prints_a_row_for_each_leaf_and_rank_up_to_twenty() -> None:
     assert lines[0] == "check_replicas: 1 leaf differs between ranks."
     assert lines[20:] == ["  rank 2  tree['y']  differs from rank 1", "  ... and 1 more"]
     assert len(ReplicaDriftError("check_replicas", DRIFTS[1:] * 20).args[0].splitlines()) == 21
+def test_a_mismatch_says_who_called_what_and_from_where() -> None:
+    assert str(MismatchError("gather", ROWS, "Look at rank 1.", CALLERS)).splitlines() == [
+        "gather: the ranks disagree.",
+        "  rank  operation  call site       leaf       found   expected",
+        "  1     gather     a.py:7 in main  tree['x']  (3,)    (2,)",
+        "  3     reduce     b.py:8 in main             reduce  gather",
+        "  rank 1 called gather at a.py:7 in main",
+        "  rank 3 called reduce at b.py:8 in main",
+        "Look at rank 1.",
+    ]
+
+
+def test_ranks_that_called_the_same_stand_on_one_line() -> None:
+    callers = [Caller(rank, "gather", f"a.py:{1 + (rank == 2)}") for rank in range(5)]
+    assert str(MismatchError("gather", (), callers=callers)).splitlines()[1:] == [
+        "  ranks 0-1, 3-4 called gather at a.py:1",
+        "  rank 2 called gather at a.py:2",
+    ]
+    # All alike, and below rows that say it already: nothing to add.
+    alike = [Caller(rank, "gather", "a.py:1") for rank in range(5)]
+    assert len(str(MismatchError("gather", ROWS, callers=alike)).splitlines()) == 4
+
+
+def test_uneven_data_counts_the_batches_of_each_rank() -> None:
+    error = UnevenDataError("gather", ROWS, counts=(4, 3, 4))
+    assert str(error).splitlines()[0] == (
+        "gather: the ranks have different numbers of batches: 4, 3, 4 by rank."
+    )
+    assert str(error).splitlines()[1:] == str(MismatchError("gather", ROWS)).splitlines()[1:]
+    assert error.counts == (4, 3, 4)
 
 
 def test_a_remote_error_names_the_rank_and_repeats_its_message() -> None:
@@ -152,3 +194,10 @@ def test_a_remote_error_names_the_rank_and_repeats_its_message() -> None:
         "gather",
     )
     assert str(RemoteRankError(2, "ValueError", "bad batch")) == "rank 2 failed: ValueError: bad batch"
+
+
+def test_a_remote_error_shows_the_traceback_of_the_other_rank_as_its_cause() -> None:
+    error = RemoteRankError(2, "ValueError", "bad batch", "gather", "Traceback: line 7")
+    assert isinstance(error.__cause__, RemoteTraceback)
+    assert "Traceback: line 7" in "".join(traceback.format_exception(error))
+    assert RemoteRankError(2, "ValueError", "bad batch").__cause__ is None

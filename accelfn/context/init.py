@@ -114,7 +114,7 @@ def init_context(
         parallelism_config: Sizes of the mesh's axes.
         guard: How ranks are kept in agreement and how long they wait for each other: a :class:`Guard`, or
             its mode: ``"full"``, ``"sampled"`` or ``"off"``.
-        debug: Short for ``guard="full"``.
+        debug: True is short for ``guard="full"``; False keeps a variable or ``ctx.replace`` from it.
         group: An existing process group to use instead of the default one; it stays the caller's.
 
     Returns:
@@ -189,6 +189,8 @@ def init_context(
 
 def _watched(world: World, collectives: Collectives, guard: Guard) -> World:
     """Take care that the other ranks hear of this one's end, however it comes."""
+    if world.size == 1 and not world.made.group:
+        return world
     board, journal, rank = collectives.board, collectives.journal, world.rank
     end_watch = start_watchdog(board, rank, whole_process=True) if guard.watchdog and world.size > 1 else None
 

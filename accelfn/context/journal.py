@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 __all__ = ("Entry", "Journal")
 
 _REMEMBERED = 64
 _CHAIN_BYTES = 16
-_PATIENCE_S = 300.0  # before the first operation has said how long
+# For what is called on the seam itself, outside of any operation: as long as a guard waits by default.
+_PATIENCE_S = 300.0
 
 
 class Entry(NamedTuple):
@@ -57,12 +58,12 @@ class Journal:
         self._entries: deque[Entry] = deque(maxlen=_REMEMBERED)
         self._counts: WeakKeyDictionary[object, int] = WeakKeyDictionary()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Journal:
-        """Give the journal itself: a copied context calls on the same group."""
+    def __deepcopy__(self, memo: dict[int, object]) -> Journal:
+        """Give itself: a copy of a context is over the same group."""
         return self
 
     def __reduce__(self) -> tuple[type[Journal], tuple[()]]:
-        """Leave the calls behind in a pickle: the group is not there where it is loaded."""
+        """Pickle as a new journal: what was called stays with the group, which no pickle can hold."""
         return Journal, ()
 
     def begin(self, operation: str, site: str, material: str | None, patience_s: float) -> None:

@@ -23,6 +23,8 @@ _POLL_S = 0.2
 # Others that wait answer within two looks; then it is clear who doesn't.
 _ROLL_CALL_S = 0.6
 _JOIN_S = 1.0
+# More than a watchdog's answer takes.
+_LAST_WORDS_S = 5.0
 
 
 class _Position(NamedTuple):
@@ -76,8 +78,8 @@ class Lookout:
                     return
             missing = [rank for rank in self._others() if not self._has_come(seen, rank)]
             error = late_error(self.journal, self.rank, patience_s, missing, seen.positions)
-            print_all_stacks(self.board, self.rank, self.size)
-            publish(self.board, self.journal, self.rank, error)
+            _within(_LAST_WORDS_S, lambda: print_all_stacks(self.board, self.rank, self.size))
+            _within(_LAST_WORDS_S, lambda: publish(self.board, self.journal, self.rank, error))
             raise error
 
     def explain_loss(self, text: str) -> Exception:
@@ -86,9 +88,11 @@ class Lookout:
         Args:
             text: What the backend said.
         """
-        error = news(self.board, self.journal, self.rank)
-        if error is not None:
-            return error
+        told: list[Exception | None] = []
+        _within(_LAST_WORDS_S, lambda: told.append(news(self.board, self.journal, self.rank)))
+        for word in told:
+            if word is not None:
+                return word
         silent = self._others()
         if self.size > 2:
             with self._looking() as seen:
@@ -104,7 +108,7 @@ class Lookout:
             f"at {now.site}: it has ended, was killed, or its machine can't be reached. Look at its output "
             f"first. The backend said: {text}"
         )
-        publish(self.board, self.journal, self.rank, error)
+        _within(_LAST_WORDS_S, lambda: publish(self.board, self.journal, self.rank, error))
         return error
 
     def _others(self) -> list[int]:
@@ -171,6 +175,13 @@ class Lookout:
         )
         publish(self.board, self.journal, self.rank, error)
         return news(self.board, self.journal, self.rank) or error
+
+
+def _within(seconds: float, action: Callable[[], object]) -> None:
+    """Do what needs the board, and go on without it where the board doesn't answer."""
+    thread = threading.Thread(target=action, name="accelfn last words", daemon=True)
+    thread.start()
+    thread.join(seconds)
 
 
 class _Seen:

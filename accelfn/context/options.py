@@ -260,14 +260,15 @@ def _guard(now: Guard, options: ContextOptions) -> Guard:
     if asked is not None and not isinstance(asked, (Guard, str)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"guard must be a Guard or the name of a mode: got {type(asked).__name__}.")
     guard = dataclasses.replace(now, mode=asked) if isinstance(asked, str) else asked or now
-    if not options.get("debug"):
+    debug, is_full = options.get("debug"), guard.mode == GuardMode.FULL
+    if debug is None or debug == is_full:
         return guard
-    if asked is not None and guard.mode != GuardMode.FULL:
+    if asked is not None:
         raise ConfigurationError(
-            f'debug=True means the guard\'s mode "full", and guard asks for {str(guard.mode)!r}. Give one of '
-            "the two."
+            f'debug={debug} means that the guard\'s mode is {"" if debug else "not "}"full", and guard asks for '
+            f"{str(guard.mode)!r}. Give one of the two."
         )
-    return dataclasses.replace(guard, mode=GuardMode.FULL)
+    return dataclasses.replace(guard, mode=GuardMode.FULL if debug else GuardMode.SAMPLED)
 
 
 def _project(now: ProjectConfiguration, options: ContextOptions) -> ProjectConfiguration:

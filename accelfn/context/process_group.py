@@ -7,6 +7,7 @@ made for itself, so nothing here asks torch's global registry: ranks are numbers
 from __future__ import annotations
 
 import ctypes
+import math
 import weakref
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -158,7 +159,8 @@ def carries_cpu_tensors(group: dist.ProcessGroup) -> bool:
 
 def _is_done(work: dist.Work, seconds: float) -> bool:
     try:
-        work.wait(timedelta(seconds=seconds))
+        # In whole milliseconds, rounded up: torch cuts off the rest, and takes 0 for no limit at all.
+        work.wait(timedelta(milliseconds=max(1, math.ceil(seconds * 1000))))
     except RuntimeError as error:
         # What the wait itself says when its time is up; the work goes on, and can be waited for again.
         if str(error).startswith("Operation timed out!"):

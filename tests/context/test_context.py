@@ -34,6 +34,8 @@ def test_the_default_is_one_process_on_the_cpu() -> None:
 def test_it_is_frozen_and_equal_by_value() -> None:
     ctx = Context()
     with pytest.raises(dataclasses.FrozenInstanceError):
+        ctx.tag = "data"  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises((AttributeError, TypeError)):
         ctx.debug = True  # pyright: ignore[reportAttributeAccessIssue]
     with pytest.raises((AttributeError, TypeError)):
         ctx.something = 1  # pyright: ignore[reportAttributeAccessIssue]

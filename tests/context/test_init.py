@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 import accelfn
-from accelfn.context import Collectives, Context, Made, World, close_context, init_context
+from accelfn.context import Collectives, Context, Made, World, close_context, init_context, process_group
 from accelfn.context import init as module
 from accelfn.context.config import AutocastKwargs, InitProcessGroupKwargs
 from accelfn.errors import ConfigurationError, DistributedError
@@ -105,7 +105,7 @@ def test_an_initialised_group_is_adopted_and_stays() -> None:
         with init_context(cpu=True, mixed_precision="bf16") as ctx:
             place = standing(ctx)
             adopted = ctx.world.group is dist.group.WORLD
-            owns = ctx.world.made != Made()
+            owns = ctx.world.made.group
         alive = dist.is_initialized() and numbers(outer.collectives.all_gather(torch.tensor([1]))) == [1, 1]
         return [place, adopted, owns, alive, ctx.world.backend]
 
@@ -154,7 +154,7 @@ def test_ranks_of_a_group_find_each_others_nodes() -> None:
     assert run_ranks(adopt, 3, on="processes") == [[0, 2, 0, 2], [0, 1, 1, 2], [1, 2, 0, 2]]
 
 
-def test_a_group_that_carries_no_cpu_tensors_gets_one_beside_it_which_closing_destroys() -> None:
+def test_an_adopted_group_gets_one_beside_it_which_closing_destroys() -> None:
     def adopt(outer: Context) -> list[Any]:
         def together() -> list[Any]:
             # torch numbers groups: one that only some ranks counted would part them here.
@@ -169,13 +169,14 @@ def test_a_group_that_carries_no_cpu_tensors_gets_one_beside_it_which_closing_de
         if outer.rank == 0:
             return together()  # not part of the group: isn't needed to make one beside it
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, "_carries_cpu", carries_none)
+            patch.setattr(process_group, "carries_cpu_tensors", carries_none)
             ctx = init_context(cpu=True, group=group)
         made = ctx.world.made.side_group
         side = None if made is None else made()
         assert side is not None
         rows = ctx.collectives.exchange(torch.tensor([outer.rank], dtype=torch.uint8))
         said = [int(row[0]) for row in rows]
+        said += numbers(ctx.collectives.all_gather(torch.tensor([outer.rank])))
         variant = ctx.replace(debug=True)
         close_context(variant)
         still = dist.get_world_size(side)
@@ -190,7 +191,7 @@ def test_a_group_that_carries_no_cpu_tensors_gets_one_beside_it_which_closing_de
         return [said, still, gone, dist.get_world_size(group), *together()]
 
     results = run_ranks(adopt, 3, on="processes", timeout_s=10.0)
-    inside = [[1, 2], 2, True, 2, 3.0]
+    inside = [[1, 2, 1, 2], 2, True, 2, 3.0]
     assert results == [[3.0], inside, inside]
 
 
@@ -450,7 +451,7 @@ def test_ranks_that_fall_silent_after_joining_leave_no_group_behind() -> None:
         world = dataclasses.replace(outer.world, made=Made(group=True))
         silent = dataclasses.replace(outer.collectives, exchange=fail)
         try:
-            module._settle(world, silent, False)  # pyright: ignore[reportPrivateUsage]
+            module._settle(world, silent, False, timedelta(seconds=5))  # pyright: ignore[reportPrivateUsage]
         except DistributedError as error:
             return [str(error), group is not None, dist.is_initialized()]
         return []

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accelfn.context import Context, ReduceOp, process_group_collectives
+from accelfn.context import Board, Context, Journal, Lookout, ReduceOp, process_group_collectives
 from accelfn.context.process_group import _failures  # pyright: ignore[reportPrivateUsage]
 from accelfn.errors import CollectiveTimeoutError, DistributedError, MissingRankError
 from accelfn.testing import Where, run_ranks
@@ -93,6 +93,13 @@ def test_control_messages_go_through_the_group_beside() -> None:
     assert run_ranks(exchange, 2, on="processes") == [(True, True)] * 2
 
 
+def lookout() -> Lookout:
+    """Stand for rank 3 of 4, in the first operation of its program."""
+    journal = Journal()
+    journal.begin("gather", "train.py:7 in main", "", 1.0)
+    return Lookout(board=Board(), journal=journal, rank=3, size=4)
+
+
 @pytest.mark.parametrize(
     ("text", "kind"),
     [
@@ -103,16 +110,17 @@ def test_control_messages_go_through_the_group_beside() -> None:
     ],
 )
 def test_what_a_backend_says_of_a_late_or_lost_peer(text: str, kind: type[DistributedError]) -> None:
-    with pytest.raises(kind, match="rank 3") as caught, _failures("all_reduce", 3):
+    with pytest.raises(kind, match="rank 3") as caught, _failures("all_reduce", lookout()):
         raise RuntimeError(text)
-    assert "all_reduce" in str(caught.value)
+    assert "gather: rank 3" in str(caught.value)
+    assert "call 1 at train.py:7 in main" in str(caught.value)
     assert text in str(caught.value)
     assert str(caught.value.__cause__) == text
 
 
 @pytest.mark.parametrize("error", [RuntimeError("shape mismatch"), ValueError("timeout")])
 def test_other_errors_pass_as_they_are(error: Exception) -> None:
-    with pytest.raises(type(error)) as caught, _failures("all_reduce", 3):
+    with pytest.raises(type(error)) as caught, _failures("all_reduce", lookout()):
         raise error
     assert caught.value is error
 
@@ -162,6 +170,6 @@ def test_a_group_that_is_closed_says_so_and_is_not_kept_alive() -> None:
 
     gone = (
         True,
-        "all_gather: the process group of this context is closed. Make a new context with init_context.",
+        "exchange: the process group of this context is closed. Make a new context with init_context.",
     )
     assert run_ranks(close, 2, "processes") == [gone, gone]

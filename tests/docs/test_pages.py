@@ -22,9 +22,9 @@ def directives() -> frozenset[str]:
 
 
 def table_row(variable: Variable) -> str:
-    first, second = variable.names
+    first, *others = (f"`{name}`" for name in variable.names)
     field = f"{variable.record}.{variable.field}" if variable.field else variable.record
-    return f"| `{first}` | `{second}` | `{field}` | {variable.form.accepts} |"
+    return f"| {first} | {', '.join(others)} | `{field}` | {variable.form.accepts} |"
 
 
 @pytest.mark.parametrize("name", accelfn.__all__)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from accelfn.context import Board, Journal, announce_end, publish
 from accelfn.errors import CollectiveTimeoutError, MismatchError, MissingRankError, RemoteRankError
 from accelfn.testing.meeting import Meeting
 
@@ -21,9 +22,9 @@ def together(meeting: Meeting, size: int, work: Callable[[int], Any]) -> list[An
         try:
             results[rank] = work(rank)
         except Exception as error:  # noqa: BLE001 -- it is the result
-            how, results[rank] = "raised", error
+            how, results[rank] = "failed", error
         if results[rank] != "left":
-            meeting.leave(rank, how, results[rank] if how == "raised" else None)
+            meeting.leave(rank, how)
 
     threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(size)]
     for thread in threads:
@@ -35,66 +36,130 @@ def together(meeting: Meeting, size: int, work: Callable[[int], Any]) -> list[An
     return results
 
 
+def in_operation(operation: str = "gather", patience_s: float = 10.0) -> Journal:
+    """Make the journal of a rank in its second operation."""
+    journal = Journal()
+    journal.begin("scatter", "train.py:6 in main", "", patience_s)
+    journal.begin(operation, "train.py:7 in main", "", patience_s)
+    return journal
+
+
 @given(st.integers(1, 5), st.integers(1, 6))
 def test_every_round_hands_over_what_each_brought(size: int, rounds: int) -> None:
-    meeting = Meeting(size, 10)
+    meeting = Meeting(size)
 
     def work(rank: int) -> Any:
-        return [meeting.meet(rank, ("round", number), (number, rank)) for number in range(rounds)]
+        journal = in_operation()
+        return [meeting.meet(rank, ("round", number), (number, rank), journal) for number in range(rounds)]
 
     expected = [[(number, rank) for rank in range(size)] for number in range(rounds)]
     assert together(meeting, size, work) == [expected] * size
 
 
 def test_other_calls_are_a_mismatch_for_all() -> None:
-    meeting = Meeting(3, 10)
-    errors = together(meeting, 3, lambda rank: meeting.meet(rank, ("gather" if rank else "reduce", 7), None))
+    meeting = Meeting(3)
+    errors = together(
+        meeting,
+        3,
+        lambda rank: meeting.meet(rank, ("gather" if rank else "reduce", 7), None, in_operation()),
+    )
     assert [type(error) for error in errors] == [MismatchError] * 3
     assert len({error.rows for error in errors}) == 1
     assert [(row.rank, row.found, row.expected) for row in errors[0].rows] == [(0, "reduce 7", "gather 7")]
 
 
-def test_who_waits_hears_why_nobody_comes() -> None:
-    for how, error, kind in (
-        ("returned", None, MissingRankError),
-        ("died", None, MissingRankError),
-        ("raised", OSError("disk"), RemoteRankError),
-    ):
-        meeting = Meeting(2, 10)
+def end(board: Board, journal: Journal, rank: int) -> None:
+    announce_end(board, journal, rank)
 
-        def work(rank: int, meeting: Meeting = meeting, how: str = how, error: Any = error) -> Any:
-            if rank == 0:
-                return meeting.meet(0, ("gather",), 1)
-            meeting.leave(1, how, error)
-            return "left"
 
-        here, _ = together(meeting, 2, work)
-        assert type(here) is kind
-        assert (
-            "disk" in str(here) if error else f"rank 1 {how} while rank 0 waits for it in gather" in str(here)
-        )
+def fail(board: Board, journal: Journal, rank: int) -> None:
+    publish(board, journal, rank, OSError("disk"))
+
+
+def say_nothing(board: Board, journal: Journal, rank: int) -> None:
+    del board, journal, rank
+
+
+@pytest.mark.parametrize(
+    ("how", "last_words", "kind", "said"),
+    [
+        ("returned", end, MissingRankError, "rank {} has ended its work after scatter at train.py:6 in main"),
+        ("died", say_nothing, MissingRankError, "gather: rank {} died while rank {} waits for it in call 2 at"),
+        ("failed", fail, RemoteRankError, "rank {} failed: OSError: disk"),
+    ],
+)
+@pytest.mark.parametrize("leaver", [0, 1])
+def test_who_waits_hears_why_nobody_comes(
+    how: str, last_words: Any, kind: type[Exception], said: str, leaver: int
+) -> None:
+    meeting = Meeting(2)
+
+    def work(rank: int) -> Any:
+        # In rank order: so the other one sees rank 1 go, and finds rank 0 gone.
+        if rank != leaver:
+            return meeting.meet(rank, ("gather",), 1, in_operation())
+        before = Journal()
+        before.begin("scatter", "train.py:6 in main", "", 1)
+        last_words(meeting.board, before, rank)
+        meeting.leave(rank, how)
+        return "left"
+
+    error = together(meeting, 2, work)[1 - leaver]
+    assert type(error) is kind
+    assert said.format(leaver, 1 - leaver) in str(error)
+
+
+def test_a_rank_that_has_failed_frees_those_that_wait_before_it_ends() -> None:
+    meeting = Meeting(2)
+    told = threading.Event()
+
+    def work(rank: int) -> Any:
+        if rank == 0:
+            try:
+                return meeting.meet(0, ("gather",), None, in_operation())
+            finally:
+                told.set()
+        publish(meeting.board, in_operation(), 1, OSError("disk"))
+        assert told.wait(10)  # still at work, and the other one has heard
+
+    here, there = together(meeting, 2, work)
+    assert there is None
+    assert isinstance(here, RemoteRankError)
 
 
 def test_a_rank_may_leave_after_it_has_come() -> None:
-    meeting = Meeting(2, 10)
+    meeting = Meeting(2)
 
     def work(rank: int) -> Any:
-        return meeting.meet(rank, ("last",), rank)
+        return meeting.meet(rank, ("last",), rank, in_operation())
 
     assert together(meeting, 2, work) == [[0, 1]] * 2
 
 
 def test_who_waits_too_long_names_the_missing() -> None:
-    meeting = Meeting(3, 0.05)
-    error = together(meeting, 1, lambda rank: meeting.meet(rank, ("gather",), None))[0]
+    meeting = Meeting(3)
+    error = together(
+        meeting, 1, lambda rank: meeting.meet(rank, ("gather",), None, in_operation(patience_s=0.05))
+    )[0]
     assert isinstance(error, CollectiveTimeoutError)
-    assert "rank 0 waited 0.05 s in gather for rank(s) [1, 2]" in str(error)
+    # Rank 1 has the turn; rank 2 only waits for it.
+    assert "rank 0 waited 0.05 s in call 2 at train.py:7 in main for rank 1," in str(error)
+
+
+def test_the_board_is_one_for_all_ranks() -> None:
+    board = Meeting(2).board
+    assert board.read("a") is None
+    board.post("a", "1")
+    board.post("a", "2")
+    assert (board.read("a"), board.post_once("a", "3"), board.post_once("b", "4")) == ("2", "2", "4")
+    assert (board.post_once("b", "5"), board.read("b")) == ("4", "4")
 
 
 @given(st.integers(1, 4), st.integers(0, 3))
 def test_one_rank_runs_at_a_time_and_always_in_the_same_order(size: int, rounds: int) -> None:
     def run() -> list[tuple[int, int]]:
-        meeting = Meeting(size, 10)
+        meeting = Meeting(size)
+        journal = in_operation()
         log: list[tuple[int, int]] = []
 
         def work(rank: int) -> None:
@@ -103,7 +168,7 @@ def test_one_rank_runs_at_a_time_and_always_in_the_same_order(size: int, rounds:
                 time.sleep(0)  # gives way to any other thread that is free to run
                 log.append((number, rank))
                 if number < rounds:
-                    meeting.meet(rank, ("round",), None)
+                    meeting.meet(rank, ("round",), None, journal)
 
         assert together(meeting, size, work) == [None] * size
         return log
@@ -114,14 +179,16 @@ def test_one_rank_runs_at_a_time_and_always_in_the_same_order(size: int, rounds:
 
 
 def test_a_rank_that_was_told_of_another_may_go_on_alone() -> None:
-    meeting = Meeting(3, 10)
+    meeting = Meeting(3)
 
     def work(rank: int) -> Any:
         if rank == 1:
-            raise OSError("disk")
+            error = OSError("disk")
+            publish(meeting.board, in_operation(), 1, error)
+            raise error
         for _ in range(2):
             with pytest.raises(RemoteRankError, match="rank 1 failed: OSError: disk"):
-                meeting.meet(rank, ("gather",), None)
+                meeting.meet(rank, ("gather",), None, in_operation())
         return "went on"
 
     assert together(meeting, 3, work)[::2] == ["went on"] * 2

@@ -148,4 +148,4 @@ def test_ranks_with_different_parameters_get_one_error() -> None:
 
     first, second = run_ranks(run, 2)
     assert first == second
-    assert "rank 1" in first
+    assert "\n  1 " in first

@@ -69,9 +69,13 @@ def test_reading_is_pure(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_table_names_real_fields(variable: Variable) -> None:
     record = getattr(config, variable.record)
     assert variable.field in ("", *(field.name for field in dataclasses.fields(record)))
-    assert variable.names[0].startswith("ACCELFN_")
-    assert not variable.names[1].startswith("ACCELFN_")
-    assert variable.names[0].endswith(variable.names[1].removeprefix("ACCELERATE_"))
+    ours = [name for name in variable.names if name.startswith("ACCELFN_")]
+    theirs = [name for name in variable.names if name not in ours]
+    assert variable.names == (*ours, *theirs)
+    assert ours
+    assert len(theirs) == (variable.field != "guard")  # the peer has nothing like it
+    for name in theirs:
+        assert ours[-1].endswith(name.removeprefix("ACCELERATE_"))
     hash(variable)
 
 
@@ -89,13 +93,15 @@ def test_a_value_that_is_not_understood_names_the_variable(variable: Variable) -
 
 
 @pytest.mark.parametrize("variable", [item for item in VARIABLES if item.field != ""], ids=spelled)
-def test_our_spelling_wins(variable: Variable) -> None:
-    # The peer's spelling holds nonsense: if it were read, reading would fail.
+def test_the_first_spelling_wins(variable: Variable) -> None:
+    # The later spellings hold nonsense: if one were read, reading would fail.
     sample = next(text for text in SAMPLES if understood(variable, text))
     context = dict(CONTEXT.get(variable.record, {}))
-    ours, theirs = variable.names
-    context.pop(theirs, None)
-    read_settings({**context, ours: sample, theirs: "@@"})
+    for place, name in enumerate(variable.names):
+        later = dict.fromkeys(variable.names[place + 1 :], "@@")
+        for other in variable.names:
+            context.pop(other, None)
+        read_settings({**context, name: sample, **later})
 
 
 def understood(variable: Variable, text: str) -> bool:
@@ -116,6 +122,9 @@ SIMPLE: tuple[tuple[dict[str, str], dict[str, Any]], ...] = (
     ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, {"gradient_accumulation_steps": 4}),
     ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "auto"}, {"gradient_accumulation_steps": None}),
     ({"ACCELERATE_DEBUG_MODE": "true"}, {"debug": True}),
+    ({"ACCELFN_DEBUG_MODE": "true", "ACCELERATE_DEBUG_MODE": "no"}, {"debug": True}),
+    ({"ACCELFN_DEBUG": "no", "ACCELFN_DEBUG_MODE": "true"}, {"debug": False}),
+    ({"ACCELFN_GUARD": "OFF"}, {"guard": "off"}),
     ({"ACCELERATE_BYPASS_DEVICE_MAP": "true"}, {"bypass_device_map": True}),
     ({"ACCELERATE_ALLOW_CP_STANDALONE": "true"}, {"allow_cp_standalone": True}),
     ({"ACCELERATE_CPU_AFFINITY": "1"}, {"cpu_affinity": True}),
