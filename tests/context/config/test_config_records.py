@@ -5,6 +5,7 @@ import dataclasses
 import pickle
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from accelfn.context.config import (
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     GradScalerKwargs,
+    Guard,
     InitProcessGroupKwargs,
     KwargsHandler,
     MegatronLMPlugin,
@@ -47,6 +49,7 @@ DEFAULTS: tuple[Any, ...] = (
     FullyShardedDataParallelPlugin(),
     GradScalerKwargs(),
     GradientAccumulationPlugin(),
+    Guard(),
     InitProcessGroupKwargs(),
     KwargsHandler(),
     MSAMPRecipeKwargs(),
@@ -66,6 +69,7 @@ FILLED: tuple[Any, ...] = (
     DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": 3}, "x": [1, {"y": 2}]}),
     DeepSpeedPlugin(zero_stage=3),
     DistributedDataParallelKwargs(comm_hook="power_sgd", comm_state_option={"matrix_approximation_rank": 2}),
+    Guard(mode="off", timeout=timedelta(seconds=1), check_replicas_every=5, watchdog=True),
     MegatronLMPlugin(consumed_samples=[1], other_megatron_args={"a": 1}),
     ParallelismConfig(dp_shard_size=2, tp_size=2, cp_size=2),
     ParallelismConfig(sp_size=2),

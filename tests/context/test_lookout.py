@@ -1,0 +1,302 @@
+"""Waiting with open eyes: for the others, for news of them, and no longer than agreed."""
+
+import dataclasses
+import json
+import threading
+from collections.abc import Callable, Generator
+from typing import Any
+
+import pytest
+
+from accelfn.context import Board, Journal, Lookout, announce_end, late_error, lookout, publish
+from accelfn.errors import (
+    Caller,
+    CollectiveTimeoutError,
+    MismatchError,
+    MissingRankError,
+    RemoteRankError,
+)
+
+
+class Notes:
+    """A board in a dictionary, which can say when a key was posted."""
+
+    def __init__(self) -> None:
+        self.words: dict[str, str] = {}
+        self.changed = threading.Condition()
+        self.board = Board(post=self.post, post_once=self.post_once, read=self.read)
+
+    def post(self, key: str, text: str) -> None:
+        with self.changed:
+            self.words[key] = text
+            self.changed.notify_all()
+
+    def post_once(self, key: str, text: str) -> str:
+        with self.changed:
+            self.changed.notify_all()
+            return self.words.setdefault(key, text)
+
+    def read(self, key: str) -> str | None:
+        with self.changed:
+            return self.words.get(key)
+
+    def wait_for(self, key: str) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.words.get(key), 20)
+
+
+def journal_of(*calls: str, patience_s: float = 0.5) -> Journal:
+    """Make the journal of a rank that has begun these calls, and waits in the last."""
+    journal = Journal()
+    for number, call in enumerate(calls, 1):
+        journal.begin(call, f"train.py:{number} in main", call, patience_s)
+    return journal
+
+
+def lookout_of(notes: Notes, *calls: str, rank: int = 0, size: int = 2, patience_s: float = 0.5) -> Lookout:
+    journal = journal_of(*calls, patience_s=patience_s)
+    return Lookout(board=notes.board, journal=journal, rank=rank, size=size)
+
+
+def position(*calls: str) -> str:
+    """Write where a rank waits that has begun these calls."""
+    now = journal_of(*calls).current
+    return json.dumps([now.number, now.operation, now.site, now.chain.hex()])
+
+
+def never(seconds: float) -> bool:
+    threading.Event().wait(seconds)
+    return False
+
+
+@pytest.fixture(autouse=True)
+def no_thread_stays() -> Generator[None]:
+    yield
+    left = [thread for thread in threading.enumerate() if thread.name.startswith("accelfn")]
+    for thread in left:
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+# --- coming back ---------------------------------------------------------------------------------
+
+
+def test_who_comes_at_once_costs_no_look() -> None:
+    notes, asked = Notes(), list[float]()
+
+    def arrived(seconds: float) -> bool:
+        asked.append(seconds)
+        return True
+
+    lookout_of(notes, "gather").wait(arrived)
+    assert len(asked) == 1
+    assert notes.words == {}
+
+
+def test_who_comes_late_is_waited_for_and_the_board_is_left_clean() -> None:
+    notes, there = Notes(), threading.Event()
+
+    def arrived(seconds: float) -> bool:
+        if notes.read("at/0"):  # this rank has said where it waits
+            there.set()
+        return there.wait(seconds)
+
+    lookout_of(notes, "gather", patience_s=20).wait(arrived)
+    assert notes.words == {"at/0": ""}
+
+
+def test_it_never_waits_longer_than_is_left() -> None:
+    asked: list[float] = []
+
+    def arrived(seconds: float) -> bool:
+        asked.append(seconds)
+        return never(seconds)
+
+    with pytest.raises(CollectiveTimeoutError, match=r"rank 0 waited 0\.3 s in call 1"):
+        lookout_of(Notes(), "gather", patience_s=0.3).wait(arrived)
+    assert asked[0] == 0.2
+    assert all(0 < seconds < 0.11 for seconds in asked[1:])
+
+
+def test_what_the_wait_itself_raises_goes_through() -> None:
+    def broken(seconds: float) -> bool:
+        raise RuntimeError("connection reset")
+
+    with pytest.raises(RuntimeError, match="connection reset"):
+        lookout_of(Notes(), "gather").wait(broken)
+
+
+# --- news ----------------------------------------------------------------------------------------
+
+
+def fail(board: Board, journal: Journal) -> None:
+    publish(board, journal, 1, OSError("disk"))
+
+
+def end(board: Board, journal: Journal) -> None:
+    announce_end(board, journal, 1)
+
+
+@pytest.mark.parametrize(
+    ("last_word", "kind", "said"),
+    [
+        (fail, RemoteRankError, "rank 1 failed: OSError: disk"),
+        (end, MissingRankError, r"reduce: rank 1 has ended its work after gather at train\.py:1 in main"),
+    ],
+)
+@pytest.mark.parametrize("before", [True, False])
+def test_news_of_a_rank_ends_the_waiting(
+    last_word: Callable[[Board, Journal], None], kind: type[Exception], said: str, before: bool
+) -> None:
+    notes = Notes()
+
+    def speak() -> None:
+        if not before:
+            notes.wait_for("at/0")
+        last_word(notes.board, journal_of("gather"))
+
+    other = threading.Thread(target=speak)
+    other.start()
+    if before:
+        other.join(20)
+    with pytest.raises(kind, match=said):
+        lookout_of(notes, "gather", "reduce", patience_s=30).wait(never)
+    other.join(20)
+    assert notes.words["at/0"] == ""
+
+
+def test_positions_that_were_reached_otherwise_are_a_disagreement() -> None:
+    notes = Notes()
+    notes.post("at/1", position("gather", "scatter"))
+    with pytest.raises(MismatchError) as caught:
+        lookout_of(notes, "gather", "reduce", patience_s=30).wait(never)
+    assert [(row.rank, row.found, row.expected) for row in caught.value.rows] == [
+        (1, "call 2: scatter at train.py:2 in main", "call 2: reduce at train.py:2 in main")
+    ]
+    assert caught.value.callers == (
+        Caller(0, "reduce", "train.py:2 in main"),
+        Caller(1, "scatter", "train.py:2 in main"),
+    )
+    # Told to all: whoever comes to wait raises the same.
+    with pytest.raises(MismatchError) as again:
+        lookout_of(notes, "gather", "scatter", rank=1, patience_s=30).wait(never)
+    assert str(again.value) == str(caught.value)
+
+
+def test_an_older_position_is_compared_with_what_this_rank_did_then() -> None:
+    notes = Notes()
+    notes.post("at/2", position("scatter"))
+    with pytest.raises(MismatchError, match="call 1: scatter at"):
+        lookout_of(notes, "gather", "reduce", size=3, patience_s=30).wait(never)
+
+
+@pytest.mark.parametrize("theirs", [("gather",), ("gather", "reduce"), ("gather", "reduce", "scatter")])
+def test_positions_on_one_way_are_no_disagreement(theirs: tuple[str, ...]) -> None:
+    notes = Notes()
+    notes.post("at/1", position(*theirs))
+    with pytest.raises(CollectiveTimeoutError):
+        lookout_of(notes, "gather", "reduce").wait(never)
+
+
+# --- giving up -----------------------------------------------------------------------------------
+
+
+def test_a_timeout_names_the_missing_and_where_they_are() -> None:
+    notes = Notes()
+    notes.post("at/1", position("gather"))
+    notes.post("at/3", position("gather", "reduce"))
+    watching = lookout_of(notes, "gather", "reduce", size=5)
+    with pytest.raises(CollectiveTimeoutError) as caught:
+        watching.wait(never)
+    assert str(caught.value).splitlines()[:4] == [
+        "reduce: rank 0 waited 0.5 s in call 2 at train.py:2 in main for ranks 1, 2, 4, which did not come.",
+        "  rank 1 waits in call 1, gather at train.py:1 in main",
+        "  rank 2 was last seen in call 1, gather at train.py:1 in main",
+        "  rank 4 was last seen in call 1, gather at train.py:1 in main",
+    ]
+    assert "Guard(timeout=...)" in str(caught.value)
+    assert watching.journal.over
+    with pytest.raises(CollectiveTimeoutError) as there:  # the others needn't wait for as long
+        lookout_of(notes, "gather", "reduce", rank=3, size=5, patience_s=30).wait(never)
+    assert str(there.value) == str(caught.value)
+
+
+def test_of_many_that_are_missing_only_some_are_described() -> None:
+    lines = str(late_error(journal_of("gather"), 0, 1.5, range(1, 30))).splitlines()
+    assert lines[1:-1] == [f"  rank {rank} has called no operation across ranks yet" for rank in range(1, 9)]
+    assert "waited 1.5 s" in lines[0]
+    assert "for ranks 1, 2, 3," in lines[0]
+
+
+@pytest.mark.parametrize("blocked", ["post", "read", "post_once"])
+def test_a_board_that_never_answers_does_not_keep_the_rank(
+    blocked: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_JOIN_S", "_LAST_WORDS_S"):
+        monkeypatch.setattr(lookout, name, 0.05)
+    release = threading.Event()
+
+    def block(*words: str) -> Any:
+        release.wait(60)
+        return None if blocked == "read" else words[-1]
+
+    notes = Notes()
+    stuck: dict[str, Any] = {blocked: block}
+    board = dataclasses.replace(notes.board, **stuck)
+    watching = Lookout(board=board, journal=journal_of("gather"), rank=0, size=2)
+    raised: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            watching.wait(never)
+        except Exception as error:  # noqa: BLE001 -- it is the result
+            raised.append(error)
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    waiting.join(20)
+    came_back = not waiting.is_alive()
+    release.set()
+    assert came_back
+    assert [type(error) for error in raised] == [CollectiveTimeoutError]
+    assert watching.journal.over
+
+
+# --- a lost connection ---------------------------------------------------------------------------
+
+
+def test_a_lost_connection_is_explained_by_what_was_left_word_of() -> None:
+    notes = Notes()
+    publish(notes.board, journal_of("gather"), 1, OSError("disk"))
+    assert isinstance(lookout_of(notes, "gather").explain_loss("reset"), RemoteRankError)
+
+
+def test_of_two_ranks_the_silent_one_is_the_other() -> None:
+    notes = Notes()
+    error = lookout_of(notes, "gather", rank=1).explain_loss("Connection reset")
+    assert isinstance(error, MissingRankError)
+    assert "gather: rank 1 lost its connection to rank 0 in call 1 at train.py:1 in main" in str(error)
+    assert "The backend said: Connection reset" in str(error)
+    assert notes.read("failure")
+
+
+def test_of_several_those_that_answer_are_not_the_lost() -> None:
+    notes = Notes()
+    for rank in (0, 3):
+        notes.post(f"at/{rank}", position("gather"))
+    error = lookout_of(notes, "gather", rank=1, size=4).explain_loss("Connection reset")
+    assert "lost its connection to rank 2 in call 1" in str(error)
+
+
+def test_a_connection_lost_to_a_rank_that_says_so_a_moment_later_is_explained() -> None:
+    notes = Notes()
+
+    def speak() -> None:
+        notes.wait_for("at/1")  # the roll call
+        publish(notes.board, journal_of("gather"), 2, OSError("disk"))
+
+    other = threading.Thread(target=speak)
+    other.start()
+    error = lookout_of(notes, "gather", rank=1, size=4).explain_loss("Connection reset")
+    other.join(20)
+    assert isinstance(error, RemoteRankError)
