@@ -166,10 +166,14 @@ def _counts(ctx: Context, own: int, uneven: Uneven) -> tuple[int, ...]:
     return tuple(int(blob) for blob in gather_bytes(ctx, Call("microbatches"), str(own).encode()))
 
 
+def _batches(count: int) -> str:
+    return f"{count} batch{'' if count == 1 else 'es'}"
+
+
 def _uneven(counts: Sequence[int]) -> UnevenDataError:
-    expected = max(set(counts), key=counts.count)
+    expected = max(counts, key=counts.count)  # of equally common ones that of the lowest rank
     rows = [
-        Disagreement(rank, "", f"{expected} batches", f"{count} batches")
+        Disagreement(rank, "", _batches(expected), _batches(count))
         for rank, count in enumerate(counts)
         if count != expected
     ]

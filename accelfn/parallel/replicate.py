@@ -17,7 +17,7 @@ from accelfn.context import Context
 from accelfn.context.config import DDPCommunicationHookType, DistributedDataParallelKwargs, GuardMode
 from accelfn.errors import ConfigurationError
 
-__all__ = ("Replica", "no_sync", "replicate")
+__all__ = ("ForwardCheck", "Replica", "no_sync", "replicate")
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -15,7 +15,6 @@ import multiprocessing.connection
 import os
 import signal
 import sys
-import tempfile
 import time
 import traceback
 import warnings
@@ -69,37 +68,41 @@ def run_on_processes(
     seconds = 3600.0 if timeout_s is None else timeout_s
     sys.stdout.flush()
     sys.stderr.flush()
-    with tempfile.TemporaryDirectory(prefix="accelfn-ranks-") as folder:
-        path = os.path.join(folder, "store")
-        processes: list[Any] = []
-        receivers: list[Connection] = []
-        try:
-            for rank in range(size):
-                receiver, sender = forking.Pipe(duplex=False)
-                process = forking.Process(
-                    target=_work,
-                    args=(fn, rank, size, configure, seconds, faults, num_nodes, path, sender),
-                    name=f"rank {rank} of {size}",
-                )
-                with warnings.catch_warnings():
-                    # Python 3.12 warns of forking beside other threads; the child starts no torch thread
-                    # pool.
-                    warnings.simplefilter("ignore", DeprecationWarning)
-                    process.start()
-                sender.close()
-                processes.append(process)
-                receivers.append(receiver)
-            outcomes = _collect(
-                processes, receivers, None if timeout_s is None else time.monotonic() + seconds + 5.0
+    processes: list[Any] = []
+    receivers: list[Connection] = []
+    try:
+        for rank in range(size):
+            receiver, sender = forking.Pipe()
+            process = forking.Process(
+                target=_work,
+                args=(fn, rank, size, configure, seconds, faults, num_nodes, sender),
+                name=f"rank {rank} of {size}",
             )
-        finally:
-            for process in processes:
-                if process.is_alive():
-                    process.kill()
-                process.join()
-                process.close()
-            for receiver in receivers:
-                receiver.close()
+            with warnings.catch_warnings():
+                # Python 3.12 warns of forking beside other threads; the child starts no torch thread
+                # pool.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                process.start()
+            sender.close()
+            processes.append(process)
+            receivers.append(receiver)
+        # Hosted here, as a launcher does: it outlives every rank, and none that is stopped can hold it up. Not
+        # before the forks, which must not find a thread at work.
+        server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]
+        for receiver in receivers:
+            with contextlib.suppress(OSError):  # of a rank that has ended already
+                receiver.send(server.port)
+        outcomes = _collect(
+            processes, receivers, None if timeout_s is None else time.monotonic() + seconds + 5.0
+        )
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+            process.close()
+        for receiver in receivers:
+            receiver.close()
     return conclude(outcomes, "processes")
 
 
@@ -157,7 +160,6 @@ def _work(
     seconds: float,
     faults: Sequence[Fault],
     num_nodes: int,
-    path: str,
     sender: Connection,
 ) -> None:
     """Be one rank: the whole life of a forked child."""
@@ -167,7 +169,7 @@ def _work(
     torch.set_num_threads(1)
     code = 0
     try:
-        store = dist.FileStore(path, size)  # pyright: ignore[reportPrivateImportUsage] -- documented, but not exported
+        store = dist.TCPStore("127.0.0.1", sender.recv(), None, False, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage] -- documented, but not exported
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=seconds)
         )

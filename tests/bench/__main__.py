@@ -9,7 +9,8 @@ def main() -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     run = [sys.executable, "-m"]
     two = [*run, "accelfn.launch", "launch", "--num_processes", "2", "--cpu", "-m", "tests.bench.collectives"]
-    for command in (two, [*run, "tests.bench.local"]):
+    guard = [*two[:-1], "tests.bench.guard"]
+    for command in (two, guard, [*run, "tests.bench.local"], [*run, "tests.bench.campaign"]):
         subprocess.run(command, env=environment, check=True)
         print(flush=True)
 

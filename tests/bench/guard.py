@@ -1,7 +1,6 @@
 """What the guard costs: a training step with it and without, one operation in its strictest mode.
 
-Run by ``python -m tests.bench``; each rank runs :func:`measure` under torchrun. Another table compares the ways
-in which ranks could exchange what they agree on, at 2, 4 and 8 processes.
+Run by ``python -m tests.bench``; each rank runs :func:`measure` under torchrun.
 """
 
 from __future__ import annotations
@@ -13,11 +12,10 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C import _distributed_c10d as bindings
 
 import accelfn as af
 from accelfn.context.config import GuardMode
-from tests.bench.timing import Row, Timing, compare, print_table
+from tests.bench.timing import Row, compare, print_table
 
 plain: Any = cast("Any", dist)
 
@@ -38,8 +36,8 @@ class Encoder(nn.Module):
 
 def training_step(ctx: af.Context) -> Callable[[], None]:
     """Give one step of training on 32 images a rank, as a user of the functions writes it."""
-    torch.manual_seed(0)
-    model, optimizer = Encoder(), None
+    af.set_seed(0)
+    model = Encoder()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     model, optimizer = af.prepare(ctx, model, optimizer)
     images, labels = torch.rand(32, 8, 8), torch.randint(10, (32,))
@@ -57,14 +55,14 @@ def training_step(ctx: af.Context) -> Callable[[], None]:
 
 def plain_step() -> Callable[[], None]:
     """Give the same step in plain torch."""
-    torch.manual_seed(0)
+    af.set_seed(0)
     model = nn.parallel.DistributedDataParallel(Encoder())
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     images, labels = torch.rand(32, 8, 8), torch.randint(10, (32,))
 
     def step() -> None:
         nn.functional.cross_entropy(model(images), labels).backward()  # pyright: ignore[reportUnknownMemberType]
-        optimizer.step()
+        optimizer.step()  # pyright: ignore[reportUnknownMemberType]
         optimizer.zero_grad(set_to_none=True)
 
     return step
@@ -89,41 +87,6 @@ def measure(ctx: af.Context) -> list[Row]:
         times = compare(calls, rounds=60, calls=5, before=plain.barrier)
         rows.append(Row(f"reduce, {leaves} leaves, guard full", times.pop("full"), times))
     return rows
-
-
-def exchange_ways(ctx: af.Context) -> dict[str, Timing]:
-    """Time the ways to tell each rank 64 bytes of each other, on this rank."""
-    group = cast("Any", ctx.world.group)
-    store = group.get_group_store()
-    size, rank, chunk = ctx.num_processes, ctx.rank, ctx.collectives.chunk
-    own, everything = torch.zeros(chunk, dtype=torch.uint8), torch.zeros(size * chunk, dtype=torch.uint8)
-    rows = [list(everything.view(size, chunk).unbind())]
-    first, from_first = bindings.GatherOptions(), bindings.BroadcastOptions()
-    first.rootRank = from_first.rootRank = 0
-    numbers = iter(range(1 << 30))
-
-    def by_store() -> None:
-        number = next(numbers)
-        store.set(f"{number}/{rank}", "x" * 64)
-        store.multi_get([f"{number}/{other}" for other in range(size)])
-        if number > 1:
-            store.delete_key(f"{number - 2}/{rank}")
-
-    def there_and_back() -> None:
-        sent = group.gather(rows if rank == 0 else [], [own], first)
-        sent.wait()
-        group.broadcast([everything], from_first).wait()
-
-    return compare(
-        {
-            "key-value store": by_store,
-            "gloo all_gather": lambda: group._allgather_base(everything, own).wait(),
-            "gloo gather, then broadcast": there_and_back,
-        },
-        rounds=20,
-        calls=10,
-        before=plain.barrier,
-    )
 
 
 def main() -> None:

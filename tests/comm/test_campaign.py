@@ -45,6 +45,10 @@ def look(action: Callable[[], object]) -> Seen:
         return Seen(type(error).__name__, str(error))
 
 
+def listed(tensor: torch.Tensor) -> list[float]:
+    return [float(number) for number in tensor]
+
+
 def on_each(size: int, on: Where, action: Callable[[af.Context], object], **options: Any) -> list[Seen]:
     return run_ranks(lambda ctx: look(lambda: action(ctx)), size, on, timeout_s=PATIENCE_S, **options)
 
@@ -84,7 +88,7 @@ def test_the_order_of_keys_just_works(on: Where, size: int) -> None:
     def gather(ctx: af.Context) -> Any:
         tree = {"a": ONE, "b": TWO} if ctx.rank == 1 else {"b": TWO, "a": ONE}
         gathered = af.gather(ctx, tree)
-        return gathered["a"].tolist(), gathered["b"].tolist()
+        return listed(gathered["a"]), listed(gathered["b"])
 
     expected = repr(([1.0, 2.0] * size, [3.0, 4.0] * size))
     assert on_each(size, on, gather) == [Seen("", expected)] * size
@@ -147,8 +151,8 @@ def test_equal_calls_of_other_lines_are_one_error(
 def test_calls_that_are_meant_to_meet_carry_a_tag(on: Where, guard: str) -> None:
     def meet(ctx: af.Context) -> Any:
         if ctx.rank == 0:
-            return af.broadcast(ctx.tagged("weights"), ONE).tolist()
-        return af.broadcast(ctx.tagged("weights"), TWO).tolist()
+            return listed(af.broadcast(ctx.tagged("weights"), ONE))
+        return listed(af.broadcast(ctx.tagged("weights"), TWO))
 
     assert on_each(2, on, meet, guard=guard) == [Seen("", "[1.0, 2.0]")] * 2
 

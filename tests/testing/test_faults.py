@@ -30,7 +30,7 @@ def call_all(collectives: Collectives, count: int) -> None:
 
 @given(st.integers(0, 10))
 def test_the_kth_call_of_any_kind_raises(at: int) -> None:
-    faulty = inject(Collectives(), 1, [Fault(kind="raise", rank=1, at=at)], never)
+    faulty = inject(Collectives(), 1, 2, [Fault(kind="raise", rank=1, at=at)], never)
     call_all(faulty, at)
     with pytest.raises(InjectedFaultError, match=f"rank 1 raises at its collective {at}"):
         faulty.barrier()
@@ -39,12 +39,12 @@ def test_the_kth_call_of_any_kind_raises(at: int) -> None:
 
 def test_faults_of_others_do_nothing() -> None:
     collectives = Collectives()
-    assert inject(collectives, 0, [Fault(kind="raise", rank=1)], never) is collectives
+    assert inject(collectives, 0, 1, [Fault(kind="raise", rank=1)], never) is collectives
 
 
 def test_death_is_left_to_the_world() -> None:
     died: list[int] = []
-    faulty = inject(Collectives(chunk=99), 0, [Fault(kind="die", rank=0, at=2)], lambda: died.append(1))
+    faulty = inject(Collectives(chunk=99), 0, 1, [Fault(kind="die", rank=0, at=2)], lambda: died.append(1))
     call_all(faulty, 2)
     assert died == []
     call_all(faulty, 2)

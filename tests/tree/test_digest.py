@@ -22,7 +22,14 @@ GOLDEN = 0x9E3779B97F4A7C15
 
 def raw(tensor: torch.Tensor) -> bytes:
     """Give the bytes of a tensor in logical order, without what is tested."""
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).clone()
+    flat = (
+        tensor.detach()
+        .resolve_conj()
+        .resolve_neg()
+        .contiguous()
+        .reshape(-1)
+        .clone(memory_format=torch.contiguous_format)
+    )
     return bytes(listify(flat.view(torch.uint8))) if flat.numel() else b""
 
 
@@ -63,7 +70,7 @@ def num_distinct(rows: torch.Tensor) -> int:
 
 def flipped(tensor: torch.Tensor, byte: int, bit: int) -> torch.Tensor:
     """Give a copy of a tensor with one other bit."""
-    flat = tensor.contiguous().reshape(-1).clone()
+    flat = tensor.contiguous().reshape(-1).clone(memory_format=torch.contiguous_format)
     flat.view(torch.uint8)[byte] ^= 1 << bit
     return flat.view(tensor.shape)
 
@@ -111,7 +118,7 @@ def test_many_tensors_fill_several_blocks() -> None:
 @given(any_tensor())
 def test_only_bytes_count_not_shape_nor_dtype(tensor: torch.Tensor) -> None:
     expected = digest(tensor)
-    flat = tensor.contiguous().reshape(-1).clone()
+    flat = tensor.contiguous().reshape(-1).clone(memory_format=torch.contiguous_format)
     assert digest(flat) == expected
     assert digest(flat.view(torch.uint8)) == expected
     assert digest(tensor) == expected  # and it was left as it is
