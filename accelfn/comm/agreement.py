@@ -263,7 +263,7 @@ def _gather_all(ctx: Context, text: str) -> list[bytes]:
     rows = ctx.collectives.exchange(as_tensor(struct.pack("<Q", len(blob))))
     lengths = [struct.unpack("<Q", as_bytes(row, 8))[0] for row in rows]
     gathered = [b""] * len(lengths)
-    chunk = ctx.collectives.chunk
+    chunk = max(ctx.collectives.chunk, 1024)  # which any exchange carries
     for start in range(0, max(lengths), chunk):
         rows = ctx.collectives.exchange(as_tensor(blob[start : start + chunk]))
         for rank, row in enumerate(rows):

@@ -86,8 +86,8 @@ def run_on_processes(
             sender.close()
             processes.append(process)
             receivers.append(receiver)
-        # Hosted here, as a launcher does: it outlives every rank, and none that is stopped can hold it up. Not
-        # before the forks, which must not find a thread at work.
+        # Hosted here, as a launcher does: it outlives every rank, and none that is stopped can hold it up.
+        # Not before the forks, which must not find a thread at work.
         server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]
         for receiver in receivers:
             with contextlib.suppress(OSError):  # of a rank that has ended already
@@ -130,7 +130,7 @@ def _collect(
 def _receive(rank: int, process: Any, receiver: Connection) -> Outcome:
     try:
         value, error, text = _unpack(receiver.recv_bytes())
-    except EOFError:
+    except (EOFError, OSError):  # a socket says so if something was on its way
         process.join(5.0)
         code = process.exitcode
         how = (
