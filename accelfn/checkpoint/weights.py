@@ -15,8 +15,9 @@ import safetensors
 import torch
 from torch import nn
 
-from accelfn.comm import Call, agree, attempt
+from accelfn.comm import Call, agree, attempt, check_replicas
 from accelfn.context import Context
+from accelfn.context.config import GuardMode
 from accelfn.training import unwrap_model
 
 __all__ = ("WeightsPlan", "parse_size", "plan_weights", "save_model")
@@ -128,6 +129,7 @@ def save_model(
         OSError: The files can't be written. What was there before is only gone where a new file took its
             name.
         RemoteRankError: On the other ranks, when the main process failed.
+        ReplicaDriftError: The parameters differ between ranks, so that another rank's would be lost.
     """
     folder = Path(directory)
 
@@ -140,6 +142,12 @@ def save_model(
             _write(folder, plan, tensors)
         return plan
 
+    guard = ctx.guard
+    if ctx.num_processes > 1 and guard.check_replicas_before_saving and guard.mode != GuardMode.OFF:
+        # Parameters alone: running statistics of a batch differ between ranks by right.
+        parameters, error = attempt(lambda: _parameters(model))
+        agree(ctx, Call("save_model", takes_long=True), error=error)
+        check_replicas(ctx, parameters, name="model")
     plan, error = attempt(save)
     if ctx.num_processes > 1:
         agree(ctx, Call("save_model", takes_long=True), error=error)
@@ -147,6 +155,12 @@ def save_model(
         raise error
     files = [folder / name for name, _ in cast("WeightsPlan", plan).files]
     return (*files, folder / _INDEX) if len(files) > 1 else tuple(files)
+
+
+def _parameters(model: nn.Module) -> dict[str, torch.Tensor]:
+    if not isinstance(cast("object", model), nn.Module):
+        raise TypeError(f"save_model: takes a module, got {type(model).__name__}.")
+    return {name: value for name, value in unwrap_model(model).named_parameters() if not value.is_meta}
 
 
 def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from accelfn.comm import check_replicas
 from accelfn.context import Context
 from accelfn.data import MicroBatch
 from accelfn.errors import NotAvailableError
@@ -128,6 +129,9 @@ def optimizer_step(
 
     Returns:
         The next state; after a skipped step with a lower scale.
+
+    Raises:
+        ReplicaDriftError: The parameters differ between ranks; ``Guard.check_replicas_every`` asks for it.
     """
     if not ctx.precision.scales_loss:
         optimizer.step()
@@ -137,6 +141,10 @@ def optimizer_step(
         scaler_state = update_scaler(ctx, scaler_state)
     if clear_gradients:
         optimizer.zero_grad(set_to_none=True)
+    every = ctx.guard.check_replicas_every
+    if every is not None and ctx.num_processes > 1 and ctx.collectives.journal.count(optimizer) % every == 0:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        check_replicas(ctx, parameters, name="parameters")
     return scaler_state
 
 

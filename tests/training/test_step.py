@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import accelfn as af
-from accelfn import Context, GradientAccumulationPlugin
-from accelfn.errors import NotAvailableError
+from accelfn import Context, GradientAccumulationPlugin, Guard, init_scaler, optimizer_step
+from accelfn.errors import NotAvailableError, ReplicaDriftError
 from accelfn.testing import run_ranks
 
 
@@ -114,3 +114,22 @@ def test_what_backward_cannot_take_is_refused() -> None:
         af.backward(Context(), cast("Any", 1.0), af.init_scaler(Context()))
     with pytest.raises(NotAvailableError, match="weight"):
         af.backward(Context(), torch.ones(()), af.init_scaler(Context()), weight=1.0)
+
+
+def test_parameters_that_drift_apart_are_found_at_the_asked_step() -> None:
+    def train(ctx: Context) -> int:
+        parameter = nn.Parameter(torch.ones(3))
+        optimizer = torch.optim.SGD([parameter], 0.1)
+        for step in range(1, 5):
+            parameter.grad = torch.ones(3)
+            if ctx.rank == 1 and step == 3:
+                parameter.grad[0] += 1e-6
+            try:
+                optimizer_step(ctx, optimizer, init_scaler(ctx))
+            except ReplicaDriftError as error:
+                assert [row.rank for row in error.rows] == [1]
+                return step
+        return 0
+
+    assert run_ranks(train, 2, guard=Guard(check_replicas_every=2)) == [4, 4]
+    assert run_ranks(train, 2) == [0, 0]
