@@ -10,6 +10,7 @@
     `-- DistributedError          (RuntimeError)         several ranks are involved
         |-- MismatchError                                ranks called different things
         |   `-- UnevenDataError                          ranks have different numbers of batches
+        |-- ReplicaDriftError                            what should be equal on every rank isn't
         |-- RemoteRankError                              another rank failed
         |-- MissingRankError                             a rank ended without taking part
         `-- CollectiveTimeoutError (TimeoutError)        a rank did not arrive in time
@@ -27,6 +28,7 @@ __all__ = (
     "ConfigurationError",
     "Disagreement",
     "DistributedError",
+    "Drift",
     "EnvironmentPlanError",
     "MismatchError",
     "MissingExtraError",
@@ -34,8 +36,12 @@ __all__ = (
     "NotAvailableError",
     "RemoteRankError",
     "RemoteTraceback",
+    "ReplicaDriftError",
     "UnevenDataError",
 )
+
+
+_MAX_ROWS = 20
 
 
 class AccelfnError(Exception):
@@ -156,6 +162,43 @@ class RemoteTraceback(Exception):  # noqa: N818 -- shown as a cause, never raise
         return f"\n{self.text}"
 
 
+class Drift(NamedTuple):
+    """One row of a :class:`ReplicaDriftError`: a leaf that isn't what it is on the reference rank."""
+
+    rank: int
+    path: str  # of the leaf, such as "tree['weight']"
+    reference: int  # a rank that has what most ranks have
+    num_elements: int
+    num_differing: int | None = None  # elements of which any bit differs; None: the leaf wasn't compared
+    largest: float | None = None  # greatest absolute difference; NaN where a NaN met something else
+    position: tuple[int, ...] | None = None  # of the element that differs most
+
+
+class ReplicaDriftError(DistributedError):
+    """Ranks hold different values of what should be the same on all of them.
+
+    Attributes:
+        operation: Name of the operation that found it.
+        rows: Each leaf on each rank that differs from what most ranks have.
+    """
+
+    def __init__(self, operation: str, rows: tuple[Drift, ...]) -> None:
+        """Keep ``rows`` and print the first of them as a table."""
+        self.operation = operation
+        self.rows = rows
+        num_leaves = len({row.path for row in rows})
+        subject = "1 leaf differs" if num_leaves == 1 else f"{num_leaves} leaves differ"
+        lines = [f"{operation}: {subject} between ranks."]
+        lines += [f"  rank {row.rank}  {row.path}  {_amount(row)}" for row in rows[:_MAX_ROWS]]
+        if len(rows) > _MAX_ROWS:
+            lines.append(f"  ... and {len(rows) - _MAX_ROWS} more")
+        super().__init__("\n".join(lines))
+
+    def __reduce__(self) -> tuple[type["ReplicaDriftError"], tuple[str, tuple[Drift, ...]]]:
+        """Pickle by the arguments, so that the error can cross a process boundary."""
+        return type(self), (self.operation, self.rows)
+
+
 class RemoteRankError(DistributedError):
     """Another rank failed, so the operation can't be carried out on this one.
 
@@ -232,3 +275,12 @@ def _ranges(ranks: list[int]) -> str:
         else:
             parts.append([rank])
     return ", ".join("-".join(map(str, part)) for part in parts)
+def _amount(row: Drift) -> str:
+    """Say how much a leaf differs."""
+    if row.num_differing is None:
+        return f"differs from rank {row.reference}"
+    text = (
+        f"{row.num_differing} of {row.num_elements} elements differ from rank {row.reference}, "
+        f"by at most {row.largest:.3g}"
+    )
+    return f"{text}, at {list(row.position)}" if row.position else text

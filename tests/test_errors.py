@@ -15,6 +15,7 @@ from accelfn.errors import (
     ConfigurationError,
     Disagreement,
     DistributedError,
+    Drift,
     EnvironmentPlanError,
     MismatchError,
     MissingExtraError,
@@ -22,6 +23,7 @@ from accelfn.errors import (
     NotAvailableError,
     RemoteRankError,
     RemoteTraceback,
+    ReplicaDriftError,
     UnevenDataError,
 )
 
@@ -67,7 +69,7 @@ def test_the_drawing_is_read_at_all() -> None:
 def test_every_error_is_ours_and_of_the_kind_that_except_exception_catches() -> None:
     for name in errors.__all__:
         cls = getattr(errors, name)
-        if cls not in (Caller, Disagreement, RemoteTraceback):
+        if cls not in (Caller, Disagreement, Drift, RemoteTraceback):
             assert issubclass(cls, AccelfnError)
             assert not hasattr(builtins, name)
     assert RemoteTraceback.__bases__ == (Exception,)
@@ -90,6 +92,8 @@ def test_every_error_can_be_caught_by_its_builtin(kind: type[Exception], builtin
 
 
 ROWS = (Disagreement(1, "tree['x']", "(2,)", "(3,)"), Disagreement(3, "", "gather", "reduce"))
+DRIFTS = (Drift(1, "tree['x']", 0, 6, 2, 0.5, (1, 2)), Drift(2, "tree['y']", 1, 6))
+SCALAR = Drift(0, "tree['z']", 1, 1, 1, 2.0, ())
 CALLERS = (Caller(1, "gather", "a.py:7 in main"), Caller(3, "reduce", "b.py:8 in main"))
 EXAMPLES: tuple[AccelfnError, ...] = (
     AccelfnError("a"),
@@ -102,6 +106,7 @@ EXAMPLES: tuple[AccelfnError, ...] = (
     CollectiveTimeoutError("a"),
     MismatchError("gather", ROWS),
     MismatchError("gather", ROWS, "Look at rank 1."),
+    ReplicaDriftError("check_replicas", DRIFTS),
     MismatchError("gather", ROWS, "Look at rank 1.", CALLERS),
     UnevenDataError("gather", ROWS),
     UnevenDataError("gather", ROWS, "Look at rank 1.", CALLERS, (3, 2)),
@@ -136,6 +141,17 @@ def test_a_mismatch_prints_a_row_for_each_rank() -> None:
     ]
 
 
+def test_a_drift_prints_a_row_for_each_leaf_and_rank_up_to_twenty() -> None:
+    assert str(ReplicaDriftError("check_replicas", DRIFTS)).splitlines() == [
+        "check_replicas: 2 leaves differ between ranks.",
+        "  rank 1  tree['x']  2 of 6 elements differ from rank 0, by at most 0.5, at [1, 2]",
+        "  rank 2  tree['y']  differs from rank 1",
+    ]
+    assert str(ReplicaDriftError("check_replicas", (SCALAR,))).endswith("differ from rank 1, by at most 2")
+    lines = str(ReplicaDriftError("check_replicas", DRIFTS[1:] * 21)).splitlines()
+    assert lines[0] == "check_replicas: 1 leaf differs between ranks."
+    assert lines[20:] == ["  rank 2  tree['y']  differs from rank 1", "  ... and 1 more"]
+    assert len(ReplicaDriftError("check_replicas", DRIFTS[1:] * 20).args[0].splitlines()) == 21
 def test_a_mismatch_says_who_called_what_and_from_where() -> None:
     assert str(MismatchError("gather", ROWS, "Look at rank 1.", CALLERS)).splitlines() == [
         "gather: the ranks disagree.",

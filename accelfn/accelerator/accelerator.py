@@ -38,6 +38,7 @@ from accelfn.context.config import (
     DynamoBackend,
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
+    Guard,
     KwargsHandler,
     MegatronLMPlugin,
     ParallelismConfig,
@@ -123,6 +124,7 @@ class Accelerator:
         dynamo_plugin: TorchDynamoPlugin | None = None,
         parallelism_config: ParallelismConfig | None = None,
         *,
+        guard: Guard | str | None = None,
         context: Context | None = None,
     ) -> None:
         """Start a context, or take the one given."""
@@ -152,6 +154,7 @@ class Accelerator:
             "dynamo_backend": dynamo_backend,
             "dynamo_plugin": dynamo_plugin,
             "parallelism_config": parallelism_config,
+            "guard": guard,
         }
         defaults = {"device_placement": True, "step_scheduler_with_optimizer": True}
         extra = [name for name, value in asked.items() if value is not defaults.get(name)]

@@ -142,7 +142,7 @@ def save_model(
 
     plan, error = attempt(save)
     if ctx.num_processes > 1:
-        agree(ctx, Call("save_model"), error=error)
+        agree(ctx, Call("save_model", takes_long=True), error=error)
     elif error is not None:
         raise error
     files = [folder / name for name, _ in cast("WeightsPlan", plan).files]

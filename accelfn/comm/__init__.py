@@ -15,6 +15,7 @@ from accelfn.comm.process_control import (
     wait_for_everyone,
 )
 from accelfn.comm.random_state import set_seed, synchronize_rng_states
+from accelfn.comm.replicas import check_replicas
 from accelfn.comm.rows import pad_across_processes, scatter
 from accelfn.comm.split import split_between_processes, split_sizes
 from accelfn.comm.tensors import broadcast, gather, reduce
@@ -29,6 +30,7 @@ __all__ = (
     "broadcast_bytes",
     "broadcast_object_list",
     "check",
+    "check_replicas",
     "check_trigger",
     "failing_together",
     "gather",

@@ -84,10 +84,10 @@ def _rows(said: Sequence[Said]) -> tuple[list[Disagreement], str]:
         return rows, hint
     if len({one.tag for one in said}) == 1:
         return [], (
-            "They have differed since an earlier call that is no longer remembered, and that was not compared. "
-            'guard="full" compares every one.'
+            "They have differed since an earlier call that was not compared and is no longer remembered. "
+            'With guard="full" each one is.'
         )
-    return _unequal([one.tag for one in said], "called at "), (
+    return _unequal([one.tag for one in said]), (
         "The calls have the same form but come from different lines, so one may have been left out, or two "
         'swapped. If they are meant to meet, give them one name: pass ctx.tagged("...") instead of ctx, on '
         "every rank."
@@ -98,7 +98,9 @@ def _first_difference(said: Sequence[Said]) -> MismatchError | None:
     """Find an earlier call that was counted but not compared, in which the ranks already differ."""
     by_rank = [{one[0]: one for one in rank.recent} for rank in said]
     now = min(one.number for one in said)
-    for number in sorted(set.intersection(*(set(calls) for calls in by_rank))):
+    for number in sorted(by_rank[0]):
+        if not all(number in recent for recent in by_rank):
+            continue
         calls = [recent[number] for recent in by_rank]
         if number == now or len({call[3] for call in calls}) == 1:
             continue

@@ -115,6 +115,8 @@ def reduce(ctx: Context, tree: T, reduction: str = "sum", scale: float = 1.0) ->
         return prepared
 
     prepared, error = attempt(prepare)
+    if size > 1 and error is None and reduction == "none":  # a rank that leaves all as it is says so
+        open_call(ctx, "reduce", "reduction='none'", prepared, None)
     if size == 1 or (error is None and reduction == "none"):
         leaves, layout = given(prepared, error)
         if scale == 1.0 and not any(leaf.requires_grad for leaf in leaves):

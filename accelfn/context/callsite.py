@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-import sys
 from types import FrameType
 
 __all__ = ("call_site",)
@@ -22,7 +22,7 @@ def call_site() -> str:
     name without its folder, which need not be the same on all machines.
     """
     nearest: FrameType | None = None
-    frame: FrameType | None = sys._getframe(1)
+    frame = inspect.currentframe()
     while frame is not None:
         path = frame.f_code.co_filename
         if not path.startswith(_PACKAGE):

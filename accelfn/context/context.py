@@ -157,7 +157,9 @@ class Context:
         >>> Context().tagged("data").tag
         'data'
         """
-        return dataclasses.replace(self.replace(), tag=tag)
+        # The variant must not take down what the original still uses.
+        world = dataclasses.replace(self.world, made=type(self.world.made)())
+        return dataclasses.replace(self, world=world, tag=tag)
 
     def replace(self, **options: Unpack[ContextOptions]) -> Context:
         """Give a variant of this context that shares its process group.

@@ -212,10 +212,11 @@ def late_error(
     """
     now = journal.current
     before = journal.find(journal.number - 1)
-    where = f"call {now.number} at {now.site}"
-    lines = [
-        f"{now.operation}: rank {rank} waited {waited_s:g} s in {where} for {_ranks(missing)}, which did not come."
-    ]
+    first = (
+        f"{now.operation}: rank {rank} waited {waited_s:g} s in call {now.number} at {now.site} for "
+        f"{_ranks(missing)}, which did not come."
+    )
+    lines = [first]
     for one in list(missing)[:8]:
         position = (positions or {}).get(one)
         if position is not None:

@@ -81,8 +81,11 @@ def process_group_collectives(
     def exchange(message: torch.Tensor) -> tuple[torch.Tensor, ...]:
         outgoing[: message.numel()] = message
         with _failures("exchange", lookout):
-            # To rank 0 and back: gloo's own all_gather goes round a ring, which takes 8 times as long at 4
-            # ranks and 12 times at 8 where ranks share cores, and has as many steps as there are ranks.
+            if size == 2:
+                finish(beside._allgather_base(incoming, outgoing), _CPU)
+                return rows
+            # To rank 0 and back: gloo's all_gather goes round a ring of as many steps as there are ranks.
+            # Where ranks share cores it takes 8 times as long at 4 ranks, and 12 times at 8.
             sent = beside.gather([list(rows)] if rank == 0 else [], [outgoing], first)
             if rank == 0:
                 finish(sent, _CPU)
@@ -139,6 +142,7 @@ def process_group_collectives(
         scatter=scatter,
         all_to_all=all_to_all,
         barrier=barrier,
+        explain=lambda error: _explained(error, lookout),
         chunk=chunk,
         board=board,
         journal=journal,
@@ -182,16 +186,24 @@ def _failures(operation: str, lookout: Lookout) -> Generator[None]:
         raise DistributedError(
             f"{operation}: the process group of this context is closed. Make a new context with init_context."
         ) from error
-    except DistributedError:
-        raise
     except RuntimeError as error:
-        text = str(error)
-        if "imed out" in text or "timeout" in text.lower():
-            late = late_error(lookout.journal, lookout.rank, lookout.journal.patience_s, [])
-            raise CollectiveTimeoutError(f"{late}\nThe backend said: {text}") from error
-        if "onnection" in text or "peer" in text:
-            raise lookout.explain_loss(text) from error
-        raise
+        explained = _explained(error, lookout)
+        if explained is error:
+            raise
+        raise explained from (explained.__cause__ or error)
+
+
+def _explained(error: Exception, lookout: Lookout) -> Exception:
+    """Say which rank is missing and why, where that is what a backend complains of."""
+    text = str(error)
+    if not isinstance(error, RuntimeError) or isinstance(error, DistributedError):
+        return error
+    if "imed out" in text or "timeout" in text.lower():
+        late = late_error(lookout.journal, lookout.rank, lookout.journal.patience_s, [])
+        return CollectiveTimeoutError(f"{late}\nThe backend said: {text}")
+    if "onnection" in text or "peer" in text:
+        return lookout.explain_loss(text)
+    return error
 
 
 def _reduce_op(op: ReduceOp) -> dist.ReduceOp:

@@ -80,6 +80,6 @@ def _stacks(shown: int | None) -> str:
     own = threading.get_ident()
     return "\n".join(
         f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
-        for ident, frame in sys._current_frames().items()
+        for ident, frame in sys._current_frames().items()  # pyright: ignore[reportPrivateUsage] -- documented
         if ident != own and shown in (None, ident)
     )

@@ -8,7 +8,7 @@ from typing import Any, Generic, Literal, TypeVar, cast
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from accelfn.comm import Call, agree, gather_object, synchronize_rng_states
+from accelfn.comm import Call, agree, failing_together, gather_object, synchronize_rng_states
 from accelfn.context import Context
 from accelfn.data.order import Order, order_of
 from accelfn.data.plan import EpochPlan, plan_epoch
@@ -107,9 +107,18 @@ class PreparedDataLoader(Generic[T]):
         self._synchronize()
         if self._batches is not None:
             self._batches.epoch = self._epoch
-        for batch in self._loader:
-            if self._ctx.device_placement:
-                batch = send_to_device(batch, self._ctx.device, non_blocking=self._ctx.loading.non_blocking)
+        batches: Iterator[T] | None = None
+        while True:
+            with failing_together(self._ctx, "a data loader"):
+                batches = iter(self._loader) if batches is None else batches
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    break
+                if self._ctx.device_placement:
+                    batch = send_to_device(
+                        batch, self._ctx.device, non_blocking=self._ctx.loading.non_blocking
+                    )
             yield batch
         self.set_epoch(self._epoch + 1)
 
@@ -172,7 +181,9 @@ def prepare_data_loader(
         raise ValueError(f'sharding must be "global", "already_sharded" or "by_source", got {sharding!r}.')
     _refuse_unavailable(ctx, loader, sharding)
     if sharding == "already_sharded":
-        return PreparedDataLoader(ctx, loader, tuple(gather_object(ctx, [len(loader)])))
+        return PreparedDataLoader(
+            ctx, loader, tuple(gather_object(ctx.tagged("prepare_data_loader"), [len(loader)]))
+        )
     order = order_of(ctx, loader)
     plan = plan_epoch(
         order.num_samples,

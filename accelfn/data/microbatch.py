@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar, cast
 
 import torch
 
-from accelfn.comm import gather, gather_object
+from accelfn.comm import Call, check, gather, gather_bytes, gather_object
 from accelfn.context import Context
+from accelfn.context.config import GuardMode
 from accelfn.data.loader import PreparedDataLoader
-from accelfn.errors import NotAvailableError
+from accelfn.errors import Disagreement, NotAvailableError, UnevenDataError
 from accelfn.tree import find_batch_size, flatten
 
 __all__ = (
@@ -91,7 +92,7 @@ def microbatches(
 ) -> Iterator[tuple[T, MicroBatch]]:
     """Yield each batch of one pass over ``loader`` together with its :class:`MicroBatch`.
 
-    Ranks: every rank of ``ctx`` that trains; doesn't communicate by itself.
+    Ranks: every rank of ``ctx``. A pass begins and ends with an exchange, unless the guard is off.
 
     Args:
         ctx: Says how many batches make a window.
@@ -101,7 +102,8 @@ def microbatches(
             or ``"stop_first"`` when the rank with the fewest has no more.
 
     Raises:
-        ValueError: The ranks have different numbers of batches, and ``uneven`` is ``"error"``.
+        UnevenDataError: The ranks have different numbers of batches, and ``uneven`` is ``"error"``; the same
+            error on every rank. Before the first batch, where the loaders' lengths tell.
         TypeError: The loader has no length.
         NotAvailableError: ``uneven="pad"``.
 
@@ -129,18 +131,16 @@ def _microbatches(ctx: Context, loader: Iterable[T], uneven: Uneven) -> Iterator
     prepared = loader if isinstance(loader, PreparedDataLoader) else None
     plan = prepared.plan if prepared is not None else None
     epoch = prepared.epoch if prepared is not None else 0
-    own = num_batches = len(cast("Sized", loader))
-    if prepared is not None:
-        counts = prepared.num_batches_by_rank
-        if min(counts) != max(counts) and uneven == "error":
-            raise ValueError(
-                f"microbatches: the ranks have different numbers of batches ({list(counts)}, by rank), and "
-                "would wait for each other for ever. Use even_batches=True, drop_last=True, or "
-                'uneven="stop_first".'
-            )
-        num_batches = min(counts)
+    own = len(cast("Sized", loader))
+    counts = _counts(ctx, own, uneven) if prepared is None else prepared.num_batches_by_rank
+    if min(counts) != max(counts) and uneven == "error":
+        raise _uneven(counts)
+    num_batches = min(counts)
     accumulation = ctx.accumulation
+    journal = ctx.collectives.journal
+    journal.batches, journal.has_ended = 0, False
     for index, batch in enumerate(loader if num_batches else ()):
+        journal.batches = index + 1
         micro = plan_microbatch(
             index, epoch, num_batches, accumulation.num_steps, accumulation.sync_with_dataloader
         )
@@ -152,8 +152,33 @@ def _microbatches(ctx: Context, loader: Iterable[T], uneven: Uneven) -> Iterator
             yield batch, replace(micro, num_rows=rows, max_rows=most, num_valid=plan.num_valid(index))
         if index + 1 == num_batches < own:
             break
+    journal.has_ended = True
+    if ctx.num_processes > 1:  # a source that gave fewer batches than its length has promised
+        check(ctx, Call("microbatches", f"the end after {journal.batches} batches"))
     if prepared is not None:  # a rank that left batches over has ended its epoch like the others
         prepared.set_epoch(epoch + 1)
+
+
+def _counts(ctx: Context, own: int, uneven: Uneven) -> tuple[int, ...]:
+    """Ask every rank for its number of batches, where that is checked or needed."""
+    if ctx.num_processes == 1 or (ctx.guard.mode == GuardMode.OFF and uneven == "error"):
+        return (own,)
+    return tuple(int(blob) for blob in gather_bytes(ctx, Call("microbatches"), str(own).encode()))
+
+
+def _uneven(counts: Sequence[int]) -> UnevenDataError:
+    expected = max(set(counts), key=counts.count)
+    rows = [
+        Disagreement(rank, "", f"{expected} batches", f"{count} batches")
+        for rank, count in enumerate(counts)
+        if count != expected
+    ]
+    return UnevenDataError(
+        "microbatches",
+        rows,
+        'Use even_batches=True, drop_last=True, or uneven="stop_first".',
+        counts=counts,
+    )
 
 
 def _num_rows(batch: Any) -> int | None:

@@ -47,7 +47,9 @@ class Order:
             set_epoch = getattr(self.sampler, "set_epoch", None)
             if callable(set_epoch):
                 set_epoch(epoch)
-            drawn = broadcast_object_list(ctx, list(self.sampler) if ctx.is_main_process else [])
+            drawn = broadcast_object_list(
+                ctx.tagged("a sampler"), list(self.sampler) if ctx.is_main_process else []
+            )
             if len(drawn) != self.num_samples:
                 raise ValueError(
                     f"the sampler {type(self.sampler).__name__} has a length of {self.num_samples}, and drew "
@@ -100,7 +102,7 @@ def _shared_seed(ctx: Context, sampler: RandomSampler) -> int:
     generator = cast("torch.Generator | None", cast("Any", sampler).generator)
     own = torch.initial_seed() if generator is None else generator.initial_seed()
     # Kept below 2**63 with room for the epoch's number.
-    return broadcast_object_list(ctx, [own % (1 << 62)])[0]
+    return broadcast_object_list(ctx.tagged("prepare_data_loader"), [own % (1 << 62)])[0]
 
 
 def _listed(indices: torch.Tensor) -> list[int]:

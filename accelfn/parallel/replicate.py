@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from accelfn.comm import broadcast, reduce, verify_structure
+from accelfn.comm import Call, broadcast, check, reduce, verify_structure
 from accelfn.context import Context
-from accelfn.context.config import DDPCommunicationHookType, DistributedDataParallelKwargs
+from accelfn.context.config import DDPCommunicationHookType, DistributedDataParallelKwargs, GuardMode
 from accelfn.errors import ConfigurationError
 
 __all__ = ("Replica", "no_sync", "replicate")
@@ -45,6 +45,7 @@ def replicate(ctx: Context, model: nn.Module) -> nn.Module:
     if ctx.num_processes == 1 or not any(parameter.requires_grad for parameter in model.parameters()):
         return model
     if ctx.world.group is None:
+        _check_each_forward(ctx, model)
         Replica(ctx, model)
         return model
     # DDP would hang, or mix parameters up, where the models differ; compared first, the difference has a
@@ -57,7 +58,64 @@ def replicate(ctx: Context, model: nn.Module) -> nn.Module:
         **ctx.strategy.ddp.to_kwargs(),
     )
     _register_comm_hook(wrapped, ctx)
+    _check_each_forward(ctx, wrapped)
     return wrapped
+
+
+class ForwardCheck:
+    """Lets ranks agree before each forward pass of a model that communicates in it or in its backward.
+
+    Torch's reductions have no names: a rank that is elsewhere would leave the others waiting inside them, or
+    would be taken for one that is here.
+    """
+
+    def __init__(self, ctx: Context) -> None:
+        """Check in the world of ``ctx``."""
+        self._ctx = ctx
+
+    def __call__(self, model: nn.Module, arguments: Any) -> None:
+        """Hook before a forward pass."""
+        del arguments
+        if torch.compiler.is_compiling():  # no Python runs in what is compiled
+            return
+        gradients, buffers = _will_sync(model)
+        if not gradients and not buffers:
+            return
+        # The first pass may compile kernels, on one rank longer than on others.
+        is_first = self._ctx.collectives.journal.count(model) == 1
+        text = f"gradients={gradients} buffers={buffers}"
+        call = Call("forward", text, lambda: {"model": text}, takes_long=is_first)
+        check(self._ctx, call)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardCheck:
+        """Check a copied model too."""
+        return self
+
+    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
+        """Leave no world in a pickle: the model that is loaded from it belongs to none."""
+        return _unchecked, ()
+
+
+def _unchecked() -> Callable[[nn.Module, Any], None]:
+    return _let_through
+
+
+def _let_through(model: nn.Module, arguments: Any) -> None:
+    del model, arguments
+
+
+def _check_each_forward(ctx: Context, model: nn.Module) -> None:
+    if ctx.guard.mode != GuardMode.OFF:
+        model.register_forward_pre_hook(ForwardCheck(ctx))
+
+
+def _will_sync(model: nn.Module) -> tuple[bool, bool]:
+    """Whether a forward pass is followed by a reduction of gradients, and begins with one of buffers."""
+    if isinstance(model, DistributedDataParallel):
+        sync = bool(model.require_backward_grad_sync)
+        return sync and torch.is_grad_enabled(), bool(cast("Any", model).will_sync_module_buffers())
+    replica = cast("Replica", getattr(model, _ATTRIBUTE))
+    return replica.sync and torch.is_grad_enabled(), replica.will_sync_buffers(model)
 
 
 @contextmanager
@@ -99,7 +157,7 @@ class Replica:
     def __init__(self, ctx: Context, model: nn.Module) -> None:
         """Bring the model to rank 0's values, and watch its parameters."""
         self.sync = True
-        self._ctx = ctx
+        self._ctx = ctx.tagged("a replicated model")  # wherever forward and backward are called
         self._backward: int | None = None  # torch's number of the one whose end will average
         self._parameters = {name: item for name, item in model.named_parameters() if item.requires_grad}
         with torch.no_grad():
@@ -129,12 +187,21 @@ class Replica:
             if received[name] is not tensor:
                 tensor.copy_(received[name])
 
+    def will_sync_buffers(self, module: nn.Module) -> bool:
+        """Whether the next forward pass brings the buffers to rank 0's values."""
+        options = self._ctx.strategy.ddp
+        return (
+            options.broadcast_buffers
+            and module.training
+            and self.sync
+            and any(True for _ in module.buffers())
+        )
+
     def _on_forward(self, module: nn.Module, arguments: Any) -> None:
         del arguments
-        buffers = dict(module.named_buffers())
-        if buffers and module.training and self.sync:
+        if self.will_sync_buffers(module):
             with torch.no_grad():
-                self._take(buffers)
+                self._take(dict(module.named_buffers()))
 
     def _on_grad(self, parameter: torch.Tensor) -> None:
         del parameter

@@ -70,7 +70,7 @@ def value_and_grad(
             return loss, (loss, [found[index] for index in places])
 
         grads, (loss, tensors) = torch.func.grad(loss_and_tensors, has_aux=True)(leaves)
-        loss, grads = reduce(ctx, (loss, grads), "mean")
+        loss, grads = reduce(ctx.tagged("value_and_grad"), (loss, grads), "mean")
         form, places, found = rest
         for index, tensor in zip(places, tensors, strict=True):
             found[index] = tensor

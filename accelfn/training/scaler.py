@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch.optim import Optimizer
 
+from accelfn.comm import Call, attempt, check
 from accelfn.context import Context
 
 __all__ = (
@@ -82,6 +83,27 @@ def unscale_gradients(ctx: Context, optimizer: Optimizer, scaler_state: ScalerSt
         return scaler_state
     found_inf = torch.zeros_like(scaler_state.found_inf)
     inverse = scaler_state.scale.double().reciprocal().float()
+    by_kind, error = attempt(lambda: _gradients(optimizer))
+    if ctx.num_processes > 1:  # nothing is changed where a rank can't
+        check(ctx, Call("unscale_gradients"), error)
+    elif error is not None:
+        raise error
+    with torch.no_grad():
+        for (device, _), grads in (by_kind or {}).items():
+            found_here = torch.zeros((), dtype=torch.float32, device=device)
+            torch._amp_foreach_non_finite_check_and_unscale_(  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+                grads, found_here, inverse.to(device)
+            )
+            found_inf = torch.maximum(found_inf, found_here.to(found_inf.device))
+        if ctx.num_processes > 1:
+            flag = found_inf.reshape(1).clone()
+            ctx.collectives.all_reduce(flag, "max")
+            found_inf = flag.reshape(())
+    return scaler_state._replace(found_inf=found_inf, is_unscaled=True)
+
+
+def _gradients(optimizer: Optimizer) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
+    """Sort the gradients by where and what they are."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -95,18 +117,7 @@ def unscale_gradients(ctx: Context, optimizer: Optimizer, scaler_state: ScalerSt
                     "Keep the model's parameters in float32; autocast computes in float16 where it helps."
                 )
             by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
-    with torch.no_grad():
-        for (device, _), grads in by_kind.items():
-            found_here = torch.zeros((), dtype=torch.float32, device=device)
-            torch._amp_foreach_non_finite_check_and_unscale_(  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-                grads, found_here, inverse.to(device)
-            )
-            found_inf = torch.maximum(found_inf, found_here.to(found_inf.device))
-        if ctx.num_processes > 1:
-            flag = found_inf.reshape(1).clone()
-            ctx.collectives.all_reduce(flag, "max")
-            found_inf = flag.reshape(())
-    return scaler_state._replace(found_inf=found_inf, is_unscaled=True)
+    return by_kind
 
 
 def update_scaler(ctx: Context, scaler_state: ScalerState) -> ScalerState:

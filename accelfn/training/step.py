@@ -66,7 +66,13 @@ def backward(
                 "and clip only where micro.sync is True, and pass on the state that optimizer_step returns."
             )
         loss = loss * scaler_state.scale
-    loss.backward()  # pyright: ignore[reportUnknownMemberType]
+    try:
+        loss.backward()  # pyright: ignore[reportUnknownMemberType]
+    except RuntimeError as error:  # torch's own reduction inside says less than is known of a lost rank
+        explained = ctx.collectives.explain(error)
+        if explained is error:
+            raise
+        raise explained from (explained.__cause__ or error)
 
 
 @contextmanager
@@ -91,11 +97,20 @@ def accumulate(ctx: Context, micro: MicroBatch, *models: nn.Module) -> Generator
         micro: Of the batch.
         *models: Prepared models that get gradients inside.
     """
-    if micro.sync or ctx.accumulation.sync_each_batch:
-        yield
-    else:
-        with no_sync(ctx, *models):
+    journal = ctx.collectives.journal
+    # What is called inside is compared with it, so that ranks at different batches don't meet.
+    before, journal.place = (
+        journal.place,
+        f"batch {micro.index} of epoch {micro.epoch} ({micro.window} a window)",
+    )
+    try:
+        if micro.sync or ctx.accumulation.sync_each_batch:
             yield
+        else:
+            with no_sync(ctx, *models):
+                yield
+    finally:
+        journal.place = before
 
 
 def optimizer_step(

@@ -1,6 +1,7 @@
 """Pytrees on one rank: take apart, map, pack, slice, join, move."""
 
 from accelfn.tree.abstract import TensorInformation, initialize_tensors, tree_structure
+from accelfn.tree.digest import digest_tensors, split_flat
 from accelfn.tree.local import (
     concatenate,
     convert_to_fp32,
@@ -33,6 +34,7 @@ __all__ = (
     "TensorInformation",
     "concatenate",
     "convert_to_fp32",
+    "digest_tensors",
     "fill",
     "find_batch_size",
     "find_device",
@@ -49,6 +51,7 @@ __all__ = (
     "require_tensors",
     "send_to_device",
     "slice_tensors",
+    "split_flat",
     "tree_structure",
     "unpack",
 )

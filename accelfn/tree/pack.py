@@ -188,8 +188,16 @@ def unpack(packed: Packed) -> Any:
     return packed.layout.structure.unflatten(leaves)
 
 
-def require_tensors(operation: str, leaves: list[Any], structure: Structure) -> list[torch.Tensor]:
+def require_tensors(
+    operation: str, leaves: list[Any], structure: Structure, root: str = "tree"
+) -> list[torch.Tensor]:
     """Return ``leaves`` as they are when each is a dense tensor.
+
+    Args:
+        operation: For the message.
+        leaves: Those of a tree.
+        structure: Of that tree.
+        root: What the message calls the tree.
 
     Raises:
         TypeError: One isn't; the message names ``operation`` and the leaf's path.
@@ -197,14 +205,14 @@ def require_tensors(operation: str, leaves: list[Any], structure: Structure) -> 
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, torch.Tensor):
             raise TypeError(
-                f"{operation}: {structure.paths()[index]} must be a tensor, got {type(leaf).__name__}. "
+                f"{operation}: {structure.paths(root)[index]} must be a tensor, got {type(leaf).__name__}. "
                 "Convert it with torch.as_tensor, leave it out, or use gather_object or "
                 "broadcast_object_list."
             )
         if leaf.layout != torch.strided or leaf.is_meta:
             kind = "on the meta device" if leaf.is_meta else f"of layout {leaf.layout}"
             raise TypeError(
-                f"{operation}: {structure.paths()[index]} must be a dense tensor with data, got one {kind}. "
-                "Make it dense (to_dense, materialise) first."
+                f"{operation}: {structure.paths(root)[index]} must be a dense tensor with data, "
+                f"got one {kind}. Make it dense (to_dense, materialise) first."
             )
     return leaves

@@ -18,9 +18,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 import accelfn
-from accelfn.context import Collectives, Context, Made, World, close_context, init_context
+from accelfn.context import Collectives, Context, Made, World, close_context, init_context, process_group
 from accelfn.context import init as module
-from accelfn.context import process_group
 from accelfn.context.config import AutocastKwargs, InitProcessGroupKwargs
 from accelfn.errors import ConfigurationError, DistributedError
 from accelfn.testing import run_ranks

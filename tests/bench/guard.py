@@ -1,0 +1,139 @@
+"""What the guard costs: a training step with it and without, one operation in its strictest mode.
+
+Run by ``python -m tests.bench``; each rank runs :func:`measure` under torchrun. Another table compares the ways
+in which ranks could exchange what they agree on, at 2, 4 and 8 processes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C import _distributed_c10d as bindings
+
+import accelfn as af
+from accelfn.context.config import GuardMode
+from tests.bench.timing import Row, Timing, compare, print_table
+
+plain: Any = cast("Any", dist)
+
+
+class Encoder(nn.Module):
+    """A small transformer over the rows of 8x8 images: 105,000 parameters in 28 tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(8, 64)
+        layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
+        self.encode = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+        self.classify = nn.Linear(64, 10)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.classify(self.encode(self.embed(images)).mean(1))
+
+
+def training_step(ctx: af.Context) -> Callable[[], None]:
+    """Give one step of training on 32 images a rank, as a user of the functions writes it."""
+    torch.manual_seed(0)
+    model, optimizer = Encoder(), None
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    model, optimizer = af.prepare(ctx, model, optimizer)
+    images, labels = torch.rand(32, 8, 8), torch.randint(10, (32,))
+    micro = next(iter(af.microbatches(ctx, [0])))[1]
+    states = [af.init_scaler(ctx)]
+
+    def step() -> None:
+        with af.accumulate(ctx, micro, model):
+            loss = nn.functional.cross_entropy(model(images), labels)
+            af.backward(ctx, loss, states[0], micro)
+        states[0] = af.optimizer_step(ctx, optimizer, states[0])
+
+    return step
+
+
+def plain_step() -> Callable[[], None]:
+    """Give the same step in plain torch."""
+    torch.manual_seed(0)
+    model = nn.parallel.DistributedDataParallel(Encoder())
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    images, labels = torch.rand(32, 8, 8), torch.randint(10, (32,))
+
+    def step() -> None:
+        nn.functional.cross_entropy(model(images), labels).backward()  # pyright: ignore[reportUnknownMemberType]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def measure(ctx: af.Context) -> list[Row]:
+    """Compare on this rank; every rank must call it."""
+    modes = {mode.value: ctx.replace(guard=mode.value) for mode in GuardMode}
+    steps: dict[str, Callable[[], object]] = {name: training_step(one) for name, one in modes.items()}
+    steps["plain torch"] = plain_step()
+    times = compare(steps, rounds=60, calls=5, before=plain.barrier)
+    sampled = times.pop("sampled")
+    rows = [Row("training step, guard as it is by default", sampled, times)]
+    for leaves in (1, 50, 500):
+        # Too large for the opening exchange, so that the check needs an exchange of its own.
+        tree = [torch.zeros(max(32, 40_000 // leaves)) for _ in range(leaves)]
+        calls: dict[str, Callable[[], object]] = {
+            name: (lambda one=one, tree=tree: af.reduce(one, tree))
+            for name, one in modes.items()
+            if name != "sampled"
+        }
+        times = compare(calls, rounds=60, calls=5, before=plain.barrier)
+        rows.append(Row(f"reduce, {leaves} leaves, guard full", times.pop("full"), times))
+    return rows
+
+
+def exchange_ways(ctx: af.Context) -> dict[str, Timing]:
+    """Time the ways to tell each rank 64 bytes of each other, on this rank."""
+    group = cast("Any", ctx.world.group)
+    store = group.get_group_store()
+    size, rank, chunk = ctx.num_processes, ctx.rank, ctx.collectives.chunk
+    own, everything = torch.zeros(chunk, dtype=torch.uint8), torch.zeros(size * chunk, dtype=torch.uint8)
+    rows = [list(everything.view(size, chunk).unbind())]
+    first, from_first = bindings.GatherOptions(), bindings.BroadcastOptions()
+    first.rootRank = from_first.rootRank = 0
+    numbers = iter(range(1 << 30))
+
+    def by_store() -> None:
+        number = next(numbers)
+        store.set(f"{number}/{rank}", "x" * 64)
+        store.multi_get([f"{number}/{other}" for other in range(size)])
+        if number > 1:
+            store.delete_key(f"{number - 2}/{rank}")
+
+    def there_and_back() -> None:
+        sent = group.gather(rows if rank == 0 else [], [own], first)
+        sent.wait()
+        group.broadcast([everything], from_first).wait()
+
+    return compare(
+        {
+            "key-value store": by_store,
+            "gloo all_gather": lambda: group._allgather_base(everything, own).wait(),
+            "gloo gather, then broadcast": there_and_back,
+        },
+        rounds=20,
+        calls=10,
+        before=plain.barrier,
+    )
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    with af.init_context(cpu=True) as ctx:
+        rows = measure(ctx)
+        if ctx.is_main_process:
+            print_table(rows)
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,316 @@
+"""The digest against its definition in plain Python, and that no change escapes it."""
+
+import functools
+import math
+import struct
+from itertools import combinations
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from accelfn.testing.strategies import DTYPES, FLOAT8, dtypes, shapes, tensors
+from accelfn.tree import digest_tensors, flatten, listify, split_flat
+
+MASK = (1 << 64) - 1
+MEBI = 1 << 20
+GOLDEN = 0x9E3779B97F4A7C15
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    """Give the bytes of a tensor in logical order, without what is tested."""
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).clone()
+    return bytes(listify(flat.view(torch.uint8))) if flat.numel() else b""
+
+
+def mix(word: int) -> int:
+    word = ((word ^ (word >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    word = ((word ^ (word >> 27)) * 0x94D049BB133111EB) & MASK
+    return word ^ (word >> 31)
+
+
+@functools.cache
+def odd(place: int) -> int:
+    return mix(((place + 1) * GOLDEN) & MASK) | 1
+
+
+def signed(word: int) -> int:
+    return word - (1 << 64) if word >> 63 else word
+
+
+def defined(data: bytes) -> list[int]:
+    """Work the digest out word by word, as the module says it is."""
+    padded = data + bytes(-len(data) % 1024)
+    first = second = mix(len(data) * GOLDEN & MASK)
+    for row, words in enumerate(struct.iter_unpack("<128Q", padded)):
+        products = [word * odd(place) & MASK for place, word in enumerate(words)]
+        upper = sum((signed(product) >> 48) * odd(128 + place) for place, product in enumerate(products))
+        first += mix(sum(products) & MASK) * odd(row)
+        second += mix(upper & MASK) * odd(row)
+    return [signed(first & MASK), signed(second & MASK)]
+
+
+def digest(tensor: torch.Tensor) -> list[int]:
+    return cast("list[int]", listify(digest_tensors([tensor])[0]))
+
+
+def num_distinct(rows: torch.Tensor) -> int:
+    return len({str(row) for row in listify(rows)})
+
+
+def flipped(tensor: torch.Tensor, byte: int, bit: int) -> torch.Tensor:
+    """Give a copy of a tensor with one other bit."""
+    flat = tensor.contiguous().reshape(-1).clone()
+    flat.view(torch.uint8)[byte] ^= 1 << bit
+    return flat.view(tensor.shape)
+
+
+def any_tensor() -> st.SearchStrategy[torch.Tensor]:
+    return tensors(dtypes(float8=True), shapes(max_side=9))
+
+
+# --- what it is ----------------------------------------------------------------------------------
+
+
+@given(any_tensor())
+def test_the_digest_is_as_it_is_defined(tensor: torch.Tensor) -> None:
+    assert digest(tensor) == defined(raw(tensor))
+
+
+def random_bytes(size: int) -> torch.Tensor:
+    return torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))
+
+
+# Around a word, a row, a power of two of rows, and the piece that a large tensor is taken in.
+@pytest.mark.parametrize(
+    "size", [1, 7, 8, 9, 1023, 1024, 1025, 2049, 5 * 1024, 4 * MEBI - 8, 4 * MEBI, 4 * MEBI + 3]
+)
+def test_every_length_is_read_to_its_end(size: int) -> None:
+    data = random_bytes(size)
+    assert digest(data) == defined(bytes(cast("list[int]", listify(data))))
+
+
+@given(st.lists(any_tensor(), max_size=9))
+def test_tensors_do_not_depend_on_their_company(some: list[torch.Tensor]) -> None:
+    alone = [digest(tensor) for tensor in some]
+    found = digest_tensors(some)
+    assert found.shape == (len(some), 2)
+    assert listify(found) == alone
+
+
+def test_many_tensors_fill_several_blocks() -> None:
+    sizes = [*([300_000] * 40), *range(3, 3000, 7), 5 * MEBI]
+    some = [random_bytes(size) for size in sizes]
+    some[5:5] = [torch.ones(3, dtype=torch.bfloat16), torch.zeros(0), torch.tensor(2.5)]
+    assert listify(digest_tensors(some)) == [digest(tensor) for tensor in some]
+
+
+@given(any_tensor())
+def test_only_bytes_count_not_shape_nor_dtype(tensor: torch.Tensor) -> None:
+    expected = digest(tensor)
+    flat = tensor.contiguous().reshape(-1).clone()
+    assert digest(flat) == expected
+    assert digest(flat.view(torch.uint8)) == expected
+    assert digest(tensor) == expected  # and it was left as it is
+
+
+LARGE = (5, 999, 901)
+
+
+def laid_out(form: str, dtype: torch.dtype) -> torch.Tensor:
+    """Give a tensor of LARGE elements that lies in memory as ``form`` says."""
+    count = math.prod(LARGE)
+    data = random_bytes((count + 1) * dtype.itemsize)
+    data = data & 1 if dtype == torch.bool else data
+    flat = data.view(dtype)
+    match form:
+        case "offset":
+            return flat[1:].view(LARGE)
+        case "transposed":
+            return flat[:-1].view(LARGE[::-1]).permute(2, 1, 0)
+        case "strided":
+            return torch.stack([flat[1:], flat[:-1]], -1)[:, 0].view(LARGE)
+        case _:
+            return flat[: LARGE[2]].expand(LARGE)
+
+
+@pytest.mark.parametrize("form", ["offset", "transposed", "strided", "expanded"])
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.float8_e5m2, torch.bfloat16, torch.float32, torch.float64, torch.complex128]
+)
+def test_large_tensors_may_lie_in_any_way(dtype: torch.dtype, form: str) -> None:
+    tensor = laid_out(form, dtype)
+    before = tensor.clone()
+    straight = tensor.contiguous().view(-1).clone().view(torch.uint8)
+    assert digest(tensor) == digest(straight)
+    assert torch.equal(tensor.contiguous().view(torch.uint8), before.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("count", [3, 128, 256, MEBI])  # 128 and 256 numbers fill one row or two
+@pytest.mark.parametrize("negative", [False, True], ids=("conjugate", "negative"))
+def test_lazy_views_count_as_what_they_say(negative: bool, count: int) -> None:
+    lazy = torch.complex(torch.arange(float(count)), torch.ones(count)).conj()
+    lazy = lazy.imag if negative else lazy
+    expected = digest(lazy.resolve_conj().resolve_neg().clone())
+    assert digest(lazy) == expected
+    if count == MEBI:
+        turned = lazy.resolve_conj().resolve_neg().view(1024, 1024).T.contiguous()
+        assert digest(lazy.view(1024, 1024).T) == digest(turned)
+
+
+def test_rows_may_be_filled_by_a_tensor_with_gaps() -> None:
+    ones = torch.ones(256)
+    found = digest_tensors([torch.ones(1).expand(256), torch.ones(512)[::2], ones])
+    assert num_distinct(found) == 1
+    for tensor in (torch.ones(1).expand(256), torch.ones(512)[::2]):
+        assert digest(tensor) == digest(ones)
+
+
+# --- what it finds -------------------------------------------------------------------------------
+
+
+@given(any_tensor().filter(lambda tensor: tensor.numel() > 0), st.data())
+def test_every_flipped_bit_shows_in_the_first_word(tensor: torch.Tensor, data: st.DataObject) -> None:
+    byte = data.draw(st.integers(0, tensor.numel() * tensor.dtype.itemsize - 1))
+    other = flipped(tensor, byte, data.draw(st.integers(0, 7)))
+    assert digest(tensor)[0] != digest(other)[0]
+
+
+@given(
+    st.integers(0, 600),
+    *[st.sampled_from((0, 1, -1, 1 << 62, -(1 << 63))) | st.integers(-(1 << 63), (1 << 63) - 1)] * 2,
+)
+def test_one_changed_word_shows_in_the_first_word(place: int, before: int, after: int) -> None:
+    words = random_bytes(601 * 8).view(torch.int64)
+    words[place] = before
+    one = digest(words)
+    words[place] = after
+    assert (digest(words)[0] == one[0]) == (before == after)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_two_flipped_signs_do_not_cancel(dtype: torch.dtype) -> None:
+    count = 1024 // dtype.itemsize
+    pairs = list(combinations(range(0, count, 8 // dtype.itemsize), 2))
+    rows = torch.ones(len(pairs) + 1, count, dtype=dtype)
+    for row, pair in zip(rows, pairs, strict=False):
+        row[list(pair)] = -1
+    assert num_distinct(digest_tensors(list(rows))) == len(rows)
+
+
+@pytest.mark.parametrize("count", [2, 128, 1 << 14, 1 << 20])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.int64, torch.uint8])
+def test_tensors_of_one_value_differ(dtype: torch.dtype, count: int) -> None:
+    found = digest_tensors([torch.full((count,), value, dtype=dtype) for value in range(50)])
+    assert num_distinct(found) == 50
+    assert num_distinct(found[:, 1]) == 50  # of float64 only the uppermost bits differ
+
+
+def test_order_counts_within_rows_and_among_them() -> None:
+    words = torch.arange(1, 1025)
+    swapped = words.view(8, 128)[[1, 0, 2, 3, 4, 5, 6, 7]]
+    turned = words.view(8, 128).roll(1, 1)
+    found = digest_tensors([words, swapped, turned, words.flip(0)])
+    assert [num_distinct(column) for column in found.T] == [4, 4]
+
+
+@pytest.mark.parametrize("dtype", [kind for kind in (*DTYPES, *FLOAT8) if kind.is_floating_point])
+def test_bits_count_that_comparisons_do_not_see(dtype: torch.dtype) -> None:
+    top = 8 * dtype.itemsize - 1  # the sign
+    quiet = {1: 0x7F, 2: 0x7FFF, 4: 0x7FC00000, 8: 0x7FF8 << 48}[dtype.itemsize]
+    other = {1: 0xFF, 2: 0x7FFE, 4: 0x7FC00001, 8: 0x7FF9 << 48}[dtype.itemsize]
+    codes = torch.tensor([0, -(1 << top), quiet, other])
+    values = codes.to(getattr(torch, f"int{top + 1}")).view(dtype)
+    assert listify(values.double().isnan()) == [False, False, True, True]
+    assert listify(values[:2].double()) == [0, 0]
+    assert num_distinct(digest_tensors(list(values))) == 4
+
+
+def test_a_boolean_of_another_byte_differs() -> None:
+    odd_one = torch.tensor([1, 2], dtype=torch.uint8).view(torch.bool)
+    assert listify(odd_one) == [True, True]
+    assert digest(odd_one) != digest(torch.tensor([True, True]))
+
+
+def test_zeros_of_another_number_differ() -> None:
+    found = digest_tensors([torch.zeros(count) for count in (0, 1, 2, 3, 255, 256, 257, MEBI, MEBI + 1)])
+    assert [num_distinct(column) for column in found.T] == [9, 9]
+
+
+def test_a_dtype_that_can_only_be_stored_has_a_digest() -> None:
+    data = random_bytes(MEBI)
+    assert digest(data.view(torch.float4_e2m1fn_x2)) == digest(data)
+
+
+def test_there_is_a_digest_of_nothing() -> None:
+    found = digest_tensors([])
+    assert (found.shape, found.dtype) == ((0, 2), torch.int64)
+    assert listify(digest_tensors([torch.zeros(0, 3)])) == [[0, 0]]
+
+
+def test_the_default_device_does_not_matter() -> None:
+    tensor = torch.ones(3)
+    expected = digest(tensor)
+    with torch.device("meta"):
+        found = digest_tensors([tensor])
+    assert found.device.type == "cpu"
+    assert listify(found) == [expected]
+
+
+def test_parameters_and_inference_tensors_have_a_digest() -> None:
+    with torch.inference_mode():
+        inferred = torch.ones(5)
+    parameter = torch.nn.Parameter(torch.ones(5))
+    found = digest_tensors([parameter, inferred, torch.ones(5)])
+    assert not found.requires_grad
+    assert num_distinct(found) == 1
+
+
+# --- what it takes -------------------------------------------------------------------------------
+
+
+class Watch(TorchDispatchMode):
+    """Note the largest block of memory that any operation gave."""
+
+    largest: int = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {
+            leaf.untyped_storage().data_ptr() for leaf in flatten(args)[0] if isinstance(leaf, torch.Tensor)
+        }
+        result = func(*args, **(kwargs or {}))
+        for leaf in flatten(result)[0]:
+            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage().data_ptr() not in given:
+                self.largest = max(self.largest, leaf.untyped_storage().nbytes())
+        return result
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_temporary_memory_is_bounded(turned: bool) -> None:
+    large = torch.zeros(2048, 4096, dtype=torch.int64)
+    small = torch.ones(2000, 5000).unbind()
+    with Watch() as watch:
+        digest_tensors([large.T if turned else large, *small])
+    assert 0 < watch.largest <= 4 * MEBI
+
+
+def test_the_watch_sees_a_copy() -> None:
+    with Watch() as watch:
+        torch.zeros(MEBI, 2).T.contiguous()
+    assert watch.largest == 8 * MEBI
+
+
+@given(any_tensor(), st.integers(1, 20))
+def test_pieces_are_the_tensor_in_logical_order(tensor: torch.Tensor, size: int) -> None:
+    pieces = list(split_flat(tensor, size))
+    assert all(piece.is_contiguous() and piece.stride() == (1,) for piece in pieces)
+    assert all(len(piece) == size for piece in pieces[:-1])
+    assert len(pieces[-1]) <= size
+    assert b"".join(raw(piece) for piece in pieces) == raw(tensor)
+    if tensor.is_contiguous() and tensor.numel():
+        assert {piece.untyped_storage().data_ptr() for piece in pieces} == {
+            tensor.untyped_storage().data_ptr()
+        }
