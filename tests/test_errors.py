@@ -61,7 +61,7 @@ def test_the_tree_is_as_it_is_drawn() -> None:
 
 def test_the_drawing_is_read_at_all() -> None:
     doc = errors.__doc__ or ""
-    assert len(drawn_tree(doc)) == 11
+    assert len(drawn_tree(doc)) == 12
     assert drawn_tree(doc.replace("(ValueError)", "(TypeError)")) != real_tree()
     assert drawn_tree(doc.replace("    |   `-- Env", "    |-- Env")) != real_tree()
 

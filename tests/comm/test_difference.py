@@ -64,7 +64,7 @@ def with_odd_one(size: int, odd: int, **changed: Any) -> list[Said]:
         ({"text": "from 0\0list(x)"}, Disagreement(1, "", "dict(x)", "list(x)"), "Every rank must call"),
         (
             {"tag": "train.py:9 in main"},
-            Disagreement(1, "", "called at train.py:7 in main", "called at train.py:9 in main"),
+            Disagreement(1, "", "train.py:7 in main", "train.py:9 in main"),
             'give them one name: pass ctx.tagged("...")',
         ),
     ],
@@ -138,7 +138,7 @@ def test_what_is_long_is_cut() -> None:
 def test_ranks_that_differ_in_nothing_they_remember_say_so() -> None:
     error = find_difference([said(), said(), said()])
     assert error.rows == ()
-    assert 'an earlier call that is no longer remembered' in error.hint
+    assert "since an earlier call that was not compared and is no longer remembered" in error.hint
     assert 'guard="full"' in error.hint
 
 
