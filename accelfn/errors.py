@@ -275,6 +275,8 @@ def _ranges(ranks: list[int]) -> str:
         else:
             parts.append([rank])
     return ", ".join("-".join(map(str, part)) for part in parts)
+
+
 def _amount(row: Drift) -> str:
     """Say how much a leaf differs."""
     if row.num_differing is None:

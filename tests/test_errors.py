@@ -152,6 +152,8 @@ def test_a_drift_prints_a_row_for_each_leaf_and_rank_up_to_twenty() -> None:
     assert lines[0] == "check_replicas: 1 leaf differs between ranks."
     assert lines[20:] == ["  rank 2  tree['y']  differs from rank 1", "  ... and 1 more"]
     assert len(ReplicaDriftError("check_replicas", DRIFTS[1:] * 20).args[0].splitlines()) == 21
+
+
 def test_a_mismatch_says_who_called_what_and_from_where() -> None:
     assert str(MismatchError("gather", ROWS, "Look at rank 1.", CALLERS)).splitlines() == [
         "gather: the ranks disagree.",

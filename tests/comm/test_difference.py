@@ -156,7 +156,9 @@ def calls(*chains: str, last: int = 3) -> list[tuple[int, str, str, str]]:
 def test_the_first_earlier_call_that_differed_is_told() -> None:
     odd = calls("c1", "d2", "d3")
     odd[1] = (2, "reduce", "other.py:2 in main", "d2")
-    error = find_difference([said(recent=calls("c1", "c2", "c3"))] * 2 + [said(recent=odd, operation="reduce")])
+    error = find_difference(
+        [said(recent=calls("c1", "c2", "c3"))] * 2 + [said(recent=odd, operation="reduce")]
+    )
     assert type(error) is MismatchError
     assert error.rows == (
         Disagreement(

@@ -121,9 +121,7 @@ def test_waiting_for_ranks_that_do_something_else_is_an_error() -> None:
 
 
 @given(worlds(max_size=4), st.integers(1, 2), st.data())
-def test_every_rank_gets_what_the_chosen_one_returned(
-    size: int, num_nodes: int, data: st.DataObject
-) -> None:
+def test_every_rank_gets_what_the_chosen_one_returned(size: int, num_nodes: int, data: st.DataObject) -> None:
     total = size * num_nodes
     index = data.draw(st.integers(0, total - 1))
     local = data.draw(st.integers(0, size - 1))
@@ -201,13 +199,13 @@ def test_sharing_another_function_is_a_mismatch() -> None:
     def second() -> int:
         return 2
 
-    with pytest.raises(MismatchError, match="second .*first"):
+    with pytest.raises(MismatchError, match=r"second .*first"):
         run_ranks(lambda ctx: on_main_process(ctx, share=True)(second if ctx.rank == 2 else first)(), 3)
 
 
 def test_sharing_from_a_rank_that_is_none_everywhere_is_a_mismatch() -> None:
     # Each rank thinks that the other one runs it.
-    with pytest.raises(MismatchError, match="int on rank 0 +int on rank 1\n"):
+    with pytest.raises(MismatchError, match=r"int on rank 0 +int on rank 1\n"):
         run_ranks(lambda ctx: on_process(ctx, 1 - ctx.rank, share=True)(int)(), 2)
 
 

@@ -141,7 +141,11 @@ sys.stdin.read()
 def test_a_board_whose_host_has_ended_is_as_if_it_were_not_there() -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
-        [sys.executable, "-c", HOST], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        [sys.executable, "-c", HOST],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
     ) as host:
         assert host.stdout is not None
         port = int(host.stdout.readline())

@@ -248,11 +248,13 @@ def test_after_its_last_word_a_rank_is_refused_every_operation() -> None:
     journal = journal_at(1)
     refuse_if_over(journal, "gather")
     publish(Board(), journal, 1, OSError("disk full"))
-    with pytest.raises(DistributedError, match="gather: no operation .* has told the others of its OSError: disk"):
+    with pytest.raises(
+        DistributedError, match=r"gather: no operation .* has told the others of its OSError: disk"
+    ):
         refuse_if_over(journal, "gather")
     journal = journal_at(1)
     announce_end(Board(), journal, 1)
-    with pytest.raises(DistributedError, match="its context is closed.*Start a new context"):
+    with pytest.raises(DistributedError, match=r"its context is closed.*Start a new context"):
         refuse_if_over(journal, "gather")
 
 

@@ -1,5 +1,6 @@
 """Faults on purpose: what becomes of one rank's calls, and of the ranks that meet them."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from accelfn.comm import gather, reduce
 from accelfn.context import Collectives, Context, Journal
 from accelfn.context.config import Guard
-from accelfn.errors import DistributedError, MismatchError, MissingRankError
+from accelfn.errors import CollectiveTimeoutError, MismatchError, MissingRankError
 from accelfn.testing import Fault, InjectedFaultError, Where, run_ranks
 from accelfn.testing.faults import inject
 from accelfn.tree import listify
@@ -213,17 +214,19 @@ def test_without_a_guard_nothing_is_found_and_nobody_waits_for_ever(
 ) -> None:
     fault = Fault(kind=kind, rank=1, at=at)
     right = run_ranks(program, 2, on)
-    try:
-        assert run_ranks(program, 2, on, faults=[fault], guard="off", timeout_s=2) != right
-    except DistributedError as error:
-        assert not isinstance(error, MismatchError)
+    found: Any = None
+    with contextlib.suppress(CollectiveTimeoutError, MissingRankError):
+        found = run_ranks(program, 2, on, faults=[fault], guard="off", timeout_s=2)
+    assert found != right
 
 
 def test_without_call_sites_equal_calls_are_not_told_apart() -> None:
     def work(ctx: Context) -> Any:
-        return three_alike(ctx) if ctx.rank == 0 else listify([
-            gather(ctx, torch.tensor([value])) for value in (1, 11, 21)
-        ])
+        return (
+            three_alike(ctx)
+            if ctx.rank == 0
+            else listify([gather(ctx, torch.tensor([value])) for value in (1, 11, 21)])
+        )
 
     guard = Guard(call_sites=False)
     here, there = run_ranks(work, 2, guard=guard)
