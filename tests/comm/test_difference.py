@@ -84,7 +84,7 @@ def test_each_kind_of_difference_is_named(changed: dict[str, Any], row: Disagree
 
 def test_the_coarsest_difference_is_the_one_that_is_told() -> None:
     finer: dict[str, Any] = {}
-    for coarser in (
+    differences: tuple[dict[str, Any], ...] = (
         {"tag": "elsewhere"},
         {"text": "from 0\0list(x)"},
         {"text": "from 1\0list(x)"},
@@ -92,7 +92,8 @@ def test_the_coarsest_difference_is_the_one_that_is_told() -> None:
         {"place": "batch 1"},
         {"number": 9},
         {"operation": "reduce"},
-    ):
+    )
+    for coarser in differences:
         alone = find_difference(with_odd_one(3, 2, **coarser))
         finer |= coarser
         assert find_difference(with_odd_one(3, 2, **finer)).rows == alone.rows
