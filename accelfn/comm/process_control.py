@@ -165,7 +165,7 @@ def on_process(ctx: Context, index: int, *, share: bool = False) -> Any:
     """
     if not 0 <= index < ctx.world.size:
         raise ValueError(f"on_process: index must be a rank in 0..{ctx.world.size - 1}, got {index}.")
-    return _only(ctx, "on_process", ctx.rank == index, share)
+    return _only(ctx, "on_process", ctx.rank == index, share, f" on rank {index}")
 
 
 @overload
@@ -184,7 +184,7 @@ def on_local_process(ctx: Context, index: int, *, share: bool = False) -> Any:
         raise ValueError(
             f"on_local_process: index must be a local rank in 0..{ctx.world.local_size - 1}, got {index}."
         )
-    return _only(ctx, "on_local_process", ctx.local_rank == index, share)
+    return _only(ctx, "on_local_process", ctx.local_rank == index, share, f" on local rank {index}")
 
 
 class Decorator(Protocol):
@@ -203,7 +203,7 @@ class SharingDecorator(Protocol):
         ...
 
 
-def _only(ctx: Context, operation: str, runs: bool, share: bool) -> Any:
+def _only(ctx: Context, operation: str, runs: bool, share: bool, where: str = "") -> Any:
     def decorate(function: Callable[P, T]) -> Callable[P, T | None]:
         @functools.wraps(function)
         def wrapper(*args: P.args, **kwargs: P.kwargs) -> T | None:
@@ -214,7 +214,7 @@ def _only(ctx: Context, operation: str, runs: bool, share: bool) -> Any:
             if not share or ctx.world.size == 1:
                 return value
             blob, error = attempt(lambda: pickle.dumps((ctx.world.node_rank, value)) if runs else b"")
-            call = Call(operation, function.__name__, takes_long=True)
+            call = Call(operation, function.__name__ + where, takes_long=True)
             blobs = [one for one in gather_bytes(ctx, call, blob or b"", error) if one]
             values: dict[int, T] = {}
             for one in blobs:

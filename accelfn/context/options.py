@@ -264,9 +264,10 @@ def _guard(now: Guard, options: ContextOptions) -> Guard:
     if debug is None or debug == is_full:
         return guard
     if asked is not None:
+        meaning = '"full"' if debug else 'not "full"'
         raise ConfigurationError(
-            f"debug={debug} means that the guard's mode is {'' if debug else 'not '}'full', and guard asks "
-            f"for {str(guard.mode)!r}. Give one of the two."
+            f"debug={debug} means that the guard's mode is {meaning}, and guard asks for "
+            f"{str(guard.mode)!r}. Give one of the two."
         )
     return dataclasses.replace(guard, mode=GuardMode.FULL if debug else GuardMode.SAMPLED)
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accelfn.comm import Call, agree, attempt, gather, verify_structure
+from accelfn.comm import Call, agree, attempt, gather, verify_structure, wait_for_everyone
 from accelfn.context import Context
 from accelfn.errors import MismatchError, RemoteRankError
 from accelfn.testing import run_ranks
@@ -124,3 +124,67 @@ def test_a_description_of_any_length_is_compared() -> None:
     errors = run_ranks(failure(work), 2)
     assert [type(error) for error in errors] == [MismatchError] * 2
     assert errors[0].rows[0].path.endswith("500']")
+
+
+# --- which calls are meant to meet ---------------------------------------------------------------
+
+
+def own(ctx: Context) -> torch.Tensor:
+    return torch.tensor([ctx.rank])
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_calls_from_other_lines_meet_under_one_tag(debug: bool) -> None:
+    def work(ctx: Context) -> Any:
+        if ctx.rank == 1:
+            return listify(gather(ctx.tagged("data"), own(ctx)))
+        return listify(gather(ctx.tagged("data"), own(ctx)))
+
+    assert run_ranks(work, 3, debug=debug) == [[0, 1, 2]] * 3
+
+
+def test_calls_from_other_lines_do_not_meet_without_one() -> None:
+    def work(ctx: Context) -> Any:
+        if ctx.rank == 1:
+            return gather(ctx, own(ctx))
+        return gather(ctx, own(ctx))
+
+    errors = run_ranks(failure(work), 3)
+    assert [type(error) for error in errors] == [MismatchError] * 3
+    assert len({str(error) for error in errors}) == 1
+    start = work.__code__.co_firstlineno
+    site = "test_agreement.py:{} in work"
+    row = errors[0].rows[0]
+    assert (row.rank, row.found, row.expected) == (1, site.format(start + 2), site.format(start + 3))
+    assert 'ctx.tagged("...")' in str(errors[0])
+
+
+@pytest.mark.parametrize(("odd", "others"), [("labels", "data"), ("", "data"), ("data", "")])
+def test_one_line_under_several_tags_is_a_mismatch(odd: str, others: str) -> None:
+    def work(ctx: Context) -> Any:
+        return gather(ctx.tagged(odd if ctx.rank == 1 else others), own(ctx))
+
+    errors = run_ranks(failure(work), 3)
+    assert [type(error) for error in errors] == [MismatchError] * 3
+    row = errors[0].rows[0]
+    site = f"test_agreement.py:{work.__code__.co_firstlineno + 1} in work"
+    assert (row.rank, row.found, row.expected) == (1, odd or site, others or site)
+
+
+def test_tags_tell_swapped_calls_of_one_line_apart() -> None:
+    def work(ctx: Context) -> Any:
+        tags = ["data", "labels"]
+        return [gather(ctx.tagged(tag), own(ctx)) for tag in (reversed(tags) if ctx.rank else tags)]
+
+    errors = run_ranks(failure(work), 2)
+    assert [type(error) for error in errors] == [MismatchError] * 2
+
+
+def test_a_barrier_may_be_called_from_any_line() -> None:
+    def work(ctx: Context) -> None:
+        if ctx.rank:
+            wait_for_everyone(ctx)
+        else:
+            wait_for_everyone(ctx.tagged("here"))
+
+    assert run_ranks(work, 2) == [None, None]

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accelfn.comm import (
+    failing_together,
     gather_object,
     local_main_process_first,
     main_process_first,
@@ -20,8 +21,8 @@ from accelfn.comm import (
     wait_for_everyone,
 )
 from accelfn.context import Context
-from accelfn.errors import MismatchError, RemoteRankError
-from accelfn.testing import run_ranks
+from accelfn.errors import DistributedError, MismatchError, RemoteRankError
+from accelfn.testing import Where, run_ranks
 from accelfn.testing.strategies import worlds
 
 FIRST: tuple[Callable[[Context], AbstractContextManager[None]], ...] = (
@@ -114,3 +115,178 @@ def test_waiting_for_ranks_that_do_something_else_is_an_error() -> None:
         MismatchError, match=r"\n  2 .*  a call of wait_for_everyone  a call of gather_object\n"
     ):
         run_ranks(lambda ctx: wait_for_everyone(ctx) if ctx.rank == 2 else gather_object(ctx, 1), 3)
+
+
+# --- functions whose value every rank gets -------------------------------------------------------
+
+
+@given(worlds(max_size=4), st.integers(1, 2), st.data())
+def test_every_rank_gets_what_the_chosen_one_returned(size: int, num_nodes: int, data: st.DataObject) -> None:
+    total = size * num_nodes
+    index = data.draw(st.integers(0, total - 1))
+    local = data.draw(st.integers(0, size - 1))
+    runs: list[tuple[str, int]] = []
+
+    def work(ctx: Context) -> Any:
+        def own(name: str) -> dict[str, Any]:
+            """Say who ran."""
+            runs.append((name, ctx.rank))
+            return {"ran": ctx.rank}
+
+        chosen = {
+            "main": on_main_process(ctx, share=True),
+            "local main": on_local_main_process(ctx, share=True),
+            "last": on_last_process(ctx, share=True),
+            "index": on_process(ctx, index, share=True),
+            "local": on_local_process(ctx, local, share=True),
+        }
+        made = {name: decorate(own) for name, decorate in chosen.items()}
+        assert {(one.__name__, one.__doc__) for one in made.values()} == {("own", "Say who ran.")}
+        return {name: one(name)["ran"] for name, one in made.items()}
+
+    results = run_ranks(work, total, num_nodes=num_nodes)
+    for rank, found in enumerate(results):
+        first = rank // size * size  # of this rank's node
+        assert found == {
+            "main": 0,
+            "local main": first,
+            "last": total - 1,
+            "index": index,
+            "local": first + local,
+        }
+    assert sorted(runs) == sorted({(name, ran) for found in results for name, ran in found.items()})
+
+
+def test_none_is_a_value_too() -> None:
+    assert run_ranks(lambda ctx: on_main_process(ctx, share=True)(lambda: None)(), 2) == [None, None]
+
+
+@pytest.mark.parametrize("on", ["memory", "gloo", "processes"])
+def test_a_shared_function_that_fails_is_every_ranks_error(on: Where) -> None:
+    def work(ctx: Context) -> Any:
+        @on_main_process(ctx, share=True)
+        def read_file() -> str:
+            raise OSError("no such file")
+
+        try:
+            return read_file()
+        except Exception as error:  # noqa: BLE001 -- it is the result
+            return type(error).__name__, str(error)
+
+    said = "rank 0 failed in on_main_process (read_file): OSError: no such file"
+    assert run_ranks(work, 3, on, timeout_s=20) == [
+        ("OSError", "no such file"),
+        *[("RemoteRankError", said)] * 2,
+    ]
+
+
+def test_a_value_that_cannot_be_pickled_is_every_ranks_error() -> None:
+    def work(ctx: Context) -> Any:
+        try:
+            on_main_process(ctx, share=True)(threading.Lock)()
+        except Exception as error:  # noqa: BLE001 -- it is the result
+            return type(error), str(error)
+
+    (here, _), (there, said) = run_ranks(work, 2, timeout_s=20)
+    assert (here, there) == (TypeError, RemoteRankError)
+    assert "TypeError: cannot pickle" in said
+
+
+def test_sharing_another_function_is_a_mismatch() -> None:
+    def first() -> int:
+        return 1
+
+    def second() -> int:
+        return 2
+
+    with pytest.raises(MismatchError, match=r"second .*first"):
+        run_ranks(lambda ctx: on_main_process(ctx, share=True)(second if ctx.rank == 2 else first)(), 3)
+
+
+def test_sharing_from_a_rank_that_is_none_everywhere_is_a_mismatch() -> None:
+    # Each rank thinks that the other one runs it.
+    with pytest.raises(MismatchError, match=r"int on rank 0 +int on rank 1\n"):
+        run_ranks(lambda ctx: on_process(ctx, 1 - ctx.rank, share=True)(int)(), 2)
+
+
+# --- failing together ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on", ["memory", "gloo"])
+def test_the_others_hear_of_a_failure_before_the_rank_has_ended(on: Where) -> None:
+    told = threading.Semaphore(0)
+
+    def work(ctx: Context) -> Any:
+        try:
+            if ctx.rank == 1:
+                with failing_together(ctx, "reading the data"):
+                    raise OSError("no such file")
+            wait_for_everyone(ctx)
+        except Exception as error:  # noqa: BLE001 -- it is the result
+            for _ in range(2):  # the rank that failed lingers until both others have raised
+                if ctx.rank == 1:
+                    assert told.acquire(timeout=20)
+            told.release()
+            return error
+
+    here, there, other = run_ranks(work, 3, on, timeout_s=30)
+    assert type(there) is OSError
+    for error in (here, other):
+        assert isinstance(error, RemoteRankError)
+        assert (error.rank, error.cause, error.operation) == (1, "OSError", "reading the data")
+        assert str(error) == "rank 1 failed in reading the data: OSError: no such file"
+
+
+@pytest.mark.parametrize("on", ["memory", "gloo", "processes"])
+def test_a_remote_error_shows_the_traceback_of_the_other_rank(on: Where) -> None:
+    def fails_here() -> None:
+        raise OSError("no such file")
+
+    def work(ctx: Context) -> Any:
+        try:
+            if ctx.rank == 1:
+                with failing_together(ctx, "reading the data"):
+                    fails_here()
+            wait_for_everyone(ctx)
+        except Exception as error:  # noqa: BLE001 -- it is the result
+            return type(error).__name__, repr(error.__cause__), str(error.__cause__)
+
+    (here, cause, shown), (there, *_) = run_ranks(work, 2, on, timeout_s=30)
+    assert (here, there) == ("RemoteRankError", "OSError")
+    assert cause.startswith("RemoteTraceback(")
+    assert "in fails_here\n" in shown
+    assert 'raise OSError("no such file")' in shown
+
+
+def test_after_it_has_told_of_its_failure_a_rank_cannot_go_on() -> None:
+    def work(ctx: Context) -> Any:
+        try:
+            with failing_together(ctx, "reading"):
+                if ctx.rank == 1:
+                    raise OSError("disk")
+        except OSError:
+            pass
+        try:
+            wait_for_everyone(ctx)
+        except DistributedError as error:
+            return str(error)
+
+    here, there = run_ranks(work, 2, timeout_s=20)
+    assert here == "rank 1 failed in reading: OSError: disk"
+    assert there.startswith("wait_for_everyone: no operation across ranks is possible any more")
+
+
+def test_where_all_is_well_nothing_is_said() -> None:
+    def work(ctx: Context) -> Any:
+        with failing_together(ctx, "reading"):
+            pass
+        return gather_object(ctx, ctx.rank), ctx.collectives.board.read("failure")
+
+    assert run_ranks(work, 2) == [([0, 1], None)] * 2
+
+
+def test_alone_a_failure_is_just_raised() -> None:
+    ctx = Context()
+    with pytest.raises(OSError, match="disk"), failing_together(ctx, "reading"):
+        raise OSError("disk")
+    assert not ctx.collectives.journal.over

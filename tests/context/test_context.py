@@ -13,6 +13,7 @@ from accelfn.context.config import (
     AORecipeKwargs,
     AutocastKwargs,
     DistributedType,
+    Guard,
     InitProcessGroupKwargs,
 )
 from accelfn.context.options import ContextOptions
@@ -42,6 +43,7 @@ def test_it_is_frozen_and_equal_by_value() -> None:
     assert Context() == ctx
     assert hash(Context()) == hash(ctx)
     assert ctx.replace(debug=True) != ctx
+    assert ctx.tagged("data") != ctx
     assert {ctx: 1}[Context()] == 1
 
 
@@ -112,6 +114,18 @@ def test_a_variant_stays_in_its_world() -> None:
         away.replace(cpu=True)
     with pytest.raises(ConfigurationError, match="keeps the process group"):
         Context().replace(kwargs_handlers=[InitProcessGroupKwargs()])
+
+
+def test_a_tag_is_on_the_variant_alone() -> None:
+    made = Made(group=True, previous_device=torch.device("cuda:3"))
+    ctx = Context(world=World(made=made), guard=Guard(mode="off"))
+    tagged = ctx.tagged("data")
+    assert (ctx.tag, tagged.tag, tagged.tagged("labels").tag) == ("", "data", "labels")
+    assert tagged == dataclasses.replace(ctx, tag="data", world=World())
+    assert ctx.world.made == made
+    assert tagged.collectives.journal is ctx.collectives.journal
+    assert tagged.replace(mixed_precision="bf16").tag == "data"
+    assert tagged.tagged("") == ctx.replace()
 
 
 def test_configure_is_pure() -> None:

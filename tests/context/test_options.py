@@ -1,7 +1,9 @@
 """From what is asked to the fields of a context: precedence, contradictions, what isn't there yet."""
 
+import dataclasses
 import inspect
 import re
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,8 @@ from accelfn.context.config import (
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     GradScalerKwargs,
+    Guard,
+    GuardMode,
     InitProcessGroupKwargs,
     KwargsHandler,
     MegatronLMPlugin,
@@ -261,6 +265,121 @@ def test_a_recipe_without_fp8_is_refused() -> None:
         ConfigurationError, match="AORecipeKwargs has an effect only with mixed_precision='fp8'"
     ):
         applied(mixed_precision="bf16", kwargs_handlers=[AORecipeKwargs()])
+
+
+# --- the guard ------------------------------------------------------------------------------------
+
+OWN = Guard(timeout=timedelta(seconds=7), watchdog=True, call_sites=False)
+
+
+def guarded(guard: Guard = OWN) -> Context:
+    return Context(guard=guard)
+
+
+def test_a_guard_is_taken_as_it_is_and_a_mode_changes_only_the_mode() -> None:
+    assert guarded().replace().guard == OWN
+    assert guarded().replace(guard=Guard()).guard == Guard()
+    assert guarded().replace(guard="off").guard == dataclasses.replace(OWN, mode="off")
+    assert guarded().replace(guard=GuardMode.FULL).guard == dataclasses.replace(OWN, mode="full")
+    assert guarded().replace(guard=None, debug=None).guard == OWN
+
+
+def test_debug_is_the_full_mode_and_nothing_else() -> None:
+    assert not Context().debug
+    assert guarded().replace(debug=True).guard == dataclasses.replace(OWN, mode="full")
+    assert guarded().replace(debug=True).debug
+    assert guarded().replace(debug=True).replace(debug=False).guard == OWN
+    off = guarded().replace(guard="off")
+    assert off.replace(debug=False).guard == off.guard
+
+
+@pytest.mark.parametrize(
+    ("options", "mode"),
+    [
+        ({"guard": "full", "debug": True}, "full"),
+        ({"guard": Guard(mode="full"), "debug": True}, "full"),
+        ({"guard": "off", "debug": False}, "off"),
+        ({"guard": "sampled", "debug": False}, "sampled"),
+        ({"guard": "full", "debug": None}, "full"),
+    ],
+)
+def test_debug_and_guard_may_say_the_same(options: dict[str, Any], mode: str) -> None:
+    assert applied(**options).guard.mode == mode
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"guard": "off", "debug": True}, "debug=True means .* mode is \"full\", and guard asks for 'off'"),
+        ({"guard": Guard(), "debug": True}, "debug=True means .* guard asks for 'sampled'"),
+        ({"guard": "full", "debug": False}, "debug=False means .* not \"full\", and guard asks for 'full'"),
+    ],
+)
+def test_debug_and_guard_may_not_contradict_each_other(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"{said}. Give one of the two"):
+        applied(**options)
+
+
+def test_what_is_no_guard_is_refused() -> None:
+    with pytest.raises(TypeError, match="guard must be a Guard or the name of a mode: got bool"):
+        applied(guard=True)
+    with pytest.raises(ConfigurationError, match="'strict'"):
+        applied(guard="strict")
+
+
+@pytest.mark.parametrize(
+    ("options", "settings", "mode"),
+    [
+        ({}, Settings(guard="off"), "off"),
+        ({}, Settings(debug=True), "full"),
+        ({}, Settings(debug=True, guard="off"), "full"),
+        ({"guard": "sampled"}, Settings(debug=True, guard="off"), "sampled"),
+        ({"guard": Guard()}, Settings(guard="off"), "sampled"),
+        ({"debug": True}, Settings(guard="off"), "full"),
+        ({"debug": False}, Settings(debug=True), "sampled"),
+        ({"debug": False}, Settings(guard="full"), "sampled"),
+        ({"debug": None, "guard": None}, Settings(guard="full"), "full"),
+    ],
+)
+def test_variables_choose_the_mode_where_no_argument_does(
+    options: dict[str, Any], settings: Settings, mode: str
+) -> None:
+    merged = merge_settings(ContextOptions(**options), settings)
+    assert configure(Context(), merged).guard.mode == mode
+
+
+@pytest.mark.parametrize(
+    ("variables", "mode"),
+    [
+        ({"ACCELFN_GUARD": "off"}, "off"),
+        ({"ACCELFN_GUARD": "off", "ACCELFN_DEBUG": "1"}, "full"),
+        ({"ACCELFN_GUARD": "off", "ACCELERATE_DEBUG_MODE": "1"}, "full"),
+        ({"ACCELFN_DEBUG": "0", "ACCELERATE_DEBUG_MODE": "1"}, "sampled"),
+    ],
+)
+def test_init_context_reads_the_guards_variables(
+    variables: dict[str, str], mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert init_context(cpu=True).guard == Guard(mode=mode)
+    assert init_context(cpu=True, guard=OWN).guard == OWN
+
+
+def test_the_timeout_of_the_process_group_is_the_guards_too() -> None:
+    short, long = timedelta(seconds=9), timedelta(hours=2)
+    for asked in (None, "off"):
+        guard = init_context(
+            cpu=True, guard=asked, kwargs_handlers=[InitProcessGroupKwargs(timeout=short)]
+        ).guard
+        assert guard == Guard(mode=asked or "sampled", timeout=short)
+    guard = init_context(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=long)]).guard
+    assert (guard.timeout_s, guard.long_timeout_s) == (7200.0, 7200.0)
+    # A record of the guard says how long by itself.
+    assert (
+        init_context(cpu=True, guard=OWN, kwargs_handlers=[InitProcessGroupKwargs(timeout=long)]).guard == OWN
+    )
+    assert init_context(cpu=True, kwargs_handlers=[InitProcessGroupKwargs()]).guard == Guard()
 
 
 # --- precedence ----------------------------------------------------------------------------------

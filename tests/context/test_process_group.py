@@ -1,13 +1,19 @@
 """The seam over a real process group: threads with gloo, and processes that torch.distributed knows."""
 
-from typing import Any
+from datetime import timedelta
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 
 from accelfn.context import Board, Context, Journal, Lookout, ReduceOp, process_group_collectives
-from accelfn.context.process_group import _failures  # pyright: ignore[reportPrivateUsage]
+from accelfn.context.process_group import (
+    _failures,  # pyright: ignore[reportPrivateUsage]
+    _is_done,  # pyright: ignore[reportPrivateUsage]
+)
 from accelfn.errors import CollectiveTimeoutError, DistributedError, MissingRankError
 from accelfn.testing import Where, run_ranks
 
@@ -123,6 +129,21 @@ def test_other_errors_pass_as_they_are(error: Exception) -> None:
     with pytest.raises(type(error)) as caught, _failures("all_reduce", lookout()):
         raise error
     assert caught.value is error
+
+
+@given(st.floats(0, 1) | st.floats(0, 0.002))
+def test_a_wait_is_never_cut_to_none_which_torch_takes_for_no_limit(seconds: float) -> None:
+    asked: list[timedelta] = []
+
+    class Work:
+        def wait(self, timeout: timedelta) -> None:
+            asked.append(timeout)
+            raise RuntimeError("Operation timed out!")
+
+    assert not _is_done(cast("Any", Work()), seconds)
+    assert asked[0] >= timedelta(milliseconds=1)
+    assert asked[0] % timedelta(milliseconds=1) == timedelta(0)
+    assert 0 <= asked[0].total_seconds() - seconds <= 0.0011 or seconds < 1e-6
 
 
 @pytest.mark.parametrize("where", ["gloo", "processes"])

@@ -1,11 +1,24 @@
+"""Faults on purpose: what becomes of one rank's calls, and of the ranks that meet them."""
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, Literal
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accelfn.context import Collectives
-from accelfn.testing import Fault, InjectedFaultError
+from accelfn.comm import gather, reduce
+from accelfn.context import Collectives, Context, Journal
+from accelfn.context.config import Guard
+from accelfn.errors import CollectiveTimeoutError, MismatchError, MissingRankError
+from accelfn.testing import Fault, InjectedFaultError, Where, run_ranks
 from accelfn.testing.faults import inject
+from accelfn.tree import listify
+
+KINDS: tuple[Where, ...] = ("memory", "gloo", "processes")
+on_each_world = pytest.mark.parametrize("on", KINDS)
 
 
 def never() -> None:
@@ -39,14 +52,184 @@ def test_the_kth_call_of_any_kind_raises(at: int) -> None:
 
 def test_faults_of_others_do_nothing() -> None:
     collectives = Collectives()
-    assert inject(collectives, 0, 1, [Fault(kind="raise", rank=1)], never) is collectives
+    assert inject(collectives, 0, 2, [Fault(kind="raise", rank=1)], never) is collectives
 
 
 def test_death_is_left_to_the_world() -> None:
     died: list[int] = []
-    faulty = inject(Collectives(chunk=99), 0, 1, [Fault(kind="die", rank=0, at=2)], lambda: died.append(1))
+    faults = [Fault(kind="die", rank=0, at=2)]
+    faulty = inject(Collectives(chunk=99), 0, 1, faults, lambda: died.append(1))
     call_all(faulty, 2)
     assert died == []
     call_all(faulty, 2)
     assert died == [1]
     assert faulty.chunk == 99
+
+
+# --- calls that are left out, or come in another order -------------------------------------------
+
+
+class Recorded:
+    """A seam of two ranks that only writes down what is called, and the journal that goes with it."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.journal = Journal()
+
+        def note(name: str, result: Any = None) -> Any:
+            def call(*args: Any) -> Any:
+                self.calls.append(f"{name} {listify(args[0]) if args else ''}".strip())
+                return result
+
+            return call
+
+        self.seam = Collectives(
+            exchange=note("exchange", "met"),
+            all_gather=note("all_gather", "met"),
+            all_reduce=note("all_reduce"),
+            broadcast=note("broadcast"),
+            scatter=note("scatter"),
+            all_to_all=note("all_to_all", "met"),
+            barrier=note("barrier"),
+            journal=self.journal,
+        )
+
+    def faulty(self, *faults: Fault) -> Collectives:
+        return inject(self.seam, 0, 2, faults, never)
+
+    def operation(self, seam: Collectives, number: int) -> Any:
+        """Do as an operation does: note it, agree, move data."""
+        self.journal.begin(f"operation {number}", "", "", 1.0)
+        met = seam.exchange(torch.tensor([number], dtype=torch.uint8))
+        seam.all_reduce(torch.tensor([10 * number]), "sum")
+        return met
+
+
+def test_a_skipped_operation_is_left_out_whole() -> None:
+    world = Recorded()
+    seam = world.faulty(Fault(kind="skip", rank=0, at=2))
+    results = [world.operation(seam, number) for number in (1, 2, 3)]
+    assert world.calls == ["exchange [1]", "all_reduce [10]", "exchange [3]", "all_reduce [30]"]
+    assert [results[0], results[2]] == ["met", "met"]
+    assert listify(results[1]) == ([2], [2])  # as if both ranks had brought this
+
+
+def test_a_swapped_operation_comes_after_the_next_one() -> None:
+    world = Recorded()
+    seam = world.faulty(Fault(kind="swap", rank=0, at=2))
+    for number in (1, 2, 3, 4):
+        world.operation(seam, number)
+    assert world.calls == [
+        *("exchange [1]", "all_reduce [10]"),
+        *("exchange [3]", "all_reduce [30]"),
+        *("exchange [2]",),
+        *("exchange [4]", "all_reduce [40]"),
+    ]
+
+
+def test_what_is_not_called_gives_what_this_rank_brought() -> None:
+    world = Recorded()
+    seam = world.faulty(Fault(kind="skip", rank=0, at=0))
+    row, long = torch.tensor([1, 2]), torch.tensor([3, 4, 5, 6])
+    assert listify(seam.exchange(row)) == ([1, 2], [1, 2])
+    assert listify(seam.all_gather(row)) == [1, 2, 1, 2]
+    assert listify(seam.all_to_all(long)) == [3, 4, 5, 6]
+    seam.all_reduce(row, "sum")
+    seam.broadcast(row, 1)
+    assert listify(row) == [1, 2]
+    seam.scatter(row, None, 1)
+    assert listify(row) == [1, 2]
+    seam.scatter(row, long, 0)
+    assert listify(row) == [3, 4]
+    seam.barrier()
+    assert world.calls == []
+
+
+def three_operations(ctx: Context) -> Any:
+    own = torch.tensor([float(ctx.rank + 1)])
+    first = gather(ctx, own)
+    second = reduce(ctx, own)
+    third = gather(ctx, own + 10)
+    return listify((first, second, third))
+
+
+def three_alike(ctx: Context) -> Any:
+    first = gather(ctx, torch.tensor([ctx.rank]))
+    second = gather(ctx, torch.tensor([ctx.rank + 10]))
+    third = gather(ctx, torch.tensor([ctx.rank + 20]))
+    return listify((first, second, third))
+
+
+def each_error(program: Callable[[Context], Any]) -> Callable[[Context], Any]:
+    def caught(ctx: Context) -> Any:
+        try:
+            return program(ctx)
+        except Exception as error:  # noqa: BLE001 -- it is the result
+            return error
+
+    return caught
+
+
+@on_each_world
+@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("kind", ["skip", "swap"])
+@pytest.mark.parametrize("program", [three_operations, three_alike])
+def test_a_call_too_few_or_in_the_wrong_order_is_an_error_on_every_rank(
+    on: Where, kind: Literal["skip", "swap"], at: int, program: Callable[[Context], Any]
+) -> None:
+    fault = Fault(kind=kind, rank=1, at=at)
+    errors = run_ranks(each_error(program), 3, on, faults=[fault], timeout_s=20)
+    assert [type(error) for error in errors] == [MismatchError] * 3
+    assert len({str(error) for error in errors}) == 1
+    assert {row.rank for row in errors[0].rows} == {1}
+    assert [caller.rank for caller in errors[0].callers] == [0, 1, 2]
+
+
+@on_each_world
+def test_equal_calls_from_other_lines_are_told_apart_by_their_lines(on: Where) -> None:
+    errors = run_ranks(
+        each_error(three_alike), 2, on, faults=[Fault(kind="swap", rank=1)], timeout_s=20, guard="full"
+    )
+    start = three_alike.__code__.co_firstlineno
+    here, there = (f"test_faults.py:{start + line} in three_alike" for line in (1, 2))
+    assert [caller.site for caller in errors[0].callers] == [here, there]
+    assert here in str(errors[1])
+    assert there in str(errors[1])
+
+
+@on_each_world
+@pytest.mark.parametrize("kind", ["skip", "swap"])
+def test_a_last_call_that_does_not_come_is_missed(on: Where, kind: Literal["skip", "swap"]) -> None:
+    fault = Fault(kind=kind, rank=1, at=2)
+    with pytest.raises(MissingRankError):
+        run_ranks(three_operations, 3, on, faults=[fault], timeout_s=20)
+
+
+@pytest.mark.parametrize("on", ["memory", "gloo"])
+@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize("kind", ["skip", "swap"])
+@pytest.mark.parametrize("program", [three_operations, three_alike])
+def test_without_a_guard_nothing_is_found_and_nobody_waits_for_ever(
+    on: Where, kind: Literal["skip", "swap"], at: int, program: Callable[[Context], Any]
+) -> None:
+    fault = Fault(kind=kind, rank=1, at=at)
+    right = run_ranks(program, 2, on)
+    found: Any = None
+    with contextlib.suppress(CollectiveTimeoutError, MissingRankError):
+        found = run_ranks(program, 2, on, faults=[fault], guard="off", timeout_s=2)
+    assert found != right
+
+
+def test_without_call_sites_equal_calls_are_not_told_apart() -> None:
+    def work(ctx: Context) -> Any:
+        return (
+            three_alike(ctx)
+            if ctx.rank == 0
+            else listify([gather(ctx, torch.tensor([value])) for value in (1, 11, 21)])
+        )
+
+    guard = Guard(call_sites=False)
+    here, there = run_ranks(work, 2, guard=guard)
+    assert here == tuple(there)
+    with pytest.raises(MismatchError, match="come from different lines"):
+        run_ranks(work, 2)

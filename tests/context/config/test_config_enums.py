@@ -2,9 +2,9 @@ import pickle
 
 import pytest
 
-from accelfn.context.config import DynamoBackend, FP8Backend, PrecisionType, RNGType, StringEnum
+from accelfn.context.config import DynamoBackend, FP8Backend, GuardMode, PrecisionType, RNGType, StringEnum
 
-ENUMS = (DynamoBackend, FP8Backend, PrecisionType, RNGType)
+ENUMS = (DynamoBackend, FP8Backend, GuardMode, PrecisionType, RNGType)
 
 
 @pytest.mark.parametrize("enum", ENUMS)

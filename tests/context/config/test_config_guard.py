@@ -28,9 +28,7 @@ def test_a_mode_is_a_name_or_a_member(mode: GuardMode) -> None:
 
 
 def test_another_mode_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(
-        ConfigurationError, match=r"Guard\.mode does not know 'some'. Use one of full, sampled, off"
-    ):
+    with pytest.raises(ConfigurationError, match=r"Guard\.mode .*'some'.* full, sampled, off"):
         Guard(mode="some")
 
 
