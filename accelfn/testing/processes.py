@@ -15,6 +15,7 @@ import multiprocessing.connection
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -78,11 +79,7 @@ def run_on_processes(
                 args=(fn, rank, size, configure, seconds, faults, num_nodes, sender),
                 name=f"rank {rank} of {size}",
             )
-            with warnings.catch_warnings():
-                # Python 3.12 warns of forking beside other threads; the child starts no torch thread
-                # pool.
-                warnings.simplefilter("ignore", DeprecationWarning)
-                process.start()
+            _fork(process)
             sender.close()
             processes.append(process)
             receivers.append(receiver)
@@ -104,6 +101,21 @@ def run_on_processes(
         for receiver in receivers:
             receiver.close()
     return conclude(outcomes, "processes")
+
+
+def _fork(process: Any) -> None:
+    collecting = gc.isenabled()
+    # A collection in the child, before it freezes what it was given, would take down groups that the parent
+    # has left for its own: gloo's threads are not in the child, and the epoll they wait on is the parent's.
+    gc.disable()
+    try:
+        with warnings.catch_warnings():
+            # Python 3.12 warns of forking beside other threads; the child starts no torch thread pool.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            process.start()
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def _collect(
@@ -166,6 +178,8 @@ def _work(
     # The parent's threads were not forked. Neither torch's pool nor what the parent left for the garbage
     # collector (a process group joins its threads when it goes) may be touched here.
     gc.freeze()
+    gc.enable()
+    threading.Thread(target=_end_with_parent, name="end with the parent", daemon=True).start()
     torch.set_num_threads(1)
     code = 0
     try:
@@ -197,6 +211,14 @@ def _work(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # no handlers of the parent's, no waiting for its threads
+
+
+def _end_with_parent() -> None:
+    """End this process when its parent has gone, however it went: else it would wait, and hold pipes open."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    multiprocessing.connection.wait([parent.sentinel])
+    os._exit(1)
 
 
 def _die() -> None:

@@ -1,5 +1,12 @@
+import gc
+import multiprocessing.util
 import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -96,3 +103,49 @@ def test_a_loader_with_workers_runs_on_a_rank() -> None:
         return sum(int(cast("torch.Tensor", batch)) for batch in cast("Any", loader))
 
     assert run_ranks(read, 2, "processes") == [6, 6]
+
+
+def test_no_rank_collects_what_its_parent_left() -> None:
+    class Seen:
+        collecting: bool | None = None
+
+    seen = Seen()
+
+    def look(one: Seen) -> None:
+        one.collecting = gc.isenabled()
+
+    # Runs in a child before anything of ours does.
+    multiprocessing.util.register_after_fork(seen, look)
+
+    def work(ctx: Context) -> tuple[bool | None, bool, bool]:
+        return seen.collecting, gc.isenabled(), gc.get_freeze_count() > 0
+
+    assert run_ranks(work, 2, "processes") == [(False, True, True)] * 2
+    assert gc.isenabled()
+
+
+# Writes down its ranks, which would work for an hour.
+ABANDONED = """
+import os, sys, time
+from pathlib import Path
+from accelfn.testing import run_ranks
+
+def work(ctx):
+    Path(sys.argv[1], str(ctx.rank)).write_text(str(os.getpid()))
+    time.sleep(3600)
+
+run_ranks(work, 2, "processes", timeout_s=None)
+"""
+
+
+def test_ranks_end_with_their_parent(tmp_path: Path) -> None:
+    parent = subprocess.Popen([sys.executable, "-c", ABANDONED, str(tmp_path)], stdout=subprocess.PIPE)
+    try:
+        deadline = time.monotonic() + 60
+        while len(texts := [one.read_text() for one in tmp_path.iterdir()]) < 2 or not all(texts):
+            assert time.monotonic() < deadline, "the ranks did not start"
+            time.sleep(0.05)
+    finally:
+        parent.send_signal(signal.SIGKILL)
+    # All ends of this pipe close with the ranks: it is the last of them that lets this return.
+    assert parent.communicate(timeout=30) == (b"", None)
