@@ -1,6 +1,6 @@
 """Pytrees across ranks, process control, random state."""
 
-from accelfn.comm.agreement import Call, agree, attempt, check, verify_structure
+from accelfn.comm.agreement import Call, agree, attempt, check, check_later, verify_structure
 from accelfn.comm.objects import broadcast_bytes, broadcast_object_list, gather_bytes, gather_object
 from accelfn.comm.process_control import (
     failing_together,
@@ -30,6 +30,7 @@ __all__ = (
     "broadcast_bytes",
     "broadcast_object_list",
     "check",
+    "check_later",
     "check_replicas",
     "check_trigger",
     "failing_together",

@@ -19,7 +19,7 @@ import torch
 
 from accelfn.comm.difference import Said, find_difference
 from accelfn.comm.wire import as_bytes, as_tensor
-from accelfn.context import Context, call_site, publish, refuse_if_over
+from accelfn.context import Context, Unsettled, call_site, publish, refuse_if_over
 from accelfn.context.config import GuardMode
 from accelfn.errors import MismatchError, RemoteRankError
 from accelfn.tree import Layout, flatten
@@ -31,6 +31,7 @@ __all__ = (
     "attempt",
     "capacity",
     "check",
+    "check_later",
     "check_rank",
     "describe_tree",
     "layout_call",
@@ -107,18 +108,26 @@ def agree(
         MissingRankError: A rank has ended instead.
         CollectiveTimeoutError: A rank did not come in time.
     """
-    site, tag = _begin(ctx, call)
+    begun = _begin(ctx, call)
     if error is not None:
         text = json.dumps([type(error).__name__, str(error)[: capacity(ctx) // 8]], ensure_ascii=False)
         payload = as_tensor(text.encode(errors="replace"))
+    message = _message(ctx, payload, _READY if error is None else _FAILED)
+    return _verdict(ctx, call, begun, ctx.collectives.exchange(message), error)
+
+
+def _message(ctx: Context, payload: torch.Tensor | None, status: int) -> torch.Tensor:
     journal = ctx.collectives.journal
     length = 0 if payload is None else payload.numel()
-    status = _READY if error is None else _FAILED
     message = as_tensor(_HEADER.pack(journal.chain, journal.number, length, status))
-    if payload is not None:
-        message = torch.cat([message, payload])
+    return message if payload is None else torch.cat([message, payload])
 
-    rows = ctx.collectives.exchange(message)
+
+def _verdict(
+    ctx: Context, call: Call, begun: _Begun, rows: tuple[torch.Tensor, ...], error: Exception | None
+) -> list[torch.Tensor]:
+    """Go on, or raise; all ranks do the same, since all have the same rows."""
+    journal = ctx.collectives.journal
     headers = [_HEADER.unpack(as_bytes(row, HEADER_BYTES)) for row in rows]
     payloads = [
         row[HEADER_BYTES : HEADER_BYTES + header[2]] for row, header in zip(rows, headers, strict=True)
@@ -133,7 +142,7 @@ def agree(
         cause, text = json.loads(as_bytes(payloads[failed]))
         raise RemoteRankError(failed, cause, text, call.operation)
     if any(header[0] != headers[0][0] for header in headers):
-        difference = _explain(ctx, call, site, tag)
+        difference = _explain(ctx, call, begun)
         journal.resume(last)
         raise difference
     journal.confirm()
@@ -160,6 +169,24 @@ def check(ctx: Context, call: Call, error: Exception | None = None) -> None:
         raise error
 
 
+def check_later(ctx: Context, call: Call) -> None:
+    """Check as :func:`check` does, and go on meanwhile: its verdict comes with ``Journal.settle``.
+
+    For what begins with computing, and communicates only then. The next operation settles it first.
+
+    Ranks: every rank of ``ctx``.
+    """
+    start = ctx.collectives.start_exchange
+    if start is None or not _is_due(ctx):
+        check(ctx, call)
+        return
+    begun = _begin(ctx, call)
+    started = start(_message(ctx, None, _READY))
+    ctx.collectives.journal.unsettled = Unsettled(
+        lambda: cast("None", _verdict(ctx, call, begun, started.finish(), None)), started.abandon
+    )
+
+
 def _is_due(ctx: Context) -> bool:
     if ctx.guard.mode != GuardMode.SAMPLED:
         return ctx.guard.mode == GuardMode.FULL
@@ -167,10 +194,18 @@ def _is_due(ctx: Context) -> bool:
     return size <= _SMALL_WORLD or number <= _FIRST_CALLS or number % -(-size // _SMALL_WORLD) == 0
 
 
-def _begin(ctx: Context, call: Call) -> tuple[str, str]:
-    """Note the call; give where it was made, and by which name it is told apart."""
+class _Begun(NamedTuple):
+    """Where a call was made."""
+
+    site: str
+    tag: str  # by which it is told apart
+    place: str  # in the rank's data
+
+
+def _begin(ctx: Context, call: Call) -> _Begun:
     guard, journal = ctx.guard, ctx.collectives.journal
     refuse_if_over(journal, call.operation)
+    journal.settle()
     site = call_site()
     tag = (ctx.tag or site) if call.pairs and guard.call_sites else ""
     material = None
@@ -178,7 +213,7 @@ def _begin(ctx: Context, call: Call) -> tuple[str, str]:
         material = f"{call.operation}\0{journal.place}\0{tag}\0{call.text}"
     patience_s = guard.long_timeout_s if call.takes_long else guard.timeout_s
     journal.begin(call.operation, site, material, patience_s)
-    return site, tag
+    return _Begun(site, tag, journal.place)
 
 
 def check_rank(ctx: Context, operation: str, name: str, rank: int) -> None:
@@ -239,16 +274,16 @@ def _layout_leaves(layout: Layout) -> dict[str, str]:
     return dict(zip(layout.structure.paths(), kinds, strict=True))
 
 
-def _explain(ctx: Context, call: Call, site: str, tag: str) -> MismatchError:
+def _explain(ctx: Context, call: Call, begun: _Begun) -> MismatchError:
     """Let every rank tell in full what it called, and find where they differ: the same on every rank."""
     journal = ctx.collectives.journal
     own = Said(
         operation=call.operation,
-        site=site,
+        site=begun.site,
         number=journal.number,
         text=call.text,
-        tag=tag,
-        place=journal.place,
+        tag=begun.tag,
+        place=begun.place,
         leaves=call.leaves(),
         batches=journal.batches,
         has_ended=journal.has_ended,

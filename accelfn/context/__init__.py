@@ -2,7 +2,7 @@
 
 from accelfn.context.board import Board, store_board
 from accelfn.context.callsite import call_site
-from accelfn.context.collectives import Collectives, ReduceOp, chunk_bytes
+from accelfn.context.collectives import Collectives, ReduceOp, StartedExchange, chunk_bytes
 from accelfn.context.context import Context, close_context, configure
 from accelfn.context.device import DeviceFacts, DevicePlan, Hardware, plan_device, read_hardware
 from accelfn.context.environment import EnvironmentPlan, detect_environment
@@ -15,7 +15,7 @@ from accelfn.context.failure import (
     refuse_if_over,
 )
 from accelfn.context.init import init_context
-from accelfn.context.journal import Entry, Journal
+from accelfn.context.journal import Entry, Journal, Unsettled
 from accelfn.context.lookout import Lookout, late_error
 from accelfn.context.options import ContextOptions, Strategy
 from accelfn.context.precision import Precision, check_precision
@@ -39,7 +39,9 @@ __all__ = (
     "Made",
     "Precision",
     "ReduceOp",
+    "StartedExchange",
     "Strategy",
+    "Unsettled",
     "World",
     "announce_end",
     "as_error",

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
 from accelfn.context.board import Board
 from accelfn.context.journal import Journal
 
-__all__ = ("MAX_CHUNK_BYTES", "Collectives", "ReduceOp", "chunk_bytes")
+__all__ = ("MAX_CHUNK_BYTES", "Collectives", "ReduceOp", "StartedExchange", "chunk_bytes")
 
 ReduceOp = Literal["sum", "max", "min"]
 
@@ -71,6 +71,18 @@ def _explain_nothing(error: Exception) -> Exception:
     return error
 
 
+class StartedExchange(NamedTuple):
+    """An exchange whose bytes are on their way. Exactly one of the two is called, before any other call.
+
+    Attributes:
+        finish: Waits for the bytes of all ranks, and gives what ``Collectives.exchange`` gives.
+        abandon: Lets go of them without waiting; for a rank that takes part in nothing more.
+    """
+
+    finish: Callable[[], tuple[torch.Tensor, ...]]
+    abandon: Callable[[], None]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collectives:
     """Communication as plain callables on flat tensors. The default is a world of one.
@@ -83,6 +95,8 @@ class Collectives:
         exchange: ``(m,)`` uint8 on the CPU, ``m <= chunk`` and free per rank -> one uint8 tensor per rank, in
             rank order, each of which starts with that rank's bytes (what follows is undefined). They may be
             overwritten by the next exchange. Carries the agreement that precedes each operation.
+        start_exchange: The same in two parts, so that a rank can compute meanwhile; None where the only way
+            is to wait. A rank that starts an exchange meets one that waits in ``exchange``.
         all_gather: ``(n,)`` -> ``(P * n,)``, in rank order; fresh memory where ``P > 1``.
         all_reduce: Reduces the buffer in place.
         broadcast: Fills the buffer in place from the one of rank ``source``.
@@ -98,6 +112,7 @@ class Collectives:
     """
 
     exchange: Callable[[torch.Tensor], tuple[torch.Tensor, ...]] = _exchange_alone
+    start_exchange: Callable[[torch.Tensor], StartedExchange] | None = None
     all_gather: Callable[[torch.Tensor], torch.Tensor] = _all_gather_alone
     all_reduce: Callable[[torch.Tensor, ReduceOp], None] = _all_reduce_alone
     broadcast: Callable[[torch.Tensor, int], None] = _broadcast_alone

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import traceback
 from collections.abc import Mapping
@@ -50,6 +51,7 @@ def publish(board: Board, journal: Journal, rank: int, error: BaseException, doi
     if journal.over:
         return
     journal.over = f"this rank has told the others of its {type(error).__name__}: {error}"
+    journal.abandon()
     if isinstance(error, RemoteRankError):
         return  # the rank that it names has left word itself
     board.post_once(_FAILURE, _written(rank, error, doing))
@@ -59,6 +61,8 @@ def announce_end(board: Board, journal: Journal, rank: int) -> None:
     """Leave word that this rank takes part in nothing more."""
     if journal.over:
         return
+    with contextlib.suppress(Exception):  # whoever disagrees with an operation that nobody waits for
+        journal.settle()
     journal.over = "its context is closed"
     entry = journal.current
     board.post_once(_END, json.dumps([rank, entry.number, entry.operation, entry.site]))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-__all__ = ("Entry", "Journal")
+__all__ = ("Entry", "Journal", "Unsettled")
 
 _REMEMBERED = 64
 _CHAIN_BYTES = 16
@@ -22,6 +23,13 @@ class Entry(NamedTuple):
     operation: str
     site: str  # the user's file, line and function
     chain: bytes  # fingerprint of this call and of all before it; zeros where nothing is compared
+
+
+class Unsettled(NamedTuple):
+    """An agreement that has begun, and whose verdict is still to be heard."""
+
+    settle: Callable[[], None]  # hear it; raises if ranks disagree
+    abandon: Callable[[], None]  # without hearing it
 
 
 class Journal:
@@ -42,6 +50,7 @@ class Journal:
         batches: Batches that this rank has taken in its current or last pass over data; None before the
             first.
         has_ended: Whether that pass came to its end.
+        unsettled: The agreement that comes first at the next operation, if one is open.
     """
 
     def __init__(self) -> None:
@@ -55,6 +64,7 @@ class Journal:
         self.place = ""
         self.batches: int | None = None
         self.has_ended = False
+        self.unsettled: Unsettled | None = None
         self._entries: deque[Entry] = deque(maxlen=_REMEMBERED)
         self._counts: WeakKeyDictionary[object, int] = WeakKeyDictionary()
 
@@ -84,6 +94,22 @@ class Journal:
     def confirm(self) -> None:
         """Note that all ranks have begun the current operation, and all before it, alike."""
         self.checked = self.number
+
+    def settle(self) -> None:
+        """Hear the verdict of an agreement that is still open.
+
+        Raises:
+            Exception: The ranks disagree, or one doesn't come.
+        """
+        open_one, self.unsettled = self.unsettled, None
+        if open_one is not None:
+            open_one.settle()
+
+    def abandon(self) -> None:
+        """Let go of an agreement that is still open: this rank takes part in nothing more."""
+        open_one, self.unsettled = self.unsettled, None
+        if open_one is not None:
+            open_one.abandon()
 
     def resume(self, number: int) -> None:
         """Go on from ``number`` after a disagreement that every rank has seen: all ranks do so alike."""

@@ -82,19 +82,20 @@ class Lookout:
             _within(_LAST_WORDS_S, lambda: publish(self.board, self.journal, self.rank, error))
             raise error
 
-    def explain_loss(self, text: str) -> Exception:
+    def explain_loss(self, text: str, lost: Sequence[int] = ()) -> Exception:
         """Find out why a connection to another rank has gone: by its own word, or by who doesn't answer.
 
         Args:
             text: What the backend said.
+            lost: The ranks it lost, where it knows them.
         """
         told: list[Exception | None] = []
         _within(_LAST_WORDS_S, lambda: told.append(news(self.board, self.journal, self.rank)))
         for word in told:
             if word is not None:
                 return word
-        silent = self._others()
-        if self.size > 2:
+        silent = list(lost) or self._others()
+        if self.size > 2 and not lost:
             with self._looking() as seen:
                 end = time.monotonic() + _ROLL_CALL_S
                 while seen.error is None and len(silent) > 1 and time.monotonic() < end:
@@ -106,7 +107,7 @@ class Lookout:
         error = MissingRankError(
             f"{now.operation}: rank {self.rank} lost its connection to {_ranks(silent)} in call {now.number} "
             f"at {now.site}: it has ended, was killed, or its machine can't be reached. Look at its output "
-            f"first. The backend said: {text}"
+            f"first. {text}"
         )
         _within(_LAST_WORDS_S, lambda: publish(self.board, self.journal, self.rank, error))
         return error

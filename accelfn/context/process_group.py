@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 import weakref
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import cast
@@ -19,9 +19,10 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as bindings  # torch.distributed re-exports a part of it
 
 from accelfn.context.board import Board
-from accelfn.context.collectives import Collectives, ReduceOp, chunk_bytes
+from accelfn.context.collectives import Collectives, ReduceOp, StartedExchange, chunk_bytes
 from accelfn.context.journal import Journal
 from accelfn.context.lookout import Lookout, late_error
+from accelfn.context.shared_memory import LostRanksError, SharedRows, share_rows
 from accelfn.errors import CollectiveTimeoutError, DistributedError
 
 __all__ = ("carries_cpu_tensors", "process_group_collectives")
@@ -39,6 +40,8 @@ def process_group_collectives(
     journal: Journal | None = None,
 ) -> Collectives:
     """Give collectives over ``group``.
+
+    Ranks: every rank of the group.
 
     Args:
         group: Carries the tensors; whoever made it keeps it alive.
@@ -58,14 +61,6 @@ def process_group_collectives(
     carries_cpu = control is None or carries_cpu_tensors(group)
     lookout = Lookout(board=board, journal=journal, rank=rank, size=size)
     chunk = chunk_bytes(size)
-    # Made once: an exchange opens every operation.
-    outgoing = torch.zeros(chunk, dtype=torch.uint8)
-    incoming = torch.zeros(size * chunk, dtype=torch.uint8)
-    rows = incoming.view(size, chunk).unbind()
-    first = bindings.GatherOptions()
-    first.rootRank = 0
-    from_first = bindings.BroadcastOptions()
-    from_first.rootRank = 0
 
     def finish(work: dist.Work, device: torch.device) -> None:
         if device.type != "cpu":
@@ -78,21 +73,14 @@ def process_group_collectives(
                 _keep_for_ever(references)
             raise
 
+    start_exchange = by_socket = _exchange_by_socket(beside, rank, size, chunk, lookout, finish, references)
+    if control is not None:  # between processes: ranks that are threads have no locks of their own
+        shared = share_rows(lambda message: by_socket(message).finish(), rank, size, chunk)
+        if shared is not None:
+            start_exchange = _exchange_in_memory(shared, lookout, references[0])
+
     def exchange(message: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        outgoing[: message.numel()] = message
-        with _failures("exchange", lookout):
-            if size == 2:
-                finish(beside._allgather_base(incoming, outgoing), _CPU)
-                return rows
-            # To rank 0 and back: gloo's all_gather goes round a ring of as many steps as there are ranks.
-            # Where ranks share cores it takes 8 times as long at 4 ranks, and 12 times at 8.
-            sent = beside.gather([list(rows)] if rank == 0 else [], [outgoing], first)
-            if rank == 0:
-                finish(sent, _CPU)
-            finish(beside.broadcast([incoming], from_first), _CPU)
-            if rank != 0:
-                finish(sent, _CPU)
-        return rows
+        return start_exchange(message).finish()
 
     def carrier(buffer: torch.Tensor) -> dist.ProcessGroup:
         return beside if buffer.device.type == "cpu" and not carries_cpu else group
@@ -136,6 +124,7 @@ def process_group_collectives(
 
     return Collectives(
         exchange=exchange,
+        start_exchange=start_exchange,
         all_gather=all_gather,
         all_reduce=all_reduce,
         broadcast=broadcast,
@@ -147,6 +136,75 @@ def process_group_collectives(
         board=board,
         journal=journal,
     )
+
+
+def _exchange_by_socket(
+    group: dist.ProcessGroup,
+    rank: int,
+    size: int,
+    chunk: int,
+    lookout: Lookout,
+    finish: Callable[[dist.Work, torch.device], None],
+    references: tuple[weakref.ref[dist.ProcessGroup], ...],
+) -> Callable[[torch.Tensor], StartedExchange]:
+    # Made once: an exchange opens every operation.
+    outgoing = torch.zeros(chunk, dtype=torch.uint8)
+    incoming = torch.zeros(size * chunk, dtype=torch.uint8)
+    rows = incoming.view(size, chunk).unbind()
+    first = bindings.GatherOptions()
+    first.rootRank = 0
+    from_first = bindings.BroadcastOptions()
+    from_first.rootRank = 0
+
+    def start(message: torch.Tensor) -> StartedExchange:
+        outgoing[: message.numel()] = message
+        with _failures("exchange", lookout):
+            if size == 2:
+                works = [group._allgather_base(incoming, outgoing)]
+            else:
+                # To rank 0 and back: gloo's all_gather goes round a ring of as many steps as there are ranks.
+                # Where ranks share cores it takes 8 times as long at 4 ranks, and 12 times at 8.
+                works = [group.gather([list(rows)] if rank == 0 else [], [outgoing], first)]
+                if rank != 0:
+                    works.append(group.broadcast([incoming], from_first))
+
+        def finish_exchange() -> tuple[torch.Tensor, ...]:
+            with _failures("exchange", lookout):
+                for work in reversed(works):
+                    finish(work, _CPU)
+                if size > 2 and rank == 0:
+                    finish(group.broadcast([incoming], from_first), _CPU)
+            return rows
+
+        def abandon() -> None:
+            if not all(work.is_completed() for work in works):
+                _keep_for_ever(references)
+
+        return StartedExchange(finish_exchange, abandon)
+
+    return start
+
+
+def _exchange_in_memory(
+    shared: SharedRows, lookout: Lookout, reference: weakref.ref[dist.ProcessGroup]
+) -> Callable[[torch.Tensor], StartedExchange]:
+    def finish() -> tuple[torch.Tensor, ...]:
+        try:
+            lookout.wait(shared.wait)
+        except LostRanksError as lost:
+            error = lookout.explain_loss(str(lost), lost.ranks)
+            raise error from (error.__cause__ or lost)
+        return shared.read()
+
+    started = StartedExchange(finish, lambda: None)  # one for all: only one is under way at a time
+
+    def start(message: torch.Tensor) -> StartedExchange:
+        if reference() is None:
+            raise _closed("exchange")
+        shared.write(message)
+        return started
+
+    return start
 
 
 def carries_cpu_tensors(group: dist.ProcessGroup) -> bool:
@@ -183,14 +241,18 @@ def _failures(operation: str, lookout: Lookout) -> Generator[None]:
     try:
         yield
     except ReferenceError as error:
-        raise DistributedError(
-            f"{operation}: the process group of this context is closed. Make a new context with init_context."
-        ) from error
+        raise _closed(operation) from error
     except RuntimeError as error:
         explained = _explained(error, lookout)
         if explained is error:
             raise
         raise explained from (explained.__cause__ or error)
+
+
+def _closed(operation: str) -> DistributedError:
+    return DistributedError(
+        f"{operation}: the process group of this context is closed. Make a new context with init_context."
+    )
 
 
 def _explained(error: Exception, lookout: Lookout) -> Exception:
@@ -202,7 +264,7 @@ def _explained(error: Exception, lookout: Lookout) -> Exception:
         late = late_error(lookout.journal, lookout.rank, lookout.journal.patience_s, [])
         return CollectiveTimeoutError(f"{late}\nThe backend said: {text}")
     if "onnection" in text or "peer" in text:
-        return lookout.explain_loss(text)
+        return lookout.explain_loss(f"The backend said: {text}")
     return error
 
 

@@ -12,10 +12,11 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from accelfn.comm import Call, broadcast, check, reduce, verify_structure
+from accelfn.comm import Call, broadcast, check, check_later, reduce, verify_structure
 from accelfn.context import Context
 from accelfn.context.config import DDPCommunicationHookType, DistributedDataParallelKwargs, GuardMode
 from accelfn.errors import ConfigurationError
+from accelfn.tree import flatten
 
 __all__ = ("ForwardCheck", "Replica", "no_sync", "replicate")
 
@@ -63,20 +64,25 @@ def replicate(ctx: Context, model: nn.Module) -> nn.Module:
 
 
 class ForwardCheck:
-    """Lets ranks agree before each forward pass of a model that communicates in it or in its backward.
+    """Lets ranks agree on each forward pass of a model that communicates in it or in its backward.
 
     Torch's reductions have no names: a rank that is elsewhere would leave the others waiting inside them, or
     would be taken for one that is here.
     """
 
-    def __init__(self, ctx: Context) -> None:
-        """Check in the world of ``ctx``."""
+    def __init__(self, ctx: Context | None) -> None:
+        """Check in the world of ``ctx``, or nothing without one."""
         self._ctx = ctx
 
-    def __call__(self, model: nn.Module, arguments: Any) -> None:
-        """Hook before a forward pass."""
+    def watch(self, model: nn.Module) -> None:
+        """Check each forward pass of ``model`` from now on."""
+        model.register_forward_pre_hook(self.before)
+        model.register_forward_hook(self.after)
+
+    def before(self, model: nn.Module, arguments: Any) -> None:
+        """Hook before a forward pass: tell the others that this rank is here."""
         del arguments
-        if torch.compiler.is_compiling():  # no Python runs in what is compiled
+        if self._ctx is None or torch.compiler.is_compiling():  # no Python runs in what is compiled
             return
         gradients, buffers = _will_sync(model)
         if not gradients and not buffers:
@@ -85,28 +91,43 @@ class ForwardCheck:
         is_first = self._ctx.collectives.journal.count(model) == 1
         text = f"gradients={gradients} buffers={buffers}"
         call = Call("forward", text, lambda: {"model": text}, takes_long=is_first)
-        check(self._ctx, call)
+        if buffers or _may_rebuild(model):
+            check(self._ctx, call)
+        else:
+            check_later(self._ctx, call)
+
+    def after(self, model: nn.Module, arguments: Any, output: Any) -> None:
+        """Hook after a forward pass: hear whether they all are before the first gradient is reduced."""
+        del model, arguments
+        if self._ctx is None or torch.compiler.is_compiling():
+            return
+        journal = self._ctx.collectives.journal
+        if journal.unsettled is None:
+            return
+
+        def before_backward(gradients: Any) -> None:
+            del gradients
+            journal.settle()
+
+        nodes = [leaf.grad_fn for leaf in flatten(output)[0] if isinstance(leaf, torch.Tensor)]
+        for node in nodes:
+            if node is not None:
+                node.register_prehook(before_backward)
+        if not any(nodes):  # where a backward pass will begin can't be seen from here
+            journal.settle()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardCheck:
         """Check a copied model too."""
         return self
 
-    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
+    def __reduce__(self) -> tuple[type[ForwardCheck], tuple[None]]:
         """Leave no world in a pickle: the model that is loaded from it belongs to none."""
-        return _unchecked, ()
-
-
-def _unchecked() -> Callable[[nn.Module, Any], None]:
-    return _let_through
-
-
-def _let_through(model: nn.Module, arguments: Any) -> None:
-    del model, arguments
+        return ForwardCheck, (None,)
 
 
 def _check_each_forward(ctx: Context, model: nn.Module) -> None:
     if ctx.guard.mode != GuardMode.OFF:
-        model.register_forward_pre_hook(ForwardCheck(ctx))
+        ForwardCheck(ctx).watch(model)
 
 
 def _will_sync(model: nn.Module) -> tuple[bool, bool]:
@@ -116,6 +137,14 @@ def _will_sync(model: nn.Module) -> tuple[bool, bool]:
         return sync and torch.is_grad_enabled(), bool(cast("Any", model).will_sync_module_buffers())
     replica = cast("Replica", getattr(model, _ATTRIBUTE))
     return replica.sync and torch.is_grad_enabled(), replica.will_sync_buffers(model)
+
+
+def _may_rebuild(model: nn.Module) -> bool:
+    """Whether torch may broadcast its order of gradients in the next forward pass: once, early on."""
+    if not isinstance(model, DistributedDataParallel):
+        return False
+    ddp = cast("Any", model)
+    return not ddp._has_rebuilt_buckets and (ddp.static_graph or not ddp.find_unused_parameters)
 
 
 @contextmanager
