@@ -270,7 +270,12 @@ def _join(
     )
     world = _world(place, plan, plan.backend, group, made)
     collectives = process_group_collectives(
-        group, place.rank, place.size, control=side, board=store_board(store)
+        group,
+        place.rank,
+        place.size,
+        control=side,
+        board=store_board(store),
+        one_machine=place.num_nodes == 1 or not place.nodes_known,
     )
     return _settle(world, collectives, place.nodes_known, timeout)
 

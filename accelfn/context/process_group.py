@@ -38,6 +38,7 @@ def process_group_collectives(
     control: dist.ProcessGroup | None = None,
     board: Board | None = None,
     journal: Journal | None = None,
+    one_machine: bool = True,
 ) -> Collectives:
     """Give collectives over ``group``.
 
@@ -52,6 +53,8 @@ def process_group_collectives(
             in step whatever else the program sends through ``group``.
         board: Of the world.
         journal: Of this rank; a new one when None.
+        one_machine: The ranks may all be on one machine. Then processes exchange through its memory, if that
+            proves to be so.
     """
     board, journal = board or Board(), journal or Journal()
     # Weakly: a context that outlives its group, or hangs in a traceback, must not keep its connections.
@@ -74,7 +77,9 @@ def process_group_collectives(
             raise
 
     start_exchange = by_socket = _exchange_by_socket(beside, rank, size, chunk, lookout, finish, references)
-    if control is not None:  # between processes: ranks that are threads have no locks of their own
+    if (
+        one_machine and control is not None
+    ):  # between processes: ranks that are threads have no locks of their own
         shared = share_rows(lambda message: by_socket(message).finish(), rank, size, chunk)
         if shared is not None:
             start_exchange = _exchange_in_memory(shared, lookout, references[0])

@@ -67,7 +67,7 @@ def share_rows(exchange: Exchange, rank: int, size: int, chunk: int) -> SharedRo
     if rank == 0 and _is_possible():
         with contextlib.suppress(OSError):
             descriptor, path = tempfile.mkstemp(prefix="accelfn-", dir=_folder())
-            os.ftruncate(descriptor, _NONCE_BYTES + _bytes(size, chunk))
+            _reserve(descriptor, _bytes(size, chunk))
             os.pwrite(descriptor, nonce, 0)
     try:
         told = json.dumps([path, nonce.hex()]).encode() if rank == 0 else b""
@@ -100,6 +100,14 @@ def _is_possible() -> bool:
 
 def _folder() -> str | None:
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # in memory; else wherever files go
+
+
+def _reserve(descriptor: int, number: int) -> None:
+    """Make the file that long; where memory is short it fails here, and not later by a signal that kills."""
+    if sys.platform == "linux":
+        os.posix_fallocate(descriptor, 0, number)
+    else:
+        os.ftruncate(descriptor, number)
 
 
 def _bytes(size: int, chunk: int) -> int:

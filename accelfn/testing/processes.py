@@ -190,7 +190,9 @@ def _work(
         group = dist.group.WORLD
         assert group is not None
         control = cast(Callable[..., dist.ProcessGroup], dist.new_group)(backend="gloo", timeout=_NEVER)  # pyright: ignore[reportUnknownMemberType]
-        collectives = process_group_collectives(group, rank, size, control=control, board=store_board(store))
+        collectives = process_group_collectives(
+            group, rank, size, control=control, board=store_board(store), one_machine=num_nodes == 1
+        )
         collectives.barrier()  # nobody may end while others still connect to it
         world = memory_world(rank, size, num_nodes, "gloo")
         ctx = Context(

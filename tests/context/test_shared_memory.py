@@ -1,0 +1,154 @@
+"""Rows that processes share: what is written is read, who dies is noticed, and nothing is left behind."""
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accelfn.context import Context
+from accelfn.context.shared_memory import LostRanksError, SharedRows, share_rows
+from accelfn.testing import run_ranks
+
+CHUNK = 64
+
+
+def rows_in_one_process(size: int) -> list[SharedRows]:
+    """Give the rows of all ranks; ``share_rows`` in threads, which agree as processes do."""
+    made = run_ranks(lambda ctx: share_rows(ctx.collectives.exchange, ctx.rank, size, CHUNK), size)
+    rows = [one for one in made if one is not None]
+    assert len(rows) == size
+    return rows
+
+
+def as_row(message: bytes) -> torch.Tensor:
+    return torch.tensor(list(message), dtype=torch.uint8)
+
+
+def left_behind() -> set[Path]:
+    return {one for folder in ("/dev/shm", tempfile.gettempdir()) for one in Path(folder).glob("accelfn-*")}
+
+
+@given(st.data())
+def test_every_rank_reads_what_each_has_written(data: st.DataObject) -> None:
+    size = data.draw(st.integers(2, 5))
+    rows = rows_in_one_process(size)
+    for messages in data.draw(st.lists(st.lists(st.binary(max_size=CHUNK), min_size=size, max_size=size))):
+        order = data.draw(st.permutations(range(size)))
+        for rank in order[:-1]:
+            rows[rank].write(as_row(messages[rank]))
+            assert not rows[rank].wait(0.0)
+        rows[order[-1]].write(as_row(messages[order[-1]]))
+        for one in rows:
+            assert one.wait(0.0)
+            seen = [bytes(row[: len(text)].numpy()) for row, text in zip(one.read(), messages, strict=True)]
+            assert seen == messages
+
+
+def test_a_rank_may_be_one_exchange_ahead_and_spoils_nothing() -> None:
+    first, second = rows_in_one_process(2)
+    first.write(as_row(b"a"))
+    second.write(as_row(b"b"))
+    assert first.wait(0.0)
+    first.write(as_row(b"c"))  # the second has still to read
+    assert second.wait(0.0)
+    assert [int(row[0]) for row in second.read()] == [ord("a"), ord("b")]
+    assert not first.wait(0.001)
+
+
+def test_a_process_that_ends_instead_is_noticed_at_once() -> None:
+    def work(ctx: Context) -> tuple[tuple[int, ...], bool]:
+        rows = share_rows(ctx.collectives.exchange, ctx.rank, ctx.num_processes, CHUNK)
+        assert rows is not None
+        if ctx.rank == 2:
+            time.sleep(0.1)  # seen to live first
+            return (), True
+        rows.write(as_row(b"here"))
+        start = time.monotonic()
+        with pytest.raises(LostRanksError) as caught:
+            rows.wait(30.0)
+        return caught.value.ranks, time.monotonic() - start < 10.0
+
+    assert run_ranks(work, 3, "processes") == [((2,), True), ((2,), True), ((), True)]
+
+
+def test_a_living_process_is_waited_for() -> None:
+    def work(ctx: Context) -> bool:
+        rows = share_rows(ctx.collectives.exchange, ctx.rank, ctx.num_processes, CHUNK)
+        assert rows is not None
+        if ctx.rank == 1:
+            time.sleep(0.3)
+        rows.write(as_row(b"here"))
+        return rows.wait(30.0)
+
+    assert run_ranks(work, 2, "processes") == [True, True]
+
+
+def test_a_copy_of_the_process_does_not_live_for_it() -> None:
+    def work(ctx: Context) -> tuple[int, ...]:
+        rows = share_rows(ctx.collectives.exchange, ctx.rank, ctx.num_processes, CHUNK)
+        assert rows is not None
+        if ctx.rank == 1:
+            if os.fork() == 0:  # as the workers of a data loader
+                time.sleep(5.0)
+                os._exit(0)
+            return ()
+        rows.write(as_row(b"here"))
+        with pytest.raises(LostRanksError) as caught:
+            rows.wait(30.0)
+        return caught.value.ranks
+
+    assert run_ranks(work, 2, "processes") == [(1,), ()]
+
+
+Change = Callable[[str, str], list[str]]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda path, nonce: [path + "-elsewhere", nonce],
+        lambda path, nonce: [path, "00" * 32],
+        lambda path, nonce: ["", nonce],
+    ],
+    ids=["another machine", "another file", "no file"],
+)
+def test_where_one_rank_can_not_share_none_does(change: Change) -> None:
+    def work(ctx: Context) -> bool:
+        def exchange(message: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            rows = ctx.collectives.exchange(message)
+            if ctx.rank == 1 and message.numel() > 1:  # rank 0 tells where, and by which sign
+                told = json.loads(bytes(rows[0][: message.numel()].numpy()))
+                changed = json.dumps(change(*told)).encode().ljust(message.numel())
+                return (as_row(changed), *rows[1:])
+            return rows
+
+        return share_rows(exchange, ctx.rank, ctx.num_processes, CHUNK) is None
+
+    before = len(os.listdir("/proc/self/fd")), left_behind()
+    assert run_ranks(work, 3) == [True] * 3
+    assert (len(os.listdir("/proc/self/fd")), left_behind()) == before
+
+
+def test_nothing_is_left_behind() -> None:
+    before = len(os.listdir("/proc/self/fd")), left_behind()
+    rows = rows_in_one_process(3)
+    assert left_behind() == before[1]
+    assert len(os.listdir("/proc/self/fd")) >= before[0] + 3
+    rows.clear()
+    assert len(os.listdir("/proc/self/fd")) == before[0]
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_processes_of_one_machine_meet_in_its_memory(num_nodes: int) -> None:
+    def work(ctx: Context) -> bool:
+        with open("/proc/self/maps") as maps:  # noqa: PTH123 -- no path of a user's
+            return "accelfn-" in maps.read()
+
+    assert run_ranks(work, 2, "processes", num_nodes=num_nodes) == [num_nodes == 1] * 2
