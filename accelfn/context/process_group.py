@@ -77,9 +77,7 @@ def process_group_collectives(
             raise
 
     start_exchange = by_socket = _exchange_by_socket(beside, rank, size, chunk, lookout, finish, references)
-    if (
-        one_machine and control is not None
-    ):  # between processes: ranks that are threads have no locks of their own
+    if one_machine and control is not None:  # not between threads, which have no locks of their own
         shared = share_rows(lambda message: by_socket(message).finish(), rank, size, chunk)
         if shared is not None:
             start_exchange = _exchange_in_memory(shared, lookout, references[0])

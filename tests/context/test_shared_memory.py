@@ -2,7 +2,6 @@
 
 import json
 import os
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,10 +28,6 @@ def rows_in_one_process(size: int) -> list[SharedRows]:
 
 def as_row(message: bytes) -> torch.Tensor:
     return torch.tensor(list(message), dtype=torch.uint8)
-
-
-def left_behind() -> set[Path]:
-    return {one for folder in ("/dev/shm", tempfile.gettempdir()) for one in Path(folder).glob("accelfn-*")}
 
 
 @given(st.data())
@@ -107,48 +102,62 @@ def test_a_copy_of_the_process_does_not_live_for_it() -> None:
     assert run_ranks(work, 2, "processes") == [(1,), ()]
 
 
-Change = Callable[[str, str], list[str]]
+Told = list[str]  # path and nonce
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda path, nonce: [path + "-elsewhere", nonce],
-        lambda path, nonce: [path, "00" * 32],
-        lambda path, nonce: ["", nonce],
-    ],
-    ids=["another machine", "another file", "no file"],
-)
-def test_where_one_rank_can_not_share_none_does(change: Change) -> None:
-    def work(ctx: Context) -> bool:
+def elsewhere(told: Told) -> Told:
+    return [told[0] + "-elsewhere", told[1]]
+
+
+def other_file(told: Told) -> Told:
+    return [told[0], "00" * 32]
+
+
+def no_file(told: Told) -> Told:
+    return ["", told[1]]
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("change", [elsewhere, other_file, no_file])
+def test_where_one_rank_can_not_share_none_does(change: Callable[[Told], Told]) -> None:
+    def work(ctx: Context) -> tuple[bool, str]:
+        paths: list[str] = []
+
         def exchange(message: torch.Tensor) -> tuple[torch.Tensor, ...]:
             rows = ctx.collectives.exchange(message)
-            if ctx.rank == 1 and message.numel() > 1:  # rank 0 tells where, and by which sign
-                told = json.loads(bytes(rows[0][: message.numel()].numpy()))
-                changed = json.dumps(change(*told)).encode().ljust(message.numel())
-                return (as_row(changed), *rows[1:])
-            return rows
+            if message.numel() == 1:  # whether they all can
+                return rows
+            told = json.loads(bytes(rows[0][: message.numel()].numpy()))
+            paths.append(told[0])
+            changed = json.dumps(change(told) if ctx.rank == 1 else told)
+            return (as_row(changed.encode().ljust(message.numel())), *rows[1:])
 
-        return share_rows(exchange, ctx.rank, ctx.num_processes, CHUNK) is None
+        return share_rows(exchange, ctx.rank, ctx.num_processes, CHUNK) is None, paths[0]
 
-    before = len(os.listdir("/proc/self/fd")), left_behind()
-    assert run_ranks(work, 3) == [True] * 3
-    assert (len(os.listdir("/proc/self/fd")), left_behind()) == before
+    before = open_files()
+    outcomes = run_ranks(work, 3)
+    assert [refused for refused, _ in outcomes] == [True] * 3
+    assert {Path(path).name[:8] for _, path in outcomes} == {"accelfn-"}
+    assert not any(Path(path).exists() for _, path in outcomes)
+    assert open_files() == before
 
 
 def test_nothing_is_left_behind() -> None:
-    before = len(os.listdir("/proc/self/fd")), left_behind()
+    before = open_files()
     rows = rows_in_one_process(3)
-    assert left_behind() == before[1]
-    assert len(os.listdir("/proc/self/fd")) >= before[0] + 3
+    assert open_files() >= before + 3
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    assert all(line.endswith("(deleted)") for line in maps if "/accelfn-" in line)
     rows.clear()
-    assert len(os.listdir("/proc/self/fd")) == before[0]
+    assert open_files() == before
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2])
 def test_processes_of_one_machine_meet_in_its_memory(num_nodes: int) -> None:
     def work(ctx: Context) -> bool:
-        with open("/proc/self/maps") as maps:  # noqa: PTH123 -- no path of a user's
-            return "accelfn-" in maps.read()
+        return "/accelfn-" in Path("/proc/self/maps").read_text()
 
     assert run_ranks(work, 2, "processes", num_nodes=num_nodes) == [num_nodes == 1] * 2
