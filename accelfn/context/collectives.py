@@ -24,7 +24,7 @@ ReduceOp = Literal["sum", "max", "min"]
 MAX_CHUNK_BYTES = 1 << 14
 
 
-def chunk_bytes(size: int) -> int:
+def chunk_bytes(size: int, most: int = MAX_CHUNK_BYTES) -> int:
     """Bytes that each rank contributes to one ``exchange`` in a world of ``size`` ranks.
 
     Small messages cost latency, not bytes: on loopback 64 bytes and 16 KiB take nearly the same time (64 KiB
@@ -34,7 +34,7 @@ def chunk_bytes(size: int) -> int:
     >>> chunk_bytes(2), chunk_bytes(128), chunk_bytes(10_000)
     (16384, 8192, 1024)
     """
-    return max(1024, min(MAX_CHUNK_BYTES, (1 << 20) // size // 16 * 16))
+    return max(1024, min(most, (1 << 20) // size // 16 * 16))
 
 
 def _exchange_alone(chunk: torch.Tensor) -> tuple[torch.Tensor, ...]:

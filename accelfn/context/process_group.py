@@ -28,6 +28,8 @@ from accelfn.errors import CollectiveTimeoutError, DistributedError
 __all__ = ("carries_cpu_tensors", "process_group_collectives")
 
 _CPU = torch.device("cpu")
+# Bytes cost little where nobody sends them.
+_MAX_SHARED_BYTES = 1 << 16
 
 
 def process_group_collectives(
@@ -78,8 +80,10 @@ def process_group_collectives(
 
     start_exchange = by_socket = _exchange_by_socket(beside, rank, size, chunk, lookout, finish, references)
     if one_machine and control is not None:  # not between threads, which have no locks of their own
-        shared = share_rows(lambda message: by_socket(message).finish(), rank, size, chunk)
+        most = chunk_bytes(size, _MAX_SHARED_BYTES)
+        shared = share_rows(lambda message: by_socket(message).finish(), rank, size, most)
         if shared is not None:
+            chunk = most
             start_exchange = _exchange_in_memory(shared, lookout, references[0])
 
     def exchange(message: torch.Tensor) -> tuple[torch.Tensor, ...]:
