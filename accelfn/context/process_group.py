@@ -200,7 +200,7 @@ def _exchange_in_memory(
             lookout.wait(shared.wait)
         except LostRanksError as lost:
             error = lookout.explain_loss(str(lost), lost.ranks)
-            raise error from (error.__cause__ or lost)
+            raise error from error.__cause__  # what it was caused by there, and not by what was seen here
         return shared.read()
 
     started = StartedExchange(finish, lambda: None)  # one for all: only one is under way at a time

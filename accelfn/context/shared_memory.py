@@ -47,7 +47,11 @@ class LostRanksError(Exception):
 
     def __init__(self, ranks: Sequence[int]) -> None:
         """Keep which."""
-        super().__init__(f"The processes of ranks {', '.join(map(str, ranks))} have ended.")
+        several = len(ranks) > 1
+        super().__init__(
+            f"The process{'es' if several else ''} of rank{'s' if several else ''} "
+            f"{', '.join(map(str, ranks))} {'have' if several else 'has'} ended."
+        )
         self.ranks = tuple(ranks)
 
 
