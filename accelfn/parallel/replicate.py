@@ -205,6 +205,10 @@ class Replica:
         twin._watch()  # copies of parameters come without hooks
         return twin
 
+    def __reduce__(self) -> tuple[Callable[[], Replica], tuple[()]]:
+        """Leave no world in a pickle: the model that is loaded from it belongs to none."""
+        return _replica_of_no_world, ()
+
     def _watch(self) -> None:
         for parameter in self._parameters.values():
             cast("Any", parameter).register_post_accumulate_grad_hook(self._on_grad)
@@ -249,6 +253,11 @@ class Replica:
                 own = self._parameters[name].grad
                 assert own is not None
                 own.copy_(grad)
+
+
+def _replica_of_no_world() -> Replica:
+    # The hook that brings it to rank 0's buffers comes with a model from a pickle, and finds one rank.
+    return Replica(Context(), nn.Module())
 
 
 def _register_comm_hook(model: DistributedDataParallel, ctx: Context) -> None:
