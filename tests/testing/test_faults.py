@@ -209,7 +209,8 @@ def test_equal_calls_from_other_lines_are_told_apart_by_their_lines(on: Where) -
 
 @on_each_world
 @pytest.mark.parametrize(
-    ("kind", "expected"), [("raise", "RemoteRankError"), ("die", "MissingRankError"), ("skip", "MismatchError")]
+    ("kind", "expected"),
+    [("raise", "RemoteRankError"), ("die", "MissingRankError"), ("skip", "MismatchError")],
 )
 def test_a_fault_happens_where_other_ranks_go_on_meanwhile(
     on: Where, kind: Literal["raise", "die", "skip"], expected: str, tmp_path: Path
