@@ -133,6 +133,20 @@ def test_another_operation_for_a_forward_pass_is_one_error_and_no_gradient(
         assert bias == [2.0]
 
 
+@pytest.mark.parametrize("on", WORLDS)
+def test_no_buffer_is_broadcast_before_all_ranks_are_there(on: Where) -> None:
+    def run(ctx: Context) -> tuple[Seen, int]:
+        model = af.prepare(ctx, nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
+        step(ctx, model, WARM + 1)
+        before = ctx.collectives.journal.number
+        seen = look(lambda: af.gather(ctx, batch(ctx)) if ctx.rank == 1 else model(batch(ctx)))
+        return seen, ctx.collectives.journal.number - before
+
+    found = run_ranks(run, 3, on, timeout_s=PATIENCE_S)
+    assert {seen.error for seen, _ in found} == {"MismatchError"}
+    assert {calls for _, calls in found} == {1}
+
+
 def meets(rank: int, action: Callable[[Context], object]) -> Callable[[Context], Seen]:
     """Let ranks but ``rank`` train one step with gradients averaged, and that one do something else."""
 
