@@ -19,7 +19,7 @@ from accelfn.context.journal import Entry, Journal, Unsettled
 from accelfn.context.lookout import Lookout, late_error
 from accelfn.context.options import ContextOptions, Strategy
 from accelfn.context.precision import Precision, check_precision
-from accelfn.context.process_group import process_group_collectives
+from accelfn.context.process_group import make_gloo_group, process_group_collectives
 from accelfn.context.watchdog import start_watchdog
 from accelfn.context.world import Made, World
 
@@ -54,6 +54,7 @@ __all__ = (
     "explain_departure",
     "init_context",
     "late_error",
+    "make_gloo_group",
     "plan_device",
     "process_group_collectives",
     "publish",

@@ -242,6 +242,8 @@ def close_context(ctx: Context) -> None:
     side_group = None if made.side_group is None else made.side_group()
     if side_group is not None and _is_registered(side_group):
         dist.destroy_process_group(side_group)
+    if made.opened and ctx.world.keeper is not None:
+        ctx.world.keeper.let_go()
     # Another group may be the default one by now, if this context was closed before: it isn't ours to
     # destroy.
     group = ctx.world.group_ref

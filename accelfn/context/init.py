@@ -46,9 +46,9 @@ from accelfn.context.environment import EnvironmentPlan, detect_environment
 from accelfn.context.failure import announce_end, publish
 from accelfn.context.options import ContextOptions, merge_settings, sort_handlers
 from accelfn.context.precision import check_precision
-from accelfn.context.process_group import process_group_collectives
+from accelfn.context.process_group import make_gloo_group, process_group_collectives
 from accelfn.context.watchdog import start_watchdog
-from accelfn.context.world import Made, World
+from accelfn.context.world import Keeper, Made, World
 from accelfn.errors import ConfigurationError, DistributedError, NotAvailableError
 
 __all__ = ("init_context",)
@@ -304,21 +304,33 @@ def _adopt(
     world = _world(place, plan, str(dist.get_backend(group)), group, Made())
     if place.size == 1:
         return world, Collectives()
-    side = _gloo_beside(group)
-    world = dataclasses.replace(world, made=Made(side_group=weakref.ref(side)))
-    board = _board_beside(group, place.rank)
+    store = _store_beside(group, place.rank)
+    if store is None:
+        board, side = Board(), _gloo_beside(group)
+        world = dataclasses.replace(world, made=Made(side_group=weakref.ref(side)))
+    else:
+        # Not by torch, which names groups by their ranks: the next context's would meet where this one's has.
+        board = store_board(store)
+        try:
+            side = make_gloo_group(PrefixStore("side", store), place.rank, place.size, timeout)
+        except RuntimeError as error:
+            raise DistributedError(
+                f"rank {place.rank} could not meet the other {place.size - 1} ranks of the group that it "
+                f"adopts: {error}. Every rank of the group must call init_context, equally often."
+            ) from error
+        world = dataclasses.replace(world, keeper=Keeper(side))
     collectives = process_group_collectives(group, place.rank, place.size, control=side, board=board)
     return _settle(world, collectives, place.nodes_known, timeout)
 
 
-def _board_beside(group: dist.ProcessGroup, rank: int) -> Board:
+def _store_beside(group: dist.ProcessGroup, rank: int) -> Store | None:
     """Use the store of a group that somebody else made, in a part that no earlier context has written to."""
     try:
         store = cast(Store, cast("Any", group).get_group_store())
         number = store.add(f"accelfn/adopted/{rank}", 1)
     except (AttributeError, RuntimeError):  # a backend without a store, such as MPI
-        return Board()
-    return store_board(PrefixStore(f"accelfn/context/{number}", store))
+        return None
+    return PrefixStore(f"accelfn/context/{number}", store)
 
 
 def _gloo_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:

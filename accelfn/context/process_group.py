@@ -12,11 +12,12 @@ import weakref
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as bindings  # torch.distributed re-exports a part of it
+from torch._C._distributed_c10d import Store
 
 from accelfn.context.board import Board
 from accelfn.context.collectives import Collectives, ReduceOp, StartedExchange, chunk_bytes
@@ -25,11 +26,44 @@ from accelfn.context.lookout import Lookout, late_error
 from accelfn.context.shared_memory import LostRanksError, SharedRows, share_rows
 from accelfn.errors import CollectiveTimeoutError, DistributedError
 
-__all__ = ("carries_cpu_tensors", "process_group_collectives")
+__all__ = ("carries_cpu_tensors", "make_gloo_group", "process_group_collectives")
 
 _CPU = torch.device("cpu")
+# The guard ends the waiting, with names.
+_NEVER = timedelta(days=30)
 # Bytes cost little where nobody sends them.
 _MAX_SHARED_BYTES = 1 << 16
+
+
+def make_gloo_group(
+    store: Store, rank: int, size: int, patience: timedelta, interface: str | None = None
+) -> dist.ProcessGroup:
+    """Make a process group that torch's registry doesn't know; it ends when the last one lets go of it.
+
+    Ranks: every rank of the group.
+
+    Args:
+        store: Where the ranks meet; nothing else may be in it.
+        rank: This rank.
+        size: Number of ranks.
+        patience: How long ranks wait here for each other. Operations take as long as they do.
+        interface: Of the network; what ``GLOO_SOCKET_IFNAME`` or the host's name says when None.
+    """
+    names = cast("Any", bindings)
+    options = names.ProcessGroupGloo._Options()
+    options._timeout = patience
+    options._threads = 2
+    make = names.ProcessGroupGloo
+    options._devices = [
+        make.create_default_device() if interface is None else make.create_device(interface=interface)
+    ]
+    backend = make(names.PrefixStore("ranks", store), rank, size, options)
+    backend._set_default_timeout(_NEVER)
+    group = names.ProcessGroup(names.PrefixStore("group", store), rank, size)
+    kind = dist.ProcessGroup.BackendType.GLOO
+    group._register_backend(_CPU, kind, backend)
+    group._set_default_backend(kind)
+    return group
 
 
 def process_group_collectives(

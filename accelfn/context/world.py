@@ -11,9 +11,21 @@ import torch.distributed as dist
 
 from accelfn.errors import ConfigurationError
 
-__all__ = ("Made", "World")
+__all__ = ("Keeper", "Made", "World")
 
 _CPU = torch.device("cpu")
+
+
+class Keeper:
+    """Keeps a process group alive until it is told to let go: one that torch's registry doesn't know."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        """Keep ``group``."""
+        self._group: dist.ProcessGroup | None = group
+
+    def let_go(self) -> None:
+        """Give up the group, and with it its connections and threads."""
+        self._group = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +34,7 @@ class Made:
 
     Attributes:
         group: It initialised torch.distributed.
-        side_group: A gloo group beside an adopted group that can't carry CPU tensors.
+        side_group: A gloo group of its own, for what precedes each operation, that torch keeps.
         previous_device: The accelerator that was current before.
         excepthooks: ``sys.excepthook`` before, and the one that torch put around it.
         opened: ``init_context`` opened this world, so that closing it is told to the other ranks.
@@ -57,6 +69,7 @@ class World:
             one.
         group_ref: Leads to torch's process group; None for a world of one, or ranks in memory. Only torch
             keeps the group alive, so that closing it really ends its threads.
+        keeper: Keeps a group of accelfn's own for as long as any variant of the context is used.
         made: What ``init_context`` set up and ``close_context`` undoes.
     """
 
@@ -69,6 +82,7 @@ class World:
     device: torch.device = _CPU
     backend: str | None = None
     group_ref: weakref.ref[dist.ProcessGroup] | None = None
+    keeper: Keeper | None = field(default=None, compare=False, repr=False)
     made: Made = field(default_factory=Made)
 
     @property

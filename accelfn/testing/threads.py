@@ -8,10 +8,17 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
-import torch
 import torch.distributed as dist
 
-from accelfn.context import Collectives, Context, Journal, World, process_group_collectives, store_board
+from accelfn.context import (
+    Collectives,
+    Context,
+    Journal,
+    World,
+    make_gloo_group,
+    process_group_collectives,
+    store_board,
+)
 from accelfn.errors import CollectiveTimeoutError
 from accelfn.testing.faults import Fault, RankDeath, inject
 from accelfn.testing.meeting import Meeting
@@ -60,7 +67,7 @@ def run_on_gloo_threads(
     groups: list[dist.ProcessGroup | None] = [None] * size
 
     def enter(rank: int) -> tuple[World, Collectives]:
-        groups[rank] = group = _gloo_group(store, rank, size)
+        groups[rank] = group = make_gloo_group(store, rank, size, timedelta(minutes=5), "lo")
         collectives = process_group_collectives(group, rank, size, board=store_board(store))
         collectives.barrier()  # nobody may leave while others still connect to it
         return memory_world(rank, size, num_nodes, "gloo"), collectives
@@ -126,18 +133,3 @@ def _unended(rank: int, timeout_s: float | None) -> Outcome:
         ),
         ended=False,
     )
-
-
-def _gloo_group(store: Any, rank: int, size: int) -> dist.ProcessGroup:
-    """Make a process group that only this thread knows; torch's registry isn't touched."""
-    bindings = cast("Any", dist)  # what torch's stubs don't know: options, stores, registration by hand
-    options = bindings.ProcessGroupGloo._Options()
-    options._timeout = timedelta(days=30)  # the guard ends the waiting, with names
-    options._threads = 2
-    options._devices = [bindings.ProcessGroupGloo.create_device(interface="lo")]
-    backend = bindings.ProcessGroupGloo(bindings.PrefixStore("ranks", store), rank, size, options)
-    group = bindings.ProcessGroup(bindings.PrefixStore("group", store), rank, size)
-    kind = dist.ProcessGroup.BackendType.GLOO
-    group._register_backend(torch.device("cpu"), kind, backend)
-    group._set_default_backend(kind)
-    return group

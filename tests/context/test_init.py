@@ -7,10 +7,11 @@ import socket
 import subprocess
 import sys
 import textwrap
+import weakref
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -18,9 +19,10 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 import accelfn
+from accelfn.comm import reduce
 from accelfn.context import Collectives, Context, Made, World, close_context, init_context, process_group
 from accelfn.context import init as module
-from accelfn.context.config import AutocastKwargs, InitProcessGroupKwargs
+from accelfn.context.config import AutocastKwargs, Guard, InitProcessGroupKwargs
 from accelfn.errors import ConfigurationError, DistributedError
 from accelfn.testing import run_ranks
 
@@ -171,27 +173,20 @@ def test_an_adopted_group_gets_one_beside_it_which_closing_destroys() -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(process_group, "carries_cpu_tensors", carries_none)
             ctx = init_context(cpu=True, group=group)
-        made = ctx.world.made.side_group
-        side = None if made is None else made()
-        assert side is not None
+        assert ctx.world.keeper is not None
+        side = weakref.ref(cast("dist.ProcessGroup", vars(ctx.world.keeper)["_group"]))
         rows = ctx.collectives.exchange(torch.tensor([outer.rank], dtype=torch.uint8))
         said = [int(row[0]) for row in rows]
         said += numbers(ctx.collectives.all_gather(torch.tensor([outer.rank])))
         variant = ctx.replace(debug=True)
         close_context(variant)
-        still = dist.get_world_size(side)
+        still = side() is not None
         close_context(ctx)
         close_context(ctx)
-        try:
-            dist.get_process_group_ranks(side)
-        except (KeyError, ValueError):
-            gone = True
-        else:
-            gone = False
-        return [said, still, gone, dist.get_world_size(group), *together()]
+        return [said, still, side() is None, dist.get_world_size(group), *together()]
 
     results = run_ranks(adopt, 3, on="processes", timeout_s=10.0)
-    inside = [[1, 2, 1, 2], 2, True, 2, 3.0]
+    inside = [[1, 2, 1, 2], True, True, 2, 3.0]
     assert results == [[3.0], inside, inside]
 
 
@@ -207,6 +202,30 @@ def test_a_backend_that_the_adopted_group_does_not_have_is_refused() -> None:
 
     for message in run_ranks(adopt, 2, on="processes"):
         assert "backend='mpi') can't be had: torch.distributed is initialised with 'gloo'" in message
+
+
+def test_contexts_one_after_another_adopt_the_same_group() -> None:
+    def train(outer: Context) -> list[float]:
+        sums: list[float] = []
+        for number in range(8):
+            with init_context(cpu=True) as ctx:
+                sums.append(float(reduce(ctx, torch.tensor(float(number + outer.rank)))))
+        return sums
+
+    assert run_ranks(train, 3, on="processes", timeout_s=10.0) == [[3.0 * n + 3 for n in range(8)]] * 3
+
+
+def test_a_rank_that_adopts_alone_says_so() -> None:
+    def adopt(outer: Context) -> str:
+        if outer.rank:
+            return ""
+        with pytest.raises(DistributedError) as caught:
+            init_context(cpu=True, guard=Guard(timeout=timedelta(seconds=0.5)))
+        return str(caught.value)
+
+    said, _ = run_ranks(adopt, 2, on="processes", timeout_s=10.0)
+    assert said.startswith("rank 0 could not meet the other 1 ranks of the group that it adopts: ")
+    assert said.endswith("Every rank of the group must call init_context, equally often.")
 
 
 def test_contexts_side_by_side_share_the_group() -> None:
