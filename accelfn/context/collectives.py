@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from accelfn.context.board import Board
 from accelfn.context.journal import Journal
@@ -67,6 +68,11 @@ def _barrier_alone() -> None:
     pass
 
 
+def _finish_blindly(work: dist.Work, device: torch.device) -> None:
+    del device
+    work.wait()
+
+
 def _explain_nothing(error: Exception) -> Exception:
     return error
 
@@ -104,6 +110,8 @@ class Collectives:
             ``source`` gives.
         all_to_all: ``(P * n,)`` -> ``(P * n,)``: part ``r`` goes to rank ``r``.
         barrier: Returns when every rank has called it.
+        finish: Waits for an operation that torch has begun on the group, with an eye on the other ranks; on
+            an accelerator it only orders streams.
         explain: What a backend raised outside of these callables, such as in a backward pass -> the error
             that says which rank is missing and why; anything else as it is.
         chunk: Bytes at most per rank in one ``exchange``.
@@ -119,6 +127,7 @@ class Collectives:
     scatter: Callable[[torch.Tensor, torch.Tensor | None, int], None] = _scatter_alone
     all_to_all: Callable[[torch.Tensor], torch.Tensor] = _all_to_all_alone
     barrier: Callable[[], None] = _barrier_alone
+    finish: Callable[[dist.Work, torch.device], None] = _finish_blindly
     explain: Callable[[Exception], Exception] = _explain_nothing
     chunk: int = MAX_CHUNK_BYTES
     board: Board = field(default_factory=Board)

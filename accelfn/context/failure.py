@@ -33,6 +33,7 @@ class Departure(NamedTuple):
     number: int  # of the last operation it took part in
     operation: str
     site: str
+    reductions: int  # of gradients
 
 
 def publish(board: Board, journal: Journal, rank: int, error: BaseException, doing: str = "") -> None:
@@ -65,7 +66,7 @@ def announce_end(board: Board, journal: Journal, rank: int) -> None:
         journal.settle()
     journal.over = "its context is closed"
     entry = journal.current
-    board.post_once(_END, json.dumps([rank, entry.number, entry.operation, entry.site]))
+    board.post_once(_END, json.dumps([rank, entry.number, entry.operation, entry.site, journal.reductions]))
 
 
 def news(board: Board, journal: Journal, rank: int) -> Exception | None:
@@ -77,7 +78,11 @@ def news(board: Board, journal: Journal, rank: int) -> Exception | None:
     if text:
         departure = Departure(*json.loads(text))
         # Who left after this operation has done its part in it.
-        if departure.rank != rank and departure.number < journal.number:
+        came = departure.number > journal.number or (
+            departure.number == journal.number
+            and not (journal.reducing and departure.reductions <= journal.reductions)
+        )
+        if departure.rank != rank and not came:
             return explain_departure(departure, journal, rank)
     return None
 

@@ -50,6 +50,8 @@ class Journal:
         batches: Batches that this rank has taken in its current or last pass over data; None before the
             first.
         has_ended: Whether that pass came to its end.
+        reductions: Backward passes whose gradients have been reduced over the ranks.
+        reducing: Whether this rank waits for such a reduction.
         unsettled: The agreement that comes first at the next operation, if one is open.
     """
 
@@ -64,6 +66,8 @@ class Journal:
         self.place = ""
         self.batches: int | None = None
         self.has_ended = False
+        self.reductions = 0
+        self.reducing = False
         self.unsettled: Unsettled | None = None
         self._entries: deque[Entry] = deque(maxlen=_REMEMBERED)
         self._counts: WeakKeyDictionary[object, int] = WeakKeyDictionary()

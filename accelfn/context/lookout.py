@@ -23,6 +23,7 @@ _POLL_S = 0.2
 # Others that wait answer within two looks; then it is clear who doesn't.
 _ROLL_CALL_S = 0.6
 _JOIN_S = 1.0
+_LAST_SENDS_S = 1.0
 # More than a watchdog's answer takes.
 _LAST_WORDS_S = 5.0
 
@@ -34,6 +35,12 @@ class _Position(NamedTuple):
     operation: str
     site: str
     chain: str  # in hexadecimal digits
+    reductions: int  # of gradients, that it has been through
+
+
+def _nobody(rank: int) -> bool:
+    del rank
+    return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,12 +52,14 @@ class Lookout:
         journal: Of this rank: says how long to wait, and for what.
         rank: This rank.
         size: Number of ranks.
+        has_ended: Whether the process of another rank is gone, where that can be seen.
     """
 
     board: Board
     journal: Journal
     rank: int
     size: int
+    has_ended: Callable[[int], bool] = _nobody
 
     def wait(self, arrived: Callable[[float], bool]) -> None:
         """Wait until ``arrived`` says so.
@@ -134,11 +143,13 @@ class Lookout:
 
     def _look(self, seen: _Seen) -> None:
         now = self.journal.current
-        own = _Position(now.number, now.operation, now.site, now.chain.hex())
+        own = _Position(now.number, now.operation, now.site, now.chain.hex(), self.journal.reductions)
         self.board.post(f"at/{self.rank}", json.dumps(own))
         # One neighbour at a look, so that the board bears any number of ranks.
         others = [(self.rank + step) % self.size for step in range(1, self.size)]
         looks = 0
+        ended: list[int] = []
+        since = time.monotonic()
         while not seen.done.is_set():
             seen.error = news(self.board, self.journal, self.rank)
             for neighbour in {others[(looks + step) % len(others)] for step in range(8)}:
@@ -150,19 +161,37 @@ class Lookout:
                 entry = self.journal.find(position.number)
                 if seen.error is None and entry is not None and entry.chain.hex() != position.chain:
                     seen.error = self._disagreement(entry, neighbour, position)
+                elif seen.error is None and self._has_passed(own, position):
+                    seen.error = self._disagreement(now, neighbour, position)
+            gone = [rank for rank in others if self.has_ended(rank)]
+            # What it has sent before may still be on its way.
+            if seen.error is None and gone and gone == ended and time.monotonic() - since > _LAST_SENDS_S:
+                text = f"The process of rank {gone[0]} has ended."
+                seen.error = self.explain_loss(text, gone)
+            if gone != ended:
+                ended, since = gone, time.monotonic()
             looks += 8
             seen.done.wait(_POLL_S)
         self.board.post(f"at/{self.rank}", "")
 
+    def _has_passed(self, own: _Position, other: _Position) -> bool:
+        """Whether another rank has gone on without the reduction of gradients in which this one waits."""
+        if not self.journal.reducing:
+            return False
+        return other.number > own.number and other.reductions <= own.reductions
+
     def _disagreement(self, entry: Entry, neighbour: int, position: _Position) -> Exception:
         """Tell of two ranks that wait in different operations; all ranks raise what was said first."""
+        own = f"call {entry.number}: {entry.operation} at {entry.site}"
+        if self.journal.reducing:
+            own = f"the backward pass of {own}"
         error = MismatchError(
             entry.operation,
             [
                 Disagreement(
                     neighbour,
                     "",
-                    f"call {entry.number}: {entry.operation} at {entry.site}",
+                    own,
                     f"call {position.number}: {position.operation} at {position.site}",
                 )
             ],

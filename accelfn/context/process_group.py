@@ -98,7 +98,14 @@ def process_group_collectives(
     group = cast("dist.ProcessGroup", weakref.proxy(group))
     beside = group if control is None else cast("dist.ProcessGroup", weakref.proxy(control))
     carries_cpu = control is None or carries_cpu_tensors(group)
-    lookout = Lookout(board=board, journal=journal, rank=rank, size=size)
+    shared: SharedRows | None = None
+    lookout = Lookout(
+        board=board,
+        journal=journal,
+        rank=rank,
+        size=size,
+        has_ended=lambda other: shared is not None and shared.has_ended(other),
+    )
     chunk = chunk_bytes(size)
 
     def finish(work: dist.Work, device: torch.device) -> None:
@@ -159,6 +166,10 @@ def process_group_collectives(
             finish(carrier(buffer).alltoall_base(output, buffer, [], []), buffer.device)
         return output
 
+    def finish_for_torch(work: dist.Work, device: torch.device) -> None:
+        with _failures(journal.current.operation, lookout):
+            finish(work, device)
+
     def barrier() -> None:
         # Over the control bytes: the same on every backend, and no device has to be named.
         exchange(torch.empty(0, dtype=torch.uint8))
@@ -172,6 +183,7 @@ def process_group_collectives(
         scatter=scatter,
         all_to_all=all_to_all,
         barrier=barrier,
+        finish=finish_for_torch,
         explain=lambda error: _explained(error, lookout),
         chunk=chunk,
         board=board,

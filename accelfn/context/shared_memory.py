@@ -183,7 +183,7 @@ class SharedRows:
                 return True
             waited = time.monotonic() - start
             if waited >= look:
-                lost = [rank for rank in self._late if self._has_ended(rank)]
+                lost = [rank for rank in self._late if self.has_ended(rank)]
                 if lost and not self._have_come():  # it may have written, and ended, in between
                     raise LostRanksError(lost)
                 look = waited + _LOOK_S
@@ -198,8 +198,8 @@ class SharedRows:
     def _place(self, rank: int) -> int:
         return (self._number % _SLOTS * self._size + rank) * _STRIDE // 8
 
-    def _has_ended(self, rank: int) -> bool:
-        """Whether nobody holds the lock of a rank."""
+    def has_ended(self, rank: int) -> bool:
+        """Whether the process of another rank is gone: nobody holds its lock."""
         try:
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
         except OSError:

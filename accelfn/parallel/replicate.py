@@ -17,6 +17,7 @@ from accelfn.comm import Call, broadcast, check, check_later, reduce, verify_str
 from accelfn.context import Context
 from accelfn.context.config import DDPCommunicationHookType, DistributedDataParallelKwargs, GuardMode
 from accelfn.errors import ConfigurationError
+from accelfn.parallel.reduction import watch_reductions
 from accelfn.tree import flatten
 
 __all__ = ("ForwardCheck", "Replica", "no_sync", "replicate")
@@ -283,6 +284,9 @@ def _register_comm_hook(model: DistributedDataParallel, ctx: Context) -> None:
     options: DistributedDataParallelKwargs = ctx.strategy.ddp
     kinds = DDPCommunicationHookType
     if options.comm_hook == kinds.NO:
+        # With a static graph torch waits for the first reductions before any callback could.
+        if ctx.guard.mode != GuardMode.OFF and ctx.device.type == "cpu" and not options.static_graph:
+            watch_reductions(ctx, model)
         return
     hooks: dict[DDPCommunicationHookType, Callable[..., Any]] = {
         kinds.FP16: default_hooks.fp16_compress_hook,

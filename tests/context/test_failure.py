@@ -280,7 +280,7 @@ def test_who_ends_takes_part_in_an_open_agreement_and_ends_all_the_same(error: E
     announce_end(board, journal, 1)
     announce_end(board, journal, 1)
     assert told == ["heard"]
-    assert board.read("end") == '[1, 3, "operation 3", "train.py:3 in main"]'
+    assert board.read("end") == '[1, 3, "operation 3", "train.py:3 in main", 0]'
     assert isinstance(news(board, journal_at(4), 0), MissingRankError)
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import threading
+import time
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -58,10 +59,10 @@ def lookout_of(notes: Notes, *calls: str, rank: int = 0, size: int = 2, patience
     return Lookout(board=notes.board, journal=journal, rank=rank, size=size)
 
 
-def position(*calls: str) -> str:
+def position(*calls: str, reductions: int = 0) -> str:
     """Write where a rank waits that has begun these calls."""
     now = journal_of(*calls).current
-    return json.dumps([now.number, now.operation, now.site, now.chain.hex()])
+    return json.dumps([now.number, now.operation, now.site, now.chain.hex(), reductions])
 
 
 def never(seconds: float) -> bool:
@@ -305,3 +306,39 @@ def test_a_connection_lost_to_a_rank_that_says_so_a_moment_later_is_explained() 
     error = lookout_of(notes, "gather", rank=1, size=4).explain_loss("Connection reset")
     other.join(20)
     assert isinstance(error, RemoteRankError)
+
+
+def test_a_rank_that_has_gone_on_without_the_reduction_is_a_disagreement() -> None:
+    notes = Notes()
+    lookout = lookout_of(notes, "forward", patience_s=20.0)
+    lookout.journal.reducing = True
+    notes.post("at/1", position("forward", "gather"))
+    with pytest.raises(MismatchError) as caught:
+        lookout.wait(never)
+    (row,) = caught.value.rows
+    assert (row.rank, row.found) == (1, "call 2: gather at train.py:2 in main")
+    assert row.expected == "the backward pass of call 1: forward at train.py:1 in main"
+    assert notes.read("failure")
+
+
+def test_a_rank_that_has_been_through_the_reduction_has_done_its_part() -> None:
+    notes = Notes()
+    lookout = lookout_of(notes, "forward", patience_s=1.0)
+    lookout.journal.reducing = True
+    notes.post("at/1", position("forward", "gather", reductions=1))
+    with pytest.raises(CollectiveTimeoutError):
+        lookout.wait(never)
+
+
+def test_a_process_that_is_gone_is_not_waited_for_though_its_connections_live() -> None:
+    lookout = dataclasses.replace(
+        lookout_of(Notes(), "gather", size=3, patience_s=20.0), has_ended=lambda rank: rank == 2
+    )
+    with pytest.raises(MissingRankError, match=r"to rank 2 in call 1 .* The process of rank 2 has ended"):
+        lookout.wait(never)
+
+
+def test_what_a_rank_has_sent_before_it_ended_may_still_arrive() -> None:
+    lookout = dataclasses.replace(lookout_of(Notes(), "gather", patience_s=20.0), has_ended=lambda rank: True)
+    start = time.monotonic()
+    lookout.wait(lambda seconds: never(seconds) or time.monotonic() - start > 0.5)
