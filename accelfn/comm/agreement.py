@@ -19,7 +19,7 @@ import torch
 
 from accelfn.comm.difference import Said, find_difference
 from accelfn.comm.wire import as_bytes, as_tensor
-from accelfn.context import Context, Unsettled, call_site, publish, refuse_if_over
+from accelfn.context import Context, Unsettled, call_site, publish, refuse_if_over, text_of
 from accelfn.context.config import GuardMode
 from accelfn.errors import MismatchError, RemoteRankError
 from accelfn.tree import Layout, flatten
@@ -110,7 +110,7 @@ def agree(
     """
     begun = _begin(ctx, call)
     if error is not None:
-        text = json.dumps([type(error).__name__, str(error)[: capacity(ctx) // 8]], ensure_ascii=False)
+        text = json.dumps([type(error).__name__, text_of(error)[: capacity(ctx) // 8]], ensure_ascii=False)
         payload = as_tensor(text.encode(errors="replace"))
     message = _message(ctx, payload, _READY if error is None else _FAILED)
     return _verdict(ctx, call, begun, ctx.collectives.exchange(message), error)

@@ -27,7 +27,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from accelfn.context import Context, process_group_collectives, store_board
+from accelfn.context import Context, process_group_collectives, store_board, text_of
 from accelfn.errors import (
     CollectiveTimeoutError,
     DistributedError,
@@ -244,6 +244,6 @@ def _report(rank: int, error: BaseException) -> bytes:
         message = _pack((None, error, text))
         _unpack(message)  # an exception may pickle and still not come back
     except Exception:  # noqa: BLE001 -- any failure means that it has to travel as text
-        plain = DistributedError(f"rank {rank} raised {type(error).__name__}: {error}")
+        plain = DistributedError(f"rank {rank} raised {type(error).__name__}: {text_of(error)}")
         return _pack((None, plain, text))
     return message

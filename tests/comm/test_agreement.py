@@ -7,7 +7,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accelfn.comm import Call, agree, attempt, check_later, gather, verify_structure, wait_for_everyone
+from accelfn.comm import (
+    Call,
+    agree,
+    attempt,
+    check_later,
+    failing_together,
+    gather,
+    verify_structure,
+    wait_for_everyone,
+)
 from accelfn.context import Context
 from accelfn.errors import MismatchError, RemoteRankError
 from accelfn.testing import Where, run_ranks
@@ -75,6 +84,32 @@ def test_a_long_message_stays_within_the_exchange(text: str) -> None:
     assert isinstance(here, RemoteRankError)
     assert type(there) is ValueError
     assert size <= 1024
+
+
+class MuteError(ValueError):
+    """An exception of a user's whose text fails."""
+
+    def __str__(self) -> str:
+        raise OSError("no text")
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_an_exception_whose_text_can_not_be_had_is_raised_itself_and_told_by_name(debug: bool) -> None:
+    def refused(ctx: Context) -> Any:
+        return failure(lambda ctx: agree(ctx, Call("probe"), error=MuteError() if ctx.rank else None))(ctx)
+
+    def failed(ctx: Context) -> Any:
+        with failing_together(ctx, "the block"):
+            if ctx.rank:
+                raise MuteError
+        return agree(ctx, Call("probe"))
+
+    for work in (refused, failure(failed)):
+        here, there = run_ranks(work, 2, timeout_s=10, debug=debug)
+        assert type(there) is MuteError
+        assert isinstance(here, RemoteRankError)
+        assert (here.rank, here.cause) == (1, "MuteError")
+        assert "whose text can't be had" in str(here)
 
 
 def test_attempt_keeps_the_refusal() -> None:
