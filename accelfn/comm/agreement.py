@@ -276,10 +276,11 @@ def _layout_leaves(layout: Layout) -> dict[str, str]:
 
 def _explain(ctx: Context, call: Call, begun: _Begun) -> MismatchError:
     """Let every rank tell in full what it called, and find where they differ: the same on every rank."""
-    journal = ctx.collectives.journal
+    guard, journal = ctx.guard, ctx.collectives.journal
     own = Said(
         operation=call.operation,
         site=begun.site,
+        guard=f'guard mode "{guard.mode}"' + ("" if guard.call_sites else " without call sites"),
         number=journal.number,
         text=call.text,
         tag=begun.tag,

@@ -18,6 +18,7 @@ from accelfn.comm import (
     wait_for_everyone,
 )
 from accelfn.context import Context
+from accelfn.context.config import Guard
 from accelfn.errors import MismatchError, RemoteRankError
 from accelfn.testing import Where, run_ranks
 from accelfn.testing.strategies import Mismatched, mismatched_trees, rank_trees, worlds
@@ -110,6 +111,27 @@ def test_an_exception_whose_text_can_not_be_had_is_raised_itself_and_told_by_nam
         assert isinstance(here, RemoteRankError)
         assert (here.rank, here.cause) == (1, "MuteError")
         assert "whose text can't be had" in str(here)
+
+
+@pytest.mark.parametrize(
+    ("usual", "odd", "said"),
+    [
+        (Guard(), Guard(mode="off"), 'guard mode "off"'),
+        (Guard(mode="full"), Guard(mode="off"), 'guard mode "off"'),
+        (Guard(), Guard(call_sites=False), 'guard mode "sampled" without call sites'),
+    ],
+)
+def test_ranks_with_different_guards_are_told_so(usual: Guard, odd: Guard, said: str) -> None:
+    def work(ctx: Context) -> Any:
+        own = ctx.replace(guard=odd if ctx.rank == 2 else usual)
+        return failure(lambda _: gather(own, torch.ones(1)))(ctx)
+
+    errors = run_ranks(work, 3, timeout_s=10)
+    assert len({str(error) for error in errors}) == 1
+    for error in errors:
+        assert isinstance(error, MismatchError)
+        assert [(row.rank, row.found) for row in error.rows] == [(2, said)]
+        assert "Give all ranks the same guard" in error.hint
 
 
 def test_attempt_keeps_the_refusal() -> None:
