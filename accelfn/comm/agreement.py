@@ -247,7 +247,8 @@ def verify_structure(ctx: Context, tree: Any) -> None:
 
     Args:
         ctx: The world.
-        tree: Any tree. Of leaves that are no tensors the type is compared.
+        tree: Any tree. Of tensors, shape, dtype, layout (dense or how sparse) and whether they are on the
+            meta device are compared; of other leaves the type.
 
     Raises:
         MismatchError: The trees differ: the same error on every rank, with rank and path of each difference.
@@ -261,7 +262,9 @@ def verify_structure(ctx: Context, tree: Any) -> None:
 
 def _kind(leaf: Any) -> str:
     if isinstance(leaf, torch.Tensor):
-        return _tensor_kind(leaf.dtype, tuple(leaf.shape))
+        layout = "" if leaf.layout == torch.strided else f" {str(leaf.layout).removeprefix('torch.')}"
+        place = " on meta" if leaf.is_meta else ""  # real devices may differ between ranks
+        return f"{_tensor_kind(leaf.dtype, tuple(leaf.shape))}{layout}{place}"
     return type(leaf).__name__
 
 

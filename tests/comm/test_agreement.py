@@ -19,7 +19,7 @@ from accelfn.comm import (
 )
 from accelfn.context import Context
 from accelfn.context.config import Guard
-from accelfn.errors import MismatchError, RemoteRankError
+from accelfn.errors import Disagreement, MismatchError, RemoteRankError
 from accelfn.testing import Where, run_ranks
 from accelfn.testing.strategies import Mismatched, mismatched_trees, rank_trees, worlds
 from accelfn.tree import listify
@@ -163,6 +163,21 @@ def test_leaves_that_are_no_tensors_are_compared_by_type() -> None:
     assert run_ranks(lambda ctx: verify_structure(ctx, {"n": ctx.rank}), 2) == [None, None]
     with pytest.raises(MismatchError, match=r"\n  1 .* tree\['n'\]  str    int\n"):
         run_ranks(lambda ctx: verify_structure(ctx, {"n": "a" if ctx.rank == 1 else 0}), 3)
+
+
+@pytest.mark.parametrize(
+    ("odd", "found"),
+    [
+        (torch.eye(3).to_sparse(), "float32 (3, 3) sparse_coo"),
+        (torch.empty(3, 3, device="meta"), "float32 (3, 3) on meta"),
+    ],
+)
+def test_tensors_that_are_not_dense_or_not_real_are_told_from_others(odd: torch.Tensor, found: str) -> None:
+    work = failure(lambda ctx: verify_structure(ctx, {"x": odd if ctx.rank == 1 else torch.eye(3)}))
+    for error in run_ranks(work, 3, timeout_s=10):
+        assert isinstance(error, MismatchError)
+        assert error.rows == (Disagreement(1, "tree['x']", "float32 (3, 3)", found),)
+    run_ranks(lambda ctx: verify_structure(ctx, odd), 3, timeout_s=10)
 
 
 def test_a_long_list_of_differences_is_cut() -> None:
