@@ -18,6 +18,7 @@
 A wrong argument of a single call is a plain ``ValueError`` or ``TypeError``.
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -170,7 +171,9 @@ class Drift(NamedTuple):
     reference: int  # a rank that has what most ranks have
     num_elements: int
     num_differing: int | None = None  # elements of which any bit differs; None: the leaf wasn't compared
-    largest: float | None = None  # greatest absolute difference; NaN where a NaN met something else
+    # Greatest absolute difference: 0 where only signs of zeros differ, NaN where a NaN met something else,
+    # None where torch can't compute with the dtype.
+    largest: float | None = None
     position: tuple[int, ...] | None = None  # of the element that differs most
 
 
@@ -281,8 +284,11 @@ def _amount(row: Drift) -> str:
     """Say how much a leaf differs."""
     if row.num_differing is None:
         return f"differs from rank {row.reference}"
-    text = (
-        f"{row.num_differing} of {row.num_elements} elements differ from rank {row.reference}, "
-        f"by at most {row.largest:.3g}"
-    )
+    text = f"{row.num_differing} of {row.num_elements} elements differ from rank {row.reference}"
+    if row.largest is not None and math.isnan(row.largest):
+        text += ", NaN among them"
+    elif row.largest == 0:
+        text += ", in the sign of zero"
+    elif row.largest is not None:
+        text += f", by at most {row.largest:.3g}"
     return f"{text}, at {list(row.position)}" if row.position else text

@@ -19,7 +19,7 @@ import torch
 
 from accelfn.comm.difference import Said, find_difference
 from accelfn.comm.wire import as_bytes, as_tensor
-from accelfn.context import Context, Unsettled, call_site, publish, refuse_if_over
+from accelfn.context import Context, Unsettled, call_site, publish, refuse_if_over, text_of
 from accelfn.context.config import GuardMode
 from accelfn.errors import MismatchError, RemoteRankError
 from accelfn.tree import Layout, flatten
@@ -110,7 +110,7 @@ def agree(
     """
     begun = _begin(ctx, call)
     if error is not None:
-        text = json.dumps([type(error).__name__, str(error)[: capacity(ctx) // 8]], ensure_ascii=False)
+        text = json.dumps([type(error).__name__, text_of(error)[: capacity(ctx) // 8]], ensure_ascii=False)
         payload = as_tensor(text.encode(errors="replace"))
     message = _message(ctx, payload, _READY if error is None else _FAILED)
     return _verdict(ctx, call, begun, ctx.collectives.exchange(message), error)
@@ -247,7 +247,8 @@ def verify_structure(ctx: Context, tree: Any) -> None:
 
     Args:
         ctx: The world.
-        tree: Any tree. Of leaves that are no tensors the type is compared.
+        tree: Any tree. Of tensors, shape, dtype, layout (dense or how sparse) and whether they are on the
+            meta device are compared; of other leaves the type.
 
     Raises:
         MismatchError: The trees differ: the same error on every rank, with rank and path of each difference.
@@ -261,7 +262,9 @@ def verify_structure(ctx: Context, tree: Any) -> None:
 
 def _kind(leaf: Any) -> str:
     if isinstance(leaf, torch.Tensor):
-        return _tensor_kind(leaf.dtype, tuple(leaf.shape))
+        layout = "" if leaf.layout == torch.strided else f" {str(leaf.layout).removeprefix('torch.')}"
+        place = " on meta" if leaf.is_meta else ""  # real devices may differ between ranks
+        return f"{_tensor_kind(leaf.dtype, tuple(leaf.shape))}{layout}{place}"
     return type(leaf).__name__
 
 
@@ -276,10 +279,11 @@ def _layout_leaves(layout: Layout) -> dict[str, str]:
 
 def _explain(ctx: Context, call: Call, begun: _Begun) -> MismatchError:
     """Let every rank tell in full what it called, and find where they differ: the same on every rank."""
-    journal = ctx.collectives.journal
+    guard, journal = ctx.guard, ctx.collectives.journal
     own = Said(
         operation=call.operation,
         site=begun.site,
+        guard=f'guard mode "{guard.mode}"' + ("" if guard.call_sites else " without call sites"),
         number=journal.number,
         text=call.text,
         tag=begun.tag,

@@ -19,6 +19,7 @@ class Said(NamedTuple):
 
     operation: str
     site: str
+    guard: str  # what its guard compares
     number: int
     text: str  # options, then what must be equal of the tree
     tag: str
@@ -38,11 +39,16 @@ def find_difference(said: Sequence[Said]) -> MismatchError:
     Returns:
         The error to raise: the same on every rank, since all were told the same.
     """
+    operation = _most([one.operation for one in said])
+    callers = [Caller(rank, one.operation, one.site) for rank, one in enumerate(said)]
+    # Before all else: ranks that compare different things can't agree, whatever they call.
+    if rows := _unequal([one.guard for one in said]):
+        return MismatchError(
+            operation, rows[:_MAX_ROWS], "Give all ranks the same guard, in init_context or replace.", callers
+        )
     earlier = _first_difference(said)
     if earlier is not None:
         return earlier
-    operation = _most([one.operation for one in said])
-    callers = [Caller(rank, one.operation, one.site) for rank, one in enumerate(said)]
     rows, hint = _rows(said)
     left_out = len(rows) - _MAX_ROWS
     if left_out > 0:

@@ -39,6 +39,7 @@ _MAX_COMPARED = 8
 _PIECE = 1 << 21  # elements compared at a time
 # Elements that differ, the greatest difference, and the place of that element in logical order.
 _AMOUNT = struct.Struct("<QdQ")
+_UNKNOWN = -1.0  # stands for a difference that can't be computed
 
 
 class _Replica(NamedTuple):
@@ -193,7 +194,7 @@ def _compare(
 
     A failure is kept: the other ranks are told once all pieces have been sent.
     """
-    total, largest, place = 0, -1.0, 0
+    total, largest, place = 0, -math.inf, 0
     error: Exception | None = None
     for number, mine in enumerate(split_flat(leaf, _PIECE)):
         theirs = mine if ctx.world.rank == reference else torch.empty_like(mine)
@@ -217,7 +218,7 @@ def _measure(mine: torch.Tensor, theirs: torch.Tensor) -> tuple[int, float, int]
     try:
         amounts = _distance(mine[places], theirs[places])
     except NotImplementedError:  # a dtype that torch can store but not compute with, such as float4
-        return len(places), math.nan, int(places[0])
+        return len(places), _UNKNOWN, int(places[0])
     first = int(amounts.argmax())  # a NaN counts as the greatest
     return len(places), float(amounts[first]), int(places[first])
 
@@ -246,7 +247,11 @@ def _rows(
             row = Drift(rank, paths[one.leaf], one.reference, math.prod(shape))
             if number < _MAX_COMPARED:
                 count, largest, place = amounts[rank][number]
-                row = row._replace(num_differing=count, largest=largest, position=_unravel(place, shape))
+                row = row._replace(
+                    num_differing=count,
+                    largest=None if largest == _UNKNOWN else largest,
+                    position=_unravel(place, shape),
+                )
             rows.append(row)
     return tuple(rows)
 

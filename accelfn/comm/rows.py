@@ -87,7 +87,8 @@ def pad_across_processes(
 ) -> T:
     """Lengthen ``dim`` of each tensor to the longest over all ranks, so that a gather is possible.
 
-    Ranks: every rank of ``ctx``; dtypes and numbers of dimensions must be the same, lengths may differ.
+    Ranks: every rank of ``ctx``; dtypes and numbers of dimensions must be the same, lengths may differ. Other
+        dimensions keep theirs: where they differ too, pad them by further calls before a gather.
 
     Args:
         ctx: The world.

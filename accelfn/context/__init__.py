@@ -13,6 +13,7 @@ from accelfn.context.failure import (
     explain_departure,
     publish,
     refuse_if_over,
+    text_of,
 )
 from accelfn.context.init import init_context
 from accelfn.context.journal import Entry, Journal, Unsettled
@@ -62,4 +63,5 @@ __all__ = (
     "refuse_if_over",
     "start_watchdog",
     "store_board",
+    "text_of",
 )

@@ -73,6 +73,11 @@ class Context:
     guard: Guard = field(default_factory=Guard)
     tag: str = ""
 
+    def __post_init__(self) -> None:
+        """Settle what the guard leaves open: ``guard.mode`` of a context is always a ``GuardMode``."""
+        if self.guard.mode is None:
+            object.__setattr__(self, "guard", dataclasses.replace(self.guard, mode=GuardMode.SAMPLED))
+
     @property
     def device(self) -> torch.device:
         """Device of this rank."""

@@ -12,6 +12,7 @@ from accelfn.context.board import Board
 from accelfn.context.journal import Journal
 from accelfn.errors import (
     CollectiveTimeoutError,
+    Disagreement,
     DistributedError,
     MismatchError,
     MissingRankError,
@@ -19,11 +20,24 @@ from accelfn.errors import (
     UnevenDataError,
 )
 
-__all__ = ("Departure", "announce_end", "as_error", "explain_departure", "news", "publish", "refuse_if_over")
+__all__ = (
+    "Departure",
+    "announce_end",
+    "as_error",
+    "explain_departure",
+    "news",
+    "publish",
+    "refuse_if_over",
+    "text_of",
+)
 
 _FAILURE = "failure"  # one key for all: the first rank that fails is the one whose error matters
 _END = "end"
+# A store takes eight mebibytes, and a character may take twelve bytes as JSON.
 _TRACEBACK_CHARS = 20_000
+_MESSAGE_CHARS = 100_000
+_CELL_CHARS = 500
+_MAX_ROWS = 200
 
 
 class Departure(NamedTuple):
@@ -51,7 +65,7 @@ def publish(board: Board, journal: Journal, rank: int, error: BaseException, doi
     """
     if journal.over:
         return
-    journal.over = f"this rank has told the others of its {type(error).__name__}: {error}"
+    journal.over = f"this rank has told the others of its {type(error).__name__}: {text_of(error)}"
     journal.abandon()
     if isinstance(error, RemoteRankError):
         return  # the rank that it names has left word itself
@@ -133,17 +147,48 @@ def as_error(text: str) -> Exception:
 def _written(rank: int, error: BaseException, doing: str) -> str:
     details: list[object] = []
     if isinstance(error, MismatchError):
-        details = [error.operation, error.rows, error.hint, error.callers]
+        hint = _cut(error.hint, _MESSAGE_CHARS)
+        if len(error.rows) > _MAX_ROWS:
+            hint = f"  ... and {len(error.rows) - _MAX_ROWS} more\n{hint}"
+        details = [error.operation, [_short(row) for row in error.rows[:_MAX_ROWS]], hint, error.callers]
         if isinstance(error, UnevenDataError):
             details.append(error.counts)
-    lines = traceback.format_exception(type(error), error, error.__traceback__)
+    try:
+        lines = traceback.format_exception(type(error), error, error.__traceback__)
+    except Exception:  # noqa: BLE001 -- of what the user's own exceptions do when they are shown
+        lines = traceback.format_tb(error.__traceback__)
     return json.dumps(
         {
             "rank": rank,
             "cause": type(error).__name__,
-            "message": str(error),
+            "message": text_of(error),
             "doing": doing,
             "traceback": "".join(lines)[-_TRACEBACK_CHARS:],
             "details": details,
         }
+    )
+
+
+def text_of(error: BaseException) -> str:
+    """Give the message of any exception, one whose ``__str__`` fails too; cut where it is very long.
+
+    >>> text_of(OSError("disk full"))
+    'disk full'
+    """
+    try:
+        text = str(error)
+    except Exception as failure:  # noqa: BLE001 -- the user's own exception matters, not how it is shown
+        name = type(error).__name__
+        return f"<{name} whose text can't be had: its __str__ raises {type(failure).__name__}>"
+    return _cut(text, _MESSAGE_CHARS)
+
+
+def _cut(text: str, length: int) -> str:
+    left_out = len(text) - length
+    return text if left_out <= 0 else f"{text[:length]} ... ({left_out} more characters)"
+
+
+def _short(row: Disagreement) -> Disagreement:
+    return Disagreement(
+        row.rank, _cut(row.path, _CELL_CHARS), _cut(row.expected, _CELL_CHARS), _cut(row.found, _CELL_CHARS)
     )

@@ -145,11 +145,17 @@ def merge_settings(options: ContextOptions, settings: Settings) -> ContextOption
         merged["gradient_accumulation_steps"] = steps
     if "cpu" not in options:
         merged["cpu"] = settings.cpu
-    if options.get("guard") is None and options.get("debug") is None:
+    guard = options.get("guard")
+    says_mode = guard.mode is not None if isinstance(guard, Guard) else guard is not None
+    if not says_mode and options.get("debug") is None:
         if settings.debug:
             merged["debug"] = True
         elif settings.guard is not None:
-            merged["guard"] = settings.guard
+            merged["guard"] = (
+                dataclasses.replace(guard, mode=settings.guard)
+                if isinstance(guard, Guard)
+                else settings.guard
+            )
     if (
         not options.get("dynamo_backend")
         and not options.get("dynamo_plugin")
@@ -259,11 +265,14 @@ def _guard(now: Guard, options: ContextOptions) -> Guard:
     asked = options.get("guard")
     if asked is not None and not isinstance(asked, (Guard, str)):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise TypeError(f"guard must be a Guard or the name of a mode: got {type(asked).__name__}.")
-    guard = dataclasses.replace(now, mode=asked) if isinstance(asked, str) else asked or now
+    said = asked.mode if isinstance(asked, Guard) else asked  # None where nobody names a mode
+    guard = dataclasses.replace(
+        asked if isinstance(asked, Guard) else now, mode=now.mode if said is None else said
+    )
     debug, is_full = options.get("debug"), guard.mode == GuardMode.FULL
     if debug is None or debug == is_full:
         return guard
-    if asked is not None:
+    if said is not None:
         meaning = '"full"' if debug else 'not "full"'
         raise ConfigurationError(
             f"debug={debug} means that the guard's mode is {meaning}, and guard asks for "

@@ -38,21 +38,26 @@ def conclude(outcomes: Sequence[Outcome], where: str) -> list[Any]:
     errors = [(rank, one.error) for rank, one in enumerate(outcomes) if one.error is not None]
     if not errors:
         return [one.value for one in outcomes]
-    rank, error = min(
-        errors, key=lambda item: (not outcomes[item[0]].seen_to_die and _consequence(item[1]), item[0])
-    )
+    rank, error = min(errors, key=lambda item: (_consequence(outcomes[item[0]], item[1]), item[0]))
     note = f"raised on rank {rank} of {len(outcomes)} ({where})"
-    others = [f"rank {one} {type(it).__name__}" for one, it in errors if one != rank]
+    others = [f"rank {one} {type(it).__name__}" for one, it in errors if one != rank and outcomes[one].ended]
     if others:
         note += "; also failed: " + ", ".join(others)
+    lingering = [f"rank {one}" for one, _ in errors if one != rank and not outcomes[one].ended]
+    if lingering:
+        note += "; did not end in time: " + ", ".join(lingering)
     add_note = getattr(error, "add_note", None)  # Python 3.11 and later
     if add_note is not None:
         add_note(note)
     raise error
 
 
-def _consequence(error: BaseException) -> int:
+def _consequence(outcome: Outcome, error: BaseException) -> int:
     """Order errors by how likely they only follow from another rank's."""
+    if outcome.seen_to_die:
+        return 0
+    if not outcome.ended:  # it has said nothing: what any other rank has said tells more
+        return 4
     if isinstance(error, RemoteRankError):
         return 3
     if isinstance(error, MissingRankError):

@@ -27,7 +27,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 
-from accelfn.context import Context, process_group_collectives, store_board
+from accelfn.context import Context, process_group_collectives, store_board, text_of
 from accelfn.errors import (
     CollectiveTimeoutError,
     DistributedError,
@@ -47,6 +47,9 @@ Connection = Any  # multiprocessing's connections are generic in stubs only
 
 # After one rank has failed, the others get this long to fail in their own words before they are ended.
 _GRACE_S = 3.0
+# The pipe of a rank that was killed stays open as long as a process that it has forked, such as a loader's
+# worker: so whether it still lives is asked this often.
+_LOOK_S = 0.2
 # The guard ends the waiting.
 _NEVER = timedelta(days=30)
 
@@ -128,11 +131,22 @@ def _collect(
         left_s = None if deadline is None else deadline - time.monotonic()
         if left_s is not None and left_s <= 0:
             break
-        ready = multiprocessing.connection.wait([receivers[rank] for rank in waiting], left_s)
+        ready = multiprocessing.connection.wait(
+            [receivers[rank] for rank in waiting], _LOOK_S if left_s is None else min(left_s, _LOOK_S)
+        )
         for rank in waiting:
-            if receivers[rank] not in ready:
+            if receivers[rank] in ready:
+                outcomes[rank] = _receive(rank, processes[rank], receivers[rank])
+            elif processes[rank].exitcode is not None:
+                # Dead by now, so that all it has said is here.
+                said = receivers[rank].poll()
+                outcomes[rank] = (
+                    _receive(rank, processes[rank], receivers[rank])
+                    if said
+                    else _seen_to_die(rank, processes[rank])
+                )
+            else:
                 continue
-            outcomes[rank] = _receive(rank, processes[rank], receivers[rank])
             if outcomes[rank].error is not None:
                 soon = time.monotonic() + _GRACE_S
                 deadline = soon if deadline is None else min(deadline, soon)
@@ -143,17 +157,21 @@ def _receive(rank: int, process: Any, receiver: Connection) -> Outcome:
     try:
         value, error, text = _unpack(receiver.recv_bytes())
     except (EOFError, OSError):  # a socket says so if something was on its way
-        process.join(5.0)
-        code = process.exitcode
-        how = (
-            f"was killed by {signal.Signals(-code).name}"
-            if code is not None and code < 0
-            else f"exited with code {code}"
-        )
-        return Outcome(error=MissingRankError(f"rank {rank} {how} before it returned."), seen_to_die=True)
+        return _seen_to_die(rank, process)
     if text and error is not None:
         error.__cause__ = RemoteTraceback(text)
     return Outcome(value=value, error=error)
+
+
+def _seen_to_die(rank: int, process: Any) -> Outcome:
+    process.join(5.0)
+    code = process.exitcode
+    how = (
+        f"was killed by {signal.Signals(-code).name}"
+        if code is not None and code < 0
+        else f"exited with code {code}"
+    )
+    return Outcome(error=MissingRankError(f"rank {rank} {how} before it returned."), seen_to_die=True)
 
 
 def _unended(rank: int) -> Outcome:
@@ -244,6 +262,6 @@ def _report(rank: int, error: BaseException) -> bytes:
         message = _pack((None, error, text))
         _unpack(message)  # an exception may pickle and still not come back
     except Exception:  # noqa: BLE001 -- any failure means that it has to travel as text
-        plain = DistributedError(f"rank {rank} raised {type(error).__name__}: {error}")
+        plain = DistributedError(f"rank {rank} raised {type(error).__name__}: {text_of(error)}")
         return _pack((None, plain, text))
     return message

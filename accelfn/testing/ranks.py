@@ -40,6 +40,9 @@ def run_ranks(
     - ``"processes"``: forked processes with an initialised torch.distributed, for what needs it: DDP, FSDP2,
       DTensor. What ``fn`` returns must be picklable. Not on Windows.
 
+    The environment isn't read: no ``ACCELFN_*`` variable changes what a test does. Pass ``debug=True`` or
+    ``guard=`` instead.
+
     All ranks are on the CPU. Threads share Python's and torch's global random generators, so a function that
     draws numbers should use a generator of its own.
 

@@ -143,9 +143,20 @@ def optimizer_step(
         optimizer.zero_grad(set_to_none=True)
     every = ctx.guard.check_replicas_every
     if every is not None and ctx.num_processes > 1 and ctx.collectives.journal.count(optimizer) % every == 0:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        check_replicas(ctx, parameters, name="parameters")
+        parameters, name = _named(optimizer)
+        check_replicas(ctx, parameters, name=name)
     return scaler_state
+
+
+def _named(optimizer: Optimizer) -> tuple[Any, str]:
+    """Give the parameters of an optimizer as a tree with the best paths that it has, and the tree's name."""
+    groups = optimizer.param_groups
+    names = [name for group in groups for name in group.get("param_names", ())]
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    # Known only where it was made from named_parameters().
+    if len(set(names)) == len(parameters):
+        return dict(zip(names, parameters, strict=True)), "parameters"
+    return [{"params": group["params"]} for group in groups], "param_groups"
 
 
 def _step_if_finite(optimizer: Any, found_inf: torch.Tensor) -> None:

@@ -7,9 +7,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accelfn.comm import Call, agree, attempt, check_later, gather, verify_structure, wait_for_everyone
+from accelfn.comm import (
+    Call,
+    agree,
+    attempt,
+    check_later,
+    failing_together,
+    gather,
+    verify_structure,
+    wait_for_everyone,
+)
 from accelfn.context import Context
-from accelfn.errors import MismatchError, RemoteRankError
+from accelfn.context.config import Guard
+from accelfn.errors import Disagreement, MismatchError, RemoteRankError
 from accelfn.testing import Where, run_ranks
 from accelfn.testing.strategies import Mismatched, mismatched_trees, rank_trees, worlds
 from accelfn.tree import listify
@@ -77,6 +87,53 @@ def test_a_long_message_stays_within_the_exchange(text: str) -> None:
     assert size <= 1024
 
 
+class MuteError(ValueError):
+    """An exception of a user's whose text fails."""
+
+    def __str__(self) -> str:
+        raise OSError("no text")
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_an_exception_whose_text_can_not_be_had_is_raised_itself_and_told_by_name(debug: bool) -> None:
+    def refused(ctx: Context) -> Any:
+        return failure(lambda ctx: agree(ctx, Call("probe"), error=MuteError() if ctx.rank else None))(ctx)
+
+    def failed(ctx: Context) -> Any:
+        with failing_together(ctx, "the block"):
+            if ctx.rank:
+                raise MuteError
+        return agree(ctx, Call("probe"))
+
+    for work in (refused, failure(failed)):
+        here, there = run_ranks(work, 2, timeout_s=10, debug=debug)
+        assert type(there) is MuteError
+        assert isinstance(here, RemoteRankError)
+        assert (here.rank, here.cause) == (1, "MuteError")
+        assert "whose text can't be had" in str(here)
+
+
+@pytest.mark.parametrize(
+    ("usual", "odd", "said"),
+    [
+        (Guard(), Guard(mode="off"), 'guard mode "off"'),
+        (Guard(mode="full"), Guard(mode="off"), 'guard mode "off"'),
+        (Guard(), Guard(call_sites=False), 'guard mode "sampled" without call sites'),
+    ],
+)
+def test_ranks_with_different_guards_are_told_so(usual: Guard, odd: Guard, said: str) -> None:
+    def work(ctx: Context) -> Any:
+        own = ctx.replace(guard=odd if ctx.rank == 2 else usual)
+        return failure(lambda _: gather(own, torch.ones(1)))(ctx)
+
+    errors = run_ranks(work, 3, timeout_s=10)
+    assert len({str(error) for error in errors}) == 1
+    for error in errors:
+        assert isinstance(error, MismatchError)
+        assert [(row.rank, row.found) for row in error.rows] == [(2, said)]
+        assert "Give all ranks the same guard" in error.hint
+
+
 def test_attempt_keeps_the_refusal() -> None:
     assert attempt(lambda: 3) == (3, None)
     value, error = attempt(lambda: 1 // 0)
@@ -106,6 +163,21 @@ def test_leaves_that_are_no_tensors_are_compared_by_type() -> None:
     assert run_ranks(lambda ctx: verify_structure(ctx, {"n": ctx.rank}), 2) == [None, None]
     with pytest.raises(MismatchError, match=r"\n  1 .* tree\['n'\]  str    int\n"):
         run_ranks(lambda ctx: verify_structure(ctx, {"n": "a" if ctx.rank == 1 else 0}), 3)
+
+
+@pytest.mark.parametrize(
+    ("odd", "found"),
+    [
+        (torch.eye(3).to_sparse(), "float32 (3, 3) sparse_coo"),
+        (torch.empty(3, 3, device="meta"), "float32 (3, 3) on meta"),
+    ],
+)
+def test_tensors_that_are_not_dense_or_not_real_are_told_from_others(odd: torch.Tensor, found: str) -> None:
+    work = failure(lambda ctx: verify_structure(ctx, {"x": odd if ctx.rank == 1 else torch.eye(3)}))
+    for error in run_ranks(work, 3, timeout_s=10):
+        assert isinstance(error, MismatchError)
+        assert error.rows == (Disagreement(1, "tree['x']", "float32 (3, 3)", found),)
+    run_ranks(lambda ctx: verify_structure(ctx, odd), 3, timeout_s=10)
 
 
 def test_a_long_list_of_differences_is_cut() -> None:

@@ -17,6 +17,7 @@ def said(**changed: Any) -> Said:
     usual = Said(
         operation="gather",
         site="train.py:7 in main",
+        guard='guard mode "sampled"',
         number=3,
         text="from 0\0dict(x)",
         tag="train.py:7 in main",
@@ -67,8 +68,13 @@ def with_odd_one(size: int, odd: int, **changed: Any) -> list[Said]:
             Disagreement(1, "", "train.py:7 in main", "train.py:9 in main"),
             'give them one name: pass ctx.tagged("...")',
         ),
+        (
+            {"guard": 'guard mode "off"'},
+            Disagreement(1, "", 'guard mode "sampled"', 'guard mode "off"'),
+            "Give all ranks the same guard",
+        ),
     ],
-    ids=("operation", "number", "place", "leaf", "no leaf", "option", "container", "tag"),
+    ids=("operation", "number", "place", "leaf", "no leaf", "option", "container", "tag", "guard"),
 )
 def test_each_kind_of_difference_is_named(changed: dict[str, Any], row: Disagreement, hint: str) -> None:
     error = find_difference(with_odd_one(3, 1, **changed))
@@ -92,6 +98,7 @@ def test_the_coarsest_difference_is_the_one_that_is_told() -> None:
         {"place": "batch 1"},
         {"number": 9},
         {"operation": "reduce"},
+        {"guard": 'guard mode "full"'},
     )
     for coarser in differences:
         alone = find_difference(with_odd_one(3, 2, **coarser))
@@ -231,6 +238,7 @@ ANY = st.builds(
     Said,
     operation=SHORT,
     site=SHORT,
+    guard=SHORT,
     number=st.integers(0, 4),
     text=SHORT,
     tag=SHORT,

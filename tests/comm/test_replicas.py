@@ -193,7 +193,7 @@ def test_a_dtype_that_can_only_be_stored_is_compared_too() -> None:
         data[3] = ctx.rank
         check_replicas(ctx, data.view(torch.float4_e2m1fn_x2))
 
-    assert repr(drift(work, 2).rows[0][3:]) == "(5, 1, nan, (3,))"
+    assert repr(drift(work, 2).rows[0][3:]) == "(5, 1, None, (3,))"
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -323,6 +323,26 @@ def test_the_table_of_one_leaf() -> None:
         "  rank 1  tree['layer.weight']  1 of 4096 elements differ from rank 0, "
         "by at most 1.19e-07, at [3, 17]"
     )
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "said"),
+    [
+        ([0.0, 1.0], [-0.0, 1.0], "1 of 2 elements differ from rank 0, in the sign of zero, at [0]"),
+        ([2.0, 1.0], [8.0, NAN], "2 of 2 elements differ from rank 0, NaN among them, at [1]"),
+        ([0.0, 1.0], [-0.0, 3.0], "2 of 2 elements differ from rank 0, by at most 2, at [1]"),
+    ],
+)
+def test_zeros_and_what_is_no_number_are_called_so(right: list[float], wrong: list[float], said: str) -> None:
+    error = drift(lambda ctx: check_replicas(ctx, torch.tensor(wrong if ctx.rank == 1 else right)), 3)
+    assert str(error).endswith(said)
+
+
+def test_where_amounts_can_not_be_had_the_table_has_none() -> None:
+    def work(ctx: Context) -> Any:
+        check_replicas(ctx, torch.tensor([0, ctx.rank], dtype=torch.uint8).view(torch.float4_e2m1fn_x2))
+
+    assert str(drift(work, 2)).endswith("1 of 2 elements differ from rank 0, at [1]")
 
 
 def test_the_table_has_twenty_rows_of_which_eight_leaves_are_compared() -> None:

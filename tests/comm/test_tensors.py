@@ -297,6 +297,21 @@ def test_padding_can_be_cut_off_again(
             assert missing or leaf is old
 
 
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=2, max_size=4))
+def test_several_dimensions_are_padded_one_after_the_other(sizes: list[tuple[int, int]]) -> None:
+    def work(ctx: Context) -> torch.Tensor:
+        tensor = torch.full(sizes[ctx.rank], ctx.rank + 1)
+        return gather(ctx, pad_across_processes(ctx, pad_across_processes(ctx, tensor, 0), 1))
+
+    rows, columns = (max(lengths) for lengths in zip(*sizes, strict=True))
+    for gathered in run_ranks(work, len(sizes)):
+        assert gathered.shape == (len(sizes) * rows, columns)
+        for rank, (own_rows, own_columns) in enumerate(sizes):
+            block = gathered[rank * rows : (rank + 1) * rows]
+            assert bool((block[:own_rows, :own_columns] == rank + 1).all())
+            assert int(block.sum()) == (rank + 1) * own_rows * own_columns
+
+
 OPERATIONS: tuple[Callable[[Context, Any], Any], ...] = (
     gather,
     reduce,

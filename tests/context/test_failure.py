@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._C._distributed_c10d import HashStore
@@ -18,6 +19,7 @@ from accelfn.context import (
     publish,
     refuse_if_over,
     store_board,
+    text_of,
 )
 from accelfn.context.failure import news
 from accelfn.errors import (
@@ -162,6 +164,60 @@ def test_a_long_traceback_keeps_its_end() -> None:
     assert isinstance(there, RemoteRankError)
     assert len(there.traceback) == 20_000
     assert there.traceback.endswith("x" * 500 + "\n")
+
+
+class MuteError(ValueError):
+    """An exception of a user's whose text fails."""
+
+    def __str__(self) -> str:
+        raise OSError("no text")
+
+
+def test_an_exception_whose_text_can_not_be_had_arrives_by_its_name() -> None:
+    there = heard(MuteError("x"))
+    assert isinstance(there, RemoteRankError)
+    assert there.cause == "MuteError"
+    assert there.message == "<MuteError whose text can't be had: its __str__ raises OSError>"
+    assert "in raised\n    raise error" in there.traceback
+
+
+def test_of_a_message_that_is_too_long_for_the_store_the_beginning_arrives() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]
+    board = store_board(store)
+    publish(board, journal_at(1), 1, OSError("\u2713" * 9_000_000))
+    there = news(board, journal_at(1), 0)
+    assert isinstance(there, RemoteRankError)
+    assert there.message == "\u2713" * 100_000 + " ... (8900000 more characters)"
+
+
+@pytest.mark.parametrize("counts", [None, (1, 2)])
+def test_of_a_table_that_is_too_long_for_the_store_the_beginning_arrives(counts: Any) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]
+    board = store_board(store)
+    rows = [Disagreement(one, "p" * 1000, "\u2713", "f" * 1000) for one in range(900)]
+    long = "h" * 9_000_000
+    made = (
+        MismatchError("gather", rows, long)
+        if counts is None
+        else UnevenDataError("gather", rows, long, (), counts)
+    )
+    publish(board, journal_at(1), 1, made)
+    there = news(board, journal_at(1), 0)
+    assert isinstance(there, MismatchError)
+    assert type(there) is type(made)
+    assert getattr(there, "counts", None) == counts
+    assert [row.rank for row in there.rows] == list(range(200))
+    assert there.rows[0] == Disagreement(
+        0, "p" * 500 + " ... (500 more characters)", "\u2713", "f" * 500 + " ... (500 more characters)"
+    )
+    assert there.hint.startswith("  ... and 700 more\nhhh")
+    assert there.hint.endswith("h ... (8900000 more characters)")
+
+
+def test_a_text_is_given_as_it_is_where_it_can_be_had() -> None:
+    assert text_of(KeyError("x")) == "'x'"
+    assert text_of(ValueError("y" * 100_000)) == "y" * 100_000
+    assert text_of(ValueError("y" * 100_001)) == "y" * 100_000 + " ... (1 more characters)"
 
 
 # --- who is heard --------------------------------------------------------------------------------

@@ -269,7 +269,8 @@ def test_a_recipe_without_fp8_is_refused() -> None:
 
 # --- the guard ------------------------------------------------------------------------------------
 
-OWN = Guard(timeout=timedelta(seconds=7), watchdog=True, call_sites=False)
+OWN = Guard(mode="sampled", timeout=timedelta(seconds=7), watchdog=True, call_sites=False)
+UNSAID = dataclasses.replace(OWN, mode=None)
 
 
 def guarded(guard: Guard = OWN) -> Context:
@@ -278,10 +279,19 @@ def guarded(guard: Guard = OWN) -> Context:
 
 def test_a_guard_is_taken_as_it_is_and_a_mode_changes_only_the_mode() -> None:
     assert guarded().replace().guard == OWN
-    assert guarded().replace(guard=Guard()).guard == Guard()
+    assert guarded().replace(guard=Guard()).guard == Guard(mode="sampled")
     assert guarded().replace(guard="off").guard == dataclasses.replace(OWN, mode="off")
     assert guarded().replace(guard=GuardMode.FULL).guard == dataclasses.replace(OWN, mode="full")
     assert guarded().replace(guard=None, debug=None).guard == OWN
+
+
+def test_a_guard_that_names_no_mode_leaves_it_as_it_is() -> None:
+    for mode in GuardMode:
+        ctx = guarded(Guard(mode=mode)).replace(guard=UNSAID)
+        assert ctx.guard == dataclasses.replace(OWN, mode=mode)
+        assert ctx.guard.mode is mode
+    assert Context().guard.mode is Context(guard=UNSAID).guard.mode is GuardMode.SAMPLED
+    assert applied(guard=UNSAID).guard.mode is GuardMode.SAMPLED
 
 
 def test_debug_is_the_full_mode_and_nothing_else() -> None:
@@ -301,6 +311,8 @@ def test_debug_is_the_full_mode_and_nothing_else() -> None:
         ({"guard": "off", "debug": False}, "off"),
         ({"guard": "sampled", "debug": False}, "sampled"),
         ({"guard": "full", "debug": None}, "full"),
+        ({"guard": UNSAID, "debug": True}, "full"),
+        ({"guard": UNSAID, "debug": False}, "sampled"),
     ],
 )
 def test_debug_and_guard_may_say_the_same(options: dict[str, Any], mode: str) -> None:
@@ -311,7 +323,7 @@ def test_debug_and_guard_may_say_the_same(options: dict[str, Any], mode: str) ->
     ("options", "said"),
     [
         ({"guard": "off", "debug": True}, "debug=True means .* mode is \"full\", and guard asks for 'off'"),
-        ({"guard": Guard(), "debug": True}, "debug=True means .* guard asks for 'sampled'"),
+        ({"guard": OWN, "debug": True}, "debug=True means .* guard asks for 'sampled'"),
         ({"guard": "full", "debug": False}, "debug=False means .* not \"full\", and guard asks for 'full'"),
     ],
 )
@@ -334,7 +346,12 @@ def test_what_is_no_guard_is_refused() -> None:
         ({}, Settings(debug=True), "full"),
         ({}, Settings(debug=True, guard="off"), "full"),
         ({"guard": "sampled"}, Settings(debug=True, guard="off"), "sampled"),
-        ({"guard": Guard()}, Settings(guard="off"), "sampled"),
+        ({"guard": OWN}, Settings(guard="off"), "sampled"),
+        ({"guard": OWN}, Settings(debug=True), "sampled"),
+        ({"guard": UNSAID}, Settings(), "sampled"),
+        ({"guard": UNSAID}, Settings(guard="off"), "off"),
+        ({"guard": UNSAID}, Settings(debug=True, guard="off"), "full"),
+        ({"guard": UNSAID, "debug": False}, Settings(debug=True), "sampled"),
         ({"debug": True}, Settings(guard="off"), "full"),
         ({"debug": False}, Settings(debug=True), "sampled"),
         ({"debug": False}, Settings(guard="full"), "sampled"),
@@ -364,6 +381,7 @@ def test_init_context_reads_the_guards_variables(
         monkeypatch.setenv(name, value)
     assert init_context(cpu=True).guard == Guard(mode=mode)
     assert init_context(cpu=True, guard=OWN).guard == OWN
+    assert init_context(cpu=True, guard=UNSAID).guard == dataclasses.replace(OWN, mode=mode)
 
 
 def test_the_timeout_of_the_process_group_is_the_guards_too() -> None:
@@ -379,7 +397,7 @@ def test_the_timeout_of_the_process_group_is_the_guards_too() -> None:
     assert (
         init_context(cpu=True, guard=OWN, kwargs_handlers=[InitProcessGroupKwargs(timeout=long)]).guard == OWN
     )
-    assert init_context(cpu=True, kwargs_handlers=[InitProcessGroupKwargs()]).guard == Guard()
+    assert init_context(cpu=True, kwargs_handlers=[InitProcessGroupKwargs()]).guard == Context().guard
 
 
 # --- precedence ----------------------------------------------------------------------------------

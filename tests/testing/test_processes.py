@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from accelfn.comm import wait_for_everyone
+from accelfn.comm import failing_together, wait_for_everyone
 from accelfn.context import Context
-from accelfn.errors import DistributedError, MismatchError, MissingRankError
+from accelfn.errors import DistributedError, MismatchError, MissingRankError, RemoteRankError
 from accelfn.testing import Fault, run_ranks
 
 
@@ -95,6 +95,43 @@ def test_a_killed_rank_is_named_also_when_others_wait_for_it() -> None:
 
     with pytest.raises(MissingRankError, match="rank 2 was killed by SIGKILL"):
         run_ranks(work, 3, "processes", faults=[Fault(kind="die", rank=2, at=1)])
+
+
+def test_a_killed_rank_is_named_also_while_a_process_that_it_forked_lives_on() -> None:
+    read, write = os.pipe()
+
+    def work(ctx: Context) -> None:
+        if ctx.rank == 1:
+            if os.fork() == 0:  # holds all that its parent held, the pipe and the sentinel too
+                os.close(write)
+                os.read(read, 1)
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGKILL)
+        wait_for_everyone(ctx)
+
+    try:
+        with pytest.raises(MissingRankError, match="rank 1 was killed by SIGKILL") as caught:
+            run_ranks(work, 2, "processes", timeout_s=10)
+    finally:
+        os.close(write)
+        os.close(read)
+    assert "raised on rank 1 of 2" in str(getattr(caught.value, "__notes__", "raised on rank 1 of 2"))
+
+
+def test_a_rank_that_lingers_after_another_has_told_why_is_not_the_cause() -> None:
+    def work(ctx: Context) -> None:
+        if ctx.rank == 0:
+            wait_for_everyone(ctx)
+        try:
+            with failing_together(ctx, "reading"):
+                raise OSError("no such disk")
+        finally:
+            time.sleep(3600)
+
+    with pytest.raises(RemoteRankError, match="rank 1 failed in reading: OSError: no such disk") as caught:
+        run_ranks(work, 2, "processes", timeout_s=60)
+    for note in getattr(caught.value, "__notes__", ()):  # Python 3.11 and later
+        assert note == "raised on rank 0 of 2 (processes); did not end in time: rank 1"
 
 
 def test_a_loader_with_workers_runs_on_a_rank() -> None:

@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -132,3 +133,45 @@ def test_parameters_that_drift_apart_are_found_at_the_asked_step() -> None:
 
     assert run_ranks(train, 2, guard=Guard(check_replicas_every=2)) == [[4, 1]] * 2
     assert run_ranks(train, 2) == [[]] * 2
+
+
+def all_named(model: nn.Sequential) -> Any:
+    return model.named_parameters()
+
+
+def named_by_group(model: nn.Sequential) -> Any:  # each has a "bias", which names none
+    return [{"params": list(one.named_parameters())} for one in model.children()]
+
+
+def unnamed(model: nn.Sequential) -> Any:
+    return model.parameters()
+
+
+def unnamed_by_group(model: nn.Sequential) -> Any:
+    return [{"params": one.parameters()} for one in model.children()]
+
+
+@pytest.mark.parametrize(
+    ("taken", "path"),
+    [
+        (all_named, "parameters['1.bias']"),
+        (named_by_group, "param_groups[1]['params'][1]"),
+        (unnamed, "param_groups[0]['params'][3]"),
+        (unnamed_by_group, "param_groups[1]['params'][1]"),
+    ],
+)
+def test_a_parameter_that_drifts_is_named_as_well_as_its_optimizer_can(
+    taken: Callable[[nn.Sequential], Any], path: str
+) -> None:
+    def train(ctx: Context) -> None:
+        model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+        for parameter in model.parameters():
+            nn.init.ones_(parameter)
+            parameter.grad = torch.ones_like(parameter)
+        if ctx.rank == 1:
+            nn.init.zeros_(cast("nn.Linear", model[1]).bias)
+        optimizer_step(ctx, torch.optim.SGD(taken(model), 0.1), init_scaler(ctx))
+
+    with pytest.raises(ReplicaDriftError) as caught:
+        run_ranks(train, 2, guard=Guard(check_replicas_every=1))
+    assert [row.path for row in caught.value.rows] == [path]

@@ -28,7 +28,8 @@ class Guard:
             ranks, and in larger ones as many as keep the cost per operation the same: the first 50, then
             each ``P / 8``-th of those that need an exchange of their own for it. What is left out is counted,
             and found by the next check. ``"off"`` compares nothing: errors of other ranks still arrive.
-            Default "sampled".
+            ``None`` says nothing: a context takes ``"full"`` where ``debug=True`` or the environment asks for
+            it, and else keeps what it has, which is ``"sampled"`` at first. Default None.
         call_sites: Whether operations that move data must also be called from the same line on every rank.
             Tells two calls of the same form apart, so that swapped and skipped ones are found; name calls
             that are meant to meet with ``ctx.tagged("...")``. Default True.
@@ -42,7 +43,7 @@ class Guard:
         check_replicas_before_saving: Whether weights are checked so before they are saved. Default True.
     """
 
-    mode: str | GuardMode = GuardMode.SAMPLED
+    mode: str | GuardMode | None = None
     call_sites: bool = True
     timeout: timedelta = timedelta(minutes=5)
     long_timeout: timedelta = timedelta(minutes=30)
@@ -52,7 +53,7 @@ class Guard:
 
     def __post_init__(self) -> None:
         """Check and normalise the fields."""
-        settle_choice(self, "mode", GuardMode)
+        settle_choice(self, "mode", GuardMode, optional=True)
         check_bools(self, "call_sites", "watchdog", "check_replicas_before_saving")
         check_ints(self, "check_replicas_every", minimum=1, optional=True)
         for name in ("timeout", "long_timeout"):

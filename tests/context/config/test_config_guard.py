@@ -13,7 +13,7 @@ LENGTHS = st.timedeltas(min_value=timedelta(microseconds=1), max_value=timedelta
 
 def test_the_defaults() -> None:
     guard = Guard()
-    assert guard.mode == "sampled"
+    assert guard.mode is None
     assert guard.call_sites
     assert (guard.timeout_s, guard.long_timeout_s) == (300.0, 1800.0)
     assert not guard.watchdog
