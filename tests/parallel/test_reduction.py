@@ -83,7 +83,7 @@ def test_a_pass_that_failed_leaves_nothing_behind() -> None:
         for _ in range(3):
             model(torch.ones(1, 1)).sum().backward()
         first = next(model.parameters())
-        handle = first.register_hook(fail)
+        handle: Any = first.register_hook(fail)
         with pytest.raises(OSError, match="a hook of the user's"):
             model(torch.ones(1, 1)).sum().backward()
         handle.remove()
