@@ -8,7 +8,8 @@ from accelfn.data.microbatch import (
     microbatches,
     plan_microbatch,
 )
-from accelfn.data.order import Order, order_of
+from accelfn.data.order import Order, read_order
+from accelfn.data.permutation import permute
 from accelfn.data.plan import EpochPlan, plan_epoch
 
 __all__ = (
@@ -19,8 +20,9 @@ __all__ = (
     "gather_for_metrics",
     "gather_objects_for_metrics",
     "microbatches",
-    "order_of",
+    "permute",
     "plan_epoch",
     "plan_microbatch",
     "prepare_data_loader",
+    "read_order",
 )

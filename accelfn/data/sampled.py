@@ -1,0 +1,283 @@
+"""Read a map-style dataset by an order of its samples, or by the batches of a sampler of the user's own."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from typing import Any, Generic, TypeVar, cast
+
+import torch
+from torch.utils.data import DataLoader, get_worker_info
+
+from accelfn.context import Context
+from accelfn.data.order import Order, Take, draw_together, take_from
+from accelfn.data.plan import EpochPlan, plan_epoch
+from accelfn.data.reading import Pass, Share, share_of
+from accelfn.errors import ConfigurationError
+
+__all__ = ("BatchedReader", "SampledReader", "rebuild")
+
+T = TypeVar("T")
+MakePlan = Callable[[int, int], EpochPlan]  # from the number of samples, and the one to start at
+
+# Samples whose indices are computed at once: enough to make the arithmetic cheap, few enough to begin at
+# once.
+_BLOCK = 4096
+_FIRST_BLOCK = 256
+
+# What a DataLoader was made with, batching apart.
+_OPTIONS = (
+    *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
+    *("generator", "persistent_workers", "in_order", "pin_memory_device"),
+)
+
+
+class SampledReader(Generic[T]):
+    """Reads by an order of samples: any position is reached at once, and no list is held."""
+
+    def __init__(
+        self, ctx: Context, source: DataLoader[T], order: Order, rank: int, make_plan: MakePlan
+    ) -> None:
+        """Read for ``rank`` of those that read different data."""
+        self.length: int | None = order.num_samples
+        self.seed = order.seed
+        self._ctx = ctx
+        self._order = order
+        self._rank = rank
+        self._make_plan = make_plan
+        self._sampler = cast("Any", source).sampler if order.kind == "sampler" else None
+        self._batches = Batches()
+        self._loader = rebuild(source, self._batches)
+        self.batch_size: int | None = self.plan(0).global_batch
+
+    def plan(self, start: int) -> EpochPlan:
+        """Plan the samples from ``start`` on."""
+        return self._make_plan(self._order.num_samples, start)
+
+    def count(self, start: int) -> int:
+        """Count this rank's batches from ``start`` on."""
+        return self.plan(start).num_batches(self._rank)
+
+    def begin(self, epoch: int, start: int) -> Pass[T]:
+        """Begin a pass."""
+        plan = self.plan(start)
+        if self._sampler is None:
+            take = self._order.taker(self.seed, epoch)
+        else:
+            drawn = draw_together(self._ctx, self._sampler, epoch)
+            if len(drawn) != self._order.num_samples:
+                raise ValueError(
+                    f"the sampler {type(self._sampler).__name__} has a length of {self._order.num_samples}, "
+                    f"and drew {len(drawn)} samples. Its __len__ must count what its __iter__ gives."
+                )
+            take = take_from(drawn)
+        return _planned_pass(self._loader, self._batches, plan, self._rank, take, (self.seed, epoch))
+
+
+class BatchedReader(Generic[T]):
+    """Reads the batches of the user's own batch sampler, which rank 0 draws for all.
+
+    Batches of the size that it names (the last may be shorter) are samples in an order, and are shared out as
+    such; batches of different sizes are taken as they are, one a rank.
+    """
+
+    def __init__(
+        self, ctx: Context, source: DataLoader[T], seed: int, rank: int, size: int, make_plan: MakePlan
+    ) -> None:
+        """Read for ``rank`` of ``size``; ``make_plan`` is for samples."""
+        self.length: int | None = None
+        self.seed = seed
+        self._ctx = ctx
+        self._sampler = cast("Any", source).batch_sampler
+        self._rank, self._size = rank, size
+        self._make_plan = make_plan
+        self._batches = Batches()
+        self._loader = rebuild(source, self._batches)
+        named = getattr(self._sampler, "batch_size", None)
+        self._named = named if isinstance(named, int) else None
+        split = ctx.loading.split_batches
+        self.batch_size: int | None = self._named if self._named is None or split else self._named * size
+
+    def plan(self, start: int) -> None:
+        """Know nothing before the batches are drawn."""
+        del start
+
+    def count(self, start: int) -> int | None:
+        """Count this rank's batches, where the batch sampler has a length and nothing is read yet."""
+        if start or not hasattr(self._sampler, "__len__"):
+            return None
+        number = len(self._sampler)
+        return number if self._ctx.loading.split_batches else self._by_batch(number).num_batches(self._rank)
+
+    def begin(self, epoch: int, start: int) -> Pass[T]:
+        """Draw the batches and begin a pass."""
+        drawn = [list(batch) for batch in draw_together(self._ctx, self._sampler, epoch)]
+        key = (self.seed, epoch)
+        if self._named is not None and _are_even(drawn, self._named):
+            samples = [index for batch in drawn for index in batch]
+            plan = self._make_plan(len(samples), start)
+            return _planned_pass(self._loader, self._batches, plan, self._rank, take_from(samples), key)
+        if self._ctx.loading.split_batches:
+            raise ConfigurationError(
+                "split_batches cuts each batch into equal parts, and the batch sampler "
+                f"{type(self._sampler).__name__} gives batches of different sizes. Use split_batches=False."
+            )
+        ends = list(accumulate(map(len, drawn)))
+        first = next((number for number, end in enumerate(ends) if end > start), len(drawn))
+        plan = self._by_batch(len(drawn), first)
+        steps = plan.num_batches(self._rank)
+        own = [drawn[plan.positions(step, self._rank)[0]] for step in range(steps)]
+        self._batches.begin(lambda: (Keyed(batch, (*key, step)) for step, batch in enumerate(own)))
+        counts = tuple(plan.num_batches(rank) for rank in range(plan.size))
+        share_at = functools.partial(_share_of_batches, plan, rank=self._rank, ends=ends, batches=drawn)
+        return Pass(counts, zip(self._loader, map(share_at, range(steps)), strict=True), share_at=share_at)
+
+    def _by_batch(self, number: int, start: int = 0) -> EpochPlan:
+        return plan_epoch(
+            number,
+            1,
+            self._size,
+            even_batches=self._ctx.loading.even_batches,
+            drop_last=bool(getattr(self._sampler, "drop_last", False)) and self._size > 1,
+            start=start,
+        )
+
+
+def _are_even(batches: Sequence[Sequence[Any]], size: int) -> bool:
+    return all(len(batch) == size for batch in batches[:-1]) and (not batches or len(batches[-1]) <= size)
+
+
+def _share_of_batches(
+    plan: EpochPlan, step: int, rank: int, ends: Sequence[int], batches: Sequence[Sequence[Any]]
+) -> Share:
+    here = [plan.positions(step, one) for one in range(plan.size)]
+    rows = [len(batches[positions[0]]) if positions else 0 for positions in here]
+    new = plan.num_valid(step)  # in rank order; batches behind it are repeated
+    valid = tuple(number if one < new else 0 for one, number in enumerate(rows))
+    return Share(
+        num_rows=rows[rank],
+        max_rows=max(rows),
+        num_valid=sum(valid),
+        valid_by_rank=valid,
+        own_valid=valid[rank],
+        is_last=step == plan.num_batches(rank) - 1,
+        consumed=ends[plan.consumed(step) - 1],
+    )
+
+
+def _planned_pass(
+    loader: DataLoader[T],
+    batches: Batches,
+    plan: EpochPlan,
+    rank: int,
+    take: Take,
+    key: tuple[int, int],
+) -> Pass[T]:
+    batches.begin(lambda: batches_of(plan, rank, take, key))
+    counts = tuple(plan.num_batches(one) for one in range(plan.size))
+    share_at = functools.partial(share_of, plan, rank=rank)
+    shares = map(share_at, range(counts[rank]))
+    return Pass(counts, zip(loader, shares, strict=True), share_at=share_at)
+
+
+def batches_of(plan: EpochPlan, rank: int, take: Take, key: tuple[int, int]) -> Iterator[Keyed]:
+    """Give the batches of ``rank``, as lists of what ``take`` gives for their positions.
+
+    Computed in blocks of steps, so that neither memory nor the time to the first batch grows with the epoch.
+    """
+    steps, first, samples = plan.num_batches(rank), 0, _FIRST_BLOCK
+    while first < steps:
+        last = min(steps, first + max(1, samples // plan.rank_batch))
+        items = take(plan.block(first, last, rank))
+        for step in range(first, last):
+            begin = (step - first) * plan.rank_batch
+            position = plan.start + step * plan.global_batch + rank * plan.rank_batch
+            yield Keyed(items[begin : begin + plan.rank_batch], (*key, position))
+        first, samples = last, _BLOCK
+
+
+class Keyed(list[Any]):
+    """Indices of one batch, with what its randomness in a worker is derived from."""
+
+    def __init__(self, items: Sequence[Any], key: tuple[int, ...]) -> None:
+        """Hold ``items``."""
+        super().__init__(items)
+        self.key = key
+
+    def __reduce__(self) -> tuple[type[Keyed], tuple[list[Any], tuple[int, ...]]]:
+        """Travel to a worker."""
+        return Keyed, (list(self), self.key)
+
+
+class Batches:
+    """What torch's DataLoader takes for a batch sampler: the batches of the pass that was begun last."""
+
+    def __init__(self) -> None:
+        """Hold no batches."""
+        self._make: Callable[[], Iterator[Any]] = lambda: iter(())
+
+    def begin(self, make: Callable[[], Iterator[Any]]) -> None:
+        """Give these from the next pass on."""
+        self._make = make
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._make()
+
+
+class Seeded:
+    """A dataset whose workers draw the same random numbers for a batch, whichever of them reads it.
+
+    So neither the number of workers nor a resumption changes an augmentation, and no two ranks share one.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        """Read ``dataset``."""
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._dataset[index]
+
+    def __getitems__(self, indices: Keyed) -> Any:
+        """Seed the worker for this batch, and read it as torch would."""
+        if get_worker_info() is not None:
+            _seed_worker(indices.key)
+        read = getattr(self._dataset, "__getitems__", None)
+        return read(list(indices)) if read else [self._dataset[index] for index in indices]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
+
+
+def _seed_worker(key: tuple[int, ...]) -> None:
+    seed = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little")
+    random.seed(seed)
+    # Not torch.manual_seed, which leaves a note for each device that is not initialised yet, at each call.
+    torch.default_generator.manual_seed(seed >> 1)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed >> 32)
+
+
+def rebuild(source: DataLoader[T], batches: Any, **changes: Any) -> DataLoader[T]:
+    """Make a loader like ``source`` that reads ``batches``: torch lets nobody exchange a batch sampler.
+
+    Args:
+        source: The user's loader, or one of a class derived from torch's.
+        batches: What it takes for a batch sampler.
+        **changes: Options that differ.
+    """
+    options: dict[str, Any] = {name: getattr(source, name) for name in _OPTIONS if hasattr(source, name)}
+    if source.num_workers > 0:
+        options["prefetch_factor"] = source.prefetch_factor
+        options["worker_init_fn"] = source.worker_init_fn
+    dataset: Any = source.dataset if source.num_workers == 0 else Seeded(source.dataset)
+    return functools.partial(DataLoader, dataset, batch_sampler=batches, **options)(**changes)
