@@ -1,4 +1,4 @@
-"""In which order an epoch visits the samples: a function of seed, epoch and position, the same on each rank."""
+"""In which order an epoch visits the samples: a function of seed, epoch and position, the same everywhere."""
 
 from __future__ import annotations
 
