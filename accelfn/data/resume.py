@@ -234,9 +234,8 @@ class SkippedReader(Generic[T]):
         """Leave out ``num_steps`` steps of passes that begin with an epoch, or at sample ``start`` of it."""
         self._reader = reader
         self._num_steps = {0: num_steps, start: num_steps}
-        if isinstance(
-            reader, SkippedReader
-        ):  # one in the other would take the place it is sent to for a start
+        # One in the other would take the place that it is sent to for one at which it has to skip.
+        if isinstance(reader, SkippedReader):
             inner = cast("SkippedReader[T]", reader)
             own = {begin: number + inner._number(begin) for begin, number in self._num_steps.items()}
             self._num_steps = {**inner._num_steps, **own}

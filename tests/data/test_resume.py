@@ -33,6 +33,8 @@ from accelfn.data import (
     restore_loader,
     skip_first_batches,
 )
+from accelfn.data.reading import Pass, Share
+from accelfn.data.resume import SkippedReader
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.testing import run_ranks
 
@@ -296,6 +298,23 @@ def test_samplers_of_ones_own_resume_too(worlds: tuple[int, int], stop: int, kin
         state = ranks[0][1]
         assert {one for _, one in ranks} == {state}
     assert samples == (list(reversed(range(12))) if kind == "sampler" else list(range(12)))
+
+
+def test_batches_of_different_sizes_keep_their_random_numbers_too() -> None:
+    def run(ctx: Context, state: LoaderState | None, number: int | None) -> Any:
+        source: Any = DataLoader(Noisy(), batch_sampler=cast("Any", Uneven()), num_workers=1, collate_fn=list)
+        loader = prepare_data_loader(ctx, source)
+        if state is not None:
+            restore_loader(loader, state)
+        return [(batch, loader_state(loader)) for batch in islice(loader, number)]
+
+    config = DataLoaderConfiguration(data_seed=1)
+    (alone,) = run_ranks(lambda ctx: run(ctx, None, None), 1, dataloader_config=config)
+    ((_, state),) = alone[:1]
+    first, second = run_ranks(lambda ctx: run(ctx, state, None), 2, "processes", dataloader_config=config)
+    assert len({row[1] for batch, _ in alone for row in batch}) == 12
+    assert [batch for batch, _ in first] == [batch for batch, _ in alone[1::2]]
+    assert [batch for batch, _ in second] == [batch for batch, _ in alone[2::2]]
 
 
 def test_data_that_was_sharded_already_resumes_in_its_world() -> None:
@@ -562,6 +581,36 @@ def test_data_that_was_sharded_already_is_skipped_too() -> None:
         return [len(rest), *((batch.tolist(), micro.own_valid) for batch, micro in micros)]
 
     assert run_ranks(run, 2) == [[1, ([4], None), ([4], 0)], [2, ([4, 5], None), ([6], None)]]
+
+
+class Planless:
+    """A reader that tells nothing before a pass, and cannot leave out a batch."""
+
+    length = batch_size = None
+    seed = 0
+
+    def plan(self, start: int) -> None: ...
+
+    def count(self, start: int) -> int | None:
+        return None if start else 4
+
+    def begin(self, epoch: int, start: int) -> Pass[int]:
+        def share_at(step: int) -> Share:
+            return Share(num_rows=step)
+
+        return Pass((4, 3), ((step, share_at(step)) for step in range(4)), share_at=share_at)
+
+
+def test_what_a_reader_can_not_leave_out_is_read_and_thrown_away() -> None:
+    reader = SkippedReader(cast("Any", Planless()), 3)
+    begun = reader.begin(0, 0)
+    assert (begun.counts, reader.count(0), reader.count(1)) == ((1, 0), 1, None)
+    assert [batch for batch, _ in begun.batches] == [3]
+    assert begun.share_at is not None
+    assert begun.share_at(0).num_rows == 3
+    for name in ("even_batches", "choose_even"):
+        with pytest.raises(AttributeError):
+            getattr(reader, name)(False)
 
 
 class Sub(DataLoader[Any]):
