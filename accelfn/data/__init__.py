@@ -3,6 +3,7 @@
 from accelfn.data.loader import PreparedDataLoader, prepare_data_loader
 from accelfn.data.microbatch import (
     MicroBatch,
+    Uneven,
     gather_for_metrics,
     gather_objects_for_metrics,
     microbatches,
@@ -19,6 +20,7 @@ __all__ = (
     "MicroBatch",
     "Order",
     "PreparedDataLoader",
+    "Uneven",
     "gather_for_metrics",
     "gather_objects_for_metrics",
     "loader_state",

@@ -93,11 +93,16 @@ class PreparedDataLoader(Generic[T]):
 
     @even_batches.setter
     def even_batches(self, even: bool) -> None:
-        if not isinstance(self._reader, Evening):
+        if not self.can_choose_even:
             raise AttributeError(
-                "even_batches: how the batches are shared out isn't this loader's to choose."
+                "even_batches: how its batches are shared out isn't this loader's to choose."
             )
-        self._reader.choose_even(even)
+        cast("Evening", self._reader).choose_even(even)
+
+    @property
+    def can_choose_even(self) -> bool:
+        """Whether ``even_batches`` can be set."""
+        return hasattr(self._reader, "choose_even")
 
     @property
     def total_batch_size(self) -> int:

@@ -16,11 +16,12 @@ from accelfn.context.config import GuardMode
 from accelfn.data.loader import PreparedDataLoader
 from accelfn.data.own import rows_of
 from accelfn.data.reading import Pass, Share
-from accelfn.errors import Disagreement, UnevenDataError
+from accelfn.errors import ConfigurationError, Disagreement, UnevenDataError
 from accelfn.tree import flatten
 
 __all__ = (
     "MicroBatch",
+    "Uneven",
     "gather_for_metrics",
     "gather_objects_for_metrics",
     "microbatches",
@@ -28,7 +29,7 @@ __all__ = (
 )
 
 T = TypeVar("T")
-Uneven = Literal["error", "stop_first", "pad"]
+Uneven = Literal["error", "stop_first", "pad", "join"]
 
 _ROWS = struct.Struct("<QQ")
 
@@ -117,9 +118,12 @@ def microbatches(
         loader: From :func:`accelfn.prepare_data_loader`, or any iterable of trees.
         uneven: What to do when ranks have different numbers of batches: ``"error"``; ``"stop_first"`` when
             the rank with the fewest has no more; or ``"pad"``: go on as long as a rank has one, the others
-            get their latest batch again, with ``num_valid`` and ``valid_rows`` that leave it out.
+            get their latest batch again, with ``num_valid`` and ``valid_rows`` that leave it out. Inside of
+            :func:`accelfn.join_uneven_inputs`, ``"join"``: each rank goes through its own, nothing is
+            compared, and where a rank has no more the windows of all ranks close and begin anew.
 
     Raises:
+        ConfigurationError: With ``"join"``, the data has no length, or windows go on into the next epoch.
         UnevenDataError: The ranks have different numbers of batches, and ``uneven`` is ``"error"``; the same
             error on every rank. Before the first batch, where the data's lengths tell.
         ValueError: With ``"pad"``, a rank has no batch at all that it could repeat.
@@ -129,8 +133,10 @@ def microbatches(
     >>> [(len(batch), micro.window, micro.sync) for batch, micro in microbatches(ctx, loader)]
     [(2, 2, False), (2, 2, True), (1, 1, True)]
     """
-    if uneven not in ("error", "stop_first", "pad"):
-        raise ValueError(f'microbatches: uneven must be "error", "stop_first" or "pad", got {uneven!r}.')
+    if uneven not in ("error", "stop_first", "pad", "join"):
+        raise ValueError(
+            f'microbatches: uneven must be "error", "stop_first", "pad" or "join", got {uneven!r}.'
+        )
     return _microbatches(ctx, loader, uneven)
 
 
@@ -140,7 +146,9 @@ def _microbatches(ctx: Context, loader: Iterable[T], uneven: Uneven) -> Iterator
     begun = _begin_any(ctx, loader, uneven) if prepared is None else prepared.begin()
     journal = ctx.collectives.journal
     journal.batches, journal.has_ended = 0, False
-    if begun.counts is None:
+    if uneven == "join":
+        micros = _joined(ctx, begun, epoch)
+    elif begun.counts is None:
         micros = _in_windows(ctx, begun, epoch, uneven)
     else:
         micros = _counted(ctx, begun, begun.counts, epoch, uneven)
@@ -151,7 +159,9 @@ def _microbatches(ctx: Context, loader: Iterable[T], uneven: Uneven) -> Iterator
             prepared.note(share)
         yield batch, micro
     journal.has_ended = True
-    if ctx.num_processes > 1:  # a source that gave fewer batches than its length has promised
+    if (
+        ctx.num_processes > 1 and uneven != "join"
+    ):  # a source that gave fewer batches than its length has promised
         check(ctx, Call("microbatches", f"the end after {index} batches"))
     if prepared is not None:  # a rank that left batches over has ended its epoch like the others
         prepared.finish()
@@ -186,6 +196,33 @@ def _counted(
         micro = plan_microbatch(
             index, epoch, num_batches, ctx.accumulation.num_steps, ctx.accumulation.sync_with_dataloader
         )
+        yield batch, share, _with_facts(micro, share)
+
+
+def _joined(ctx: Context, begun: Pass[T], epoch: int) -> Iterator[tuple[T, Share, MicroBatch]]:
+    """Go through this rank's own batches, and close windows wherever a rank has no more.
+
+    A window that stayed open on a rank without batches would lose its gradients, and ranks whose windows
+    close in different steps would reduce different things.
+    """
+    steps = ctx.accumulation.num_steps
+    if steps > 1 and (begun.counts is None or not ctx.accumulation.sync_with_dataloader):
+        raise ConfigurationError(
+            'microbatches: uneven="join" closes windows where a rank ends, so windows of several batches '
+            f"need data with a length, and sync_with_dataloader=True. Got windows of {steps} batches. Use 1, "
+            'or uneven="pad".'
+        )
+    if begun.counts is None:
+        for index, (batch, share) in enumerate(begun.batches):
+            alone = MicroBatch(index=index, epoch=epoch, place=0, window=1, sync=True, is_last=share.is_last)
+            yield batch, share, _with_facts(alone, share)
+        return
+    own = begun.counts[ctx.rank]
+    for index, (batch, share) in enumerate(islice(begun.batches, own)):
+        start = max((count for count in begun.counts if count <= index), default=0)
+        end = min(count for count in begun.counts if count > index)
+        planned = plan_microbatch(index - start, epoch, end - start, steps)
+        micro = replace(planned, index=index, is_last=index == own - 1)
         yield batch, share, _with_facts(micro, share)
 
 

@@ -78,7 +78,6 @@ class Reader(Protocol[T]):
         ...
 
 
-@runtime_checkable
 class Evening(Protocol):
     """A reader that can share its data out evenly or not.
 

@@ -265,9 +265,10 @@ class SkippedReader(Generic[T]):
         """Whether the ranks have equally many full batches."""
         return cast("Evening", self._reader).even_batches  # where it has none: an AttributeError, as wanted
 
-    def choose_even(self, even: bool) -> None:
+    @property
+    def choose_even(self) -> Callable[[bool], None]:
         """Choose it from the next pass on."""
-        cast("Evening", self._reader).choose_even(even)
+        return cast("Evening", self._reader).choose_even
 
     def _number(self, start: int) -> int:
         """Say how many steps a pass leaves out: none where a state was restored that knows where it is."""
