@@ -11,18 +11,23 @@ from accelfn.data.microbatch import (
 from accelfn.data.order import Order, read_order
 from accelfn.data.permutation import permute
 from accelfn.data.plan import EpochPlan, plan_epoch
+from accelfn.data.resume import LoaderState, loader_state, restore_loader, skip_first_batches
 
 __all__ = (
     "EpochPlan",
+    "LoaderState",
     "MicroBatch",
     "Order",
     "PreparedDataLoader",
     "gather_for_metrics",
     "gather_objects_for_metrics",
+    "loader_state",
     "microbatches",
     "permute",
     "plan_epoch",
     "plan_microbatch",
     "prepare_data_loader",
     "read_order",
+    "restore_loader",
+    "skip_first_batches",
 )

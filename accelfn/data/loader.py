@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sized
 from dataclasses import replace
 from functools import partial
@@ -13,10 +14,10 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from accelfn.comm import Call, failing_together, gather_bytes, synchronize_rng_states
 from accelfn.context import Context
 from accelfn.data.items import ItemReader
-from accelfn.data.order import read_order
+from accelfn.data.order import read_order, refuse_sharded
 from accelfn.data.own import OwnReader
 from accelfn.data.plan import EpochPlan, plan_epoch
-from accelfn.data.reading import Pass, Reader, Share
+from accelfn.data.reading import Evening, Pass, Reader, Share
 from accelfn.data.sampled import BatchedReader, SampledReader, batch_sampler_of, sampler_of
 from accelfn.data.stream import read_stream, rows_in
 from accelfn.errors import ConfigurationError, NotAvailableError
@@ -26,6 +27,15 @@ __all__ = ("PreparedDataLoader", "Sharding", "prepare_data_loader")
 
 T = TypeVar("T")
 Sharding = Literal["global", "already_sharded", "by_source"]
+
+
+class _Place:
+    """How far loaders over the same passes have come."""
+
+    def __init__(self) -> None:
+        self.epoch = 0  # of the next pass, or the one under way
+        self.start = 0  # sample at which the next pass begins
+        self.consumed = 0  # samples of the epoch that all ranks have read
 
 
 class PreparedDataLoader(Generic[T]):
@@ -42,19 +52,22 @@ class PreparedDataLoader(Generic[T]):
         self._ctx = ctx
         self._source = source
         self._reader = reader
-        self._epoch = 0
-        self._start = 0
-        self._consumed = 0
+        self._place = _Place()
 
     @property
     def epoch(self) -> int:
         """Number of the epoch that the next pass is, or the pass under way."""
-        return self._epoch
+        return self._place.epoch
 
     @property
     def consumed(self) -> int:
         """Samples of the epoch that all ranks have read, the batch handed out last included."""
-        return self._consumed
+        return self._place.consumed
+
+    @property
+    def start(self) -> int:
+        """Sample of the epoch at which the next pass begins: 0 but where a state was restored."""
+        return self._place.start
 
     @property
     def context(self) -> Context:
@@ -64,12 +77,31 @@ class PreparedDataLoader(Generic[T]):
     @property
     def plan(self) -> EpochPlan | None:
         """How the next pass is shared out; None where only the pass itself will tell."""
-        return self._reader.plan(self._start)
+        return self._reader.plan(self._place.start)
 
     @property
     def reader(self) -> Reader[T]:
         """What reads the data."""
         return self._reader
+
+    @property
+    def even_batches(self) -> bool | None:
+        """Whether the ranks have equally many full batches; None where that isn't the loader's to choose.
+
+        Setting it holds from the next pass on, and every rank has to set the same.
+
+        Raises:
+            AttributeError: Its data can't be shared out in the other way.
+        """
+        return getattr(self._reader, "even_batches", None)
+
+    @even_batches.setter
+    def even_batches(self, even: bool) -> None:
+        if not isinstance(self._reader, Evening):
+            raise AttributeError(
+                "even_batches: how the batches are shared out isn't this loader's to choose."
+            )
+        self._reader.choose_even(even)
 
     @property
     def total_batch_size(self) -> int:
@@ -99,8 +131,8 @@ class PreparedDataLoader(Generic[T]):
         """
         if epoch < 0:
             raise ValueError(f"set_epoch: epochs count from 0, got {epoch}.")
-        self._epoch = epoch
-        self._start = self._consumed = 0
+        self._place.epoch = epoch
+        self._place.start = self._place.consumed = 0
         tell_epoch(self._source, epoch)
 
     def move_to(self, epoch: int, start: int, seed: int | None = None) -> None:
@@ -112,9 +144,15 @@ class PreparedDataLoader(Generic[T]):
             seed: Of the order from now on; None keeps it.
         """
         self.set_epoch(epoch)
-        self._start = self._consumed = start
+        self._place.start = self._place.consumed = start
         if seed is not None:
             self._reader.seed = seed
+
+    def read_by(self, reader: Reader[T]) -> PreparedDataLoader[T]:
+        """Give a loader that reads the same passes in another way: the two share their epoch and place."""
+        twin = copy.copy(self)
+        twin._reader = reader
+        return twin
 
     def begin(self) -> Pass[T]:
         """Begin a pass. Whoever takes a batch from it tells :meth:`note`, and :meth:`finish` at its end.
@@ -122,22 +160,23 @@ class PreparedDataLoader(Generic[T]):
         Ranks: every rank of the context.
         """
         self._synchronize()
-        start, self._start = self._start, 0
-        self._consumed = start
+        place = self._place
+        start, place.start = place.start, 0
+        place.consumed = start
         with failing_together(self._ctx, "a data loader"):
-            begun = self._reader.begin(self._epoch, start)
+            begun = self._reader.begin(place.epoch, start)
         return begun._replace(batches=self._placed(begun.batches))
 
     def note(self, share: Share) -> None:
         """Take down how far the pass has come."""
-        self._consumed = share.consumed
+        self._place.consumed = share.consumed
 
     def finish(self) -> None:
         """End a pass: the next one is the next epoch."""
-        self.set_epoch(self._epoch + 1)
+        self.set_epoch(self._place.epoch + 1)
 
     def __len__(self) -> int:
-        count = self._reader.count(self._start)
+        count = self._reader.count(self._place.start)
         if count is None:
             raise TypeError("the loader's data has no length")
         return count
@@ -278,6 +317,7 @@ def _reader(ctx: Context, loader: DataLoader[T], sharding: Sharding) -> Reader[T
         return SampledReader(
             ctx, loader, order, rank, lambda number, start: make_plan(number, start, batch_size)
         )
+    refuse_sharded(getattr(batch_sampler, "sampler", None))
     drop_last = bool(getattr(batch_sampler, "drop_last", False))
     batch_size = getattr(batch_sampler, "batch_size", None)
     if batch_size is not None:

@@ -14,7 +14,7 @@ from accelfn.context import Context
 from accelfn.data.permutation import draw, make_keys, permute
 from accelfn.errors import ConfigurationError
 
-__all__ = ("Order", "Take", "draw_together", "read_order", "take_from")
+__all__ = ("Order", "Take", "draw_together", "read_order", "refuse_sharded", "take_from")
 
 # Gives what stands at positions of an epoch.
 Take = Callable[[torch.Tensor], list[Any]]
@@ -88,11 +88,7 @@ def read_order(sampler: Sampler[Any], dataset: Any, seed: int) -> Order:
         ConfigurationError: The sampler already deals out the samples between ranks.
         TypeError: The dataset or the sampler has no length.
     """
-    if isinstance(sampler, DistributedSampler):
-        raise ConfigurationError(
-            "the loader has a DistributedSampler, so its data is sharded already, and sharding it again "
-            'would leave out samples. Pass sharding="already_sharded", or give it a plain sampler.'
-        )
+    refuse_sharded(sampler)
     num_items = _length(dataset, "dataset")
     if type(sampler) is SequentialSampler:
         return Order(num_samples=num_items, num_items=num_items, seed=seed)
@@ -100,6 +96,15 @@ def read_order(sampler: Sampler[Any], dataset: Any, seed: int) -> Order:
         kind = "drawn" if sampler.replacement else "shuffled"
         return Order(kind=kind, num_samples=sampler.num_samples, num_items=num_items, seed=seed)
     return Order(kind="sampler", num_samples=_length(sampler, "sampler"), num_items=num_items, seed=seed)
+
+
+def refuse_sharded(sampler: object) -> None:
+    """Refuse a sampler that already deals out the samples between ranks."""
+    if isinstance(sampler, DistributedSampler):
+        raise ConfigurationError(
+            "the loader has a DistributedSampler, so its data is sharded already, and sharding it again "
+            'would leave out samples. Pass sharding="already_sharded", or give it a plain sampler.'
+        )
 
 
 def draw_together(ctx: Context, sampler: Any, epoch: int) -> list[Any]:

@@ -25,6 +25,7 @@ class OwnReader(Generic[T]):
         """Read ``source``."""
         self.length: int | None = None
         self.seed = seed
+        self.even_batches = False  # each rank has what it was given
         self._ctx = ctx
         self._source = source
         size = getattr(source, "batch_size", None)

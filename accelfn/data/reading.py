@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 from typing_extensions import NamedTuple  # of typing, one that is generic needs Python 3.11
 
 from accelfn.data.plan import EpochPlan
 
-__all__ = ("Pass", "Reader", "Share", "share_of")
+__all__ = ("Evening", "Pass", "Reader", "Share", "Stepping", "share_of")
 
 T = TypeVar("T")
 
@@ -77,6 +77,30 @@ class Reader(Protocol[T]):
 
     def begin(self, epoch: int, start: int) -> Pass[T]:
         """Begin a pass at sample ``start`` of ``epoch``; every rank of the world does."""
+        ...
+
+
+@runtime_checkable
+class Evening(Protocol):
+    """A reader that can share its data out evenly or not.
+
+    Attributes:
+        even_batches: Whether it does: all ranks have equally many full batches.
+    """
+
+    even_batches: bool
+
+    def choose_even(self, even: bool) -> None:
+        """Choose from the next pass on."""
+        ...
+
+
+@runtime_checkable
+class Stepping(Protocol[T]):
+    """A reader that can leave out batches without reading them, though only a pass tells what they hold."""
+
+    def begin_after(self, epoch: int, start: int, num_steps: int) -> Pass[T]:
+        """Begin a pass as ``begin`` does, ``num_steps`` steps behind sample ``start``."""
         ...
 
 

@@ -7,6 +7,7 @@ import hashlib
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any, Generic, TypeVar, cast
 
@@ -53,6 +54,7 @@ class SampledReader(Generic[T]):
         """Read for ``rank`` of those that read different data."""
         self.length: int | None = order.num_samples
         self.seed = order.seed
+        self.even_batches = ctx.loading.even_batches
         self._ctx = ctx
         self._order = order
         self._rank = rank
@@ -64,7 +66,11 @@ class SampledReader(Generic[T]):
 
     def plan(self, start: int) -> EpochPlan:
         """Plan the samples from ``start`` on."""
-        return self._make_plan(self._order.num_samples, start)
+        return _evened(self._make_plan(self._order.num_samples, start), self.even_batches)
+
+    def choose_even(self, even: bool) -> None:
+        """Fill the last step up from now on, or leave it short."""
+        self.even_batches = even
 
     def count(self, start: int) -> int:
         """Count this rank's batches from ``start`` on."""
@@ -99,6 +105,7 @@ class BatchedReader(Generic[T]):
         """Read for ``rank`` of ``size``; ``make_plan`` is for samples."""
         self.length: int | None = None
         self.seed = seed
+        self.even_batches = ctx.loading.even_batches
         self._ctx = ctx
         self._sampler: Any = batch_sampler_of(source)
         self._rank, self._size = rank, size
@@ -121,13 +128,22 @@ class BatchedReader(Generic[T]):
         number = len(self._sampler)
         return number if self._ctx.loading.split_batches else self._by_batch(number).num_batches(self._rank)
 
+    def choose_even(self, even: bool) -> None:
+        """Fill the last step up from now on, or leave it short."""
+        self.even_batches = even
+
     def begin(self, epoch: int, start: int) -> Pass[T]:
         """Draw the batches and begin a pass."""
+        return self.begin_after(epoch, start, 0)
+
+    def begin_after(self, epoch: int, start: int, num_steps: int) -> Pass[T]:
+        """Begin a pass that leaves out ``num_steps`` steps behind sample ``start``."""
         drawn = [list(batch) for batch in draw_together(self._ctx, self._sampler, epoch)]
         key = (self.seed, epoch)
         if self._named is not None and _are_even(drawn, self._named):
             samples = [index for batch in drawn for index in batch]
-            plan = self._make_plan(len(samples), start)
+            plan = _evened(self._make_plan(len(samples), start), self.even_batches)
+            plan = plan.continued(min(len(samples), start + num_steps * plan.global_batch))
             return _planned_pass(self._loader, self._batches, plan, self._rank, take_from(samples), key)
         if self._ctx.loading.split_batches:
             raise ConfigurationError(
@@ -136,10 +152,12 @@ class BatchedReader(Generic[T]):
             )
         ends = list(accumulate(map(len, drawn)))
         first = next((number for number, end in enumerate(ends) if end > start), len(drawn))
-        plan = self._by_batch(len(drawn), first)
+        plan = self._by_batch(len(drawn), min(len(drawn), first + num_steps * self._size))
         steps = plan.num_batches(self._rank)
         own = [drawn[plan.positions(step, self._rank)[0]] for step in range(steps)]
-        self._batches.begin(lambda: (Keyed(batch, (*key, step)) for step, batch in enumerate(own)))
+        places = (plan.start + step * self._size + self._rank for step in range(steps))
+        keyed = [Keyed(batch, (*key, place)) for batch, place in zip(own, places, strict=True)]
+        self._batches.begin(lambda: iter(keyed))
         counts = tuple(plan.num_batches(rank) for rank in range(plan.size))
         share_at = functools.partial(_share_of_batches, plan, rank=self._rank, ends=ends, batches=drawn)
         return Pass(counts, zip(self._loader, map(share_at, range(steps)), strict=True), share_at=share_at)
@@ -149,10 +167,14 @@ class BatchedReader(Generic[T]):
             number,
             1,
             self._size,
-            even_batches=self._ctx.loading.even_batches,
+            even_batches=self.even_batches,
             drop_last=bool(getattr(self._sampler, "drop_last", False)) and self._size > 1,
             start=start,
         )
+
+
+def _evened(plan: EpochPlan, even: bool) -> EpochPlan:
+    return replace(plan, even=even and plan.size > 1)
 
 
 def _are_even(batches: Sequence[Sequence[Any]], size: int) -> bool:
