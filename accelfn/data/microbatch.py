@@ -122,7 +122,7 @@ def microbatches(
     Raises:
         UnevenDataError: The ranks have different numbers of batches, and ``uneven`` is ``"error"``; the same
             error on every rank. Before the first batch, where the data's lengths tell.
-        ValueError: With ``"pad"``, a rank has no batch at all that it could repeat.
+        ValueError: With ``"pad"``, a rank has no batch at all that it could repeat; on every rank.
 
     >>> loader = [torch.zeros(2), torch.zeros(2), torch.zeros(1)]
     >>> ctx = Context().replace(gradient_accumulation_steps=2)
@@ -174,6 +174,8 @@ def _counted(
     """Go through batches whose number is known on every rank."""
     if min(counts) != max(counts) and uneven == "error":
         raise _uneven(counts)
+    if uneven == "pad":
+        _check_repeatable(counts)
     num_batches = max(counts) if uneven == "pad" else min(counts)
     batches = begun.batches
     if uneven == "pad" and min(counts) < num_batches:
@@ -206,6 +208,8 @@ def _in_windows(
             numbers = [int(blob) for blob in blobs]
             if min(numbers) != max(numbers) and uneven == "error":
                 raise _uneven([index + one for one in numbers])
+            if uneven == "pad" and index == 0:
+                _check_repeatable(numbers)
             number = max(numbers) if uneven == "pad" else min(numbers)
             held = list(_lengthened(iter(held), number, latest=latest))[:number]
         for place, (batch, share) in enumerate(held):
@@ -238,14 +242,21 @@ def _lengthened(
         given += 1
         yield one
     for index in range(given, number):
-        if latest is None:
-            raise ValueError(
-                'microbatches: uneven="pad" repeats the latest batch of a rank that has no more, and this '
-                'rank has none at all. Give it some data, or use "stop_first".'
-            )
+        if latest is None:  # a source that gave none has promised some: found out by all when the pass ends
+            return
         batch, share = latest
         planned = share if share_at is None else share_at(index)
         yield batch, planned._replace(num_rows=share.num_rows, own_valid=0)
+
+
+def _check_repeatable(counts: Sequence[int]) -> None:
+    """Refuse on every rank what a rank without any batch can't do: repeat its latest one."""
+    if min(counts) == 0 < max(counts):
+        raise ValueError(
+            'microbatches: uneven="pad" repeats the latest batch of a rank that has no more, and a rank has '
+            f"none at all: the numbers of batches are {', '.join(map(str, counts))} by rank. Give each rank "
+            'some data, or use "stop_first".'
+        )
 
 
 def _with_facts(micro: MicroBatch, share: Share) -> MicroBatch:
