@@ -10,6 +10,7 @@ from accelfn.data.microbatch import (
 )
 from accelfn.data.order import Order, read_order
 from accelfn.data.permutation import permute
+from accelfn.data.picture import draw_plan, draw_plan_svg
 from accelfn.data.plan import EpochPlan, plan_epoch
 
 __all__ = (
@@ -17,6 +18,8 @@ __all__ = (
     "MicroBatch",
     "Order",
     "PreparedDataLoader",
+    "draw_plan",
+    "draw_plan_svg",
     "gather_for_metrics",
     "gather_objects_for_metrics",
     "microbatches",

@@ -108,12 +108,17 @@ def test_gathering_is_exact_for_every_option(drawn: dict[str, Any], steps: int) 
         names: list[str] = []
         syncs: list[bool] = []
         for batch, micro in microbatches(ctx, prepare_data_loader(ctx, source), uneven):
-            found = gather_for_metrics(
-                ctx, {"x": batch, "loss": batch.sum(), "pair": (batch * 2, None)}, micro
-            )
+            tree: dict[str, torch.Tensor] = {
+                "x": batch,
+                "loss": batch.sum(),
+                "twice": batch * 2,
+                "classes": torch.ones(100),
+            }
+            found = gather_for_metrics(ctx, tree, micro)
             rows += found["x"].tolist()
-            assert found["pair"][0].tolist() == [2 * row for row in found["x"].tolist()]
+            assert found["twice"].tolist() == [2 * row for row in found["x"].tolist()]
             assert found["loss"].shape == (world,)
+            assert found["classes"].shape == (100 * world,)
             names += gather_for_metrics(ctx, [str(int(one)) for one in batch], micro)
             syncs.append(micro.sync)
         return rows, names, syncs

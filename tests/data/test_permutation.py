@@ -93,6 +93,26 @@ def test_all_orders_of_a_few_numbers_are_equally_likely(size: int, num_keys: int
     assert likelihood(torch.tensor([found[order] for order in orders])) > MOST_UNLIKELY
 
 
+def is_odd(order: list[int]) -> bool:
+    swaps, seen = 0, set[int]()
+    for start in order:
+        here, length = start, 0
+        while here not in seen:
+            seen.add(here)
+            here = order[here]
+            length += 1
+        swaps += max(0, length - 1)
+    return swaps % 2 == 1
+
+
+@pytest.mark.parametrize("size", [6, 8, 9, 12, 24, 25, 49, 100, 121])
+def test_half_of_the_orders_are_odd(size: int) -> None:
+    # A network that only rotates halves of odd size would never give one of them.
+    positions = torch.arange(size)
+    odd = sum(is_odd(permute(make_keys("odd", key), size, positions).tolist()) for key in range(400))
+    assert likelihood(torch.tensor([odd, 400 - odd])) > MOST_UNLIKELY
+
+
 @pytest.fixture(scope="module")
 def hundreds() -> torch.Tensor:
     """5,000 shuffled orders of 100 numbers, as those of one seed and one epoch after the other."""

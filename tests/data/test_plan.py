@@ -128,10 +128,16 @@ def test_a_block_is_the_positions_of_its_steps(plan: EpochPlan, data: st.DataObj
     rank = data.draw(st.integers(0, plan.size - 1))
     last = data.draw(st.integers(0, plan.num_batches(rank)))
     first = data.draw(st.integers(0, last))
-    listed = [position for step in range(first, last) for position in plan.positions(step, rank)]
-    block = plan.block(first, last, rank)
-    assert block.dtype == torch.int64
-    assert block.tolist() == listed
+    for begin, end in ((first, last), (0, plan.num_batches(rank))):
+        listed = [position for step in range(begin, end) for position in plan.positions(step, rank)]
+        block = plan.block(begin, end, rank)
+        assert block.dtype == torch.int64
+        assert block.tolist() == listed
+
+
+def test_a_block_ends_where_the_order_does() -> None:
+    plan = plan_epoch(11, 2, 2, even_batches=False)
+    assert plan.block(0, 3, 1).tolist() == [2, 3, 6, 7, 10]
 
 
 @given(planned())
@@ -189,3 +195,20 @@ def test_ten_thousand_ranks_and_ten_billion_samples_need_no_list() -> None:
 def test_a_batch_that_cannot_be_split_is_refused_with_the_next_sizes(batch: int, hint: str) -> None:
     with pytest.raises(ConfigurationError, match=f"got batch_size={batch} and 2 ranks. {hint}"):
         plan_epoch(10, batch, 2, split_batches=True)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "said"),
+    [
+        ((10, 0, 1, 0), "batch_size=0"),
+        ((10, -2, 1, 0), "batch_size=-2"),
+        ((10, 2, 0, 0), "0 ranks"),
+        ((-1, 2, 1, 0), "num_samples=-1"),
+        ((10, 2, 1, 11), "num_samples=10 and start=11"),
+        ((10, 2, 1, -1), "start=-1"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(numbers: tuple[int, int, int, int], said: str) -> None:
+    num_samples, batch_size, size, start = numbers
+    with pytest.raises(ConfigurationError, match=said):
+        plan_epoch(num_samples, batch_size, size, start=start)
