@@ -10,6 +10,7 @@ from accelfn.data.microbatch import (
 )
 from accelfn.data.order import Order, read_order
 from accelfn.data.permutation import permute
+from accelfn.data.picture import draw_plan, draw_plan_svg
 from accelfn.data.plan import EpochPlan, plan_epoch
 from accelfn.data.resume import LoaderState, loader_state, restore_loader, skip_first_batches
 
@@ -19,6 +20,8 @@ __all__ = (
     "MicroBatch",
     "Order",
     "PreparedDataLoader",
+    "draw_plan",
+    "draw_plan_svg",
     "gather_for_metrics",
     "gather_objects_for_metrics",
     "loader_state",

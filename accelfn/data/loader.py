@@ -111,7 +111,7 @@ class PreparedDataLoader(Generic[T]):
             AttributeError: The loader has no batch size.
         """
         if self._reader.batch_size is None:
-            raise AttributeError("total_batch_size: the loader has no batch size of its own.")
+            raise AttributeError  # goes on to __getattr__
         return self._reader.batch_size
 
     @property
@@ -211,6 +211,8 @@ class PreparedDataLoader(Generic[T]):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # not set yet (copy and pickle look before __init__ has run)
             raise AttributeError(name)
+        if name == "total_batch_size":
+            raise AttributeError("total_batch_size: the loader has no batch size of its own.")
         return getattr(self._source, name)
 
 

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any, Generic, TypeVar, cast
@@ -59,6 +59,7 @@ class SampledReader(Generic[T]):
         self._order = order
         self._rank = rank
         self._make_plan = make_plan
+        self._dataset = cast("Sized", source.dataset)
         self._sampler = sampler_of(source) if order.kind == "sampler" else None
         self._batches = Batches()
         self._loader = rebuild(source, self._batches)
@@ -77,7 +78,17 @@ class SampledReader(Generic[T]):
         return self.plan(start).num_batches(self._rank)
 
     def begin(self, epoch: int, start: int) -> Pass[T]:
-        """Begin a pass."""
+        """Begin a pass.
+
+        Raises:
+            ValueError: The dataset has another length than it had when the loader was prepared, or a sampler
+                drew another number of samples than it has promised.
+        """
+        if len(self._dataset) != self._order.num_items:
+            raise ValueError(
+                f"the dataset {type(self._dataset).__name__} had a length of {self._order.num_items} when "
+                f"its loader was prepared, and now has one of {len(self._dataset)}. Prepare a new one."
+            )
         plan = self.plan(start)
         if self._sampler is None:
             take = self._order.taker(self.seed, epoch)
