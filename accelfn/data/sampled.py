@@ -19,7 +19,7 @@ from accelfn.data.plan import EpochPlan, plan_epoch
 from accelfn.data.reading import Pass, Share, share_of
 from accelfn.errors import ConfigurationError
 
-__all__ = ("BatchedReader", "SampledReader", "rebuild")
+__all__ = ("BatchedReader", "Batches", "Keyed", "SampledReader", "Seeded", "batches_of", "rebuild")
 
 T = TypeVar("T")
 MakePlan = Callable[[int, int], EpochPlan]  # from the number of samples, and the one to start at
