@@ -23,7 +23,7 @@ from accelfn.data.stream import read_stream, rows_in
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.tree import send_to_device
 
-__all__ = ("PreparedDataLoader", "Sharding", "prepare_data_loader")
+__all__ = ("PreparedDataLoader", "Sharding", "prepare_data_loader", "tell_epoch")
 
 T = TypeVar("T")
 Sharding = Literal["global", "already_sharded", "by_source"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import random
@@ -22,10 +23,14 @@ from accelfn.errors import ConfigurationError
 
 __all__ = (
     "BatchedReader",
+    "Batches",
+    "Keyed",
     "SampledReader",
+    "Seeded",
     "batch_sampler_of",
-    "options_of",
+    "batches_of",
     "rebuild",
+    "remake",
     "sampler_of",
     "seed_worker",
 )
@@ -313,20 +318,38 @@ def seed_worker(key: tuple[int, ...]) -> None:
         numpy.random.seed(seed >> 32)
 
 
-def rebuild(source: DataLoader[T], batches: Any, **changes: Any) -> DataLoader[T]:
-    """Make a loader like ``source`` that reads ``batches``: torch lets nobody exchange a batch sampler.
+def rebuild(source: DataLoader[T], batches: Any) -> DataLoader[T]:
+    """Make a loader like ``source`` that reads ``batches``.
 
     Args:
-        source: The user's loader, or one of a class derived from torch's.
+        source: The user's loader.
         batches: What it takes for a batch sampler.
-        **changes: Options that differ.
     """
     if cast("Any", source).batch_sampler is None:
         dataset: Any = Seeded(source.dataset, one=batch_sampler_of(source) is None)
-        options = {"sampler": batches, "batch_size": None, **options_of(source)}
-        return functools.partial(DataLoader, dataset, **options)(**changes)
+        return remake(source, dataset, sampler=batches)
     dataset = source.dataset if source.num_workers == 0 else Seeded(source.dataset)
-    return functools.partial(DataLoader, dataset, batch_sampler=batches, **options_of(source))(**changes)
+    return remake(source, dataset, batch_sampler=batches)
+
+
+def remake(source: DataLoader[Any], dataset: Any, **changes: Any) -> DataLoader[Any]:
+    """Make a loader of the class and with the options of ``source``, over another dataset.
+
+    Args:
+        source: The user's loader.
+        dataset: What the new one reads.
+        **changes: Its ``sampler``, ``batch_sampler`` or ``collate_fn``. Without a batch sampler it makes no
+            batches.
+    """
+    if type(source) is DataLoader:
+        size: dict[str, Any] = {} if "batch_sampler" in changes else {"batch_size": None}
+        options: dict[str, Any] = {**_options_of(source), **size, **changes}
+        return DataLoader(dataset, **options)
+    # How a class of the user's own is made, nobody knows: a copy keeps what it has.
+    twin = copy.copy(source)
+    batching = {"batch_size": None, "drop_last": False, "batch_sampler": None, "_iterator": None}
+    vars(twin).update({"dataset": dataset, **batching, **changes})
+    return twin
 
 
 def batch_sampler_of(source: DataLoader[Any]) -> Any:
@@ -349,7 +372,7 @@ def sampler_of(source: DataLoader[Any]) -> Any:
     return getattr(batch_sampler_of(source), "sampler", cast("Any", source).sampler)
 
 
-def options_of(source: DataLoader[Any]) -> dict[str, Any]:
+def _options_of(source: DataLoader[Any]) -> dict[str, Any]:
     """Give what ``source`` was made with, dataset and batching apart."""
     options: dict[str, Any] = {name: getattr(source, name) for name in _OPTIONS if hasattr(source, name)}
     if source.num_workers > 0:

@@ -17,7 +17,7 @@ from accelfn.data.cut import Cut, Piece, cut_stream
 from accelfn.data.own import rows_of
 from accelfn.data.plan import EpochPlan, plan_epoch
 from accelfn.data.reading import Pass, Share, share_of
-from accelfn.data.sampled import options_of, seed_worker
+from accelfn.data.sampled import remake, seed_worker
 from accelfn.data.sources import count_shards, take_shards
 from accelfn.errors import ConfigurationError
 
@@ -59,9 +59,10 @@ class StreamReader(Generic[T]):
         if source.persistent_workers:
             self._place.share_memory_()
         rank = ctx.rank if is_own else None
-        self._loader: DataLoader[Piece] = functools.partial(
-            DataLoader, GroupedStream(dataset, cut, self._place, rank), batch_size=None, **options_of(source)
-        )(collate_fn=CollatePiece(cast("Any", source).collate_fn, self._is_whole))
+        collate = CollatePiece(cast("Any", source).collate_fn, self._is_whole)
+        self._loader: DataLoader[Piece] = remake(
+            source, GroupedStream(dataset, cut, self._place, rank), collate_fn=collate
+        )
 
     def plan(self, start: int) -> EpochPlan | None:
         """Plan the samples from ``start`` on, where the stream has a length.

@@ -38,7 +38,7 @@ def test_each_number_stands_at_exactly_one_position(key: tuple[int, ...], size: 
     assert is_permutation(permute(key, size, torch.arange(size)), size)
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(keys, st.integers(1, 10**6))
 def test_so_it_does_among_a_million(key: tuple[int, ...], size: int) -> None:
     assert is_permutation(permute(key, size, torch.arange(size)), size)
@@ -82,7 +82,7 @@ def test_positions_are_left_as_they_were() -> None:
     assert positions.equal(torch.arange(10))
 
 
-@pytest.mark.parametrize(("size", "num_keys"), [(2, 2000), (3, 3000), (4, 3000), (5, 6000)])
+@pytest.mark.parametrize(("size", "num_keys"), [(2, 2000), (3, 3000), (4, 3000), (5, 3600)])
 def test_all_orders_of_a_few_numbers_are_equally_likely(size: int, num_keys: int) -> None:
     positions = torch.arange(size)
     found = Counter(

@@ -486,3 +486,23 @@ def test_a_reader_that_fails_is_every_ranks_error(how: str, workers: int, messag
     assert kind == "RemoteRankError"
     assert message in told
     assert message in raised
+
+
+class Doubling(DataLoader[Any]):
+    """A loader of the user's own, which is made in its own way."""
+
+    def __init__(self, number: int, **options: Any) -> None:
+        super().__init__(cast("Any", torch.arange(number)), **options)
+        self.factor = 2
+
+    def __iter__(self) -> Any:
+        return (batch * self.factor for batch in super().__iter__())
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_loader_of_the_users_own_class_keeps_what_it_does(num_workers: int) -> None:
+    loader = Doubling(5, batch_size=2, num_workers=num_workers)
+    prepared = prepare_data_loader(Context(), loader)
+    assert [batch.tolist() for batch in prepared] == [[0, 2], [4, 6], [8]]
+    assert [batch.tolist() for batch in prepared] == [[0, 2], [4, 6], [8]]
+    assert [batch.tolist() for batch in loader] == [[0, 2], [4, 6], [8]]
