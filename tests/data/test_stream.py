@@ -421,6 +421,15 @@ def test_ranks_read_one_shuffled_stream_and_collate_apart() -> None:
     assert dealt == pieces
 
 
+def test_without_workers_collation_draws_from_the_programs_own_randomness() -> None:
+    def draws(loader: Any) -> list[list[float]]:
+        torch.manual_seed(7)
+        return [batch.tolist() for batch in loader]
+
+    source = numbers(6, collate_fn=lambda samples: torch.rand(len(samples)))
+    assert draws(prepare_data_loader(Context(), source)) == draws(source)
+
+
 @pytest.mark.parametrize("start_method", ["fork", "spawn"])
 def test_workers_that_outlive_a_pass_hear_of_the_next_epoch(start_method: str) -> None:
     source = DataLoader(
