@@ -21,7 +21,16 @@ from accelfn.data.sampled import remake, seed_worker
 from accelfn.data.sources import count_shards, take_shards
 from accelfn.errors import ConfigurationError
 
-__all__ = ("StreamReader", "read_stream")
+__all__ = (
+    "CollatePiece",
+    "GroupedStream",
+    "Settings",
+    "StreamReader",
+    "length_of",
+    "read_stream",
+    "rows_in",
+    "tell",
+)
 
 T = TypeVar("T")
 
@@ -333,7 +342,7 @@ class CollatePiece:
         if not piece.num_rows:
             return piece
         samples = piece.content[0] if self._is_whole else piece.content
-        if not piece.key:
+        if get_worker_info() is None:  # the program's own randomness is its own
             return piece._replace(content=self._collate(samples))
         # Ranks collate different samples, so they draw apart, and what they draw must not move the stream.
         before = _random_state()

@@ -123,3 +123,20 @@ def test_a_start_reads_the_stream_from_its_start() -> None:
     cut = Cut(rows=2, rank=1, size=2, even=True)
     whole = [piece.content for piece in cut_stream(shuffled(), cut)]
     assert [piece.content for piece in cut_stream(shuffled(), cut, start=8)] == whole[2:]
+
+
+def test_a_source_that_has_ended_is_not_asked_again() -> None:
+    class Ends:
+        asked = 0
+
+        def __iter__(self) -> Iterator[int]:
+            return self
+
+        def __next__(self) -> int:
+            self.asked += 1
+            if self.asked > 3:
+                assert self.asked == 4
+                raise StopIteration
+            return self.asked
+
+    assert [piece.content for piece in cut_stream(Ends(), Cut(rows=2))] == [[1, 2], [3]]

@@ -93,6 +93,16 @@ def test_a_pass_goes_on_at_an_item() -> None:
     assert loader.plan.num_samples == 5
 
 
+def test_a_restored_seed_brings_its_order() -> None:
+    def order(data_seed: int, seed: int | None) -> list[int]:
+        ctx = Context().replace(dataloader_config=DataLoaderConfiguration(data_seed=data_seed))
+        loader = prepare_data_loader(ctx, items(8, shuffle=True))
+        loader.move_to(0, 0, seed)
+        return [len(batch) for batch in loader]
+
+    assert order(1, None) == order(2, 1) != order(2, None)
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_batch_sampler_in_the_samplers_place_asks_for_lists(num_workers: int) -> None:
     def run(ctx: Context) -> tuple[list[list[int]], list[int]]:
