@@ -11,6 +11,7 @@ from accelfn.data.microbatch import (
 )
 from accelfn.data.order import Order, read_order
 from accelfn.data.permutation import permute
+from accelfn.data.picture import draw_plan, draw_plan_svg
 from accelfn.data.plan import EpochPlan, plan_epoch
 from accelfn.data.resume import LoaderState, loader_state, restore_loader, skip_first_batches
 
@@ -21,6 +22,8 @@ __all__ = (
     "Order",
     "PreparedDataLoader",
     "Uneven",
+    "draw_plan",
+    "draw_plan_svg",
     "gather_for_metrics",
     "gather_objects_for_metrics",
     "loader_state",

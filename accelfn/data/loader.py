@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sized
+from dataclasses import replace
+from functools import partial
 from typing import Any, Generic, Literal, TypeVar, cast
 
 import torch
@@ -11,15 +13,17 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from accelfn.comm import Call, failing_together, gather_bytes, synchronize_rng_states
 from accelfn.context import Context
+from accelfn.data.items import ItemReader
 from accelfn.data.order import read_order, refuse_sharded
 from accelfn.data.own import OwnReader
 from accelfn.data.plan import EpochPlan, plan_epoch
 from accelfn.data.reading import Evening, Pass, Reader, Share
-from accelfn.data.sampled import BatchedReader, SampledReader
+from accelfn.data.sampled import BatchedReader, SampledReader, batch_sampler_of, sampler_of
+from accelfn.data.stream import read_stream, rows_in
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.tree import send_to_device
 
-__all__ = ("PreparedDataLoader", "Sharding", "prepare_data_loader")
+__all__ = ("PreparedDataLoader", "Sharding", "prepare_data_loader", "tell_epoch")
 
 T = TypeVar("T")
 Sharding = Literal["global", "already_sharded", "by_source"]
@@ -112,7 +116,7 @@ class PreparedDataLoader(Generic[T]):
             AttributeError: The loader has no batch size.
         """
         if self._reader.batch_size is None:
-            raise AttributeError("total_batch_size: the loader has no batch size of its own.")
+            raise AttributeError  # goes on to __getattr__
         return self._reader.batch_size
 
     @property
@@ -212,6 +216,8 @@ class PreparedDataLoader(Generic[T]):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # not set yet (copy and pickle look before __init__ has run)
             raise AttributeError(name)
+        if name == "total_batch_size":
+            raise AttributeError("total_batch_size: the loader has no batch size of its own.")
         return getattr(self._source, name)
 
 
@@ -238,6 +244,12 @@ def prepare_data_loader(
     the epoch: no two batches share an augmentation, and neither the number of workers nor a resumption
     changes one.
 
+    A stream, that is an ``IterableDataset``, is read by its shards where it offers as many as there are ranks
+    (ranks may then have different numbers of batches). Otherwise each rank reads all of it and keeps its
+    piece of each group of batches, which a warning says once. It must be the same stream on every rank: in
+    workers its random numbers are, and those of collation differ; without workers they are the program's
+    own, so a stream that is shuffled needs a seed.
+
     Ranks: every rank of ``ctx``.
 
     Args:
@@ -252,7 +264,8 @@ def prepare_data_loader(
 
     Raises:
         ConfigurationError: The data is sharded already and would be sharded again, the loader was prepared
-            with another context, or the batch can't be split.
+            with another context, the batch can't be split, or each rank is to have shards of its own and
+            there are too few.
         MismatchError: The ranks have loaders of different length, batch size or options.
         TypeError: ``loader`` is no DataLoader, or its samples have no number.
         NotAvailableError: A kind of loader or an option that this version has no machinery for.
@@ -278,11 +291,23 @@ def prepare_data_loader(
 
 def _reader(ctx: Context, loader: DataLoader[T], sharding: Sharding) -> Reader[T]:
     """Choose the way of reading that a loader needs."""
-    _refuse_unavailable(ctx, loader, sharding)
+    _refuse_unavailable(ctx)
     rank, size = ctx.rank, ctx.num_processes
     if sharding == "already_sharded":
         return OwnReader(ctx, loader, _agreed_seed(ctx, loader, "already sharded"))
-    batch_sampler = cast("Any", loader).batch_sampler
+    if isinstance(loader.dataset, IterableDataset):
+        return read_stream(ctx, loader, sharding == "by_source", partial(_agreed_seed, ctx, loader))
+    if sharding == "by_source":
+        raise ConfigurationError(
+            'sharding="by_source" is for streams. This dataset is read by its indices, of which each rank '
+            'gets its own: use sharding="global".'
+        )
+    batch_sampler = batch_sampler_of(loader)
+    if batch_sampler is None:
+        rows_in(ctx, None)  # refuses what makes batches only
+        order = read_order(sampler_of(loader), loader.dataset, 0)
+        order = replace(order, seed=_agreed_seed(ctx, loader, f"{order}, each a batch"))
+        return ItemReader(ctx, loader, order)
     drop_last = loader.drop_last
 
     def make_plan(number: int, start: int, batch_size: int) -> EpochPlan:
@@ -325,7 +350,7 @@ def _agreed_seed(ctx: Context, loader: DataLoader[Any], what: str) -> int:
     if ctx.loading.data_seed is not None:
         own = ctx.loading.data_seed
     else:
-        generator = cast("torch.Generator | None", getattr(cast("Any", loader).sampler, "generator", None))
+        generator = cast("torch.Generator | None", getattr(sampler_of(loader), "generator", None))
         own = torch.initial_seed() if generator is None else generator.initial_seed()
     own %= 1 << 63
     if ctx.num_processes == 1:
@@ -336,17 +361,12 @@ def _agreed_seed(ctx: Context, loader: DataLoader[Any], what: str) -> int:
     return int.from_bytes(blobs[0], "little")
 
 
-def _refuse_unavailable(ctx: Context, loader: DataLoader[Any], sharding: str) -> None:
+def _refuse_unavailable(ctx: Context) -> None:
     asked = (
-        (isinstance(loader.dataset, IterableDataset), "a loader over an IterableDataset"),
-        (cast("Any", loader).batch_sampler is None, "a loader with batch_size=None"),
         (bool(ctx.loading.dispatch_batches), "DataLoaderConfiguration(dispatch_batches=True)"),
         (ctx.loading.use_stateful_dataloader, "DataLoaderConfiguration(use_stateful_dataloader=True)"),
         (ctx.loading.custom_classes is not None, "DataLoaderConfiguration(custom_classes=...)"),
-        (sharding == "by_source", 'sharding="by_source"'),
     )
-    if sharding == "already_sharded":
-        asked = asked[2:5]
     for is_asked, what in asked:
         if is_asked:
             raise NotAvailableError(

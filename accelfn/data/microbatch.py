@@ -126,7 +126,8 @@ def microbatches(
         ConfigurationError: With ``"join"``, the data has no length, or windows go on into the next epoch.
         UnevenDataError: The ranks have different numbers of batches, and ``uneven`` is ``"error"``; the same
             error on every rank. Before the first batch, where the data's lengths tell.
-        ValueError: With ``"pad"``, a rank has no batch at all that it could repeat.
+        ConfigurationError: Windows are to go on into the next epoch, and the data has no length.
+        ValueError: With ``"pad"``, a rank has no batch at all that it could repeat; on every rank.
 
     >>> loader = [torch.zeros(2), torch.zeros(2), torch.zeros(1)]
     >>> ctx = Context().replace(gradient_accumulation_steps=2)
@@ -184,6 +185,8 @@ def _counted(
     """Go through batches whose number is known on every rank."""
     if min(counts) != max(counts) and uneven == "error":
         raise _uneven(counts)
+    if uneven == "pad":
+        _check_repeatable(counts)
     num_batches = max(counts) if uneven == "pad" else min(counts)
     batches = begun.batches
     if uneven == "pad" and min(counts) < num_batches:
@@ -231,6 +234,12 @@ def _in_windows(
 ) -> Iterator[tuple[T, Share, MicroBatch]]:
     """Go through batches whose number nobody knows, a window at a time."""
     steps = ctx.accumulation.num_steps
+    if steps > 1 and not ctx.accumulation.sync_with_dataloader:
+        raise ConfigurationError(
+            "sync_with_dataloader=False lets windows go on into the next epoch, and where one ends in data "
+            f"without a length nobody knows: got windows of {steps} batches. Use sync_with_dataloader=True, "
+            "or data with a length."
+        )
     agreed = begun.in_step or (ctx.guard.mode == GuardMode.OFF and uneven == "error")
     batches = begun.batches
     latest: tuple[T, Share] | None = None
@@ -243,17 +252,24 @@ def _in_windows(
             numbers = [int(blob) for blob in blobs]
             if min(numbers) != max(numbers) and uneven == "error":
                 raise _uneven([index + one for one in numbers])
+            if uneven == "pad" and index == 0:
+                _check_repeatable(numbers)
             number = max(numbers) if uneven == "pad" else min(numbers)
             held = list(_lengthened(iter(held), number, latest=latest))[:number]
         for place, (batch, share) in enumerate(held):
-            at_end = number < steps or share.is_last is True
+            if place < number - 1:
+                is_last: bool | None = False
+            elif number < steps:
+                is_last = True
+            else:  # the end of this rank's own data is not that of data that is made longer
+                is_last = share.is_last if agreed or uneven != "pad" else None
             micro = MicroBatch(
                 index=index,
                 epoch=epoch,
                 place=place,
                 window=number,
                 sync=place == number - 1,
-                is_last=(place == number - 1) if at_end else share.is_last,
+                is_last=is_last,
             )
             yield batch, share, _with_facts(micro, share)
             index += 1
@@ -275,14 +291,21 @@ def _lengthened(
         given += 1
         yield one
     for index in range(given, number):
-        if latest is None:
-            raise ValueError(
-                'microbatches: uneven="pad" repeats the latest batch of a rank that has no more, and this '
-                'rank has none at all. Give it some data, or use "stop_first".'
-            )
+        if latest is None:  # a source that gave none has promised some: found out by all when the pass ends
+            return
         batch, share = latest
         planned = share if share_at is None else share_at(index)
         yield batch, planned._replace(num_rows=share.num_rows, own_valid=0)
+
+
+def _check_repeatable(counts: Sequence[int]) -> None:
+    """Refuse on every rank what a rank without any batch can't do: repeat its latest one."""
+    if min(counts) == 0 < max(counts):
+        raise ValueError(
+            'microbatches: uneven="pad" repeats the latest batch of a rank that has no more, and a rank has '
+            f"none at all: the numbers of batches are {', '.join(map(str, counts))} by rank. Give each rank "
+            'some data, or use "stop_first".'
+        )
 
 
 def _with_facts(micro: MicroBatch, share: Share) -> MicroBatch:
@@ -393,7 +416,9 @@ def gather_objects_for_metrics(ctx: Context, obj: Any, micro: MicroBatch | None)
     if micro is None or not isinstance(obj, list):
         return gather_object(ctx, obj)
     own = cast("list[Any]", obj)
-    return gather_object(ctx, own[: micro.own_valid] if len(own) == micro.num_rows else own)
+    # Of a batch that is padding from end to end nothing counts, even where nobody can say what its rows are.
+    per_row = len(own) == micro.num_rows or (micro.num_rows is None and micro.own_valid == 0)
+    return gather_object(ctx, own[: micro.own_valid] if per_row else own)
 
 
 def _fit(rows: torch.Tensor, number: int) -> torch.Tensor:

@@ -120,12 +120,18 @@ def plan_epoch(
         start: Samples that an earlier part of the pass has read, in any world.
 
     Raises:
-        ConfigurationError: A batch that is to be split isn't divisible by the number of ranks.
+        ConfigurationError: A number is out of range, or a batch that is to be split isn't divisible by the
+            number of ranks.
 
     >>> plan = plan_epoch(num_samples=11, batch_size=2, size=2)
     >>> [plan.positions(step, rank=1) for step in range(plan.num_steps)]
     [[2, 3], [6, 7], [10, 0]]
     """
+    if batch_size < 1 or size < 1 or not 0 <= start <= num_samples:
+        raise ConfigurationError(
+            "an epoch needs batches and ranks of at least 1, and starts within its samples: got "
+            f"batch_size={batch_size}, {size} ranks, num_samples={num_samples} and start={start}."
+        )
     if split_batches and batch_size % size:
         smaller = batch_size // size * size
         raise ConfigurationError(

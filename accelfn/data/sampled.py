@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any, Generic, TypeVar, cast
 
 import torch
-from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, get_worker_info
 
 from accelfn.context import Context
 from accelfn.data.order import Order, Take, draw_together, take_from
@@ -20,7 +21,19 @@ from accelfn.data.plan import EpochPlan, plan_epoch
 from accelfn.data.reading import Pass, Share, share_of
 from accelfn.errors import ConfigurationError
 
-__all__ = ("BatchedReader", "SampledReader", "rebuild")
+__all__ = (
+    "BatchedReader",
+    "Batches",
+    "Keyed",
+    "SampledReader",
+    "Seeded",
+    "batch_sampler_of",
+    "batches_of",
+    "rebuild",
+    "remake",
+    "sampler_of",
+    "seed_worker",
+)
 
 T = TypeVar("T")
 MakePlan = Callable[[int, int], EpochPlan]  # from the number of samples, and the one to start at
@@ -51,7 +64,8 @@ class SampledReader(Generic[T]):
         self._order = order
         self._rank = rank
         self._make_plan = make_plan
-        self._sampler = cast("Any", source).sampler if order.kind == "sampler" else None
+        self._dataset = cast("Sized", source.dataset)
+        self._sampler = sampler_of(source) if order.kind == "sampler" else None
         self._batches = Batches()
         self._loader = rebuild(source, self._batches)
         self.batch_size: int | None = self.plan(0).global_batch
@@ -69,7 +83,17 @@ class SampledReader(Generic[T]):
         return self.plan(start).num_batches(self._rank)
 
     def begin(self, epoch: int, start: int) -> Pass[T]:
-        """Begin a pass."""
+        """Begin a pass.
+
+        Raises:
+            ValueError: The dataset has another length than it had when the loader was prepared, or a sampler
+                drew another number of samples than it has promised.
+        """
+        if len(self._dataset) != self._order.num_items:
+            raise ValueError(
+                f"the dataset {type(self._dataset).__name__} had a length of {self._order.num_items} when "
+                f"its loader was prepared, and now has one of {len(self._dataset)}. Prepare a new one."
+            )
         plan = self.plan(start)
         if self._sampler is None:
             take = self._order.taker(self.seed, epoch)
@@ -99,7 +123,7 @@ class BatchedReader(Generic[T]):
         self.seed = seed
         self.even_batches = ctx.loading.even_batches
         self._ctx = ctx
-        self._sampler = cast("Any", source).batch_sampler
+        self._sampler: Any = batch_sampler_of(source)
         self._rank, self._size = rank, size
         self._make_plan = make_plan
         self._batches = Batches()
@@ -256,20 +280,24 @@ class Seeded:
     So neither the number of workers nor a resumption changes an augmentation, and no two ranks share one.
     """
 
-    def __init__(self, dataset: Any) -> None:
-        """Read ``dataset``."""
+    def __init__(self, dataset: Any, one: bool = False) -> None:
+        """Read ``dataset``; ``one``: a batch is one item of it."""
         self._dataset = dataset
+        self._one = one
 
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def __getitem__(self, index: Any) -> Any:
-        return self._dataset[index]
+    def __getitem__(self, indices: Keyed) -> Any:
+        """Seed the worker for this batch, and ask for it where torch makes none of samples."""
+        if get_worker_info() is not None:
+            seed_worker(indices.key)
+        return self._dataset[indices[0] if self._one else list(indices)]
 
     def __getitems__(self, indices: Keyed) -> Any:
         """Seed the worker for this batch, and read it as torch would."""
         if get_worker_info() is not None:
-            _seed_worker(indices.key)
+            seed_worker(indices.key)
         read = getattr(self._dataset, "__getitems__", None)
         return read(list(indices)) if read else [self._dataset[index] for index in indices]
 
@@ -279,7 +307,8 @@ class Seeded:
         return getattr(self._dataset, name)
 
 
-def _seed_worker(key: tuple[int, ...]) -> None:
+def seed_worker(key: tuple[int, ...]) -> None:
+    """Seed all randomness of this worker process from ``key``."""
     seed = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little")
     random.seed(seed)
     # Not torch.manual_seed, which leaves a note for each device that is not initialised yet, at each call.
@@ -289,17 +318,63 @@ def _seed_worker(key: tuple[int, ...]) -> None:
         numpy.random.seed(seed >> 32)
 
 
-def rebuild(source: DataLoader[T], batches: Any, **changes: Any) -> DataLoader[T]:
-    """Make a loader like ``source`` that reads ``batches``: torch lets nobody exchange a batch sampler.
+def rebuild(source: DataLoader[T], batches: Any) -> DataLoader[T]:
+    """Make a loader like ``source`` that reads ``batches``.
 
     Args:
-        source: The user's loader, or one of a class derived from torch's.
+        source: The user's loader.
         batches: What it takes for a batch sampler.
-        **changes: Options that differ.
     """
+    if cast("Any", source).batch_sampler is None:
+        dataset: Any = Seeded(source.dataset, one=batch_sampler_of(source) is None)
+        return remake(source, dataset, sampler=batches)
+    dataset = source.dataset if source.num_workers == 0 else Seeded(source.dataset)
+    return remake(source, dataset, batch_sampler=batches)
+
+
+def remake(source: DataLoader[Any], dataset: Any, **changes: Any) -> DataLoader[Any]:
+    """Make a loader of the class and with the options of ``source``, over another dataset.
+
+    Args:
+        source: The user's loader.
+        dataset: What the new one reads.
+        **changes: Its ``sampler``, ``batch_sampler`` or ``collate_fn``. Without a batch sampler it makes no
+            batches.
+    """
+    if type(source) is DataLoader:
+        size: dict[str, Any] = {} if "batch_sampler" in changes else {"batch_size": None}
+        options: dict[str, Any] = {**_options_of(source), **size, **changes}
+        return DataLoader(dataset, **options)
+    # How a class of the user's own is made, nobody knows: a copy keeps what it has.
+    twin = copy.copy(source)
+    batching = {"batch_size": None, "drop_last": False, "batch_sampler": None, "_iterator": None}
+    vars(twin).update({"dataset": dataset, **batching, **changes})
+    return twin
+
+
+def batch_sampler_of(source: DataLoader[Any]) -> Any:
+    """Give what draws the batches of ``source``, None where its items are batches.
+
+    With ``batch_size=None`` it may stand in the sampler's place: the dataset is asked for a list of indices.
+    """
+    loader = cast("Any", source)
+    if loader.batch_sampler is None and isinstance(loader.sampler, BatchSampler):
+        return loader.sampler
+    return loader.batch_sampler
+
+
+def sampler_of(source: DataLoader[Any]) -> Any:
+    """Give what draws the samples of ``source``.
+
+    That of its batch sampler, where it has one: a loader that was given a batch sampler has another sampler,
+    which nobody asked for, beside.
+    """
+    return getattr(batch_sampler_of(source), "sampler", cast("Any", source).sampler)
+
+
+def _options_of(source: DataLoader[Any]) -> dict[str, Any]:
+    """Give what ``source`` was made with, dataset and batching apart."""
     options: dict[str, Any] = {name: getattr(source, name) for name in _OPTIONS if hasattr(source, name)}
     if source.num_workers > 0:
         options["prefetch_factor"] = source.prefetch_factor
-        options["worker_init_fn"] = source.worker_init_fn
-    dataset: Any = source.dataset if source.num_workers == 0 else Seeded(source.dataset)
-    return functools.partial(DataLoader, dataset, batch_sampler=batches, **options)(**changes)
+    return options

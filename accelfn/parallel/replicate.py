@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,6 +27,9 @@ M = TypeVar("M", bound=nn.Module)
 _ATTRIBUTE = "_accelfn_replica"
 # What says of a module that its forward passes are not compared now.
 _UNCHECKED = "_accelfn_unchecked"
+
+# Anything else that is no known container may hold the tensor that a backward pass begins with.
+_WITHOUT_TENSORS = (str, bytes, int, float, complex, torch.Size, torch.dtype, torch.device)
 
 
 def replicate(ctx: Context, model: nn.Module) -> nn.Module:
@@ -113,12 +117,11 @@ class ForwardCheck:
             del gradients
             journal.settle()
 
-        nodes = [leaf.grad_fn for leaf in flatten(output)[0] if isinstance(leaf, torch.Tensor)]
-        for node in nodes:
-            if node is not None:
-                node.register_prehook(before_backward)
-        if not any(nodes):  # where a backward pass will begin can't be seen from here
+        starts = _starts_of_backward(output)
+        if not starts:
             journal.settle()
+        for node in starts:
+            node.register_prehook(before_backward)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardCheck:
         """Check a copied model too."""
@@ -127,6 +130,21 @@ class ForwardCheck:
     def __reduce__(self) -> tuple[type[ForwardCheck], tuple[None]]:
         """Leave no world in a pickle: the model that is loaded from it belongs to none."""
         return ForwardCheck, (None,)
+
+
+def _starts_of_backward(output: Any) -> list[Node]:
+    """Give the nodes of which a backward pass from ``output`` meets one first; none where that isn't sure."""
+    starts: list[Node | None] = []
+    for leaf in flatten(output)[0]:
+        if isinstance(leaf, torch.Tensor):
+            if leaf.requires_grad:
+                starts.append(leaf.grad_fn)
+                if leaf._base is not None:  # to change a view in place replaces its node, and leaves this one
+                    starts.append(leaf._base.grad_fn)
+        elif not isinstance(leaf, _WITHOUT_TENSORS):
+            return []
+    found = [node for node in starts if node is not None]
+    return found if len(found) == len(starts) else []  # a parameter has no node
 
 
 def _check_each_forward(ctx: Context, model: nn.Module) -> None:
@@ -227,6 +245,10 @@ class Replica:
         twin._watch()  # copies of parameters come without hooks
         return twin
 
+    def __reduce__(self) -> tuple[Callable[[], Replica], tuple[()]]:
+        """Leave no world in a pickle: the model that is loaded from it belongs to none."""
+        return _replica_of_no_world, ()
+
     def _watch(self) -> None:
         for parameter in self._parameters.values():
             cast("Any", parameter).register_post_accumulate_grad_hook(self._on_grad)
@@ -271,6 +293,11 @@ class Replica:
                 own = self._parameters[name].grad
                 assert own is not None
                 own.copy_(grad)
+
+
+def _replica_of_no_world() -> Replica:
+    # The hook that brings it to rank 0's buffers comes with a model from a pickle, and finds one rank.
+    return Replica(Context(), nn.Module())
 
 
 def _register_comm_hook(model: DistributedDataParallel, ctx: Context) -> None:

@@ -94,6 +94,7 @@ def inject(
 
     return replace(
         collectives,
+        start_exchange=None,  # past which a fault would slip: this rank waits in exchange, where others start
         exchange=wrap(collectives.exchange, lambda message: (message,) * size, opens=True),
         all_gather=wrap(collectives.all_gather, lambda buffer: buffer.repeat(size)),
         all_reduce=wrap(collectives.all_reduce, lambda buffer, op: None),

@@ -3,7 +3,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 import accelfn as af
 from accelfn import Context
 from accelfn.checkpoint import WeightsPlan, parse_size, plan_weights
-from accelfn.errors import RemoteRankError
+from accelfn.errors import MismatchError, RemoteRankError, ReplicaDriftError
 from accelfn.testing import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -214,6 +214,83 @@ def test_every_rank_learns_the_files_and_names_are_the_models_own(on: Any, tmp_p
     assert first == second
     assert [file.exists() for file in first] == [True] * 3
     assert set(load_file(first[0])) == {"weight"}
+
+
+def drifted(ctx: Context) -> nn.Module:
+    """Give a prepared model of which one weight of rank 1 is one step of its dtype further."""
+    model = af.prepare(ctx, nn.Linear(3, 2))
+    if ctx.rank == 1:
+        weight = next(model.parameters())
+        with torch.no_grad():
+            weight[1, 2] = torch.nextafter(weight[1, 2], torch.tensor(9.0))
+    return model
+
+
+@pytest.mark.parametrize(("on", "size"), [("memory", 2), ("memory", 3), ("processes", 2)])
+def test_ranks_that_have_drifted_apart_write_nothing(on: Any, size: int, tmp_path: Path) -> None:
+    (file,) = af.save_model(Context(), nn.Linear(3, 2), tmp_path / "old")
+    before = file.read_bytes()
+
+    def run(ctx: Context) -> list[str]:
+        model = drifted(ctx)
+        errors: list[str] = []
+        for name in ("old", "new"):
+            with pytest.raises(ReplicaDriftError) as caught:
+                af.save_model(ctx, model, tmp_path / name)
+            errors.append(str(caught.value))
+        return errors
+
+    found = run_ranks(run, size, on)
+    assert found == [found[0]] * size
+    for text in found[0]:
+        assert "model['weight']" in text
+        assert "1 of 6" in text
+    assert file.read_bytes() == before
+    assert [path.name for path in tmp_path.rglob("*")] == ["old", file.name]
+
+
+@pytest.mark.parametrize("guard", [af.Guard(check_replicas_before_saving=False), "off"], ids=["alone", "all"])
+def test_drift_is_not_looked_for_where_it_is_switched_off(guard: af.Guard | str, tmp_path: Path) -> None:
+    def run(ctx: Context) -> None:
+        af.save_model(ctx, drifted(ctx), tmp_path)
+
+    run_ranks(run, 2, guard=guard)
+    assert set(load_file(tmp_path / "model.safetensors")) == {"weight", "bias"}
+
+
+def test_running_statistics_may_differ(tmp_path: Path) -> None:
+    def run(ctx: Context) -> None:
+        model = af.prepare(ctx, nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
+        cast("torch.Tensor", cast("nn.BatchNorm1d", model[1]).running_mean).fill_(ctx.rank + 1)
+        af.save_model(ctx, model, tmp_path)
+
+    run_ranks(run, 2)
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["1.running_mean"], torch.ones(2))
+
+
+def test_other_models_are_a_mismatch_and_nothing_is_written(tmp_path: Path) -> None:
+    def run(ctx: Context) -> str:
+        with pytest.raises(MismatchError) as caught:
+            af.save_model(ctx, nn.Linear(2 + ctx.rank, 1), tmp_path / "new")
+        return str(caught.value)
+
+    first, second = run_ranks(run, 2)
+    assert first == second
+    assert "weight" in first
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_no_model_on_one_rank_is_an_error_of_all_before_anything_is_compared(tmp_path: Path) -> None:
+    def run(ctx: Context) -> str:
+        model: Any = nn.Linear(1, 1) if ctx.rank == 0 else "model"
+        with pytest.raises((TypeError, RemoteRankError)) as caught:
+            af.save_model(ctx, model, tmp_path / "new")
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+    first, second = run_ranks(run, 2)
+    assert second == "TypeError: save_model: takes a module, got str."
+    assert first.startswith("RemoteRankError: rank 1 failed in save_model: TypeError")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_saving_needs_no_numpy(tmp_path: Path) -> None:

@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accelfn.comm import Call, agree, attempt, gather, verify_structure, wait_for_everyone
+from accelfn.comm import Call, agree, attempt, check_later, gather, verify_structure, wait_for_everyone
 from accelfn.context import Context
 from accelfn.errors import MismatchError, RemoteRankError
-from accelfn.testing import run_ranks
+from accelfn.testing import Where, run_ranks
 from accelfn.testing.strategies import Mismatched, mismatched_trees, rank_trees, worlds
 from accelfn.tree import listify
 
@@ -188,3 +188,109 @@ def test_a_barrier_may_be_called_from_any_line() -> None:
             wait_for_everyone(ctx.tagged("here"))
 
     assert run_ranks(work, 2) == [None, None]
+
+
+# --- a verdict that is heard later ---------------------------------------------------------------
+
+WORLDS: tuple[Where, ...] = ("memory", "gloo", "processes")
+
+
+def settle(ctx: Context) -> None:
+    ctx.collectives.journal.settle()
+
+
+@pytest.mark.parametrize("on", WORLDS)
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_that_agree_go_on_and_hear_of_it_later(on: Where, size: int) -> None:
+    def work(ctx: Context) -> Any:
+        journal = ctx.collectives.journal
+        seen: list[Any] = []
+        for hear in (settle, own_gathered, check_next):
+            check_later(ctx, Call("probe"))
+            number, waits = journal.number, journal.unsettled is not None
+            seen.append((waits, journal.checked == number))
+            hear(ctx)
+            assert journal.checked >= number
+            settle(ctx)
+            settle(ctx)
+            assert journal.unsettled is None
+            assert journal.checked == journal.number
+        return seen
+
+    waits = on != "memory"  # where ranks run one after another there is no meanwhile
+    assert run_ranks(work, size, on, timeout_s=20) == [[(waits, not waits)] * 3] * size
+
+
+def check_next(ctx: Context) -> None:
+    check_later(ctx, Call("next"))
+
+
+def own_gathered(ctx: Context) -> None:
+    assert listify(gather(ctx, own(ctx))) == list(range(ctx.num_processes))
+
+
+@pytest.mark.parametrize("on", WORLDS)
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("hear", [settle, own_gathered])
+def test_what_is_heard_later_tells_of_the_call_that_was_open(
+    on: Where, size: int, hear: Callable[[Context], None]
+) -> None:
+    def work(ctx: Context) -> Any:
+        if ctx.rank == 1:
+            error = failure(lambda ctx: check_later(ctx, Call("other")))(ctx)
+        else:
+            error = failure(lambda ctx: check_later(ctx, Call("probe")))(ctx)
+        first = error
+        error = error or failure(hear)(ctx)
+        own_gathered(ctx)  # all have heard of it, so all can go on
+        return first is None, error
+
+    found = run_ranks(work, size, on, timeout_s=20)
+    start = work.__code__.co_firstlineno
+    assert {ahead for ahead, _ in found} == {on != "memory"}
+    assert {type(error) for _, error in found} == {MismatchError}
+    assert len({str(error) for _, error in found}) == 1
+    for rank, caller in enumerate(found[0][1].callers):
+        assert caller.operation == ("other" if rank == 1 else "probe")
+        assert f"test_agreement.py:{start + (2 if rank == 1 else 4)} " in caller.site
+
+
+@pytest.mark.parametrize("on", ["gloo", "processes"])
+def test_what_is_heard_later_tells_of_the_place_in_the_data_that_it_was_called_at(on: Where) -> None:
+    def work(ctx: Context) -> Any:
+        journal = ctx.collectives.journal
+        journal.place = f"batch {ctx.rank} of epoch 0"
+        check_later(ctx, Call("probe"))
+        journal.place = "batch 9 of epoch 0"
+        return failure(own_gathered)(ctx)
+
+    for error in run_ranks(work, 2, on, timeout_s=20):
+        assert isinstance(error, MismatchError)
+        assert [(row.rank, row.found, row.expected) for row in error.rows] == [
+            (1, "batch 1 of epoch 0", "batch 0 of epoch 0")
+        ]
+
+
+@pytest.mark.parametrize("on", WORLDS)
+def test_a_rank_that_fails_with_an_agreement_open_is_an_error_of_the_others(on: Where) -> None:
+    seen: dict[int, Any] = {}
+
+    def work(ctx: Context) -> None:
+        check_later(ctx, Call("probe"))
+        if ctx.rank == 1:
+            raise OSError("disk full")
+        error = seen[ctx.rank] = failure(own_gathered)(ctx)
+        assert isinstance(error, RemoteRankError)
+        assert "rank 1 failed: OSError: disk full" in str(error)
+
+    with pytest.raises(OSError, match="disk full"):
+        run_ranks(work, 3, on, timeout_s=20)
+    assert sorted(seen) == ([] if on == "processes" else [0, 2])
+
+
+def test_without_a_guard_nothing_is_opened() -> None:
+    def work(ctx: Context) -> Any:
+        check_later(ctx, Call(f"probe {ctx.rank}"))
+        return ctx.collectives.journal.unsettled, ctx.collectives.journal.number
+
+    assert run_ranks(work, 2, "gloo", guard="off") == [(None, 1)] * 2

@@ -231,17 +231,31 @@ def ended_by(number: int) -> Callable[[af.Context], Any]:
     return act
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("size", "num_nodes"),
+    # Processes of one node exchange through shared memory, those of several through sockets.
+    [(2, 1), (3, 1), (2, 2), (4, 2)],
+    ids=["2 through memory", "3 through memory", "2 through sockets", "4 through sockets"],
+)
 @pytest.mark.parametrize(
     ("number", "expected"),
     [(0, MISSING), (signal.SIGKILL, MISSING), (signal.SIGSTOP, LATE)],
     ids=["os._exit", "SIGKILL", "SIGSTOP"],
 )
-def test_a_process_that_ends_or_stops_is_named(size: int, number: int, expected: str, tmp_path: Path) -> None:
+def test_a_process_that_ends_or_stops_is_named(
+    size: int, num_nodes: int, number: int, expected: str, tmp_path: Path
+) -> None:
     act = on_all_but_one(ended_by(number), tmp_path)
     guard = af.Guard(timeout=timedelta(seconds=1.5 if expected == LATE else PATIENCE_S))
     with pytest.raises((af.errors.MissingRankError, af.errors.CollectiveTimeoutError)):
-        run_ranks(act, size, "processes", timeout_s=3.0 if expected == LATE else PATIENCE_S, guard=guard)
+        run_ranks(
+            act,
+            size,
+            "processes",
+            timeout_s=3.0 if expected == LATE else PATIENCE_S,
+            num_nodes=num_nodes,
+            guard=guard,
+        )
     for rank in set(range(size)) - {1}:
         kind, text = json.loads((tmp_path / str(rank)).read_text())
         assert kind == expected

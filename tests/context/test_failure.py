@@ -9,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._C._distributed_c10d import HashStore
 
-from accelfn.context import Board, Journal, announce_end, as_error, publish, refuse_if_over, store_board
+from accelfn.context import (
+    Board,
+    Journal,
+    Unsettled,
+    announce_end,
+    as_error,
+    publish,
+    refuse_if_over,
+    store_board,
+)
 from accelfn.context.failure import news
 from accelfn.errors import (
     Caller,
@@ -239,6 +248,53 @@ def test_a_failure_is_worth_more_than_an_end() -> None:
     announce_end(board, journal_at(1), 1)
     publish(board, journal_at(1), 2, OSError("disk"))
     assert isinstance(news(board, journal_at(2), 0), RemoteRankError)
+
+
+# --- with an agreement open ----------------------------------------------------------------------
+
+
+def opened(journal: Journal, told: list[str], error: Exception | None = None) -> Journal:
+    def settle() -> None:
+        told.append("heard")
+        if error is not None:
+            raise error
+
+    journal.unsettled = Unsettled(settle, lambda: told.append("abandoned"))
+    return journal
+
+
+@pytest.mark.parametrize("error", [OSError("disk"), RemoteRankError(2, "OSError", "disk"), SystemExit(3)])
+def test_who_fails_hears_no_agreement_any_more(error: BaseException) -> None:
+    told: list[str] = []
+    journal = opened(journal_at(1), told)
+    publish(shared_board(), journal, 1, error)
+    publish(shared_board(), journal, 1, error)
+    assert told == ["abandoned"]
+    assert journal.unsettled is None
+
+
+@pytest.mark.parametrize("error", [None, MismatchError("gather", ROWS), CollectiveTimeoutError("gather")])
+def test_who_ends_takes_part_in_an_open_agreement_and_ends_all_the_same(error: Exception | None) -> None:
+    told: list[str] = []
+    board, journal = shared_board(), opened(journal_at(3), told, error)
+    announce_end(board, journal, 1)
+    announce_end(board, journal, 1)
+    assert told == ["heard"]
+    assert board.read("end") == '[1, 3, "operation 3", "train.py:3 in main"]'
+    assert isinstance(news(board, journal_at(4), 0), MissingRankError)
+
+
+def test_what_ends_an_agreement_on_the_way_out_is_heard_by_all() -> None:
+    board, journal = shared_board(), journal_at(3)
+
+    def settle() -> None:  # as a lookout does whose time is up
+        publish(board, journal, 1, late)
+        raise late
+
+    late = CollectiveTimeoutError("operation 3: rank 2 did not come")
+    journal.unsettled = Unsettled(settle, lambda: None)
+    announce_end(board, journal, 1)
+    assert "rank 2 did not come" in str(news(board, journal_at(3), 0))
 
 
 # --- afterwards ----------------------------------------------------------------------------------

@@ -5,10 +5,11 @@ import gc
 import pickle
 from typing import NamedTuple
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accelfn.context import Entry, Journal
+from accelfn.context import Entry, Journal, Unsettled
 
 NAMES = st.sampled_from(["gather", "reduce", "gathe", "rgather"])
 TEXTS = st.text("ab\0", max_size=4)
@@ -139,3 +140,55 @@ def test_a_copy_is_the_journal_of_the_same_group_and_a_pickle_that_of_none() -> 
     assert copy.deepcopy([journal]) == [journal]
     away = pickle.loads(pickle.dumps(journal))
     assert (away.number, away.chain) == (0, bytes(16))
+
+
+def opened(told: list[str], error: Exception | None = None) -> Journal:
+    def settle() -> None:
+        told.append("heard")
+        if error is not None:
+            raise error
+
+    journal = Journal()
+    journal.unsettled = Unsettled(settle, lambda: told.append("abandoned"))
+    return journal
+
+
+def test_an_open_agreement_is_heard_once() -> None:
+    told: list[str] = []
+    journal = opened(told)
+    journal.settle()
+    journal.settle()
+    journal.abandon()
+    assert told == ["heard"]
+
+
+def test_an_agreement_that_is_let_go_is_not_heard() -> None:
+    told: list[str] = []
+    journal = opened(told)
+    journal.abandon()
+    journal.abandon()
+    journal.settle()
+    assert told == ["abandoned"]
+
+
+def test_a_disagreement_is_raised_once() -> None:
+    told: list[str] = []
+    journal = opened(told, ValueError("they differ"))
+    with pytest.raises(ValueError, match="they differ"):
+        journal.settle()
+    assert journal.unsettled is None
+    journal.settle()
+    assert told == ["heard"]
+
+
+def test_an_agreement_is_closed_before_it_is_heard() -> None:
+    journal = Journal()
+    open_then: list[bool] = []
+    journal.unsettled = Unsettled(lambda: open_then.append(journal.unsettled is not None), lambda: None)
+    journal.settle()
+    assert open_then == [False]
+
+
+def test_a_pickle_leaves_an_open_agreement_behind() -> None:
+    journal = opened([])
+    assert pickle.loads(pickle.dumps(journal)).unsettled is None

@@ -1,5 +1,7 @@
 """The seam over a real process group: threads with gloo, and processes that torch.distributed knows."""
 
+import threading
+import time
 from datetime import timedelta
 from typing import Any, cast
 
@@ -97,6 +99,97 @@ def test_control_messages_go_through_the_group_beside() -> None:
         return [int(row[0]) for row in rows] == [0, 1], seam.chunk == ctx.collectives.chunk
 
     assert run_ranks(exchange, 2, on="processes") == [(True, True)] * 2
+
+
+ROUNDS = 5
+
+
+def message_of(rank: int, round_: int) -> torch.Tensor:
+    return torch.full((8 * (rank + 1),), 16 * rank + round_, dtype=torch.uint8)
+
+
+def is_complete(rows: tuple[torch.Tensor, ...], round_: int) -> bool:
+    """Whether a row of each rank begins with what that rank has sent."""
+    return all(
+        numbers(row[: 8 * (rank + 1)]) == numbers(message_of(rank, round_)) for rank, row in enumerate(rows)
+    )
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("early", [0, 1])
+@pytest.mark.parametrize("goes_first", [True, False])
+def test_an_exchange_that_is_started_early_meets_ranks_that_wait(
+    size: int, early: int, goes_first: bool
+) -> None:
+    started = [threading.Event() for _ in range(ROUNDS)]
+
+    def work(ctx: Context) -> list[bool]:
+        seam, rows = ctx.collectives, list[bool]()
+        assert seam.start_exchange is not None
+        for round_, event in enumerate(started):
+            own = message_of(ctx.rank, round_)
+            if ctx.rank == early:
+                if not goes_first:
+                    time.sleep(0.02)  # the others are in their exchange by now, as a rule
+                exchange = seam.start_exchange(own)
+                event.set()
+                rows.append(is_complete(exchange.finish(), round_))
+            else:
+                if goes_first:
+                    assert event.wait(20)  # which would not come if a start waited for the others
+                rows.append(is_complete(seam.exchange(own), round_))
+        return rows
+
+    assert run_ranks(work, size, on="gloo", timeout_s=20) == [[True] * ROUNDS] * size
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2])
+@pytest.mark.parametrize("where", ["gloo", "processes"])
+def test_all_ranks_may_start_and_finish_later(where: Where, num_nodes: int) -> None:
+    def work(ctx: Context) -> list[bool]:
+        seam, rows = ctx.collectives, list[bool]()
+        assert seam.start_exchange is not None
+        for round_ in range(ROUNDS):
+            exchange = seam.start_exchange(message_of(ctx.rank, round_))
+            time.sleep(0.005 * ((ctx.rank + round_) % 2))
+            rows.append(is_complete(exchange.finish(), round_))
+        return rows
+
+    assert run_ranks(work, 4, on=where, num_nodes=num_nodes, timeout_s=20) == [[True] * ROUNDS] * 4
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("alone", [0, 1])
+def test_an_exchange_that_is_let_go_does_not_hold_up_its_group(size: int, alone: int) -> None:
+    def work(ctx: Context) -> str:
+        start = ctx.collectives.start_exchange
+        assert start is not None
+        if ctx.rank == alone:
+            start(message_of(ctx.rank, 0)).abandon()
+        return "done"
+
+    before = time.monotonic()
+    assert run_ranks(work, size, on="gloo", timeout_s=20) == ["done"] * size
+    assert time.monotonic() - before < 15
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_groups_can_go_with_an_exchange_that_was_let_go(size: int, num_nodes: int) -> None:
+    def work(ctx: Context) -> bool:
+        seam = ctx.collectives
+        assert seam.start_exchange is not None
+        if ctx.rank == 1:
+            seam.start_exchange(message_of(ctx.rank, 0)).abandon()
+            dist.destroy_process_group()  # for which gloo would wait until the others come, or end
+            seam.board.post("gone", "yes")
+            return True
+        end = time.monotonic() + 10
+        while not seam.board.read("gone") and time.monotonic() < end:
+            time.sleep(0.01)
+        return bool(seam.board.read("gone"))
+
+    assert run_ranks(work, size, on="processes", num_nodes=num_nodes, timeout_s=20) == [True] * size
 
 
 def lookout() -> Lookout:

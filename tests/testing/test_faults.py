@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -9,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accelfn.comm import gather, reduce
-from accelfn.context import Collectives, Context, Journal
+from accelfn.comm import Call, check_later, gather, reduce
+from accelfn.context import Collectives, Context, Journal, StartedExchange
 from accelfn.context.config import Guard
 from accelfn.errors import CollectiveTimeoutError, MismatchError, MissingRankError
 from accelfn.testing import Fault, InjectedFaultError, Where, run_ranks
@@ -53,6 +54,15 @@ def test_the_kth_call_of_any_kind_raises(at: int) -> None:
 def test_faults_of_others_do_nothing() -> None:
     collectives = Collectives()
     assert inject(collectives, 0, 2, [Fault(kind="raise", rank=1)], never) is collectives
+
+
+def test_a_rank_with_faults_starts_no_exchange_past_them() -> None:
+    def must_not(message: torch.Tensor) -> StartedExchange:
+        raise AssertionError("past the fault")
+
+    seam = Collectives(start_exchange=must_not)
+    assert inject(seam, 0, 2, [Fault(kind="raise", rank=0)], never).start_exchange is None
+    assert inject(seam, 1, 2, [Fault(kind="raise", rank=0)], never).start_exchange is must_not
 
 
 def test_death_is_left_to_the_world() -> None:
@@ -195,6 +205,30 @@ def test_equal_calls_from_other_lines_are_told_apart_by_their_lines(on: Where) -
     assert [caller.site for caller in errors[0].callers] == [here, there]
     assert here in str(errors[1])
     assert there in str(errors[1])
+
+
+@on_each_world
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [("raise", "RemoteRankError"), ("die", "MissingRankError"), ("skip", "MismatchError")],
+)
+def test_a_fault_happens_where_other_ranks_go_on_meanwhile(
+    on: Where, kind: Literal["raise", "die", "skip"], expected: str, tmp_path: Path
+) -> None:
+    def work(ctx: Context) -> None:
+        try:
+            check_later(ctx, Call("forward"))
+            gather(ctx, torch.tensor([ctx.rank]))
+        except Exception as error:
+            (tmp_path / str(ctx.rank)).write_text(type(error).__name__)
+            raise
+
+    faults = [Fault(kind=kind, rank=1)]
+    with pytest.raises((InjectedFaultError, MissingRankError, MismatchError)):
+        run_ranks(work, 2, on, faults=faults, timeout_s=20)
+    assert (tmp_path / "0").read_text() == expected
+    ends = {"raise": "InjectedFaultError", "skip": "MismatchError"}
+    assert not (tmp_path / "1").exists() if kind == "die" else (tmp_path / "1").read_text() == ends[kind]
 
 
 @on_each_world
