@@ -34,6 +34,15 @@ class ItemReader(Generic[T]):
         self.batch_size: int | None = None
         self.seed = order.seed
 
+    @property
+    def even_batches(self) -> bool:
+        """Whether the ranks have equally many items."""
+        return self._items.even_batches
+
+    def choose_even(self, even: bool) -> None:
+        """Repeat items to that end from now on, or don't."""
+        self._items.choose_even(even)
+
     def plan(self, start: int) -> EpochPlan:
         """Plan the items from ``start`` on."""
         return self._items.plan(start)

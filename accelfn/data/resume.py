@@ -33,13 +33,13 @@ _VERSION = 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderState:
-    """How far the ranks together have come in the data: plain numbers, the same on every rank.
+    """How far the ranks together have come in the data, as plain numbers.
 
     Attributes:
         version: Of this record.
         epoch: Number of the epoch, from 0.
-        consumed: Samples of it that have been read, over all ranks; of data that was sharded already, batches
-            of this rank.
+        consumed: Samples of it that have been read, over all ranks. Where each rank has data of its own, what
+            this one has read: samples of its shards of a source, or batches of what was sharded already.
         seed: Of the order.
         length: Samples in an epoch; None where nobody knows.
 
@@ -91,7 +91,8 @@ def loader_state(loader: PreparedDataLoader[Any] | Wrapping | DataLoader[Any]) -
     workers that have read ahead. After the last batch it resumes with what is left of the epoch, which is
     nothing, and then with the next epoch.
 
-    Ranks: any; doesn't communicate. All ranks get the same state at the same batch.
+    Ranks: any; doesn't communicate. At the same batch all ranks get the same state, unless each reads data of
+    its own.
 
     Args:
         loader: From :func:`accelfn.prepare_data_loader` (:func:`accelfn.prepare` gives the same, typed as the
@@ -119,10 +120,10 @@ def restore_loader(loader: PreparedDataLoader[Any] | Wrapping | DataLoader[Any],
 
     The number of ranks, the batch size and the number of workers may be others than they were: the order
     goes on, and each sample that is left comes once. A sampler of your own has to draw the same order again
-    for the same epoch. Data that was sharded already goes on in the same world alone, each rank with its own
-    state.
+    for the same epoch. Where each rank has data of its own (shards of a source, or what was sharded already)
+    it goes on in a world of the same size, each rank with its own state.
 
-    Ranks: every rank of the loader's context, with the same state; doesn't communicate. Between passes: one
+    Ranks: every rank of the loader's context, with one state; doesn't communicate. Between passes: one
     that is under way isn't moved.
 
     Args:

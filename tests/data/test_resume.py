@@ -613,6 +613,59 @@ def test_what_a_reader_can_not_leave_out_is_read_and_thrown_away() -> None:
             getattr(reader, name)(False)
 
 
+class Sized(Stream):
+    def __len__(self) -> int:
+        return self.num
+
+
+class Sharded(Stream):
+    num_shards = 2
+
+    def shard(self, num_shards: int, index: int) -> Stream:
+        return Stream(self.num + index)
+
+
+@pytest.mark.filterwarnings("ignore:each of 2 ranks reads the whole stream")
+@pytest.mark.parametrize("skipped", [0, 1, 2, 9])
+@pytest.mark.parametrize("kind", ["sized", "unsized", "shards", "items"])
+def test_streams_and_items_are_skipped_too(kind: str, skipped: int) -> None:
+    def run(ctx: Context) -> None:
+        sources: dict[str, Any] = {
+            "sized": lambda: DataLoader(Sized(11), batch_size=2),
+            "unsized": lambda: DataLoader(Stream(11), batch_size=2),
+            "shards": lambda: DataLoader(Sharded(5), batch_size=2),
+            "items": lambda: DataLoader(cast("Any", torch.arange(10).reshape(5, 2)), batch_size=None),
+        }
+        loader = prepare_data_loader(ctx, sources[kind]())
+        micros = [(batch.tolist(), micro.own_valid) for batch, micro in microbatches(ctx, loader, "pad")]
+        rest = skip_first_batches(loader, skipped)
+        if kind in ("sized", "items"):
+            assert len(rest) == max(0, len(micros) - skipped)
+        for number in (2, 3):
+            found = [(batch.tolist(), micro.own_valid) for batch, micro in microbatches(ctx, rest, "pad")]
+            assert found == micros[skipped:]
+            assert loader.epoch == number
+        state = loader_state(rest)
+        restore_loader(rest, state)
+        assert loader_state(loader) == state
+
+    run_ranks(run, 2)
+
+
+def test_how_items_are_shared_out_can_be_chosen() -> None:
+    def run(ctx: Context) -> list[int]:
+        source: Any = DataLoader(cast("Any", torch.arange(10).reshape(5, 2)), batch_size=None)
+        loader = prepare_data_loader(ctx, source)
+        lengths: list[int] = []
+        for even in (True, False):
+            loader.even_batches = even
+            assert loader.even_batches is even
+            lengths += [len(loader), len(list(loader))]
+        return lengths
+
+    assert run_ranks(run, 2) == [[3, 3, 3, 3], [3, 3, 2, 2]]
+
+
 class Sub(DataLoader[Any]):
     """A loader of a class of the user's own."""
 
