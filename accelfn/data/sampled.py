@@ -19,7 +19,16 @@ from accelfn.data.plan import EpochPlan, plan_epoch
 from accelfn.data.reading import Pass, Share, share_of
 from accelfn.errors import ConfigurationError
 
-__all__ = ("BatchedReader", "SampledReader", "rebuild")
+__all__ = (
+    "BatchedReader",
+    "Batches",
+    "Keyed",
+    "SampledReader",
+    "are_even",
+    "batches_of",
+    "rebuild",
+    "share_of_batches",
+)
 
 T = TypeVar("T")
 MakePlan = Callable[[int, int], EpochPlan]  # from the number of samples, and the one to start at
@@ -117,7 +126,7 @@ class BatchedReader(Generic[T]):
         """Draw the batches and begin a pass."""
         drawn = [list(batch) for batch in draw_together(self._ctx, self._sampler, epoch)]
         key = (self.seed, epoch)
-        if self._named is not None and _are_even(drawn, self._named):
+        if self._named is not None and are_even(drawn, self._named):
             samples = [index for batch in drawn for index in batch]
             plan = self._make_plan(len(samples), start)
             return _planned_pass(self._loader, self._batches, plan, self._rank, take_from(samples), key)
@@ -131,9 +140,13 @@ class BatchedReader(Generic[T]):
         plan = self._by_batch(len(drawn), first)
         steps = plan.num_batches(self._rank)
         own = [drawn[plan.positions(step, self._rank)[0]] for step in range(steps)]
-        self._batches.begin(lambda: (Keyed(batch, (*key, step)) for step, batch in enumerate(own)))
+        places = range(plan.start + self._rank, len(drawn) + plan.size, plan.size)
+        self._batches.begin(
+            lambda: (Keyed(batch, (*key, place)) for place, batch in zip(places, own, strict=False))
+        )
         counts = tuple(plan.num_batches(rank) for rank in range(plan.size))
-        share_at = functools.partial(_share_of_batches, plan, rank=self._rank, ends=ends, batches=drawn)
+        lengths = [len(batch) for batch in drawn]
+        share_at = functools.partial(share_of_batches, plan, rank=self._rank, ends=ends, lengths=lengths)
         return Pass(counts, zip(self._loader, map(share_at, range(steps)), strict=True), share_at=share_at)
 
     def _by_batch(self, number: int, start: int = 0) -> EpochPlan:
@@ -147,15 +160,25 @@ class BatchedReader(Generic[T]):
         )
 
 
-def _are_even(batches: Sequence[Sequence[Any]], size: int) -> bool:
+def are_even(batches: Sequence[Sequence[Any]], size: int) -> bool:
+    """Whether batches are of ``size`` samples each, but for a shorter last one."""
     return all(len(batch) == size for batch in batches[:-1]) and (not batches or len(batches[-1]) <= size)
 
 
-def _share_of_batches(
-    plan: EpochPlan, step: int, rank: int, ends: Sequence[int], batches: Sequence[Sequence[Any]]
+def share_of_batches(
+    plan: EpochPlan, step: int, rank: int, ends: Sequence[int], lengths: Sequence[int]
 ) -> Share:
+    """Describe the batch that ``rank`` reads in ``step`` of a plan that counts batches. Pure.
+
+    Args:
+        plan: Of batches, one a rank and step.
+        step: From 0.
+        rank: That reads it.
+        ends: Samples in the batches up to each one.
+        lengths: Samples in each one.
+    """
     here = [plan.positions(step, one) for one in range(plan.size)]
-    rows = [len(batches[positions[0]]) if positions else 0 for positions in here]
+    rows = [lengths[positions[0]] if positions else 0 for positions in here]
     new = plan.num_valid(step)  # in rank order; batches behind it are repeated
     valid = tuple(number if one < new else 0 for one, number in enumerate(rows))
     return Share(

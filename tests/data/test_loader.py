@@ -142,7 +142,6 @@ class Stream(IterableDataset[int]):
     [
         (DataLoader(Stream()), {}, "IterableDataset"),
         (numbers(4, cast("Any", None)), {}, "batch_size"),
-        (numbers(4), {"dispatch_batches": True}, "dispatch_batches"),
         (numbers(4), {"use_stateful_dataloader": True}, "use_stateful_dataloader"),
     ],
 )
