@@ -5,34 +5,39 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate, islice
-from typing import Any, Generic, Protocol, TypeVar, cast
+from itertools import accumulate
+from typing import Any, Generic, TypeAlias, TypeVar, cast
 
-import torch
-from torch.nn.utils.rnn import PackedSequence
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from accelfn.comm import broadcast_object_list
 from accelfn.context import Context
+from accelfn.data.deal import Dealer, SliceFunction, hand_out
+from accelfn.data.dispatch_stream import StreamDispatch, dispatch_stream
+from accelfn.data.items import plan_items, with_rows
 from accelfn.data.order import Order, Take, draw_here, read_order, take_from
-from accelfn.data.parts import CannotSendError, Parts
+from accelfn.data.parts import Parts
 from accelfn.data.plan import EpochPlan, plan_epoch
-from accelfn.data.reading import Pass, Reader, Share, share_of
-from accelfn.data.sampled import Batches, Keyed, are_even, batches_of, rebuild, share_of_batches
+from accelfn.data.reading import Pass, Share, share_of
+from accelfn.data.sampled import (
+    Batches,
+    Keyed,
+    are_even,
+    batch_sampler_of,
+    rebuild,
+    sampler_of,
+    share_of_batches,
+)
+from accelfn.data.stream import rows_in
 from accelfn.errors import ConfigurationError
-from accelfn.tree import flatten, slice_tensors
 
-__all__ = ("SliceFunction", "dispatch")
+__all__ = ("BatchedDispatch", "DispatchReader", "OrderedDispatch", "dispatch")
 
 T = TypeVar("T")
 
 
-class SliceFunction(Protocol):
-    """Cuts the part of one rank out of the batch of a whole step."""
-
-    def __call__(self, batch: Any, part: slice, /, *, process_index: int, num_processes: int) -> Any:
-        """Give rows ``part`` of ``batch``, which are those of rank ``process_index``."""
-        ...
+# One for each kind of data.
+DispatchReader: TypeAlias = "OrderedDispatch[T] | BatchedDispatch[T] | StreamDispatch[T]"
 
 
 def dispatch(
@@ -40,7 +45,7 @@ def dispatch(
     source: DataLoader[T],
     agree: Callable[[str], int],
     slice_fn: SliceFunction | None = None,
-) -> Reader[T]:
+) -> DispatchReader[T]:
     """Choose how rank 0 reads ``source``.
 
     Ranks: every rank of ``ctx``.
@@ -54,8 +59,21 @@ def dispatch(
     Raises:
         ConfigurationError: The batch can't be split, or the sampler already deals out the samples.
     """
+    sampler = batch_sampler_of(source)
+    is_stream = isinstance(source.dataset, IterableDataset)
+    if slice_fn is not None and (source.batch_size if is_stream else sampler) is None:
+        raise ConfigurationError(
+            "slice_fn cuts the batch of a whole step, and with batch_size=None the loader makes no batches. "
+            "Leave slice_fn out, or give the loader a batch size."
+        )
+    if is_stream:
+        return dispatch_stream(ctx, source, agree, slice_fn)
+    if sampler is None:
+        rows_in(ctx, None)  # refuses what makes batches only
+        order = read_order(sampler_of(source), source.dataset, 0)
+        order = replace(order, seed=agree(f"dispatched by rank 0: {order}, each a batch"))
+        return OrderedDispatch(ctx, source, order, functools.partial(plan_items, ctx), None)
     size = ctx.num_processes
-    sampler = cast("Any", source).batch_sampler
     drop_last = bool(getattr(sampler, "drop_last", False))
 
     def make_plan(number: int, start: int, batch_size: int) -> EpochPlan:
@@ -74,87 +92,12 @@ def dispatch(
         order = read_order(cast("Any", sampler).sampler, source.dataset, 0)
         seed = agree(f"dispatched by rank 0: {make_plan(order.num_samples, 0, rows)!r}")
         order = replace(order, seed=seed)
-        planner = functools.partial(make_plan, batch_size=rows)
-        return OrderedDispatch(ctx, source, order, lambda number, start: planner(number, start), slice_fn)
+        return OrderedDispatch(ctx, source, order, functools.partial(make_plan, batch_size=rows), slice_fn)
     named = getattr(sampler, "batch_size", None)
     if named is not None:
         make_plan(0, 0, int(named))  # refuses a batch that can't be split
     seed = agree(f"dispatched by rank 0: batches of {named}")
     return BatchedDispatch(ctx, source, seed, named, make_plan, slice_fn)
-
-
-class Dealer:
-    """Makes the parts of each step of what rank 0's loader gives."""
-
-    def __init__(self, ctx: Context, slice_fn: SliceFunction | None) -> None:
-        """Deal to the ranks of ``ctx``."""
-        self._size = ctx.num_processes
-        self._slice_fn = slice_fn
-        # A step is one batch, of which each rank gets rows; otherwise each rank gets a batch of its own.
-        self.cuts = ctx.loading.split_batches or slice_fn is not None
-
-    def lists(self, plan: EpochPlan, take: Take, key: tuple[int, int]) -> Iterator[Keyed]:
-        """Give the lists of samples that rank 0's loader reads: a step's in one, or one for each rank."""
-        rows = plan.rank_batch
-        # All ranks' pieces of a step lie one after the other: they are the batch of a world of one.
-        for whole in batches_of(replace(plan, rank_batch=plan.global_batch, size=1), 0, take, key):
-            if self.cuts:
-                yield whole
-                continue
-            for first in range(0, len(whole), rows):
-                yield Keyed(whole[first : first + rows], (*whole.key[:-1], whole.key[-1] + first))
-
-    def parts(self, plan: EpochPlan, step: int, batches: Iterator[Any]) -> list[Any]:
-        """Take a step's batches, and give one tree for each rank that has rows."""
-        rows = [plan.num_rows(step, rank) for rank in range(plan.size)]
-        if not self.cuts:
-            return list(islice(batches, sum(number > 0 for number in rows)))
-        return self.cut(next(batches), [number for number in rows if number])
-
-    def cut(self, batch: Any, rows: Sequence[int]) -> list[Any]:
-        """Cut ``batch`` into parts of so many rows."""
-        ends = list(accumulate(rows))
-        slices = [slice(end - number, end) for number, end in zip(rows, ends, strict=True)]
-        if self._slice_fn is not None:
-            return [
-                self._slice_fn(batch, part, process_index=rank, num_processes=self._size)
-                for rank, part in enumerate(slices)
-            ]
-        if self._size == 1:
-            return [batch]
-        _check_rows(batch, ends[-1])
-        return [slice_tensors(batch, part) for part in slices]
-
-
-def _check_rows(batch: Any, rows: int) -> None:
-    """Refuse what has no row for each sample: cut all the same, it would be wrong without a word."""
-
-    def is_no_tree(value: Any) -> bool:
-        if isinstance(value, PackedSequence):
-            return True
-        # A list with one entry for each sample, such as texts.
-        return (
-            type(cast("object", value)) in (list, tuple)
-            and len(value) == rows
-            and not any(isinstance(one, (torch.Tensor, list, tuple, dict)) for one in value)
-            and any(one is not None for one in value)
-        )
-
-    leaves, structure = flatten(batch, is_no_tree)
-    for index, leaf in enumerate(leaves):
-        if isinstance(leaf, torch.Tensor):
-            if leaf.dim() and leaf.shape[0] != rows:
-                raise CannotSendError(
-                    f"the batch is to be cut into parts, and {structure.paths()[index]}, of shape "
-                    f"{tuple(leaf.shape)}, doesn't have one row for each of its {rows} samples."
-                )
-        elif is_no_tree(leaf):
-            within = "" if isinstance(leaf, PackedSequence) else "[0]"
-            first: object = leaf if isinstance(leaf, PackedSequence) else leaf[0]
-            raise CannotSendError(
-                f"the batch is to be cut into parts, and {structure.paths()[index]}{within} is no tensor, but of "
-                f"type {type(first).__name__}."
-            )
 
 
 class OrderedDispatch(Generic[T]):
@@ -174,11 +117,12 @@ class OrderedDispatch(Generic[T]):
         self._ctx = ctx
         self._order = order
         self._make_plan = make_plan
-        self._sampler = cast("Any", source).sampler if order.kind == "sampler" else None
+        self._sampler = sampler_of(source) if order.kind == "sampler" else None
+        self._is_whole = batch_sampler_of(source) is None
         self._dealer = Dealer(ctx, slice_fn)
         self._batches = Batches()
         self._loader = rebuild(source, self._batches) if ctx.is_main_process else None
-        self.batch_size: int | None = self.plan(0).global_batch
+        self.batch_size: int | None = None if self._is_whole else self.plan(0).global_batch
 
     def plan(self, start: int) -> EpochPlan:
         """Plan the samples from ``start`` on."""
@@ -191,14 +135,15 @@ class OrderedDispatch(Generic[T]):
     def begin(self, epoch: int, start: int) -> Pass[T]:
         """Begin a pass."""
         plan = self.plan(start)
-        steps: Iterator[list[Any]] | None = None
+        steps: Iterator[tuple[list[Any], None]] | None = None
         if self._loader is not None:
             key = (self.seed, epoch)
             take = self._take(epoch)
             self._batches.begin(lambda: self._dealer.lists(plan, take, key))
             steps = _steps(self._dealer, plan, iter(self._loader))
         share_at = functools.partial(share_of, plan, rank=self._ctx.rank)
-        return _planned(self._ctx, plan, steps, share_at, f"epoch {epoch} from sample {start}")
+        begun = _planned(self._ctx, plan, steps, share_at, f"epoch {epoch} from sample {start}")
+        return Pass(begun.counts, with_rows(begun.batches)) if self._is_whole else begun
 
     def _take(self, epoch: int) -> Take:
         """Learn what stands where; a sampler of the user's own is asked on rank 0 alone."""
@@ -233,7 +178,7 @@ class BatchedDispatch(Generic[T]):
         self.length: int | None = None
         self.seed = seed
         self._ctx = ctx
-        self._sampler = cast("Any", source).batch_sampler
+        self._sampler: Any = batch_sampler_of(source)
         self._named = named
         self._make_plan = make_plan
         self._dealer = Dealer(ctx, slice_fn)
@@ -268,7 +213,7 @@ class BatchedDispatch(Generic[T]):
         lengths = cast("list[int]", by_batch)
         key = (self.seed, epoch)
         name = f"epoch {epoch} from sample {start}"
-        steps: Iterator[list[Any]] | None = None
+        steps: Iterator[tuple[list[Any], None]] | None = None
         if is_even and self._named is not None:
             plan = self._make_plan(number, start, self._named)
             if self._loader is not None:
@@ -309,15 +254,15 @@ def _one_a_rank(plan: EpochPlan, drawn: Sequence[Sequence[Any]], key: tuple[int,
                 yield Keyed(drawn[position], (*key, plan.start + step * plan.size + rank))
 
 
-def _steps(dealer: Dealer, plan: EpochPlan, batches: Iterator[Any]) -> Iterator[list[Any]]:
+def _steps(dealer: Dealer, plan: EpochPlan, batches: Iterator[Any]) -> Iterator[tuple[list[Any], None]]:
     """Give the parts of each step of a plan; on rank 0."""
-    return (dealer.parts(plan, step, batches) for step in range(plan.num_steps))
+    return ((dealer.parts(plan, step, batches), None) for step in range(plan.num_steps))
 
 
 def _planned(
     ctx: Context,
     plan: EpochPlan,
-    steps: Iterator[list[Any]] | None,
+    steps: Iterator[tuple[list[Any], None]] | None,
     share_at: Callable[[int], Share],
     name: str,
 ) -> Pass[Any]:
@@ -327,21 +272,8 @@ def _planned(
     def read() -> Iterator[tuple[Any, Share]]:
         way = Parts(ctx, name)
         for step in range(plan.num_steps):
-            own = _hand_out(way, steps)
-            if step < counts[ctx.rank]:
-                yield own[0], share_at(step)
+            received = hand_out(way, steps)
+            if received is not None and step < counts[ctx.rank]:
+                yield received.parts[0], share_at(step)
 
     return Pass(counts, read(), share_at=share_at)
-
-
-def _hand_out(way: Parts, steps: Iterator[list[Any]] | None) -> Sequence[Any]:
-    """Carry out one step; gives this rank's part, if it has one."""
-    if steps is None:
-        received = way.receive()
-        return () if received is None else received.parts
-    try:
-        parts = next(steps)
-    except CannotSendError as error:
-        way.refuse(error)
-    way.send(parts)
-    return parts

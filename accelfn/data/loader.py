@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sized
+from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, Literal, TypeVar, cast
 
@@ -12,11 +13,13 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from accelfn.comm import Call, failing_together, gather_bytes, synchronize_rng_states
 from accelfn.context import Context
 from accelfn.data.dispatch import SliceFunction, dispatch
+from accelfn.data.items import ItemReader
 from accelfn.data.order import read_order
 from accelfn.data.own import OwnReader
 from accelfn.data.plan import EpochPlan, plan_epoch
 from accelfn.data.reading import Pass, Reader, Share
-from accelfn.data.sampled import BatchedReader, SampledReader
+from accelfn.data.sampled import BatchedReader, SampledReader, batch_sampler_of, sampler_of
+from accelfn.data.stream import read_stream, rows_in
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.tree import send_to_device
 
@@ -244,7 +247,7 @@ def _reader(
     ctx: Context, loader: DataLoader[T], sharding: Sharding, slice_fn: SliceFunction | None
 ) -> Reader[T]:
     """Choose the way of reading that a loader needs."""
-    _refuse_unavailable(ctx, loader, sharding)
+    _refuse_unavailable(ctx)
     if ctx.loading.dispatch_batches and sharding != "global":
         raise ConfigurationError(
             f'sharding="{sharding}" lets each rank read data of its own, and dispatch_batches=True lets rank '
@@ -260,7 +263,19 @@ def _reader(
     rank, size = ctx.rank, ctx.num_processes
     if sharding == "already_sharded":
         return OwnReader(ctx, loader, _agreed_seed(ctx, loader, "already sharded"))
-    batch_sampler = cast("Any", loader).batch_sampler
+    if isinstance(loader.dataset, IterableDataset):
+        return read_stream(ctx, loader, sharding == "by_source", partial(_agreed_seed, ctx, loader))
+    if sharding == "by_source":
+        raise ConfigurationError(
+            'sharding="by_source" is for streams. This dataset is read by its indices, of which each rank '
+            'gets its own: use sharding="global".'
+        )
+    batch_sampler = batch_sampler_of(loader)
+    if batch_sampler is None:
+        rows_in(ctx, None)  # refuses what makes batches only
+        order = read_order(sampler_of(loader), loader.dataset, 0)
+        order = replace(order, seed=_agreed_seed(ctx, loader, f"{order}, each a batch"))
+        return ItemReader(ctx, loader, order)
     drop_last = loader.drop_last
 
     def make_plan(number: int, start: int, batch_size: int) -> EpochPlan:
@@ -302,7 +317,7 @@ def _agreed_seed(ctx: Context, loader: DataLoader[Any], what: str) -> int:
     if ctx.loading.data_seed is not None:
         own = ctx.loading.data_seed
     else:
-        generator = cast("torch.Generator | None", getattr(cast("Any", loader).sampler, "generator", None))
+        generator = cast("torch.Generator | None", getattr(sampler_of(loader), "generator", None))
         own = torch.initial_seed() if generator is None else generator.initial_seed()
     own %= 1 << 63
     if ctx.num_processes == 1:
@@ -313,16 +328,11 @@ def _agreed_seed(ctx: Context, loader: DataLoader[Any], what: str) -> int:
     return int.from_bytes(blobs[0], "little")
 
 
-def _refuse_unavailable(ctx: Context, loader: DataLoader[Any], sharding: str) -> None:
+def _refuse_unavailable(ctx: Context) -> None:
     asked = (
-        (isinstance(loader.dataset, IterableDataset), "a loader over an IterableDataset"),
-        (cast("Any", loader).batch_sampler is None, "a loader with batch_size=None"),
         (ctx.loading.use_stateful_dataloader, "DataLoaderConfiguration(use_stateful_dataloader=True)"),
         (ctx.loading.custom_classes is not None, "DataLoaderConfiguration(custom_classes=...)"),
-        (sharding == "by_source", 'sharding="by_source"'),
     )
-    if sharding == "already_sharded":
-        asked = asked[2:4]
     for is_asked, what in asked:
         if is_asked:
             raise NotAvailableError(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
+
+from typing_extensions import NamedTuple  # of typing, one that is generic needs Python 3.11
 
 from accelfn.data.plan import EpochPlan
 

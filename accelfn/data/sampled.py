@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import Any, Generic, TypeVar, cast
 
 import torch
-from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, get_worker_info
 
 from accelfn.context import Context
 from accelfn.data.order import Order, Take, draw_together, take_from
@@ -25,8 +25,12 @@ __all__ = (
     "Keyed",
     "SampledReader",
     "are_even",
+    "batch_sampler_of",
     "batches_of",
+    "options_of",
     "rebuild",
+    "sampler_of",
+    "seed_worker",
     "share_of_batches",
 )
 
@@ -58,7 +62,7 @@ class SampledReader(Generic[T]):
         self._order = order
         self._rank = rank
         self._make_plan = make_plan
-        self._sampler = cast("Any", source).sampler if order.kind == "sampler" else None
+        self._sampler = sampler_of(source) if order.kind == "sampler" else None
         self._batches = Batches()
         self._loader = rebuild(source, self._batches)
         self.batch_size: int | None = self.plan(0).global_batch
@@ -101,7 +105,7 @@ class BatchedReader(Generic[T]):
         self.length: int | None = None
         self.seed = seed
         self._ctx = ctx
-        self._sampler = cast("Any", source).batch_sampler
+        self._sampler: Any = batch_sampler_of(source)
         self._rank, self._size = rank, size
         self._make_plan = make_plan
         self._batches = Batches()
@@ -257,20 +261,24 @@ class Seeded:
     So neither the number of workers nor a resumption changes an augmentation, and no two ranks share one.
     """
 
-    def __init__(self, dataset: Any) -> None:
-        """Read ``dataset``."""
+    def __init__(self, dataset: Any, one: bool = False) -> None:
+        """Read ``dataset``; ``one``: a batch is one item of it."""
         self._dataset = dataset
+        self._one = one
 
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def __getitem__(self, index: Any) -> Any:
-        return self._dataset[index]
+    def __getitem__(self, indices: Keyed) -> Any:
+        """Seed the worker for this batch, and ask for it where torch makes none of samples."""
+        if get_worker_info() is not None:
+            seed_worker(indices.key)
+        return self._dataset[indices[0] if self._one else list(indices)]
 
     def __getitems__(self, indices: Keyed) -> Any:
         """Seed the worker for this batch, and read it as torch would."""
         if get_worker_info() is not None:
-            _seed_worker(indices.key)
+            seed_worker(indices.key)
         read = getattr(self._dataset, "__getitems__", None)
         return read(list(indices)) if read else [self._dataset[index] for index in indices]
 
@@ -280,7 +288,8 @@ class Seeded:
         return getattr(self._dataset, name)
 
 
-def _seed_worker(key: tuple[int, ...]) -> None:
+def seed_worker(key: tuple[int, ...]) -> None:
+    """Seed all randomness of this worker process from ``key``."""
     seed = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little")
     random.seed(seed)
     # Not torch.manual_seed, which leaves a note for each device that is not initialised yet, at each call.
@@ -298,9 +307,37 @@ def rebuild(source: DataLoader[T], batches: Any, **changes: Any) -> DataLoader[T
         batches: What it takes for a batch sampler.
         **changes: Options that differ.
     """
+    if cast("Any", source).batch_sampler is None:
+        dataset: Any = Seeded(source.dataset, one=batch_sampler_of(source) is None)
+        options = {"sampler": batches, "batch_size": None, **options_of(source)}
+        return functools.partial(DataLoader, dataset, **options)(**changes)
+    dataset = source.dataset if source.num_workers == 0 else Seeded(source.dataset)
+    return functools.partial(DataLoader, dataset, batch_sampler=batches, **options_of(source))(**changes)
+
+
+def batch_sampler_of(source: DataLoader[Any]) -> Any:
+    """Give what draws the batches of ``source``, None where its items are batches.
+
+    With ``batch_size=None`` it may stand in the sampler's place: the dataset is asked for a list of indices.
+    """
+    loader = cast("Any", source)
+    if loader.batch_sampler is None and isinstance(loader.sampler, BatchSampler):
+        return loader.sampler
+    return loader.batch_sampler
+
+
+def sampler_of(source: DataLoader[Any]) -> Any:
+    """Give what draws the samples of ``source``.
+
+    That of its batch sampler, where it has one: a loader that was given a batch sampler has another sampler,
+    which nobody asked for, beside.
+    """
+    return getattr(batch_sampler_of(source), "sampler", cast("Any", source).sampler)
+
+
+def options_of(source: DataLoader[Any]) -> dict[str, Any]:
+    """Give what ``source`` was made with, dataset and batching apart."""
     options: dict[str, Any] = {name: getattr(source, name) for name in _OPTIONS if hasattr(source, name)}
     if source.num_workers > 0:
         options["prefetch_factor"] = source.prefetch_factor
-        options["worker_init_fn"] = source.worker_init_fn
-    dataset: Any = source.dataset if source.num_workers == 0 else Seeded(source.dataset)
-    return functools.partial(DataLoader, dataset, batch_sampler=batches, **options)(**changes)
+    return options

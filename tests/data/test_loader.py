@@ -2,12 +2,11 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 
-from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, get_worker_info
 
 from accelfn import Context, DataLoaderConfiguration
 from accelfn.data import prepare_data_loader
@@ -132,16 +131,9 @@ def test_batches_stay_where_they_are_without_device_placement() -> None:
     assert isinstance(next(iter(prepare_data_loader(ctx, source))), Stay)
 
 
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(4))
-
-
 @pytest.mark.parametrize(
     ("source", "config", "what"),
     [
-        (DataLoader(Stream()), {}, "IterableDataset"),
-        (numbers(4, cast("Any", None)), {}, "batch_size"),
         (numbers(4), {"use_stateful_dataloader": True}, "use_stateful_dataloader"),
     ],
 )
