@@ -75,11 +75,20 @@ class _Span(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """Where the tensors of one part lie."""
+    """Where the tensors of one part lie.
+
+    Attributes:
+        spans: Of each tensor.
+        cpu_bytes: Of those on the CPU together.
+        device_bytes: Of those on a device together.
+        stays: Of each of the two the dtype that has most bytes. What is received of it stays where it was
+            received; the rest is copied, since torch saves no memory that is seen as several dtypes.
+    """
 
     spans: list[_Span]
     cpu_bytes: int
     device_bytes: int
+    stays: dict[bool, torch.dtype]
 
 
 class Parts:
@@ -177,8 +186,7 @@ class Parts:
         buffers: dict[bool, torch.Tensor] = {}
         if flags & _INLINE:
             start = padded_size(head) + (ctx.rank - 1) * cpu_bytes
-            # A copy: the next exchange may write over it.
-            buffers[False] = row[start : start + cpu_bytes].clone() if place else row[:0]
+            buffers[False] = row[start : start + cpu_bytes]
         else:
             for on_device, size in ((False, cpu_bytes), (True, device_bytes)):
                 if size:
@@ -190,12 +198,14 @@ class Parts:
             return Received((), facts)
         leaves = [value for _, value in self._form.leaves]
         for span in place.spans:
-            whole = buffers.get(span.on_device)
-            if whole is None or span.start == span.end:
+            if span.start == span.end:
                 device = ctx.device if span.on_device else "cpu"
                 leaves[span.leaf] = torch.empty(span.shape, dtype=span.dtype, device=device)
-            else:
-                leaves[span.leaf] = whole[span.start : span.end].view(span.dtype).view(span.shape)
+                continue
+            data = buffers[span.on_device][span.start : span.end]
+            if flags & _INLINE or span.dtype != place.stays[span.on_device]:
+                data = data.clone()  # the next exchange may write over what came with this one
+            leaves[span.leaf] = data.view(span.dtype).view(span.shape)
         return Received((self._form.structure.unflatten(leaves),), facts)
 
     def _say(self, flags: int, told: bytes, cpu_bytes: int, device_bytes: int) -> None:
@@ -294,29 +304,28 @@ def _shown(leaf: Any) -> str:
 
 
 def _write_form(form: _Form) -> Any:
-    # Empty tensors, so that containers that look at what they are given get what they expect.
+    # Tensors, so that containers that look at what they are given get what they expect; dtypes beside, since
+    # torch can't pickle a tensor of every one.
+    are_tensors = [isinstance(kind, torch.dtype) for kind, _ in form.leaves]
     stubs = [
-        torch.empty(0, dtype=kind) if isinstance(kind, torch.dtype) else value for kind, value in form.leaves
+        torch.empty(0) if is_tensor else value
+        for is_tensor, (_, value) in zip(are_tensors, form.leaves, strict=True)
     ]
-    return form.structure.unflatten(stubs), [value is True for _, value in form.leaves]
+    kinds = [leaf if is_tensor else None for is_tensor, leaf in zip(are_tensors, form.leaves, strict=True)]
+    return form.structure.unflatten(stubs), kinds
 
 
 def _read_form(written: Any) -> _Form:
-    tree, on_device = written
+    tree, kinds = written
     leaves, structure = flatten(tree)
-    return _Form(
-        structure,
-        [
-            (leaf.dtype, there) if isinstance(leaf, torch.Tensor) else (type(leaf), leaf)
-            for leaf, there in zip(leaves, on_device, strict=True)
-        ],
-    )
+    return _Form(structure, [kind or (type(leaf), leaf) for leaf, kind in zip(leaves, kinds, strict=True)])
 
 
 def _place(form: _Form, shapes: Sequence[tuple[int, ...]]) -> _Place:
     """Lay the tensors of a part end to end, each at an address that suits any dtype."""
     spans: list[_Span] = []
     ends = {False: 0, True: 0}
+    sums: dict[tuple[bool, torch.dtype], int] = {}
     left = iter(shapes)
     for index, (dtype, on_device) in enumerate(form.leaves):
         if not isinstance(dtype, torch.dtype):
@@ -326,7 +335,10 @@ def _place(form: _Form, shapes: Sequence[tuple[int, ...]]) -> _Place:
         end = start + math.prod(shape) * dtype.itemsize
         spans.append(_Span(index, dtype, shape, on_device, start, end))
         ends[on_device] = padded_size(end)
-    return _Place(spans, ends[False], ends[True])
+        sums[on_device, dtype] = sums.get((on_device, dtype), 0) + end - start
+    # The last one that is set is the one that has most.
+    stays = dict(sorted(sums, key=lambda one: sums[one]))
+    return _Place(spans, ends[False], ends[True], stays)
 
 
 def _fill(target: torch.Tensor, place: _Place, leaves: Sequence[Any], on_device: bool) -> None:

@@ -133,6 +133,10 @@ class StreamReader(Generic[T]):
                 continue
             if step == expected:
                 raise self._wrong_length(f"goes on after {consumed - piece.num_valid}")
+            if plan is not None and piece.num_valid != plan.num_valid(step):
+                # Where the last group is of another size than planned, rows would be taken for padding.
+                where = f"ended after {consumed}" if piece.at_end else f"goes on after {plan.consumed(step)}"
+                raise self._wrong_length(where)
             yield cast("T", piece.content), self._share(piece, step, plan, consumed)
             step += 1
         if expected is not None and step < expected:
