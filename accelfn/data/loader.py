@@ -202,6 +202,12 @@ def prepare_data_loader(
     the epoch: no two batches share an augmentation, and neither the number of workers nor a resumption
     changes one.
 
+    A stream, that is an ``IterableDataset``, is read by its shards where it offers as many as there are ranks
+    (ranks may then have different numbers of batches). Otherwise each rank reads all of it and keeps its
+    piece of each group of batches, which a warning says once. It must be the same stream on every rank: in
+    workers its random numbers are, and those of collation differ; without workers they are the program's
+    own, so a stream that is shuffled needs a seed.
+
     Ranks: every rank of ``ctx``.
 
     Args:
@@ -219,7 +225,8 @@ def prepare_data_loader(
 
     Raises:
         ConfigurationError: The data is sharded already and would be sharded again, the loader was prepared
-            with another context, the batch can't be split, or a ``slice_fn`` has nothing to cut.
+            with another context, the batch can't be split, each rank is to have shards of its own and there
+            are too few, or a ``slice_fn`` has nothing to cut.
         MismatchError: The ranks have loaders of different length, batch size or options.
         TypeError: ``loader`` is no DataLoader, or its samples have no number.
         NotAvailableError: A kind of loader or an option that this version has no machinery for.

@@ -24,6 +24,7 @@ __all__ = (
     "Batches",
     "Keyed",
     "SampledReader",
+    "Seeded",
     "are_even",
     "batch_sampler_of",
     "batches_of",

@@ -21,7 +21,16 @@ from accelfn.data.sampled import options_of, seed_worker
 from accelfn.data.sources import count_shards, take_shards
 from accelfn.errors import ConfigurationError
 
-__all__ = ("StreamReader", "read_stream")
+__all__ = (
+    "CollatePiece",
+    "GroupedStream",
+    "Settings",
+    "StreamReader",
+    "length_of",
+    "read_stream",
+    "rows_in",
+    "tell",
+)
 
 T = TypeVar("T")
 
@@ -117,7 +126,6 @@ class StreamReader(Generic[T]):
         return Pass(counts, batches, in_step=in_step, share_at=share_at)
 
     def _read(self, start: int, plan: EpochPlan | None) -> Iterator[tuple[T, Share]]:
-        expected = None if plan is None else plan.num_batches(self._cut.rank)
         # Several workers have read from the stream's start, and say of each group how long it was.
         consumed = 0 if self._num_workers > 1 else start
         step = 0
@@ -129,18 +137,16 @@ class StreamReader(Generic[T]):
                     f"{self._num_workers} workers reads: samples {before} to {consumed - 1}. Go on with the "
                     "same batch size and as many ranks and workers as before, or with num_workers=1."
                 )
+            if plan is not None and consumed > plan.num_samples:
+                raise self._wrong_length(plan, "gives more")
+            if plan is not None and piece.at_end and consumed < plan.num_samples:
+                raise self._wrong_length(plan, f"ended after {consumed}")
             if consumed <= start or not piece.num_rows:
                 continue
-            if step == expected:
-                raise self._wrong_length(f"goes on after {consumed - piece.num_valid}")
-            if plan is not None and piece.num_valid != plan.num_valid(step):
-                # Where the last group is of another size than planned, rows would be taken for padding.
-                where = f"ended after {consumed}" if piece.at_end else f"goes on after {plan.consumed(step)}"
-                raise self._wrong_length(where)
             yield cast("T", piece.content), self._share(piece, step, plan, consumed)
             step += 1
-        if expected is not None and step < expected:
-            raise self._wrong_length(f"ended after {consumed}")
+        if plan is not None and step < plan.num_batches(self._cut.rank):
+            raise self._wrong_length(plan, f"ended after {consumed}")
         if consumed < start:
             raise ValueError(
                 f"the pass is to go on at sample {start}, and the stream ended after {consumed}. Is it the "
@@ -177,10 +183,10 @@ class StreamReader(Generic[T]):
         """Count the samples that all ranks read; several workers may each cut theirs short."""
         return None if self._is_own or self._num_workers > 1 else length_of(self._dataset)
 
-    def _wrong_length(self, what: str) -> ValueError:
+    def _wrong_length(self, plan: EpochPlan, what: str) -> ValueError:
         return ValueError(
-            f"the dataset {type(self._dataset).__name__} has a length of {self.length}, and {what} samples. "
-            "Its __len__ must count what its __iter__ gives; leave it out where nobody knows."
+            f"the dataset {type(self._dataset).__name__} has a length of {plan.num_samples}, and {what}. Its "
+            "__len__ must count what its __iter__ gives; leave it out where nobody knows."
         )
 
 
@@ -345,7 +351,7 @@ class CollatePiece:
         if not piece.num_rows:
             return piece
         samples = piece.content[0] if self._is_whole else piece.content
-        if not piece.key:
+        if get_worker_info() is None:  # the program's own randomness is its own
             return piece._replace(content=self._collate(samples))
         # Ranks collate different samples, so they draw apart, and what they draw must not move the stream.
         before = _random_state()
