@@ -18,7 +18,7 @@ from accelfn.data.reading import Pass, Share, share_of
 from accelfn.data.sources import count_shards
 from accelfn.data.stream import StreamReader, length_of, rows_in
 
-__all__ = ("StreamDispatch", "dispatch_stream")
+__all__ = ("CollateParts", "StreamDispatch", "dispatch_stream")
 
 T = TypeVar("T")
 

@@ -2,6 +2,7 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -215,13 +216,37 @@ class Draws(Dataset[torch.Tensor]):
         return torch.rand(2)
 
 
-def test_workers_draw_what_they_draw_for_ranks_that_read_for_themselves() -> None:
-    def read(ctx: Context) -> list[Any]:
-        loader = prepare_data_loader(ctx, DataLoader(Draws(), batch_size=2, num_workers=1))
+class DrawingStream(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (torch.rand(2) for _ in range(7))
+
+
+@pytest.mark.parametrize("kind", ["map", "batches", "stream"])
+def test_workers_draw_what_they_draw_for_ranks_that_read_for_themselves(kind: str) -> None:
+    def read(ctx: Context, seed: int | None) -> list[Any]:
+        options: dict[str, Any] = {"batch_size": 2}
+        if kind == "batches":
+            options = {"batch_sampler": Listed([[0, 1], [2], [3, 4], [5, 6]])}
+        data: Any = DrawingStream() if kind == "stream" else Draws()
+        loader = prepare_data_loader(ctx, DataLoader(data, num_workers=1, **options))
+        loader.move_to(0, 0, seed)
         return [batch.tolist() for batch in loader]
 
-    plain = run_ranks(read, 2, "processes", dataloader_config=DataLoaderConfiguration(data_seed=4))
-    assert run_ranks(read, 2, "processes", dataloader_config=config(data_seed=4)) == plain
+    for seed in (None, 9):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that all ranks read the stream
+            plain = run_ranks(
+                lambda ctx, seed=seed: read(ctx, seed),
+                2,
+                "processes",
+                dataloader_config=DataLoaderConfiguration(data_seed=4),
+            )
+        through = run_ranks(
+            lambda ctx, seed=seed: read(ctx, seed), 2, "processes", dataloader_config=config(data_seed=4)
+        )
+        assert through == plain
+        firsts = [batch[0][0] for rank in through for batch in rank]
+        assert len(set(firsts)) == len(firsts)
 
 
 class OnRankZero(Dataset[int]):
@@ -509,7 +534,7 @@ def test_an_error_of_rank_zero_is_every_ranks(where: str) -> None:
     assert all("the disk is gone" in text for text in run_ranks(run, 2, dataloader_config=config()))
 
 
-@pytest.mark.parametrize("says", [3, 5, 9, 30])
+@pytest.mark.parametrize("says", [3, 4, 5, 9, 30])
 def test_a_stream_of_another_length_than_it_says_is_every_ranks_error(says: int) -> None:
     def run(ctx: Context) -> str:
         loader = prepare_data_loader(ctx, DataLoader(SizedStream(7, says), batch_size=2))
