@@ -334,16 +334,15 @@ class Accelerator:
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
     ) -> AcceleratedDataLoader[T]:
         """Share a loader out between the ranks; see :func:`accelfn.prepare_data_loader`."""
-        if slice_fn_for_dispatch is not None:
-            raise NotAvailableError(
-                "slice_fn_for_dispatch: dispatching has no machinery in this version of accelfn yet."
-            )
         if isinstance(data_loader, AcceleratedDataLoader):
             if data_loader.belongs_to(self):
                 return data_loader
             data_loader = data_loader.loader
         return AcceleratedDataLoader(
-            self, data.prepare_data_loader(self._placing(device_placement), data_loader)
+            self,
+            data.prepare_data_loader(
+                self._placing(device_placement), data_loader, slice_fn=slice_fn_for_dispatch
+            ),
         )
 
     def prepare_scheduler(self, scheduler: LRScheduler | AcceleratedScheduler) -> AcceleratedScheduler:

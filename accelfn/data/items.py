@@ -15,7 +15,7 @@ from accelfn.data.plan import EpochPlan, plan_epoch
 from accelfn.data.reading import Pass, Share
 from accelfn.data.sampled import SampledReader
 
-__all__ = ("ItemReader",)
+__all__ = ("ItemReader", "plan_items", "with_rows")
 
 T = TypeVar("T")
 
@@ -28,7 +28,7 @@ class ItemReader(Generic[T]):
 
     def __init__(self, ctx: Context, source: DataLoader[T], order: Order) -> None:
         """Read ``source`` by ``order``."""
-        make_plan = functools.partial(_plan_items, ctx)
+        make_plan = functools.partial(plan_items, ctx)
         self._items: SampledReader[T] = SampledReader(ctx, source, order, ctx.rank, make_plan)
         self.length = self._items.length
         self.batch_size: int | None = None
@@ -55,14 +55,15 @@ class ItemReader(Generic[T]):
         """Begin a pass."""
         self._items.seed = self.seed
         begun = self._items.begin(epoch, start)
-        return Pass(begun.counts, _with_rows(begun.batches))
+        return Pass(begun.counts, with_rows(begun.batches))
 
 
-def _plan_items(ctx: Context, number: int, start: int) -> EpochPlan:
+def plan_items(ctx: Context, number: int, start: int) -> EpochPlan:
+    """Plan ``number`` items from ``start`` on, one a rank and step."""
     return plan_epoch(number, 1, ctx.num_processes, even_batches=ctx.loading.even_batches, start=start)
 
 
-def _with_rows(batches: Iterator[tuple[T, Share]]) -> Iterator[tuple[T, Share]]:
+def with_rows(batches: Iterator[tuple[T, Share]]) -> Iterator[tuple[T, Share]]:
     """Count the rows of batches, which only the batches themselves tell."""
     for batch, share in batches:
         own_valid = None if share.own_valid else 0

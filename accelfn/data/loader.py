@@ -13,6 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from accelfn.comm import Call, failing_together, gather_bytes, synchronize_rng_states
 from accelfn.context import Context
+from accelfn.data.dispatch import SliceFunction, dispatch
 from accelfn.data.items import ItemReader
 from accelfn.data.order import read_order, refuse_sharded
 from accelfn.data.own import OwnReader
@@ -231,7 +232,10 @@ def tell_epoch(source: DataLoader[Any], epoch: int) -> None:
 
 
 def prepare_data_loader(
-    ctx: Context, loader: DataLoader[T] | PreparedDataLoader[T], sharding: Sharding = "global"
+    ctx: Context,
+    loader: DataLoader[T] | PreparedDataLoader[T],
+    sharding: Sharding = "global",
+    slice_fn: SliceFunction | None = None,
 ) -> PreparedDataLoader[T]:
     """Give this rank its share of ``loader``.
 
@@ -258,14 +262,17 @@ def prepare_data_loader(
         sharding: ``"global"``: every rank was given the same loader, and reads its part.
             ``"already_sharded"``: every rank was given its own part already. ``"by_source"``: the dataset
             offers ``num_shards`` and ``shard(num_shards, index)``, and each rank gets some of them.
+        slice_fn: With ``dispatch_batches=True``: called on rank 0 as ``slice_fn(batch, rows,
+            process_index=rank, num_processes=size)``, it cuts out of the batch of a whole step the rows (a
+            ``slice``) of one rank. A step is then read as one batch, also without ``split_batches``.
 
     Returns:
         The share; a loader that was prepared with this context already is given back as it is.
 
     Raises:
         ConfigurationError: The data is sharded already and would be sharded again, the loader was prepared
-            with another context, the batch can't be split, or each rank is to have shards of its own and
-            there are too few.
+            with another context, the batch can't be split, each rank is to have shards of its own and there
+            are too few, or a ``slice_fn`` has nothing to cut.
         MismatchError: The ranks have loaders of different length, batch size or options.
         TypeError: ``loader`` is no DataLoader, or its samples have no number.
         NotAvailableError: A kind of loader or an option that this version has no machinery for.
@@ -286,12 +293,26 @@ def prepare_data_loader(
         raise TypeError(f"prepare_data_loader takes a torch DataLoader, got {type(loader).__name__}.")
     if sharding not in ("global", "already_sharded", "by_source"):
         raise ValueError(f'sharding must be "global", "already_sharded" or "by_source", got {sharding!r}.')
-    return PreparedDataLoader(ctx, loader, _reader(ctx, loader, sharding))
+    return PreparedDataLoader(ctx, loader, _reader(ctx, loader, sharding, slice_fn))
 
 
-def _reader(ctx: Context, loader: DataLoader[T], sharding: Sharding) -> Reader[T]:
+def _reader(
+    ctx: Context, loader: DataLoader[T], sharding: Sharding, slice_fn: SliceFunction | None
+) -> Reader[T]:
     """Choose the way of reading that a loader needs."""
     _refuse_unavailable(ctx)
+    if ctx.loading.dispatch_batches and sharding != "global":
+        raise ConfigurationError(
+            f'sharding="{sharding}" lets each rank read data of its own, and dispatch_batches=True lets rank '
+            "0 read for all. Use one of the two."
+        )
+    if ctx.loading.dispatch_batches:
+        return dispatch(ctx, loader, partial(_agreed_seed, ctx, loader), slice_fn)
+    if slice_fn is not None:
+        raise ConfigurationError(
+            "slice_fn cuts the batches that rank 0 reads for all ranks, and here each rank reads its own. "
+            "Use DataLoaderConfiguration(dispatch_batches=True), or leave slice_fn out."
+        )
     rank, size = ctx.rank, ctx.num_processes
     if sharding == "already_sharded":
         return OwnReader(ctx, loader, _agreed_seed(ctx, loader, "already sharded"))
@@ -363,7 +384,6 @@ def _agreed_seed(ctx: Context, loader: DataLoader[Any], what: str) -> int:
 
 def _refuse_unavailable(ctx: Context) -> None:
     asked = (
-        (bool(ctx.loading.dispatch_batches), "DataLoaderConfiguration(dispatch_batches=True)"),
         (ctx.loading.use_stateful_dataloader, "DataLoaderConfiguration(use_stateful_dataloader=True)"),
         (ctx.loading.custom_classes is not None, "DataLoaderConfiguration(custom_classes=...)"),
     )

@@ -14,7 +14,7 @@ from accelfn.context import Context
 from accelfn.data.permutation import draw, make_keys, permute
 from accelfn.errors import ConfigurationError
 
-__all__ = ("Order", "Take", "draw_together", "read_order", "refuse_sharded", "take_from")
+__all__ = ("Order", "Take", "draw_here", "draw_together", "read_order", "refuse_sharded", "take_from")
 
 # Gives what stands at positions of an epoch.
 Take = Callable[[torch.Tensor], list[Any]]
@@ -117,11 +117,17 @@ def draw_together(ctx: Context, sampler: Any, epoch: int) -> list[Any]:
         sampler: Of samples or of batches; told the epoch, if it has ``set_epoch``, and so are those in it.
         epoch: From 0.
     """
+    drawn = draw_here(sampler, epoch) if ctx.is_main_process else []
+    return broadcast_object_list(ctx.tagged("a sampler"), drawn)
+
+
+def draw_here(sampler: Any, epoch: int) -> list[Any]:
+    """Draw an epoch from a sampler on this rank alone; arguments as :func:`draw_together`'s."""
     for one in (sampler, getattr(sampler, "sampler", None)):
         set_epoch = getattr(one, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(epoch)
-    return broadcast_object_list(ctx.tagged("a sampler"), list(sampler) if ctx.is_main_process else [])
+    return list(sampler)
 
 
 def take_from(drawn: Sequence[Any]) -> Take:

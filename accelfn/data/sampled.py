@@ -27,12 +27,14 @@ __all__ = (
     "Keyed",
     "SampledReader",
     "Seeded",
+    "are_even",
     "batch_sampler_of",
     "batches_of",
     "rebuild",
     "remake",
     "sampler_of",
     "seed_worker",
+    "share_of_batches",
 )
 
 T = TypeVar("T")
@@ -156,7 +158,7 @@ class BatchedReader(Generic[T]):
         """Begin a pass that leaves out ``num_steps`` steps behind sample ``start``."""
         drawn = [list(batch) for batch in draw_together(self._ctx, self._sampler, epoch)]
         key = (self.seed, epoch)
-        if self._named is not None and _are_even(drawn, self._named):
+        if self._named is not None and are_even(drawn, self._named):
             samples = [index for batch in drawn for index in batch]
             plan = _evened(self._make_plan(len(samples), start), self.even_batches)
             plan = plan.continued(min(len(samples), start + num_steps * plan.global_batch))
@@ -175,7 +177,8 @@ class BatchedReader(Generic[T]):
         keyed = [Keyed(batch, (*key, place)) for batch, place in zip(own, places, strict=True)]
         self._batches.begin(lambda: iter(keyed))
         counts = tuple(plan.num_batches(rank) for rank in range(plan.size))
-        share_at = functools.partial(_share_of_batches, plan, rank=self._rank, ends=ends, batches=drawn)
+        lengths = [len(batch) for batch in drawn]
+        share_at = functools.partial(share_of_batches, plan, rank=self._rank, ends=ends, lengths=lengths)
         return Pass(counts, zip(self._loader, map(share_at, range(steps)), strict=True), share_at=share_at)
 
     def _by_batch(self, number: int, start: int = 0) -> EpochPlan:
@@ -193,15 +196,25 @@ def _evened(plan: EpochPlan, even: bool) -> EpochPlan:
     return replace(plan, even=even and plan.size > 1)
 
 
-def _are_even(batches: Sequence[Sequence[Any]], size: int) -> bool:
+def are_even(batches: Sequence[Sequence[Any]], size: int) -> bool:
+    """Whether batches are of ``size`` samples each, but for a shorter last one."""
     return all(len(batch) == size for batch in batches[:-1]) and (not batches or len(batches[-1]) <= size)
 
 
-def _share_of_batches(
-    plan: EpochPlan, step: int, rank: int, ends: Sequence[int], batches: Sequence[Sequence[Any]]
+def share_of_batches(
+    plan: EpochPlan, step: int, rank: int, ends: Sequence[int], lengths: Sequence[int]
 ) -> Share:
+    """Describe the batch that ``rank`` reads in ``step`` of a plan that counts batches. Pure.
+
+    Args:
+        plan: Of batches, one a rank and step.
+        step: From 0.
+        rank: That reads it.
+        ends: Samples in the batches up to each one.
+        lengths: Samples in each one.
+    """
     here = [plan.positions(step, one) for one in range(plan.size)]
-    rows = [len(batches[positions[0]]) if positions else 0 for positions in here]
+    rows = [lengths[positions[0]] if positions else 0 for positions in here]
     new = plan.num_valid(step)  # in rank order; batches behind it are repeated
     valid = tuple(number if one < new else 0 for one, number in enumerate(rows))
     return Share(
@@ -280,10 +293,12 @@ class Seeded:
     So neither the number of workers nor a resumption changes an augmentation, and no two ranks share one.
     """
 
+    _dataset: Any
+    _one: bool
+
     def __init__(self, dataset: Any, one: bool = False) -> None:
         """Read ``dataset``; ``one``: a batch is one item of it."""
-        self._dataset = dataset
-        self._one = one
+        vars(self).update(_dataset=dataset, _one=one)
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -305,6 +320,9 @@ class Seeded:
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._dataset, name, value)  # as a worker_init_fn does
 
 
 def seed_worker(key: tuple[int, ...]) -> None:

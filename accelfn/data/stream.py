@@ -41,7 +41,16 @@ class StreamReader(Generic[T]):
     ``start`` and ``consumed`` count samples of the stream; of an own stream, those of this rank.
     """
 
-    def __init__(self, ctx: Context, source: DataLoader[T], dataset: Any, cut: Cut, is_own: bool, seed: int):
+    def __init__(
+        self,
+        ctx: Context,
+        source: DataLoader[T],
+        dataset: Any,
+        cut: Cut,
+        is_own: bool,
+        seed: int,
+        collate: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
         """Read ``dataset``, as it is in ``source`` or some shards of it.
 
         Args:
@@ -51,13 +60,14 @@ class StreamReader(Generic[T]):
             cut: How it is cut.
             is_own: No other rank reads the same.
             seed: Of randomness in workers.
+            collate: Makes a batch of the samples of a piece; None: as ``source`` does.
         """
         self.seed = seed
         self._ctx = ctx
         self._dataset = dataset
         self._cut = cut
         self._is_own = is_own
-        self._is_whole = source.batch_size is None
+        self._is_whole = source.batch_size is None and collate is None
         self._num_workers = source.num_workers
         self.length: int | None = self._length()
         self.batch_size: int | None = None
@@ -68,9 +78,10 @@ class StreamReader(Generic[T]):
         if source.persistent_workers:
             self._place.share_memory_()
         rank = ctx.rank if is_own else None
-        collate = CollatePiece(cast("Any", source).collate_fn, self._is_whole)
         self._loader: DataLoader[Piece] = remake(
-            source, GroupedStream(dataset, cut, self._place, rank), collate_fn=collate
+            source,
+            GroupedStream(dataset, cut, self._place, rank),
+            collate_fn=CollatePiece(collate or cast("Any", source).collate_fn, self._is_whole),
         )
 
     def plan(self, start: int) -> EpochPlan | None:

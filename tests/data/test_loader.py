@@ -135,7 +135,6 @@ def test_batches_stay_where_they_are_without_device_placement() -> None:
 @pytest.mark.parametrize(
     ("source", "config", "what"),
     [
-        (numbers(4), {"dispatch_batches": True}, "dispatch_batches"),
         (numbers(4), {"use_stateful_dataloader": True}, "use_stateful_dataloader"),
     ],
 )

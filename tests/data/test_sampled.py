@@ -506,3 +506,25 @@ def test_a_loader_of_the_users_own_class_keeps_what_it_does(num_workers: int) ->
     assert [batch.tolist() for batch in prepared] == [[0, 2], [4, 6], [8]]
     assert [batch.tolist() for batch in prepared] == [[0, 2], [4, 6], [8]]
     assert [batch.tolist() for batch in loader] == [[0, 2], [4, 6], [8]]
+
+
+class Offset(Dataset[int]):
+    offset = 0
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> int:
+        return index + self.offset
+
+
+def add_ten(worker: int) -> None:
+    del worker
+    info = get_worker_info()
+    assert info is not None
+    cast("Any", info.dataset).offset = 10
+
+
+def test_what_a_worker_sets_on_its_dataset_reaches_the_users() -> None:
+    loader = DataLoader(Offset(), batch_size=3, num_workers=1, worker_init_fn=add_ten)
+    assert [cast("Any", batch).tolist() for batch in prepare_data_loader(Context(), loader)] == [[10, 11, 12]]
