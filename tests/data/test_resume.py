@@ -666,6 +666,29 @@ def test_how_items_are_shared_out_can_be_chosen() -> None:
     assert run_ranks(run, 2) == [[3, 3, 3, 3], [3, 3, 2, 2]]
 
 
+@pytest.mark.parametrize("skipped", [0, 1, 2, 9])
+@pytest.mark.parametrize("kind", ["map", "stream"])
+def test_what_rank_0_reads_for_all_is_skipped_too(kind: str, skipped: int) -> None:
+    def run(ctx: Context) -> list[int]:
+        data = Counting(11)
+        source: Any = DataLoader(data if kind == "map" else Stream(11), batch_size=2)
+        loader = prepare_data_loader(ctx, source)
+        micros = [(batch.tolist(), micro.own_valid) for batch, micro in microbatches(ctx, loader)]
+        data.read.clear()
+        rest = skip_first_batches(loader, skipped)
+        assert [(batch.tolist(), micro.own_valid) for batch, micro in microbatches(ctx, rest)] == (
+            micros[skipped:]
+        )
+        assert loader.epoch == 2
+        return data.read
+
+    config = DataLoaderConfiguration(dispatch_batches=True)
+    first, second = run_ranks(run, 2, dataloader_config=config)
+    assert second == []
+    if kind == "map":
+        assert set(first) - {0} == set(range(max(1, 4 * skipped), 11))  # the padding is sample 0
+
+
 class Sub(DataLoader[Any]):
     """A loader of a class of the user's own."""
 

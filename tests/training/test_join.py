@@ -310,6 +310,7 @@ def test_batch_samplers_and_skipped_loaders_can_be_left_uneven_too() -> None:
         ("processes", "fp16", NotAvailableError, "float16"),
         ("processes", "replicas", ConfigurationError, "check_replicas_every"),
         ("processes", "unprepared", TypeError, "loaders must be prepared, got DataLoader"),
+        ("processes", "dispatched", ConfigurationError, "can't be had .* leaves it no choice"),
         ("processes", "own", ConfigurationError, "even_batches=True can't be had .* leaves it no choice"),
     ],
 )
@@ -326,6 +327,9 @@ def test_what_can_not_be_joined_is_refused_on_every_rank_before_anything_changes
         loaders = [loader]
         if case == "unprepared":
             loaders.append(loader_of(2))
+        if case == "dispatched":
+            config = DataLoaderConfiguration(dispatch_batches=True)
+            loaders.append(prepare_data_loader(ctx.replace(dataloader_config=config), loader_of(4)))
         if case == "own":
             sampler = DistributedSampler(cast("Any", range(4)), num_replicas=2, rank=ctx.rank)
             sharded = DataLoader(cast("Any", range(4)), sampler=sampler)
