@@ -26,6 +26,7 @@ from accelfn.accelerator.proxies import (
     AcceleratedDataLoader,
     AcceleratedOptimizer,
     AcceleratedScheduler,
+    Loaders,
     parameters_of,
     unwrap_optimizer,
 )
@@ -47,7 +48,7 @@ from accelfn.context.config import (
     RNGType,
     TorchDynamoPlugin,
 )
-from accelfn.data import MicroBatch, plan_microbatch
+from accelfn.data import MicroBatch, Uneven, plan_microbatch
 from accelfn.errors import ConfigurationError, NotAvailableError
 
 __all__ = ("Accelerator",)
@@ -61,8 +62,6 @@ _NOT_YET = (
     *(
         "register_save_state_pre_hook",
         "register_load_state_pre_hook",
-        "skip_first_batches",
-        "join_uneven_inputs",
     ),
     *(
         "init_trackers",
@@ -97,6 +96,9 @@ class Accelerator:
         context: The frozen Context behind it, for use with the functions.
         micro: The batch that a prepared loader handed out last; None outside of such a loop.
         last_micro: The last batch of the loop that ended last: what is gathered after a loop belongs to it.
+        loaders: Prepared loaders that somebody holds.
+        uneven: What loops over prepared loaders do when ranks have different numbers of batches, as in
+            :func:`accelfn.microbatches`.
 
     Raises:
         ConfigurationError: As :func:`accelfn.init_context`.
@@ -167,6 +169,8 @@ class Accelerator:
         self.context = context if context is not None else init_context(**asked)
         self.micro: MicroBatch | None = None
         self.last_micro: MicroBatch | None = None
+        self.loaders = Loaders()
+        self.uneven: Uneven = "error"
         self._window: MicroBatch | None = None  # of the `accumulate` block that is open
         self._sync = True
         self._batches_without_loader = 0
@@ -330,16 +334,15 @@ class Accelerator:
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
     ) -> AcceleratedDataLoader[T]:
         """Share a loader out between the ranks; see :func:`accelfn.prepare_data_loader`."""
-        if slice_fn_for_dispatch is not None:
-            raise NotAvailableError(
-                "slice_fn_for_dispatch: dispatching has no machinery in this version of accelfn yet."
-            )
         if isinstance(data_loader, AcceleratedDataLoader):
             if data_loader.belongs_to(self):
                 return data_loader
             data_loader = data_loader.loader
         return AcceleratedDataLoader(
-            self, data.prepare_data_loader(self._placing(device_placement), data_loader)
+            self,
+            data.prepare_data_loader(
+                self._placing(device_placement), data_loader, slice_fn=slice_fn_for_dispatch
+            ),
         )
 
     def prepare_scheduler(self, scheduler: LRScheduler | AcceleratedScheduler) -> AcceleratedScheduler:
@@ -349,6 +352,10 @@ class Accelerator:
                 return scheduler
             scheduler = scheduler.scheduler
         return AcceleratedScheduler(self, training.prepare_scheduler(self.context, scheduler))
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """Give a loader without the first batches; see :func:`accelfn.skip_first_batches`."""
+        return cast("Any", data.skip_first_batches(dataloader, num_batches))
 
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
@@ -472,6 +479,24 @@ class Accelerator:
         waiting = [one for one in self._optimizers if not {id(one)} & {*self._stepped, *self._unscaled}]
         training.rescale_gradients(waiting, before, self._scaler)
         self._stepped, self._unscaled = {}, {}
+
+    @contextmanager
+    def join_uneven_inputs(
+        self, joinables: Sequence[Any], even_batches: bool | None = None
+    ) -> Generator[None, None, None]:
+        """Let ranks without batches keep the others company; see :func:`accelfn.join_uneven_inputs`.
+
+        ``even_batches`` is for all prepared loaders that somebody holds.
+        """
+        items = [unwrap_optimizer(one) if isinstance(one, Optimizer) else one for one in joinables]
+        loaders = [one.loader for one in self.loaders]
+        before = self.uneven
+        with training.join_uneven_inputs(self.context, items, loaders, even_batches) as joined:
+            self.uneven = "join" if joined else before
+            try:
+                yield
+            finally:
+                self.uneven = before
 
     # --- across ranks ----------------------------------------------------------------------------
 

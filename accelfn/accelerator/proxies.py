@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from accelfn.data import PreparedDataLoader, microbatches
+from accelfn.data import PreparedDataLoader, microbatches, skip_first_batches
 
 if TYPE_CHECKING:
     from accelfn.accelerator.accelerator import Accelerator
@@ -18,6 +19,7 @@ __all__ = (
     "AcceleratedDataLoader",
     "AcceleratedOptimizer",
     "AcceleratedScheduler",
+    "Loaders",
     "parameters_of",
     "unwrap_optimizer",
 )
@@ -141,10 +143,15 @@ class AcceleratedDataLoader(Generic[T]):
         """Use ``Accelerator.prepare`` instead."""
         self.loader = loader
         self._accelerator = accelerator
+        accelerator.loaders.add(self)
 
     def belongs_to(self, accelerator: Accelerator) -> bool:
         """Whether ``accelerator`` prepared it."""
         return self._accelerator is accelerator
+
+    def skip_first_batches(self, num_batches: int = 0) -> AcceleratedDataLoader[T]:
+        """Give a loader without the first batches; see :func:`accelfn.skip_first_batches`."""
+        return AcceleratedDataLoader(self._accelerator, skip_first_batches(self.loader, num_batches))
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -152,7 +159,9 @@ class AcceleratedDataLoader(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         before = self._accelerator.micro
         try:
-            for batch, micro in microbatches(self._accelerator.context, self.loader):
+            for batch, micro in microbatches(
+                self._accelerator.context, self.loader, self._accelerator.uneven
+            ):
                 self._accelerator.micro = self._accelerator.last_micro = micro
                 yield batch
         finally:  # also after a break: an evaluation inside a loop must not change what that one sees
@@ -162,6 +171,25 @@ class AcceleratedDataLoader(Generic[T]):
         if name in ("loader", "_accelerator"):
             raise AttributeError(name)
         return getattr(self.loader, name)
+
+
+class Loaders:
+    """The loaders that an accelerator has prepared and somebody still holds."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._loaders: WeakSet[AcceleratedDataLoader[Any]] = WeakSet()
+
+    def add(self, loader: AcceleratedDataLoader[Any]) -> None:
+        """Remember a loader, and don't keep it alive."""
+        self._loaders.add(loader)
+
+    def __iter__(self) -> Iterator[AcceleratedDataLoader[Any]]:
+        return iter(tuple(self._loaders))
+
+    def __reduce__(self) -> tuple[type[Loaders], tuple[()]]:
+        """Leave the loaders out of copies and pickles: they are the original's."""
+        return Loaders, ()
 
 
 def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:

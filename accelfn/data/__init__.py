@@ -3,24 +3,36 @@
 from accelfn.data.loader import PreparedDataLoader, prepare_data_loader
 from accelfn.data.microbatch import (
     MicroBatch,
+    Uneven,
     gather_for_metrics,
     gather_objects_for_metrics,
     microbatches,
     plan_microbatch,
 )
-from accelfn.data.order import Order, order_of
+from accelfn.data.order import Order, read_order
+from accelfn.data.permutation import permute
+from accelfn.data.picture import draw_plan, draw_plan_svg
 from accelfn.data.plan import EpochPlan, plan_epoch
+from accelfn.data.resume import LoaderState, loader_state, restore_loader, skip_first_batches
 
 __all__ = (
     "EpochPlan",
+    "LoaderState",
     "MicroBatch",
     "Order",
     "PreparedDataLoader",
+    "Uneven",
+    "draw_plan",
+    "draw_plan_svg",
     "gather_for_metrics",
     "gather_objects_for_metrics",
+    "loader_state",
     "microbatches",
-    "order_of",
+    "permute",
     "plan_epoch",
     "plan_microbatch",
     "prepare_data_loader",
+    "read_order",
+    "restore_loader",
+    "skip_first_batches",
 )

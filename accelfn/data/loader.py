@@ -2,42 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Sized
+from dataclasses import replace
+from functools import partial
 from typing import Any, Generic, Literal, TypeVar, cast
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from accelfn.comm import Call, agree, failing_together, gather_object, synchronize_rng_states
+from accelfn.comm import Call, failing_together, gather_bytes, synchronize_rng_states
 from accelfn.context import Context
-from accelfn.data.order import Order, order_of
+from accelfn.data.dispatch import SliceFunction, dispatch
+from accelfn.data.items import ItemReader
+from accelfn.data.order import read_order, refuse_sharded
+from accelfn.data.own import OwnReader
 from accelfn.data.plan import EpochPlan, plan_epoch
+from accelfn.data.reading import Evening, Pass, Reader, Share
+from accelfn.data.sampled import BatchedReader, SampledReader, batch_sampler_of, sampler_of
+from accelfn.data.stream import read_stream, rows_in
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.tree import send_to_device
 
-__all__ = ("PreparedDataLoader", "RankBatches", "prepare_data_loader")
+__all__ = ("PreparedDataLoader", "Sharding", "prepare_data_loader", "tell_epoch")
 
 T = TypeVar("T")
 Sharding = Literal["global", "already_sharded", "by_source"]
 
 
-class RankBatches:
-    """The batches of one rank, as lists of indices: torch's DataLoader takes it for a batch sampler."""
+class _Place:
+    """How far loaders over the same passes have come."""
 
-    def __init__(self, ctx: Context, plan: EpochPlan, order: Order) -> None:
-        """Start at epoch 0."""
-        self.epoch = 0
-        self._ctx = ctx
-        self._plan = plan
-        self._order = order
-
-    def __len__(self) -> int:
-        return self._plan.num_batches(self._ctx.rank)
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        indices = self._order.indices(self._ctx, self.epoch)
-        for step in range(len(self)):
-            yield [indices[position] for position in self._plan.positions(step, self._ctx.rank)]
+    def __init__(self) -> None:
+        self.epoch = 0  # of the next pass, or the one under way
+        self.start = 0  # sample at which the next pass begins
+        self.consumed = 0  # samples of the epoch that all ranks have read
 
 
 class PreparedDataLoader(Generic[T]):
@@ -47,33 +46,29 @@ class PreparedDataLoader(Generic[T]):
     epoch. As a pass begins, the random states that ``rng_types`` of the context names are brought to those
     of rank 0, so every rank has to begin it; ``"generator"`` is the loader's own, where it has one. All
     attributes of the user's loader that are not named here are passed through.
-
-    Attributes:
-        plan: How an epoch is shared out; None for data that was sharded already.
-        num_batches_by_rank: Batches of each rank in an epoch.
     """
 
-    def __init__(
-        self,
-        ctx: Context,
-        source: DataLoader[T],
-        num_batches_by_rank: tuple[int, ...],
-        plan: EpochPlan | None = None,
-        batches: RankBatches | None = None,
-    ) -> None:
+    def __init__(self, ctx: Context, source: DataLoader[T], reader: Reader[T]) -> None:
         """Use :func:`prepare_data_loader` instead."""
-        self.plan = plan
-        self.num_batches_by_rank = num_batches_by_rank
         self._ctx = ctx
         self._source = source
-        self._batches = batches
-        self._epoch = 0
-        self._loader = source if batches is None else _rebuilt(source, batches)
+        self._reader = reader
+        self._place = _Place()
 
     @property
     def epoch(self) -> int:
-        """Number of the epoch that the next pass is."""
-        return self._epoch
+        """Number of the epoch that the next pass is, or the pass under way."""
+        return self._place.epoch
+
+    @property
+    def consumed(self) -> int:
+        """Samples of the epoch that all ranks have read, the batch handed out last included."""
+        return self._place.consumed
+
+    @property
+    def start(self) -> int:
+        """Sample of the epoch at which the next pass begins: 0 but where a state was restored."""
+        return self._place.start
 
     @property
     def context(self) -> Context:
@@ -81,46 +76,136 @@ class PreparedDataLoader(Generic[T]):
         return self._ctx
 
     @property
+    def plan(self) -> EpochPlan | None:
+        """How the next pass is shared out; None where only the pass itself will tell."""
+        return self._reader.plan(self._place.start)
+
+    @property
+    def reader(self) -> Reader[T]:
+        """What reads the data."""
+        return self._reader
+
+    @property
+    def even_batches(self) -> bool | None:
+        """Whether the ranks have equally many full batches; None where that isn't the loader's to choose.
+
+        Setting it holds from the next pass on, and every rank has to set the same.
+
+        Raises:
+            AttributeError: Its data can't be shared out in the other way.
+        """
+        return getattr(self._reader, "even_batches", None)
+
+    @even_batches.setter
+    def even_batches(self, even: bool) -> None:
+        if not self.can_choose_even:
+            raise AttributeError(
+                "even_batches: how its batches are shared out isn't this loader's to choose."
+            )
+        cast("Evening", self._reader).choose_even(even)
+
+    @property
+    def can_choose_even(self) -> bool:
+        """Whether ``even_batches`` can be set."""
+        return hasattr(self._reader, "choose_even")
+
+    @property
     def total_batch_size(self) -> int:
-        """Samples of all ranks in one step."""
-        if self.plan is not None:
-            return self.plan.global_batch
-        return (self._source.batch_size or 1) * self._ctx.num_processes
+        """Samples of all ranks in one step.
+
+        Raises:
+            AttributeError: The loader has no batch size.
+        """
+        if self._reader.batch_size is None:
+            raise AttributeError  # goes on to __getattr__
+        return self._reader.batch_size
 
     @property
     def total_dataset_length(self) -> int:
-        """Samples in the dataset."""
-        return len(cast("Any", self._source.dataset))
+        """Samples in the dataset.
+
+        Raises:
+            TypeError: It has no length.
+        """
+        return len(cast("Sized", self._source.dataset))
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next pass, and with it the order."""
-        self._epoch = epoch
-        if self._batches is None:
-            set_epoch = getattr(cast("Any", self._source).sampler, "set_epoch", None)
-            if callable(set_epoch):
-                set_epoch(epoch)
+        """Choose the epoch of the next pass, and with it the order.
+
+        Raises:
+            ValueError: ``epoch`` is negative.
+        """
+        if epoch < 0:
+            raise ValueError(f"set_epoch: epochs count from 0, got {epoch}.")
+        self._place.epoch = epoch
+        self._place.start = self._place.consumed = 0
+        tell_epoch(self._source, epoch)
+
+    def move_to(self, epoch: int, start: int, seed: int | None = None) -> None:
+        """Let the next pass begin at sample ``start`` of ``epoch``.
+
+        Args:
+            epoch: From 0.
+            start: Samples of it that have been read.
+            seed: Of the order from now on; None keeps it.
+        """
+        self.set_epoch(epoch)
+        self._place.start = self._place.consumed = start
+        if seed is not None:
+            self._reader.seed = seed
+
+    def read_by(self, reader: Reader[T]) -> PreparedDataLoader[T]:
+        """Give a loader that reads the same passes in another way: the two share their epoch and place."""
+        twin = copy.copy(self)
+        twin._reader = reader
+        return twin
+
+    def begin(self) -> Pass[T]:
+        """Begin a pass. Whoever takes a batch from it tells :meth:`note`, and :meth:`finish` at its end.
+
+        Ranks: every rank of the context.
+        """
+        self._synchronize()
+        place = self._place
+        start, place.start = place.start, 0
+        place.consumed = start
+        with failing_together(self._ctx, "a data loader"):
+            begun = self._reader.begin(place.epoch, start)
+        return begun._replace(batches=self._placed(begun.batches))
+
+    def note(self, share: Share) -> None:
+        """Take down how far the pass has come."""
+        self._place.consumed = share.consumed
+
+    def finish(self) -> None:
+        """End a pass: the next one is the next epoch."""
+        self.set_epoch(self._place.epoch + 1)
 
     def __len__(self) -> int:
-        return len(self._loader)
+        count = self._reader.count(self._place.start)
+        if count is None:
+            raise TypeError("the loader's data has no length")
+        return count
 
     def __iter__(self) -> Iterator[T]:
-        self._synchronize()
-        if self._batches is not None:
-            self._batches.epoch = self._epoch
-        batches: Iterator[T] | None = None
+        for batch, share in self.begin().batches:
+            self.note(share)
+            yield batch
+        self.finish()
+
+    def _placed(self, batches: Iterator[tuple[T, Share]]) -> Iterator[tuple[T, Share]]:
+        """Bring batches to the rank's device; what a source raises is every rank's."""
         while True:
             with failing_together(self._ctx, "a data loader"):
-                batches = iter(self._loader) if batches is None else batches
                 try:
-                    batch = next(batches)
+                    batch, share = next(batches)
                 except StopIteration:
-                    break
+                    return
                 if self._ctx.device_placement:
                     batch = send_to_device(
                         batch, self._ctx.device, non_blocking=self._ctx.loading.non_blocking
                     )
-            yield batch
-        self.set_epoch(self._epoch + 1)
+            yield batch, share
 
     def _synchronize(self) -> None:
         """Bring the random states that the context names to rank 0's, as a pass begins."""
@@ -132,35 +217,64 @@ class PreparedDataLoader(Generic[T]):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):  # not set yet (copy and pickle look before __init__ has run)
             raise AttributeError(name)
+        if name == "total_batch_size":
+            raise AttributeError("total_batch_size: the loader has no batch size of its own.")
         return getattr(self._source, name)
 
 
+def tell_epoch(source: DataLoader[Any], epoch: int) -> None:
+    """Tell the epoch to whatever of a loader asks for it."""
+    loader = cast("Any", source)
+    for thing in (loader.batch_sampler, loader.sampler, loader.dataset):
+        set_epoch = getattr(thing, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
+
+
 def prepare_data_loader(
-    ctx: Context, loader: DataLoader[T] | PreparedDataLoader[T], sharding: Sharding = "global"
+    ctx: Context,
+    loader: DataLoader[T] | PreparedDataLoader[T],
+    sharding: Sharding = "global",
+    slice_fn: SliceFunction | None = None,
 ) -> PreparedDataLoader[T]:
     """Give this rank its share of ``loader``.
 
-    The order of an epoch is a function of the seed and the epoch's number, the same for any number of ranks:
-    with ``shuffle=True`` the seed is ``data_seed`` of the configuration, else that of the sampler's
-    generator, else rank 0's ``torch.initial_seed()``. A sampler of your own runs on rank 0, and the others
-    follow its order.
+    The order of an epoch is a function of the seed and the epoch's number, the same for any number of ranks
+    and workers: with ``shuffle=True`` each sample's place is computed by a keyed permutation, and no list is
+    held. The seed is ``data_seed`` of the configuration, else that of the sampler's generator, else rank 0's
+    ``torch.initial_seed()``. A sampler or batch sampler of your own draws on rank 0, and the others follow.
+
+    In worker processes, random numbers are seeded anew for each batch, from the seed and the batch's place in
+    the epoch: no two batches share an augmentation, and neither the number of workers nor a resumption
+    changes one.
+
+    A stream, that is an ``IterableDataset``, is read by its shards where it offers as many as there are ranks
+    (ranks may then have different numbers of batches). Otherwise each rank reads all of it and keeps its
+    piece of each group of batches, which a warning says once. It must be the same stream on every rank: in
+    workers its random numbers are, and those of collation differ; without workers they are the program's
+    own, so a stream that is shuffled needs a seed.
 
     Ranks: every rank of ``ctx``.
 
     Args:
         ctx: The world, and its ``DataLoaderConfiguration``.
-        loader: A torch DataLoader over a map-style dataset. Its settings are kept.
+        loader: A torch DataLoader. Its settings are kept.
         sharding: ``"global"``: every rank was given the same loader, and reads its part.
-            ``"already_sharded"``: every rank was given its own part already.
+            ``"already_sharded"``: every rank was given its own part already. ``"by_source"``: the dataset
+            offers ``num_shards`` and ``shard(num_shards, index)``, and each rank gets some of them.
+        slice_fn: With ``dispatch_batches=True``: called on rank 0 as ``slice_fn(batch, rows,
+            process_index=rank, num_processes=size)``, it cuts out of the batch of a whole step the rows (a
+            ``slice``) of one rank. A step is then read as one batch, also without ``split_batches``.
 
     Returns:
         The share; a loader that was prepared with this context already is given back as it is.
 
     Raises:
         ConfigurationError: The data is sharded already and would be sharded again, the loader was prepared
-            with another context, or the batch can't be split.
+            with another context, the batch can't be split, each rank is to have shards of its own and there
+            are too few, or a ``slice_fn`` has nothing to cut.
         MismatchError: The ranks have loaders of different length, batch size or options.
-        TypeError: ``loader`` is no DataLoader, or has no length.
+        TypeError: ``loader`` is no DataLoader, or its samples have no number.
         NotAvailableError: A kind of loader or an option that this version has no machinery for.
 
     >>> import torch
@@ -179,58 +293,102 @@ def prepare_data_loader(
         raise TypeError(f"prepare_data_loader takes a torch DataLoader, got {type(loader).__name__}.")
     if sharding not in ("global", "already_sharded", "by_source"):
         raise ValueError(f'sharding must be "global", "already_sharded" or "by_source", got {sharding!r}.')
-    _refuse_unavailable(ctx, loader, sharding)
-    if sharding == "already_sharded":
-        return PreparedDataLoader(
-            ctx, loader, tuple(gather_object(ctx.tagged("prepare_data_loader"), [len(loader)]))
+    return PreparedDataLoader(ctx, loader, _reader(ctx, loader, sharding, slice_fn))
+
+
+def _reader(
+    ctx: Context, loader: DataLoader[T], sharding: Sharding, slice_fn: SliceFunction | None
+) -> Reader[T]:
+    """Choose the way of reading that a loader needs."""
+    _refuse_unavailable(ctx)
+    if ctx.loading.dispatch_batches and sharding != "global":
+        raise ConfigurationError(
+            f'sharding="{sharding}" lets each rank read data of its own, and dispatch_batches=True lets rank '
+            "0 read for all. Use one of the two."
         )
-    order = order_of(ctx, loader)
-    plan = plan_epoch(
-        order.num_samples,
-        cast("int", loader.batch_size),
-        ctx.num_processes,
-        split_batches=ctx.loading.split_batches,
-        even_batches=ctx.loading.even_batches,
-        drop_last=loader.drop_last,
+    if ctx.loading.dispatch_batches:
+        return dispatch(ctx, loader, partial(_agreed_seed, ctx, loader), slice_fn)
+    if slice_fn is not None:
+        raise ConfigurationError(
+            "slice_fn cuts the batches that rank 0 reads for all ranks, and here each rank reads its own. "
+            "Use DataLoaderConfiguration(dispatch_batches=True), or leave slice_fn out."
+        )
+    rank, size = ctx.rank, ctx.num_processes
+    if sharding == "already_sharded":
+        return OwnReader(ctx, loader, _agreed_seed(ctx, loader, "already sharded"))
+    if isinstance(loader.dataset, IterableDataset):
+        return read_stream(ctx, loader, sharding == "by_source", partial(_agreed_seed, ctx, loader))
+    if sharding == "by_source":
+        raise ConfigurationError(
+            'sharding="by_source" is for streams. This dataset is read by its indices, of which each rank '
+            'gets its own: use sharding="global".'
+        )
+    batch_sampler = batch_sampler_of(loader)
+    if batch_sampler is None:
+        rows_in(ctx, None)  # refuses what makes batches only
+        order = read_order(sampler_of(loader), loader.dataset, 0)
+        order = replace(order, seed=_agreed_seed(ctx, loader, f"{order}, each a batch"))
+        return ItemReader(ctx, loader, order)
+    drop_last = loader.drop_last
+
+    def make_plan(number: int, start: int, batch_size: int) -> EpochPlan:
+        return plan_epoch(
+            number,
+            batch_size,
+            size,
+            split_batches=ctx.loading.split_batches,
+            even_batches=ctx.loading.even_batches,
+            drop_last=drop_last,
+            start=start,
+        )
+
+    if type(batch_sampler) is BatchSampler:
+        batch_size = int(batch_sampler.batch_size)
+        drop_last = bool(batch_sampler.drop_last)
+        order = read_order(cast("Any", batch_sampler).sampler, loader.dataset, 0)
+        plan = make_plan(order.num_samples, 0, batch_size)
+        seed = _agreed_seed(ctx, loader, repr(plan))
+        order = read_order(cast("Any", batch_sampler).sampler, loader.dataset, seed)
+        return SampledReader(
+            ctx, loader, order, rank, lambda number, start: make_plan(number, start, batch_size)
+        )
+    refuse_sharded(getattr(batch_sampler, "sampler", None))
+    drop_last = bool(getattr(batch_sampler, "drop_last", False))
+    batch_size = getattr(batch_sampler, "batch_size", None)
+    if batch_size is not None:
+        make_plan(0, 0, batch_size)  # refuses a batch that can't be split
+    seed = _agreed_seed(ctx, loader, f"batches of {batch_size}")
+    return BatchedReader(
+        ctx, loader, seed, rank, size, lambda number, start: make_plan(number, start, int(batch_size or 1))
     )
-    if ctx.num_processes > 1:  # ranks that share out different data would skip samples, or wait for ever
-        agree(ctx, Call("prepare_data_loader", repr(plan), lambda: {"loader": repr(plan)}))
-    counts = tuple(plan.num_batches(rank) for rank in range(plan.size))
-    return PreparedDataLoader(ctx, loader, counts, plan, RankBatches(ctx, plan, order))
 
 
-def _refuse_unavailable(ctx: Context, loader: DataLoader[Any], sharding: Sharding) -> None:
+def _agreed_seed(ctx: Context, loader: DataLoader[Any], what: str) -> int:
+    """Compare on all ranks what is to be shared out, and give them one seed.
+
+    Ranks that share out different data would skip samples, or wait for ever.
+    """
+    if ctx.loading.data_seed is not None:
+        own = ctx.loading.data_seed
+    else:
+        generator = cast("torch.Generator | None", getattr(sampler_of(loader), "generator", None))
+        own = torch.initial_seed() if generator is None else generator.initial_seed()
+    own %= 1 << 63
+    if ctx.num_processes == 1:
+        return own
+    blobs = gather_bytes(
+        ctx, Call("prepare_data_loader", what, lambda: {"loader": what}), own.to_bytes(8, "little")
+    )
+    return int.from_bytes(blobs[0], "little")
+
+
+def _refuse_unavailable(ctx: Context) -> None:
     asked = (
-        (isinstance(loader.dataset, IterableDataset), "a loader over an IterableDataset"),
-        (
-            loader.batch_size is None,
-            "a loader without batch_size (a batch sampler of one's own, or batch_size=None)",
-        ),
-        (
-            type(cast("Any", loader).batch_sampler) not in (BatchSampler, type(None)),
-            "a batch sampler of one's own",
-        ),
-        (bool(ctx.loading.dispatch_batches), "DataLoaderConfiguration(dispatch_batches=True)"),
         (ctx.loading.use_stateful_dataloader, "DataLoaderConfiguration(use_stateful_dataloader=True)"),
         (ctx.loading.custom_classes is not None, "DataLoaderConfiguration(custom_classes=...)"),
-        (sharding == "by_source", 'sharding="by_source"'),
     )
-    if sharding == "already_sharded":
-        asked = asked[3:6]
     for is_asked, what in asked:
         if is_asked:
             raise NotAvailableError(
                 f"prepare_data_loader: {what} has no machinery in this version of accelfn yet."
             )
-
-
-def _rebuilt(source: DataLoader[T], batches: RankBatches) -> DataLoader[T]:
-    """Make a loader like ``source`` that reads ``batches``: torch lets nobody exchange a batch sampler."""
-    names = (
-        *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
-        *("generator", "persistent_workers", "in_order"),
-    )
-    options: dict[str, Any] = {name: getattr(source, name) for name in names}
-    if source.num_workers > 0:
-        options["prefetch_factor"] = source.prefetch_factor
-    return DataLoader(source.dataset, batch_sampler=cast("Any", batches), **options)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence, Sized
+import struct
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -12,11 +14,14 @@ from accelfn.comm import Call, check, gather, gather_bytes, gather_object
 from accelfn.context import Context
 from accelfn.context.config import GuardMode
 from accelfn.data.loader import PreparedDataLoader
-from accelfn.errors import Disagreement, NotAvailableError, UnevenDataError
-from accelfn.tree import find_batch_size, flatten
+from accelfn.data.own import rows_of
+from accelfn.data.reading import Pass, Share
+from accelfn.errors import ConfigurationError, Disagreement, UnevenDataError
+from accelfn.tree import flatten
 
 __all__ = (
     "MicroBatch",
+    "Uneven",
     "gather_for_metrics",
     "gather_objects_for_metrics",
     "microbatches",
@@ -24,7 +29,9 @@ __all__ = (
 )
 
 T = TypeVar("T")
-Uneven = Literal["error", "stop_first", "pad"]
+Uneven = Literal["error", "stop_first", "pad", "join"]
+
+_ROWS = struct.Struct("<QQ")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +44,16 @@ class MicroBatch:
         place: Place in the window, from 0.
         window: Batches that the window really holds: fewer at the end of the data.
         sync: This batch closes its window: gradients are averaged over ranks, and the optimizer steps.
-        is_last: No batch follows in this epoch.
+        is_last: No batch follows in this epoch; None where the data has no length and only asking for the
+            next batch would tell.
         num_rows: Samples in this rank's batch, padding included; of a loader that wasn't prepared, or was
             sharded already, the batch's first dimension; None when it has none.
         max_rows: Samples in the batch of the rank that has most; None when the loader doesn't say.
-        num_valid: Rows over all ranks that are no padding; None when the loader doesn't say.
+        num_valid: Rows over all ranks that are no padding; None when the loader doesn't say. The first ones
+            in rank order, unless ``valid_by_rank`` says otherwise.
+        valid_by_rank: Rows of each rank that are no padding, where their batches have different lengths; each
+            rank's first ones.
+        own_valid: Rows of this rank that are no padding: its first ones; None for all.
     """
 
     index: int
@@ -49,10 +61,12 @@ class MicroBatch:
     place: int
     window: int
     sync: bool
-    is_last: bool
+    is_last: bool | None
     num_rows: int | None = None
     max_rows: int | None = None
     num_valid: int | None = None
+    valid_by_rank: tuple[int, ...] | None = None
+    own_valid: int | None = None
 
 
 def plan_microbatch(
@@ -92,78 +106,218 @@ def microbatches(
 ) -> Iterator[tuple[T, MicroBatch]]:
     """Yield each batch of one pass over ``loader`` together with its :class:`MicroBatch`.
 
-    Ranks: every rank of ``ctx``. A pass begins and ends with an exchange, unless the guard is off.
+    A batch is handed out when it exists. Only where nobody knows how many there are (the data has no length)
+    and several make a window, the window is read first, since its first batch has to know its size.
+
+    Ranks: every rank of ``ctx``. Ranks whose data have lengths compare them when a pass begins; without
+    lengths, and unless all read one stream, they compare what they have before each window. Each pass ends
+    with an exchange. With the guard off and ``uneven="error"``, nothing is compared.
 
     Args:
         ctx: Says how many batches make a window.
-        loader: From :func:`accelfn.prepare_data_loader`, or any iterable of trees with a length that is the
-            same on every rank.
-        uneven: What to do when ranks have different numbers of batches: ``"error"`` before the first batch,
-            or ``"stop_first"`` when the rank with the fewest has no more.
+        loader: From :func:`accelfn.prepare_data_loader`, or any iterable of trees.
+        uneven: What to do when ranks have different numbers of batches: ``"error"``; ``"stop_first"`` when
+            the rank with the fewest has no more; or ``"pad"``: go on as long as a rank has one, the others
+            get their latest batch again, with ``num_valid`` and ``valid_rows`` that leave it out. Inside of
+            :func:`accelfn.join_uneven_inputs`, ``"join"``: each rank goes through its own, nothing is
+            compared, and where a rank has no more the windows of all ranks close and begin anew.
 
     Raises:
+        ConfigurationError: With ``"join"``, the data has no length, or windows go on into the next epoch.
         UnevenDataError: The ranks have different numbers of batches, and ``uneven`` is ``"error"``; the same
-            error on every rank. Before the first batch, where the loaders' lengths tell.
-        TypeError: The loader has no length.
-        NotAvailableError: ``uneven="pad"``.
+            error on every rank. Before the first batch, where the data's lengths tell.
+        ConfigurationError: Windows are to go on into the next epoch, and the data has no length.
+        ValueError: With ``"pad"``, a rank has no batch at all that it could repeat; on every rank.
 
     >>> loader = [torch.zeros(2), torch.zeros(2), torch.zeros(1)]
     >>> ctx = Context().replace(gradient_accumulation_steps=2)
     >>> [(len(batch), micro.window, micro.sync) for batch, micro in microbatches(ctx, loader)]
     [(2, 2, False), (2, 2, True), (1, 1, True)]
     """
-    if uneven not in ("error", "stop_first", "pad"):
-        raise ValueError(f'microbatches: uneven must be "error", "stop_first" or "pad", got {uneven!r}.')
-    if uneven == "pad":
-        raise NotAvailableError(
-            'microbatches: uneven="pad" has no machinery yet. Use even_batches=True, or "stop_first".'
-        )
-    if not isinstance(loader, Sized):
-        raise TypeError(
-            f"microbatches: the loader must have a length, got {type(loader).__name__}. The last window is "
-            "averaged over "
-            "what it holds, and that has to be known when it opens."
+    if uneven not in ("error", "stop_first", "pad", "join"):
+        raise ValueError(
+            f'microbatches: uneven must be "error", "stop_first", "pad" or "join", got {uneven!r}.'
         )
     return _microbatches(ctx, loader, uneven)
 
 
 def _microbatches(ctx: Context, loader: Iterable[T], uneven: Uneven) -> Iterator[tuple[T, MicroBatch]]:
     prepared = loader if isinstance(loader, PreparedDataLoader) else None
-    plan = prepared.plan if prepared is not None else None
-    epoch = prepared.epoch if prepared is not None else 0
-    own = len(cast("Sized", loader))
-    counts = _counts(ctx, own, uneven) if prepared is None else prepared.num_batches_by_rank
-    if min(counts) != max(counts) and uneven == "error":
-        raise _uneven(counts)
-    num_batches = min(counts)
-    accumulation = ctx.accumulation
+    epoch = 0 if prepared is None else prepared.epoch
+    begun = _begin_any(ctx, loader, uneven) if prepared is None else prepared.begin()
     journal = ctx.collectives.journal
     journal.batches, journal.has_ended = 0, False
-    for index, batch in enumerate(loader if num_batches else ()):
-        journal.batches = index + 1
-        micro = plan_microbatch(
-            index, epoch, num_batches, accumulation.num_steps, accumulation.sync_with_dataloader
-        )
-        if plan is None:
-            yield batch, replace(micro, num_rows=_num_rows(batch))
-        else:
-            # From the plan and not from the batch: its first dimension may be something else, such as time.
-            rows, most = (len(plan.positions(index, rank)) for rank in (ctx.rank, 0))
-            yield batch, replace(micro, num_rows=rows, max_rows=most, num_valid=plan.num_valid(index))
-        if index + 1 == num_batches < own:
-            break
+    if uneven == "join":
+        micros = _joined(ctx, begun, epoch)
+    elif begun.counts is None:
+        micros = _in_windows(ctx, begun, epoch, uneven)
+    else:
+        micros = _counted(ctx, begun, begun.counts, epoch, uneven)
+    index = 0
+    for index, (batch, share, micro) in enumerate(micros, 1):
+        journal.batches = index
+        if prepared is not None:
+            prepared.note(share)
+        yield batch, micro
     journal.has_ended = True
-    if ctx.num_processes > 1:  # a source that gave fewer batches than its length has promised
-        check(ctx, Call("microbatches", f"the end after {journal.batches} batches"))
+    if (
+        ctx.num_processes > 1 and uneven != "join"
+    ):  # a source that gave fewer batches than its length has promised
+        check(ctx, Call("microbatches", f"the end after {index} batches"))
     if prepared is not None:  # a rank that left batches over has ended its epoch like the others
-        prepared.set_epoch(epoch + 1)
+        prepared.finish()
 
 
-def _counts(ctx: Context, own: int, uneven: Uneven) -> tuple[int, ...]:
-    """Ask every rank for its number of batches, where that is checked or needed."""
+def _begin_any(ctx: Context, loader: Iterable[T], uneven: Uneven) -> Pass[T]:
+    """Begin a pass over what was not prepared."""
+    own = len(loader) if isinstance(loader, Sized) else None
+    shares = ((batch, Share(num_rows=rows_of(batch))) for batch in loader)
     if ctx.num_processes == 1 or (ctx.guard.mode == GuardMode.OFF and uneven == "error"):
-        return (own,)
-    return tuple(int(blob) for blob in gather_bytes(ctx, Call("microbatches"), str(own).encode()))
+        return Pass(None if own is None else (own,), shares, in_step=True)
+    blobs = gather_bytes(ctx, Call("microbatches"), b"" if own is None else str(own).encode())
+    counts = tuple(int(blob) for blob in blobs if blob)
+    return Pass(counts if len(counts) == len(blobs) else None, shares)
+
+
+def _counted(
+    ctx: Context, begun: Pass[T], counts: tuple[int, ...], epoch: int, uneven: Uneven
+) -> Iterator[tuple[T, Share, MicroBatch]]:
+    """Go through batches whose number is known on every rank."""
+    if min(counts) != max(counts) and uneven == "error":
+        raise _uneven(counts)
+    if uneven == "pad":
+        _check_repeatable(counts)
+    num_batches = max(counts) if uneven == "pad" else min(counts)
+    batches = begun.batches
+    if uneven == "pad" and min(counts) < num_batches:
+        batches = _lengthened(batches, num_batches, begun.share_at)
+    for index in range(num_batches):
+        try:
+            batch, share = next(batches)
+        except StopIteration:  # found out below, by all: the data has fewer than its length has promised
+            return
+        micro = plan_microbatch(
+            index, epoch, num_batches, ctx.accumulation.num_steps, ctx.accumulation.sync_with_dataloader
+        )
+        yield batch, share, _with_facts(micro, share)
+
+
+def _joined(ctx: Context, begun: Pass[T], epoch: int) -> Iterator[tuple[T, Share, MicroBatch]]:
+    """Go through this rank's own batches, and close windows wherever a rank has no more.
+
+    A window that stayed open on a rank without batches would lose its gradients, and ranks whose windows
+    close in different steps would reduce different things.
+    """
+    steps = ctx.accumulation.num_steps
+    if steps > 1 and (begun.counts is None or not ctx.accumulation.sync_with_dataloader):
+        raise ConfigurationError(
+            'microbatches: uneven="join" closes windows where a rank ends, so windows of several batches '
+            f"need data with a length, and sync_with_dataloader=True. Got windows of {steps} batches. Use 1, "
+            'or uneven="pad".'
+        )
+    if begun.counts is None:
+        for index, (batch, share) in enumerate(begun.batches):
+            alone = MicroBatch(index=index, epoch=epoch, place=0, window=1, sync=True, is_last=share.is_last)
+            yield batch, share, _with_facts(alone, share)
+        return
+    own = begun.counts[ctx.rank]
+    for index, (batch, share) in enumerate(islice(begun.batches, own)):
+        start = max((count for count in begun.counts if count <= index), default=0)
+        end = min(count for count in begun.counts if count > index)
+        planned = plan_microbatch(index - start, epoch, end - start, steps)
+        micro = replace(planned, index=index, is_last=index == own - 1)
+        yield batch, share, _with_facts(micro, share)
+
+
+def _in_windows(
+    ctx: Context, begun: Pass[T], epoch: int, uneven: Uneven
+) -> Iterator[tuple[T, Share, MicroBatch]]:
+    """Go through batches whose number nobody knows, a window at a time."""
+    steps = ctx.accumulation.num_steps
+    if steps > 1 and not ctx.accumulation.sync_with_dataloader:
+        raise ConfigurationError(
+            "sync_with_dataloader=False lets windows go on into the next epoch, and where one ends in data "
+            f"without a length nobody knows: got windows of {steps} batches. Use sync_with_dataloader=True, "
+            "or data with a length."
+        )
+    agreed = begun.in_step or (ctx.guard.mode == GuardMode.OFF and uneven == "error")
+    batches = begun.batches
+    latest: tuple[T, Share] | None = None
+    index = 0
+    while True:
+        held = list(islice(batches, steps))
+        number = len(held)
+        if not agreed and ctx.num_processes > 1:
+            blobs = gather_bytes(ctx, Call("microbatches", "a window"), str(number).encode())
+            numbers = [int(blob) for blob in blobs]
+            if min(numbers) != max(numbers) and uneven == "error":
+                raise _uneven([index + one for one in numbers])
+            if uneven == "pad" and index == 0:
+                _check_repeatable(numbers)
+            number = max(numbers) if uneven == "pad" else min(numbers)
+            held = list(_lengthened(iter(held), number, latest=latest))[:number]
+        for place, (batch, share) in enumerate(held):
+            if place < number - 1:
+                is_last: bool | None = False
+            elif number < steps:
+                is_last = True
+            else:  # the end of this rank's own data is not that of data that is made longer
+                is_last = share.is_last if agreed or uneven != "pad" else None
+            micro = MicroBatch(
+                index=index,
+                epoch=epoch,
+                place=place,
+                window=number,
+                sync=place == number - 1,
+                is_last=is_last,
+            )
+            yield batch, share, _with_facts(micro, share)
+            index += 1
+        if number < steps:
+            return
+        latest = held[-1]
+
+
+def _lengthened(
+    batches: Iterator[tuple[T, Share]],
+    number: int,
+    share_at: Callable[[int], Share] | None = None,
+    latest: tuple[T, Share] | None = None,
+) -> Iterator[tuple[T, Share]]:
+    """Repeat the latest batch, as padding, until there are ``number``."""
+    given = 0
+    for one in batches:
+        latest = one
+        given += 1
+        yield one
+    for index in range(given, number):
+        if latest is None:  # a source that gave none has promised some: found out by all when the pass ends
+            return
+        batch, share = latest
+        planned = share if share_at is None else share_at(index)
+        yield batch, planned._replace(num_rows=share.num_rows, own_valid=0)
+
+
+def _check_repeatable(counts: Sequence[int]) -> None:
+    """Refuse on every rank what a rank without any batch can't do: repeat its latest one."""
+    if min(counts) == 0 < max(counts):
+        raise ValueError(
+            'microbatches: uneven="pad" repeats the latest batch of a rank that has no more, and a rank has '
+            f"none at all: the numbers of batches are {', '.join(map(str, counts))} by rank. Give each rank "
+            'some data, or use "stop_first".'
+        )
+
+
+def _with_facts(micro: MicroBatch, share: Share) -> MicroBatch:
+    rows = share.num_rows
+    return replace(
+        micro,
+        num_rows=rows,
+        max_rows=share.max_rows,
+        num_valid=share.num_valid,
+        valid_by_rank=share.valid_by_rank,
+        own_valid=share.own_valid,
+    )
 
 
 def _batches(count: int) -> str:
@@ -183,13 +337,6 @@ def _uneven(counts: Sequence[int]) -> UnevenDataError:
         'Use even_batches=True, drop_last=True, or uneven="stop_first".',
         counts=counts,
     )
-
-
-def _num_rows(batch: Any) -> int | None:
-    try:
-        return find_batch_size(batch)
-    except ValueError:  # no tensor in it: the batch is the user's own kind
-        return None
 
 
 def gather_for_metrics(ctx: Context, tree: T, micro: MicroBatch) -> T:
@@ -220,16 +367,37 @@ def gather_for_metrics(ctx: Context, tree: T, micro: MicroBatch) -> T:
         tensor and leaf.dim() > 0 and leaf.shape[0] == micro.num_rows
         for tensor, leaf in zip(tensors, leaves, strict=True)
     ]
-    if micro.num_valid is None or micro.num_rows is None or micro.max_rows is None:
+    if micro.num_rows is None or not any(per_row):
         return gather(ctx, tree)
-    missing = micro.max_rows - micro.num_rows
-    if missing:  # uneven data: the other ranks have more rows than this one
-        leaves = [
-            _lengthen(leaf, missing) if rows else leaf for leaf, rows in zip(leaves, per_row, strict=True)
-        ]
+    valid, most = _valid_rows(ctx, micro, micro.num_rows)
+    if micro.num_rows != most:  # other ranks have more rows than this one, or this one repeats a longer batch
+        leaves = [_fit(leaf, most) if rows else leaf for leaf, rows in zip(leaves, per_row, strict=True)]
     gathered, _ = flatten(gather(ctx, structure.unflatten(leaves)))
-    cut = [leaf[: micro.num_valid] if rows else leaf for leaf, rows in zip(gathered, per_row, strict=True)]
+    cut = [_cut(leaf, valid, most) if rows else leaf for leaf, rows in zip(gathered, per_row, strict=True)]
     return cast("T", structure.unflatten(cut))
+
+
+def _valid_rows(ctx: Context, micro: MicroBatch, rows: int) -> tuple[int | Sequence[int], int]:
+    """Say how many rows count (of all ranks together, or of each), and how many the longest batch has."""
+    if micro.valid_by_rank is not None and micro.max_rows is not None:
+        return micro.valid_by_rank, micro.max_rows
+    if micro.num_valid is not None and micro.max_rows is not None:
+        return micro.num_valid, micro.max_rows
+    own = rows if micro.own_valid is None else micro.own_valid
+    if ctx.num_processes == 1:
+        return own, rows
+    # Nobody has planned these batches, so the ranks ask each other.
+    blobs = gather_bytes(ctx, Call("gather_for_metrics"), _ROWS.pack(own, rows))
+    pairs = [_ROWS.unpack(blob) for blob in blobs]
+    return [valid for valid, _ in pairs], max(number for _, number in pairs)
+
+
+def _cut(gathered: torch.Tensor, valid: int | Sequence[int], most: int) -> torch.Tensor:
+    if isinstance(valid, int):
+        return gathered[:valid]
+    if all(number == most for number in valid):
+        return gathered
+    return torch.cat([gathered[most * rank :][:number] for rank, number in enumerate(valid)])
 
 
 def gather_objects_for_metrics(ctx: Context, obj: Any, micro: MicroBatch | None) -> list[Any]:
@@ -245,11 +413,14 @@ def gather_objects_for_metrics(ctx: Context, obj: Any, micro: MicroBatch | None)
     Returns:
         One list, the same on every rank.
     """
-    objects: list[Any] = gather_object(ctx, obj)
-    if micro is not None and isinstance(obj, list) and len(cast("list[Any]", obj)) == micro.num_rows:
-        return objects[: micro.num_valid]
-    return objects
+    if micro is None or not isinstance(obj, list):
+        return gather_object(ctx, obj)
+    own = cast("list[Any]", obj)
+    # Of a batch that is padding from end to end nothing counts, even where nobody can say what its rows are.
+    per_row = len(own) == micro.num_rows or (micro.num_rows is None and micro.own_valid == 0)
+    return gather_object(ctx, own[: micro.own_valid] if per_row else own)
 
 
-def _lengthen(rows: torch.Tensor, missing: int) -> torch.Tensor:
-    return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])])
+def _fit(rows: torch.Tensor, number: int) -> torch.Tensor:
+    missing = number - len(rows)
+    return rows[:number] if missing <= 0 else torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])])

@@ -1,109 +1,149 @@
-"""In which order an epoch visits the samples: a function of (seed, epoch), the same on every rank."""
+"""In which order an epoch visits the samples: a function of seed, epoch and position, the same everywhere."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Sized
-from dataclasses import dataclass
-from typing import Any, cast
+from collections.abc import Callable, Sequence, Sized
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
 from accelfn.comm import broadcast_object_list
 from accelfn.context import Context
+from accelfn.data.permutation import draw, make_keys, permute
 from accelfn.errors import ConfigurationError
 
-__all__ = ("Order", "order_of")
+__all__ = ("Order", "Take", "draw_here", "draw_together", "read_order", "refuse_sharded", "take_from")
+
+# Gives what stands at positions of an epoch.
+Take = Callable[[torch.Tensor], list[Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """How the samples of an epoch are ordered.
+    """How the samples of an epoch are ordered. Holds no list of them.
 
     Attributes:
+        kind: ``"sequential"``; ``"shuffled"``: each sample once before one comes twice; ``"drawn"``: each
+            position for itself; ``"sampler"``: as a sampler of the user's own says.
         num_samples: Samples in an epoch.
         num_items: Samples in the dataset.
-        seed: Of a shuffled order; None when it isn't shuffled by us.
-        replacement: Whether a sample may come twice.
-        sampler: The user's own sampler, whose order of rank 0 counts; None for the orders that torch has.
+        seed: Of the order.
     """
 
+    kind: Literal["sequential", "shuffled", "drawn", "sampler"] = "sequential"
     num_samples: int
     num_items: int
-    seed: int | None = None
-    replacement: bool = False
-    sampler: Sampler[Any] | None = None
+    seed: int = 0
 
-    def indices(self, ctx: Context, epoch: int) -> Sequence[Any]:
-        """Give the order of ``epoch``.
+    def at(self, epoch: int, positions: torch.Tensor) -> torch.Tensor:
+        """Say which samples stand at ``positions`` of ``epoch``. Pure, and as fast for any position.
 
-        Ranks: every rank of ``ctx``: a sampler of the user's own runs on rank 0, and its order is sent to the
-        others.
+        Args:
+            epoch: From 0.
+            positions: ``(n,)`` int64, each in ``range(num_samples)``.
+
+        Returns:
+            ``(n,)`` int64: indices of the dataset.
 
         Raises:
-            ValueError: The sampler drew another number of samples than its length says.
+            ValueError: The order is that of a sampler, which has to draw it.
+
+        >>> Order(kind="shuffled", num_samples=4, num_items=4, seed=1).at(0, torch.arange(4)).sort().values
+        tensor([0, 1, 2, 3])
         """
-        if self.sampler is not None:
-            set_epoch = getattr(self.sampler, "set_epoch", None)
-            if callable(set_epoch):
-                set_epoch(epoch)
-            drawn = broadcast_object_list(
-                ctx.tagged("a sampler"), list(self.sampler) if ctx.is_main_process else []
-            )
-            if len(drawn) != self.num_samples:
-                raise ValueError(
-                    f"the sampler {type(self.sampler).__name__} has a length of {self.num_samples}, and drew "
-                    f"{len(drawn)} samples. Its __len__ must count what its __iter__ gives."
-                )
-            return drawn
-        if self.seed is None:
-            return range(self.num_samples)
-        generator = torch.Generator()
-        generator.manual_seed(self.seed + epoch)
-        if self.replacement:
-            return _listed(torch.randint(self.num_items, (self.num_samples,), generator=generator))
-        order: list[int] = []
-        while len(order) < self.num_samples:  # num_samples may exceed the dataset
-            order += _listed(torch.randperm(self.num_items, generator=generator))
-        return order[: self.num_samples]
+        if self.kind == "sequential":
+            return positions
+        if self.kind == "sampler":
+            raise ValueError("Order.at: the order of a sampler of one's own is known once it has drawn it.")
+        if self.kind == "drawn":
+            return draw(make_keys("draw", self.seed, epoch), self.num_items, positions)
+        if self.num_samples <= self.num_items:
+            return permute(make_keys("shuffle", self.seed, epoch, 0), self.num_items, positions)
+        # More samples than items: one shuffled order after the other.
+        rounds = torch.div(positions, self.num_items, rounding_mode="floor")
+        indices = torch.empty_like(positions)
+        for number in sorted(set(_listed(rounds))):
+            here = rounds == number
+            keys = make_keys("shuffle", self.seed, epoch, number)
+            indices[here] = permute(keys, self.num_items, positions[here] - number * self.num_items)
+        return indices
+
+    def taker(self, seed: int, epoch: int) -> Take:
+        """Give :meth:`at` of one epoch under a seed, as lists."""
+        order = replace(self, seed=seed)
+        return lambda positions: _listed(order.at(epoch, positions))
 
 
-def order_of(ctx: Context, loader: DataLoader[Any]) -> Order:
-    """Read the order that the user's loader asks for.
+def read_order(sampler: Sampler[Any], dataset: Any, seed: int) -> Order:
+    """Read the order that a user's sampler asks for.
 
-    Ranks: every rank of ``ctx``: a shuffling loader needs one seed, which is rank 0's.
+    Args:
+        sampler: Of the user's loader.
+        dataset: Map-style.
+        seed: Of a shuffled order.
 
     Raises:
         ConfigurationError: The sampler already deals out the samples between ranks.
+        TypeError: The dataset or the sampler has no length.
     """
-    sampler = cast("Sampler[Any]", cast("Any", loader).sampler)
+    refuse_sharded(sampler)
+    num_items = _length(dataset, "dataset")
+    if type(sampler) is SequentialSampler:
+        return Order(num_samples=num_items, num_items=num_items, seed=seed)
+    if type(sampler) is RandomSampler:
+        kind = "drawn" if sampler.replacement else "shuffled"
+        return Order(kind=kind, num_samples=sampler.num_samples, num_items=num_items, seed=seed)
+    return Order(kind="sampler", num_samples=_length(sampler, "sampler"), num_items=num_items, seed=seed)
+
+
+def refuse_sharded(sampler: object) -> None:
+    """Refuse a sampler that already deals out the samples between ranks."""
     if isinstance(sampler, DistributedSampler):
         raise ConfigurationError(
             "the loader has a DistributedSampler, so its data is sharded already, and sharding it again "
-            "would leave out "
-            'samples. Pass sharding="already_sharded", or give it a plain sampler.'
+            'would leave out samples. Pass sharding="already_sharded", or give it a plain sampler.'
         )
-    num_items = len(cast("Sized", loader.dataset))
-    if type(sampler) is SequentialSampler:
-        return Order(num_samples=num_items, num_items=num_items)
-    if type(sampler) is RandomSampler:
-        return Order(
-            num_samples=sampler.num_samples,
-            num_items=num_items,
-            seed=_shared_seed(ctx, sampler),
-            replacement=sampler.replacement,
-        )
-    return Order(num_samples=len(cast("Sized", sampler)), num_items=num_items, sampler=sampler)
 
 
-def _shared_seed(ctx: Context, sampler: RandomSampler) -> int:
-    if ctx.loading.data_seed is not None:
-        return ctx.loading.data_seed
-    generator = cast("torch.Generator | None", cast("Any", sampler).generator)
-    own = torch.initial_seed() if generator is None else generator.initial_seed()
-    # Kept below 2**63 with room for the epoch's number.
-    return broadcast_object_list(ctx.tagged("prepare_data_loader"), [own % (1 << 62)])[0]
+def draw_together(ctx: Context, sampler: Any, epoch: int) -> list[Any]:
+    """Let rank 0 draw an epoch from a sampler of the user's own, and give it to every rank.
+
+    Ranks: every rank of ``ctx``.
+
+    Args:
+        ctx: The world.
+        sampler: Of samples or of batches; told the epoch, if it has ``set_epoch``, and so are those in it.
+        epoch: From 0.
+    """
+    drawn = draw_here(sampler, epoch) if ctx.is_main_process else []
+    return broadcast_object_list(ctx.tagged("a sampler"), drawn)
 
 
-def _listed(indices: torch.Tensor) -> list[int]:
-    return indices.tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType] -- torch's
+def draw_here(sampler: Any, epoch: int) -> list[Any]:
+    """Draw an epoch from a sampler on this rank alone; arguments as :func:`draw_together`'s."""
+    for one in (sampler, getattr(sampler, "sampler", None)):
+        set_epoch = getattr(one, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
+    return list(sampler)
+
+
+def take_from(drawn: Sequence[Any]) -> Take:
+    """Look positions up in a list."""
+    return lambda positions: [drawn[position] for position in _listed(positions)]
+
+
+def _listed(numbers: torch.Tensor) -> list[Any]:
+    return numbers.tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+
+
+def _length(thing: Any, what: str) -> int:
+    try:
+        return len(cast("Sized", thing))
+    except (TypeError, NotImplementedError) as error:
+        raise TypeError(
+            f"prepare_data_loader: the {what} {type(thing).__name__} has no length, so its samples can't be "
+            f"shared out. Give it a __len__, or make the dataset an IterableDataset."
+        ) from error

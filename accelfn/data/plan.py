@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
 
 from accelfn.errors import ConfigurationError
 
@@ -15,7 +17,8 @@ class EpochPlan:
 
     Positions count along the order of the epoch; which sample stands at a position is another matter. Step
     ``k`` of the world covers ``global_batch`` consecutive positions, and rank ``r`` reads the ``r``-th of
-    ``size`` equal pieces.
+    ``size`` equal pieces. Ranks that share a batch, such as those of one tensor-parallel group, are one rank
+    here.
 
     Attributes:
         num_samples: Length of the order.
@@ -23,6 +26,7 @@ class EpochPlan:
         size: Number of ranks that read different data.
         even: Fill the last step up from the start of the order, so that all ranks have full batches.
         drop_last: Leave out the last step when it isn't full.
+        start: Position at which the pass begins: what comes before has been read already.
     """
 
     num_samples: int
@@ -30,6 +34,7 @@ class EpochPlan:
     size: int = 1
     even: bool = True
     drop_last: bool = False
+    start: int = 0
 
     @property
     def global_batch(self) -> int:
@@ -37,28 +42,60 @@ class EpochPlan:
         return self.rank_batch * self.size
 
     @property
+    def num_left(self) -> int:
+        """Samples from ``start`` to the end of the order."""
+        return self.num_samples - self.start
+
+    @property
     def num_steps(self) -> int:
         """Steps in which at least one rank has a batch."""
-        full, rest = divmod(self.num_samples, self.global_batch)
+        full, rest = divmod(self.num_left, self.global_batch)
         return full if self.drop_last or not rest else full + 1
 
     def num_batches(self, rank: int) -> int:
         """Count the batches of ``rank``; they differ between ranks only when the data is left uneven."""
-        full, rest = divmod(self.num_samples, self.global_batch)
+        full, rest = divmod(self.num_left, self.global_batch)
         if self.drop_last or not rest:
             return full
         return full + 1 if self.even or rest > rank * self.rank_batch else full
 
     def positions(self, step: int, rank: int) -> list[int]:
         """Give the positions that ``rank`` reads in ``step``, in order."""
-        start = step * self.global_batch + rank * self.rank_batch
+        first = self.start + step * self.global_batch + rank * self.rank_batch
         if self.even:
-            return [position % self.num_samples for position in range(start, start + self.rank_batch)]
-        return list(range(start, min(start + self.rank_batch, self.num_samples)))
+            return [position % self.num_samples for position in range(first, first + self.rank_batch)]
+        return list(range(first, min(first + self.rank_batch, self.num_samples)))
+
+    def block(self, first: int, last: int, rank: int) -> torch.Tensor:
+        """Give the positions of ``rank`` in steps ``first`` to ``last``, that one not included.
+
+        Returns:
+            ``(n,)`` int64: of each step ``rank_batch`` positions, of an uneven last one those there are.
+        """
+        starts = torch.arange(first, last) * self.global_batch + (self.start + rank * self.rank_batch)
+        positions = (starts[:, None] + torch.arange(self.rank_batch)).reshape(-1)
+        if self.even:
+            return positions.remainder_(self.num_samples)
+        return positions[positions < self.num_samples]
+
+    def num_rows(self, step: int, rank: int) -> int:
+        """Count the samples that ``rank`` reads in ``step``, padding included."""
+        if self.even:
+            return self.rank_batch
+        first = self.start + step * self.global_batch + rank * self.rank_batch
+        return max(0, min(self.rank_batch, self.num_samples - first))
 
     def num_valid(self, step: int) -> int:
         """Count the samples of ``step``, over all ranks, that no earlier step or rank has read."""
-        return min(self.global_batch, self.num_samples - step * self.global_batch)
+        return min(self.global_batch, self.num_left - step * self.global_batch)
+
+    def consumed(self, step: int) -> int:
+        """Count the samples of the order that have been read when ``step`` is over."""
+        return self.start + step * self.global_batch + self.num_valid(step)
+
+    def continued(self, start: int) -> EpochPlan:
+        """Give the plan of the rest of the epoch, from position ``start`` on."""
+        return replace(self, start=start)
 
 
 def plan_epoch(
@@ -69,6 +106,7 @@ def plan_epoch(
     split_batches: bool = False,
     even_batches: bool = True,
     drop_last: bool = False,
+    start: int = 0,
 ) -> EpochPlan:
     """Plan one pass over ``num_samples`` samples. Pure.
 
@@ -79,14 +117,21 @@ def plan_epoch(
         split_batches: ``batch_size`` is that of the whole world, and each rank gets a piece of it.
         even_batches: Fill the last step up from the start of the order.
         drop_last: Leave out an incomplete last step.
+        start: Samples that an earlier part of the pass has read, in any world.
 
     Raises:
-        ConfigurationError: A batch that is to be split isn't divisible by the number of ranks.
+        ConfigurationError: A number is out of range, or a batch that is to be split isn't divisible by the
+            number of ranks.
 
     >>> plan = plan_epoch(num_samples=11, batch_size=2, size=2)
     >>> [plan.positions(step, rank=1) for step in range(plan.num_steps)]
     [[2, 3], [6, 7], [10, 0]]
     """
+    if batch_size < 1 or size < 1 or not 0 <= start <= num_samples:
+        raise ConfigurationError(
+            "an epoch needs batches and ranks of at least 1, and starts within its samples: got "
+            f"batch_size={batch_size}, {size} ranks, num_samples={num_samples} and start={start}."
+        )
     if split_batches and batch_size % size:
         smaller = batch_size // size * size
         raise ConfigurationError(
@@ -101,4 +146,5 @@ def plan_epoch(
         size=size,
         even=even_batches and size > 1,  # alone, there is nobody to keep in step with
         drop_last=drop_last,
+        start=start,
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from accelfn.launch.command import LaunchOptions
 
-__all__ = ("Flag", "launch_parser", "parse_launch_options")
+__all__ = ("Flag", "launch_parser", "parse_launch_options", "spell")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +154,7 @@ def _split_at_script(argv: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, .
     while position < len(tokens) and tokens[position].startswith("-") and tokens[position] != "-":
         if tokens[position] == "--":
             return tuple(flags), tokens[position + 1 :]
-        token = _spell(tokens[position])
+        token = spell(tokens[position])
         flags.append(token)
         position += 1
         if token in takes_value and position < len(tokens):
@@ -163,8 +163,12 @@ def _split_at_script(argv: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, .
     return tuple(flags), tokens[position:]
 
 
-def _spell(token: str) -> str:
-    """Spell a long flag's name with underscores; leave its value and short flags alone."""
+def spell(token: str) -> str:
+    """Spell a long flag's name with underscores; leave its value and short flags alone. Pure.
+
+    >>> spell("--num-processes=a-b"), spell("-m")
+    ('--num_processes=a-b', '-m')
+    """
     if not token.startswith("--"):
         return token
     name, equals, value = token[2:].partition("=")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from accelfn import __version__
 from accelfn.launch.command import LaunchOptions, find_busy_port, format_plan, plan_launch, run_plan
+from accelfn.launch.data_plan import run_data_plan
 from accelfn.launch.flags import parse_launch_options
 
 __all__ = ("main",)
@@ -106,4 +107,7 @@ def _count_cores() -> int:
     return os.cpu_count() or 1
 
 
-_COMMANDS = (_Command(name="launch", about="start a training script on one or more processes", run=_launch),)
+_COMMANDS = (
+    _Command(name="launch", about="start a training script on one or more processes", run=_launch),
+    _Command(name="data-plan", about="draw which rank reads which samples", run=run_data_plan),
+)

@@ -20,12 +20,14 @@ from accelfn.errors import ConfigurationError
 from accelfn.parallel.reduction import watch_reductions
 from accelfn.tree import flatten
 
-__all__ = ("ForwardCheck", "Replica", "no_sync", "replicate")
+__all__ = ("ForwardCheck", "Replica", "no_sync", "replicate", "unchecked")
 
 M = TypeVar("M", bound=nn.Module)
 
 # Where a module keeps its Replica; a plain attribute, so it is in no state dict.
 _ATTRIBUTE = "_accelfn_replica"
+# What says of a module that its forward passes are not compared now.
+_UNCHECKED = "_accelfn_unchecked"
 
 # Anything else that is no known container may hold the tensor that a backward pass begins with.
 _WITHOUT_TENSORS = (str, bytes, int, float, complex, torch.Size, torch.dtype, torch.device)
@@ -89,6 +91,8 @@ class ForwardCheck:
         del arguments
         if self._ctx is None or torch.compiler.is_compiling():  # no Python runs in what is compiled
             return
+        if vars(model).get(_UNCHECKED):
+            return
         gradients, buffers = _will_sync(model)
         if not gradients and not buffers:
             return
@@ -103,8 +107,8 @@ class ForwardCheck:
 
     def after(self, model: nn.Module, arguments: Any, output: Any) -> None:
         """Hook after a forward pass: hear whether they all are before the first gradient is reduced."""
-        del model, arguments
-        if self._ctx is None or torch.compiler.is_compiling():
+        del arguments
+        if self._ctx is None or torch.compiler.is_compiling() or vars(model).get(_UNCHECKED):
             return
         journal = self._ctx.collectives.journal
         if journal.unsettled is None:
@@ -147,6 +151,24 @@ def _starts_of_backward(output: Any) -> list[Node]:
 def _check_each_forward(ctx: Context, model: nn.Module) -> None:
     if ctx.guard.mode != GuardMode.OFF:
         ForwardCheck(ctx).watch(model)
+
+
+@contextmanager
+def unchecked(*models: nn.Module) -> Generator[None, None, None]:
+    """Don't compare the forward passes of ``models`` between ranks inside.
+
+    For what lets ranks make different numbers of them, and keeps their reductions in step by itself.
+
+    Ranks: all in the same way; doesn't communicate.
+    """
+    before = [bool(vars(model).get(_UNCHECKED)) for model in models]
+    for model in models:
+        setattr(model, _UNCHECKED, True)
+    try:
+        yield
+    finally:
+        for model, was in zip(models, before, strict=True):
+            setattr(model, _UNCHECKED, was)
 
 
 def _will_sync(model: nn.Module) -> tuple[bool, bool]:

@@ -2,6 +2,7 @@
 
 from accelfn.training.clip import clip_grad_norm_, clip_grad_value_
 from accelfn.training.grad import value_and_grad
+from accelfn.training.join import join_uneven_inputs
 from accelfn.training.precision import MixedPrecisionForward, autocast
 from accelfn.training.prepare import (
     prepare,
@@ -29,6 +30,7 @@ __all__ = (
     "clip_grad_norm_",
     "clip_grad_value_",
     "init_scaler",
+    "join_uneven_inputs",
     "no_sync",
     "optimizer_step",
     "prepare",

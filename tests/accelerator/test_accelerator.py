@@ -302,9 +302,8 @@ def test_its_own_context_is_made_and_closed() -> None:
     [
         lambda it: it.backward(torch.ones(()), retain_graph=True),
         lambda it: it.save_model(nn.Linear(1, 1), "folder", safe_serialization=False),
-        lambda it: it.prepare_data_loader(DataLoader([1]), slice_fn_for_dispatch=print),  # pyright: ignore[reportArgumentType]
     ],
-    ids=["backward", "pickle", "dispatch"],
+    ids=["backward", "pickle"],
 )
 def test_what_has_no_machinery_is_refused(call: Callable[[Any], Any]) -> None:
     with pytest.raises(NotAvailableError):

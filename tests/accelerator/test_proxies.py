@@ -3,7 +3,9 @@
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 
 import copy
+import gc
 import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -11,9 +13,24 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from accelfn import Accelerator, Context, prepare_data_loader
+from accelfn import (
+    Accelerator,
+    Context,
+    DataLoaderConfiguration,
+    accumulate,
+    backward,
+    init_scaler,
+    join_uneven_inputs,
+    loader_state,
+    microbatches,
+    optimizer_step,
+    prepare,
+    prepare_data_loader,
+    restore_loader,
+    skip_first_batches,
+)
 from accelfn.accelerator import AcceleratedDataLoader, AcceleratedOptimizer, AcceleratedScheduler
-from accelfn.errors import ConfigurationError
+from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.testing import run_ranks
 
 
@@ -151,3 +168,136 @@ def test_a_loader_of_the_functions_is_followed_too() -> None:
         with accelerator.accumulate():
             syncs.append(accelerator.sync_gradients)
     assert syncs == [False, True, True]
+
+
+def numbers(num: int, batch_size: int = 2) -> Any:
+    return DataLoader(torch.arange(num), batch_size=batch_size)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("way", ["method", "function"])
+def test_a_skipped_loader_is_followed_and_moves_the_original_on(way: str) -> None:
+    def run(ctx: Context) -> list[Any]:
+        accelerator = Accelerator(context=ctx)
+        loader = accelerator.prepare(numbers(11))
+        if way == "method":
+            rest = accelerator.skip_first_batches(loader, num_batches=1)
+        else:
+            rest = skip_first_batches(loader, 1)
+        assert isinstance(rest, AcceleratedDataLoader)
+        assert (len(rest), len(loader)) == (2, 3)
+        found: list[Any] = []
+        for batch in rest:
+            with accelerator.accumulate():
+                gathered = accelerator.gather_for_metrics(batch).tolist()
+                found.append((gathered, accelerator.sync_gradients))
+        assert loader.epoch == rest.epoch == 1
+        return found
+
+    expected = [([4, 5, 6, 7], False), ([8, 9, 10], True)]
+    assert run_ranks(run, 2, gradient_accumulation_steps=2) == [expected] * 2
+
+
+def test_anything_else_is_skipped_too() -> None:
+    accelerator = Accelerator(context=Context())
+    assert [batch.tolist() for batch in accelerator.skip_first_batches(numbers(5), 1)] == [[2, 3], [4]]
+    assert list(accelerator.skip_first_batches([1, 2], 1)) == [2]
+    assert list(accelerator.skip_first_batches([1, 2])) == [1, 2]
+
+
+def test_a_prepared_loader_resumes() -> None:
+    accelerator = Accelerator(context=Context().replace(gradient_accumulation_steps=2))
+    loader = accelerator.prepare(numbers(7))
+    for batch in loader:  # amid a window
+        assert batch.tolist() == [0, 1]
+        break
+    again = accelerator.prepare(numbers(7, 3))
+    restore_loader(again, loader_state(loader))
+    assert [batch.tolist() for batch in again] == [[2, 3, 4], [5, 6]]
+
+
+def test_loaders_are_remembered_and_not_kept_alive() -> None:
+    accelerator = Accelerator(context=Context())
+    loader = accelerator.prepare(numbers(4))
+    assert list(accelerator.loaders) == [loader]
+    twin = copy.deepcopy(accelerator.loaders)
+    assert list(twin) == list(pickle.loads(pickle.dumps(accelerator.loaders))) == []
+    held = weakref.ref(loader)
+    del loader
+    gc.collect()
+    assert held() is None
+    assert list(accelerator.loaders) == []
+
+
+def linear() -> nn.Linear:
+    model = nn.Linear(1, 1).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.5)
+    return model
+
+
+def rows(num: int) -> Any:
+    return DataLoader(torch.arange(num, dtype=torch.float64)[:, None] / num, batch_size=2)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("even", [None, False])
+def test_uneven_ranks_are_joined_as_by_the_functions(even: bool | None) -> None:
+    def by_shim(ctx: Context) -> list[float]:
+        accelerator = Accelerator(context=ctx)
+        model: Any = linear()
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, rows(13))
+        for _ in range(2):
+            with accelerator.join_uneven_inputs([model], even_batches=even):
+                assert len(loader) == (4 if ctx.rank == 0 else 3)
+                for x in loader:
+                    with accelerator.accumulate(model):
+                        accelerator.backward(model(x).square().mean())
+                        optimizer.step()
+                        optimizer.zero_grad()
+            assert len(loader) == (3 if even is None and ctx.rank else 4)
+        assert accelerator.uneven == "error"
+        return [float(parameter.detach()) for parameter in model.parameters()]
+
+    def by_functions(ctx: Context) -> list[float]:
+        model, loader = prepare(ctx, linear(), rows(13))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = init_scaler(ctx)
+        for _ in range(2):
+            with join_uneven_inputs(ctx, [model], [loader], even):
+                for x, micro in microbatches(ctx, loader, "join"):
+                    with accumulate(ctx, micro, model):
+                        backward(ctx, model(x).square().mean(), scaler, micro)
+                    if micro.sync:
+                        scaler = optimizer_step(ctx, optimizer, scaler)
+        return [float(parameter.detach()) for parameter in model.parameters()]
+
+    config = DataLoaderConfiguration(even_batches=even is not None)
+    found = run_ranks(
+        lambda ctx: (by_shim(ctx), by_functions(ctx)),
+        2,
+        "processes",
+        dataloader_config=config,
+        gradient_accumulation_steps=2,
+    )
+    assert len({tuple(one) for pair in found for one in pair}) == 1
+
+
+def test_where_nobody_can_be_joined_the_shim_says_so_and_changes_nothing() -> None:
+    def run(ctx: Context) -> None:
+        accelerator = Accelerator(context=ctx)
+        model, optimizer, loader = accelerator.prepare(
+            linear(), torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0), numbers(9)
+        )
+        with (
+            pytest.raises(NotAvailableError, match="threads"),
+            accelerator.join_uneven_inputs([model, optimizer], even_batches=False),
+        ):
+            raise AssertionError("went in")
+        assert (loader.even_batches, accelerator.uneven) == (True, "error")
+
+    run_ranks(run, 2)
+    alone = Accelerator(context=Context())
+    with alone.join_uneven_inputs([linear()], even_batches=False):
+        inside = alone.uneven
+    assert inside == "error"

@@ -10,7 +10,8 @@ def main() -> None:
     run = [sys.executable, "-m"]
     two = [*run, "accelfn.launch", "launch", "--num_processes", "2", "--cpu", "-m", "tests.bench.collectives"]
     guard = [*two[:-1], "tests.bench.guard"]
-    for command in (two, guard, [*run, "tests.bench.local"], [*run, "tests.bench.campaign"]):
+    data = [*two[:-1], "tests.bench.data"]
+    for command in (two, guard, data, [*run, "tests.bench.local"], [*run, "tests.bench.campaign"]):
         subprocess.run(command, env=environment, check=True)
         print(flush=True)
 

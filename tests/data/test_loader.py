@@ -2,15 +2,15 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 
-from collections.abc import Iterator
+import functools
 from typing import Any, cast
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, get_worker_info
 
 from accelfn import Context, DataLoaderConfiguration
-from accelfn.data import prepare_data_loader
+from accelfn.data import Order, gather_for_metrics, microbatches, plan_epoch, prepare_data_loader
 from accelfn.errors import ConfigurationError, MismatchError, NotAvailableError
 from accelfn.testing import run_ranks
 
@@ -50,9 +50,9 @@ def test_worker_processes_and_the_loaders_options_are_kept(persistent: bool) -> 
     loader = prepare_data_loader(ctx, source)
     for epoch in range(2):
         rows = [row for batch in loader for row in batch]
-        order = torch.randperm(8, generator=torch.Generator().manual_seed(5 + epoch)).tolist()
+        order = Order(kind="shuffled", num_samples=8, num_items=8, seed=5).at(epoch, torch.arange(8)).tolist()
         assert rows == [(index, 0) for index in order]
-    inner = cast("DataLoader[Any]", vars(loader)["_loader"])
+    inner = cast("DataLoader[Any]", vars(loader.reader)["_loader"])
     for name in (
         "num_workers",
         "persistent_workers",
@@ -108,7 +108,7 @@ def test_a_complete_pass_moves_on_to_the_next_epoch_and_a_break_does_not() -> No
     ctx = Context().replace(dataloader_config=DataLoaderConfiguration(data_seed=5))
     loader = prepare_data_loader(ctx, numbers(8, 8, shuffle=True))
     first = next(iter(loader)).tolist()
-    assert first == [3, 6, 0, 2, 1, 4, 5, 7]
+    assert first == [7, 5, 3, 2, 1, 0, 4, 6]
     for batch in loader:
         assert batch.tolist() == first
         break
@@ -132,17 +132,9 @@ def test_batches_stay_where_they_are_without_device_placement() -> None:
     assert isinstance(next(iter(prepare_data_loader(ctx, source))), Stay)
 
 
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(4))
-
-
 @pytest.mark.parametrize(
     ("source", "config", "what"),
     [
-        (DataLoader(Stream()), {}, "IterableDataset"),
-        (numbers(4, cast("Any", None)), {}, "batch_size"),
-        (numbers(4), {"dispatch_batches": True}, "dispatch_batches"),
         (numbers(4), {"use_stateful_dataloader": True}, "use_stateful_dataloader"),
     ],
 )
@@ -192,3 +184,56 @@ def test_ranks_with_different_loaders_are_told(on: str) -> None:
 
     first, second = run_ranks(prepare, 2)
     assert first == second
+
+
+def test_epochs_count_from_0() -> None:
+    loader = prepare_data_loader(Context(), numbers(4, shuffle=True))
+    loader.set_epoch(2)
+    for wrong in (-1, -5):
+        with pytest.raises(ValueError, match=f"set_epoch: epochs count from 0, got {wrong}"):
+            loader.set_epoch(wrong)
+        with pytest.raises(ValueError, match=f"got {wrong}"):
+            loader.move_to(wrong, 0)
+    assert loader.epoch == 2
+
+
+def test_a_pass_goes_on_where_another_has_stopped_in_any_world() -> None:
+    def read(ctx: Context, start: int, stop: int | None) -> list[int]:
+        loader = prepare_data_loader(ctx, numbers(23, 2, shuffle=True))
+        loader.move_to(1, start)
+        assert loader.consumed == start
+        rows: list[int] = []
+        for batch, micro in microbatches(ctx, loader):
+            rows += gather_for_metrics(ctx, batch, micro).tolist()
+            assert loader.consumed == start + len(rows)
+            if micro.index + 1 == stop:
+                break
+        return rows
+
+    config = DataLoaderConfiguration(data_seed=5)
+    (whole,) = run_ranks(lambda ctx: read(ctx, 0, None), 1, dataloader_config=config)
+    rows: list[int] = []
+    for world, stop in ((4, 1), (2, 2), (3, None)):
+        part = functools.partial(read, start=len(rows), stop=stop)
+        found = run_ranks(part, world, dataloader_config=config)
+        assert all(one == found[0] for one in found)
+        rows += found[0]
+    assert rows == whole
+
+
+def test_a_seed_that_is_moved_to_gives_its_order() -> None:
+    ctx = Context().replace(dataloader_config=DataLoaderConfiguration(data_seed=5))
+    loader = prepare_data_loader(ctx, numbers(8, 8, shuffle=True))
+    loader.move_to(3, 0, seed=11)
+    expected = Order(kind="shuffled", num_samples=8, num_items=8, seed=11).at(3, torch.arange(8)).tolist()
+    assert next(iter(loader)).tolist() == expected
+
+
+def test_the_plan_of_the_next_pass_can_be_looked_at() -> None:
+    loader = prepare_data_loader(Context(), numbers(9, 2))
+    assert loader.plan == plan_epoch(9, 2)
+    loader.move_to(0, 4)
+    assert loader.plan == plan_epoch(9, 2, start=4)
+    assert len(loader) == 3
+    assert [batch.tolist() for batch in loader] == [[4, 5], [6, 7], [8]]
+    assert len(loader) == 5

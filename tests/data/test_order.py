@@ -2,22 +2,28 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 
+import sys
+from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils.data import (
     DataLoader,
     DistributedSampler,
     RandomSampler,
     Sampler,
     SequentialSampler,
+    SubsetRandomSampler,
     WeightedRandomSampler,
 )
 
 from accelfn import Context, DataLoaderConfiguration
-from accelfn.data import order_of
+from accelfn.data import Order, gather_for_metrics, microbatches, prepare_data_loader, read_order
+from accelfn.data.order import draw_together, take_from
 from accelfn.errors import ConfigurationError
 from accelfn.testing import run_ranks
 
@@ -39,51 +45,181 @@ class Evens(Sampler[int]):
         return self.promised
 
 
+class Endless(Sampler[int]):
+    """A sampler without a length."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(4))
+
+
+class Unlisted(torch.utils.data.Dataset[int]):
+    """A dataset without a length."""
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
 def shuffling(num: int, **options: Any) -> DataLoader[Any]:
     return DataLoader(torch.arange(num), shuffle=True, **options)  # pyright: ignore[reportArgumentType]
 
 
-def order(ctx: Context, loader: DataLoader[Any], epoch: int = 0) -> list[int]:
-    return list(order_of(ctx, loader).indices(ctx, epoch))
+def sampling(num: int, sampler: Any, **options: Any) -> DataLoader[Any]:
+    return DataLoader(torch.arange(num), sampler=sampler, **options)  # pyright: ignore[reportArgumentType]
+
+
+def visited(ctx: Context, source: DataLoader[Any], epoch: int = 0) -> list[int]:
+    """The samples of an epoch over all ranks, in order."""
+    loader = prepare_data_loader(ctx, source)
+    loader.set_epoch(epoch)
+    return [
+        index
+        for batch, micro in microbatches(ctx, loader)
+        for index in gather_for_metrics(ctx, batch, micro).tolist()
+    ]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("epoch", [0, 1, 7])
 def test_a_shuffled_order_is_a_function_of_seed_and_epoch_alone(world: int, epoch: int) -> None:
     ranks = run_ranks(
-        lambda ctx: order(ctx, shuffling(8), epoch),
+        lambda ctx: visited(ctx, shuffling(23, batch_size=1 + world % 3), epoch),
         world,
         dataloader_config=DataLoaderConfiguration(data_seed=5),
     )
-    expected = torch.randperm(8, generator=torch.Generator().manual_seed(5 + epoch)).tolist()
+    expected = (
+        Order(kind="shuffled", num_samples=23, num_items=23, seed=5).at(epoch, torch.arange(23)).tolist()
+    )
     assert ranks == [expected] * world
-    if epoch == 0:
-        assert expected == [3, 6, 0, 2, 1, 4, 5, 7]
+    assert sorted(expected) == list(range(23))
+
+
+orders = st.builds(
+    lambda kind, num_items, num_samples, seed: Order(
+        kind=kind,
+        num_items=num_items,
+        num_samples=num_items if kind == "sequential" else num_samples,
+        seed=seed,
+    ),
+    st.sampled_from(["sequential", "shuffled", "drawn"]),
+    st.integers(1, 60),
+    st.integers(1, 200),
+    st.integers(0, 2**63 - 1),
+)
+
+
+@given(orders, st.integers(0, 9), st.data())
+def test_what_stands_at_a_position_depends_on_nothing_but_it(
+    order: Order, epoch: int, data: st.DataObject
+) -> None:
+    everything = order.at(epoch, torch.arange(order.num_samples)).tolist()
+    positions = data.draw(st.lists(st.integers(0, order.num_samples - 1), max_size=20))
+    expected = [everything[position] for position in positions]
+    assert order.at(epoch, torch.tensor(positions, dtype=torch.int64)).tolist() == expected
+    assert order.taker(order.seed, epoch)(torch.tensor(positions, dtype=torch.int64)) == expected
+    assert set(everything) <= set(range(order.num_items))
+
+
+@given(st.integers(1, 40), st.integers(1, 200), st.integers(0, 2**63 - 1))
+def test_no_sample_comes_twice_before_all_others_have_come(
+    num_items: int, num_samples: int, seed: int
+) -> None:
+    order = Order(kind="shuffled", num_samples=num_samples, num_items=num_items, seed=seed)
+    drawn = order.at(0, torch.arange(num_samples)).tolist()
+    for start in range(0, num_samples, num_items):
+        part = drawn[start : start + num_items]
+        assert len(set(part)) == len(part)
+    counts = Counter(drawn)
+    if num_samples >= num_items:
+        assert max(counts.values()) - min(counts.values()) <= 1
+        assert len(counts) == num_items
+
+
+def test_each_round_and_epoch_and_seed_has_an_order_of_its_own() -> None:
+    order = Order(kind="shuffled", num_samples=300, num_items=100, seed=1)
+    rounds = order.at(0, torch.arange(300)).reshape(3, 100).tolist()
+    other = Order(kind="shuffled", num_samples=300, num_items=100, seed=2)
+    for one, epoch in ((order, 1), (order, 2), (other, 0)):
+        rounds += one.at(epoch, torch.arange(300)).reshape(3, 100).tolist()
+    assert len({tuple(one) for one in rounds}) == 12
+    drawn = [Order(kind="drawn", num_samples=50, num_items=9, seed=seed) for seed in (1, 2)]
+    lists = {tuple(one.at(epoch, torch.arange(50)).tolist()) for one in drawn for epoch in (0, 1)}
+    assert len(lists) == 4
+
+
+def test_the_last_position_of_a_huge_epoch_is_reached_at_once() -> None:
+    order = Order(kind="shuffled", num_samples=10**15, num_items=10**15, seed=3)
+    last, first = order.at(10**6, torch.tensor([10**15 - 1, 0])).tolist()
+    assert 0 <= last < 10**15
+    assert last != first
+    assert sys.getsizeof(order) < 200
 
 
 def test_the_seed_is_that_of_the_samplers_generator_on_rank_0() -> None:
     def run(ctx: Context) -> list[int]:
         generator = torch.Generator().manual_seed(5 + 100 * ctx.rank)
-        return order(ctx, shuffling(8, generator=generator))
+        return visited(ctx, shuffling(8, generator=generator))
 
-    assert run_ranks(run, 2) == [[3, 6, 0, 2, 1, 4, 5, 7]] * 2
+    expected = Order(kind="shuffled", num_samples=8, num_items=8, seed=5).at(0, torch.arange(8)).tolist()
+    assert run_ranks(run, 2) == [expected] * 2
 
 
-def test_samples_may_be_drawn_with_replacement_or_more_often_than_they_are() -> None:
+def test_without_a_generator_the_seed_is_torchs_own_on_rank_0() -> None:
+    def run(ctx: Context) -> list[int]:
+        torch.manual_seed(40 + ctx.rank)  # on processes, since threads share torch's generator
+        return visited(ctx, shuffling(8))
+
+    expected = Order(kind="shuffled", num_samples=8, num_items=8, seed=40).at(0, torch.arange(8)).tolist()
+    assert run_ranks(run, 2, "processes") == [expected] * 2
+
+
+def test_the_kind_of_a_sampler_is_read() -> None:
     items = torch.arange(3)
-    ctx = Context().replace(dataloader_config=DataLoaderConfiguration(data_seed=1))
-    drawn = order(ctx, DataLoader(items, sampler=RandomSampler(items, replacement=True, num_samples=50)))  # pyright: ignore[reportArgumentType]
-    assert len(drawn) == 50
-    assert set(drawn) == {0, 1, 2}
-    longer = order(ctx, DataLoader(items, sampler=RandomSampler(items, num_samples=7)))  # pyright: ignore[reportArgumentType]
-    assert [sorted(longer[:3]), sorted(longer[3:6]), len(longer)] == [[0, 1, 2], [0, 1, 2], 7]
+
+    def kind(sampler: Any) -> tuple[str, int, int, int]:
+        order = read_order(sampler, items, 9)
+        return order.kind, order.num_samples, order.num_items, order.seed
+
+    source = cast("Any", items)
+    assert kind(SequentialSampler(source)) == ("sequential", 3, 3, 9)
+    assert kind(RandomSampler(source)) == ("shuffled", 3, 3, 9)
+    assert kind(RandomSampler(source, num_samples=7)) == ("shuffled", 7, 3, 9)
+    assert kind(RandomSampler(source, num_samples=2)) == ("shuffled", 2, 3, 9)
+    assert kind(RandomSampler(source, replacement=True)) == ("drawn", 3, 3, 9)
+    assert kind(RandomSampler(source, replacement=True, num_samples=50)) == ("drawn", 50, 3, 9)
+    assert kind(WeightedRandomSampler([1.0, 1.0, 1.0], 5)) == ("sampler", 5, 3, 9)
+    assert kind(SubsetRandomSampler([0, 2])) == ("sampler", 2, 3, 9)
+    assert kind(Evens()) == ("sampler", 4, 3, 9)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_samples_may_be_drawn_with_replacement_or_more_often_than_they_are(world: int) -> None:
+    items = cast("Any", torch.arange(3))
+    config = DataLoaderConfiguration(data_seed=1)
+
+    def drawn(ctx: Context) -> list[int]:
+        return visited(ctx, sampling(3, RandomSampler(items, replacement=True, num_samples=50), batch_size=4))
+
+    def longer(ctx: Context) -> list[int]:
+        return visited(ctx, sampling(3, RandomSampler(items, num_samples=7)))
+
+    def fewer(ctx: Context) -> list[int]:
+        return visited(ctx, sampling(3, RandomSampler(items, num_samples=2)))
+
+    found = run_ranks(drawn, world, dataloader_config=config)[0]
+    assert len(found) == 50
+    assert set(found) == {0, 1, 2}
+    assert found == run_ranks(drawn, 4, dataloader_config=config)[0]
+    found = run_ranks(longer, world, dataloader_config=config)[0]
+    assert [sorted(found[:3]), sorted(found[3:6]), len(found)] == [[0, 1, 2], [0, 1, 2], 7]
+    found = run_ranks(fewer, world, dataloader_config=config)[0]
+    assert len(set(found)) == 2
 
 
 @pytest.mark.parametrize("epoch", [0, 1])
 def test_a_sampler_of_ones_own_is_followed_as_rank_0_draws_it(epoch: int) -> None:
     def run(ctx: Context) -> list[int]:
         sampler = Evens() if ctx.is_main_process else SequentialSamplerOfFour()
-        return order(ctx, DataLoader(torch.arange(8), sampler=sampler), epoch)  # pyright: ignore[reportArgumentType]
+        return visited(ctx, sampling(8, sampler), epoch)
 
     assert run_ranks(run, 3) == [[0, 2, 4, 6] if epoch == 0 else [6, 4, 2, 0]] * 3
 
@@ -99,28 +235,78 @@ class SequentialSamplerOfFour(SequentialSampler):
 
 
 def test_a_subclass_of_a_known_sampler_is_a_sampler_of_ones_own() -> None:
-    loader = DataLoader(torch.arange(4), sampler=SequentialSamplerOfFour())  # pyright: ignore[reportArgumentType]
-    assert order(Context(), loader) == [3, 2, 1, 0]
+    assert visited(Context(), sampling(4, SequentialSamplerOfFour())) == [3, 2, 1, 0]
 
 
 def test_a_weighted_sampler_is_drawn_once_for_all_ranks() -> None:
     def run(ctx: Context) -> list[int]:
         generator = torch.Generator().manual_seed(ctx.rank)
-        sampler = WeightedRandomSampler([1.0] * 8, 6, generator=generator)
-        return order(ctx, DataLoader(torch.arange(8), sampler=sampler))  # pyright: ignore[reportArgumentType]
+        return visited(ctx, sampling(8, WeightedRandomSampler([1.0] * 8, 6, generator=generator)))
 
     ranks = run_ranks(run, 2)
+    assert len(ranks[0]) == 6
     assert ranks[0] == ranks[1]
 
 
+def test_a_sampler_draws_on_rank_0_only_and_once_an_epoch() -> None:
+    class Counting(Evens):
+        drawn = 0
+
+        def __iter__(self) -> Iterator[int]:
+            self.drawn += 1
+            return super().__iter__()
+
+    def run(ctx: Context) -> int:
+        sampler = Counting()
+        loader = prepare_data_loader(ctx, sampling(8, sampler))
+        for _ in range(3):
+            list(loader)
+        return sampler.drawn
+
+    assert run_ranks(run, 3) == [3, 0, 0]
+
+
+def test_a_sampler_inside_of_a_batch_sampler_is_told_the_epoch() -> None:
+    class Outer:
+        sampler = Evens()
+
+        def __iter__(self) -> Iterator[list[int]]:
+            return iter([[index] for index in self.sampler])
+
+    assert draw_together(Context(), Outer(), 1) == [[6], [4], [2], [0]]
+
+
+def test_a_list_is_taken_from_by_position() -> None:
+    assert take_from(["a", "b", "c"])(torch.tensor([2, 0, 2])) == ["c", "a", "c"]
+
+
 def test_a_sampler_that_draws_another_number_than_it_says_is_refused_on_every_rank() -> None:
-    loader = DataLoader(torch.arange(8), sampler=Evens(promised=5))  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match="Evens has a length of 5, and drew 4 samples"):
-        run_ranks(lambda ctx: order(ctx, loader), 2)
+    source = sampling(8, Evens(promised=5))
+
+    def run(ctx: Context) -> str:
+        loader = prepare_data_loader(ctx, source)
+        with pytest.raises(ValueError, match="Evens has a length of 5, and drew 4 samples"):
+            next(iter(loader))
+        return "refused"
+
+    assert run_ranks(run, 2) == ["refused"] * 2
 
 
 def test_a_sampler_that_deals_out_between_ranks_is_refused() -> None:
     data = torch.arange(8)
-    loader = DataLoader(data, sampler=DistributedSampler(data, num_replicas=2, rank=0))  # pyright: ignore[reportArgumentType]
+    sampler = DistributedSampler(cast("Any", data), num_replicas=2, rank=0)
     with pytest.raises(ConfigurationError, match="already_sharded"):
-        order_of(Context(), loader)
+        read_order(sampler, data, 0)
+
+
+def test_data_and_samplers_without_a_length_are_refused() -> None:
+    with pytest.raises(TypeError, match="the dataset Unlisted has no length"):
+        read_order(Evens(), Unlisted(), 0)
+    with pytest.raises(TypeError, match="the sampler Endless has no length"):
+        read_order(Endless(), torch.arange(4), 0)
+
+
+def test_the_order_of_a_sampler_is_not_asked_of_the_record() -> None:
+    order = Order(kind="sampler", num_samples=2, num_items=2)
+    with pytest.raises(ValueError, match="once it has drawn it"):
+        order.at(0, torch.arange(2))

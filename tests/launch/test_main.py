@@ -57,6 +57,8 @@ def accelfn(*argv: str, cwd: Path = ROOT) -> "subprocess.CompletedProcess[str]":
         (["launch", "--dry_run", "pyproject.toml"], 0),
         (["launch", "absent.py"], 2),
         (["launch", "--nonsense"], 2),
+        (["data-plan", "--help"], 0),
+        (["data-plan", "--num_samples", "3", "--batch_size", "0"], 2),
         ([], 2),
     ],
     ids=str,

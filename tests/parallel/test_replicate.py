@@ -16,7 +16,7 @@ from torch import nn
 import accelfn as af
 from accelfn import Context, DistributedDataParallelKwargs
 from accelfn.errors import MismatchError
-from accelfn.parallel import no_sync, replicate
+from accelfn.parallel import no_sync, replicate, unchecked
 from accelfn.testing import Where, run_ranks
 
 Rows = tuple[torch.Tensor, torch.Tensor]
@@ -265,3 +265,26 @@ def test_a_model_that_nobody_holds_is_freed(mixed_precision: str) -> None:
         assert held() is None
 
     run_ranks(run, 2, mixed_precision=mixed_precision)
+
+
+def test_forward_passes_are_not_compared_where_that_is_said_and_else_they_are() -> None:
+    def run(ctx: Context) -> list[int]:
+        model, other = replicate(ctx, Twice()), replicate(ctx, Twice())
+        journal = ctx.collectives.journal
+        numbers = [journal.number]
+        x, _ = rows(2)
+        with unchecked(model):
+            with pytest.raises(KeyError), unchecked(model):
+                raise KeyError
+            if ctx.rank == 0:
+                model(x)
+            numbers.append(journal.number)
+        with unchecked(model):
+            other(x)
+            numbers.append(journal.number)
+        model(x)
+        numbers.append(journal.number)
+        af.wait_for_everyone(ctx)
+        return [number - numbers[0] for number in numbers]
+
+    assert run_ranks(run, 2) == [[0, 0, 1, 2]] * 2

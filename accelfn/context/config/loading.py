@@ -18,8 +18,8 @@ class DataLoaderConfiguration:
     Attributes:
         split_batches: False: each rank takes whole batches, so the global batch is batch size times ranks.
             True: each batch of the loader is cut into one part per rank. Default False.
-        dispatch_batches: True: rank 0 reads and sends each rank its part; not available yet. False or
-            ``None``: each rank reads its own. Default None.
+        dispatch_batches: True: rank 0 reads and sends each rank its part, for data that only one process can
+            read. False or ``None``: each rank reads its own, which is faster for all others. Default None.
         even_batches: Whether the last round is completed with samples from the start, so that all ranks
             see equally many. Default True.
         use_seedable_sampler: Accepted, without effect: a shuffled order is always a function of seed and

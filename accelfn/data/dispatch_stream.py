@@ -1,0 +1,210 @@
+"""Read a stream on rank 0 alone, and send every rank its own part of each group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Generic, TypeVar, cast
+
+from torch.utils.data import DataLoader
+
+from accelfn.context import Context
+from accelfn.data.cut import Cut
+from accelfn.data.deal import Dealer, SliceFunction, hand_out
+from accelfn.data.own import rows_of
+from accelfn.data.parts import Parts
+from accelfn.data.plan import EpochPlan
+from accelfn.data.reading import Pass, Share, share_of
+from accelfn.data.sources import count_shards
+from accelfn.data.stream import StreamReader, length_of, rows_in
+
+__all__ = ("CollateParts", "StreamDispatch", "dispatch_stream")
+
+T = TypeVar("T")
+
+
+def dispatch_stream(
+    ctx: Context, source: DataLoader[T], agree: Callable[[str], int], slice_fn: SliceFunction | None
+) -> StreamDispatch[T]:
+    """Let rank 0 read ``source``, a loader over an iterable dataset.
+
+    Ranks: every rank of ``ctx``.
+
+    Args:
+        ctx: The world.
+        source: The user's loader.
+        agree: Compares what all ranks are about to read, and gives them one seed.
+        slice_fn: As for :func:`accelfn.prepare_data_loader`.
+
+    Raises:
+        ConfigurationError: The dataset was split already, or the batch can't be split.
+    """
+    rows = rows_in(ctx, source.batch_size)
+    count_shards(source.dataset)  # refuses what was split between ranks already
+    length = None if source.num_workers > 1 else length_of(source.dataset)  # workers may cut theirs short
+    last = ", the last one dropped" if source.drop_last else ""
+    seed = agree(f"a stream of {length} samples, dispatched by rank 0: batches of {source.batch_size}{last}")
+    return StreamDispatch(ctx, source, rows, seed, slice_fn)
+
+
+class StreamDispatch(Generic[T]):
+    """Rank 0 reads the stream in groups, and each rank receives its part of each."""
+
+    def __init__(
+        self, ctx: Context, source: DataLoader[T], rows: int, seed: int, slice_fn: SliceFunction | None
+    ) -> None:
+        """Read ``source``, ``rows`` samples a rank and group."""
+        self.seed = seed
+        self._ctx = ctx
+        self._source = source
+        self._rows = rows
+        self._is_whole = source.batch_size is None
+        self._even = ctx.loading.even_batches and ctx.num_processes > 1
+        self._dealer = Dealer(ctx, slice_fn)
+        self.length: int | None = self._length()
+        self.batch_size: int | None = None if self._is_whole else rows * ctx.num_processes
+        self._reader: StreamReader[Any] | None = None
+        if ctx.is_main_process:
+            # To the reader, a group is one batch of a world of one.
+            cut = Cut(rows=rows * ctx.num_processes, even=self._even, drop_last=source.drop_last)
+            collate: Any = cast("Any", source).collate_fn
+            if not self._dealer.cuts:
+                collate = CollateParts(collate, rows, self._is_whole)
+            self._reader = StreamReader(ctx, source, source.dataset, cut, False, seed, collate=collate)
+
+    def plan(self, start: int) -> EpochPlan | None:
+        """Plan the samples from ``start`` on, where the stream has a length.
+
+        Raises:
+            ValueError: ``start`` is behind its end.
+        """
+        number = self._length()
+        if number is None:
+            return None
+        if start > number:
+            raise ValueError(f"the pass is to go on at sample {start}, and the dataset has only {number}.")
+        return self._plan_of(number, start)
+
+    def count(self, start: int) -> int | None:
+        """Count this rank's batches from ``start`` on, where the stream has a length."""
+        plan = self.plan(start)
+        return None if plan is None else plan.num_batches(self._ctx.rank)
+
+    def begin(self, epoch: int, start: int) -> Pass[T]:
+        """Begin a pass."""
+        self.length = self._length()
+        plan = self.plan(start)
+        groups: Iterator[tuple[Any, Share]] | None = None
+        if self._reader is not None:
+            self._reader.seed = self.seed
+            groups = self._reader.begin(epoch, start).batches
+        way = Parts(self._ctx, f"epoch {epoch} from sample {start}")
+        in_step = self._even or self._source.drop_last or self._ctx.num_processes == 1
+        batches = self._read(way, groups, plan, in_step)
+        if plan is None:
+            return Pass(None, batches, in_step=in_step)
+        counts = tuple(plan.num_batches(rank) for rank in range(plan.size))
+        share_at = None if self._is_whole else partial(share_of, plan, rank=self._ctx.rank)
+        return Pass(counts, batches, in_step=in_step, share_at=share_at)
+
+    def _read(
+        self,
+        way: Parts,
+        groups: Iterator[tuple[Any, Share]] | None,
+        plan: EpochPlan | None,
+        in_step: bool,
+    ) -> Iterator[tuple[T, Share]]:
+        rank = self._ctx.rank
+        steps = None if groups is None else self._steps(groups, plan)
+        step = 0
+        while plan is None or step < plan.num_steps:
+            received = hand_out(way, steps)
+            if received is None:
+                return
+            facts: tuple[Any, ...] | None = received.facts
+            if facts is not None:
+                share = self._share(facts, in_step)
+            else:
+                share = share_of(cast("EpochPlan", plan), step, rank)
+            if received.parts:
+                yield received.parts[0], share
+            if share.is_last and plan is None:
+                return
+            step += 1
+
+    def _steps(
+        self, groups: Iterator[tuple[Any, Share]], plan: EpochPlan | None
+    ) -> Iterator[tuple[list[Any], Any]]:
+        """Give the parts of each group, and what the other ranks can't know of it; on rank 0."""
+        for content, share in groups:
+            rows, valid = share.num_rows or 0, share.num_valid or 0
+            if self._dealer.cuts:
+                whole = self._plan_of(rows, 0)
+                parts = self._dealer.cut(content, [whole.num_rows(0, rank) for rank in range(whole.size)])
+            else:
+                parts = cast("list[Any]", content)
+            if share.is_last:
+                # Sees that the stream doesn't go on where its length says that it ends.
+                for _ in groups:
+                    pass
+            if self._is_whole:
+                yield parts, (valid, [rows_of(part) for part in parts], share.is_last, share.consumed)
+            else:
+                yield parts, None if plan is not None else (valid, None, share.is_last, share.consumed)
+
+    def _share(self, facts: tuple[Any, ...], in_step: bool) -> Share:
+        """Describe this rank's batch by what rank 0 told."""
+        valid, rows, is_last, consumed = facts
+        rank = self._ctx.rank
+        if rows is not None:
+            return _share_of_items(rows, valid, rank)._replace(is_last=is_last, consumed=consumed)
+        share = share_of(self._plan_of(valid, 0), 0, rank)
+        # Ranks that have no part of the last group go on with what they know of the one before.
+        num_valid = share.num_valid if in_step else None
+        return share._replace(num_valid=num_valid, is_last=is_last, consumed=consumed)
+
+    def _plan_of(self, number: int, start: int) -> EpochPlan:
+        return EpochPlan(
+            num_samples=number,
+            rank_batch=self._rows,
+            size=self._ctx.num_processes,
+            even=self._even,
+            drop_last=self._source.drop_last,
+            start=start,
+        )
+
+    def _length(self) -> int | None:
+        return None if self._source.num_workers > 1 else length_of(self._source.dataset)
+
+
+def _share_of_items(rows: Sequence[int | None], valid: int, rank: int) -> Share:
+    """Describe a rank's batch where the samples are batches; the first ``valid`` are no padding."""
+    own = rows[rank] if rank < len(rows) else 0
+    known = [number for number in rows if number is not None]
+    if len(known) < len(rows):
+        return Share(num_rows=own, own_valid=None if rank < valid else 0)
+    by_rank = tuple(number if one < valid else 0 for one, number in enumerate(known))
+    return Share(
+        num_rows=own,
+        max_rows=max(known),
+        num_valid=sum(by_rank),
+        valid_by_rank=by_rank,
+        own_valid=by_rank[rank] if rank < len(by_rank) else 0,
+    )
+
+
+class CollateParts:
+    """Collates a group to one batch for each rank."""
+
+    def __init__(self, collate: Callable[[Any], Any], rows: int, is_whole: bool) -> None:
+        """Collate ``rows`` samples at a time with ``collate``, or each by itself when ``is_whole``."""
+        self._collate = collate
+        self._rows = rows
+        self._is_whole = is_whole
+
+    def __call__(self, samples: list[Any]) -> list[Any]:
+        """Collate."""
+        if self._is_whole:
+            return [self._collate(sample) for sample in samples]
+        starts = range(0, len(samples), self._rows)
+        return [self._collate(samples[start : start + self._rows]) for start in starts]

@@ -1,0 +1,98 @@
+"""Shuffling without a shuffled list: a keyed permutation that gives the sample at any position by itself.
+
+A permutation of ``n`` numbers is a generalised Feistel network over at least ``n`` pairs ``(left, right)``,
+whose rounds add a keyed hash of one half to the other; the few pairs that stand for no number are left by
+walking on along their cycle (J. Black, P. Rogaway: Ciphers with Arbitrary Finite Domains, CT-RSA 2002). The
+hash is the finaliser of SplitMix64. This is for shuffling, and not a cipher.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+
+import torch
+
+__all__ = ("draw", "make_keys", "permute")
+
+# As many as make all orders of a few numbers equally likely, as far as a test over 10,000s of seeds can tell.
+ROUNDS = 16
+_POSITIVE = (1 << 63) - 1
+# The largest domain whose pairs' numbers fit into int64.
+_MOST = 1 << 62
+
+
+def make_keys(*parts: int | str) -> tuple[int, ...]:
+    """Derive the keys of all rounds from numbers and words that name an order. Pure.
+
+    >>> make_keys(7, 0)[:2] == make_keys(7, 0)[:2], make_keys(7, 0) == make_keys(7, 1)
+    (True, False)
+    """
+    digest = hashlib.shake_128(repr(parts).encode()).digest(8 * ROUNDS)
+    return struct.unpack(f"<{ROUNDS}q", digest)
+
+
+def permute(keys: tuple[int, ...], size: int, positions: torch.Tensor) -> torch.Tensor:
+    """Say which number stands at each of ``positions`` in the shuffled order of ``range(size)``. Pure.
+
+    Args:
+        keys: From :func:`make_keys`.
+        size: How many numbers there are, at most ``2**62``.
+        positions: int64 of any shape, each in ``range(size)``.
+
+    Returns:
+        int64, of the same shape; a bijection of ``range(size)``.
+
+    >>> sorted(permute(make_keys(1), 5, torch.arange(5)).tolist())
+    [0, 1, 2, 3, 4]
+    """
+    if not 0 < size <= _MOST:
+        raise ValueError(f"permute: size must be in 1..2**62, got {size}.")
+    # An even width, since shifts of odd ones are even permutations all: half of the orders would never come.
+    width = math.isqrt(size - 1) + 1
+    width += width % 2
+    height = -(-size // width)
+    numbers = _through_rounds(keys, width, height, positions.reshape(-1))
+    outside = torch.nonzero(numbers >= size).reshape(-1)
+    while outside.numel():
+        walked = _through_rounds(keys, width, height, numbers[outside])
+        numbers[outside] = walked
+        outside = outside[walked >= size]
+    return numbers.reshape(positions.shape)
+
+
+def draw(keys: tuple[int, ...], size: int, positions: torch.Tensor) -> torch.Tensor:
+    """Draw a number of ``range(size)`` for each of ``positions``, independently of each other. Pure.
+
+    Args:
+        keys: From :func:`make_keys`.
+        size: At most ``2**32`` for a bias below ``2**-31``.
+        positions: int64 of any shape.
+
+    Returns:
+        int64, of the same shape.
+    """
+    first, second = keys[:2]
+    return _hashed(_hashed(positions, first), second) % size
+
+
+def _through_rounds(keys: tuple[int, ...], width: int, height: int, numbers: torch.Tensor) -> torch.Tensor:
+    left = numbers % width
+    right = torch.div(numbers, width, rounding_mode="floor")
+    for index, key in enumerate(keys):
+        if index % 2:
+            right = (right + _hashed(left, key) % height) % height
+        else:
+            left = (left + _hashed(right, key) % width) % width
+    return right.mul_(width).add_(left)
+
+
+def _hashed(numbers: torch.Tensor, key: int) -> torch.Tensor:
+    """Hash to 63 bits. Products wrap; shifts of int64 keep the sign, which the masks take off."""
+    mixed = numbers * -7046029254386353131  # 0x9E3779B97F4A7C15: neighbours far apart
+    mixed.bitwise_xor_(key)
+    mixed.bitwise_xor_((mixed >> 30).bitwise_and_((1 << 34) - 1)).mul_(-4658895280553007687)
+    mixed.bitwise_xor_((mixed >> 27).bitwise_and_((1 << 37) - 1)).mul_(-7723592293110705685)
+    mixed.bitwise_xor_((mixed >> 31).bitwise_and_((1 << 33) - 1))
+    return mixed.bitwise_and_(_POSITIVE)

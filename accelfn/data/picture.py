@@ -1,0 +1,208 @@
+"""Who reads what, as a picture: ranks are rows, steps are columns, and padding is marked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from accelfn.data.plan import EpochPlan
+from accelfn.data.reading import share_of
+
+__all__ = ("draw_plan", "draw_plan_svg")
+
+# Positions that follow each other are written out up to this number, and as first..last beyond.
+_WRITTEN_OUT = 4
+_GAP = "..."
+
+# Of the drawing, in its own units.
+_CHAR, _ROW, _EDGE, _BETWEEN = 8, 30, 10, 4
+_NEW, _PADDING, _INK, _GREY, _GROUND = "#cfe3f7", "#f3c9a5", "#111111", "#666666", "#ffffff"
+
+
+def draw_plan(plan: EpochPlan, *, max_steps: int = 12, max_ranks: int = 16) -> str:
+    """Draw a plan as a table of text. Pure.
+
+    A cell holds the positions that a rank reads in a step. Positions in brackets are padding: they have been
+    read already. ``-`` stands for a rank without a batch.
+
+    Args:
+        plan: From :func:`plan_epoch`.
+        max_steps: Steps that are shown; of more, the first ones and the last.
+        max_ranks: The same of ranks.
+
+    Returns:
+        Lines without a newline at the end.
+
+    Raises:
+        ValueError: Less than two steps or ranks are to be shown.
+
+    >>> from accelfn.data.plan import plan_epoch
+    >>> print(draw_plan(plan_epoch(11, 2, 2)))
+            step 0  step 1  step 2
+    rank 0  0 1     4 5     8 9
+    rank 1  2 3     6 7     10 (0)
+    """
+    rows = [
+        [name, *(" ".join(_cell(read, padding)) for read, padding in cells)]
+        for name, cells in _table(plan, max_steps, max_ranks)
+    ]
+    rows.insert(0, ["", *_steps(plan, max_steps)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+    return "\n".join([*lines, *_notes(plan)])
+
+
+def draw_plan_svg(plan: EpochPlan, *, max_steps: int = 12, max_ranks: int = 16) -> str:
+    """Draw what :func:`draw_plan` does as an SVG image. Pure.
+
+    Args:
+        plan: From :func:`plan_epoch`.
+        max_steps: Steps that are shown; of more, the first ones and the last.
+        max_ranks: The same of ranks.
+
+    Returns:
+        A whole SVG document.
+
+    Raises:
+        ValueError: Less than two steps or ranks are to be shown.
+
+    >>> from accelfn.data.plan import plan_epoch
+    >>> draw_plan_svg(plan_epoch(11, 2, 2)).count("<rect")  # the ground, six batches, and one of padding
+    8
+    """
+    table = _table(plan, max_steps, max_ranks)
+    heads = _steps(plan, max_steps)
+    columns = [[cells[number] for _, cells in table] for number in range(len(heads))]
+    names = max((len(name) for name, _ in table), default=0)
+    lefts = [_EDGE + names * _CHAR + 2 * _EDGE]
+    for head, column in zip(heads, columns, strict=True):
+        longest = max(len(head), *(len(" ".join(_plain(read, padding))) for read, padding in column))
+        lefts.append(lefts[-1] + longest * _CHAR + 2 * _EDGE + 2 * _BETWEEN)
+    notes = _notes(plan)
+    width = max([lefts[-1] + _EDGE, *(len(note) * _CHAR + 2 * _EDGE for note in notes)])
+    height = 2 * _EDGE + _ROW * (1 + len(table) + len(notes))
+    parts = [_rect(0, 0, width, height, _GROUND)]
+    for left, head in zip(lefts, heads, strict=False):
+        parts.append(_text(left + _EDGE, _EDGE, head, _GREY))
+    for row, (name, cells) in enumerate(table, 1):
+        top = _EDGE + row * _ROW
+        parts.append(_text(_EDGE, top, name, _GREY))
+        for left, right, (read, padding) in zip(lefts, lefts[1:], cells, strict=False):
+            parts += _draw_cell(left, top, right - left - 2 * _BETWEEN, read, padding)
+    for row, note in enumerate(notes, 1 + len(table)):
+        parts.append(_text(_EDGE, _EDGE + row * _ROW, note, _GREY))
+    title = f"{plan.num_samples} samples in batches of {plan.rank_batch} on {plan.size} ranks"
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        f'viewBox="0 0 {width} {height}" role="img" font-family="monospace" font-size="13">'
+    )
+    return "\n".join([head, f"<title>{title}</title>", *parts, "</svg>\n"])
+
+
+# What a rank reads in a step that is new, and what is padding; None for cells that are left out.
+_Cell = tuple[Sequence[int] | None, Sequence[int]]
+
+
+def _table(plan: EpochPlan, max_steps: int, max_ranks: int) -> list[tuple[str, list[_Cell]]]:
+    if max_steps < 2 or max_ranks < 2:
+        raise ValueError(
+            f"a picture shows at least 2 steps and 2 ranks: got max_steps={max_steps}, max_ranks={max_ranks}."
+        )
+    steps = _shown(plan.num_steps, max_steps)
+    empty: list[_Cell] = [] if steps else [((), ())]
+    rows: list[tuple[str, list[_Cell]]] = []
+    for rank in _shown(plan.size, max_ranks):
+        if rank is None:
+            rows.append((_GAP, [(None, ())] * len(steps) or empty))
+        else:
+            cells = [(None, ()) if step is None else _read(plan, step, rank) for step in steps]
+            rows.append((f"rank {rank}", cells or empty))
+    return rows
+
+
+def _read(plan: EpochPlan, step: int, rank: int) -> _Cell:
+    positions = plan.positions(step, rank)
+    valid = share_of(plan, step, rank).own_valid or 0
+    return positions[:valid], positions[valid:]
+
+
+def _shown(number: int, most: int) -> list[int | None]:
+    """Give the first ones and the last, and None for the gap between them."""
+    if number <= most:
+        return list(range(number))
+    return [*range(most - 1), None, number - 1]
+
+
+def _steps(plan: EpochPlan, max_steps: int) -> list[str]:
+    shown = _shown(plan.num_steps, max_steps)
+    return [_GAP if step is None else f"step {step}" for step in shown] or ["no step"]
+
+
+def _notes(plan: EpochPlan) -> list[str]:
+    done = plan.consumed(plan.num_steps - 1) if plan.num_steps else plan.start
+    notes = (("read before", 0, plan.start), ("left out", done, plan.num_samples))
+    return [f"{what}: {' '.join(_run(first, end))}" for what, first, end in notes if first < end]
+
+
+def _plain(read: Sequence[int] | None, padding: Sequence[int]) -> list[str]:
+    if read is None:
+        return [_GAP]
+    return [*_runs(read), *_runs(padding)] or ["-"]
+
+
+def _cell(read: Sequence[int] | None, padding: Sequence[int]) -> list[str]:
+    if read is None or not padding:
+        return _plain(read, padding)
+    return [*_runs(read), f"({' '.join(_runs(padding))})"]
+
+
+def _runs(positions: Sequence[int]) -> list[str]:
+    """Write positions out, and those of a long run as first..last.
+
+    >>> _runs([7, 8, 9, 10, 11, 0, 1])
+    ['7..11', '0', '1']
+    """
+    words: list[str] = []
+    begin = 0
+    for end in range(1, len(positions) + 1):
+        if end < len(positions) and positions[end] == positions[end - 1] + 1:
+            continue
+        words += _run(positions[begin], positions[end - 1] + 1)
+        begin = end
+    return words
+
+
+def _run(first: int, end: int) -> list[str]:
+    if end - first > _WRITTEN_OUT:
+        return [f"{first}..{end - 1}"]
+    return list(map(str, range(first, end)))
+
+
+def _draw_cell(
+    left: int, top: int, width: int, read: Sequence[int] | None, padding: Sequence[int]
+) -> list[str]:
+    if not read and not padding:
+        return [_text(left + _EDGE, top, _plain(read, padding)[0], _GREY)]
+    new, again = " ".join(_runs(read or ())), " ".join(_runs(padding))
+    cut = left if not new else left + _EDGE + len(new) * _CHAR + _CHAR // 2
+    parts = [_rect(left, top, width if not again else cut - left, _ROW - _BETWEEN, _NEW)] if new else []
+    if again:
+        parts.append(_rect(cut, top, left + width - cut, _ROW - _BETWEEN, _PADDING))
+    if new:
+        parts.append(_text(left + _EDGE, top, new, _INK))
+    if again:
+        parts.append(_text(cut + (_CHAR // 2 if new else _EDGE), top, again, _INK))
+    return parts
+
+
+def _rect(left: int, top: int, width: int, height: int, color: str) -> str:
+    return f'<rect x="{left}" y="{top}" width="{width}" height="{height}" rx="3" fill="{color}"/>'
+
+
+def _text(left: int, top: int, text: str, color: str) -> str:
+    # textLength: the cells are laid out for letters of one width, whatever font there is.
+    return (
+        f'<text x="{left}" y="{top + 18}" textLength="{len(text) * _CHAR}" '
+        f'lengthAdjust="spacingAndGlyphs" fill="{color}">{text}</text>'
+    )

@@ -1,0 +1,120 @@
+"""What every way of reading data offers to the loader: passes, and what is known of each batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Generic, Protocol, TypeVar, runtime_checkable
+
+from typing_extensions import NamedTuple  # of typing, one that is generic needs Python 3.11
+
+from accelfn.data.plan import EpochPlan
+
+__all__ = ("Evening", "Pass", "Reader", "Share", "Stepping", "share_of")
+
+T = TypeVar("T")
+
+
+class Share(NamedTuple):
+    """What is known of one batch of one rank.
+
+    Attributes:
+        num_rows: Samples in it, padding included; None where nobody says.
+        max_rows: Samples in the batch of the rank that has most.
+        num_valid: Samples of all ranks that are no padding; the first ones, in rank order, unless
+            ``valid_by_rank`` says otherwise.
+        valid_by_rank: The same by rank, where batches have different lengths; each rank's first ones.
+        own_valid: Of this rank alone, its first ones; None for all its rows.
+        is_last: Whether no batch follows; None where that shows only when the next one is asked for.
+        consumed: Samples of the epoch that have been read, on all ranks, when this batch is done.
+    """
+
+    num_rows: int | None = None
+    max_rows: int | None = None
+    num_valid: int | None = None
+    valid_by_rank: tuple[int, ...] | None = None
+    own_valid: int | None = None
+    is_last: bool | None = None
+    consumed: int = 0
+
+
+class Pass(NamedTuple, Generic[T]):
+    """One pass over the data.
+
+    Attributes:
+        counts: Batches of each rank, where that is known before.
+        batches: This rank's, each with what is known of it.
+        in_step: All ranks have equally many batches, even where nobody knows how many.
+        share_at: What is known of this rank's batch in a step in which it may have none, where that is
+            planned.
+    """
+
+    counts: tuple[int, ...] | None
+    batches: Iterator[tuple[T, Share]]
+    in_step: bool = False
+    share_at: Callable[[int], Share] | None = None
+
+
+class Reader(Protocol[T]):
+    """One way of reading: by an order of samples, by batches, from a stream, through rank 0.
+
+    Attributes:
+        length: Samples in an epoch; None where nobody knows.
+        batch_size: Samples of all ranks in a step; None where it isn't said.
+        seed: Of the order, and of randomness in workers; a restored state brings its own.
+    """
+
+    length: int | None
+    batch_size: int | None
+    seed: int
+
+    def plan(self, start: int) -> EpochPlan | None:
+        """Say how the epoch is shared out from sample ``start`` on, where that is known before a pass."""
+        ...
+
+    def count(self, start: int) -> int | None:
+        """Count this rank's batches from ``start`` on, where that is known before a pass."""
+        ...
+
+    def begin(self, epoch: int, start: int) -> Pass[T]:
+        """Begin a pass at sample ``start`` of ``epoch``; every rank of the world does."""
+        ...
+
+
+class Evening(Protocol):
+    """A reader that can share its data out evenly or not.
+
+    Attributes:
+        even_batches: Whether it does: all ranks have equally many full batches.
+    """
+
+    even_batches: bool
+
+    def choose_even(self, even: bool) -> None:
+        """Choose from the next pass on."""
+        ...
+
+
+@runtime_checkable
+class Stepping(Protocol[T]):
+    """A reader that can leave out batches without reading them, though only a pass tells what they hold."""
+
+    def begin_after(self, epoch: int, start: int, num_steps: int) -> Pass[T]:
+        """Begin a pass as ``begin`` does, ``num_steps`` steps behind sample ``start``."""
+        ...
+
+
+def share_of(plan: EpochPlan, step: int, rank: int) -> Share:
+    """Describe the batch that ``rank`` reads in ``step`` of a plan. Pure.
+
+    >>> from accelfn.data.plan import plan_epoch
+    >>> share_of(plan_epoch(5, 2, 2), 1, 1)
+    Share(num_rows=2, max_rows=2, num_valid=1, valid_by_rank=None, own_valid=0, is_last=True, consumed=5)
+    """
+    return Share(
+        num_rows=plan.num_rows(step, rank),
+        max_rows=plan.num_rows(step, 0),
+        num_valid=plan.num_valid(step),
+        own_valid=max(0, min(plan.rank_batch, plan.num_valid(step) - rank * plan.rank_batch)),
+        is_last=step == plan.num_batches(rank) - 1,
+        consumed=plan.consumed(step),
+    )

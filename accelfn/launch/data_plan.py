@@ -1,0 +1,91 @@
+"""``accelfn data-plan``: draw which rank reads which samples."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from accelfn.launch.flags import spell
+
+__all__ = ("run_data_plan",)
+
+
+def run_data_plan(argv: Sequence[str]) -> int:
+    """Draw the plan that the arguments describe. Effect: prints it, and writes a file where one is named.
+
+    Args:
+        argv: Arguments after ``data-plan``.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        SystemExit: 0 after ``--help``; 2 after one sentence on what is wrong.
+
+    >>> run_data_plan(["--num_samples", "5", "--batch_size", "2", "--num_processes", "2"])
+            step 0  step 1
+    rank 0  0 1     4 (0)
+    rank 1  2 3     (1 2)
+    0
+    """
+    parser = _parser()
+    options = parser.parse_args([spell(token) for token in argv])
+    for name, least in (("num_samples", 0), ("batch_size", 1), ("num_processes", 1), ("start", 0)):
+        given = getattr(options, name)
+        if given < least:
+            parser.error(f"--{name} must be at least {least}, got {given}.")
+    if options.start > options.num_samples:
+        parser.error(
+            f"--start must lie within the samples: got --start {options.start} of {options.num_samples}."
+        )
+    # Not at the top: accelfn.data loads torch, which --help and bad input do without.
+    from accelfn.data.picture import draw_plan, draw_plan_svg
+    from accelfn.data.plan import plan_epoch
+    from accelfn.errors import ConfigurationError
+
+    try:
+        plan = plan_epoch(
+            options.num_samples,
+            options.batch_size,
+            options.num_processes,
+            split_batches=options.split_batches,
+            even_batches=not options.no_even_batches,
+            drop_last=options.drop_last,
+            start=options.start,
+        )
+    except ConfigurationError as error:
+        parser.error(str(error))
+    print(draw_plan(plan))
+    if options.svg is not None:
+        try:
+            Path(options.svg).write_text(draw_plan_svg(plan), encoding="utf-8")
+        except OSError as error:
+            parser.error(f"can't write {options.svg!r}: {error.strerror}. Check --svg.")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="accelfn data-plan",
+        description="Draw which rank reads which samples of an epoch, in which step. Positions count along "
+        "the order of the epoch; those in brackets are padding.",
+        epilog="In names of flags - and _ mean the same.",
+        allow_abbrev=False,
+    )
+    numbers = (
+        ("--num_samples", "samples of the epoch", None),
+        ("--batch_size", "batch size of the DataLoader", None),
+        ("--num_processes", "ranks that read different data (1)", 1),
+        ("--start", "samples that have been read already (0)", 0),
+    )
+    for name, about, default in numbers:
+        parser.add_argument(
+            name, type=int, metavar="N", help=about, default=default, required=default is None
+        )
+    for name, about in (
+        ("--split_batches", "the batch size is that of all ranks together"),
+        ("--no_even_batches", "leave the last step short instead of filling it up"),
+        ("--drop_last", "leave out an incomplete last step"),
+    ):
+        parser.add_argument(name, action="store_true", help=about)
+    parser.add_argument("--svg", metavar="FILE", help="also write the picture to this file")
+    return parser

@@ -1,0 +1,170 @@
+"""Ranks with different numbers of batches, trained together by torch's Join."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
+
+from torch import nn
+from torch.distributed.algorithms.join import Join, Joinable
+from torch.utils.data import DataLoader
+
+from accelfn.comm import Call, agree, attempt, failing_together
+from accelfn.context import Context
+from accelfn.data import PreparedDataLoader
+from accelfn.errors import ConfigurationError, NotAvailableError
+from accelfn.parallel import unchecked
+
+__all__ = ("join_uneven_inputs",)
+
+
+@contextmanager
+def join_uneven_inputs(
+    ctx: Context,
+    joinables: Sequence[Any],
+    loaders: Iterable[PreparedDataLoader[Any] | DataLoader[Any]] = (),
+    even_batches: bool | None = None,
+) -> Generator[bool, None, None]:
+    """Let ranks that have run out of batches keep the others company, so that none of them waits for ever.
+
+    A rank that comes to the end of the block early takes part in the reductions of the others, with gradients
+    of zero, which count in the mean. At the end all ranks get the model of a rank that came last. This is
+    torch's ``Join``; it works where ``even_batches`` is False, and otherwise there is nothing to do.
+
+    Inside is one pass over the data, by ``for batch in loader`` or by ``microbatches(ctx, loader,
+    uneven="join")``, and in it forward, backward and the optimizer's step. Anything else across ranks, such
+    as ``gather``, would wait for ranks that have left the pass; and forward passes of the models are not
+    compared between ranks.
+
+    Ranks: every rank of ``ctx``. One process joins nobody, and goes through as if nothing was there.
+
+    Args:
+        ctx: The world, and ``even_batches`` of its ``DataLoaderConfiguration``.
+        joinables: Models that this context has prepared, each a ``DistributedDataParallel``, and optimizers
+            that are ``Joinable``.
+        loaders: Prepared ones, which ``even_batches`` is for.
+        even_batches: For the passes that begin inside, instead of what the configuration says. What it was
+            is put back at the end, also after an exception.
+
+    Yields:
+        Whether ranks are joined.
+
+    Raises:
+        NotAvailableError: Ranks are threads, or losses are scaled for float16, where ranks agree on each
+            step.
+        ConfigurationError: The batches of one of ``loaders`` aren't its to share out evenly or not, or
+            ``Guard.check_replicas_every`` is set. As all errors before the block: on every rank, and nothing
+            was changed.
+        TypeError: One of ``joinables`` can't be joined, or one of ``loaders`` isn't prepared.
+        ValueError: There are no ``joinables``.
+    """
+    if ctx.num_processes == 1:
+        yield False
+        return
+    even = ctx.loading.even_batches if even_batches is None else even_batches
+    chosen = [] if even_batches is None else list(loaders)
+
+    def check() -> list[Joinable]:
+        for loader in chosen:
+            _check_loader(loader, even)
+        return [] if even else _joinables_of(ctx, joinables)
+
+    joined, error = attempt(check)
+    text = f"even_batches={even} joinables={len(joinables)}"
+    agree(ctx, Call("join_uneven_inputs", text, lambda: {"options": text}), None, error)
+    with ExitStack() as stack:
+        for loader in chosen:
+            stack.enter_context(_evened(cast("PreparedDataLoader[Any]", loader), even))
+        if joined:
+            stack.enter_context(_joined(ctx, joined))
+        yield bool(joined)
+
+
+def _check_loader(loader: object, even: bool) -> None:
+    if not isinstance(loader, PreparedDataLoader):
+        raise TypeError(
+            f"join_uneven_inputs: loaders must be prepared, got {type(loader).__name__}. Pass what "
+            "prepare_data_loader has given."
+        )
+    prepared = cast("PreparedDataLoader[Any]", loader)
+    if prepared.even_batches != even and not prepared.can_choose_even:
+        kind = type(prepared.reader).__name__
+        raise ConfigurationError(
+            f"join_uneven_inputs: even_batches={even} can't be had for one of the loaders, whose way of "
+            f"reading ({kind}) leaves it no choice. Call without even_batches, and set it in "
+            "DataLoaderConfiguration for the loaders that can."
+        )
+
+
+def _joinables_of(ctx: Context, items: Sequence[Any]) -> list[Joinable]:
+    """Give what torch joins, or say why it can't."""
+    if ctx.world.group is None:
+        raise NotAvailableError(
+            "join_uneven_inputs: ranks that are threads have no DistributedDataParallel that could be "
+            'joined. Use microbatches(ctx, loader, uneven="pad"), or even_batches=True.'
+        )
+    if ctx.precision.scales_loss:
+        raise NotAvailableError(
+            "join_uneven_inputs: with float16 all ranks agree on whether a step is skipped, and one that has "
+            'no batch left does not step. Use bf16, or microbatches(ctx, loader, uneven="pad").'
+        )
+    if ctx.guard.check_replicas_every is not None:
+        raise ConfigurationError(
+            "join_uneven_inputs: check_replicas_every compares parameters in the steps of all ranks, and one "
+            "that has no batch left does not step. Use ctx.replace(guard=...) without it, and check_replicas "
+            "behind the block."
+        )
+    if not items:
+        raise ValueError("join_uneven_inputs: got no joinables. Pass the models that are trained inside.")
+    found = [getattr(item, "_orig_mod", item) for item in items]  # torch.compile puts itself around a model
+    for item in found:
+        if not isinstance(item, Joinable):
+            raise TypeError(
+                "join_uneven_inputs: joinables must be models that prepare has replicated, or optimizers "
+                f"that are Joinable, got {type(item).__name__}. Leave out what has no trainable parameters."
+            )
+    return found
+
+
+@contextmanager
+def _evened(loader: PreparedDataLoader[Any], even: bool) -> Generator[None, None, None]:
+    before = loader.even_batches
+    if before == even:
+        yield
+        return
+    loader.even_batches = even
+    try:
+        yield
+    finally:
+        loader.even_batches = bool(before)
+
+
+@contextmanager
+def _joined(ctx: Context, joinables: list[Joinable]) -> Generator[None, None, None]:
+    configs = [cast("Any", one)._join_config for one in joinables]
+    models = [one for one in joinables if isinstance(one, nn.Module)]
+    join = Join(joinables)
+    try:
+        with unchecked(*models), failing_together(ctx, "join_uneven_inputs"), _explaining(ctx):
+            yield
+            # Here, where no exception has come: torch's own `with` changes the filters of warnings for good.
+            with warnings.catch_warnings():
+                join.__exit__(None, None, None)
+    finally:
+        # Torch leaves its models joined, and each forward pass would go on telling ranks that aren't waiting.
+        for one, config in zip(joinables, configs, strict=True):
+            cast("Any", one)._join_config = config
+
+
+@contextmanager
+def _explaining(ctx: Context) -> Generator[None, None, None]:
+    """Say what is known of a lost rank where torch, which reduces inside, says less."""
+    try:
+        yield
+    except RuntimeError as error:
+        explained = ctx.collectives.explain(error)
+        if explained is error:
+            raise
+        raise explained from (explained.__cause__ or error)

@@ -1,0 +1,817 @@
+# torch leaves DataLoader, backward and tolist partly untyped.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+
+import dataclasses
+import random
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
+from typing import Any, NamedTuple, cast
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    SequentialSampler,
+)
+
+import accelfn as af
+from accelfn import Context, DataLoaderConfiguration
+from accelfn.data import (
+    LoaderState,
+    PreparedDataLoader,
+    loader_state,
+    microbatches,
+    prepare_data_loader,
+    restore_loader,
+    skip_first_batches,
+)
+from accelfn.data.reading import Pass, Share
+from accelfn.data.resume import SkippedReader
+from accelfn.errors import ConfigurationError, NotAvailableError
+from accelfn.testing import run_ranks
+
+
+def numbers(num: int, batch_size: int = 2, **options: Any) -> DataLoader[Any]:
+    if num == 0:
+        options.pop("shuffle", None)  # torch refuses to shuffle nothing
+    return DataLoader(torch.arange(num), batch_size=batch_size, **options)  # pyright: ignore[reportArgumentType]
+
+
+class Counting(Dataset[Any]):
+    """Remembers what was read."""
+
+    def __init__(self, num: int) -> None:
+        self.num = num
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return self.num
+
+    def __getitem__(self, index: int) -> int:
+        self.read.append(index)
+        return index
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, num: int) -> None:
+        self.num = num
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(range(self.num))
+
+
+class Leg(NamedTuple):
+    """A part of a run: in which world, and after how many batches it stops."""
+
+    world: int
+    batch_size: int
+    num_batches: int | None  # None: at the end of the epoch
+
+
+class Read(NamedTuple):
+    samples: list[int]  # in global order, without padding
+    state: LoaderState
+    epoch: int
+
+
+def read(leg: Leg, num: int, state: LoaderState | None, bare: bool, options: dict[str, Any]) -> Read:
+    """Go through one leg; all ranks must come to one state."""
+
+    def run(ctx: Context) -> tuple[list[list[int]], LoaderState]:
+        source = numbers(num, leg.batch_size, shuffle=options["shuffle"], drop_last=options["drop_last"])
+        loader = prepare_data_loader(ctx, source)
+        if state is not None:
+            restore_loader(loader, state)
+            assert loader_state(loader) == state
+        found: list[list[int]] = []
+        if bare:
+            # What is padding shows in how far the pass has come: the rows beyond it, in rank order.
+            before = loader.consumed
+            for batch in islice(loader, leg.num_batches):
+                valid = loader.consumed - before - ctx.rank * leg.batch_size
+                found.append(batch[: max(0, valid)].tolist())
+                before = loader.consumed
+        else:
+            micros = microbatches(ctx, loader, "pad" if options["even"] else "stop_first")
+            for batch, micro in islice(micros, leg.num_batches):
+                found.append(batch[: micro.own_valid].tolist())
+        return found, loader_state(loader)
+
+    ranks = run_ranks(
+        run,
+        leg.world,
+        dataloader_config=DataLoaderConfiguration(even_batches=options["even"], data_seed=7),
+        gradient_accumulation_steps=options["window"],
+    )
+    steps = max(len(found) for found, _ in ranks)
+    samples = [
+        sample
+        for step in range(steps)
+        for found, _ in ranks
+        for sample in (found[step : step + 1] or [[]])[0]
+    ]
+    states = [one for _, one in ranks]
+    return Read(samples, states[0], states[0].epoch)
+
+
+def epoch_of(num: int, shuffle: bool, seed: int = 7, epoch: int = 0) -> list[int]:
+    loader = prepare_data_loader(
+        Context().replace(dataloader_config=DataLoaderConfiguration(data_seed=seed)),
+        numbers(num, 1, shuffle=shuffle),
+    )
+    loader.set_epoch(epoch)
+    return [int(batch) for batch in loader]
+
+
+legs = st.builds(Leg, st.integers(1, 4), st.integers(1, 5), st.integers(0, 6))
+
+
+@given(
+    num=st.integers(0, 60),
+    stops=st.lists(legs, min_size=1, max_size=3),
+    last=st.builds(Leg, st.integers(1, 4), st.integers(1, 5), st.none()),
+    bare=st.booleans(),
+    options=st.fixed_dictionaries(
+        {
+            "shuffle": st.booleans(),
+            "even": st.booleans(),
+            "drop_last": st.just(False),
+            "window": st.integers(1, 3),
+        }
+    ),
+)
+def test_wherever_a_run_stops_each_remaining_sample_comes_once_and_in_order(
+    num: int, stops: list[Leg], last: Leg, bare: bool, options: dict[str, Any]
+) -> None:
+    options["even"] = options["even"] or not bare  # stopping at the first rank leaves samples over by design
+    state: LoaderState | None = None
+    samples: list[int] = []
+    for leg in [*stops, last]:
+        # A pass that was read to its end has moved on to the next epoch, and that is another test.
+        if state is not None and state.epoch:
+            break
+        part = read(leg, num, state, bare, options)
+        samples += part.samples
+        state = part.state
+    assert state is not None
+    assert samples == epoch_of(num, options["shuffle"])
+    assert (state.epoch, state.consumed) in ((1, 0), (0, num))
+
+
+@given(
+    num=st.integers(0, 60),
+    stop=legs,
+    last=st.builds(Leg, st.integers(1, 4), st.integers(1, 5), st.none()),
+    shuffle=st.booleans(),
+)
+def test_with_drop_last_what_is_read_is_a_beginning_of_the_order_and_only_a_short_step_is_missing(
+    num: int, stop: Leg, last: Leg, shuffle: bool
+) -> None:
+    options = {"shuffle": shuffle, "even": True, "drop_last": True, "window": 1}
+    first = read(stop, num, None, True, options)
+    samples = first.samples
+    if not first.epoch:
+        samples = samples + read(last, num, first.state, True, options).samples
+        assert num - len(samples) < last.world * last.batch_size
+    assert samples == epoch_of(num, shuffle)[: len(samples)]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("stop", [0, 1, 3, 4])
+def test_in_the_same_world_the_batches_themselves_are_what_they_would_have_been(
+    world: int, stop: int
+) -> None:
+    def run(ctx: Context) -> tuple[list[list[int]], list[list[int]]]:
+        source = numbers(4 * 3 * world - 1, 3, shuffle=True)
+        whole = prepare_data_loader(ctx, source)
+        through = [batch.tolist() for _ in range(2) for batch in whole]
+        stopped = prepare_data_loader(ctx, source)
+        parts = [batch.tolist() for batch in islice(stopped, stop)]
+        again = prepare_data_loader(ctx, source)
+        restore_loader(again, loader_state(stopped))
+        assert len(again) == 4 - stop
+        parts += [batch.tolist() for batch in again]
+        assert (again.epoch, again.consumed) == (1, 0)
+        parts += [batch.tolist() for batch in again]
+        return through, parts
+
+    config = DataLoaderConfiguration(data_seed=3)
+    for through, parts in run_ranks(run, world, dataloader_config=config):
+        assert through == parts
+
+
+def test_the_seed_travels_with_the_state() -> None:
+    def state(seed: int) -> tuple[LoaderState, PreparedDataLoader[Any]]:
+        ctx = Context().replace(dataloader_config=DataLoaderConfiguration(data_seed=seed))
+        loader = prepare_data_loader(ctx, numbers(20, 4, shuffle=True))
+        loader.set_epoch(3)
+        list(islice(loader, 2))
+        return loader_state(loader), loader
+
+    (taken, _), (_, other) = state(1), state(2)
+    restore_loader(other, taken)
+    rest = [one for batch in other for one in batch.tolist()]
+    assert rest == epoch_of(20, True, seed=1, epoch=3)[8:]
+    following = [one for batch in other for one in batch.tolist()]
+    assert following == epoch_of(20, True, seed=1, epoch=4)
+
+
+class Noisy(Dataset[Any]):
+    """A dataset with an augmentation: a random number beside each sample."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> tuple[int, float, float]:
+        return index, random.random(), float(torch.rand(()))
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_workers_that_read_ahead_change_nothing(before: int, after: int) -> None:
+    ctx = Context().replace(dataloader_config=DataLoaderConfiguration(data_seed=1))
+
+    def make(num_workers: int) -> PreparedDataLoader[Any]:
+        return prepare_data_loader(
+            ctx, DataLoader(Noisy(), batch_size=4, shuffle=True, num_workers=num_workers, collate_fn=list)
+        )
+
+    whole = list(make(1))
+    stopped = make(before)
+    parts = list(islice(stopped, 2))
+    again = make(after)
+    restore_loader(again, loader_state(stopped))
+    parts += list(again)
+    assert parts == whole
+
+
+class Uneven:
+    """A batch sampler whose batches have different sizes."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[0, 1, 2], [3, 4], [5, 6, 7, 8], [9], [10, 11]])
+
+    def __len__(self) -> int:
+        return 5
+
+
+@pytest.mark.parametrize("worlds", [(1, 2), (2, 1), (3, 2), (2, 3)])
+@pytest.mark.parametrize("stop", [0, 1, 2])
+@pytest.mark.parametrize("kind", ["uneven", "named", "sampler"])
+def test_samplers_of_ones_own_resume_too(worlds: tuple[int, int], stop: int, kind: str) -> None:
+    def source() -> DataLoader[Any]:
+        data: Any = torch.arange(12)
+        if kind == "uneven":
+            return DataLoader(data, batch_sampler=cast("Any", Uneven()))
+        if kind == "sampler":
+            return DataLoader(data, batch_size=2, sampler=list(reversed(range(12))))
+
+        class Own(BatchSampler):
+            pass
+
+        return DataLoader(data, batch_sampler=Own(SequentialSampler(data), 2, False))
+
+    def run(ctx: Context, state: LoaderState | None, number: int | None) -> Any:
+        loader = prepare_data_loader(ctx, source())
+        if state is not None:
+            restore_loader(loader, state)
+        found = [
+            batch[: micro.own_valid].tolist()
+            for batch, micro in islice(microbatches(ctx, loader, "pad"), number)
+        ]
+        return found, loader_state(loader)
+
+    samples: list[int] = []
+    state: LoaderState | None = None
+    for world, number in zip(worlds, (stop, None), strict=True):
+        ranks = run_ranks(lambda ctx, state=state, number=number: run(ctx, state, number), world)
+        for step in range(len(ranks[0][0])):
+            for found, _ in ranks:
+                samples += found[step]
+        state = ranks[0][1]
+        assert {one for _, one in ranks} == {state}
+    assert samples == (list(reversed(range(12))) if kind == "sampler" else list(range(12)))
+
+
+def test_batches_of_different_sizes_keep_their_random_numbers_too() -> None:
+    def run(ctx: Context, state: LoaderState | None, number: int | None) -> Any:
+        source: Any = DataLoader(Noisy(), batch_sampler=cast("Any", Uneven()), num_workers=1, collate_fn=list)
+        loader = prepare_data_loader(ctx, source)
+        if state is not None:
+            restore_loader(loader, state)
+        return [(batch, loader_state(loader)) for batch in islice(loader, number)]
+
+    config = DataLoaderConfiguration(data_seed=1)
+    (alone,) = run_ranks(lambda ctx: run(ctx, None, None), 1, dataloader_config=config)
+    ((_, state),) = alone[:1]
+    first, second = run_ranks(lambda ctx: run(ctx, state, None), 2, "processes", dataloader_config=config)
+    assert len({row[1] for batch, _ in alone for row in batch}) == 12
+    assert [batch for batch, _ in first] == [batch for batch, _ in alone[1::2]]
+    assert [batch for batch, _ in second] == [batch for batch, _ in alone[2::2]]
+
+
+def test_data_that_was_sharded_already_resumes_in_its_world() -> None:
+    def run(ctx: Context) -> tuple[list[Any], list[Any]]:
+        data: Any = torch.arange(20)
+        sampler = DistributedSampler(data, num_replicas=2, rank=ctx.rank, shuffle=True)
+        source = DataLoader(data, batch_size=3, sampler=sampler)
+        loader = prepare_data_loader(ctx, source, "already_sharded")
+        whole = [batch.tolist() for batch in loader]
+        loader.set_epoch(0)
+        parts = [batch.tolist() for batch in islice(loader, 2)]
+        state = loader_state(loader)
+        again = prepare_data_loader(ctx, source, "already_sharded")
+        restore_loader(again, state)
+        return whole, parts + [batch.tolist() for batch in again]
+
+    for whole, parts in run_ranks(run, 2):
+        assert whole == parts
+
+
+# --- states that don't fit -----------------------------------------------------------------------
+
+
+def unchanged(loader: PreparedDataLoader[Any]) -> tuple[int, int, int, int]:
+    return loader.epoch, loader.consumed, loader.start, loader.reader.seed
+
+
+@pytest.mark.parametrize(
+    ("state", "error", "text"),
+    [
+        (LoaderState(epoch=1, consumed=2, seed=3, length=11), ValueError, "of 11 samples .* loader has 10"),
+        (LoaderState(epoch=1, consumed=11, seed=3), ValueError, "read 11 samples of an epoch that has 10"),
+        (
+            LoaderState(version=2, epoch=1, consumed=2, seed=3, length=10),
+            NotAvailableError,
+            "has version 2, and this accelfn knows versions up to 1",
+        ),
+        ({"epoch": 1}, TypeError, "must be a LoaderState, got dict"),
+    ],
+    ids=["length", "consumed", "version", "type"],
+)
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(
+    state: Any, error: type[Exception], text: str
+) -> None:
+    loader = prepare_data_loader(Context(), numbers(10))
+    loader.set_epoch(5)
+    before = unchanged(loader)
+    with pytest.raises(error, match=text):
+        restore_loader(loader, state)
+    assert unchanged(loader) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"consumed": -1}, ValueError, "consumed must not be negative, got -1"),
+        ({"epoch": -1}, ValueError, "epoch must not be negative"),
+        ({"consumed": 11}, ValueError, "read 11 samples of an epoch that has 10"),
+        ({"consumed": 1.0}, TypeError, "consumed must be a whole number, got 1.0"),
+        ({"epoch": True}, TypeError, "epoch must be a whole number"),
+        ({"seed": None}, TypeError, "seed must be a whole number"),
+    ],
+)
+def test_a_state_that_can_be_no_place_can_not_be_made(
+    change: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    state = LoaderState(epoch=0, consumed=10, seed=0, length=10)
+    with pytest.raises(error, match=text):
+        dataclasses.replace(state, **change)
+
+
+def test_a_state_is_plain_numbers() -> None:
+    state = loader_state(prepare_data_loader(Context(), numbers(4)))
+    as_numbers = dataclasses.asdict(state)
+    assert LoaderState(**as_numbers) == state
+    assert set(as_numbers) == {"version", "epoch", "consumed", "seed", "length"}
+
+
+@pytest.mark.parametrize("thing", [[1, 2], numbers(4)], ids=["list", "torch"])
+def test_only_prepared_loaders_have_a_state(thing: Any) -> None:
+    with pytest.raises(TypeError, match="loader_state takes a loader that prepare_data_loader has given"):
+        loader_state(thing)
+    with pytest.raises(TypeError, match="restore_loader takes a loader"):
+        restore_loader(thing, LoaderState(epoch=0, consumed=0, seed=0))
+
+
+# --- training on, in other worlds ------------------------------------------------------------------
+
+GLOBAL_BATCH = 12
+
+
+def train(ctx: Context, num_epochs: int, steps: int | None, start: Any = None) -> tuple[list[float], Any]:
+    """Train a tiny model, from a state and for some steps, and give the loss of each step."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 3, dtype=torch.float64, generator=generator)
+    y = x @ torch.tensor([[1.0], [-2.0], [0.5]], dtype=torch.float64) + 0.1
+    data: Any = torch.utils.data.TensorDataset(x, y)
+    source = DataLoader(data, batch_size=GLOBAL_BATCH // ctx.num_processes, shuffle=True, drop_last=True)
+    torch.manual_seed(ctx.rank)
+    model = nn.Linear(3, 1).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    if start is not None:
+        model.load_state_dict(start["model"])
+        optimizer.load_state_dict(start["optimizer"])
+    model, optimizer, loader = af.prepare(ctx, model, optimizer, source)
+    if start is not None:
+        restore_loader(loader, LoaderState(**start["loader"]))
+    scaler = af.init_scaler(ctx)
+    losses: list[float] = []
+    epochs = range(loader_state(loader).epoch, num_epochs)
+    batches = chain.from_iterable(microbatches(ctx, loader) for _ in epochs)
+    for batch, micro in islice(batches, steps):
+        with af.accumulate(ctx, micro, model):
+            loss = nn.functional.mse_loss(model(batch[0]), batch[1])
+            af.backward(ctx, loss, scaler, micro)
+        scaler = af.optimizer_step(ctx, optimizer, scaler)
+        losses.append(float(af.reduce(ctx, loss.detach(), "mean")))
+    return losses, {
+        "model": dict(af.unwrap_model(model).state_dict()),
+        "optimizer": optimizer.state_dict(),
+        "loader": dataclasses.asdict(loader_state(loader)),
+    }
+
+
+def train_on(worlds: Sequence[tuple[int, int | None]], num_epochs: int) -> tuple[list[float], Any]:
+    losses: list[float] = []
+    state: Any = None
+    for world, steps in worlds:
+        found = run_ranks(
+            lambda ctx, steps=steps, state=state: train(ctx, num_epochs, steps, state),
+            world,
+            "processes",
+            dataloader_config=DataLoaderConfiguration(data_seed=11),
+        )
+        losses += found[0][0]
+        state = found[0][1]
+        assert all(one[0] == found[0][0] for one in found)
+    return losses, state
+
+
+def test_four_two_and_three_processes_train_as_one_that_nothing_interrupts() -> None:
+    alone, end = train(Context().replace(dataloader_config=DataLoaderConfiguration(data_seed=11)), 3, None)
+    assert len(alone) == 15
+    parts, elastic_end = train_on([(4, 3), (2, 5), (3, None)], 3)
+    torch.testing.assert_close(parts, alone)
+    torch.testing.assert_close(elastic_end["model"], end["model"])
+    assert elastic_end["loader"] == end["loader"]
+
+
+def test_in_an_unchanged_world_the_losses_are_equal_bit_for_bit() -> None:
+    whole, end = train_on([(2, None)], 2)
+    parts, resumed_end = train_on([(2, 2), (2, 3), (2, 1), (2, None)], 2)  # also at the end of an epoch
+    assert parts == whole
+    for name, value in end["model"].items():
+        assert torch.equal(value, resumed_end["model"][name])
+
+
+# --- skip_first_batches ----------------------------------------------------------------------------
+
+
+@given(
+    num=st.integers(0, 30),
+    skipped=st.integers(0, 8),
+    more=st.integers(0, 3),
+    world=st.integers(1, 4),
+    even=st.booleans(),
+    drop_last=st.booleans(),
+)
+def test_a_prepared_loader_begins_behind_what_is_skipped_and_loads_nothing_of_it(
+    num: int, skipped: int, more: int, world: int, even: bool, drop_last: bool
+) -> None:
+    def run(ctx: Context) -> None:
+        data = Counting(num)
+        source: Any = DataLoader(data, batch_size=2, shuffle=num > 0, drop_last=drop_last)
+        whole = prepare_data_loader(ctx, source)
+        epochs = [[batch.tolist() for batch in whole] for _ in range(2)]
+        whole.set_epoch(0)
+        data.read.clear()
+        rest = skip_first_batches(skip_first_batches(whole, skipped), more)
+        for number, expected in enumerate(epochs):
+            assert rest.epoch == whole.epoch == number
+            assert len(rest) == max(0, len(expected) - skipped - more)
+            assert [batch.tolist() for batch in rest] == expected[skipped + more :]
+        assert sorted(data.read) == sorted(
+            index for expected in epochs for batch in expected[skipped + more :] for index in batch
+        )
+
+    run_ranks(run, world, dataloader_config=DataLoaderConfiguration(even_batches=even, data_seed=5))
+
+
+def test_a_skipped_pass_moves_the_original_on_and_its_states_are_the_originals() -> None:
+    ctx = Context().replace(dataloader_config=DataLoaderConfiguration(data_seed=5))
+    loader = prepare_data_loader(ctx, numbers(12, 3, shuffle=True))
+    rest = skip_first_batches(loader, 2)
+    assert isinstance(rest, PreparedDataLoader)
+    assert (len(loader), len(rest)) == (4, 2)
+    batches = iter(rest)
+    first = next(batches).tolist()
+    state = loader_state(rest)
+    assert state == loader_state(loader) == LoaderState(epoch=0, consumed=9, seed=5, length=12)
+    second = next(batches).tolist()
+    assert list(batches) == []
+    assert (loader.epoch, rest.epoch) == (1, 1)
+    assert first + second == epoch_of(12, True, seed=5)[6:]
+    assert [one for batch in loader for one in batch.tolist()] == epoch_of(12, True, seed=5, epoch=1)
+    for one in (rest, loader):  # a state says where to go on, so nothing is skipped again
+        restore_loader(one, state)
+        assert len(one) == 1
+        assert [batch.tolist() for batch in one] == [second]
+
+
+def test_skipping_in_a_restored_epoch_counts_from_where_it_stands() -> None:
+    loader = prepare_data_loader(Context(), numbers(12))
+    restore_loader(loader, LoaderState(epoch=0, consumed=4, seed=0, length=12))
+    rest = skip_first_batches(skip_first_batches(loader, 1), 1)
+    assert [batch.tolist() for batch in rest] == [[8, 9], [10, 11]]
+    assert [batch.tolist() for batch in rest] == [[4, 5], [6, 7], [8, 9], [10, 11]]
+
+
+def test_microbatches_of_a_skipped_loader_know_their_place() -> None:
+    def run(ctx: Context) -> list[Any]:
+        rest = skip_first_batches(prepare_data_loader(ctx, numbers(11)), 1)
+        micros = microbatches(ctx, rest)
+        return [(batch.tolist(), micro.own_valid, micro.is_last, micro.window) for batch, micro in micros]
+
+    assert run_ranks(run, 2, gradient_accumulation_steps=3) == [
+        [([4, 5], 2, False, 2), ([8, 9], 2, True, 2)],
+        [([6, 7], 2, False, 2), ([10, 0], 1, True, 2)],
+    ]
+
+
+@pytest.mark.parametrize("skipped", [0, 1, 2, 3])
+@pytest.mark.parametrize("kind", ["uneven", "named"])
+def test_prepared_batch_samplers_skip_without_loading(skipped: int, kind: str) -> None:
+    def run(ctx: Context) -> list[Any]:
+        data = Counting(12)
+        own: Any = Uneven()
+        if kind == "named":
+            own.batch_size = 3
+            own = BatchSampler(SequentialSampler(data), 3, False)
+            vars(own)["is_mine"] = True
+            own.__class__ = type("Own", (BatchSampler,), {})
+        loader = prepare_data_loader(ctx, DataLoader(cast("Any", data), batch_sampler=own))
+        whole = [batch.tolist() for batch in loader]
+        loader.set_epoch(0)
+        data.read.clear()
+        rest = skip_first_batches(loader, skipped)
+        assert len(rest) == max(0, len(whole) - skipped)
+        assert [batch.tolist() for batch in rest] == whole[skipped:]
+        assert data.read == [index for batch in whole[skipped:] for index in batch]
+        return whole
+
+    run_ranks(run, 2)
+
+
+def test_data_that_was_sharded_already_is_skipped_too() -> None:
+    def run(ctx: Context) -> list[Any]:
+        own = prepare_data_loader(ctx, numbers(5 + 2 * ctx.rank), "already_sharded")
+        rest = skip_first_batches(own, 2)
+        micros = microbatches(ctx, rest, "pad")
+        return [len(rest), *((batch.tolist(), micro.own_valid) for batch, micro in micros)]
+
+    assert run_ranks(run, 2) == [[1, ([4], None), ([4], 0)], [2, ([4, 5], None), ([6], None)]]
+
+
+class Planless:
+    """A reader that tells nothing before a pass, and cannot leave out a batch."""
+
+    length = batch_size = None
+    seed = 0
+
+    def plan(self, start: int) -> None: ...
+
+    def count(self, start: int) -> int | None:
+        return None if start else 4
+
+    def begin(self, epoch: int, start: int) -> Pass[int]:
+        def share_at(step: int) -> Share:
+            return Share(num_rows=step)
+
+        return Pass((4, 3), ((step, share_at(step)) for step in range(4)), share_at=share_at)
+
+
+def test_what_a_reader_can_not_leave_out_is_read_and_thrown_away() -> None:
+    reader = SkippedReader(cast("Any", Planless()), 3)
+    begun = reader.begin(0, 0)
+    assert (begun.counts, reader.count(0), reader.count(1)) == ((1, 0), 1, None)
+    assert [batch for batch, _ in begun.batches] == [3]
+    assert begun.share_at is not None
+    assert begun.share_at(0).num_rows == 3
+    for name in ("even_batches", "choose_even"):
+        with pytest.raises(AttributeError):
+            getattr(reader, name)(False)
+
+
+class Sized(Stream):
+    def __len__(self) -> int:
+        return self.num
+
+
+class Sharded(Stream):
+    num_shards = 2
+
+    def shard(self, num_shards: int, index: int) -> Stream:
+        return Stream(self.num + index)
+
+
+@pytest.mark.filterwarnings("ignore:each of 2 ranks reads the whole stream")
+@pytest.mark.parametrize("skipped", [0, 1, 2, 9])
+@pytest.mark.parametrize("kind", ["sized", "unsized", "shards", "items"])
+def test_streams_and_items_are_skipped_too(kind: str, skipped: int) -> None:
+    def run(ctx: Context) -> None:
+        sources: dict[str, Any] = {
+            "sized": lambda: DataLoader(Sized(11), batch_size=2),
+            "unsized": lambda: DataLoader(Stream(11), batch_size=2),
+            "shards": lambda: DataLoader(Sharded(5), batch_size=2),
+            "items": lambda: DataLoader(cast("Any", torch.arange(10).reshape(5, 2)), batch_size=None),
+        }
+        loader = prepare_data_loader(ctx, sources[kind]())
+        micros = [(batch.tolist(), micro.own_valid) for batch, micro in microbatches(ctx, loader, "pad")]
+        rest = skip_first_batches(loader, skipped)
+        if kind in ("sized", "items"):
+            assert len(rest) == max(0, len(micros) - skipped)
+        for number in (2, 3):
+            found = [(batch.tolist(), micro.own_valid) for batch, micro in microbatches(ctx, rest, "pad")]
+            assert found == micros[skipped:]
+            assert loader.epoch == number
+        state = loader_state(rest)
+        restore_loader(rest, state)
+        assert loader_state(loader) == state
+
+    run_ranks(run, 2)
+
+
+def test_how_items_are_shared_out_can_be_chosen() -> None:
+    def run(ctx: Context) -> list[int]:
+        source: Any = DataLoader(cast("Any", torch.arange(10).reshape(5, 2)), batch_size=None)
+        loader = prepare_data_loader(ctx, source)
+        lengths: list[int] = []
+        for even in (True, False):
+            loader.even_batches = even
+            assert loader.even_batches is even
+            lengths += [len(loader), len(list(loader))]
+        return lengths
+
+    assert run_ranks(run, 2) == [[3, 3, 3, 3], [3, 3, 2, 2]]
+
+
+@pytest.mark.parametrize("skipped", [0, 1, 2, 9])
+@pytest.mark.parametrize("kind", ["map", "stream"])
+def test_what_rank_0_reads_for_all_is_skipped_too(kind: str, skipped: int) -> None:
+    def run(ctx: Context) -> list[int]:
+        data = Counting(11)
+        source: Any = DataLoader(data if kind == "map" else Stream(11), batch_size=2)
+        loader = prepare_data_loader(ctx, source)
+        micros = [(batch.tolist(), micro.own_valid) for batch, micro in microbatches(ctx, loader)]
+        data.read.clear()
+        rest = skip_first_batches(loader, skipped)
+        assert [(batch.tolist(), micro.own_valid) for batch, micro in microbatches(ctx, rest)] == (
+            micros[skipped:]
+        )
+        assert loader.epoch == 2
+        return data.read
+
+    config = DataLoaderConfiguration(dispatch_batches=True)
+    first, second = run_ranks(run, 2, dataloader_config=config)
+    assert second == []
+    if kind == "map":
+        assert set(first) - {0} == set(range(max(1, 4 * skipped), 11))  # the padding is sample 0
+
+
+class Sub(DataLoader[Any]):
+    """A loader of a class of the user's own."""
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("skipped", [0, 1, 4, 5, 9])
+def test_a_torch_loader_keeps_its_options_and_loads_nothing_of_what_is_skipped(
+    skipped: int, num_workers: int
+) -> None:
+    data = Counting(9)
+    source = Sub(
+        cast("Any", data),
+        batch_size=2,
+        shuffle=True,
+        generator=torch.Generator().manual_seed(1),
+        num_workers=num_workers,
+    )
+    whole = [batch.tolist() for batch in source]
+    data.read.clear()
+    cast("torch.Generator", source.generator).manual_seed(1)
+    rest = cast("DataLoader[Any]", skip_first_batches(source, skipped))
+    assert type(rest) is Sub
+    assert len(rest) == max(0, 5 - skipped)
+    assert [batch.tolist() for batch in rest] == whole[skipped:]
+    if not num_workers:
+        assert data.read == [index for batch in whole[skipped:] for index in batch]
+    for name in (
+        "dataset",
+        "batch_size",
+        "num_workers",
+        "collate_fn",
+        "generator",
+        "drop_last",
+        "pin_memory",
+    ):
+        assert getattr(rest, name) is getattr(source, name)
+    assert len(source) == 5
+
+
+def test_a_torch_loader_with_living_workers_keeps_them_for_itself() -> None:
+    source = numbers(8, num_workers=1, persistent_workers=True)
+    whole = [batch.tolist() for batch in source]
+    rest = skip_first_batches(source, 3)
+    assert [batch.tolist() for batch in rest] == whole[3:]
+    assert [batch.tolist() for batch in source] == whole
+    for loader in (source, rest):
+        cast("Any", loader)._iterator._shutdown_workers()
+
+
+def test_a_torch_loader_without_batches_skips_samples() -> None:
+    data = Counting(5)
+    rest = skip_first_batches(DataLoader(data, batch_size=None), 3)
+    assert list(rest) == [3, 4]
+    assert data.read == [3, 4]
+
+
+def test_a_loader_that_iterates_in_its_own_way_is_read_and_thrown_away() -> None:
+    class Own(DataLoader[Any]):
+        def __iter__(self) -> Any:
+            return iter(["a", "b", "c"])
+
+        def __len__(self) -> int:
+            return 3
+
+    rest = cast("Any", skip_first_batches(Own(Counting(8)), 1))
+    assert (list(rest), len(rest), rest.batch_size) == (["b", "c"], 2, 1)
+
+
+def test_a_skipped_torch_loader_can_be_prepared() -> None:
+    def run(ctx: Context) -> list[Any]:
+        return [batch.tolist() for batch in prepare_data_loader(ctx, cast("Any", rest))]
+
+    rest = skip_first_batches(numbers(11), 1)
+    assert run_ranks(run, 2) == [[[2, 3], [6, 7], [10, 2]], [[4, 5], [8, 9], [3, 4]]]
+    sampler = DistributedSampler(cast("Any", range(8)), num_replicas=2, rank=0)
+    sharded = skip_first_batches(numbers(8, sampler=sampler), 1)
+    with pytest.raises(ConfigurationError, match="DistributedSampler"):
+        prepare_data_loader(Context(), cast("Any", sharded))
+
+
+def test_a_stream_is_read_and_thrown_away() -> None:
+    rest = skip_first_batches(DataLoader(Stream(7), batch_size=2), 2)
+    assert [batch.tolist() for batch in rest] == [[4, 5], [6]]
+    assert [batch.tolist() for batch in rest] == [[4, 5], [6]]
+    assert not hasattr(rest, "__len__")
+    assert cast("Any", rest).batch_size == 2
+
+
+def test_any_iterable_is_skipped_when_it_is_read() -> None:
+    taken: list[int] = []
+
+    def source() -> Iterator[int]:
+        for number in range(4):
+            taken.append(number)
+            yield number
+
+    rest = skip_first_batches(source(), 2)
+    assert taken == []
+    assert next(iter(rest)) == 2
+    assert taken == [0, 1, 2]
+    sized = skip_first_batches([1, 2, 3], 1)
+    assert (len(cast("Any", sized)), list(sized)) == (2, [2, 3])
+    assert (len(cast("Any", skip_first_batches([1], 3))), list(skip_first_batches([1], 3))) == (0, [])
+    assert list(skip_first_batches(iter([1]), 3)) == []
+
+
+def test_what_knows_how_to_skip_is_asked_itself() -> None:
+    class Knows:
+        def skip_first_batches(self, num_batches: int = 0, /) -> str:
+            return f"without {num_batches}"
+
+    assert skip_first_batches(Knows(), 2) == "without 2"
+
+
+@pytest.mark.parametrize("source", [[1], numbers(2), prepare_data_loader(Context(), numbers(2))])
+def test_numbers_of_batches_are_checked_at_the_call(source: Any) -> None:
+    with pytest.raises(ValueError, match="must not be negative, got -1"):
+        skip_first_batches(source, -1)
+    for number in (1.0, True, None):
+        with pytest.raises(TypeError, match="must be a whole number"):
+            skip_first_batches(source, cast("Any", number))
+
+
+def test_what_can_not_be_iterated_over_is_refused() -> None:
+    with pytest.raises(TypeError, match="another iterable, got int"):
+        skip_first_batches(cast("Any", 3), 1)

@@ -1,0 +1,731 @@
+# torch leaves DataLoader and tolist partly untyped.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+
+import os
+import random
+import warnings
+from collections import UserDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Literal
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+from accelfn import Context, DataLoaderConfiguration, GradientAccumulationPlugin
+from accelfn.data import MicroBatch, gather_for_metrics, microbatches, plan_epoch, prepare_data_loader
+from accelfn.errors import ConfigurationError, MismatchError, RemoteRankError, UnevenDataError
+from accelfn.testing import run_ranks
+
+# Said once a world, and tested below.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:each of . ranks reads the whole stream"),
+    pytest.mark.filterwarnings("ignore:This DataLoader will create"),  # more workers than cores
+]
+
+Uneven = Literal["error", "stop_first", "pad"]
+
+
+class Numbers(IterableDataset[Any]):
+    """Counts; with several workers, each takes its turn."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        return iter(range(first, self.number, step))
+
+
+class Sized(Numbers):
+    """Says how long it is, or something else."""
+
+    def __init__(self, number: int, length: int | None = None) -> None:
+        super().__init__(number)
+        self.length = number if length is None else length
+
+    def __len__(self) -> int:
+        return self.length
+
+
+class Shards(Numbers):
+    """Offers each of its ``shards`` by itself: the numbers from ten times that on."""
+
+    def __init__(self, shards: list[int], rows: int = 4) -> None:
+        self.shards = shards
+        self.rows = rows
+        self.epoch = 0
+
+    @property
+    def num_shards(self) -> int:
+        return len(self.shards)
+
+    def shard(self, num_shards: int, index: int) -> "Shards":
+        return Shards(self.shards[index::num_shards], self.rows)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        for shard in self.shards:
+            yield from range(10 * shard + 1000 * self.epoch, 10 * shard + 1000 * self.epoch + self.rows)
+
+
+def numbers(number: int, batch_size: int = 2, **options: Any) -> DataLoader[Any]:
+    return DataLoader(Numbers(number), batch_size=batch_size, **options)
+
+
+def data_config(**options: Any) -> Context:
+    return Context().replace(dataloader_config=DataLoaderConfiguration(**options))
+
+
+def evaluate(ctx: Context, loader: Any, uneven: Uneven = "error") -> list[int]:
+    """One pass, gathered."""
+    found: list[int] = []
+    for batch, micro in microbatches(ctx, loader, uneven):
+        found += gather_for_metrics(ctx, batch, micro).tolist()
+    return found
+
+
+def rows_of_pass(loader: Any) -> list[list[int]]:
+    return [batch.tolist() for batch in loader]
+
+
+@given(
+    number=st.integers(0, 200),
+    batch_size=st.integers(1, 9),
+    size=st.integers(1, 5),
+    drop_last=st.booleans(),
+    split=st.booleans(),
+    even=st.booleans(),
+    sized=st.booleans(),
+    steps=st.integers(1, 3),
+)
+@example(number=5, batch_size=4, size=1, drop_last=False, split=False, even=True, sized=False, steps=1)
+@example(number=5, batch_size=4, size=2, drop_last=False, split=False, even=True, sized=False, steps=2)
+def test_each_sample_is_read_once_and_gathered_in_order(
+    number: int,
+    batch_size: int,
+    size: int,
+    drop_last: bool,
+    split: bool,
+    even: bool,
+    sized: bool,
+    steps: int,
+) -> None:
+    batch_size = batch_size * size if split else batch_size
+    plan = plan_epoch(number, batch_size, size, split_batches=split, even_batches=even, drop_last=drop_last)
+    counts = [plan.num_batches(rank) for rank in range(size)]
+    uneven: Uneven = "error" if min(counts) == max(counts) else "stop_first"
+
+    def run(ctx: Context) -> tuple[list[list[int]], list[int], list[int], list[MicroBatch]]:
+        data = Sized(number) if sized else Numbers(number)
+        loader = prepare_data_loader(ctx, DataLoader(data, batch_size=batch_size, drop_last=drop_last))
+        plain = rows_of_pass(loader)
+        found: list[int] = []
+        valid: list[int] = []
+        micros: list[MicroBatch] = []
+        for batch, micro in microbatches(ctx, loader, uneven):
+            found += gather_for_metrics(ctx, batch, micro).tolist()
+            valid += batch[: micro.own_valid].tolist()
+            micros.append(micro)
+        assert loader.epoch == 2
+        return plain, found, valid, micros
+
+    results = run_ranks(
+        run,
+        size,
+        dataloader_config=DataLoaderConfiguration(split_batches=split, even_batches=even),
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=steps),
+    )
+    read = plan.consumed(min(counts) - 1) if min(counts) else 0
+    for rank, (plain, found, _, micros) in enumerate(results):
+        assert plain == [plan.positions(step, rank) for step in range(counts[rank])]
+        assert found == list(range(read))
+        assert [micro.num_rows for micro in micros] == [len(batch) for batch in plain[: len(micros)]]
+        assert [micro.max_rows for micro in micros] == [plan.num_rows(step, 0) for step in range(min(counts))]
+        assert [micro.place for micro in micros] == [step % steps for step in range(min(counts))]
+        assert all(micro.window == min(steps, min(counts) - micro.index + micro.place) for micro in micros)
+        if sized:
+            assert [micro.is_last for micro in micros] == [
+                step == min(counts) - 1 for step in range(min(counts))
+            ]
+        else:  # never wrong, and said where it can be known
+            assert all(micro.is_last in (None, micro.index == min(counts) - 1) for micro in micros)
+            if read % plan.global_batch and even:
+                assert micros[-1].is_last
+    assert sorted(one for _, _, valid, _ in results for one in valid) == list(range(read))
+
+
+@given(st.integers(0, 40), st.integers(1, 3), st.integers(1, 4), st.booleans())
+def test_ranks_whose_groups_run_out_are_padded_on_request(
+    number: int, batch_size: int, size: int, sized: bool
+) -> None:
+    def run(ctx: Context) -> list[int]:
+        data = Sized(number) if sized else Numbers(number)
+        return evaluate(ctx, prepare_data_loader(ctx, DataLoader(data, batch_size=batch_size)), "pad")
+
+    config = DataLoaderConfiguration(even_batches=False)
+    if 0 < number <= (size - 1) * batch_size:
+        with pytest.raises(ValueError, match="has none at all"):
+            run_ranks(run, size, dataloader_config=config)
+    else:
+        assert run_ranks(run, size, dataloader_config=config) == [list(range(number))] * size
+
+
+@settings(max_examples=6)
+@given(
+    st.integers(0, 40),
+    st.integers(1, 4),
+    st.integers(1, 2),
+    st.integers(1, 2),
+    st.booleans(),
+    st.booleans(),
+)
+def test_each_sample_is_read_once_by_workers(
+    number: int, batch_size: int, size: int, num_workers: int, even: bool, drop_last: bool
+) -> None:
+    def run(ctx: Context) -> tuple[list[int], int]:
+        source = numbers(number, batch_size, num_workers=num_workers, drop_last=drop_last)
+        found: list[int] = []
+        micros = 0
+        for batch, micro in microbatches(ctx, prepare_data_loader(ctx, source), "pad"):
+            found += gather_for_metrics(ctx, batch, micro).tolist()
+            micros += 1
+        return found, micros
+
+    config = DataLoaderConfiguration(even_batches=even)
+    parts = [len(range(worker, number, num_workers)) for worker in range(num_workers)]
+    plans = [plan_epoch(part, batch_size, size, even_batches=even, drop_last=drop_last) for part in parts]
+    counts = [sum(plan.num_batches(rank) for plan in plans) for rank in range(size)]
+    if 0 == min(counts) < max(counts):
+        with pytest.raises(ValueError, match="has none at all"):
+            run_ranks(run, size, "processes", dataloader_config=config)
+        return
+    read = sum(plan.consumed(plan.num_steps - 1) if plan.num_steps else 0 for plan in plans)
+    for found, steps in run_ranks(run, size, "processes", dataloader_config=config):
+        assert steps == max(counts)
+        assert len(found) == len(set(found)) == read
+        if not drop_last:
+            assert sorted(found) == list(range(number))
+        if num_workers == 1 and (even or drop_last):
+            assert found == list(range(read))
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_batch_is_handed_out_when_its_group_is_complete(num_workers: int) -> None:
+    class EndsBadly(Numbers):
+        def __iter__(self) -> Iterator[int]:
+            yield from range(self.number)
+            raise OSError("the line is dead")
+
+    def run(ctx: Context) -> list[list[int]]:
+        source = DataLoader(EndsBadly(8), batch_size=2, num_workers=num_workers)
+        batches = iter(prepare_data_loader(ctx, source))
+        own = [batch.tolist() for batch in islice(batches, 8 // (2 * ctx.num_processes))]
+        with pytest.raises((OSError, RemoteRankError), match="the line is dead"):
+            next(batches)
+        return own
+
+    assert run_ranks(run, 1) == [[[0, 1], [2, 3], [4, 5], [6, 7]]]
+    assert run_ranks(run, 2, "processes") == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
+
+
+@pytest.mark.parametrize("on", ["memory", "processes"])
+@pytest.mark.parametrize("uneven", ["error", "pad"])
+def test_streams_of_different_length_are_an_error_on_all_ranks(
+    on: Literal["memory", "processes"], uneven: Uneven
+) -> None:
+    def run(ctx: Context) -> str:
+        loader = prepare_data_loader(ctx, numbers(8 + 4 * ctx.rank))
+        with pytest.raises(UnevenDataError) as caught:
+            evaluate(ctx, loader, uneven)
+        return str(caught.value)
+
+    first, second = run_ranks(run, 2, on)
+    assert first == second
+    assert "2" in first
+    assert "3" in first
+
+
+@pytest.mark.parametrize("how", ["raises", "dies"])
+def test_a_worker_that_fails_is_an_error_on_all_ranks(how: str) -> None:
+    class Fails(Numbers):
+        def __init__(self, rank: int) -> None:
+            super().__init__(20)
+            self.rank = rank
+
+        def __iter__(self) -> Iterator[int]:
+            for index in range(self.number):
+                if index == 6 and self.rank == 1:
+                    if how == "dies":
+                        os._exit(3)
+                    raise OSError("the line is dead")
+                yield index
+
+    def run(ctx: Context) -> str:
+        loader = prepare_data_loader(ctx, DataLoader(Fails(ctx.rank), batch_size=1, num_workers=1))
+        with pytest.raises((OSError, RuntimeError, EOFError)) as caught:
+            evaluate(ctx, loader)
+        return str(caught.value)
+
+    other, failed = run_ranks(run, 2, "processes")
+    assert "rank 1" in other
+    if how == "raises":
+        assert "the line is dead" in failed
+        assert "the line is dead" in other
+    # A death is told by a signal or by a broken connection, in the midst of whatever the rank does.
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+@pytest.mark.parametrize("groups", [0, 1, 2, 3, 4, 5, 6, 7])
+def test_a_pass_goes_on_where_a_group_ended(num_workers: int, groups: int) -> None:
+    class Uneven(Numbers):
+        """The first of two workers has 12 numbers, the other one 3."""
+
+        def __iter__(self) -> Iterator[int]:
+            info = get_worker_info()
+            last = 12 if info is None or info.id == 0 else 3
+            return iter(range(100 * (0 if info is None else info.id), 100 * (info.id if info else 0) + last))
+
+    source = DataLoader(Uneven(0), batch_size=2, num_workers=num_workers)
+    loader = prepare_data_loader(Context(), source)
+    whole: list[list[int]] = []
+    ends: list[int] = [0]
+    for batch in loader:
+        whole.append(batch.tolist())
+        ends.append(loader.consumed)
+    assert ends[-1] == sum(map(len, whole))
+    groups = min(groups, len(whole))
+    loader.move_to(0, ends[groups])
+    assert loader.consumed == ends[groups]
+    assert rows_of_pass(loader) == whole[groups:]
+
+
+def test_a_stream_goes_on_at_any_sample_for_another_world() -> None:
+    def run(ctx: Context) -> list[int]:
+        loader = prepare_data_loader(ctx, numbers(23, 2))
+        loader.move_to(0, 5)
+        return evaluate(ctx, loader)
+
+    for size in (1, 2, 3):
+        assert run_ranks(run, size) == [list(range(5, 23))] * size
+
+
+def test_a_start_that_is_no_end_of_a_group_of_several_workers_is_refused() -> None:
+    loader = prepare_data_loader(Context(), numbers(12, num_workers=2))
+    loader.move_to(0, 3)
+    with pytest.raises(ConfigurationError, match=r"sample 3, .* group .* samples 2 to 3"):
+        list(loader)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 2])
+def test_a_start_behind_the_end_is_refused(num_workers: int) -> None:
+    loader = prepare_data_loader(Context(), numbers(4, num_workers=num_workers))
+    loader.move_to(0, 10)
+    with pytest.raises(ValueError, match="go on at sample 10, and the stream ended after 4"):
+        list(loader)
+    loader = prepare_data_loader(Context(), DataLoader(Sized(4)))
+    loader.move_to(0, 10)
+    with pytest.raises(ValueError, match="has only 4"):
+        list(loader)
+
+
+@pytest.mark.parametrize(
+    ("number", "length", "what"),
+    [
+        (8, 6, "gives more"),
+        (8, 7, "gives more"),
+        (7, 8, "ended after 7"),
+        (8, 9, "ended after 8"),
+        (8, 12, "ended after 8"),
+    ],
+)
+def test_a_length_that_is_none_is_refused(number: int, length: int, what: str) -> None:
+    loader = prepare_data_loader(Context(), DataLoader(Sized(number, length), batch_size=2))
+    with pytest.raises(ValueError, match=f"Sized has a length of {length}, and {what}"):
+        list(loader)
+
+
+def test_lengths_are_those_of_the_plan() -> None:
+    def run(ctx: Context) -> tuple[int, int, int]:
+        loader = prepare_data_loader(ctx, DataLoader(Sized(9), batch_size=2))
+        assert loader.plan is not None
+        return len(loader), loader.total_batch_size, loader.total_dataset_length
+
+    assert run_ranks(run, 2) == [(3, 4, 9)] * 2
+    for source in (numbers(9), DataLoader(Sized(9), num_workers=2)):
+        unknown = prepare_data_loader(Context(), source)
+        assert unknown.plan is None
+        with pytest.raises(TypeError, match="no length"):
+            len(unknown)
+
+
+# Randomness and epochs
+
+
+class Shuffled(Numbers):
+    """Shuffled by the worker's own randomness, and told the epoch."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[tuple[int, float, int]]:
+        order = list(range(self.number))
+        random.shuffle(order)
+        for index in order:
+            yield index, torch.rand(()).item(), self.epoch
+
+
+def as_columns(samples: list[tuple[int, float, int]]) -> list[torch.Tensor]:
+    return [torch.tensor(column) for column in zip(*samples, strict=True)]
+
+
+def with_draw(samples: list[tuple[int, float, int]]) -> tuple[torch.Tensor, ...]:
+    torch.rand(samples[0][0] + 1)  # as many numbers as the data says: not the same on all ranks
+    return (*as_columns(samples), torch.rand(len(samples)))
+
+
+def test_ranks_read_one_shuffled_stream_and_collate_apart() -> None:
+    def run(ctx: Context) -> tuple[list[list[list[float]]], list[list[list[float]]]]:
+        torch.manual_seed(ctx.rank)
+        random.seed(ctx.rank)
+        source = DataLoader(Shuffled(24), batch_size=2, num_workers=1, collate_fn=with_draw)
+        loader = prepare_data_loader(ctx, source)
+        passes = [[[column.tolist() for column in batch] for batch in loader] for _ in range(2)]
+        loader.move_to(0, 4 * ctx.num_processes)
+        rest = [[column.tolist() for column in batch] for batch in loader]
+        assert rest == passes[0][2:]
+        return passes[0], passes[1]
+
+    config = DataLoaderConfiguration(data_seed=3)
+    for first, second in (zip(*run_ranks(run, 2, "processes", dataloader_config=config), strict=True),):
+        for one, other in (first, second):
+            assert sorted(x for batch in [*one, *other] for x in batch[0]) == list(range(24))
+            for place in (1, 3):  # draws of the stream, and of collation
+                drawn = [x for batch in [*one, *other] for x in batch[place]]
+                assert len(set(drawn)) == len(drawn)
+        assert first[0] != second[0]  # the second epoch
+    alone = run_ranks(run, 1, "processes", dataloader_config=config)[0][0]
+    pieces = [batch[0] for batch in alone]
+    both = run_ranks(run, 2, "processes", dataloader_config=config)
+    dealt = [batch[0] for step in zip(both[0][0], both[1][0], strict=True) for batch in step]
+    assert dealt == pieces
+
+
+def test_without_workers_collation_draws_from_the_programs_own_randomness() -> None:
+    def draws(loader: Any) -> list[list[float]]:
+        torch.manual_seed(7)
+        return [batch.tolist() for batch in loader]
+
+    source = numbers(6, collate_fn=lambda samples: torch.rand(len(samples)))
+    assert draws(prepare_data_loader(Context(), source)) == draws(source)
+
+
+@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+def test_workers_that_outlive_a_pass_hear_of_the_next_epoch(start_method: str) -> None:
+    source = DataLoader(
+        Shuffled(4),
+        batch_size=4,
+        num_workers=1,
+        persistent_workers=True,
+        multiprocessing_context=start_method,
+    )
+    loader = prepare_data_loader(data_config(data_seed=3), source)
+    passes = [[column.tolist() for column in next(iter(loader))] for _ in range(2)]
+    assert passes[0] == passes[1]  # broken off: the same epoch again
+    epochs = [[column.tolist() for batch in loader for column in batch] for _ in range(3)]
+    assert epochs[0] == passes[0]
+    assert [epoch[2] for epoch in epochs] == [[0] * 4, [1] * 4, [2] * 4]
+    assert len({tuple(epoch[1]) for epoch in epochs}) == 3
+    loader.move_to(1, 2)
+    (rest,) = [[column.tolist() for column in batch] for batch in loader]
+    assert rest == [column[2:] for column in epochs[1]]
+
+
+def test_the_epoch_is_told_to_shards_too() -> None:
+    def run(ctx: Context) -> list[list[int]]:
+        loader = prepare_data_loader(ctx, DataLoader(Shards([0, 1]), batch_size=4))
+        return [*rows_of_pass(loader), *rows_of_pass(loader)]
+
+    assert run_ranks(run, 2) == [
+        [[0, 1, 2, 3], [1000, 1001, 1002, 1003]],
+        [[10, 11, 12, 13], [1010, 1011, 1012, 1013]],
+    ]
+
+
+# The user's loader is kept
+
+
+def set_number(worker: int) -> None:
+    info = get_worker_info()
+    assert info is not None
+    dataset: Any = info.dataset
+    assert dataset.number == len(dataset) == 4
+    dataset.number = 6
+    dataset.length = 6
+
+
+def test_a_workers_own_setup_reaches_the_users_dataset() -> None:
+    source = DataLoader(Sized(4), batch_size=2, num_workers=2, worker_init_fn=set_number, prefetch_factor=3)
+    loader = prepare_data_loader(Context(), source)
+    assert sorted(row for batch in rows_of_pass(loader) for row in batch) == list(range(6))
+    assert loader.prefetch_factor == 3
+    assert loader.dataset is source.dataset
+
+
+def test_the_users_collate_function_sees_samples_alone() -> None:
+    def collate(samples: Any) -> list[int]:
+        assert type(samples) is list
+        assert all(type(sample) is int for sample in samples)
+        return samples
+
+    assert list(prepare_data_loader(Context(), numbers(3, collate_fn=collate))) == [[0, 1], [2]]
+
+
+@dataclass
+class Pair:
+    x: torch.Tensor
+    names: list[str]
+
+
+class Tokens(IterableDataset[dict[str, Any]]):
+    """Samples as dicts with a key, in the manner of WebDataset; of different lengths."""
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for index in range(9):
+            yield {"__key__": f"{index:03}", "input_ids": [index] * (1 + index % 3), "label": index}
+
+
+def padded(samples: list[dict[str, Any]]) -> Any:
+    """Pads in the manner of transformers' collators, which take things out of samples."""
+    labels = [sample.pop("label") for sample in samples]
+    longest = max(len(sample["input_ids"]) for sample in samples)
+    rows = [sample["input_ids"] + [-1] * (longest - len(sample["input_ids"])) for sample in samples]
+    batch: UserDict[str, Any] = UserDict()
+    batch["input_ids"] = torch.tensor(rows)
+    batch["labels"] = torch.tensor(labels)
+    return batch.data
+
+
+def paired(samples: list[dict[str, Any]]) -> Pair:
+    return Pair(
+        torch.tensor([sample["label"] for sample in samples]), [sample["__key__"] for sample in samples]
+    )
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_dicts_with_keys_are_batched_and_gathered(size: int) -> None:
+    def run(ctx: Context) -> tuple[list[int], list[str]]:
+        labels: list[int] = []
+        keys: list[str] = []
+        for batch, micro in microbatches(
+            ctx, prepare_data_loader(ctx, DataLoader(Tokens(), 2, collate_fn=padded))
+        ):
+            assert batch["input_ids"].shape[0] == micro.num_rows
+            labels += gather_for_metrics(ctx, batch["labels"], micro).tolist()
+        for batch, micro in microbatches(
+            ctx, prepare_data_loader(ctx, DataLoader(Tokens(), 2, collate_fn=paired))
+        ):
+            assert isinstance(batch, Pair)
+            keys += gather_for_metrics(ctx, batch.names, micro)
+        return labels, keys
+
+    for labels, keys in run_ranks(run, size):
+        assert labels == list(range(9))
+        assert keys == [f"{index:03}" for index in range(9)]
+
+
+# Elements that are batches
+
+
+class Elements(IterableDataset[torch.Tensor]):
+    """Element ``k`` is a batch of ``k + 1`` rows."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return (torch.full((index + 1,), index) for index in range(self.number))
+
+
+@given(st.integers(0, 12), st.integers(1, 4))
+def test_elements_that_are_batches_are_dealt_out_one_a_rank(number: int, size: int) -> None:
+    def run(ctx: Context) -> tuple[list[int], list[int]]:
+        loader = prepare_data_loader(ctx, DataLoader(Elements(number), batch_size=None))
+        with pytest.raises(AttributeError):
+            _ = loader.total_batch_size
+        own: list[int] = []
+        found: list[int] = []
+        for batch, micro in microbatches(ctx, loader):
+            own.append(len(batch) - 1)
+            found += gather_for_metrics(ctx, batch, micro).tolist()
+        return own, found
+
+    plan = plan_epoch(number, 1, size)
+    for rank, (own, found) in enumerate(run_ranks(run, size)):
+        assert own == [plan.positions(step, rank)[0] for step in range(plan.num_steps)]
+        assert found == [index for index in range(number) for _ in range(index + 1)]
+
+
+# Shards
+
+
+@pytest.mark.parametrize("sharding", ["global", "by_source"])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_each_rank_reads_shards_of_its_own(
+    sharding: Literal["global", "by_source"], num_workers: int
+) -> None:
+    def run(ctx: Context) -> tuple[list[list[int]], list[int], int]:
+        source = DataLoader(Shards([0, 1, 2]), batch_size=3, num_workers=num_workers)
+        loader = prepare_data_loader(ctx, source, sharding)
+        own = rows_of_pass(loader)
+        loader.set_epoch(0)
+        with pytest.raises(UnevenDataError, match="3, 2 by rank"):
+            list(microbatches(ctx, loader))
+        return own, [], loader.total_batch_size
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert run_ranks(run, 2, "processes" if num_workers else "memory") == [
+            ([[0, 1, 2], [3, 20, 21], [22, 23]], [], 6),
+            ([[10, 11, 12], [13]], [], 6),
+        ]
+
+
+def test_shards_are_padded_and_gathered_exactly() -> None:
+    def run(ctx: Context) -> list[int]:
+        loader = prepare_data_loader(ctx, DataLoader(Shards([0, 1, 2]), batch_size=3))
+        # A short batch says that this rank has no more, and nothing of the others.
+        lasts = [micro.is_last for _, micro in microbatches(ctx, loader, "pad")]
+        assert lasts == [None] * 3
+        loader.set_epoch(0)
+        return evaluate(ctx, loader, "pad")
+
+    first, second = run_ranks(run, 2)
+    assert first == second == [0, 1, 2, 10, 11, 12, 3, 20, 21, 13, 22, 23]
+
+
+def test_shards_are_gone_on_with_by_each_ranks_own_count() -> None:
+    def run(ctx: Context) -> list[list[int]]:
+        loader = prepare_data_loader(ctx, DataLoader(Shards([0, 1, 2]), batch_size=3))
+        next(iter(loader))
+        assert loader.consumed == 3
+        loader.move_to(0, loader.consumed)
+        return rows_of_pass(loader)
+
+    assert run_ranks(run, 2) == [[[3, 20, 21], [22, 23]], [[13]]]
+
+
+def test_a_batch_is_split_between_ranks_with_shards_too() -> None:
+    def run(ctx: Context) -> tuple[list[list[int]], int]:
+        loader = prepare_data_loader(ctx, DataLoader(Shards([0, 1]), batch_size=4))
+        return rows_of_pass(loader), loader.total_batch_size
+
+    config = DataLoaderConfiguration(split_batches=True)
+    assert run_ranks(run, 2, dataloader_config=config) == [
+        ([[0, 1], [2, 3]], 4),
+        ([[10, 11], [12, 13]], 4),
+    ]
+
+
+@pytest.mark.parametrize("dataset", [Shards([0, 1]), Numbers(4)])
+def test_too_few_shards_are_refused_where_each_rank_must_have_its_own(dataset: Any) -> None:
+    def run(ctx: Context) -> None:
+        prepare_data_loader(ctx, DataLoader(dataset), "by_source")
+
+    what = "has 2" if isinstance(dataset, Shards) else "offers none"
+    with pytest.raises(ConfigurationError, match=f"each of 3 ranks its own shards .* {what}"):
+        run_ranks(run, 3)
+
+
+def test_reading_the_same_several_times_is_said_once_a_world() -> None:
+    def run(ctx: Context) -> int:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                prepare_data_loader(ctx, DataLoader(Shards([0, 1])))
+            prepare_data_loader(ctx, numbers(4))
+        assert all("each of 3 ranks reads the whole stream" in str(one.message) for one in caught)
+        assert all(one.filename == __file__ for one in caught)
+        return len(caught)
+
+    assert run_ranks(run, 3, "processes") == [1, 0, 0]
+    assert run_ranks(run, 1, "processes") == [0]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_shards", [1, 4])
+def test_hugging_face_streams_are_read_once_by_their_shards(num_shards: int, num_workers: int) -> None:
+    datasets: Any = pytest.importorskip("datasets")
+    table = datasets.Dataset.from_dict({"x": list(range(22))})
+
+    def run(ctx: Context) -> list[list[int]]:
+        made = table.to_iterable_dataset(num_shards=num_shards).shuffle(seed=1, buffer_size=3)
+        source = DataLoader(made, batch_size=2, num_workers=num_workers if num_shards > 1 else 0)
+        loader = prepare_data_loader(ctx, source)
+        epochs: list[list[int]] = []
+        for _ in range(2):
+            epochs.append([])
+            for batch, micro in microbatches(ctx, loader, "pad"):
+                epochs[-1] += gather_for_metrics(ctx, batch["x"], micro).tolist()
+        return epochs
+
+    first, second = run_ranks(run, 2, "processes")[0]
+    assert sorted(first) == sorted(second) == list(range(22))
+    assert first != second
+
+
+def test_hugging_face_tables_are_read_by_their_indices() -> None:
+    datasets: Any = pytest.importorskip("datasets")
+    table = datasets.Dataset.from_dict({"x": list(range(11))})
+
+    def run(ctx: Context) -> list[int]:
+        loader = prepare_data_loader(ctx, DataLoader(table, batch_size=2))
+        found: list[int] = []
+        for batch, micro in microbatches(ctx, loader):
+            found += gather_for_metrics(ctx, batch["x"], micro).tolist()
+        return found
+
+    assert run_ranks(run, 2) == [list(range(11))] * 2
+
+
+# Bad input
+
+
+def test_what_can_not_be_shared_out_is_refused() -> None:
+    def prepare(ctx: Context, source: DataLoader[Any], what: str) -> None:
+        with pytest.raises(ConfigurationError, match=what):
+            prepare_data_loader(ctx, source)
+
+    split = DataLoaderConfiguration(split_batches=True)
+    run_ranks(lambda ctx: prepare(ctx, numbers(8, 3), "divisible"), 2, dataloader_config=split)
+    whole = DataLoader(Elements(3), batch_size=None)
+    run_ranks(lambda ctx: prepare(ctx, whole, "batch_size=None"), 2, dataloader_config=split)
+    loose = numbers(8, num_workers=2, in_order=False)
+    run_ranks(lambda ctx: prepare(ctx, loose, "in_order=False"), 2)
+    assert isinstance(prepare_data_loader(Context(), loose).dataset, Numbers)
+
+
+@pytest.mark.parametrize("what", ["batch_size", "num_workers", "length", "drop_last"])
+def test_ranks_with_different_loaders_are_told(what: str) -> None:
+    def prepare(ctx: Context) -> None:
+        own = ctx.rank
+        source = DataLoader(
+            Sized(8 + (own if what == "length" else 0)),
+            batch_size=2 + (own if what == "batch_size" else 0),
+            num_workers=own if what == "num_workers" else 0,
+            drop_last=bool(own) and what == "drop_last",
+        )
+        with pytest.raises(MismatchError):
+            prepare_data_loader(ctx, source)
+
+    run_ranks(prepare, 2)

@@ -1,0 +1,57 @@
+"""``accelfn data-plan`` as a user runs it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accelfn.data import draw_plan, draw_plan_svg, plan_epoch
+from accelfn.launch.main import main
+
+GIVEN = ("--num_samples", "11", "--batch_size", "2", "--num_processes", "2")
+
+
+@pytest.mark.parametrize(
+    ("flags", "options"),
+    [
+        ((), {}),
+        (("--no_even_batches",), {"even_batches": False}),
+        (("--drop-last",), {"drop_last": True}),
+        (("--split_batches",), {"split_batches": True}),
+        (("--start=3",), {"start": 3}),
+        (("--start", "3", "--no-even-batches"), {"start": 3, "even_batches": False}),
+    ],
+)
+def test_the_plan_of_the_flags_is_drawn(
+    flags: tuple[str, ...], options: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = plan_epoch(11, 2, 2, **options)
+    target = tmp_path / "a-b.svg"
+    assert main(["data-plan", *GIVEN, *flags, "--svg", str(target)]) == 0
+    assert capsys.readouterr().out == draw_plan(plan) + "\n"
+    assert target.read_text() == draw_plan_svg(plan)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ((), "--num_samples, --batch_size"),
+        (("--num_samples", "-1", "--batch_size", "2"), "--num_samples must be at least 0, got -1"),
+        (("--num_samples", "1", "--batch_size", "0"), "--batch_size must be at least 1, got 0"),
+        ((*GIVEN, "--num_processes", "0"), "--num_processes must be at least 1, got 0"),
+        ((*GIVEN, "--start", "-2"), "--start must be at least 0, got -2"),
+        ((*GIVEN, "--start", "12"), "got --start 12 of 11"),
+        ((*GIVEN, "--num_processes", "3", "--split_batches"), "got batch_size=2 and 3 ranks"),
+        ((*GIVEN, "--svg", "/no/such/folder/a.svg"), "can't write '/no/such/folder/a.svg': No such file"),
+        ((*GIVEN, "--nonsense"), "--nonsense"),
+    ],
+)
+def test_bad_input_is_said_in_one_sentence(
+    argv: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["data-plan", *argv])
+    assert stopped.value.code == 2
+    errors = capsys.readouterr().err
+    assert "accelfn data-plan: error: " in errors
+    assert said in errors

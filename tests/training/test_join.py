@@ -1,0 +1,404 @@
+# torch leaves DataLoader, backward and tolist partly untyped.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+
+import warnings
+from collections.abc import Sequence
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import accelfn as af
+from accelfn import Context, DataLoaderConfiguration, GradientAccumulationPlugin
+from accelfn.data import microbatches, plan_epoch, prepare_data_loader
+from accelfn.errors import ConfigurationError, MismatchError, NotAvailableError, RemoteRankError
+from accelfn.testing import run_ranks
+
+UNEVEN = DataLoaderConfiguration(even_batches=False)
+State = dict[str, torch.Tensor]
+
+
+def samples(num: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(num, 3, dtype=torch.float64, generator=generator)
+    return x, torch.randn(num, 2, dtype=torch.float64, generator=generator)
+
+
+def loader_of(num: int, batch_size: int = 2) -> DataLoader[Any]:
+    return DataLoader(cast("Any", TensorDataset(*samples(num))), batch_size=batch_size)
+
+
+def make(with_buffers: bool = False) -> nn.Module:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), *[nn.BatchNorm1d(4)] * with_buffers, nn.Linear(4, 2))
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters(), 1):
+            parameter.copy_(torch.linspace(-1, number, parameter.numel()).view_as(parameter))
+    return model.double()
+
+
+def state_of(model: nn.Module) -> State:
+    return {name: value.detach().clone() for name, value in af.unwrap_model(model).state_dict().items()}
+
+
+def equal(first: State, second: State) -> bool:
+    return all(torch.equal(value, second[name]) for name, value in first.items())
+
+
+def by_torch(ctx: Context, num: int, num_epochs: int, with_buffers: bool) -> State:
+    """Train as torch's own documentation shows."""
+    x, y = samples(num)
+    plan = plan_epoch(num, 2, ctx.num_processes, even_batches=False)
+    model = DistributedDataParallel(make(with_buffers), process_group=ctx.world.group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(num_epochs):
+        with Join([model]):
+            for step in range(plan.num_batches(ctx.rank)):
+                rows = plan.positions(step, ctx.rank)
+                optimizer.zero_grad()
+                nn.functional.mse_loss(model(x[rows]), y[rows]).backward()
+                optimizer.step()
+    return state_of(model)
+
+
+def by_accelfn(ctx: Context, num: int, num_epochs: int, with_buffers: bool, way: str) -> State:
+    model = af.prepare(ctx, make(with_buffers))
+    optimizer = af.prepare(ctx, torch.optim.SGD(model.parameters(), lr=0.1))
+    loader = prepare_data_loader(ctx, loader_of(num))
+    scaler = af.init_scaler(ctx)
+    for _ in range(num_epochs):
+        with af.join_uneven_inputs(ctx, [model]) as is_joined:
+            assert is_joined
+            if way == "loader":
+                for x, y in loader:
+                    af.backward(ctx, nn.functional.mse_loss(model(x), y), scaler)
+                    scaler = af.optimizer_step(ctx, optimizer, scaler)
+            else:
+                for (x, y), micro in microbatches(ctx, loader, "join"):
+                    with af.accumulate(ctx, micro, model):
+                        af.backward(ctx, nn.functional.mse_loss(model(x), y), scaler, micro)
+                    scaler = af.optimizer_step(ctx, optimizer, scaler)
+    assert loader.epoch == num_epochs
+    return state_of(model)
+
+
+@pytest.mark.parametrize("way", ["loader", "microbatches"])
+@pytest.mark.parametrize(
+    ("world", "num", "with_buffers"), [(2, 10, True), (2, 9, False), (3, 13, False), (3, 1, False)]
+)
+def test_uneven_ranks_train_as_under_torchs_own_join(
+    world: int, num: int, with_buffers: bool, way: str
+) -> None:
+    def run(ctx: Context) -> tuple[State, State]:
+        expected = by_torch(ctx, num, 2, with_buffers)
+        return expected, by_accelfn(ctx, num, 2, with_buffers, way)
+
+    found = run_ranks(run, world, "processes", dataloader_config=UNEVEN)
+    for expected, state in found:
+        assert equal(expected, state)
+        assert equal(state, found[0][1])
+
+
+@pytest.mark.parametrize("counts", [(3, 2), (4, 3), (1, 4), (5, 0)])
+def test_windows_are_reduced_by_all_and_lose_no_gradient(counts: tuple[int, int]) -> None:
+    x, y = samples(2 * sum(counts))
+    own = [(x[: 2 * counts[0]], y[: 2 * counts[0]]), (x[2 * counts[0] :], y[2 * counts[0] :])]
+
+    def run(ctx: Context) -> State:
+        source: Any = DataLoader(cast("Any", TensorDataset(*own[ctx.rank])), batch_size=2)
+        model = af.prepare(ctx, make())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = af.init_scaler(ctx)
+        loader = prepare_data_loader(ctx, source, "already_sharded")
+        with af.join_uneven_inputs(ctx, [model], [loader], even_batches=False):
+            for (rows, target), micro in microbatches(ctx, loader, "join"):
+                with af.accumulate(ctx, micro, model):
+                    loss = nn.functional.mse_loss(model(rows), target)
+                    af.backward(ctx, loss, scaler, micro)
+                if micro.sync:
+                    scaler = af.optimizer_step(ctx, optimizer, scaler)
+        return state_of(model)
+
+    # Alone: windows of two that also close where a rank ends, and a mean over both ranks.
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    first = 0
+    for end in sorted({*counts} - {0}):
+        for begin in range(first, end, 2):
+            window = range(begin, min(begin + 2, end))
+            optimizer.zero_grad()
+            for rank, (rows, target) in enumerate(own):
+                for index in window:
+                    if index < counts[rank]:
+                        part = slice(2 * index, 2 * index + 2)
+                        loss = nn.functional.mse_loss(model(rows[part]), target[part])
+                        (loss / len(window) / 2).backward()
+            optimizer.step()
+        first = end
+    found = run_ranks(run, 2, "processes", gradient_accumulation_steps=2)
+    for state in found:
+        torch.testing.assert_close(state, state_of(model))
+    assert equal(found[0], found[1])
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=4), st.integers(1, 4))
+def test_ranks_close_windows_in_the_same_steps_and_each_closes_its_last(
+    counts: Sequence[int], num_steps: int
+) -> None:
+    def run(ctx: Context) -> list[Any]:
+        own: list[torch.Tensor] = [torch.zeros(1)] * counts[ctx.rank]
+        return [micro for _, micro in microbatches(ctx, own, "join")]
+
+    ranks = run_ranks(run, len(counts), gradient_accumulation_steps=num_steps)
+    assert [len(micros) for micros in ranks] == list(counts)
+    for step in range(max(counts)):
+        here = {
+            (micros[step].index, micros[step].place, micros[step].window, micros[step].sync)
+            for micros in ranks
+            if step < len(micros)
+        }
+        assert len(here) == 1
+        ((index, place, window, sync),) = here
+        assert index == step
+        assert place < window <= num_steps
+        assert sync == (place == window - 1)
+    for micros in ranks:
+        assert [micro.is_last for micro in micros] == [False] * (len(micros) - 1) + [True] * bool(micros)
+        assert all(micro.sync for micro in micros[-1:])
+
+
+def test_windows_of_streams_or_beyond_the_epoch_can_not_be_joined() -> None:
+    plugin = GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False)
+    for ctx, data in (
+        (Context().replace(gradient_accumulation_steps=2), iter([torch.zeros(1)])),
+        (Context().replace(gradient_accumulation_plugin=plugin), [torch.zeros(1)]),
+    ):
+        with pytest.raises(ConfigurationError, match="windows of 2 batches"):
+            next(microbatches(ctx, data, "join"))
+
+
+def test_a_stream_is_joined_batch_by_batch() -> None:
+    def run(ctx: Context) -> list[Any]:
+        own = iter([torch.zeros(2)] * (2 + ctx.rank))
+        micros = [micro for _, micro in microbatches(ctx, own, "join")]
+        return [(micro.index, micro.window, micro.sync, micro.is_last) for micro in micros]
+
+    first, second = run_ranks(run, 2)
+    assert first == second[:2] == [(0, 1, True, None), (1, 1, True, None)]
+    assert len(second) == 3
+
+
+def test_behind_the_block_everything_is_as_before() -> None:
+    def run(ctx: Context) -> None:
+        model = af.prepare(ctx, make())
+        config = cast("Any", model)._join_config
+        loader = prepare_data_loader(ctx, loader_of(10))
+        filters = list(warnings.filters)
+        with af.join_uneven_inputs(ctx, [model], [loader], even_batches=False):
+            assert loader.even_batches is False
+            assert len(loader) == 3 - ctx.rank
+            for x, _ in loader:
+                model(x).sum().backward()
+        assert loader.even_batches is True
+        assert len(loader) == 3
+        assert cast("Any", model)._join_config == config
+        assert list(warnings.filters) == filters
+        # Forward passes are compared again, and the ranks are where they would be.
+        for (x, _), micro in microbatches(ctx, loader):
+            with af.accumulate(ctx, micro, model):
+                model(x).sum().backward()
+        af.wait_for_everyone(ctx)
+        number = ctx.collectives.journal.number
+        model(samples(2)[0]).sum().backward()
+        assert ctx.collectives.journal.number == number + 1
+
+    run_ranks(run, 2, "processes")
+
+
+def test_an_exception_leaves_the_loaders_and_models_as_they_were() -> None:
+    def run(ctx: Context) -> None:
+        model = af.prepare(ctx, make())
+        config = cast("Any", model)._join_config
+        loader = prepare_data_loader(ctx, loader_of(10))
+        with (
+            pytest.raises(KeyError, match="mine"),
+            af.join_uneven_inputs(ctx, [model], [loader], even_batches=False),
+        ):
+            raise KeyError("mine")
+        assert loader.even_batches is True
+        assert cast("Any", model)._join_config == config
+        assert vars(model)["_accelfn_unchecked"] is False
+
+    run_ranks(run, 2, "processes")
+
+
+def test_an_exception_of_one_rank_is_what_the_run_ends_with() -> None:
+    def run(ctx: Context) -> None:
+        model = af.prepare(ctx, make())
+        loader = prepare_data_loader(ctx, loader_of(10))
+        with af.join_uneven_inputs(ctx, [model]):
+            for x, _ in loader:
+                if ctx.rank == 1:
+                    raise KeyError("mine")
+                model(x).sum().backward()
+
+    with pytest.raises(KeyError, match="mine"):
+        run_ranks(run, 2, "processes", dataloader_config=UNEVEN)
+
+
+@pytest.mark.parametrize("config", [True, False])
+def test_with_even_batches_nobody_has_to_be_joined(config: bool) -> None:
+    def run(ctx: Context) -> list[int]:
+        model = af.prepare(ctx, make())
+        loader = prepare_data_loader(ctx, loader_of(10))
+        lengths: list[int] = []
+        with af.join_uneven_inputs(ctx, [model], [loader], None if config else True) as is_joined:
+            assert not is_joined
+            for (x, _), micro in microbatches(ctx, loader):
+                with af.accumulate(ctx, micro, model):
+                    model(x).sum().backward()
+                lengths.append(len(x))
+        assert loader.even_batches is config
+        return lengths
+
+    for on in ("memory", "processes"):
+        found = run_ranks(run, 2, on, dataloader_config=DataLoaderConfiguration(even_batches=config))
+        assert found == [[2, 2, 2]] * 2
+
+
+def test_one_process_joins_nobody() -> None:
+    ctx = Context()
+    with af.join_uneven_inputs(ctx, [make()], [loader_of(3)], even_batches=False) as is_joined:
+        assert not is_joined
+
+
+def test_batch_samplers_and_skipped_loaders_can_be_left_uneven_too() -> None:
+    class Own:
+        def __init__(self) -> None:
+            self.batch_size = None
+
+        def __iter__(self) -> Any:
+            return iter([[0, 1], [2], [3, 4, 5]])
+
+        def __len__(self) -> int:
+            return 3
+
+    def run(ctx: Context) -> None:
+        model = af.prepare(ctx, make())
+        source: Any = DataLoader(cast("Any", range(6)), batch_sampler=cast("Any", Own()))
+        own = prepare_data_loader(ctx, source)
+        rest = af.skip_first_batches(prepare_data_loader(ctx, loader_of(10)), 1)
+        with af.join_uneven_inputs(ctx, [model], [own, rest], even_batches=False):
+            assert len(list(own)) == len(list(rest)) == 2 - ctx.rank
+        assert len(list(own)) == len(list(rest)) == 2
+
+    run_ranks(run, 2, "processes")
+
+
+@pytest.mark.parametrize(
+    ("on", "case", "error", "text"),
+    [
+        ("memory", "threads", NotAvailableError, "ranks that are threads .*\n?.*pad"),
+        ("processes", "frozen", TypeError, "got Sequential"),
+        ("processes", "nothing", ValueError, "got no joinables"),
+        ("processes", "fp16", NotAvailableError, "float16"),
+        ("processes", "replicas", ConfigurationError, "check_replicas_every"),
+        ("processes", "unprepared", TypeError, "loaders must be prepared, got DataLoader"),
+        ("processes", "dispatched", ConfigurationError, "can't be had .* leaves it no choice"),
+        ("processes", "own", ConfigurationError, "even_batches=True can't be had .* leaves it no choice"),
+    ],
+)
+def test_what_can_not_be_joined_is_refused_on_every_rank_before_anything_changes(
+    on: Any, case: str, error: type[Exception], text: str
+) -> None:
+    def run(ctx: Context) -> str:
+        if case == "fp16":
+            ctx = ctx.replace(mixed_precision="fp16")
+        if case == "replicas":
+            ctx = ctx.replace(guard=af.Guard(check_replicas_every=1))
+        model = af.prepare(ctx, make().requires_grad_(case != "frozen"))
+        loader: Any = prepare_data_loader(ctx, loader_of(10))
+        loaders = [loader]
+        if case == "unprepared":
+            loaders.append(loader_of(2))
+        if case == "dispatched":
+            config = DataLoaderConfiguration(dispatch_batches=True)
+            loaders.append(prepare_data_loader(ctx.replace(dataloader_config=config), loader_of(4)))
+        if case == "own":
+            sampler = DistributedSampler(cast("Any", range(4)), num_replicas=2, rank=ctx.rank)
+            sharded = DataLoader(cast("Any", range(4)), sampler=sampler)
+            loaders.append(prepare_data_loader(ctx, sharded, "already_sharded"))
+        joinables = [] if case == "nothing" else [model]
+        with (
+            pytest.raises(error, match=text) as caught,
+            af.join_uneven_inputs(ctx, joinables, loaders, even_batches=case == "own"),
+        ):
+            raise AssertionError("went in")
+        assert loader.even_batches is True
+        af.wait_for_everyone(ctx)
+        return str(caught.value)
+
+    first, second = run_ranks(run, 2, on)
+    assert first == second
+
+
+def test_a_refusal_on_one_rank_is_told_to_the_others() -> None:
+    def run(ctx: Context) -> None:
+        model = af.prepare(ctx, make())
+        items = [model if ctx.rank else make()]
+        expected = RemoteRankError if ctx.rank else TypeError
+        with pytest.raises(expected, match="got Sequential"), af.join_uneven_inputs(ctx, items):
+            raise AssertionError("went in")
+
+    run_ranks(run, 2, "processes", dataloader_config=UNEVEN)
+
+
+def test_ranks_that_join_differently_are_told() -> None:
+    def run(ctx: Context) -> None:
+        model = af.prepare(ctx, make())
+        with (
+            pytest.raises(MismatchError, match="even_batches=False"),
+            af.join_uneven_inputs(ctx, [model], even_batches=bool(ctx.rank)),
+        ):
+            raise AssertionError("went in")
+
+    run_ranks(run, 2, "processes")
+
+
+def test_a_loader_that_has_no_choice_says_so() -> None:
+    loader = prepare_data_loader(Context(), loader_of(4), "already_sharded")
+    assert (loader.even_batches, loader.can_choose_even) == (False, False)
+    with pytest.raises(AttributeError, match="isn't this loader's to choose"):
+        loader.even_batches = True
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.*deprecated:DeprecationWarning")  # in torch's import
+def test_an_optimizer_that_shards_its_state_is_joined_as_torch_would() -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    def train(ctx: Context, model: nn.Module, by_torch: bool) -> State:
+        optimizer: Any = ZeroRedundancyOptimizer(
+            model.parameters(), cast("Any", torch.optim.SGD), ctx.world.group, lr=0.1
+        )
+        items: list[Any] = [model, optimizer]
+        with Join(items) if by_torch else af.join_uneven_inputs(ctx, items):
+            for x, y in prepare_data_loader(ctx, loader_of(10)):
+                optimizer.zero_grad()
+                nn.functional.mse_loss(model(x), y).backward()
+                optimizer.step()
+        return state_of(model)
+
+    def run(ctx: Context) -> tuple[State, State]:
+        handler = af.DistributedDataParallelKwargs(gradient_as_bucket_view=True)  # as its joining needs
+        ctx = ctx.replace(kwargs_handlers=[handler])
+        own = DistributedDataParallel(make(), process_group=ctx.world.group, gradient_as_bucket_view=True)
+        return train(ctx, af.prepare(ctx, make()), False), train(ctx, own, True)
+
+    for joined, expected in run_ranks(run, 2, "processes", dataloader_config=UNEVEN):
+        assert equal(joined, expected)
