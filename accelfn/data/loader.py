@@ -217,13 +217,15 @@ class PreparedDataLoader(Generic[T]):
 
 def _is_at(device: torch.device, batch: Any) -> bool:
     """Whether there is nothing to move in a batch of the commonest kinds; of any other, False."""
-    kind = type(batch)
+    kind: Any = type(batch)
+    if kind is torch.Tensor:
+        return batch.device == device
     if kind is list or kind is tuple:
         leaves = batch
     elif kind is dict:
         leaves = batch.values()
     else:
-        leaves = (batch,)
+        return False
     for leaf in leaves:  # noqa: SIM110 (a generator would cost more than the loop)
         if type(leaf) is not torch.Tensor or leaf.device != device:
             return False

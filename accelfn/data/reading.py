@@ -135,6 +135,6 @@ def shares_of(plan: EpochPlan, rank: int) -> Iterator[Share]:
     full = max(0, min(num_batches - 1, plan.num_left // group))
     for _ in range(full):
         consumed += group
-        yield tuple.__new__(Share, (rows, rows, group, None, rows, False, consumed))
+        yield Share(rows, rows, group, None, rows, False, consumed)
     for step in range(full, num_batches):
         yield share_of(plan, step, rank)
