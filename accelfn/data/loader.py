@@ -217,7 +217,7 @@ class PreparedDataLoader(Generic[T]):
 
 def _is_at(device: torch.device, batch: Any) -> bool:
     """Whether there is nothing to move in a batch of the commonest kinds; of any other, False."""
-    kind: Any = type(batch)
+    kind = type(batch)  # pyright: ignore[reportUnknownVariableType]
     if kind is torch.Tensor:
         return batch.device == device
     if kind is list or kind is tuple:

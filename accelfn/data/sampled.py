@@ -258,7 +258,8 @@ def _lists_of(plan: EpochPlan, rank: int, take: Take) -> Iterator[list[Any]]:
 
     Computed in blocks of steps, so that neither memory nor the time to the first batch grows with the epoch.
     """
-    steps, first, samples, rows = plan.num_batches(rank), 0, _FIRST_BLOCK, plan.rank_batch
+    steps, first, rows = plan.num_batches(rank), 0, plan.rank_batch
+    samples = _BLOCK if steps * rows <= _BLOCK else _FIRST_BLOCK  # what is one block anyway isn't made two
     while first < steps:
         last = min(steps, first + max(1, samples // rows))
         items = take(plan.block(first, last, rank))
