@@ -195,17 +195,15 @@ class PreparedDataLoader(Generic[T]):
 
     def _placed(self, batches: Iterator[tuple[T, Share]]) -> Iterator[tuple[T, Share]]:
         """Bring batches to the rank's device; what a source raises is every rank's."""
-        while True:
-            with failing_together(self._ctx, "a data loader"):
-                try:
-                    batch, share = next(batches)
-                except StopIteration:
-                    return
-                if self._ctx.device_placement:
-                    batch = send_to_device(
-                        batch, self._ctx.device, non_blocking=self._ctx.loading.non_blocking
-                    )
-            yield batch, share
+        device = self._ctx.device if self._ctx.device_placement else None
+        non_blocking = self._ctx.loading.non_blocking
+        # Once around all: what the loop over the batches raises doesn't come in here, where they are made.
+        with failing_together(self._ctx, "a data loader"):
+            for batch, share in batches:
+                if device is None or _is_at(device, batch):
+                    yield batch, share
+                else:
+                    yield send_to_device(batch, device, non_blocking=non_blocking), share
 
     def _synchronize(self) -> None:
         """Bring the random states that the context names to rank 0's, as a pass begins."""
@@ -220,6 +218,23 @@ class PreparedDataLoader(Generic[T]):
         if name == "total_batch_size":
             raise AttributeError("total_batch_size: the loader has no batch size of its own.")
         return getattr(self._source, name)
+
+
+def _is_at(device: torch.device, batch: Any) -> bool:
+    """Whether there is nothing to move in a batch of the commonest kinds; of any other, False."""
+    kind = type(batch)  # pyright: ignore[reportUnknownVariableType]
+    if kind is torch.Tensor:
+        return batch.device == device
+    if kind is list or kind is tuple:
+        leaves = batch
+    elif kind is dict:
+        leaves = batch.values()
+    else:
+        return False
+    for leaf in leaves:  # noqa: SIM110 (a generator would cost more than the loop)
+        if type(leaf) is not torch.Tensor or leaf.device != device:
+            return False
+    return True
 
 
 def tell_epoch(source: DataLoader[Any], epoch: int) -> None:

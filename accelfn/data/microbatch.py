@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Literal, TypeVar, cast
 
@@ -32,6 +32,7 @@ T = TypeVar("T")
 Uneven = Literal["error", "stop_first", "pad", "join"]
 
 _ROWS = struct.Struct("<QQ")
+_UNKNOWN = Share()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,19 +86,36 @@ def plan_microbatch(
     >>> [(m.place, m.window, m.sync) for m in (plan_microbatch(i, 0, 3, 2) for i in range(3))]
     [(0, 2, False), (1, 2, True), (0, 1, True)]
     """
+    place, window = _place_of(index, epoch, num_batches, num_steps, sync_with_dataloader)
+    return _described(index, epoch, place, window, index == num_batches - 1, _UNKNOWN)
+
+
+def _place_of(
+    index: int, epoch: int, num_batches: int, num_steps: int, sync_with_dataloader: bool
+) -> tuple[int, int]:
+    """Give a batch's place in its window, and the window's size."""
     if sync_with_dataloader:
         place = index % num_steps
-        window = min(num_steps, num_batches - (index - place))
-    else:
-        place = (epoch * num_batches + index) % num_steps
-        window = num_steps
+        return place, min(num_steps, num_batches - (index - place))
+    return (epoch * num_batches + index) % num_steps, num_steps
+
+
+def _described(
+    index: int, epoch: int, place: int, window: int, is_last: bool | None, share: Share
+) -> MicroBatch:
+    # Made at once: a frozen record that is made and then changed takes its time twice, for each batch.
     return MicroBatch(
         index=index,
         epoch=epoch,
         place=place,
         window=window,
         sync=place == window - 1,
-        is_last=index == num_batches - 1,
+        is_last=is_last,
+        num_rows=share.num_rows,
+        max_rows=share.max_rows,
+        num_valid=share.num_valid,
+        valid_by_rank=share.valid_by_rank,
+        own_valid=share.own_valid,
     )
 
 
@@ -191,15 +209,11 @@ def _counted(
     batches = begun.batches
     if uneven == "pad" and min(counts) < num_batches:
         batches = _lengthened(batches, num_batches, begun.share_at)
-    for index in range(num_batches):
-        try:
-            batch, share = next(batches)
-        except StopIteration:  # found out below, by all: the data has fewer than its length has promised
-            return
-        micro = plan_microbatch(
-            index, epoch, num_batches, ctx.accumulation.num_steps, ctx.accumulation.sync_with_dataloader
-        )
-        yield batch, share, _with_facts(micro, share)
+    steps, ends_window = ctx.accumulation.num_steps, ctx.accumulation.sync_with_dataloader
+    # Where the data has fewer than its length has promised, all find it out when the pass ends.
+    for index, (batch, share) in enumerate(islice(batches, num_batches)):
+        place, window = _place_of(index, epoch, num_batches, steps, ends_window)
+        yield batch, share, _described(index, epoch, place, window, index == num_batches - 1, share)
 
 
 def _joined(ctx: Context, begun: Pass[T], epoch: int) -> Iterator[tuple[T, Share, MicroBatch]]:
@@ -263,15 +277,7 @@ def _in_windows(
                 is_last = True
             else:  # the end of this rank's own data is not that of data that is made longer
                 is_last = share.is_last if agreed or uneven != "pad" else None
-            micro = MicroBatch(
-                index=index,
-                epoch=epoch,
-                place=place,
-                window=number,
-                sync=place == number - 1,
-                is_last=is_last,
-            )
-            yield batch, share, _with_facts(micro, share)
+            yield batch, share, _described(index, epoch, place, number, is_last, share)
             index += 1
         if number < steps:
             return
@@ -306,18 +312,6 @@ def _check_repeatable(counts: Sequence[int]) -> None:
             f"none at all: the numbers of batches are {', '.join(map(str, counts))} by rank. Give each rank "
             'some data, or use "stop_first".'
         )
-
-
-def _with_facts(micro: MicroBatch, share: Share) -> MicroBatch:
-    rows = share.num_rows
-    return replace(
-        micro,
-        num_rows=rows,
-        max_rows=share.max_rows,
-        num_valid=share.num_valid,
-        valid_by_rank=share.valid_by_rank,
-        own_valid=share.own_valid,
-    )
 
 
 def _batches(count: int) -> str:

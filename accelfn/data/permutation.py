@@ -21,6 +21,8 @@ ROUNDS = 16
 _POSITIVE = (1 << 63) - 1
 # The largest domain whose pairs' numbers fit into int64.
 _MOST = 1 << 62
+# The largest width of which twice as much fits into int32, where arithmetic costs half.
+_MOST_LISTED = 1 << 30
 
 
 def make_keys(*parts: int | str) -> tuple[int, ...]:
@@ -49,14 +51,21 @@ def permute(keys: tuple[int, ...], size: int, positions: torch.Tensor) -> torch.
     """
     if not 0 < size <= _MOST:
         raise ValueError(f"permute: size must be in 1..2**62, got {size}.")
-    # An even width, since shifts of odd ones are even permutations all: half of the orders would never come.
-    width = math.isqrt(size - 1) + 1
-    width += width % 2
+    width = _width(size)
     height = -(-size // width)
-    numbers = _through_rounds(keys, width, height, positions.reshape(-1))
+    numbers = positions.reshape(-1)
+    # Halves are few where pairs are many: what the rounds add is looked up, instead of hashed at each pair.
+    shifts = _shifts(keys, width, height) if width <= min(numbers.numel(), _MOST_LISTED) else None
+
+    def pass_rounds(numbers: torch.Tensor) -> torch.Tensor:
+        if shifts is None:
+            return _hash_rounds(keys, width, height, numbers)
+        return _look_up_rounds(shifts, width, height, numbers)
+
+    numbers = pass_rounds(numbers)
     outside = torch.nonzero(numbers >= size).reshape(-1)
     while outside.numel():
-        walked = _through_rounds(keys, width, height, numbers[outside])
+        walked = pass_rounds(numbers[outside])
         numbers[outside] = walked
         outside = outside[walked >= size]
     return numbers.reshape(positions.shape)
@@ -77,21 +86,59 @@ def draw(keys: tuple[int, ...], size: int, positions: torch.Tensor) -> torch.Ten
     return _hashed(_hashed(positions, first), second) % size
 
 
-def _through_rounds(keys: tuple[int, ...], width: int, height: int, numbers: torch.Tensor) -> torch.Tensor:
+def _width(size: int) -> int:
+    """Choose how many left halves there are: about as many as right ones, with few pairs to spare.
+
+    An even number, since shifts of odd ones are even permutations all: half of the orders would never come.
+    """
+    least = math.isqrt(size - 1) + 1
+    least += least % 2
+    return min(range(least, least + min(least // 4, 64) + 1, 2), key=lambda width: -size % width)
+
+
+def _hash_rounds(keys: tuple[int, ...], width: int, height: int, numbers: torch.Tensor) -> torch.Tensor:
     left = numbers % width
     right = torch.div(numbers, width, rounding_mode="floor")
     for index, key in enumerate(keys):
         if index % 2:
-            right = (right + _hashed(left, key) % height) % height
+            right.add_(_hashed(left, key).remainder_(height)).remainder_(height)
         else:
-            left = (left + _hashed(right, key) % width) % width
+            left.add_(_hashed(right, key).remainder_(width)).remainder_(width)
     return right.mul_(width).add_(left)
 
 
-def _hashed(numbers: torch.Tensor, key: int) -> torch.Tensor:
+def _shifts(keys: tuple[int, ...], width: int, height: int) -> torch.Tensor:
+    """Say by how much each round shifts one half, for every value of the other one.
+
+    Returns:
+        ``(rounds, width)`` int32; what stands behind ``height`` in every other row, from the first, is
+        never asked for.
+    """
+    bounds = torch.tensor([height if index % 2 else width for index in range(len(keys))])
+    return _hashed(torch.arange(width), torch.tensor(keys)[:, None]).remainder_(bounds[:, None]).int()
+
+
+def _look_up_rounds(shifts: torch.Tensor, width: int, height: int, numbers: torch.Tensor) -> torch.Tensor:
+    """Do what :func:`_hash_rounds` does, at a fraction of its cost."""
+    rows = torch.div(numbers, width, rounding_mode="floor")
+    left, right = (numbers - rows * width).int(), rows.int()
+    # A sum of two numbers below a width: looking its remainder up is much cheaper than a division.
+    places = torch.arange(2 * width, dtype=torch.int32)
+    wrap_left, wrap_right = places % width, places % height
+    moved = torch.empty_like(left)
+    for index, shift in enumerate(shifts.unbind()):
+        if index % 2:
+            torch.index_select(shift, 0, left, out=moved)
+            torch.index_select(wrap_right, 0, moved.add_(right), out=right)
+        else:
+            torch.index_select(shift, 0, right, out=moved)
+            torch.index_select(wrap_left, 0, moved.add_(left), out=left)
+    return right.long().mul_(width).add_(left)
+
+
+def _hashed(numbers: torch.Tensor, key: int | torch.Tensor) -> torch.Tensor:
     """Hash to 63 bits. Products wrap; shifts of int64 keep the sign, which the masks take off."""
-    mixed = numbers * -7046029254386353131  # 0x9E3779B97F4A7C15: neighbours far apart
-    mixed.bitwise_xor_(key)
+    mixed = (numbers * -7046029254386353131) ^ key  # 0x9E3779B97F4A7C15: neighbours far apart
     mixed.bitwise_xor_((mixed >> 30).bitwise_and_((1 << 34) - 1)).mul_(-4658895280553007687)
     mixed.bitwise_xor_((mixed >> 27).bitwise_and_((1 << 37) - 1)).mul_(-7723592293110705685)
     mixed.bitwise_xor_((mixed >> 31).bitwise_and_((1 << 33) - 1))

@@ -74,6 +74,8 @@ class EpochPlan:
         """
         starts = torch.arange(first, last) * self.global_batch + (self.start + rank * self.rank_batch)
         positions = (starts[:, None] + torch.arange(self.rank_batch)).reshape(-1)
+        if self.start + (last - 1) * self.global_batch + (rank + 1) * self.rank_batch <= self.num_samples:
+            return positions
         if self.even:
             return positions.remainder_(self.num_samples)
         return positions[positions < self.num_samples]

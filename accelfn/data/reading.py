@@ -9,7 +9,7 @@ from typing_extensions import NamedTuple  # of typing, one that is generic needs
 
 from accelfn.data.plan import EpochPlan
 
-__all__ = ("Evening", "Pass", "Reader", "Share", "Stepping", "share_of")
+__all__ = ("Evening", "Pass", "Reader", "Share", "Stepping", "share_of", "shares_of")
 
 T = TypeVar("T")
 
@@ -118,3 +118,22 @@ def share_of(plan: EpochPlan, step: int, rank: int) -> Share:
         is_last=step == plan.num_batches(rank) - 1,
         consumed=plan.consumed(step),
     )
+
+
+def shares_of(plan: EpochPlan, rank: int) -> Iterator[Share]:
+    """Describe the batches that ``rank`` reads, one after the other, as :func:`share_of` does. Pure.
+
+    >>> from accelfn.data.plan import plan_epoch
+    >>> plan = plan_epoch(9, 2, 2)
+    >>> list(shares_of(plan, 1)) == [share_of(plan, step, 1) for step in range(3)]
+    True
+    """
+    num_batches = plan.num_batches(rank)
+    rows, group, consumed = plan.rank_batch, plan.global_batch, plan.start
+    # Full steps but for a last one differ in their places only; and this is said of each batch.
+    full = max(0, min(num_batches - 1, plan.num_left // group))
+    for _ in range(full):
+        consumed += group
+        yield Share(rows, rows, group, None, rows, False, consumed)
+    for step in range(full, num_batches):
+        yield share_of(plan, step, rank)

@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, get_worker_info
 from accelfn.context import Context
 from accelfn.data.order import Order, Take, draw_together, take_from
 from accelfn.data.plan import EpochPlan, plan_epoch
-from accelfn.data.reading import Pass, Share, share_of
+from accelfn.data.reading import Pass, Share, share_of, shares_of
 from accelfn.errors import ConfigurationError
 
 __all__ = (
@@ -42,7 +42,7 @@ MakePlan = Callable[[int, int], EpochPlan]  # from the number of samples, and th
 
 # Samples whose indices are computed at once: enough to make the arithmetic cheap, few enough to begin at
 # once.
-_BLOCK = 4096
+_BLOCK = 16_384
 _FIRST_BLOCK = 256
 
 # What a DataLoader was made with, batching apart.
@@ -236,26 +236,35 @@ def _planned_pass(
     take: Take,
     key: tuple[int, int],
 ) -> Pass[T]:
-    batches.begin(lambda: batches_of(plan, rank, take, key))
+    if isinstance(loader.dataset, Seeded):
+        batches.begin(lambda: batches_of(plan, rank, take, key))
+    else:
+        batches.begin(lambda: _lists_of(plan, rank, take))
     counts = tuple(plan.num_batches(one) for one in range(plan.size))
     share_at = functools.partial(share_of, plan, rank=rank)
-    shares = map(share_at, range(counts[rank]))
-    return Pass(counts, zip(loader, shares, strict=True), share_at=share_at)
+    return Pass(counts, zip(loader, shares_of(plan, rank), strict=True), share_at=share_at)
 
 
 def batches_of(plan: EpochPlan, rank: int, take: Take, key: tuple[int, int]) -> Iterator[Keyed]:
-    """Give the batches of ``rank``, as lists of what ``take`` gives for their positions.
+    """Give the batches of ``rank``, as lists of what ``take`` gives for their positions."""
+    position = plan.start + rank * plan.rank_batch
+    for batch in _lists_of(plan, rank, take):
+        yield Keyed(batch, (*key, position))
+        position += plan.global_batch
+
+
+def _lists_of(plan: EpochPlan, rank: int, take: Take) -> Iterator[list[Any]]:
+    """Give the batches, and nothing with them.
 
     Computed in blocks of steps, so that neither memory nor the time to the first batch grows with the epoch.
     """
-    steps, first, samples = plan.num_batches(rank), 0, _FIRST_BLOCK
+    steps, first, rows = plan.num_batches(rank), 0, plan.rank_batch
+    samples = _BLOCK if steps * rows <= _BLOCK else _FIRST_BLOCK  # what is one block anyway isn't made two
     while first < steps:
-        last = min(steps, first + max(1, samples // plan.rank_batch))
+        last = min(steps, first + max(1, samples // rows))
         items = take(plan.block(first, last, rank))
-        for step in range(first, last):
-            begin = (step - first) * plan.rank_batch
-            position = plan.start + step * plan.global_batch + rank * plan.rank_batch
-            yield Keyed(items[begin : begin + plan.rank_batch], (*key, position))
+        for begin in range(0, len(items), rows):
+            yield items[begin : begin + rows]
         first, samples = last, _BLOCK
 
 

@@ -75,6 +75,14 @@ def test_a_position_has_the_same_number_in_any_company(
     assert alone == draw(key, size, positions).tolist()
 
 
+@given(keys, st.integers(1, 20_000))
+def test_many_positions_are_looked_up_as_few_are_hashed(key: tuple[int, ...], size: int) -> None:
+    together = permute(key, size, torch.arange(size))
+    few = max(1, math.isqrt(size) - 1)  # fewer than a half has values
+    for begin in (0, size // 2, size - few):
+        assert permute(key, size, torch.arange(begin, begin + few)).equal(together[begin : begin + few])
+
+
 def test_positions_are_left_as_they_were() -> None:
     positions = torch.arange(10)
     permute(make_keys(1), 10, positions)
