@@ -178,9 +178,8 @@ def _microbatches(ctx: Context, loader: Iterable[T], uneven: Uneven) -> Iterator
             prepared.note(share)
         yield batch, micro
     journal.has_ended = True
-    if (
-        ctx.num_processes > 1 and uneven != "join"
-    ):  # a source that gave fewer batches than its length has promised
+    # A source that gave fewer batches than its length has promised is found out here.
+    if ctx.num_processes > 1 and uneven != "join":
         check(ctx, Call("microbatches", f"the end after {index} batches"))
     if prepared is not None:  # a rank that left batches over has ended its epoch like the others
         prepared.finish()
@@ -231,16 +230,14 @@ def _joined(ctx: Context, begun: Pass[T], epoch: int) -> Iterator[tuple[T, Share
         )
     if begun.counts is None:
         for index, (batch, share) in enumerate(begun.batches):
-            alone = MicroBatch(index=index, epoch=epoch, place=0, window=1, sync=True, is_last=share.is_last)
-            yield batch, share, _with_facts(alone, share)
+            yield batch, share, _described(index, epoch, 0, 1, share.is_last, share)
         return
     own = begun.counts[ctx.rank]
     for index, (batch, share) in enumerate(islice(begun.batches, own)):
         start = max((count for count in begun.counts if count <= index), default=0)
         end = min(count for count in begun.counts if count > index)
-        planned = plan_microbatch(index - start, epoch, end - start, steps)
-        micro = replace(planned, index=index, is_last=index == own - 1)
-        yield batch, share, _with_facts(micro, share)
+        place, window = _place_of(index - start, epoch, end - start, steps, True)
+        yield batch, share, _described(index, epoch, place, window, index == own - 1, share)
 
 
 def _in_windows(

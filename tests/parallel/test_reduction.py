@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -83,7 +83,7 @@ def test_a_pass_that_failed_leaves_nothing_behind() -> None:
         for _ in range(3):
             model(torch.ones(1, 1)).sum().backward()
         first = next(model.parameters())
-        handle: Any = first.register_hook(fail)
+        handle = cast("Any", first).register_hook(fail)
         with pytest.raises(OSError, match="a hook of the user's"):
             model(torch.ones(1, 1)).sum().backward()
         handle.remove()
