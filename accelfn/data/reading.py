@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar, cast, runtime_checkable
 
 from typing_extensions import NamedTuple  # of typing, one that is generic needs Python 3.11
 
@@ -130,10 +130,12 @@ def shares_of(plan: EpochPlan, rank: int) -> Iterator[Share]:
     """
     num_batches = plan.num_batches(rank)
     rows, group, consumed = plan.rank_batch, plan.global_batch, plan.start
-    # Full steps but for a last one differ in their places only; and this is said of each batch.
+    # Full steps but for a last one differ in their places only.
     full = max(0, min(num_batches - 1, plan.num_left // group))
+    # What Share(...) calls, at half of its cost, which each batch pays.
+    make = cast("Callable[..., Share]", cast("Any", tuple).__new__)
     for _ in range(full):
         consumed += group
-        yield Share(rows, rows, group, None, rows, False, consumed)
+        yield make(Share, (rows, rows, group, None, rows, False, consumed))
     for step in range(full, num_batches):
         yield share_of(plan, step, rank)

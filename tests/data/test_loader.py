@@ -2,6 +2,7 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 
+import contextlib
 import functools
 from typing import Any, cast
 
@@ -9,10 +10,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, get_worker_info
 
-from accelfn import Context, DataLoaderConfiguration
+from accelfn import Context, DataLoaderConfiguration, gather
+from accelfn.context.world import World
 from accelfn.data import Order, gather_for_metrics, microbatches, plan_epoch, prepare_data_loader
 from accelfn.errors import ConfigurationError, MismatchError, NotAvailableError
 from accelfn.testing import run_ranks
+from accelfn.tree import flatten
 
 
 def numbers(num: int, batch_size: int = 2, **options: Any) -> DataLoader[Any]:
@@ -118,6 +121,48 @@ def test_a_complete_pass_moves_on_to_the_next_epoch_and_a_break_does_not() -> No
     assert [batch.tolist() for batch in loader] != [first]
     loader.set_epoch(0)
     assert [batch.tolist() for batch in loader] == [first]
+
+
+META = torch.device("meta")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda here, there: here,
+        lambda here, there: (there, here),
+        lambda here, there: [there, here],
+        lambda here, there: {"a": there, "b": here},
+        lambda here, there: [there, [here]],
+        lambda here, there: {"a": there, "b": {"c": (here, 5)}},
+    ],
+)
+def test_a_batch_that_is_partly_in_place_is_moved_as_a_whole(make: Any) -> None:
+    def collate(samples: list[Any]) -> Any:
+        return make(torch.zeros(2), torch.zeros(2, device=META))
+
+    loader = prepare_data_loader(Context(world=World(device=META)), numbers(4, collate_fn=collate))
+    batches = list(loader)
+    assert len(batches) == 2
+    for batch in batches:
+        leaves, structure = flatten(batch)
+        assert structure == flatten(collate([]))[1]
+        assert {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)} == {META}
+
+
+def test_what_a_loop_over_batches_raises_is_no_failure_of_the_loader() -> None:
+    def run(ctx: Context) -> list[int]:
+        loader = prepare_data_loader(ctx, numbers(8))
+        with contextlib.suppress(ZeroDivisionError):
+            for batch in loader:
+                print(int(batch[0]) // (ctx.rank - 1))
+        with contextlib.suppress(ZeroDivisionError):
+            for batch, _ in microbatches(ctx, loader):
+                print(int(batch[0]) // (ctx.rank - 1))
+                break
+        return gather(ctx, torch.tensor([ctx.rank])).tolist()  # raises where another rank has failed
+
+    assert run_ranks(run, 2) == [[0, 1]] * 2
 
 
 def test_batches_stay_where_they_are_without_device_placement() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accelfn.data import EpochPlan, plan_epoch
-from accelfn.data.reading import share_of
+from accelfn.data.reading import Share, share_of, shares_of
 from accelfn.errors import ConfigurationError
 
 Batches = list[list[int]]
@@ -133,6 +133,14 @@ def test_a_block_is_the_positions_of_its_steps(plan: EpochPlan, data: st.DataObj
         block = plan.block(begin, end, rank)
         assert block.dtype == torch.int64
         assert block.tolist() == listed
+
+
+@given(planned())
+def test_what_is_told_of_all_batches_is_what_is_told_of_each(plan: EpochPlan) -> None:
+    for rank, count in enumerate(map(plan.num_batches, range(plan.size))):
+        together = list(shares_of(plan, rank))
+        assert together == [share_of(plan, step, rank) for step in range(count)]
+        assert all(type(share) is Share for share in together)
 
 
 def test_a_block_ends_where_the_order_does() -> None:
