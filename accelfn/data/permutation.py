@@ -16,7 +16,8 @@ import torch
 
 __all__ = ("draw", "make_keys", "permute")
 
-# As many as make all orders of a few numbers equally likely, as far as a test over 10,000s of seeds can tell.
+# With ideal hashes, the orders of 8 numbers are then 0.03 from equally likely in total variation (0.28 with 8
+# rounds), and those of fewer closer; of more numbers no statistic of one or two places shows a difference.
 ROUNDS = 16
 _POSITIVE = (1 << 63) - 1
 # The largest domain whose pairs' numbers fit into int64.

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accelfn.context import Context
 
-__all__ = ("watch_reductions",)
+__all__ = ("Reductions", "watch_reductions")
 
 
 def watch_reductions(ctx: Context, model: DistributedDataParallel) -> None:
