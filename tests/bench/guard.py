@@ -78,7 +78,7 @@ def measure(ctx: af.Context) -> list[Row]:
     rows = [Row("training step, guard as it is by default", sampled, times)]
     for leaves in (1, 50, 500):
         # Too large for the opening exchange, so that the check needs an exchange of its own.
-        tree = [torch.zeros(max(32, 40_000 // leaves)) for _ in range(leaves)]
+        tree = [torch.zeros(max(32, 160_000 // leaves)) for _ in range(leaves)]
         calls: dict[str, Callable[[], object]] = {
             name: (lambda one=one, tree=tree: af.reduce(one, tree))
             for name, one in modes.items()

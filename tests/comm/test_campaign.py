@@ -54,7 +54,7 @@ def on_each(size: int, on: Where, action: Callable[[af.Context], object], **opti
 
 
 ONE, TWO, SIX = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0]), torch.arange(6.0)
-LARGE = torch.zeros(40_000)
+LARGE = torch.zeros(200_000)
 
 TREES: dict[str, tuple[Any, Any]] = {
     "shape": (ONE, torch.ones(3)),
