@@ -17,7 +17,7 @@ from accelfn.data.dispatch_stream import StreamDispatch, dispatch_stream
 from accelfn.data.items import plan_items, with_rows
 from accelfn.data.order import Order, Take, draw_here, read_order, take_from
 from accelfn.data.parts import Parts
-from accelfn.data.plan import EpochPlan, plan_epoch
+from accelfn.data.plan import EpochPlan, Planner, plan_epoch, planner
 from accelfn.data.reading import Pass, Share, share_of
 from accelfn.data.sampled import (
     Batches,
@@ -74,19 +74,7 @@ def dispatch(
         order = replace(order, seed=agree(f"dispatched by rank 0: {order}, each a batch"))
         return OrderedDispatch(ctx, source, order, functools.partial(plan_items, ctx), None)
     size = ctx.num_processes
-    drop_last = bool(getattr(sampler, "drop_last", False))
-
-    def make_plan(number: int, start: int, batch_size: int) -> EpochPlan:
-        return plan_epoch(
-            number,
-            batch_size,
-            size,
-            split_batches=ctx.loading.split_batches,
-            even_batches=ctx.loading.even_batches,
-            drop_last=drop_last,
-            start=start,
-        )
-
+    make_plan = planner(ctx.loading, size, bool(getattr(sampler, "drop_last", False)))
     if type(sampler) is BatchSampler:
         rows = int(sampler.batch_size)
         order = read_order(cast("Any", sampler).sampler, source.dataset, 0)
@@ -171,7 +159,7 @@ class BatchedDispatch(Generic[T]):
         source: DataLoader[T],
         seed: int,
         named: int | None,
-        make_plan: Callable[[int, int, int], EpochPlan],
+        make_plan: Planner,
         slice_fn: SliceFunction | None,
     ) -> None:
         """Read ``source``, whose batch sampler names ``named`` as its batch size."""

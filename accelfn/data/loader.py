@@ -17,7 +17,7 @@ from accelfn.data.dispatch import SliceFunction, dispatch
 from accelfn.data.items import ItemReader
 from accelfn.data.order import read_order, refuse_sharded
 from accelfn.data.own import OwnReader
-from accelfn.data.plan import EpochPlan, plan_epoch
+from accelfn.data.plan import EpochPlan, planner
 from accelfn.data.reading import Evening, Pass, Reader, Share
 from accelfn.data.sampled import BatchedReader, SampledReader, batch_sampler_of, sampler_of
 from accelfn.data.stream import read_stream, rows_in
@@ -345,38 +345,21 @@ def _reader(
         order = read_order(sampler_of(loader), loader.dataset, 0)
         order = replace(order, seed=_agreed_seed(ctx, loader, f"{order}, each a batch"))
         return ItemReader(ctx, loader, order)
-    drop_last = loader.drop_last
-
-    def make_plan(number: int, start: int, batch_size: int) -> EpochPlan:
-        return plan_epoch(
-            number,
-            batch_size,
-            size,
-            split_batches=ctx.loading.split_batches,
-            even_batches=ctx.loading.even_batches,
-            drop_last=drop_last,
-            start=start,
-        )
-
+    make_plan = planner(ctx.loading, size, bool(getattr(batch_sampler, "drop_last", False)))
     if type(batch_sampler) is BatchSampler:
         batch_size = int(batch_sampler.batch_size)
-        drop_last = bool(batch_sampler.drop_last)
         order = read_order(cast("Any", batch_sampler).sampler, loader.dataset, 0)
         plan = make_plan(order.num_samples, 0, batch_size)
         seed = _agreed_seed(ctx, loader, repr(plan))
         order = read_order(cast("Any", batch_sampler).sampler, loader.dataset, seed)
-        return SampledReader(
-            ctx, loader, order, rank, lambda number, start: make_plan(number, start, batch_size)
-        )
+        return SampledReader(ctx, loader, order, rank, partial(make_plan, batch_size=batch_size))
     refuse_sharded(getattr(batch_sampler, "sampler", None))
-    drop_last = bool(getattr(batch_sampler, "drop_last", False))
     batch_size = getattr(batch_sampler, "batch_size", None)
     if batch_size is not None:
         make_plan(0, 0, batch_size)  # refuses a batch that can't be split
     seed = _agreed_seed(ctx, loader, f"batches of {batch_size}")
-    return BatchedReader(
-        ctx, loader, seed, rank, size, lambda number, start: make_plan(number, start, int(batch_size or 1))
-    )
+    by_sample = partial(make_plan, batch_size=int(batch_size or 1))
+    return BatchedReader(ctx, loader, seed, rank, size, by_sample)
 
 
 def _agreed_seed(ctx: Context, loader: DataLoader[Any], what: str) -> int:

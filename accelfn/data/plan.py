@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
+from accelfn.context.config import DataLoaderConfiguration
 from accelfn.errors import ConfigurationError
 
-__all__ = ("EpochPlan", "plan_epoch")
+__all__ = ("EpochPlan", "Planner", "plan_epoch", "planner")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,3 +152,34 @@ def plan_epoch(
         drop_last=drop_last,
         start=start,
     )
+
+
+class Planner(Protocol):
+    """Plans a number of samples from one of them on, in batches of the user's size."""
+
+    def __call__(self, number: int, start: int, batch_size: int) -> EpochPlan:
+        """Plan."""
+        ...
+
+
+def planner(loading: DataLoaderConfiguration, size: int, drop_last: bool) -> Planner:
+    """Give :func:`plan_epoch` of a number of samples, the one to start at, and a batch size.
+
+    Args:
+        loading: How the user wants data to be shared out.
+        size: Ranks that read different data.
+        drop_last: Leave out an incomplete last step.
+    """
+
+    def make_plan(number: int, start: int, batch_size: int) -> EpochPlan:
+        return plan_epoch(
+            number,
+            batch_size,
+            size,
+            split_batches=loading.split_batches,
+            even_batches=loading.even_batches,
+            drop_last=drop_last,
+            start=start,
+        )
+
+    return make_plan
