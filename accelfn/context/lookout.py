@@ -23,7 +23,7 @@ _POLL_S = 0.2
 # Others that wait answer within two looks; then it is clear who doesn't.
 _ROLL_CALL_S = 0.6
 _JOIN_S = 1.0
-_LAST_SENDS_S = 1.0
+_LAST_SENDS_S = 0.5
 # More than a watchdog's answer takes.
 _LAST_WORDS_S = 5.0
 
