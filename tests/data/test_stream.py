@@ -2,6 +2,7 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 
+import importlib
 import os
 import random
 import warnings
@@ -665,7 +666,7 @@ def test_reading_the_same_several_times_is_said_once_a_world() -> None:
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("num_shards", [1, 4])
 def test_hugging_face_streams_are_read_once_by_their_shards(num_shards: int, num_workers: int) -> None:
-    datasets: Any = pytest.importorskip("datasets")
+    datasets: Any = importlib.import_module("datasets")
     table = datasets.Dataset.from_dict({"x": list(range(22))})
 
     def run(ctx: Context) -> list[list[int]]:
@@ -685,7 +686,7 @@ def test_hugging_face_streams_are_read_once_by_their_shards(num_shards: int, num
 
 
 def test_hugging_face_tables_are_read_by_their_indices() -> None:
-    datasets: Any = pytest.importorskip("datasets")
+    datasets: Any = importlib.import_module("datasets")
     table = datasets.Dataset.from_dict({"x": list(range(11))})
 
     def run(ctx: Context) -> list[int]:
