@@ -41,9 +41,8 @@ class Context:
     """Who this process is, how it reaches the others and how it was configured.
 
     Frozen: nothing in the library changes it, and nothing else holds state. Made by
-        :func:`accelfn.init_context`, or
-    directly in a test: ``Context()`` is one process on the CPU. Also a context manager, which calls
-    :func:`accelfn.close_context` at its end.
+    :func:`accelfn.init_context`, or directly in a test: ``Context()`` is one process on the CPU. Also a
+    context manager, which calls :func:`accelfn.close_context` at its end.
 
     Attributes:
         world: This rank among the others.
