@@ -15,7 +15,7 @@ from accelfn.context import Context
 from accelfn.data.deal import Dealer, SliceFunction, hand_out
 from accelfn.data.dispatch_stream import StreamDispatch, dispatch_stream
 from accelfn.data.items import plan_items, with_rows
-from accelfn.data.order import Order, Take, draw_here, read_order, take_from
+from accelfn.data.order import Order, Take, check_length, draw_here, read_order, take_from
 from accelfn.data.parts import Parts
 from accelfn.data.plan import EpochPlan, Planner, plan_epoch, planner
 from accelfn.data.reading import Pass, Share, share_of
@@ -105,6 +105,7 @@ class OrderedDispatch(Generic[T]):
         self._ctx = ctx
         self._order = order
         self._make_plan = make_plan
+        self._dataset: Any = source.dataset
         self._sampler = sampler_of(source) if order.kind == "sampler" else None
         self._is_whole = batch_sampler_of(source) is None
         self._dealer = Dealer(ctx, slice_fn)
@@ -121,7 +122,12 @@ class OrderedDispatch(Generic[T]):
         return self.plan(start).num_batches(self._ctx.rank)
 
     def begin(self, epoch: int, start: int) -> Pass[T]:
-        """Begin a pass."""
+        """Begin a pass.
+
+        Raises:
+            ValueError: The dataset has another length than it had when the loader was prepared.
+        """
+        check_length(self._dataset, self._order)
         plan = self.plan(start)
         steps: Iterator[tuple[list[Any], None]] | None = None
         if self._loader is not None:

@@ -156,6 +156,11 @@ class StreamDispatch(Generic[T]):
         """Describe this rank's batch by what rank 0 told."""
         valid, rows, is_last, consumed = facts
         rank = self._ctx.rank
+        if rows is not None and not in_step:
+            # A rank without a part of the last group may repeat its batch: what it knew of others is over.
+            own_rows = rows[rank] if rank < len(rows) else None
+            own_valid = None if rank < valid else 0
+            return Share(num_rows=own_rows, own_valid=own_valid, is_last=is_last, consumed=consumed)
         if rows is not None:
             return _share_of_items(rows, valid, rank)._replace(is_last=is_last, consumed=consumed)
         share = share_of(self._plan_of(valid, 0), 0, rank)

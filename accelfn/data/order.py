@@ -14,7 +14,16 @@ from accelfn.context import Context
 from accelfn.data.permutation import draw, make_keys, permute
 from accelfn.errors import ConfigurationError
 
-__all__ = ("Order", "Take", "draw_here", "draw_together", "read_order", "refuse_sharded", "take_from")
+__all__ = (
+    "Order",
+    "Take",
+    "check_length",
+    "draw_here",
+    "draw_together",
+    "read_order",
+    "refuse_sharded",
+    "take_from",
+)
 
 # Gives what stands at positions of an epoch.
 Take = Callable[[torch.Tensor], list[Any]]
@@ -104,6 +113,19 @@ def refuse_sharded(sampler: object) -> None:
         raise ConfigurationError(
             "the loader has a DistributedSampler, so its data is sharded already, and sharding it again "
             'would leave out samples. Pass sharding="already_sharded", or give it a plain sampler.'
+        )
+
+
+def check_length(dataset: Any, order: Order) -> None:
+    """Refuse a dataset that has changed its length since ``order`` was read.
+
+    Raises:
+        ValueError: It has.
+    """
+    if len(dataset) != order.num_items:
+        raise ValueError(
+            f"the dataset {type(dataset).__name__} had a length of {order.num_items} when its loader was "
+            f"prepared, and now has one of {len(dataset)}. Prepare a new one."
         )
 
 

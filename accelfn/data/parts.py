@@ -36,7 +36,10 @@ class CannotSendError(TypeError):
 
     def __init__(self, what: str) -> None:
         """Say what can't be sent, and the ways out."""
-        super().__init__(f"dispatch_batches: {what} {_WAYS_OUT}")
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        return f"dispatch_batches: {self.args[0]} {_WAYS_OUT}"
 
 
 class Received(NamedTuple):

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, get_worker_info
 
 from accelfn.context import Context
-from accelfn.data.order import Order, Take, draw_together, take_from
+from accelfn.data.order import Order, Take, check_length, draw_together, take_from
 from accelfn.data.plan import EpochPlan, plan_epoch
 from accelfn.data.reading import Pass, Share, share_of, shares_of
 from accelfn.errors import ConfigurationError
@@ -91,11 +91,7 @@ class SampledReader(Generic[T]):
             ValueError: The dataset has another length than it had when the loader was prepared, or a sampler
                 drew another number of samples than it has promised.
         """
-        if len(self._dataset) != self._order.num_items:
-            raise ValueError(
-                f"the dataset {type(self._dataset).__name__} had a length of {self._order.num_items} when "
-                f"its loader was prepared, and now has one of {len(self._dataset)}. Prepare a new one."
-            )
+        check_length(self._dataset, self._order)
         plan = self.plan(start)
         if self._sampler is None:
             take = self._order.taker(self.seed, epoch)

@@ -633,3 +633,59 @@ def test_a_pass_that_was_left_early_can_be_begun_again() -> None:
 
     batches = [[0, 1], [4, 5], [8, 0]]
     assert run_ranks(run, 2, dataloader_config=config())[0] == batches + batches
+
+
+class Batched(IterableDataset[torch.Tensor]):
+    """A stream whose elements are batches of given sizes."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        self.sizes = sizes
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.arange(sum(self.sizes)).split(self.sizes))
+
+
+@pytest.mark.parametrize("sizes", [[2, 2, 2], [3, 1, 5], [3, 1, 3, 5, 5], [1]])
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_repeated_batches_of_the_users_own_are_cut_exactly(sizes: list[int], steps: int, size: int) -> None:
+    def work(ctx: Context) -> list[int]:
+        loader = prepare_data_loader(ctx, DataLoader(Batched(sizes), batch_size=None))
+        found: list[int] = []
+        for batch, micro in microbatches(ctx, loader, "pad"):
+            found += gather_for_metrics(ctx, batch, micro).tolist()
+        return found
+
+    if len(sizes) < size:
+        with pytest.raises((ValueError, RemoteRankError)):
+            run_ranks(work, size, dataloader_config=config(even_batches=False))
+        return
+    seen = run_ranks(
+        work, size, dataloader_config=config(even_batches=False), gradient_accumulation_steps=steps
+    )
+    assert [sorted(one) for one in seen] == [list(range(sum(sizes)))] * size
+
+
+@pytest.mark.parametrize("then", [6, 12])
+def test_a_dataset_that_changed_its_length_is_refused(then: int) -> None:
+    def work(ctx: Context) -> str:
+        items = list(range(8))
+        loader = prepare_data_loader(ctx, DataLoader(cast("Any", items), batch_size=2))
+        list(loader)
+        items[:] = range(then)
+        with pytest.raises(ValueError, match=f"had a length of 8 when .* one of {then}") as caught:
+            list(loader)
+        return str(caught.value)
+
+    assert len(set(run_ranks(work, 2, dataloader_config=config()))) == 1
+
+
+def test_what_can_not_be_sent_is_said_once_on_processes_too() -> None:
+    def work(ctx: Context) -> None:
+        texts = cast("Any", ["a", "b", "c", "d"])
+        list(prepare_data_loader(ctx, DataLoader(texts, batch_size=2)))
+
+    with pytest.raises(TypeError) as caught:
+        run_ranks(work, 2, "processes", dataloader_config=config())
+    assert str(caught.value).count("dispatch_batches: ") == 1
+    assert str(caught.value).count("Make tensors of it in collate_fn") == 1
