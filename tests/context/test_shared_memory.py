@@ -58,19 +58,18 @@ def test_a_rank_may_be_one_exchange_ahead_and_spoils_nothing() -> None:
 
 
 def test_a_process_that_ends_instead_is_noticed_at_once() -> None:
-    def work(ctx: Context) -> tuple[tuple[int, ...], bool]:
+    def work(ctx: Context) -> tuple[int, ...]:
         rows = share_rows(ctx.collectives.exchange, ctx.rank, ctx.num_processes, CHUNK)
         assert rows is not None
         if ctx.rank == 2:
             time.sleep(0.1)  # seen to live first
-            return (), True
+            return ()
         rows.write(as_row(b"here"))
-        start = time.monotonic()
         with pytest.raises(LostRanksError) as caught:
             rows.wait(30.0)
-        return caught.value.ranks, time.monotonic() - start < 10.0
+        return caught.value.ranks
 
-    assert run_ranks(work, 3, "processes") == [((2,), True), ((2,), True), ((), True)]
+    assert run_ranks(work, 3, "processes") == [(2,), (2,), ()]
 
 
 def test_a_living_process_is_waited_for() -> None:

@@ -124,7 +124,9 @@ def test_a_rank_that_ends_before_its_backward_pass_is_missed() -> None:
     assert "rank 1 has ended its work after forward" in here.text
 
 
-def test_one_that_fails_and_lingers_is_heard_of_in_the_backward_pass() -> None:
+def test_one_that_fails_and_lingers_is_heard_of_in_the_backward_pass(tmp_path: Path) -> None:
+    heard = tmp_path / "heard"
+
     def work(ctx: Context) -> Any:
         def happens(number: int) -> bool:
             if ctx.rank == 1 and number == 3:
@@ -132,18 +134,22 @@ def test_one_that_fails_and_lingers_is_heard_of_in_the_backward_pass() -> None:
                     with af.failing_together(ctx, "a step"):
                         raise OSError("the disk is full")
                 except OSError:
-                    time.sleep(2.0)
+                    deadline = time.monotonic() + PATIENCE_S / 2
+                    while not heard.exists() and time.monotonic() < deadline:
+                        time.sleep(0.05)
+                    lingered.append(heard.exists())  # while this rank is still there
                     raise
             return False
 
-        start = time.monotonic()
+        lingered: list[bool] = []
         seen = look(lambda: loop(ctx, happens))
-        return seen.error, seen.text, time.monotonic() - start < 1.9
+        heard.touch()
+        return seen.error, seen.text, lingered
 
-    (error, text, soon), (other, *_) = run_ranks(work, 2, "processes", timeout_s=PATIENCE_S)
+    (error, text, _), (other, _, lingered) = run_ranks(work, 2, "processes", timeout_s=PATIENCE_S)
     assert (error, other) == ("RemoteRankError", "OSError")
     assert "rank 1 failed in a step: OSError: the disk is full" in text
-    assert soon
+    assert lingered == [True]
 
 
 @pytest.mark.slow
