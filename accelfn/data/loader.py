@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator, Sized
 from dataclasses import replace
 from functools import partial
 from typing import Any, Generic, Literal, TypeVar, cast
@@ -17,12 +17,12 @@ from accelfn.data.dispatch import SliceFunction, dispatch
 from accelfn.data.items import ItemReader
 from accelfn.data.order import read_order, refuse_sharded
 from accelfn.data.own import OwnReader
+from accelfn.data.placement import placer
 from accelfn.data.plan import EpochPlan, planner
 from accelfn.data.reading import Evening, Pass, Reader, Share
 from accelfn.data.sampled import BatchedReader, SampledReader, batch_sampler_of, sampler_of
 from accelfn.data.stream import read_stream, rows_in
 from accelfn.errors import ConfigurationError, NotAvailableError
-from accelfn.tree import send_to_device
 
 __all__ = ("PreparedDataLoader", "Sharding", "prepare_data_loader", "tell_epoch")
 
@@ -196,15 +196,13 @@ class PreparedDataLoader(Generic[T]):
 
     def _placed(self, batches: Iterator[tuple[T, Share]]) -> Iterator[tuple[T, Share]]:
         """Bring batches to the rank's device; what a source raises is every rank's."""
-        device = self._ctx.device if self._ctx.device_placement else None
-        non_blocking = self._ctx.loading.non_blocking
+        place: Callable[[T], T] | None = None
+        if self._ctx.device_placement:
+            place = placer(self._ctx.device, self._ctx.loading.non_blocking)
         # Once around all: what the loop over the batches raises doesn't come in here, where they are made.
         with failing_together(self._ctx, "a data loader"):
             for batch, share in batches:
-                if device is None or _is_at(device, batch):
-                    yield batch, share
-                else:
-                    yield send_to_device(batch, device, non_blocking=non_blocking), share
+                yield batch if place is None else place(batch), share
 
     def _synchronize(self) -> None:
         """Bring the random states that the context names to rank 0's, as a pass begins."""
@@ -219,23 +217,6 @@ class PreparedDataLoader(Generic[T]):
         if name == "total_batch_size":
             raise AttributeError("total_batch_size: the loader has no batch size of its own.")
         return getattr(self._source, name)
-
-
-def _is_at(device: torch.device, batch: Any) -> bool:
-    """Whether there is nothing to move in a batch of the commonest kinds; of any other, False."""
-    kind = type(batch)  # pyright: ignore[reportUnknownVariableType]
-    if kind is torch.Tensor:
-        return batch.device == device
-    if kind is list or kind is tuple:
-        leaves = batch
-    elif kind is dict:
-        leaves = batch.values()
-    else:
-        return False
-    for leaf in leaves:  # noqa: SIM110 (a generator would cost more than the loop)
-        if type(leaf) is not torch.Tensor or leaf.device != device:
-            return False
-    return True
 
 
 def tell_epoch(source: DataLoader[Any], epoch: int) -> None:
