@@ -14,8 +14,6 @@ __all__ = ("broadcast_in_rounds", "scatter_in_rounds")
 
 Exchange = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
 
-_NOTHING = torch.empty(0, dtype=torch.uint8)
-
 
 def broadcast_in_rounds(exchange: Exchange, chunk: int, rank: int, buffer: torch.Tensor, source: int) -> None:
     """Fill ``buffer`` with that of rank ``source``.
@@ -30,9 +28,10 @@ def broadcast_in_rounds(exchange: Exchange, chunk: int, rank: int, buffer: torch
         source: Whose buffer it is.
     """
     data = buffer.view(torch.uint8)
+    nothing = torch.empty(0, dtype=torch.uint8)
     for start in range(0, data.numel(), chunk):
         piece = data[start : start + chunk]
-        rows = exchange(piece if rank == source else _NOTHING)
+        rows = exchange(piece if rank == source else nothing)
         if rank != source:
             piece.copy_(rows[source][: piece.numel()])
 
@@ -59,7 +58,7 @@ def scatter_in_rounds(
         buffer: ``(size * n,)`` on rank ``source``.
         source: Whose buffer it is; its own part isn't written to the others.
     """
-    own = output.view(torch.uint8)
+    own, nothing = output.view(torch.uint8), torch.empty(0, dtype=torch.uint8)
     receivers = [other for other in range(size) if other != source]
     length = chunk // len(receivers)  # of the piece of each receiver in one round
     parts = None if buffer is None or rank != source else buffer.view(torch.uint8).view(size, -1)
@@ -70,6 +69,6 @@ def scatter_in_rounds(
             exchange(pieces[0] if len(pieces) == 1 else torch.cat(pieces))
             continue
         place = receivers.index(rank) * (end - start)
-        own[start:end] = exchange(_NOTHING)[source][place : place + end - start]
+        own[start:end] = exchange(nothing)[source][place : place + end - start]
     if parts is not None and own.data_ptr() != parts[source].data_ptr():
         own.copy_(parts[source])

@@ -12,16 +12,18 @@ from accelfn.data.microbatch import (
 from accelfn.data.order import Order, read_order
 from accelfn.data.permutation import permute
 from accelfn.data.picture import draw_plan, draw_plan_svg
-from accelfn.data.plan import EpochPlan, plan_epoch
+from accelfn.data.plan import DataRank, EpochPlan, data_rank, plan_epoch
 from accelfn.data.resume import LoaderState, loader_state, restore_loader, skip_first_batches
 
 __all__ = (
+    "DataRank",
     "EpochPlan",
     "LoaderState",
     "MicroBatch",
     "Order",
     "PreparedDataLoader",
     "Uneven",
+    "data_rank",
     "draw_plan",
     "draw_plan_svg",
     "gather_for_metrics",

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
-from accelfn.context.config import DataLoaderConfiguration
+from accelfn.context.config import DataLoaderConfiguration, ParallelismConfig
 from accelfn.errors import ConfigurationError
 
-__all__ = ("EpochPlan", "Planner", "plan_epoch", "planner")
+__all__ = ("DataRank", "EpochPlan", "Planner", "data_rank", "plan_epoch", "planner")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +20,7 @@ class EpochPlan:
     Positions count along the order of the epoch; which sample stands at a position is another matter. Step
     ``k`` of the world covers ``global_batch`` consecutive positions, and rank ``r`` reads the ``r``-th of
     ``size`` equal pieces. Ranks that share a batch, such as those of one tensor-parallel group, are one rank
-    here.
+    here (:func:`data_rank`).
 
     Attributes:
         num_samples: Length of the order.
@@ -152,6 +152,45 @@ def plan_epoch(
         drop_last=drop_last,
         start=start,
     )
+
+
+class DataRank(NamedTuple):
+    """Which part of the data a rank reads.
+
+    Attributes:
+        rank: Number of the group of ranks that share each batch; the ``rank`` of an :class:`EpochPlan`.
+        size: Number of groups; its ``size``.
+        sharing: Ranks in a group.
+    """
+
+    rank: int
+    size: int
+    sharing: int
+
+
+def data_rank(parallelism: ParallelismConfig, rank: int) -> DataRank:
+    """Say which part of the data ``rank`` reads in a mesh. Pure.
+
+    Ranks that differ only along the axes of tensor, context or sequence parallelism work on one batch
+    together, so they read the same.
+
+    Args:
+        parallelism: Sizes of the axes, of which these are innermost.
+        rank: In ``range(total_size)``.
+
+    Raises:
+        ValueError: There is no such rank in the mesh.
+
+    >>> mesh = ParallelismConfig(dp_shard_size=2, tp_size=2)
+    >>> [data_rank(mesh, rank).rank for rank in range(4)]
+    [0, 0, 1, 1]
+    """
+    if not 0 <= rank < parallelism.total_size:
+        raise ValueError(
+            f"data_rank: the mesh has ranks 0 to {parallelism.total_size - 1}, and there is no rank {rank}."
+        )
+    sharing = parallelism.tp_size * parallelism.cp_size * parallelism.sp_size
+    return DataRank(rank // sharing, parallelism.total_size // sharing, sharing)
 
 
 class Planner(Protocol):
