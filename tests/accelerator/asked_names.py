@@ -252,10 +252,20 @@ _METHODS = (
         "save_state(output_dir=None, safe_serialization=True, **save_model_func_kwargs)",
         "load_state(input_dir=None, **load_model_func_kwargs)",
         "register_for_checkpointing(*objects)",
-        "register_save_state_pre_hook(hook)",
-        "register_load_state_pre_hook(hook)",
         "get_state_dict(model, unwrap=True)",
         part="checkpoints",
+    ),
+    AskedName(
+        kind="method",
+        documented="register_save_state_pre_hook(hook)",
+        part="checkpoints",
+        note="called as `hook(models, weights, output_dir)`; `_models` itself stays private",
+    ),
+    AskedName(
+        kind="method",
+        documented="register_load_state_pre_hook(hook)",
+        part="checkpoints",
+        note="called as `hook(models, input_dir)`",
     ),
     *_rows("method", "get_tracker(name, unwrap=False)", part="trackers"),
 )
