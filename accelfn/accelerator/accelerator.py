@@ -22,6 +22,7 @@ import accelfn.checkpoint as checkpoint
 import accelfn.comm as comm
 import accelfn.data as data
 import accelfn.training as training
+from accelfn.accelerator.later import LaterParts
 from accelfn.accelerator.proxies import (
     AcceleratedDataLoader,
     AcceleratedOptimizer,
@@ -56,37 +57,11 @@ __all__ = ("Accelerator",)
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
-# Parts of Accelerate's surface whose machinery is not there yet.
-_NOT_YET = (
-    *("save_state", "load_state", "register_for_checkpointing", "save", "get_state_dict", "save_iteration"),
-    *(
-        "register_save_state_pre_hook",
-        "register_load_state_pre_hook",
-    ),
-    *(
-        "init_trackers",
-        "log",
-        "get_tracker",
-        "trackers",
-        "end_training",
-        "profile",
-        "lomo_backward",
-        "fp8_backend",
-    ),
-    *(
-        "trigger_sync_in_backward",
-        "maybe_context_parallel",
-        "verify_device_map",
-        "free_memory",
-        "clear",
-        "is_fsdp2",
-    ),
-    *("tensor_parallel_rank", "pipeline_parallel_rank", "context_parallel_rank", "data_parallel_rank"),
-    *("data_parallel_shard_rank", "torch_device_mesh", "parallelism_config", "should_save_model"),
-)
+# Of the training step, and not there yet. What waits for a whole part of accelfn stands in `later`.
+_NOT_YET = ("clear", "free_memory", "lomo_backward", "profile", "trigger_sync_in_backward")
 
 
-class Accelerator:
+class Accelerator(LaterParts):
     """Train with Accelerate's method names.
 
     Takes the arguments of :func:`accelfn.init_context`; ``context`` builds it over one that exists, such as
@@ -267,6 +242,16 @@ class Accelerator:
     def logging_dir(self) -> str | os.PathLike[str] | None:
         """Folder for logs."""
         return self.context.project.logging_dir
+
+    @property
+    def save_iteration(self) -> int:
+        """Number of the next checkpoint that is named by itself."""
+        return self.context.project.iteration
+
+    @property
+    def should_save_model(self) -> bool:
+        """Whether this rank is the one of its node that writes a model's weights."""
+        return self.context.is_local_main_process
 
     @property
     def sync_gradients(self) -> bool:
@@ -594,6 +579,10 @@ class Accelerator:
     def close(self) -> None:
         """End what the constructor started; see :func:`accelfn.close_context`."""
         close_context(self.context)
+
+    def end_training(self) -> None:
+        """End the trackers, of which there are none yet, and what the constructor started."""
+        self.close()
 
     def __getattr__(self, name: str) -> Any:
         if name in _NOT_YET:

@@ -313,7 +313,7 @@ def test_what_has_no_machinery_is_refused(call: Callable[[Any], Any]) -> None:
 def test_names_without_machinery_say_so() -> None:
     accelerator = Accelerator(context=Context())
     missing = cast("tuple[str, ...]", vars(module)["_NOT_YET"])
-    assert len(missing) > 20
+    assert missing
     for name in missing:
         assert not hasattr(Accelerator, name)
         with pytest.raises(AttributeError, match=rf"^Accelerator\.{name} has no machinery"):
