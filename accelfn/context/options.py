@@ -332,7 +332,7 @@ def _refuse_unavailable(options: ContextOptions) -> None:
             dynamo is not None and dynamo.backend != DynamoBackend.NO,
         ),
         ("mixed_precision", "fp8", mode in ("fp8", PrecisionType.FP8)),
-        ("log_with", "experiment tracking", options.get("log_with") is not None),
+        ("log_with", "experiment tracking", bool(options.get("log_with"))),
         ("kwargs_handlers", "profiling", "profile" in sort_handlers(options.get("kwargs_handlers"))),
     )
     for argument, what, is_asked in asked:

@@ -123,21 +123,18 @@ _ARGUMENTS = (
     AskedName(
         kind="argument",
         documented="dispatch_batches=None",
-        missing="no argument dispatch_batches",
         note=_IN_THE_OLDER,
     ),
     AskedName(
         kind="argument",
         documented="even_batches=True",
         here="even_batches=None",
-        missing="no argument even_batches",
         note=_IN_THE_OLDER,
     ),
     AskedName(
         kind="argument",
         documented="use_seedable_sampler=False",
         here="use_seedable_sampler=None",
-        missing="no argument use_seedable_sampler",
         note=_IN_THE_OLDER,
     ),
 )
@@ -163,7 +160,6 @@ _METHODS = (
     AskedName(
         kind="method",
         documented="autocast(autocast_handler=None, cache_enabled=None)",
-        missing="no parameter cache_enabled",
         note="one document has `autocast_handler`, another `cache_enabled`",
     ),
     *_rows(
@@ -198,10 +194,8 @@ _METHODS = (
         documented="split_between_processes(inputs, apply_padding=False)",
         note="for a `with` statement; one document shows a plain call, which Accelerate doesn't have either",
     ),
-    AskedName(kind="method", documented="on_main_process(function=None)", missing="no default of function"),
-    AskedName(
-        kind="method", documented="on_local_main_process(function=None)", missing="no default of function"
-    ),
+    AskedName(kind="method", documented="on_main_process(function=None)"),
+    AskedName(kind="method", documented="on_local_main_process(function=None)"),
     *_rows("method", "on_last_process(function)"),
     AskedName(
         kind="method",
@@ -304,9 +298,9 @@ _PROPERTIES = (
 )
 
 _ATTRIBUTES = (
-    AskedName(kind="attribute", documented="device_placement", missing="no attribute"),
+    AskedName(kind="attribute", documented="device_placement"),
     *_rows("attribute", "project_dir"),
-    AskedName(kind="attribute", documented="step", missing="no attribute"),
+    AskedName(kind="attribute", documented="step"),
     AskedName(kind="attribute", documented="trackers", note="empty, as trackers are not in this version"),
 )
 
