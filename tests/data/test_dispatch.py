@@ -13,7 +13,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    get_worker_info,
+)
 
 from accelfn import Accelerator, Context, DataLoaderConfiguration
 from accelfn.data import gather_for_metrics, microbatches, plan_epoch, prepare_data_loader
@@ -578,6 +586,18 @@ def test_what_contradicts_dispatching_is_refused() -> None:
                 prepare_data_loader(ctx, numbers(kind, 4, 3))
 
         run_ranks(split, 2, dataloader_config=config(split_batches=True))
+
+
+def test_a_batch_sampler_over_samples_that_are_dealt_out_already_is_refused() -> None:
+    class Own(BatchSampler):
+        """Not torch's own, so it is asked for its batches."""
+
+    data: Any = torch.arange(8)
+    samples = DistributedSampler(data, num_replicas=2, rank=0)
+    source = DataLoader(data, batch_sampler=Own(samples, 2, drop_last=False))
+    for ctx in (Context(), Context().replace(dataloader_config=config())):
+        with pytest.raises(ConfigurationError, match="DistributedSampler"):
+            prepare_data_loader(ctx, source)
 
 
 def test_batches_of_different_sizes_are_not_cut() -> None:
