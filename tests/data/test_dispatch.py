@@ -20,38 +20,19 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     Sampler,
-    get_worker_info,
 )
 
 from accelfn import Accelerator, Context, DataLoaderConfiguration
 from accelfn.data import gather_for_metrics, microbatches, plan_epoch, prepare_data_loader
 from accelfn.errors import ConfigurationError, MismatchError, RemoteRankError
 from accelfn.testing import run_ranks
+from tests.data.streams import Numbers, Sized
 
 Batches = list[list[int]]
 
 
-class Stream(IterableDataset[torch.Tensor]):
-    def __init__(self, num: int) -> None:
-        self.num = num
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        info = get_worker_info()
-        rank, size = (0, 1) if info is None else (info.id, info.num_workers)
-        return iter(torch.arange(self.num)[rank::size])
-
-
-class SizedStream(Stream):
-    def __init__(self, num: int, says: int | None = None) -> None:
-        super().__init__(num)
-        self.says = num if says is None else says
-
-    def __len__(self) -> int:
-        return self.says
-
-
 def numbers(kind: str, num: int, batch_size: int | None, **options: Any) -> DataLoader[Any]:
-    data: Any = {"map": torch.arange, "stream": Stream, "sized": SizedStream}[kind](num)
+    data: Any = {"map": torch.arange, "stream": Numbers, "sized": Sized}[kind](num)
     return DataLoader(data, batch_size=batch_size, **options)
 
 
@@ -545,7 +526,7 @@ def test_an_error_of_rank_zero_is_every_ranks(where: str) -> None:
 @pytest.mark.parametrize("says", [3, 4, 5, 9, 30])
 def test_a_stream_of_another_length_than_it_says_is_every_ranks_error(says: int) -> None:
     def run(ctx: Context) -> str:
-        loader = prepare_data_loader(ctx, DataLoader(SizedStream(7, says), batch_size=2))
+        loader = prepare_data_loader(ctx, DataLoader(Sized(7, says), batch_size=2))
         with pytest.raises(ValueError if ctx.is_main_process else RemoteRankError) as caught:
             list(loader)
         return str(caught.value)
