@@ -24,7 +24,7 @@ from accelfn.data.order import draw_here, take_from
 from accelfn.data.own import with_rows
 from accelfn.data.parts import Parts
 from accelfn.data.plan import EpochPlan
-from accelfn.data.reading import Pass, Share, share_of
+from accelfn.data.reading import EVENED, EVENED_OR_DROPPED, Pass, Share, share_of
 from accelfn.data.sampled import Batches, Keyed, rebuild, whole_batches
 from accelfn.errors import ConfigurationError
 
@@ -169,7 +169,8 @@ class BatchedDispatch(Generic[T]):
             lists = partial(whole_batches, plan, range(plan.size), drawn, key)
             ends = list(accumulate(lengths))
             share_at = partial(share_of_batches, plan, rank=ctx.rank, lengths=lengths, ends=ends)
-        return self._steps.begin(plan, lists if ctx.is_main_process else None, share_at, epoch, start)
+        begun = self._steps.begin(plan, lists if ctx.is_main_process else None, share_at, epoch, start)
+        return begun._replace(evened_by=EVENED)
 
 
 class _Steps:
@@ -204,4 +205,4 @@ class _Steps:
                 if received is not None and step < own:
                     yield received.parts[0], share_at(step)
 
-        return Pass(plan.counts, read(), share_at=share_at)
+        return Pass(plan.counts, read(), share_at=share_at, evened_by=EVENED_OR_DROPPED)

@@ -15,7 +15,7 @@ from accelfn.context import Context
 from accelfn.context.config import GuardMode
 from accelfn.data.loader import PreparedDataLoader
 from accelfn.data.own import rows_of
-from accelfn.data.reading import Pass, Share
+from accelfn.data.reading import EVENED, Pass, Share
 from accelfn.errors import ConfigurationError, Disagreement, UnevenDataError
 from accelfn.tree import flatten
 
@@ -201,9 +201,9 @@ def _counted(
 ) -> Iterator[tuple[T, Share, MicroBatch]]:
     """Go through batches whose number is known on every rank."""
     if min(counts) != max(counts) and uneven == "error":
-        raise _uneven(counts)
+        raise _uneven(counts, begun.evened_by)
     if uneven == "pad":
-        _check_repeatable(counts)
+        _check_repeatable(counts, begun.evened_by)
     num_batches = max(counts) if uneven == "pad" else min(counts)
     batches = begun.batches
     if uneven == "pad" and min(counts) < num_batches:
@@ -262,9 +262,9 @@ def _in_windows(
             blobs = gather_bytes(ctx, Call("microbatches", "a window"), str(number).encode())
             numbers = [int(blob) for blob in blobs]
             if min(numbers) != max(numbers) and uneven == "error":
-                raise _uneven([index + one for one in numbers])
+                raise _uneven([index + one for one in numbers], begun.evened_by)
             if uneven == "pad" and index == 0:
-                _check_repeatable(numbers)
+                _check_repeatable(numbers, begun.evened_by)
             number = max(numbers) if uneven == "pad" else min(numbers)
             held = list(_lengthened(iter(held), number, latest=latest))[:number]
         for place, (batch, share) in enumerate(held):
@@ -301,33 +301,38 @@ def _lengthened(
         yield batch, planned._replace(num_rows=share.num_rows, own_valid=0)
 
 
-def _check_repeatable(counts: Sequence[int]) -> None:
+def _check_repeatable(counts: Sequence[int], evened_by: Sequence[str]) -> None:
     """Refuse on every rank what a rank without any batch can't do: repeat its latest one."""
     if min(counts) == 0 < max(counts):
         raise ValueError(
             'microbatches: uneven="pad" repeats the latest batch of a rank that has no more, and a rank has '
-            f"none at all: the numbers of batches are {', '.join(map(str, counts))} by rank. Give each rank "
-            'some data, or use "stop_first".'
+            f"none at all: the numbers of batches are {', '.join(map(str, counts))} by rank. "
+            + _ways_out(counts, evened_by)
         )
+
+
+def _ways_out(counts: Sequence[int], evened_by: Sequence[str]) -> str:
+    """Name what would help ranks with so many batches, and leave something to read."""
+    if min(counts) == 0:  # to stop with the first rank, or to drop the last step, would be to read nothing
+        ways = [way for way in evened_by if way in EVENED]
+        return f"Give each rank some data{''.join(f', or use {way}' for way in ways)}."
+    ways = [*evened_by, 'uneven="stop_first"']
+    use = f'{", ".join(ways)} or uneven="pad".'
+    return f"Use {use}" if evened_by else f"Give each rank equally many batches, or use {use}"
 
 
 def _batches(count: int) -> str:
     return f"{count} batch{'' if count == 1 else 'es'}"
 
 
-def _uneven(counts: Sequence[int]) -> UnevenDataError:
+def _uneven(counts: Sequence[int], evened_by: Sequence[str]) -> UnevenDataError:
     expected = max(counts, key=counts.count)  # of equally common ones that of the lowest rank
     rows = [
         Disagreement(rank, "", _batches(expected), _batches(count))
         for rank, count in enumerate(counts)
         if count != expected
     ]
-    return UnevenDataError(
-        "microbatches",
-        rows,
-        'Use even_batches=True, drop_last=True, or uneven="stop_first".',
-        counts=counts,
-    )
+    return UnevenDataError("microbatches", rows, _ways_out(counts, evened_by), counts=counts)
 
 
 def gather_for_metrics(ctx: Context, tree: T, micro: MicroBatch) -> T:

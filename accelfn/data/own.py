@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from accelfn.comm import Call, gather_bytes
 from accelfn.context import Context
-from accelfn.data.reading import Pass, Share
+from accelfn.data.reading import EVENED, Pass, Share
 from accelfn.tree import find_batch_size
 
 __all__ = ("OwnReader", "rows_of", "with_rows")
@@ -67,7 +67,7 @@ def rows_of(batch: Any) -> int | None:
 
 def with_rows(begun: Pass[T]) -> Pass[T]:
     """Give a pass over batches of the user's own, whose rows only the batches themselves tell."""
-    return Pass(begun.counts, _counted(begun.batches))
+    return Pass(begun.counts, _counted(begun.batches), evened_by=EVENED)
 
 
 def _counted(batches: Iterator[tuple[T, Share]]) -> Iterator[tuple[T, Share]]:

@@ -19,7 +19,7 @@ from accelfn.data.asked import AskedBatches, AskedSamples, batch_sampler_of, sha
 from accelfn.data.order import Take, draw_together, take_from
 from accelfn.data.own import with_rows
 from accelfn.data.plan import EpochPlan
-from accelfn.data.reading import Pass, share_of, shares_of
+from accelfn.data.reading import EVENED, EVENED_OR_DROPPED, Pass, share_of, shares_of
 from accelfn.errors import ConfigurationError
 
 __all__ = (
@@ -135,7 +135,8 @@ class BatchedReader(Generic[T]):
             samples = [index for batch in drawn for index in batch]
             plan = asked.plan_samples(len(samples), start).evened(self.even_batches)
             plan = plan.continued(min(len(samples), start + num_steps * plan.global_batch))
-            return _planned_pass(self._loader, self._batches, plan, rank, take_from(samples), key)
+            begun = _planned_pass(self._loader, self._batches, plan, rank, take_from(samples), key)
+            return begun._replace(evened_by=EVENED)
         if asked.split_batches:
             raise ConfigurationError(
                 "split_batches cuts each batch into equal parts, and the batch sampler "
@@ -148,7 +149,8 @@ class BatchedReader(Generic[T]):
             share_of_batches, plan, rank=rank, lengths=lengths, ends=list(accumulate(lengths))
         )
         shares = map(share_at, range(plan.num_batches(rank)))
-        return Pass(plan.counts, zip(self._loader, shares, strict=True), share_at=share_at)
+        batches = zip(self._loader, shares, strict=True)
+        return Pass(plan.counts, batches, share_at=share_at, evened_by=EVENED)
 
 
 def whole_batches(
@@ -181,7 +183,9 @@ def _planned_pass(
     else:
         batches.begin(lambda: _lists_of(plan, rank, take))
     share_at = functools.partial(share_of, plan, rank=rank)
-    return Pass(plan.counts, zip(loader, shares_of(plan, rank), strict=True), share_at=share_at)
+    shares = shares_of(plan, rank)
+    batched = zip(loader, shares, strict=True)
+    return Pass(plan.counts, batched, share_at=share_at, evened_by=EVENED_OR_DROPPED)
 
 
 def batches_of(plan: EpochPlan, rank: int, take: Take, key: tuple[int, int]) -> Iterator[Keyed]:

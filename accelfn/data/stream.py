@@ -16,7 +16,7 @@ from accelfn.context import Context
 from accelfn.data.cut import Cut, Piece, cut_stream
 from accelfn.data.own import rows_of
 from accelfn.data.plan import EpochPlan, rows_in
-from accelfn.data.reading import Pass, Share, share_of
+from accelfn.data.reading import EVENED, EVENED_OR_DROPPED, Pass, Share, share_of
 from accelfn.data.sampled import remake, seed_worker
 from accelfn.data.sources import count_shards, take_shards
 from accelfn.errors import ConfigurationError
@@ -244,7 +244,8 @@ def pass_of(batches: Iterator[tuple[T, Share]], cut: Cut, plan: EpochPlan | None
     """
     share_at = None if plan is None or is_whole else functools.partial(share_of, plan, rank=cut.rank)
     counts = None if plan is None else plan.counts
-    return Pass(counts, batches, in_step=cut.in_step, share_at=share_at)
+    evened_by = EVENED if is_whole else EVENED_OR_DROPPED
+    return Pass(counts, batches, in_step=cut.in_step, share_at=share_at, evened_by=evened_by)
 
 
 def length_of(dataset: Any, num_workers: int = 0) -> int | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-__all__ = ("Numbers", "Sized")
+__all__ = ("Numbers", "Shards", "Sized")
 
 
 class Numbers(IterableDataset[Any]):
@@ -31,3 +31,26 @@ class Sized(Numbers):
 
     def __len__(self) -> int:
         return self.length
+
+
+class Shards(Numbers):
+    """Offers each of its ``shards`` by itself: the numbers from ten times that on."""
+
+    def __init__(self, shards: list[int], rows: int = 4) -> None:
+        self.shards = shards
+        self.rows = rows
+        self.epoch = 0
+
+    @property
+    def num_shards(self) -> int:
+        return len(self.shards)
+
+    def shard(self, num_shards: int, index: int) -> Shards:
+        return Shards(self.shards[index::num_shards], self.rows)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        for shard in self.shards:
+            yield from range(10 * shard + 1000 * self.epoch, 10 * shard + 1000 * self.epoch + self.rows)

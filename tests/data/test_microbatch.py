@@ -2,7 +2,7 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import pytest
@@ -23,9 +23,10 @@ from accelfn.data import (
 )
 from accelfn.errors import ConfigurationError, UnevenDataError
 from accelfn.testing import run_ranks
+from tests.data.streams import Numbers, Shards
 
 
-def numbers(num: int, batch_size: int = 2, **options: Any) -> DataLoader[Any]:
+def numbers(num: int, batch_size: int | None = 2, **options: Any) -> DataLoader[Any]:
     return DataLoader(torch.arange(num), batch_size=batch_size, **options)  # pyright: ignore[reportArgumentType]
 
 
@@ -347,6 +348,66 @@ def test_ranks_with_unequal_data_of_their_own_are_an_error_too() -> None:
 
     with pytest.raises(UnevenDataError, match="2, 3 by rank"):
         run_ranks(run, 2)
+
+
+OWN_BATCHES = [[0, 1], [2], [3, 4]]
+USE = 'uneven="stop_first" or uneven="pad".'
+
+
+def batched(batches: list[list[int]]) -> DataLoader[Any]:
+    return DataLoader(torch.arange(9), batch_sampler=batches)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.filterwarnings("ignore:each of . ranks reads the whole stream")
+@pytest.mark.parametrize("dispatched", [False, True])
+@pytest.mark.parametrize(
+    ("make", "advice"),
+    [
+        (lambda: numbers(9), f"Use even_batches=True, drop_last=True, {USE}"),
+        (lambda: numbers(1), "Give each rank some data, or use even_batches=True."),
+        (lambda: numbers(3, None), f"Use even_batches=True, {USE}"),
+        (lambda: DataLoader(Numbers(9), batch_size=2), f"Use even_batches=True, drop_last=True, {USE}"),
+        (
+            lambda: DataLoader(Numbers(3), batch_size=None, collate_fn=torch.tensor),
+            f"Use even_batches=True, {USE}",
+        ),
+        (lambda: batched(OWN_BATCHES), f"Use even_batches=True, {USE}"),
+        (lambda: batched(OWN_BATCHES[:1]), "Give each rank some data, or use even_batches=True."),
+    ],
+)
+def test_ranks_that_share_data_out_unevenly_are_told_what_would_help(
+    make: Callable[[], Any], advice: str, dispatched: bool
+) -> None:
+    def run(ctx: Context) -> str:
+        with pytest.raises(UnevenDataError) as caught:
+            list(microbatches(ctx, prepare_data_loader(ctx, make())))
+        return str(caught.value).splitlines()[-1]
+
+    config = DataLoaderConfiguration(even_batches=False, dispatch_batches=dispatched)
+    assert run_ranks(run, 2, dataloader_config=config) == [advice] * 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "least"),
+    [(kind, least) for kind in ("list", "generator", "sharded") for least in (0, 1)] + [("shards", 1)],
+)
+def test_ranks_with_data_of_their_own_are_told_what_would_help(kind: str, least: int) -> None:
+    def run(ctx: Context) -> str:
+        number = least + ctx.rank
+        source: Any = [torch.zeros(1)] * number
+        if kind == "generator":
+            source = iter(source)
+        elif kind == "sharded":
+            source = prepare_data_loader(ctx, numbers(number, 1), "already_sharded")
+        elif kind == "shards":
+            shards = DataLoader(Shards([0, 1, 2], rows=1), batch_size=1)
+            source = prepare_data_loader(ctx, shards)
+        with pytest.raises(UnevenDataError) as caught:
+            list(microbatches(ctx, source))
+        return str(caught.value).splitlines()[-1]
+
+    some = f"Give each rank equally many batches, or use {USE}"
+    assert run_ranks(run, 2) == [some if least else "Give each rank some data."] * 2
 
 
 @pytest.mark.parametrize("num", [1, 9])
