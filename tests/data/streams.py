@@ -1,13 +1,14 @@
-"""Streams of numbers."""
+"""Data that tests read: streams of numbers, and batches of each kind of source."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
-from torch.utils.data import IterableDataset, get_worker_info
+import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-__all__ = ("Numbers", "Shards", "Sized")
+__all__ = ("Numbers", "Shards", "Sized", "make_source")
 
 
 class Numbers(IterableDataset[Any]):
@@ -54,3 +55,24 @@ class Shards(Numbers):
     def __iter__(self) -> Iterator[int]:
         for shard in self.shards:
             yield from range(10 * shard + 1000 * self.epoch, 10 * shard + 1000 * self.epoch + self.rows)
+
+
+def _own_loader(batches: list[torch.Tensor]) -> DataLoader[Any]:
+    """A loader that gives these batches."""
+    items = [row for batch in batches for row in batch]
+    ends = [sum(map(len, batches[: number + 1])) for number in range(len(batches))]
+    indices = [list(range(end - len(batch), end)) for end, batch in zip(ends, batches, strict=True)]
+    return DataLoader(cast("Any", items), batch_sampler=indices)
+
+
+def make_source(kind: str, batches: list[torch.Tensor], reads: list[int]) -> Any:
+    """A list, a generator that notes in ``reads`` what it has given, or a loader."""
+
+    def read() -> Iterator[torch.Tensor]:
+        for batch in batches:
+            reads.append(len(reads))
+            yield batch
+
+    if kind == "generator":
+        return read()
+    return batches if kind == "list" else _own_loader(batches)
