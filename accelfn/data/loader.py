@@ -19,6 +19,7 @@ from accelfn.data.plan import EpochPlan
 from accelfn.data.reading import Evening, Pass, Reader, Share
 from accelfn.data.sampled import BatchedReader, SampledReader
 from accelfn.data.stream import read_stream
+from accelfn.data.workers import naming_dead_workers
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.tree import send_to_device
 
@@ -167,7 +168,7 @@ class PreparedDataLoader(Generic[T]):
         place = self._place
         start, place.start = place.start, 0
         place.consumed = start
-        with failing_together(self._ctx, "a data loader"):
+        with failing_together(self._ctx, "a data loader"), naming_dead_workers(self._ctx.rank):
             begun = self._reader.begin(place.epoch, start)
         return begun._replace(batches=self._placed(begun.batches))
 
@@ -197,7 +198,7 @@ class PreparedDataLoader(Generic[T]):
         device = self._ctx.device if self._ctx.device_placement else None
         non_blocking = self._ctx.loading.non_blocking
         # Once around all: what the loop over the batches raises doesn't come in here, where they are made.
-        with failing_together(self._ctx, "a data loader"):
+        with failing_together(self._ctx, "a data loader"), naming_dead_workers(self._ctx.rank):
             for batch, share in batches:
                 if device is None or _is_at(device, batch):
                     yield batch, share
