@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from accelfn.comm import broadcast_object_list
+from accelfn.comm import broadcast_object_list, failing_together
 from accelfn.context import Context
 from accelfn.data.asked import (
     AskedBatches,
@@ -18,7 +18,7 @@ from accelfn.data.asked import (
     read_asked,
     share_of_batches,
 )
-from accelfn.data.deal import Dealer, SliceFunction, hand_out
+from accelfn.data.deal import Dealer, SliceFunction, check_slice_function, hand_out
 from accelfn.data.dispatch_stream import StreamDispatch, dispatch_stream
 from accelfn.data.order import draw_here, take_from
 from accelfn.data.own import with_rows
@@ -55,7 +55,11 @@ def dispatch(
 
     Raises:
         ConfigurationError: The batch can't be split, or the sampler already deals out the samples.
+        TypeError: ``slice_fn`` can't be called as it has to be.
     """
+    if slice_fn is not None:
+        with failing_together(ctx, "prepare_data_loader"):  # that of rank 0 is called, and it may be another
+            check_slice_function(slice_fn)
     is_stream = isinstance(source.dataset, IterableDataset)
     if slice_fn is not None and (source.batch_size if is_stream else batch_sampler_of(source)) is None:
         raise ConfigurationError(

@@ -289,7 +289,8 @@ def prepare_data_loader(
             with another context, the batch can't be split, each rank is to have shards of its own and there
             are too few, or a ``slice_fn`` has nothing to cut.
         MismatchError: The ranks have loaders of different length, batch size or options.
-        TypeError: ``loader`` is no DataLoader, or its samples have no number.
+        TypeError: ``loader`` is no DataLoader, its samples have no number, or ``slice_fn`` has another
+            signature.
         NotAvailableError: A kind of loader or an option that this version has no machinery for.
 
     >>> import torch

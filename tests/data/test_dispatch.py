@@ -492,6 +492,49 @@ def test_the_accelerator_takes_a_slice_function() -> None:
     assert [batch.tolist() for batch in loader] == [[100, 101], [102]]
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [lambda batch: batch, lambda batch, part: batch[part], lambda batch, part, rank, size: batch[part], 5],
+    ids=["batch", "no ranks", "other names", "no function"],
+)
+@pytest.mark.parametrize("where", [(0, 1), (0,), (1,)])
+def test_a_slice_function_of_another_signature_is_every_ranks_error(
+    wrong: Any, where: tuple[int, ...]
+) -> None:
+    def run(ctx: Context) -> str:
+        slice_fn = wrong if ctx.rank in where else right
+        with pytest.raises(TypeError if ctx.rank in where else RemoteRankError) as caught:
+            prepare_data_loader(ctx, numbers("map", 8, 2), slice_fn=slice_fn)
+        return str(caught.value)
+
+    for text in run_ranks(run, 2, dataloader_config=config()):
+        assert "slice_fn(batch, rows, *, process_index, num_processes)" in text
+
+
+def right(batch: Any, part: slice, process_index: int, num_processes: int) -> Any:
+    return batch[part]
+
+
+def test_type_errors_of_a_slice_function_and_nothing_at_all_are_every_ranks_errors() -> None:
+    def raises(batch: Any, part: slice, **_: Any) -> Any:
+        raise TypeError("mine")
+
+    def forgets(batch: Any, part: slice, **_: Any) -> Any:
+        right(batch, part, 0, 1)
+
+    def run(ctx: Context, slice_fn: Any) -> str:
+        loader = prepare_data_loader(ctx, numbers("map", 8, 2), slice_fn=slice_fn)
+        with pytest.raises(TypeError if ctx.is_main_process else RemoteRankError) as caught:
+            list(loader)
+        return str(caught.value)
+
+    own, other = run_ranks(lambda ctx: run(ctx, raises), 2, dataloader_config=config())
+    assert own == "mine"
+    assert "TypeError: mine" in other
+    for text in run_ranks(lambda ctx: run(ctx, forgets), 2, dataloader_config=config()):
+        assert "must return these rows of the batch, and it returned None" in text
+
+
 class Fails(Dataset[int]):
     def __len__(self) -> int:
         return 8
