@@ -116,7 +116,7 @@ def test_accelerators_of_different_settings_live_side_by_side() -> None:
 def steps_of(accelerator: Accelerator) -> Any:
     """The loop of by_the_shim, one batch at a time."""
     model, optimizer, scheduler, loader = accelerator.prepare(*make())
-    for _ in range(2):
+    for _ in range(3):
         for x, y in loader:
             with accelerator.accumulate(model):
                 accelerator.backward(nn.functional.mse_loss(model(x), y))
