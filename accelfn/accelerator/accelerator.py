@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -33,6 +34,7 @@ from accelfn.accelerator.proxies import (
 from accelfn.context import Context, close_context, init_context
 from accelfn.context.config import (
     AutocastKwargs,
+    CanonicalReduction,
     DataLoaderConfiguration,
     DeepSpeedPlugin,
     DistributedType,
@@ -128,6 +130,7 @@ class Accelerator:
         *,
         guard: Guard | str | None = None,
         context: Context | None = None,
+        reduction: str | CanonicalReduction | None = None,
     ) -> None:
         """Start a context, or take the one given."""
         if split_batches is not None:
@@ -157,6 +160,7 @@ class Accelerator:
             "dynamo_plugin": dynamo_plugin,
             "parallelism_config": parallelism_config,
             "guard": guard,
+            "reduction": reduction,
         }
         defaults = {"device_placement": True, "step_scheduler_with_optimizer": True}
         extra = [name for name, value in asked.items() if value is not defaults.get(name)]
@@ -381,7 +385,8 @@ class Accelerator:
         if micro is None:
             steps = self.gradient_accumulation_steps
             place = self._batches_without_loader % steps
-            micro = plan_microbatch(place, 0, steps, steps)
+            # Its own number: exact mode tells batches apart by it.
+            micro = replace(plan_microbatch(place, 0, steps, steps), index=self._batches_without_loader)
             self._batches_without_loader += 1
         before, self._window, self._sync = self._window, micro, micro.sync
         try:

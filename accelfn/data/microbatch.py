@@ -55,6 +55,8 @@ class MicroBatch:
         valid_by_rank: Rows of each rank that are no padding, where their batches have different lengths; each
             rank's first ones.
         own_valid: Rows of this rank that are no padding: its first ones; None for all.
+        consumed: Samples of the epoch that all ranks have read when this batch is done, those before a
+            resumption too; None when the loader doesn't say.
     """
 
     index: int
@@ -68,6 +70,7 @@ class MicroBatch:
     num_valid: int | None = None
     valid_by_rank: tuple[int, ...] | None = None
     own_valid: int | None = None
+    consumed: int | None = None
 
 
 def plan_microbatch(
@@ -116,6 +119,7 @@ def _described(
         num_valid=share.num_valid,
         valid_by_rank=share.valid_by_rank,
         own_valid=share.own_valid,
+        consumed=share.consumed or None,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -15,7 +15,9 @@ from accelfn.comm import check_replicas
 from accelfn.context import Context
 from accelfn.data import MicroBatch
 from accelfn.errors import NotAvailableError
+from accelfn.parallel import exact_backward, exact_batch
 from accelfn.parallel import no_sync as replicas_without_sync
+from accelfn.training.exact import draw_for, num_shards
 from accelfn.training.scaler import ScalerState, step_was_skipped, unscale_gradients, update_scaler
 
 __all__ = ("accumulate", "backward", "no_sync", "optimizer_step", "scheduler_step")
@@ -32,7 +34,7 @@ def backward(
 
     The loss is divided by the number of batches that its accumulation window really holds, and multiplied by
     the loss scale. A prepared model averages its gradients over ranks, unless :func:`accumulate` says that
-    the window goes on.
+    the window goes on. In exact mode it sums them, so the loss is divided by the number of ranks as well.
 
     Ranks: every rank of ``ctx``, where a prepared model takes part.
 
@@ -46,6 +48,8 @@ def backward(
     Raises:
         TypeError: ``loss`` is no tensor.
         ValueError: The gradients at hand were unscaled already, so new ones can't be added to them.
+        ConfigurationError: In exact mode, a parameter got a second gradient from one batch, or one that is
+            sparse.
         NotAvailableError: With ``weight``.
     """
     if not isinstance(cast("object", loss), torch.Tensor):
@@ -57,8 +61,9 @@ def backward(
             "backward: weight has no machinery in this version of accelfn yet. Divide the loss before, and "
             "leave it out."
         )
-    if micro is not None and micro.window > 1:
-        loss = loss / micro.window
+    shards = num_shards(ctx, micro)
+    if shards > 1:
+        loss = loss / shards
     if ctx.precision.scales_loss:
         if scaler_state.is_unscaled:
             raise ValueError(
@@ -68,7 +73,8 @@ def backward(
             )
         loss = loss * scaler_state.scale
     try:
-        loss.backward()  # pyright: ignore[reportUnknownMemberType]
+        with exact_backward(ctx) if ctx.reduction is not None else nullcontext():
+            loss.backward()  # pyright: ignore[reportUnknownMemberType]
     except RuntimeError as error:  # torch's own reduction inside says less than is known of a lost rank
         explained = ctx.collectives.explain(error)
         if explained is error:
@@ -91,12 +97,18 @@ def no_sync(ctx: Context, *models: nn.Module) -> Generator[None, None, None]:
 def accumulate(ctx: Context, micro: MicroBatch, *models: nn.Module) -> Generator[None, None, None]:
     """Run forward and backward of one batch of a window: ranks average gradients only where it closes.
 
+    In exact mode, torch draws inside what belongs to the batch's samples, whichever rank has them, and its
+    default generators are as before afterwards.
+
     Ranks: every rank of ``ctx``.
 
     Args:
         ctx: Says whether each batch is averaged all the same (``sync_each_batch``).
         micro: Of the batch.
         *models: Prepared models that get gradients inside.
+
+    Raises:
+        ConfigurationError: The context is in exact mode, and a model was prepared without it.
     """
     journal = ctx.collectives.journal
     # What is called inside is compared with it, so that ranks at different batches don't meet.
@@ -105,11 +117,13 @@ def accumulate(ctx: Context, micro: MicroBatch, *models: nn.Module) -> Generator
         f"batch {micro.index} of epoch {micro.epoch} ({micro.window} a window)",
     )
     try:
-        if micro.sync or ctx.accumulation.sync_each_batch:
+        with ExitStack() as stack:
+            if ctx.reduction is not None:
+                stack.enter_context(exact_batch(models, micro, micro.place, micro.window))
+                stack.enter_context(draw_for(ctx, micro))
+            if not micro.sync and not ctx.accumulation.sync_each_batch:
+                stack.enter_context(no_sync(ctx, *models))
             yield
-        else:
-            with no_sync(ctx, *models):
-                yield
     finally:
         journal.place = before
 
