@@ -131,9 +131,11 @@ class ExactReplica(Replica):
         self._kept: dict[int, torch.Tensor] = {}  # what was in .grad before it
         self._batch: object = None  # the batch at hand
         self._seen: set[int] | None = None  # what got a gradient from it; None outside of `accumulate`
-        form = [f"{name} {item.dtype} {tuple(item.shape)}" for name, item in self._parameters.items()]
-        digest = hashlib.blake2b("\0".join(form).encode(), digest_size=8).hexdigest()
-        self._form = f"{len(form)} parameters {digest}"
+        self._forms = {
+            name: f"{str(item.dtype).removeprefix('torch.')} {tuple(item.shape)}"
+            for name, item in self._parameters.items()
+        }
+        self._digest = hashlib.blake2b(repr(self._forms).encode(), digest_size=8).hexdigest()
         for index, item in enumerate(self._items):
             setattr(item, REPLICA, self)
             cast("Any", item).register_hook(partial(self._before_gradient, index))
@@ -271,8 +273,8 @@ class ExactReplica(Replica):
         for index in got:
             self._items[index].grad = None
         bits = sum(1 << index for index in got).to_bytes(-(-len(self._items) // 8), "little")
-        text = f"{self._form} closes={self.sync} open={bool(self._touched)}"
-        call = Call("backward", text, lambda: {"model": text})
+        window = f"closes={self.sync} open={bool(self._touched)}"
+        call = Call("backward", f"{self._digest} {window}", lambda: {"window": window, **self._forms})
         try:
             blobs = gather_bytes(ctx, call, bits, error)
         except Exception:

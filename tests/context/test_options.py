@@ -414,7 +414,7 @@ def test_a_reduction_is_a_word_or_a_record() -> None:
     assert exact.replace(mixed_precision="bf16").reduction == CanonicalReduction()
     assert exact.replace(reduction="mean").reduction is None
     assert applied(reduction=CanonicalReduction(seed=3)).reduction == CanonicalReduction(seed=3)
-    with pytest.raises(ConfigurationError, match='must be "mean", "canonical" or .*: got \'sum\''):
+    with pytest.raises(ConfigurationError, match="'sum'"):
         applied(reduction="sum")
     with pytest.raises(TypeError, match="or a CanonicalReduction: got int"):
         applied(reduction=12)
@@ -448,11 +448,9 @@ def test_the_window_follows_the_shards_and_goes_with_them() -> None:
     assert run_ranks(steps, 4, reduction=reduction) == [[3, 3, 6, 1, 5]] * 4
     assert applied(reduction=reduction).gradient_accumulation_steps == 12
     assert init_context(cpu=True, reduction=reduction).gradient_accumulation_steps == 12
-    with pytest.raises(
-        ConfigurationError, match="got num_shards=12 and 5 ranks.* can be 1, 2, 3, 4, 6, 12 r"
-    ):
+    with pytest.raises(ConfigurationError, match=r"=12 and 5 ranks\. .* can be 1, 2, 3, 4, 6, 12 r"):
         run_ranks(steps, 5, reduction=reduction)
-    with pytest.raises(ConfigurationError, match="steps=4 contradicts num_shards=12, .* of 6 on 2 ranks"):
+    with pytest.raises(ConfigurationError, match=r"steps=4 contradicts num_shards=12, .* of 6 on 2 r"):
         run_ranks(steps, 2, reduction=reduction, gradient_accumulation_steps=4)
     with pytest.raises(ConfigurationError, match="steps=7 contradicts num_shards=12"):
         applied(reduction=reduction).replace(gradient_accumulation_steps=7)
