@@ -12,7 +12,7 @@ come together.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -28,7 +28,7 @@ from accelfn.errors import ConfigurationError
 from accelfn.parallel.replica import REPLICA, Replica
 from accelfn.tree import Group, flatten, flatten_tensor, plan_layout
 
-__all__ = ("ExactReplica", "exact_backward", "exact_batch", "swap_parts")
+__all__ = ("ExactReplica", "exact_backward", "exact_batch", "scale_open_sums", "swap_parts")
 
 
 class _Segment(NamedTuple):
@@ -169,6 +169,15 @@ class ExactReplica(Replica):
     def end_batch(self, before: set[int] | None) -> None:
         """End what ``begin_batch`` began."""
         self._seen = before
+
+    def scale_sums(self, parameters: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
+        """Multiply the sums that ``parameters`` have in a window that is open."""
+        wanted = {id(parameter) for parameter in parameters}
+        scaled = {index for index in self._touched if id(self._items[index]) in wanted}
+        for one in self._sums:
+            for number, start, end, _ in one.segments:
+                if number in scaled and one.part is not None:
+                    one.part[start:end].mul_(factor.to(one.part.device, one.part.dtype))
 
     def _drop(self) -> None:
         self._touched = set()
@@ -312,6 +321,17 @@ class ExactReplica(Replica):
                     item = self._items[index]
                     item.grad = torch.empty_like(item).copy_(own.view(item.shape))
         self._drop()
+
+
+def scale_open_sums(parameters: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply the gradients that ``parameters`` have in windows that are open, and so not in ``.grad`` yet.
+
+    Ranks: all in the same way; doesn't communicate.
+    """
+    replicas = {id(one): one for one in (vars(parameter).get(REPLICA) for parameter in parameters)}
+    for replica in replicas.values():
+        if isinstance(replica, ExactReplica):
+            replica.scale_sums(parameters, factor)
 
 
 def swap_parts(ctx: Context, parts: torch.Tensor) -> torch.Tensor:

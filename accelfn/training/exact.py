@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,7 +14,7 @@ from accelfn.comm.agreement import layout_call
 from accelfn.context import Context
 from accelfn.data import MicroBatch
 from accelfn.parallel import swap_parts
-from accelfn.tree import Packed, fill, find_batch_size, flatten, map_tensors, plan_layout, unpack
+from accelfn.tree import Group, Packed, fill, find_batch_size, flatten, map_tensors, plan_layout, unpack
 
 __all__ = ("cut_into_shards", "draw_for", "mean_of_shards", "num_shards")
 
@@ -144,30 +144,31 @@ def mean_of_shards(
     elif error is not None:
         raise error
     assert layout is not None  # without an error
-    buffers = [_mean(ctx, [fill(group, shard) for shard in shards]) for group in layout.groups]
-    return unpack(Packed(tuple(buffers), layout))
+    return unpack(Packed(tuple([_mean(ctx, group, shards) for group in layout.groups]), layout))
 
 
-def _mean(ctx: Context, flats: list[torch.Tensor]) -> torch.Tensor:
-    """Average flat tensors over the shards of all ranks."""
-    size, number, total = ctx.num_processes, len(flats), flats[0].numel()
+def _mean(ctx: Context, group: Group, shards: Sequence[list[torch.Tensor]]) -> torch.Tensor:
+    """Average the tensors of ``group`` over the shards of all ranks."""
+    size, number, total = ctx.num_processes, len(shards), sum(group.sizes)
+    flats = (fill(group, shard) for shard in shards)
     if size == 1:
         return _ordered_mean(flats, number)
     length = -(-total // size)
-    parts = flats[0].new_zeros(size, number, length)
+    parts = torch.zeros(size, number, length, dtype=group.dtype, device=group.device)
     for place, flat in enumerate(flats):
         # Of each shard a part for each rank; the last part may be shorter, and its rest stays zero.
         for rank, part in enumerate(torch.split(flat, length)):
             parts[rank, place, : part.numel()] = part
     rows = swap_parts(ctx, parts.view(size, -1)).view(size * number, length)
-    own = _ordered_mean(list(rows.unbind()), size * number)
+    own = _ordered_mean(rows.unbind(), size * number)
     return ctx.collectives.all_gather(own.view(torch.uint8)).view(own.dtype)[:total]
 
 
-def _ordered_mean(rows: list[torch.Tensor], number: int) -> torch.Tensor:
+def _ordered_mean(rows: Iterable[torch.Tensor], number: int) -> torch.Tensor:
     # One by one: in which order torch.sum adds isn't said.
-    dtype = rows[0].dtype
-    total = rows[0].to(torch.float32 if dtype in _NARROW else dtype, copy=True)
-    for row in rows[1:]:
+    rest = iter(rows)
+    first = next(rest)
+    total = first.to(torch.float32 if first.dtype in _NARROW else first.dtype, copy=True)
+    for row in rest:
         total.add_(row)
-    return total.div_(number).to(dtype)
+    return total.div_(number).to(first.dtype)

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from accelfn.comm import Call, attempt, check
 from accelfn.context import Context
+from accelfn.parallel import scale_open_sums
 
 __all__ = (
     "ScalerState",
@@ -145,17 +146,17 @@ def rescale_gradients(optimizers: Iterable[Optimizer], before: ScalerState, afte
 
     Writes into the gradients. For optimizers that share a scale and step at different times.
     """
-    grads = [
-        parameter.grad
+    parameters: list[torch.Tensor] = [
+        parameter
         for optimizer in optimizers
         for group in optimizer.param_groups
         for parameter in group["params"]
-        if parameter.grad is not None
     ]
     ratio = after.scale / before.scale
     with torch.no_grad():
-        for grad in grads:
+        for grad in [parameter.grad for parameter in parameters if parameter.grad is not None]:
             grad.mul_(ratio.to(grad.device, grad.dtype))
+        scale_open_sums(parameters, ratio)
 
 
 def step_was_skipped(ctx: Context, scaler_state: ScalerState) -> bool:

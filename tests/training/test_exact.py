@@ -18,6 +18,7 @@ import accelfn as af
 from accelfn import Accelerator, CanonicalReduction, Context
 from accelfn.errors import MismatchError, RemoteRankError
 from accelfn.testing import run_ranks
+from accelfn.training import rescale_gradients
 
 Params = dict[str, torch.Tensor]
 
@@ -249,6 +250,27 @@ def test_any_precision_and_the_shim_are_as_exact(mixed_precision: str) -> None:
         )
         found = run_ranks(shim, world, reduction=reduction, mixed_precision=mixed_precision)
         assert found == [expected[:-1]] * world
+
+
+def test_a_change_of_scale_amid_a_window_reaches_its_sums() -> None:
+    def run(ctx: Context) -> list[Any]:
+        model, optimizer, loader = af.prepare(ctx, *make())
+        scaler = af.init_scaler(ctx)
+        for (x, y), micro in af.microbatches(ctx, loader):
+            with af.accumulate(ctx, micro, model):
+                af.backward(ctx, nn.functional.mse_loss(model(x), y), scaler, micro)
+            if (micro.place + 1) * ctx.num_processes == 4:
+                after = scaler._replace(scale=scaler.scale / 4)
+                rescale_gradients([optimizer], scaler, after)
+                scaler = after
+            if micro.sync:
+                return [one.grad.tolist() for one in model.parameters() if one.grad is not None]
+        raise AssertionError
+
+    reduction = CanonicalReduction(num_shards=8)
+    expected = run_ranks(run, 1, reduction=reduction, mixed_precision="fp16")
+    assert run_ranks(run, 2, reduction=reduction, mixed_precision="fp16") == expected * 2
+    assert expected[0]
 
 
 def test_the_shim_takes_the_option_and_numbers_its_batches() -> None:
