@@ -15,7 +15,7 @@ import hashlib
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -25,80 +25,11 @@ from torch.nn.parallel import DistributedDataParallel
 from accelfn.comm import Call, attempt, gather_bytes
 from accelfn.context import Context
 from accelfn.errors import ConfigurationError
+from accelfn.parallel.ordered_sum import OrderedSum
 from accelfn.parallel.replica import REPLICA, Replica
-from accelfn.tree import Group, flatten, flatten_tensor, plan_layout
+from accelfn.tree import flatten, flatten_tensor, plan_layout
 
 __all__ = ("ExactReplica", "exact_backward", "exact_batch", "scale_open_sums", "swap_parts")
-
-
-class _Segment(NamedTuple):
-    """The part of one parameter that lies in this rank's part of a buffer."""
-
-    number: int  # of the parameter
-    start: int  # in this rank's part
-    end: int
-    offset: int  # of its first element in the parameter
-
-
-class _Sum:
-    """This rank's part of the sums of all gradients of one dtype and device."""
-
-    def __init__(self, group: Group, rank: int, size: int) -> None:
-        """Lay out the parameters of ``group`` end to end, in ``size`` parts of one length."""
-        self.group = group
-        total = sum(group.sizes)
-        self.length = -(-total // size)  # of a part
-        self.padding = self.length * size - total
-        self.segments: list[_Segment] = []
-        begin, end, place = rank * self.length, (rank + 1) * self.length, 0
-        for index, number in zip(group.leaves, group.sizes, strict=True):
-            first, last = max(place, begin), min(place + number, end)
-            if first < last:
-                self.segments.append(_Segment(index, first - begin, last - begin, first - place))
-            place += number
-        self.part: torch.Tensor | None = None  # where a window is open
-
-    def add(
-        self,
-        rows: Sequence[torch.Tensor],
-        present: Sequence[frozenset[int]],
-        touched: set[int],
-        before: Callable[[int], torch.Tensor | None],
-    ) -> None:
-        """Add the parts of all ranks in rank order.
-
-        Args:
-            rows: Of each rank, this rank's part of its gradients.
-            present: Of each rank, the parameters that have a gradient there.
-            touched: Parameters with a sum from earlier in the window.
-            before: Gives what a parameter that isn't touched has in ``.grad``, where the sum goes on from.
-        """
-        if self.part is None:
-            self.part = torch.empty_like(rows[0])
-        for segment in self.segments:
-            old = None if segment.number in touched else before(segment.number)
-            if old is not None:
-                flat = flatten_tensor(old)
-                length = segment.end - segment.start
-                self.part[segment.start : segment.end] = flat[segment.offset : segment.offset + length]
-        indices = {segment.number for segment in self.segments}
-        started = {index for index in indices if index in touched or before(index) is not None}
-        if all(indices <= here for here in present) and started in (set[int](), indices):
-            # Never torch.sum over the rows, whose order isn't said.
-            rest = iter(rows)
-            if not started:
-                self.part.copy_(next(rest))
-            for row in rest:
-                self.part.add_(row)
-            return
-        for index, start, end, _ in self.segments:
-            has_sum = index in started
-            for row, here in zip(rows, present, strict=True):
-                if index in here:
-                    part = self.part[start:end]
-                    # A missing gradient is no zero: adding one would turn -0.0 into 0.0.
-                    part.add_(row[start:end]) if has_sum else part.copy_(row[start:end])
-                    has_sum = True
 
 
 class ExactReplica(Replica):
@@ -124,7 +55,7 @@ class ExactReplica(Replica):
         self._items = list(self._parameters.values())
         _, structure = flatten(self._items)
         groups = plan_layout(cast("list[torch.Tensor]", self._items), structure).groups
-        self._sums = [_Sum(group, ctx.rank, ctx.num_processes) for group in groups]
+        self._sums = [OrderedSum(group, ctx.rank, ctx.num_processes) for group in groups]
         self._touched: set[int] = set()  # what has a sum in the window that is open
         self._pass: list[Callable[[], None]] | None = None  # by which a backward pass is told from others
         self._got: set[int] = set()  # what got a gradient in it
@@ -251,7 +182,7 @@ class ExactReplica(Replica):
             return []
         return [self._flat(one, got) for one in self._sums]
 
-    def _flat(self, one: _Sum, got: set[int]) -> torch.Tensor:
+    def _flat(self, one: OrderedSum, got: set[int]) -> torch.Tensor:
         parts: list[torch.Tensor] = []
         for index, number in zip(one.group.leaves, one.group.sizes, strict=True):
             grad = self._items[index].grad if index in got else None

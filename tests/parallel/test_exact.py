@@ -326,6 +326,36 @@ def test_what_autograd_grad_computes_is_no_gradient_of_a_shard(world: int) -> No
         assert same_bits(before, after)
 
 
+class Asking(torch.autograd.Function):
+    """Gives its input, and in its backward asks for the gradient of a parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, asked: list[nn.Parameter]) -> torch.Tensor:
+        ctx.asked = asked
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        with torch.enable_grad():
+            torch.autograd.grad(ctx.asked[0].sum(), ctx.asked[0])
+        return gradients[0], None
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_a_backward_pass_asks_for_is_no_gradient_of_a_shard_either(world: int) -> None:
+    def run(ctx: Context) -> tuple[Grads, Grads]:
+        model = af.prepare_model(ctx, Parts())
+        af.backward(ctx, model(31, 0), af.init_scaler(ctx))
+        before = grads_of(model)
+        loss = cast("torch.Tensor", Asking.apply(model(2, 1), [model.parts[0]]))
+        af.backward(ctx, loss, af.init_scaler(ctx))
+        return before, grads_of(model)
+
+    for before, after in run_ranks(run, world, reduction="canonical"):
+        assert same_bits(before[:1], after[:1])
+        assert not same_bits(before[1:2], after[1:2])
+
+
 def test_a_pass_inside_of_a_pass_counts_as_one() -> None:
     # A parameter gets a gradient from each of them, which only together are the one of the shard.
     def run(ctx: Context) -> Grads:
