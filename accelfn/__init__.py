@@ -56,6 +56,7 @@ if TYPE_CHECKING:  # what type checkers see; a test holds it equal to the table 
     from accelfn.context.config import (
         AORecipeKwargs,
         AutocastKwargs,
+        CanonicalReduction,
         DataLoaderConfiguration,
         DeepSpeedPlugin,
         DistributedDataParallelKwargs,
@@ -171,6 +172,7 @@ _HOMES = MappingProxyType(
         "accelfn.context.config": (
             "AORecipeKwargs",
             "AutocastKwargs",
+            "CanonicalReduction",
             "DataLoaderConfiguration",
             "DeepSpeedPlugin",
             "DistributedDataParallelKwargs",
@@ -244,6 +246,7 @@ __all__ = (
     "AORecipeKwargs",
     "Accelerator",
     "AutocastKwargs",
+    "CanonicalReduction",
     "Collectives",
     "Context",
     "ContextOptions",

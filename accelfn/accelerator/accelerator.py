@@ -38,6 +38,7 @@ from accelfn.accelerator.scaling import Scaling
 from accelfn.context import Context, close_context, init_context
 from accelfn.context.config import (
     AutocastKwargs,
+    CanonicalReduction,
     DataLoaderConfiguration,
     DeepSpeedPlugin,
     DynamoBackend,
@@ -151,6 +152,7 @@ class Accelerator(Facts, LaterParts):
         guard: Guard | str | None = None,
         compat: Literal["accelerate"] | None = None,
         context: Context | None = None,
+        reduction: str | CanonicalReduction | None = None,
     ) -> None:
         """Start a context, or take the one given."""
         dataloader_config = _loading(
@@ -181,6 +183,7 @@ class Accelerator(Facts, LaterParts):
             "dynamo_plugin": dynamo_plugin,
             "parallelism_config": parallelism_config,
             "guard": guard,
+            "reduction": reduction,
         }
         defaults = {"device_placement": True, "step_scheduler_with_optimizer": True}
         extra = [name for name, value in asked.items() if value is not defaults.get(name)]
@@ -335,8 +338,10 @@ class Accelerator(Facts, LaterParts):
                 "accumulate: no batch of a prepared loader is at hand, so nobody knows where the window of "
                 f"{steps} batches ends. Use it inside of the loop over the loader that prepare gave back."
             )
+        index = self.step
         self.step += 1
-        return plan_microbatch((self.step - 1) % steps, 0, steps, steps)
+        # With a number of its own: exact mode tells batches apart by it.
+        return plan_microbatch(index % steps, 0, steps, steps)._replace(index=index)
 
     def no_sync(self, *models: nn.Module) -> AbstractContextManager[None]:
         """Leave gradients unaveraged inside, of all prepared models when none is given."""

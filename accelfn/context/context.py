@@ -17,6 +17,7 @@ from typing_extensions import Self, Unpack
 
 from accelfn.context.collectives import Collectives
 from accelfn.context.config import (
+    CanonicalReduction,
     DataLoaderConfiguration,
     DistributedType,
     GradientAccumulationPlugin,
@@ -26,12 +27,19 @@ from accelfn.context.config import (
 )
 from accelfn.context.device import read_hardware
 from accelfn.context.failure import announce_end, publish
-from accelfn.context.options import ContextOptions, Fields, Strategy, apply_options, sort_handlers
+from accelfn.context.options import (
+    ContextOptions,
+    Fields,
+    Strategy,
+    apply_options,
+    settle_window,
+    sort_handlers,
+)
 from accelfn.context.precision import Precision, check_precision
 from accelfn.context.world import World
 from accelfn.errors import ConfigurationError, NotAvailableError
 
-__all__ = ("Context", "close_context", "configure")
+__all__ = ("Context", "close_context", "configure", "with_options", "with_window")
 
 _LET_GO_S = 0.02
 # Ranks that wait in an operation look at the board several times in that time.
@@ -58,6 +66,7 @@ class Context:
         step_scheduler_with_optimizer: Whether a scheduler moves only when its optimizer does.
         rng_types: Random states that a loader synchronises at the start of an epoch.
         guard: How ranks are kept in agreement, and how long they wait for each other.
+        reduction: Exact mode, where gradients are summed in a fixed order; None for their mean.
         tag: Name of the operations that are called through this context, see :meth:`tagged`.
     """
 
@@ -72,6 +81,7 @@ class Context:
     step_scheduler_with_optimizer: bool = True
     rng_types: tuple[str, ...] = ("generator",)
     guard: Guard = field(default_factory=Guard)
+    reduction: CanonicalReduction | None = None
     tag: str = ""
 
     def __post_init__(self) -> None:
@@ -225,6 +235,20 @@ class Context:
 
 def configure(ctx: Context, options: ContextOptions) -> Context:
     """Give ``ctx`` with ``options`` applied to it. Pure, but for a look at what the device can compute."""
+    return with_window(with_options(ctx, options), ctx.world.size)
+
+
+def with_window(ctx: Context, size: int) -> Context:
+    """Give ``ctx`` with the accumulation window that its reduction makes on ``size`` ranks. Pure.
+
+    Raises:
+        ConfigurationError: As :func:`accelfn.context.options.settle_window`.
+    """
+    return dataclasses.replace(ctx, accumulation=settle_window(ctx.accumulation, ctx.reduction, size))
+
+
+def with_options(ctx: Context, options: ContextOptions) -> Context:
+    """Give ``ctx`` with ``options`` applied to it, but for what depends on the number of ranks."""
     now = Fields(
         precision=ctx.precision,
         accumulation=ctx.accumulation,
@@ -235,6 +259,7 @@ def configure(ctx: Context, options: ContextOptions) -> Context:
         step_scheduler_with_optimizer=ctx.step_scheduler_with_optimizer,
         rng_types=ctx.rng_types,
         guard=ctx.guard,
+        reduction=ctx.reduction,
     )
     fields = apply_options(now, options)
     if fields["precision"].mode != ctx.precision.mode:

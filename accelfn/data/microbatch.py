@@ -46,6 +46,8 @@ class MicroBatch(NamedTuple):
         valid_by_rank: Rows of each rank that are no padding, where their batches have different lengths; each
             rank's first ones.
         own_valid: Rows of this rank that are no padding: its first ones; None for all.
+        consumed: Samples of the epoch that all ranks have read when this batch is done, those before a
+            resumption too; None when the loader doesn't say.
     """
 
     index: int  # pyright: ignore[reportIncompatibleMethodOverride] -- of tuples; nobody looks a value up here
@@ -59,6 +61,7 @@ class MicroBatch(NamedTuple):
     num_valid: int | None = None
     valid_by_rank: tuple[int, ...] | None = None
     own_valid: int | None = None
+    consumed: int | None = None
 
 
 def plan_microbatch(
@@ -94,7 +97,8 @@ def _place_of(
 def _described(
     index: int, epoch: int, place: int, window: int, is_last: bool | None, share: Share
 ) -> MicroBatch:
-    return MicroBatch(index, epoch, place, window, place == window - 1, is_last, *share[:5])
+    known = (index, epoch, place, window, place == window - 1, is_last)
+    return MicroBatch(*known, *share[:5], share.consumed or None)
 
 
 def microbatches(
@@ -196,7 +200,7 @@ def _counted(
         if steps > 1:
             place, window = _place_of(index, epoch, num_batches, steps, ends_window)
         known = (index, epoch, place, window, place == window - 1, index == last)
-        yield batch, share, make(MicroBatch, known + share[:5])
+        yield batch, share, make(MicroBatch, (*known, *share[:5], share.consumed or None))
 
 
 def _joined(ctx: Context, begun: Pass[T], epoch: int) -> Iterator[tuple[T, Share, MicroBatch]]:

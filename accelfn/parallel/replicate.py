@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
@@ -13,19 +12,19 @@ from torch.autograd.graph import Node
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from accelfn.comm import Call, broadcast, check, check_later, reduce, verify_structure
+from accelfn.comm import Call, check, check_later, verify_structure
 from accelfn.context import Context
 from accelfn.context.config import DDPCommunicationHookType, DistributedDataParallelKwargs, GuardMode
 from accelfn.errors import ConfigurationError
+from accelfn.parallel.exact import ExactReplica
 from accelfn.parallel.reduction import watch_reductions
+from accelfn.parallel.replica import REPLICA, Replica
 from accelfn.tree import flatten
 
-__all__ = ("ForwardCheck", "Replica", "no_sync", "replicate", "unchecked")
+__all__ = ("ForwardCheck", "no_sync", "replicate", "unchecked")
 
 M = TypeVar("M", bound=nn.Module)
 
-# Where a module keeps its Replica; a plain attribute, so it is in no state dict.
-_ATTRIBUTE = "_accelfn_replica"
 # What says of a module that its forward passes are not compared now.
 _UNCHECKED = "_accelfn_unchecked"
 
@@ -38,7 +37,8 @@ def replicate(ctx: Context, model: nn.Module) -> nn.Module:
 
     On real processes this is torch's DistributedDataParallel, with the options of ``ctx.strategy.ddp``. Ranks
     that are threads have no process group that DDP could use: there the gradients are averaged at the end of
-    backward by one packed reduction, and the model itself is returned.
+    backward by one packed reduction, and the model itself is returned. In exact mode it is returned too, and
+    its gradients are summed by :class:`ExactReplica`.
 
     Ranks: every rank of ``ctx``.
 
@@ -49,8 +49,14 @@ def replicate(ctx: Context, model: nn.Module) -> nn.Module:
 
     Raises:
         MismatchError: The models of the ranks differ in a name, shape or dtype.
+        ConfigurationError: In exact mode, a module keeps statistics that would depend on the number of ranks.
     """
-    if ctx.num_processes == 1 or not any(parameter.requires_grad for parameter in model.parameters()):
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        return model
+    if ctx.reduction is not None:
+        ExactReplica(ctx, model)
+        return model
+    if ctx.num_processes == 1:
         return model
     if ctx.world.group is None:
         _check_each_forward(ctx, model)
@@ -176,7 +182,7 @@ def _will_sync(model: nn.Module) -> tuple[bool, bool]:
     if isinstance(model, DistributedDataParallel):
         sync = bool(model.require_backward_grad_sync)
         return sync and torch.is_grad_enabled(), bool(cast("Any", model).will_sync_module_buffers())
-    replica = cast("Replica", getattr(model, _ATTRIBUTE))
+    replica = cast("Replica", getattr(model, REPLICA))
     return replica.sync and torch.is_grad_enabled(), replica.will_sync_buffers(model)
 
 
@@ -203,7 +209,7 @@ def no_sync(*models: nn.Module) -> Generator[None, None, None]:
 
 @contextmanager
 def _one_without_sync(model: nn.Module) -> Generator[None, None, None]:
-    replica = cast("Replica | None", getattr(model, _ATTRIBUTE, None))
+    replica = cast("Replica | None", vars(model).get(REPLICA))
     if isinstance(model, DistributedDataParallel):
         with model.no_sync():
             yield
@@ -215,90 +221,6 @@ def _one_without_sync(model: nn.Module) -> Generator[None, None, None]:
             replica.sync = before
     else:
         yield
-
-
-class Replica:
-    """Averages the gradients of one model over ranks that are threads.
-
-    Works for any way that a gradient arises (``forward``, another method, a free function), since it hangs on
-    the parameters and not on the module's call.
-    """
-
-    def __init__(self, ctx: Context, model: nn.Module) -> None:
-        """Bring the model to rank 0's values, and watch its parameters."""
-        self.sync = True
-        self._ctx = ctx.tagged("a replicated model")  # wherever forward and backward are called
-        self._backward: int | None = None  # torch's number of the one whose end will average
-        self._parameters = {name: item for name, item in model.named_parameters() if item.requires_grad}
-        with torch.no_grad():
-            self._take({**dict(model.named_parameters()), **dict(model.named_buffers())})
-        self._watch()
-        if ctx.strategy.ddp.broadcast_buffers:
-            model.register_forward_pre_hook(self._on_forward)
-        setattr(model, _ATTRIBUTE, self)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Replica:
-        """Average the gradients of a copied model too, as a copy of DistributedDataParallel does."""
-        twin = object.__new__(Replica)
-        memo[id(self)] = twin
-        twin.sync, twin._ctx, twin._backward = self.sync, self._ctx, None
-        twin._parameters = copy.deepcopy(self._parameters, memo)
-        twin._watch()  # copies of parameters come without hooks
-        return twin
-
-    def __reduce__(self) -> tuple[Callable[[], Replica], tuple[()]]:
-        """Leave no world in a pickle: the model that is loaded from it belongs to none."""
-        return _replica_of_no_world, ()
-
-    def _watch(self) -> None:
-        for parameter in self._parameters.values():
-            cast("Any", parameter).register_post_accumulate_grad_hook(self._on_grad)
-
-    def _take(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Overwrite ``tensors`` by those of rank 0."""
-        received = broadcast(self._ctx, {name: tensor.detach() for name, tensor in tensors.items()})
-        for name, tensor in tensors.items():
-            if received[name] is not tensor:
-                tensor.copy_(received[name])
-
-    def will_sync_buffers(self, module: nn.Module) -> bool:
-        """Whether the next forward pass brings the buffers to rank 0's values."""
-        options = self._ctx.strategy.ddp
-        return (
-            options.broadcast_buffers
-            and module.training
-            and self.sync
-            and any(True for _ in module.buffers())
-        )
-
-    def _on_forward(self, module: nn.Module, arguments: Any) -> None:
-        del arguments
-        if self.will_sync_buffers(module):
-            with torch.no_grad():
-                self._take(dict(module.named_buffers()))
-
-    def _on_grad(self, parameter: torch.Tensor) -> None:
-        del parameter
-        # By number and not by a flag, which would stay up for ever after a backward that failed half-way.
-        number: int = torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]
-        if self.sync and self._backward != number:
-            self._backward = number
-            # Runs once, when the whole backward is done, on the thread that called it.
-            engine = cast("Any", torch.autograd.Variable)._execution_engine
-            engine.queue_callback(self._average)
-
-    def _average(self) -> None:
-        grads = {name: item.grad for name, item in self._parameters.items() if item.grad is not None}
-        with torch.no_grad():
-            for name, grad in reduce(self._ctx, grads, "mean").items():
-                own = self._parameters[name].grad
-                assert own is not None
-                own.copy_(grad)
-
-
-def _replica_of_no_world() -> Replica:
-    # The hook that brings it to rank 0's buffers comes with a model from a pickle, and finds one rank.
-    return Replica(Context(), nn.Module())
 
 
 def _register_comm_hook(model: DistributedDataParallel, ctx: Context) -> None:

@@ -50,6 +50,7 @@ class Mark(NamedTuple):
     device: str
     precision: Precision
     channel: int  # tells worlds of one process apart
+    is_exact: bool = False  # whether gradients are summed in exact mode
     is_wrapped: bool = False  # whether what prepare gave back is another object, around this one
 
     def fits(self, ctx: Context) -> bool:
@@ -67,7 +68,9 @@ class Mark(NamedTuple):
 
 def mark_of(ctx: Context) -> Mark:
     """Give the mark that ``ctx`` puts on what it prepares."""
-    return Mark(ctx.rank, ctx.num_processes, str(ctx.device), ctx.precision, id(ctx.collectives.exchange))
+    channel = id(ctx.collectives.exchange)
+    is_exact = ctx.reduction is not None
+    return Mark(ctx.rank, ctx.num_processes, str(ctx.device), ctx.precision, channel, is_exact)
 
 
 @overload
@@ -144,9 +147,10 @@ def _prepare_one(ctx: Context, item: Any) -> Any:
 def prepare_model(ctx: Context, model: M, *, evaluation_mode: bool = False) -> M:
     """Place a model on this rank's device, let it compute in the context's precision, keep all ranks equal.
 
-    On several processes the result is a ``DistributedDataParallel`` around the model (typed as the model,
-    whose attributes are reached through :func:`unwrap_model`); with one, and on ranks that are threads, the
-    model itself.
+    In exact mode (``reduction="canonical"``) its gradients are summed in a fixed order, and the result is the
+    model itself. Otherwise, on several processes the result is a ``DistributedDataParallel`` around the model
+    (typed as the model, whose attributes are reached through :func:`unwrap_model`); with one, and on ranks
+    that are threads, the model itself.
 
     Ranks: every rank of ``ctx``.
 
@@ -160,7 +164,7 @@ def prepare_model(ctx: Context, model: M, *, evaluation_mode: bool = False) -> M
 
     Raises:
         ConfigurationError: Another context has prepared it, or it was prepared and stands inside of the
-            result.
+            result. In exact mode, a module keeps statistics that would depend on the number of ranks.
     """
     if _is_prepared(ctx, model, "model"):
         return model
@@ -260,6 +264,14 @@ def unwrap_model(
     return cast("nn.Module", cast("Any", torch).compile(plain))
 
 
+def _reductions(mark: Mark, ctx: Context) -> str:
+    """Name the two reductions where they differ."""
+    if mark.is_exact == (ctx.reduction is not None):
+        return ""
+    before, now = ("canonical", "mean") if mark.is_exact else ("mean", "canonical")
+    return f', and reduction "{now}" where it was "{before}"'
+
+
 def _is_prepared(ctx: Context, item: object, kind: str) -> bool:
     # Of a module its own, since what wraps one passes on what is asked of it; of an optimizer that too.
     own: object = getattr(item, "__dict__", {}).get(_MARK)
@@ -277,6 +289,6 @@ def _is_prepared(ctx: Context, item: object, kind: str) -> bool:
             "mixed precision "
             f"{mark.precision.mode!r}), and this one is rank {ctx.rank} of {ctx.num_processes} on "
             f"{ctx.device} with "
-            f"{ctx.mixed_precision!r}. Prepare a {kind} once, with one context."
+            f"{ctx.mixed_precision!r}{_reductions(mark, ctx)}. Prepare a {kind} once, with one context."
         )
     return True

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from accelfn.comm import Call, attempt, check
 from accelfn.context import Context
+from accelfn.parallel import scale_open_sums
 
 __all__ = (
     "ScalerState",
@@ -39,7 +40,8 @@ class ScalerState(NamedTuple):
         num_skipped: Steps that were skipped so far; int64, shape ``()``.
         is_unscaled: Whether the gradients at hand are divided already.
         weight: Of the losses of this rank whose gradients are at hand, where they are sums with a weight;
-            float32, shape ``()``. None where they are means, or where the gradients are divided already.
+            float64 where the device has it, shape ``()``. None where they are means, or where the gradients
+            are divided already.
     """
 
     scale: torch.Tensor
@@ -130,7 +132,8 @@ def _share_of_weight(ctx: Context, weight: torch.Tensor) -> torch.Tensor:
     if ctx.num_processes > 1:
         ctx.collectives.all_reduce(total, "sum")
     total = total.reshape(())
-    return torch.where(total > 0, ctx.num_processes / total, torch.zeros_like(total))
+    num_averaged = ctx.num_processes if ctx.reduction is None else 1  # exact mode sums
+    return torch.where(total > 0, num_averaged / total, torch.zeros_like(total)).float()
 
 
 def _gradients(
@@ -189,11 +192,14 @@ def rescale_gradients(optimizers: Iterable[Optimizer], before: ScalerState, afte
 
     Writes into the gradients. For optimizers that share a scale and step at different times.
     """
-    grads = _all_gradients(optimizers)
+    parameters: list[torch.Tensor] = [
+        parameter for one in optimizers for group in one.param_groups for parameter in group["params"]
+    ]
     ratio = after.scale / before.scale
     with torch.no_grad():
-        for grad in grads:
+        for grad in [parameter.grad for parameter in parameters if parameter.grad is not None]:
             grad.mul_(ratio.to(grad.device, grad.dtype))
+        scale_open_sums(parameters, ratio)
 
 
 def step_was_skipped(ctx: Context, scaler_state: ScalerState) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -14,7 +14,9 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from accelfn.comm import check_replicas, reduce
 from accelfn.context import Context
 from accelfn.data import MicroBatch
+from accelfn.parallel import exact_backward, exact_batch
 from accelfn.parallel import no_sync as replicas_without_sync
+from accelfn.training.exact import draw_for, num_shards
 from accelfn.training.finite import check_gradients, named_parameters
 from accelfn.training.scaler import ScalerState, step_was_skipped, unscale_gradients, update_scaler
 
@@ -37,7 +39,8 @@ def backward(
     optimizer steps. Ranks and batches may have different weights, and some none at all.
 
     With float16 the loss is multiplied by the loss scale. A prepared model averages its gradients over ranks,
-    unless :func:`accumulate` says that the window goes on.
+    unless :func:`accumulate` says that the window goes on. In exact mode it sums them, so a mean is divided
+    by the number of ranks as well.
 
     Ranks: every rank of ``ctx``, where a prepared model takes part.
 
@@ -56,6 +59,8 @@ def backward(
         TypeError: ``loss`` is no tensor.
         ValueError: The loss has another shape, or depends on no parameter; or the gradients at hand were
             divided already, so new ones can't be added to them.
+        ConfigurationError: In exact mode, a parameter got a second gradient from one batch, or one that is
+            sparse.
     """
     _check_loss(loss)
     if scaler_state.is_unscaled:
@@ -71,12 +76,18 @@ def backward(
             "backward: the losses before in this window have a weight, and this one has none. Give each of "
             "them its weight, or none."
         )
-    elif micro is not None and micro.window > 1:
-        loss = loss / micro.window
+    else:
+        shards = num_shards(ctx, micro)
+        if shards > 1:
+            loss = loss / shards
     if ctx.precision.scales_loss:
         loss = loss * scaler_state.scale
     try:
-        loss.backward(**kwargs)  # pyright: ignore[reportUnknownMemberType]
+        if ctx.reduction is None:
+            loss.backward(**kwargs)  # pyright: ignore[reportUnknownMemberType]
+        else:
+            with exact_backward(ctx):
+                loss.backward(**kwargs)  # pyright: ignore[reportUnknownMemberType]
     except RuntimeError as error:  # torch's own reduction inside says less than is known of a lost rank
         explained = ctx.collectives.explain(error)
         if explained is error:
@@ -109,10 +120,16 @@ def _add_weight(scaler_state: ScalerState, weight: torch.Tensor | float) -> torc
             raise ValueError(
                 f"backward: the weight must be one number, got a tensor of shape {tuple(weight.shape)}."
             )
-        weight = weight.detach().reshape(()).to(scaler_state.scale)
+        weight = weight.detach().reshape(())
     elif weight < 0:
         raise ValueError(f"backward: the weight must be at least 0, got {weight}.")
-    return torch.zeros_like(scaler_state.scale).add_(weight) if before is None else before + weight
+    if before is None:
+        # Whole numbers stay exact in it, however they are added up.
+        dtype = torch.float32 if scaler_state.scale.device.type == "mps" else torch.float64
+        before = torch.zeros_like(scaler_state.scale, dtype=dtype)
+    if isinstance(weight, torch.Tensor):
+        weight = weight.to(before)
+    return before + weight
 
 
 @contextmanager
@@ -129,14 +146,20 @@ def no_sync(ctx: Context, *models: nn.Module) -> Generator[None, None, None]:
 def accumulate(ctx: Context, micro: MicroBatch, *models: nn.Module) -> AbstractContextManager[None]:
     """Run forward and backward of one batch of a window: ranks average gradients only where it closes.
 
+    In exact mode, torch draws inside what belongs to the batch's samples, whichever rank has them, and its
+    default generators are as before afterwards.
+
     Ranks: every rank of ``ctx``.
 
     Args:
         ctx: Says whether each batch is averaged all the same (``sync_each_batch``).
         micro: Of the batch.
         *models: Prepared models that get gradients inside.
+
+    Raises:
+        ConfigurationError: The context is in exact mode, and a model was prepared without it.
     """
-    if ctx.num_processes == 1:  # nobody to average with, or to be compared with
+    if ctx.num_processes == 1 and ctx.reduction is None:  # nobody to average with, or to be compared with
         return nullcontext()
     return _accumulate(ctx, micro, models)
 
@@ -152,11 +175,13 @@ def _accumulate(
         f"batch {micro.index} of epoch {micro.epoch} ({micro.window} a window)",
     )
     try:
-        if micro.sync or ctx.accumulation.sync_each_batch:
+        with ExitStack() as stack:
+            if ctx.reduction is not None:
+                stack.enter_context(exact_batch(models, micro, micro.place, micro.window))
+                stack.enter_context(draw_for(ctx, micro))
+            if not micro.sync and not ctx.accumulation.sync_each_batch:
+                stack.enter_context(no_sync(ctx, *models))
             yield
-        else:
-            with no_sync(ctx, *models):
-                yield
     finally:
         journal.place = before
 

@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from accelfn.context import Context, ContextOptions, configure, init_context
 from accelfn.context.config import (
     AORecipeKwargs,
     AutocastKwargs,
+    CanonicalReduction,
     DataLoaderConfiguration,
     DeepSpeedPlugin,
     DistributedDataParallelKwargs,
@@ -33,8 +36,9 @@ from accelfn.context.config import (
     Settings,
     TorchDynamoPlugin,
 )
-from accelfn.context.options import merge_settings, sort_handlers
+from accelfn.context.options import merge_settings, settle_window, sort_handlers
 from accelfn.errors import ConfigurationError, NotAvailableError
+from accelfn.testing import run_ranks
 
 
 def applied(**options: Any) -> Context:
@@ -398,6 +402,78 @@ def test_the_timeout_of_the_process_group_is_the_guards_too() -> None:
         init_context(cpu=True, guard=OWN, kwargs_handlers=[InitProcessGroupKwargs(timeout=long)]).guard == OWN
     )
     assert init_context(cpu=True, kwargs_handlers=[InitProcessGroupKwargs()]).guard == Context().guard
+
+
+# --- reduction ---------------------------------------------------------------------------------
+
+
+def test_a_reduction_is_a_word_or_a_record() -> None:
+    assert applied().reduction is applied(reduction="mean").reduction is None
+    exact = applied(reduction="canonical")
+    assert exact.reduction == CanonicalReduction()
+    assert exact.replace(mixed_precision="bf16").reduction == CanonicalReduction()
+    assert exact.replace(reduction="mean").reduction is None
+    assert applied(reduction=CanonicalReduction(seed=3)).reduction == CanonicalReduction(seed=3)
+    with pytest.raises(ConfigurationError, match="'sum'"):
+        applied(reduction="sum")
+    with pytest.raises(TypeError, match="or a CanonicalReduction: got int"):
+        applied(reduction=12)
+
+
+@given(st.integers(1, 60), st.integers(1, 12))
+def test_a_window_holds_the_ranks_share_of_the_shards_or_there_is_none(shards: int, size: int) -> None:
+    reduction = CanonicalReduction(num_shards=shards)
+    if shards % size:
+        with pytest.raises(ConfigurationError, match=f"got num_shards={shards} and {size} ranks"):
+            settle_window(GradientAccumulationPlugin(), reduction, size)
+    else:
+        settled = settle_window(GradientAccumulationPlugin(), reduction, size)
+        assert settled.num_steps * size == shards
+        assert settle_window(settled, reduction, size) == settled
+    plugin = GradientAccumulationPlugin(num_steps=shards)
+    assert settle_window(plugin, CanonicalReduction(), size) == settle_window(plugin, None, size) == plugin
+
+
+def test_the_window_follows_the_shards_and_goes_with_them() -> None:
+    def steps(ctx: Context) -> list[int]:
+        other = ctx.replace(reduction=CanonicalReduction(num_shards=24))
+        plain = ctx.replace(reduction="canonical")
+        asked = ctx.replace(reduction="mean", gradient_accumulation_steps=5)
+        return [
+            one.gradient_accumulation_steps
+            for one in (ctx, ctx.replace(mixed_precision="bf16"), other, plain, asked)
+        ]
+
+    reduction = CanonicalReduction(num_shards=12)
+    assert run_ranks(steps, 4, reduction=reduction) == [[3, 3, 6, 1, 5]] * 4
+    assert applied(reduction=reduction).gradient_accumulation_steps == 12
+    assert init_context(cpu=True, reduction=reduction).gradient_accumulation_steps == 12
+    with pytest.raises(ConfigurationError, match=r"=12 and 5 ranks\. .* can be 1, 2, 3, 4, 6, 12 r"):
+        run_ranks(steps, 5, reduction=reduction)
+    with pytest.raises(ConfigurationError, match=r"steps=4 contradicts num_shards=12, .* of 6 on 2 r"):
+        run_ranks(steps, 2, reduction=reduction, gradient_accumulation_steps=4)
+    with pytest.raises(ConfigurationError, match="steps=7 contradicts num_shards=12"):
+        applied(reduction=reduction).replace(gradient_accumulation_steps=7)
+
+
+@pytest.mark.parametrize("options", [{"comm_hook": "bf16"}, {"gradient_as_bucket_view": True}])
+def test_what_is_asked_of_another_engine_contradicts_exact_mode(options: dict[str, Any]) -> None:
+    handlers = [DistributedDataParallelKwargs(**options)]
+    with pytest.raises(ConfigurationError, match=f"without DistributedDataParallel: {next(iter(options))}="):
+        applied(reduction="canonical", kwargs_handlers=handlers)
+    with pytest.raises(ConfigurationError, match="Leave one of the two out"):
+        applied(kwargs_handlers=handlers).replace(reduction="canonical")
+
+
+def test_the_environment_may_ask_for_exact_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELFN_REDUCTION", "canonical")
+    monkeypatch.setenv("ACCELFN_GRADIENT_ACCUMULATION_STEPS", "4")
+    ctx = init_context(cpu=True)
+    assert (ctx.reduction, ctx.gradient_accumulation_steps) == (CanonicalReduction(), 4)
+    assert init_context(cpu=True, reduction="mean").reduction is None
+    # An argument that says the window wins over the variable.
+    reduction = CanonicalReduction(num_shards=3)
+    assert init_context(cpu=True, reduction=reduction).gradient_accumulation_steps == 3
 
 
 # --- precedence ----------------------------------------------------------------------------------
