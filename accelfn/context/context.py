@@ -20,6 +20,7 @@ from accelfn.context.config import (
     GradientAccumulationPlugin,
     Guard,
     GuardMode,
+    ProfileKwargs,
     ProjectConfiguration,
 )
 from accelfn.context.device import read_hardware
@@ -56,6 +57,7 @@ class Context:
         step_scheduler_with_optimizer: Whether a scheduler moves only when its optimizer does.
         rng_types: Random states that a loader synchronises at the start of an epoch.
         guard: How ranks are kept in agreement, and how long they wait for each other.
+        profiling: What :func:`accelfn.profile` watches and writes.
         tag: Name of the operations that are called through this context, see :meth:`tagged`.
     """
 
@@ -70,6 +72,7 @@ class Context:
     step_scheduler_with_optimizer: bool = True
     rng_types: tuple[str, ...] = ("generator",)
     guard: Guard = field(default_factory=Guard)
+    profiling: ProfileKwargs = field(default_factory=ProfileKwargs)
     tag: str = ""
 
     def __post_init__(self) -> None:
@@ -223,6 +226,7 @@ def configure(ctx: Context, options: ContextOptions) -> Context:
         step_scheduler_with_optimizer=ctx.step_scheduler_with_optimizer,
         rng_types=ctx.rng_types,
         guard=ctx.guard,
+        profiling=ctx.profiling,
     )
     fields = apply_options(now, options)
     if fields["precision"].mode != ctx.precision.mode:

@@ -3,6 +3,13 @@
 from accelfn.training.clip import clip_grad_norm_, clip_grad_value_
 from accelfn.training.grad import value_and_grad
 from accelfn.training.join import join_uneven_inputs
+from accelfn.training.memory import (
+    BatchTooLarge,
+    clear_device_cache,
+    find_executable_batch_size,
+    is_out_of_memory,
+    release_memory,
+)
 from accelfn.training.precision import MixedPrecisionForward, autocast
 from accelfn.training.prepare import (
     prepare,
@@ -22,14 +29,18 @@ from accelfn.training.scaler import (
 from accelfn.training.step import accumulate, backward, no_sync, optimizer_step, scheduler_step
 
 __all__ = (
+    "BatchTooLarge",
     "MixedPrecisionForward",
     "ScalerState",
     "accumulate",
     "autocast",
     "backward",
+    "clear_device_cache",
     "clip_grad_norm_",
     "clip_grad_value_",
+    "find_executable_batch_size",
     "init_scaler",
+    "is_out_of_memory",
     "join_uneven_inputs",
     "no_sync",
     "optimizer_step",
@@ -37,6 +48,7 @@ __all__ = (
     "prepare_model",
     "prepare_optimizer",
     "prepare_scheduler",
+    "release_memory",
     "rescale_gradients",
     "scheduler_step",
     "step_was_skipped",
