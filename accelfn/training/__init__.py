@@ -1,6 +1,7 @@
 """Prepare, compute in mixed precision, accumulate, clip, step."""
 
 from accelfn.training.clip import clip_grad_norm_, clip_grad_value_
+from accelfn.training.compile import CompiledForward, compile_, is_compiled, plan_regions, without_compile
 from accelfn.training.grad import value_and_grad
 from accelfn.training.join import join_uneven_inputs
 from accelfn.training.memory import (
@@ -30,6 +31,7 @@ from accelfn.training.step import accumulate, backward, no_sync, optimizer_step,
 
 __all__ = (
     "BatchTooLarge",
+    "CompiledForward",
     "MixedPrecisionForward",
     "ScalerState",
     "accumulate",
@@ -38,12 +40,15 @@ __all__ = (
     "clear_device_cache",
     "clip_grad_norm_",
     "clip_grad_value_",
+    "compile_",
     "find_executable_batch_size",
     "init_scaler",
+    "is_compiled",
     "is_out_of_memory",
     "join_uneven_inputs",
     "no_sync",
     "optimizer_step",
+    "plan_regions",
     "prepare",
     "prepare_model",
     "prepare_optimizer",
@@ -56,4 +61,5 @@ __all__ = (
     "unwrap_model",
     "update_scaler",
     "value_and_grad",
+    "without_compile",
 )

@@ -16,6 +16,8 @@ from accelfn.context import Context, Precision
 from accelfn.data import PreparedDataLoader, prepare_data_loader
 from accelfn.errors import ConfigurationError
 from accelfn.parallel import replicate
+from accelfn.training.compile import compile_, without_compile
+from accelfn.training.forward import WrappedForward, plain_forward
 from accelfn.training.precision import with_precision, without_precision
 from accelfn.tree import send_to_device
 
@@ -131,7 +133,11 @@ def prepare_model(ctx: Context, model: M, *, evaluation_mode: bool = False) -> M
         return model
     if ctx.device_placement:
         model = model.to(ctx.device)
-    with_precision(ctx, model)
+    # An unpickled model comes with a forward that was prepared elsewhere.
+    forward = vars(model).get("forward")
+    if isinstance(forward, WrappedForward):
+        model.forward = plain_forward(model)
+    with_precision(ctx, compile_(model, ctx.strategy.dynamo))
     result = model if evaluation_mode else replicate(ctx, model)
     setattr(model, _MARK, mark_of(ctx)._replace(is_wrapped=result is not model))
     if result is not model:
@@ -208,7 +214,9 @@ def unwrap_model(
         else:
             break
     plain = inner if keep_fp32_wrapper else without_precision(inner)
-    if compiled is None or not keep_torch_compile:
+    if not keep_torch_compile:
+        return without_compile(plain)
+    if compiled is None:
         return plain
     if plain is inner and compiled._orig_mod is inner:
         return compiled if keep_fp32_wrapper else without_precision(compiled)
