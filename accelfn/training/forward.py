@@ -35,7 +35,7 @@ class WrappedForward:
 
 def plain_forward(model: nn.Module) -> Callable[..., Any]:
     """Give the ``forward`` of a module without anything of accelfn's around it."""
-    forward: Callable[..., Any] = model.forward
+    forward: Any = model.forward
     while isinstance(forward, WrappedForward):
         forward = forward.__wrapped__
     return forward
