@@ -6,8 +6,10 @@ import atexit
 import dataclasses
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -79,6 +81,16 @@ class Context:
         """Settle what the guard leaves open: ``guard.mode`` of a context is always a ``GuardMode``."""
         if self.guard.mode is None:
             object.__setattr__(self, "guard", dataclasses.replace(self.guard, mode=GuardMode.SAMPLED))
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        """Give itself: it never changes, and nobody can copy a world."""
+        return self
+
+    def __reduce__(self) -> tuple[Callable[[dict[str, Any]], Context], tuple[dict[str, Any]]]:
+        """Pickle without the world: what is loaded is one process on the CPU, with the same options."""
+        left_behind = ("world", "collectives")
+        names = [one.name for one in dataclasses.fields(self) if one.name not in left_behind]
+        return _alone, ({name: getattr(self, name) for name in names},)
 
     @property
     def device(self) -> torch.device:
@@ -234,6 +246,10 @@ def configure(ctx: Context, options: ContextOptions) -> Context:
         if facts is not None:
             check_precision(fields["precision"], facts)
     return dataclasses.replace(ctx, **fields)
+
+
+def _alone(options: dict[str, Any]) -> Context:
+    return Context(**options)
 
 
 def close_context(ctx: Context) -> None:

@@ -335,7 +335,7 @@ def _refuse_unavailable(options: ContextOptions) -> None:
         ("megatron_lm_plugin", "Megatron-LM", options.get("megatron_lm_plugin") is not None),
         ("parallelism_config", "a mesh of ranks", parallelism is not None and parallelism.total_size > 1),
         ("mixed_precision", "fp8", mode in ("fp8", PrecisionType.FP8)),
-        ("log_with", "experiment tracking", options.get("log_with") is not None),
+        ("log_with", "experiment tracking", bool(options.get("log_with"))),
     )
     for argument, what, is_asked in asked:
         if is_asked:

@@ -121,7 +121,9 @@ def process_group_collectives(
             raise
 
     start_exchange = by_socket = _exchange_by_socket(beside, rank, size, chunk, lookout, finish, references)
-    if one_machine and control is not None and size > 1:  # not between threads, which have no locks of their own
+    if (
+        one_machine and control is not None and size > 1
+    ):  # not between threads, which have no locks of their own
         most = chunk_bytes(size, _MAX_SHARED_BYTES)
         shared = share_rows(lambda message: by_socket(message).finish(), rank, size, most)
         if shared is not None:

@@ -1,14 +1,8 @@
 """Which samples, in which order, to whom."""
 
 from accelfn.data.loader import PreparedDataLoader, prepare_data_loader
-from accelfn.data.microbatch import (
-    MicroBatch,
-    Uneven,
-    gather_for_metrics,
-    gather_objects_for_metrics,
-    microbatches,
-    plan_microbatch,
-)
+from accelfn.data.metrics import gather_for_metrics, gather_objects_for_metrics
+from accelfn.data.microbatch import MicroBatch, Uneven, microbatches, plan_microbatch
 from accelfn.data.order import Order, read_order
 from accelfn.data.permutation import permute
 from accelfn.data.picture import draw_plan, draw_plan_svg

@@ -1,4 +1,4 @@
-"""Read data that was sharded already: every rank its own loader."""
+"""Read batches that nobody has planned: of data that was sharded already, or that come as they are."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch.utils.data import DataLoader
 
 from accelfn.comm import Call, gather_bytes
 from accelfn.context import Context
-from accelfn.data.reading import Pass, Share
+from accelfn.data.reading import EVENED, Pass, Share
 from accelfn.tree import find_batch_size
 
-__all__ = ("OwnReader", "rows_of")
+__all__ = ("OwnReader", "rows_of", "with_rows")
 
 T = TypeVar("T")
 
@@ -63,3 +63,17 @@ def rows_of(batch: Any) -> int | None:
         return find_batch_size(batch)
     except ValueError:  # no tensor in it: the batch is the user's own kind
         return None
+
+
+def with_rows(begun: Pass[T]) -> Pass[T]:
+    """Give a pass over batches of the user's own, whose rows only the batches themselves tell."""
+    return Pass(begun.counts, _counted(begun.batches), evened_by=EVENED)
+
+
+def _counted(batches: Iterator[tuple[T, Share]]) -> Iterator[tuple[T, Share]]:
+    for batch, share in batches:
+        own_valid = None if share.own_valid else 0
+        known = Share(
+            num_rows=rows_of(batch), own_valid=own_valid, is_last=share.is_last, consumed=share.consumed
+        )
+        yield batch, known

@@ -10,7 +10,7 @@ import torch
 from accelfn.context.config import DataLoaderConfiguration, ParallelismConfig
 from accelfn.errors import ConfigurationError
 
-__all__ = ("DataRank", "EpochPlan", "Planner", "data_rank", "plan_epoch", "planner")
+__all__ = ("DataRank", "EpochPlan", "Planner", "data_rank", "plan_epoch", "planner", "rows_in")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +61,11 @@ class EpochPlan:
             return full
         return full + 1 if self.even or rest > rank * self.rank_batch else full
 
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Batches of each rank."""
+        return tuple(self.num_batches(rank) for rank in range(self.size))
+
     def positions(self, step: int, rank: int) -> list[int]:
         """Give the positions that ``rank`` reads in ``step``, in order."""
         first = self.start + step * self.global_batch + rank * self.rank_batch
@@ -100,6 +105,10 @@ class EpochPlan:
     def continued(self, start: int) -> EpochPlan:
         """Give the plan of the rest of the epoch, from position ``start`` on."""
         return replace(self, start=start)
+
+    def evened(self, even: bool) -> EpochPlan:
+        """Give the plan that fills the last step up, or leaves it short."""
+        return replace(self, even=even and self.size > 1)  # alone, there is nobody to keep in step with
 
 
 def plan_epoch(
@@ -222,3 +231,24 @@ def planner(loading: DataLoaderConfiguration, size: int, drop_last: bool) -> Pla
         )
 
     return make_plan
+
+
+def rows_in(loading: DataLoaderConfiguration, size: int, batch_size: int | None) -> int:
+    """Count the samples in a rank's batch; where the loader doesn't make batches, each one counts as one.
+
+    Args:
+        loading: How the user wants data to be shared out.
+        size: Ranks that read different data.
+        batch_size: Of the user's loader.
+
+    Raises:
+        ConfigurationError: The batch is to be split and can't be.
+    """
+    if batch_size is not None:
+        return plan_epoch(0, batch_size, size, split_batches=loading.split_batches).rank_batch
+    if loading.split_batches:
+        raise ConfigurationError(
+            "split_batches cuts each batch that the loader makes, and with batch_size=None the loader makes "
+            "none. Use split_batches=False, or give the loader a batch size."
+        )
+    return 1

@@ -9,9 +9,23 @@ from typing_extensions import NamedTuple  # of typing, one that is generic needs
 
 from accelfn.data.plan import EpochPlan
 
-__all__ = ("Evening", "Pass", "Reader", "Share", "Stepping", "share_of", "shares_of")
+__all__ = (
+    "EVENED",
+    "EVENED_OR_DROPPED",
+    "Evening",
+    "Pass",
+    "Reader",
+    "Share",
+    "Stepping",
+    "share_of",
+    "shares_of",
+)
 
 T = TypeVar("T")
+
+# Of `Pass.evened_by`: where batches are left as they are, and where samples are put together to batches.
+EVENED = ("even_batches=True",)
+EVENED_OR_DROPPED = (*EVENED, "drop_last=True")
 
 
 class Share(NamedTuple):
@@ -46,12 +60,14 @@ class Pass(NamedTuple, Generic[T]):
         in_step: All ranks have equally many batches, even where nobody knows how many.
         share_at: What is known of this rank's batch in a step in which it may have none, where that is
             planned.
+        evened_by: Options of the user's, each of which would give all ranks equally many batches.
     """
 
     counts: tuple[int, ...] | None
     batches: Iterator[tuple[T, Share]]
     in_step: bool = False
     share_at: Callable[[int], Share] | None = None
+    evened_by: tuple[str, ...] = ()
 
 
 class Reader(Protocol[T]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar, cast, overload
 
 import torch
@@ -23,7 +24,9 @@ from accelfn.tree import send_to_device
 
 __all__ = (
     "Mark",
+    "check_parameters",
     "mark_of",
+    "parameters_of",
     "prepare",
     "prepare_model",
     "prepare_optimizer",
@@ -92,8 +95,40 @@ def prepare(ctx: Context, /, *objects: Any) -> Any:
     """
     if not objects:
         raise TypeError("prepare: got nothing to prepare. Pass a model, an optimizer, a loader, ...")
-    prepared = tuple(_prepare_one(ctx, item) for item in objects)
+    check_parameters(objects)
+    # Schedules last, since their optimizers may stand behind them.
+    first = {
+        index: _prepare_one(ctx, item)
+        for index, item in enumerate(objects)
+        if not isinstance(item, LRScheduler)
+    }
+    prepared = tuple(
+        first[index] if index in first else _prepare_one(ctx, item) for index, item in enumerate(objects)
+    )
     return prepared[0] if len(prepared) == 1 else prepared
+
+
+def check_parameters(objects: Sequence[object]) -> None:
+    """Refuse an optimizer that is prepared together with models and has no parameter of any of them.
+
+    Raises:
+        ConfigurationError: With the place of the optimizer.
+    """
+    models = [item for item in objects if isinstance(item, nn.Module)]
+    known = {id(parameter) for model in models for parameter in model.parameters()}
+    for index, item in enumerate(objects):
+        if known and isinstance(item, Optimizer) and not known & parameters_of(item):
+            raise ConfigurationError(
+                f"prepare: object {index}, a {type(item).__name__}, has no parameter of the models that are "
+                "prepared with it, so its steps would change nothing in them. Make it from "
+                "model.parameters() of the same model, after everything that replaces parameters."
+            )
+
+
+def parameters_of(optimizer: Optimizer) -> frozenset[int]:
+    """Give the identities of an optimizer's parameters."""
+    groups: list[dict[str, list[torch.Tensor]]] = optimizer.param_groups
+    return frozenset(id(parameter) for group in groups for parameter in group["params"])
 
 
 def _prepare_one(ctx: Context, item: Any) -> Any:
@@ -178,10 +213,20 @@ def prepare_scheduler(ctx: Context, scheduler: S) -> S:
 
     Ranks: local.
 
+    Args:
+        ctx: The world.
+        scheduler: Of an optimizer that was prepared before, or is in the same call of :func:`prepare`.
+
     Raises:
-        ConfigurationError: Another context has prepared it.
+        ConfigurationError: Another context has prepared it, or nobody has prepared its optimizer.
     """
     if not _is_prepared(ctx, scheduler, "scheduler"):
+        optimizer: object = scheduler.optimizer
+        if not _is_prepared(ctx, optimizer, "optimizer of the scheduler"):
+            raise ConfigurationError(
+                f"the {type(optimizer).__name__} that {type(scheduler).__name__} moves was not prepared. "
+                "Prepare it before, or in the same call."
+            )
         setattr(scheduler, _MARK, mark_of(ctx))
     return scheduler
 
@@ -224,7 +269,9 @@ def unwrap_model(
 
 
 def _is_prepared(ctx: Context, item: object, kind: str) -> bool:
-    mark = cast("Mark | None", getattr(item, "__dict__", {}).get(_MARK))
+    # Of a module its own, since what wraps one passes on what is asked of it; of an optimizer that too.
+    own: object = getattr(item, "__dict__", {}).get(_MARK)
+    mark = cast("Mark | None", getattr(item, _MARK, None) if isinstance(item, Optimizer) else own)
     if mark is None:
         return False
     if mark.is_wrapped:

