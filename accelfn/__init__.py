@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # what type checkers see; a test holds it equal to the table below
     from accelfn.accelerator import (
         Accelerator,
+        LocalSGD,
     )
     from accelfn.checkpoint import (
         save_model,
@@ -86,13 +87,18 @@ if TYPE_CHECKING:  # what type checkers see; a test holds it equal to the table 
         restore_loader,
         skip_first_batches,
     )
+    from accelfn.parallel import (
+        convert_sync_batchnorm,
+    )
     from accelfn.tracking import (
         profile,
     )
     from accelfn.training import (
+        LocalSGDState,
         ScalerState,
         accumulate,
         autocast,
+        average_parameters,
         backward,
         clear_device_cache,
         clip_grad_norm_,
@@ -100,6 +106,8 @@ if TYPE_CHECKING:  # what type checkers see; a test holds it equal to the table 
         find_executable_batch_size,
         init_scaler,
         join_uneven_inputs,
+        local_sgd_step,
+        lomo_backward,
         no_sync,
         optimizer_step,
         prepare,
@@ -109,9 +117,11 @@ if TYPE_CHECKING:  # what type checkers see; a test holds it equal to the table 
         release_memory,
         scheduler_step,
         step_was_skipped,
+        trigger_sync_in_backward,
         unscale_gradients,
         unwrap_model,
         value_and_grad,
+        verify_device_map,
     )
     from accelfn.tree import (
         Packed,
@@ -134,7 +144,10 @@ __version__ = "0.1.0"
 
 _HOMES = MappingProxyType(
     {
-        "accelfn.accelerator": ("Accelerator",),
+        "accelfn.accelerator": (
+            "Accelerator",
+            "LocalSGD",
+        ),
         "accelfn.checkpoint": ("save_model",),
         "accelfn.comm": (
             "TriggerState",
@@ -208,10 +221,13 @@ _HOMES = MappingProxyType(
             "skip_first_batches",
         ),
         "accelfn.tracking": ("profile",),
+        "accelfn.parallel": ("convert_sync_batchnorm",),
         "accelfn.training": (
+            "LocalSGDState",
             "ScalerState",
             "accumulate",
             "autocast",
+            "average_parameters",
             "backward",
             "clear_device_cache",
             "clip_grad_norm_",
@@ -219,6 +235,8 @@ _HOMES = MappingProxyType(
             "find_executable_batch_size",
             "init_scaler",
             "join_uneven_inputs",
+            "local_sgd_step",
+            "lomo_backward",
             "no_sync",
             "optimizer_step",
             "prepare",
@@ -228,9 +246,11 @@ _HOMES = MappingProxyType(
             "release_memory",
             "scheduler_step",
             "step_was_skipped",
+            "trigger_sync_in_backward",
             "unscale_gradients",
             "unwrap_model",
             "value_and_grad",
+            "verify_device_map",
         ),
         "accelfn.tree": (
             "Packed",
@@ -270,6 +290,8 @@ __all__ = (
     "InitProcessGroupKwargs",
     "KwargsHandler",
     "LoaderState",
+    "LocalSGD",
+    "LocalSGDState",
     "MSAMPRecipeKwargs",
     "MegatronLMPlugin",
     "MicroBatch",
@@ -288,6 +310,7 @@ __all__ = (
     "__version__",
     "accumulate",
     "autocast",
+    "average_parameters",
     "backward",
     "broadcast",
     "broadcast_object_list",
@@ -298,6 +321,7 @@ __all__ = (
     "clip_grad_value_",
     "close_context",
     "concatenate",
+    "convert_sync_batchnorm",
     "convert_to_fp32",
     "detect_environment",
     "failing_together",
@@ -314,6 +338,8 @@ __all__ = (
     "listify",
     "loader_state",
     "local_main_process_first",
+    "local_sgd_step",
+    "lomo_backward",
     "main_process_first",
     "microbatches",
     "no_sync",
@@ -348,10 +374,12 @@ __all__ = (
     "step_was_skipped",
     "synchronize_rng_states",
     "tree_structure",
+    "trigger_sync_in_backward",
     "unpack",
     "unscale_gradients",
     "unwrap_model",
     "value_and_grad",
+    "verify_device_map",
     "verify_structure",
     "wait_for_everyone",
 )

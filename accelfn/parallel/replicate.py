@@ -20,7 +20,15 @@ from accelfn.errors import ConfigurationError
 from accelfn.parallel.comm_hook import choose_comm_hook, register_comm_hook
 from accelfn.tree import flatten
 
-__all__ = ("ForwardCheck", "Replica", "no_sync", "replicate", "trigger_sync_in_backward", "unchecked")
+__all__ = (
+    "ForwardCheck",
+    "Replica",
+    "is_replicated",
+    "no_sync",
+    "replicate",
+    "trigger_sync_in_backward",
+    "unchecked",
+)
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -74,6 +82,11 @@ def replicate(ctx: Context, model: nn.Module) -> nn.Module:
     register_comm_hook(ctx, wrapped, hook)
     _check_each_forward(ctx, wrapped)
     return wrapped
+
+
+def is_replicated(model: nn.Module) -> bool:
+    """Whether :func:`replicate` keeps the model equal on all ranks."""
+    return isinstance(model, DistributedDataParallel) or vars(model).get(_ATTRIBUTE) is not None
 
 
 class ForwardCheck:

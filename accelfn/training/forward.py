@@ -26,6 +26,10 @@ class WrappedForward:
         """Wrap ``forward``."""
         self.__wrapped__ = forward
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call what is wrapped."""
+        return self.__wrapped__(*args, **kwargs)
+
     def around(self, forward: Callable[..., Any]) -> Self:
         """Give the same around another ``forward``."""
         other = copy.copy(self)
