@@ -144,6 +144,7 @@ class Accelerator(Facts, Extras, LaterParts):
         even_batches: bool | None = None,
         use_seedable_sampler: bool | None = None,
         guard: Guard | str | None = None,
+        debug: bool | None = None,
         compat: Literal["accelerate"] | None = None,
         context: Context | None = None,
     ) -> None:
@@ -176,6 +177,7 @@ class Accelerator(Facts, Extras, LaterParts):
             "dynamo_plugin": dynamo_plugin,
             "parallelism_config": parallelism_config,
             "guard": guard,
+            "debug": debug,
         }
         defaults = {"device_placement": True, "step_scheduler_with_optimizer": True}
         extra = [name for name, value in asked.items() if value is not defaults.get(name)]

@@ -109,7 +109,8 @@ def find_executable_batch_size(
     """Call a function with a batch size, and with a smaller one each time that memory does not suffice.
 
     A decorator, with or without arguments, or called with the function. Each call begins anew with
-    ``starting_batch_size``. Before each further try the device's cache is emptied.
+    ``starting_batch_size``. Before each further try garbage is collected and the device's cache
+    emptied.
 
     Ranks: every rank of ``ctx``, where it is given. Then one rank that is short of memory lowers the size of
     all. The others hear of it in their next operation across ranks, at the latest at the end of the function.
@@ -160,10 +161,10 @@ def find_executable_batch_size(
         _check_arguments(function, args, kwargs)
         size = starting_batch_size
         while size > 0:
-            clear_device_cache(garbage_collection=True)
             fits, result = _try(ctx, function, size, args, kwargs)
             if fits:
                 return result
+            clear_device_cache(garbage_collection=True)
             smaller = reduced(size)
             if smaller >= size:
                 raise ValueError(

@@ -94,6 +94,21 @@ def test_after_del_nothing_is_kept_by_the_shim(mode: str, way: str) -> None:
     assert run_ranks(run, 2, mixed_precision=mode) == [[], []]
 
 
+def test_debugging_is_asked_for_by_argument_or_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(**options: Any) -> bool:
+        accelerator = Accelerator(cpu=True, **options)
+        accelerator.close()
+        return accelerator.state.debug
+
+    assert [found(), found(debug=True), found(guard="full"), found(debug=False)] == [False, True, True, False]
+    for name in ("ACCELERATE_DEBUG_MODE", "ACCELFN_DEBUG_MODE"):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "1")
+            assert [found(), found(debug=False), found(guard="sampled")] == [True, False, False]
+    with pytest.raises(ConfigurationError, match="options from the context, got debug too"):
+        Accelerator(context=Context(), debug=True)
+
+
 def test_freeing_forgets_what_is_still_held_elsewhere() -> None:
     accelerator = Accelerator(context=Context())
     model, optimizer, _, loader = accelerator.prepare(*parts())

@@ -2,23 +2,32 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 
+import contextlib
 import gc
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any, cast
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
 from accelfn import Context, find_executable_batch_size
-from accelfn.errors import RemoteRankError
+from accelfn.errors import MismatchError, RemoteRankError
 from accelfn.testing import run_ranks
 from accelfn.training import is_out_of_memory
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_heap() -> Generator[None, None, None]:
+    """Let what other modules have made be passed over: each try that fails collects garbage."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
 
 
 def needing(limit: int, tried: list[int]) -> Callable[..., int]:
@@ -34,7 +43,8 @@ def needing(limit: int, tried: list[int]) -> Callable[..., int]:
     return train
 
 
-@given(st.integers(1, 500), st.integers(1, 500))
+@settings(max_examples=20)
+@given(st.integers(1, 99), st.integers(1, 99))
 def test_the_size_is_nine_tenths_of_the_one_before_until_it_fits(start: int, limit: int) -> None:
     tried: list[int] = []
     search = find_executable_batch_size(needing(limit, tried), start)
@@ -150,15 +160,16 @@ def test_what_a_failed_try_held_is_freed_before_the_next() -> None:
     assert find_executable_batch_size(train, 8, lambda size: size // 2)() == 3
 
 
+@settings(max_examples=20)
 @given(st.integers(2, 4), st.data())
 def test_one_rank_that_is_short_of_memory_lowers_the_size_of_all(world: int, data: st.DataObject) -> None:
-    limits = data.draw(st.lists(st.integers(1, 40), min_size=world, max_size=world))
+    limits = data.draw(st.lists(st.integers(1, 10), min_size=world, max_size=world))
     within = data.draw(st.sampled_from(["none", "before", "after", "many"]))
 
     def run(ctx: Context) -> tuple[int, list[int]]:
         tried: list[int] = []
 
-        @find_executable_batch_size(starting_batch_size=32, reduce_batch_size_fn=halve, ctx=ctx)
+        @find_executable_batch_size(starting_batch_size=8, reduce_batch_size_fn=halve, ctx=ctx)
         def train(batch_size: int) -> int:
             if within in ("before", "many"):
                 af.reduce(ctx, torch.tensor(batch_size))
@@ -172,10 +183,31 @@ def test_one_rank_that_is_short_of_memory_lowers_the_size_of_all(world: int, dat
         assert af.gather(ctx, torch.tensor([found])).tolist() == [found] * world  # all are in step
         return found, tried
 
-    fits = next(size for size in (32, 16, 8, 4, 2, 1) if size <= min(limits))
+    fits = next(size for size in (8, 4, 2, 1) if size <= min(limits))
     for found, tried in run_ranks(run, world):
         assert found == fits
-        assert tried == [size for size in (32, 16, 8, 4, 2, 1) if size >= fits]
+        assert tried == [size for size in (8, 4, 2, 1) if size >= fits]
+
+
+def test_with_ddp_a_first_step_without_averaging_finds_the_size_and_one_with_it_is_an_error_of_all() -> None:
+    def run(ctx: Context) -> tuple[int, str]:
+        def train(batch_size: int, averaged: bool) -> int:
+            model = af.prepare(ctx, nn.Linear(2, 2))
+            with contextlib.nullcontext() if averaged else af.no_sync(ctx, model):
+                y = model(torch.ones(batch_size, 2))
+                needing(4 if ctx.rank else 99, [])(batch_size)
+                y.sum().backward()
+            return batch_size
+
+        search = find_executable_batch_size(train, 16, halve, ctx=ctx)
+        found = search(averaged=False)
+        with pytest.raises(MismatchError, match="find_executable_batch_size") as caught:
+            search(averaged=True)
+        return found, str(caught.value)
+
+    first, second = run_ranks(run, 2, "processes")
+    assert first == second
+    assert first[0] == 4
 
 
 def test_other_errors_of_a_rank_stay_errors_of_all() -> None:
