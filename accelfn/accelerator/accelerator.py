@@ -32,6 +32,7 @@ from accelfn.accelerator.proxies import (
     AcceleratedDataLoader,
     AcceleratedOptimizer,
     AcceleratedScheduler,
+    Block,
     unwrap_optimizer,
 )
 from accelfn.accelerator.scaling import Scaling
@@ -99,6 +100,8 @@ class Accelerator(Facts, Extras, LaterParts):
     Attributes:
         context: The frozen Context behind it, for use with the functions.
         micro: The batch that a prepared loader handed out last; None outside of such a loop.
+        window: The batch of the ``accumulate`` block that is open; None outside of one.
+        sync_gradients: Whether the batch at hand closes its window, so that optimizers step. May be set.
         last_micro: The last batch of the loop that ended last: what is gathered after a loop belongs to it.
         models: Prepared models that somebody holds, in the order in which they came.
         optimizers: The same of optimizers: those inside of what ``prepare`` gave back.
@@ -195,23 +198,14 @@ class Accelerator(Facts, Extras, LaterParts):
         self.schedulers = Held[AcceleratedScheduler]()
         self.loaders = Held[AcceleratedDataLoader[Any]]()
         self.uneven: Uneven = "error"
-        self._window: MicroBatch | None = None  # of the `accumulate` block that is open
-        self._sync = True
+        self.window: MicroBatch | None = None
+        self.sync_gradients = True
         self.step = 0
         self.compat = compat
         self._trigger = comm.TriggerState()
         self._scaling = Scaling(self.context, self.optimizers)
 
     # --- the window ------------------------------------------------------------------------------
-
-    @property
-    def sync_gradients(self) -> bool:
-        """Whether the batch at hand closes its window, so that optimizers step. May be set."""
-        return self._sync
-
-    @sync_gradients.setter
-    def sync_gradients(self, sync: bool) -> None:
-        self._sync = sync
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
@@ -321,8 +315,7 @@ class Accelerator(Facts, Extras, LaterParts):
 
     # --- the training step -----------------------------------------------------------------------
 
-    @contextmanager
-    def accumulate(self, *models: nn.Module) -> Generator[None, None, None]:
+    def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """Run forward and backward of one batch of a window; see :func:`accelfn.accumulate`.
 
         The window is that of the prepared loader whose batch is at hand. In a program that has prepared no
@@ -333,12 +326,7 @@ class Accelerator(Facts, Extras, LaterParts):
                 is at hand.
         """
         micro = self.micro or self._count_batch()
-        before, self._window, self._sync = self._window, micro, micro.sync
-        try:
-            with training.accumulate(self.context, micro, *models):
-                yield
-        finally:
-            self._window = before
+        return Block(self, micro, training.accumulate(self.context, micro, *models))
 
     def _count_batch(self) -> MicroBatch:
         steps = self.gradient_accumulation_steps
@@ -363,7 +351,7 @@ class Accelerator(Facts, Extras, LaterParts):
             self.lomo_backward(loss, **kwargs)
             return
         state = self._scaling.begin_loss(self.context)
-        micro = self._window
+        micro = self.window
         if self.compat is not None:  # a short last window is divided by the number of a full one
             steps = self.gradient_accumulation_steps
             micro = plan_microbatch(0, 0, steps, steps)
@@ -405,7 +393,7 @@ class Accelerator(Facts, Extras, LaterParts):
 
     def step_optimizer(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         """Let a prepared optimizer step if the window closes; its proxy calls this."""
-        if not self._sync:
+        if not self.sync_gradients:
             return None
         if training.is_lomo(optimizer):  # it has stepped in backward
             return None
@@ -430,7 +418,7 @@ class Accelerator(Facts, Extras, LaterParts):
         return steps if total is None else max(0, min(steps, total - scheduler._step_count + 1))  # pyright: ignore[reportPrivateUsage]
 
     def _require_closing_window(self) -> None:
-        if self.context.precision.scales_loss and not self._sync:
+        if self.context.precision.scales_loss and not self.sync_gradients:
             raise ConfigurationError(
                 "with float16, gradients are unscaled and clipped only where the window closes: what the "
                 "next backward adds is scaled. Put it under `if accelerator.sync_gradients:`."

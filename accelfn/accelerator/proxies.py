@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 import accelfn.training as training
-from accelfn.data import PreparedDataLoader, microbatches, skip_first_batches
+from accelfn.data import MicroBatch, PreparedDataLoader, microbatches, skip_first_batches
 
 if TYPE_CHECKING:
     from accelfn.accelerator.accelerator import Accelerator
@@ -18,6 +20,7 @@ __all__ = (
     "AcceleratedDataLoader",
     "AcceleratedOptimizer",
     "AcceleratedScheduler",
+    "Block",
     "unwrap_optimizer",
 )
 
@@ -157,6 +160,36 @@ class AcceleratedScheduler:
         if name in ("scheduler", "_accelerator"):  # not set yet: copy and pickle look before __init__ has run
             raise AttributeError(name)
         return getattr(self.scheduler, name)
+
+
+class Block:
+    """The block of ``Accelerator.accumulate``: a ``with`` statement that each batch goes through.
+
+    A class, since a generator would cost more.
+    """
+
+    __slots__ = ("_accelerator", "_before", "_inner", "_micro")
+
+    def __init__(
+        self, accelerator: Accelerator, micro: MicroBatch, inner: AbstractContextManager[None]
+    ) -> None:
+        """Use ``Accelerator.accumulate`` instead."""
+        self._accelerator = accelerator
+        self._micro = micro
+        self._inner = inner
+        self._before: MicroBatch | None = None
+
+    def __enter__(self) -> None:
+        accelerator, micro = self._accelerator, self._micro
+        self._before, accelerator.window = accelerator.window, micro
+        accelerator.sync_gradients = micro.sync
+        self._inner.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        self._accelerator.window = self._before
+        return self._inner.__exit__(kind, error, trace)
 
 
 class AcceleratedDataLoader(Generic[T]):

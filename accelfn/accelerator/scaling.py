@@ -42,7 +42,7 @@ class Scaling:
 
     def begin_loss(self, ctx: Context) -> ScalerState:
         """Follow the steps since the latest loss, and give the state for another one."""
-        if self._stepped:
+        if self._stepped:  # only where there is something to divide by
             before = self._state
             # Others may be amid a window, with gradients at the old scale.
             waiting = [one for one in self._optimizers if not {id(one)} & {*self._stepped, *self._unscaled}]
@@ -83,6 +83,9 @@ class Scaling:
 
     def step(self, ctx: Context, optimizer: Optimizer) -> None:
         """Let an optimizer step unless its gradients overflowed; they stay."""
+        if not ctx.precision.scales_loss and self._state.weight is None:
+            training.optimizer_step(ctx, optimizer, self._state, clear_gradients=False)
+            return
         state = self._unscaled.pop(id(optimizer), self._state)
         state = training.optimizer_step(ctx, optimizer, state, clear_gradients=False)
         self._stepped[id(optimizer)] = self._latest[id(optimizer)] = state

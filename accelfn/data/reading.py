@@ -29,7 +29,7 @@ EVENED_OR_DROPPED = (*EVENED, "drop_last=True")
 
 
 class Share(NamedTuple):
-    """What is known of one batch of one rank.
+    """What is known of one batch of one rank. The first five are those of a MicroBatch, in its order.
 
     Attributes:
         num_rows: Samples in it, padding included; None where nobody says.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -156,8 +156,7 @@ def trigger_sync_in_backward(ctx: Context, model: nn.Module) -> Generator[None, 
         yield
 
 
-@contextmanager
-def accumulate(ctx: Context, micro: MicroBatch, *models: nn.Module) -> Generator[None, None, None]:
+def accumulate(ctx: Context, micro: MicroBatch, *models: nn.Module) -> AbstractContextManager[None]:
     """Run forward and backward of one batch of a window: ranks average gradients only where it closes.
 
     Ranks: every rank of ``ctx``.
@@ -167,6 +166,15 @@ def accumulate(ctx: Context, micro: MicroBatch, *models: nn.Module) -> Generator
         micro: Of the batch.
         *models: Prepared models that get gradients inside.
     """
+    if ctx.num_processes == 1:  # nobody to average with, or to be compared with
+        return nullcontext()
+    return _accumulate(ctx, micro, models)
+
+
+@contextmanager
+def _accumulate(
+    ctx: Context, micro: MicroBatch, models: tuple[nn.Module, ...]
+) -> Generator[None, None, None]:
     journal = ctx.collectives.journal
     # What is called inside is compared with it, so that ranks at different batches don't meet.
     before, journal.place = (
@@ -209,10 +217,12 @@ def optimizer_step(
         ReplicaDriftError: The parameters differ between ranks; ``Guard.check_replicas_every`` asks for it.
     """
     optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
-    scaler_state = unscale_gradients(ctx, optimizers, scaler_state)
-    if ctx.guard.check_gradients and not ctx.precision.scales_loss:
+    scales = ctx.precision.scales_loss
+    if scales or scaler_state.weight is not None:
+        scaler_state = unscale_gradients(ctx, optimizers, scaler_state)
+    if ctx.guard.check_gradients and not scales:
         check_gradients(ctx, optimizers)
-    if not ctx.precision.scales_loss:
+    if not scales:
         for one in optimizers:
             cast("Any", one).step()
         if scaler_state.is_unscaled:
@@ -220,10 +230,10 @@ def optimizer_step(
     else:
         _step_if_finite(optimizers, scaler_state.found_inf)
         scaler_state = update_scaler(ctx, scaler_state)
+    every = ctx.guard.check_replicas_every
     for one in optimizers:
         if clear_gradients:
             one.zero_grad(set_to_none=True)
-        every = ctx.guard.check_replicas_every
         if every is not None and ctx.num_processes > 1 and ctx.collectives.journal.count(one) % every == 0:
             parameters, name = named_parameters(one)
             check_replicas(ctx, parameters, name=name)

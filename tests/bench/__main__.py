@@ -11,7 +11,9 @@ def main() -> None:
     two = [*run, "accelfn.launch", "launch", "--num_processes", "2", "--cpu", "-m", "tests.bench.collectives"]
     guard = [*two[:-1], "tests.bench.guard"]
     data = [*two[:-1], "tests.bench.data"]
-    for command in (two, guard, data, [*run, "tests.bench.local"], [*run, "tests.bench.campaign"]):
+    training = [*two[:-1], "tests.bench.training"]
+    alone = ([*run, f"tests.bench.{name}"] for name in ("training", "local", "campaign"))
+    for command in (two, guard, data, training, *alone):
         subprocess.run(command, env=environment, check=True)
         print(flush=True)
 
