@@ -31,7 +31,7 @@ class Extras:
     step: int
     micro: MicroBatch | None
     last_micro: MicroBatch | None
-    _window: MicroBatch | None
+    window: MicroBatch | None
 
     @property
     def has_lomo_optimizer(self) -> bool:
@@ -51,7 +51,7 @@ class Extras:
                 "Prepare it, and keep what prepare gives back; for several use accelfn.lomo_backward, which "
                 "takes the optimizer."
             )
-        training.lomo_backward(self.context, loss, learning_rate, found[0], self._window)
+        training.lomo_backward(self.context, loss, learning_rate, found[0], self.window)
 
     @staticmethod
     def trigger_sync_in_backward(model: nn.Module) -> AbstractContextManager[None]:
