@@ -24,6 +24,7 @@ import accelfn.checkpoint as checkpoint
 import accelfn.comm as comm
 import accelfn.data as data
 import accelfn.training as training
+from accelfn.accelerator.extras import Extras
 from accelfn.accelerator.facts import Facts
 from accelfn.accelerator.held import Held
 from accelfn.accelerator.later import LaterParts
@@ -63,9 +64,6 @@ __all__ = ("Accelerator",)
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
-# Of the training step, and not there yet. What waits for a whole part of accelfn stands in `later`.
-_NOT_YET = ("clear", "free_memory", "lomo_backward", "profile", "trigger_sync_in_backward")
-
 
 def _loading(config: DataLoaderConfiguration | None, **fields: bool | None) -> DataLoaderConfiguration | None:
     """Put arguments of older Accelerates where they belong."""
@@ -94,7 +92,7 @@ def _check_compat(compat: object) -> None:
         )
 
 
-class Accelerator(Facts, LaterParts):
+class Accelerator(Facts, Extras, LaterParts):
     """Train with Accelerate's method names.
 
     Takes the arguments of :func:`accelfn.init_context`; ``context`` builds it over one that exists, such as
@@ -150,6 +148,7 @@ class Accelerator(Facts, LaterParts):
         even_batches: bool | None = None,
         use_seedable_sampler: bool | None = None,
         guard: Guard | str | None = None,
+        debug: bool | None = None,
         compat: Literal["accelerate"] | None = None,
         context: Context | None = None,
         reduction: str | CanonicalReduction | None = None,
@@ -184,6 +183,7 @@ class Accelerator(Facts, LaterParts):
             "parallelism_config": parallelism_config,
             "guard": guard,
             "reduction": reduction,
+            "debug": debug,
         }
         defaults = {"device_placement": True, "step_scheduler_with_optimizer": True}
         extra = [name for name, value in asked.items() if value is not defaults.get(name)]
@@ -348,7 +348,13 @@ class Accelerator(Facts, LaterParts):
         return training.no_sync(self.context, *(models or self.models))
 
     def backward(self, loss: torch.Tensor, weight: torch.Tensor | float | None = None, **kwargs: Any) -> None:
-        """Compute gradients of a loss, in ``accumulate`` its window's part; see :func:`accelfn.backward`."""
+        """Compute gradients of a loss, in ``accumulate`` its window's part; see :func:`accelfn.backward`.
+
+        With ``learning_rate=`` it is ``lomo_backward``.
+        """
+        if "learning_rate" in kwargs:
+            self.lomo_backward(loss, **kwargs)
+            return
         state = self._scaling.begin_loss(self.context)
         micro = self.window
         if self.compat is not None:  # a short last window is divided by the number of a full one
@@ -393,6 +399,8 @@ class Accelerator(Facts, LaterParts):
     def step_optimizer(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         """Let a prepared optimizer step if the window closes; its proxy calls this."""
         if not self.sync_gradients:
+            return None
+        if training.is_lomo(optimizer):  # it has stepped in backward
             return None
         if closure is None:
             return self._scaling.step(self.context, optimizer)
@@ -546,6 +554,4 @@ class Accelerator(Facts, LaterParts):
         self.close()
 
     def __getattr__(self, name: str) -> Any:
-        if name in _NOT_YET:
-            raise AttributeError(f"Accelerator.{name} has no machinery in this version of accelfn yet.")
         raise AttributeError(f"Accelerator has no attribute {name!r}.")

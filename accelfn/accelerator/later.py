@@ -159,9 +159,3 @@ class LaterParts:
     def fp8_backend(self) -> str | None:
         """Engine of 8-bit matrix products: None, as this version has none."""
         return None
-
-    def verify_device_map(self, model: nn.Module) -> bool:
-        """Say whether a model is spread over several devices: not in this version."""
-        raise _refuse(
-            "verify_device_map", "big models", "Until then look at model.hf_device_map, if it has one."
-        )

@@ -23,6 +23,7 @@ from accelfn.context.config import (
     GradientAccumulationPlugin,
     Guard,
     GuardMode,
+    ProfileKwargs,
     ProjectConfiguration,
 )
 from accelfn.context.device import read_hardware
@@ -67,6 +68,7 @@ class Context:
         rng_types: Random states that a loader synchronises at the start of an epoch.
         guard: How ranks are kept in agreement, and how long they wait for each other.
         reduction: Exact mode, where gradients are summed in a fixed order; None for their mean.
+        profiling: What :func:`accelfn.profile` watches and writes.
         tag: Name of the operations that are called through this context, see :meth:`tagged`.
     """
 
@@ -82,6 +84,7 @@ class Context:
     rng_types: tuple[str, ...] = ("generator",)
     guard: Guard = field(default_factory=Guard)
     reduction: CanonicalReduction | None = None
+    profiling: ProfileKwargs = field(default_factory=ProfileKwargs)
     tag: str = ""
 
     def __post_init__(self) -> None:
@@ -260,6 +263,7 @@ def with_options(ctx: Context, options: ContextOptions) -> Context:
         rng_types=ctx.rng_types,
         guard=ctx.guard,
         reduction=ctx.reduction,
+        profiling=ctx.profiling,
     )
     fields = apply_options(now, options)
     if fields["precision"].mode != ctx.precision.mode:

@@ -84,9 +84,11 @@ class Strategy:
 
     Attributes:
         ddp: Options of torch's DistributedDataParallel, the strategy when nothing else is asked for.
+        dynamo: How models are compiled; the backend "no" compiles nothing.
     """
 
     ddp: DistributedDataParallelKwargs = dataclasses.field(default_factory=DistributedDataParallelKwargs)
+    dynamo: TorchDynamoPlugin = dataclasses.field(default_factory=TorchDynamoPlugin)
 
 
 class Handlers(TypedDict, total=False):
@@ -199,6 +201,7 @@ class Fields(TypedDict):
     rng_types: tuple[str, ...]
     guard: Guard
     reduction: CanonicalReduction | None
+    profiling: ProfileKwargs
 
 
 def apply_options(now: Fields, options: ContextOptions) -> Fields:
@@ -231,7 +234,7 @@ def apply_options(now: Fields, options: ContextOptions) -> Fields:
         loading=_typed("dataloader_config", options.get("dataloader_config"), DataLoaderConfiguration)
         or now["loading"],
         project=_project(now["project"], options),
-        strategy=Strategy(ddp=ddp),
+        strategy=Strategy(ddp=ddp, dynamo=_dynamo(options) or now["strategy"].dynamo),
         device_placement=options.get("device_placement", now["device_placement"]),
         step_scheduler_with_optimizer=options.get(
             "step_scheduler_with_optimizer", now["step_scheduler_with_optimizer"]
@@ -239,6 +242,7 @@ def apply_options(now: Fields, options: ContextOptions) -> Fields:
         rng_types=_rng_types(now["rng_types"], options.get("rng_types")),
         guard=_guard(now["guard"], options),
         reduction=reduction,
+        profiling=handlers.get("profile", now["profiling"]),
     )
 
 
@@ -393,15 +397,17 @@ def _typed(name: str, value: object, kind: type[_T]) -> _T | None:
     return value
 
 
-def _refuse_unavailable(options: ContextOptions) -> None:
-    dynamo = _typed("dynamo_plugin", options.get("dynamo_plugin"), TorchDynamoPlugin)
+def _dynamo(options: ContextOptions) -> TorchDynamoPlugin | None:
+    plugin = _typed("dynamo_plugin", options.get("dynamo_plugin"), TorchDynamoPlugin)
     backend = options.get("dynamo_backend")
-    if dynamo is not None and backend is not None:
+    if plugin is not None and backend is not None:
         raise ConfigurationError(
             "dynamo_backend and dynamo_plugin say the same thing twice. Give one of the two."
         )
-    if dynamo is None and backend is not None:
-        dynamo = TorchDynamoPlugin(backend=backend)
+    return TorchDynamoPlugin(backend=backend) if backend is not None else plugin
+
+
+def _refuse_unavailable(options: ContextOptions) -> None:
     parallelism = _typed("parallelism_config", options.get("parallelism_config"), ParallelismConfig)
     mode = options.get("mixed_precision")
     asked = (
@@ -409,14 +415,8 @@ def _refuse_unavailable(options: ContextOptions) -> None:
         ("deepspeed_plugin", "DeepSpeed", options.get("deepspeed_plugin") is not None),
         ("megatron_lm_plugin", "Megatron-LM", options.get("megatron_lm_plugin") is not None),
         ("parallelism_config", "a mesh of ranks", parallelism is not None and parallelism.total_size > 1),
-        (
-            "dynamo_plugin" if backend is None else "dynamo_backend",
-            "torch.compile in prepare_model",
-            dynamo is not None and dynamo.backend != DynamoBackend.NO,
-        ),
         ("mixed_precision", "fp8", mode in ("fp8", PrecisionType.FP8)),
         ("log_with", "experiment tracking", bool(options.get("log_with"))),
-        ("kwargs_handlers", "profiling", "profile" in sort_handlers(options.get("kwargs_handlers"))),
     )
     for argument, what, is_asked in asked:
         if is_asked:

@@ -1,5 +1,6 @@
 """Strategies: how a model is spread over ranks."""
 
+from accelfn.parallel.batch_norm import convert_sync_batchnorm
 from accelfn.parallel.exact import (
     ExactReplica,
     exact_backward,
@@ -8,16 +9,25 @@ from accelfn.parallel.exact import (
     swap_parts,
 )
 from accelfn.parallel.replica import Replica
-from accelfn.parallel.replicate import no_sync, replicate, unchecked
+from accelfn.parallel.replicate import (
+    is_replicated,
+    no_sync,
+    replicate,
+    trigger_sync_in_backward,
+    unchecked,
+)
 
 __all__ = (
     "ExactReplica",
     "Replica",
+    "convert_sync_batchnorm",
     "exact_backward",
     "exact_batch",
+    "is_replicated",
     "no_sync",
     "replicate",
     "scale_open_sums",
     "swap_parts",
+    "trigger_sync_in_backward",
     "unchecked",
 )

@@ -32,7 +32,8 @@ class Replica:
         self._backward: int | None = None  # torch's number of the one whose end will average
         self._parameters = {name: item for name, item in model.named_parameters() if item.requires_grad}
         with torch.no_grad():
-            self._take({**dict(model.named_parameters()), **dict(model.named_buffers())})
+            buffers = dict(model.named_buffers()) if ctx.strategy.ddp.broadcast_buffers else {}
+            self._take({**dict(model.named_parameters()), **buffers})
         self._watch()
         if ctx.strategy.ddp.broadcast_buffers:
             model.register_forward_pre_hook(self._on_forward)

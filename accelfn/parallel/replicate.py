@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+import warnings
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 from torch.autograd.graph import Node
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from accelfn.comm import Call, check, check_later, verify_structure
 from accelfn.context import Context
-from accelfn.context.config import DDPCommunicationHookType, DistributedDataParallelKwargs, GuardMode
+from accelfn.context.config import GuardMode
 from accelfn.errors import ConfigurationError
+from accelfn.parallel.comm_hook import choose_comm_hook, register_comm_hook
 from accelfn.parallel.exact import ExactReplica
-from accelfn.parallel.reduction import watch_reductions
 from accelfn.parallel.replica import REPLICA, Replica
 from accelfn.tree import flatten
 
-__all__ = ("ForwardCheck", "no_sync", "replicate", "unchecked")
+__all__ = (
+    "ForwardCheck",
+    "is_replicated",
+    "no_sync",
+    "replicate",
+    "trigger_sync_in_backward",
+    "unchecked",
+)
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -50,6 +57,8 @@ def replicate(ctx: Context, model: nn.Module) -> nn.Module:
     Raises:
         MismatchError: The models of the ranks differ in a name, shape or dtype.
         ConfigurationError: In exact mode, a module keeps statistics that would depend on the number of ranks.
+            Or ``comm_state_option`` doesn't fit, or torch has no such hook for this backend.
+        NotAvailableError: A ``comm_hook`` on ranks that are threads, or one that this torch can't run.
     """
     if not any(parameter.requires_grad for parameter in model.parameters()):
         return model
@@ -58,6 +67,7 @@ def replicate(ctx: Context, model: nn.Module) -> nn.Module:
         return model
     if ctx.num_processes == 1:
         return model
+    hook = choose_comm_hook(ctx)
     if ctx.world.group is None:
         _check_each_forward(ctx, model)
         Replica(ctx, model)
@@ -65,15 +75,23 @@ def replicate(ctx: Context, model: nn.Module) -> nn.Module:
     # DDP would hang, or mix parameters up, where the models differ; compared first, the difference has a
     # name.
     verify_structure(ctx, dict(model.named_parameters()))
-    wrapped = DistributedDataParallel(
-        model,
-        device_ids=None if ctx.device.type == "cpu" else [ctx.device],
-        process_group=ctx.world.group,
-        **ctx.strategy.ddp.to_kwargs(),
-    )
-    _register_comm_hook(wrapped, ctx)
+    with warnings.catch_warnings():
+        # Torch 2.13 has another name for half of what this option does, and none yet for the other half.
+        warnings.filterwarnings("ignore", ".broadcast_buffers. is deprecated", FutureWarning)
+        wrapped = DistributedDataParallel(
+            model,
+            device_ids=None if ctx.device.type == "cpu" else [ctx.device],
+            process_group=ctx.world.group,
+            **ctx.strategy.ddp.to_kwargs(),
+        )
+    register_comm_hook(ctx, wrapped, hook)
     _check_each_forward(ctx, wrapped)
     return wrapped
+
+
+def is_replicated(model: nn.Module) -> bool:
+    """Whether :func:`replicate` keeps the model equal on all ranks."""
+    return isinstance(model, DistributedDataParallel) or vars(model).get(REPLICA) is not None
 
 
 class ForwardCheck:
@@ -223,35 +241,40 @@ def _one_without_sync(model: nn.Module) -> Generator[None, None, None]:
         yield
 
 
-def _register_comm_hook(model: DistributedDataParallel, ctx: Context) -> None:
-    """Compress gradients on the wire, as ``comm_hook`` and its companions ask."""
-    options: DistributedDataParallelKwargs = ctx.strategy.ddp
-    kinds = DDPCommunicationHookType
-    if options.comm_hook == kinds.NO:
-        # With a static graph torch waits for the first reductions before any callback could.
-        if ctx.guard.mode != GuardMode.OFF and ctx.device.type == "cpu" and not options.static_graph:
-            watch_reductions(ctx, model)
-        return
-    hooks: dict[DDPCommunicationHookType, Callable[..., Any]] = {
-        kinds.FP16: default_hooks.fp16_compress_hook,
-        kinds.BF16: default_hooks.bf16_compress_hook,
-        kinds.POWER_SGD: powerSGD_hook.powerSGD_hook,
-        kinds.BATCHED_POWER_SGD: powerSGD_hook.batched_powerSGD_hook,
-    }
-    wrappers: dict[DDPCommunicationHookType, Callable[..., Any]] = {
-        kinds.FP16: default_hooks.fp16_compress_wrapper,
-        kinds.BF16: default_hooks.bf16_compress_wrapper,
-    }
-    hook = hooks[DDPCommunicationHookType(options.comm_hook)]
-    state: Any = ctx.world.group
-    if options.comm_hook in (kinds.POWER_SGD, kinds.BATCHED_POWER_SGD):
-        state = powerSGD_hook.PowerSGDState(process_group=ctx.world.group, **dict(options.comm_state_option))
-    if options.comm_wrapper != kinds.NO:
-        hook = wrappers[DDPCommunicationHookType(options.comm_wrapper)](hook)
-    try:
-        cast("Any", model).register_comm_hook(state, hook)
-    except TypeError as error:
-        raise ConfigurationError(
-            f"comm_hook={str(options.comm_hook)!r} is not supported by torch for backend "
-            f"{ctx.world.backend}: {error}"
-        ) from error
+@contextmanager
+def trigger_sync_in_backward(model: nn.Module) -> Generator[None, None, None]:
+    """Average the gradients of ``model`` in a backward pass inside, whose forward pass was under no_sync.
+
+    What earlier backward passes have added to the gradients is averaged with it. A model that nobody
+    averages is let through.
+
+    Ranks: every rank that the model is replicated over.
+
+    Raises:
+        ConfigurationError: DistributedDataParallel looks for unused parameters, or has a static graph: both
+            take what they know from a forward pass that is going to be averaged.
+    """
+    replica = cast("Replica | None", getattr(model, REPLICA, None))
+    if isinstance(model, DistributedDataParallel):
+        ddp = cast("Any", model)
+        if ddp.find_unused_parameters or ddp.static_graph:
+            option = "static_graph" if ddp.static_graph else "find_unused_parameters"
+            raise ConfigurationError(
+                f"trigger_sync_in_backward: with {option} DistributedDataParallel must know in the forward "
+                "pass that its gradients will be averaged. Run the last forward pass outside of no_sync."
+            )
+        before = ddp.require_backward_grad_sync, ddp.require_forward_param_sync
+        ddp.require_backward_grad_sync = ddp.require_forward_param_sync = True
+        ddp.reducer.prepare_for_backward([])  # what the forward pass would have done
+        try:
+            yield
+        finally:
+            ddp.require_backward_grad_sync, ddp.require_forward_param_sync = before
+    elif replica is not None:
+        was, replica.sync = replica.sync, True
+        try:
+            yield
+        finally:
+            replica.sync = was
+    else:
+        yield

@@ -13,10 +13,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from typing_extensions import TypeVarTuple, Unpack
 
+from accelfn.comm import Call, agree, attempt
 from accelfn.context import Context, Precision
 from accelfn.data import PreparedDataLoader, prepare_data_loader
 from accelfn.errors import ConfigurationError
-from accelfn.parallel import replicate
+from accelfn.parallel import is_replicated, replicate
+from accelfn.training.compile import compile_, without_compile
+from accelfn.training.device_map import check_devices, verify_device_map
+from accelfn.training.forward import WrappedForward, plain_forward
 from accelfn.training.precision import with_precision, without_precision
 from accelfn.tree import send_to_device
 
@@ -52,10 +56,11 @@ class Mark(NamedTuple):
     channel: int  # tells worlds of one process apart
     is_exact: bool = False  # whether gradients are summed in exact mode
     is_wrapped: bool = False  # whether what prepare gave back is another object, around this one
+    is_alone: bool = False  # whether nobody averages its gradients
 
     def fits(self, ctx: Context) -> bool:
         """Whether ``ctx`` would prepare an object in the same way."""
-        return self._replace(is_wrapped=False) == mark_of(ctx)
+        return self._replace(is_wrapped=False, is_alone=False) == mark_of(ctx)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Mark:
         """Leave the mark on a copy: it is prepared as the original is."""
@@ -157,24 +162,44 @@ def prepare_model(ctx: Context, model: M, *, evaluation_mode: bool = False) -> M
     Args:
         ctx: The world.
         model: Any module. It is moved, and its ``forward`` runs under autocast from now on.
-        evaluation_mode: Don't replicate: nothing will be averaged.
+        evaluation_mode: Don't replicate: nothing will be averaged. Prepared again without it, and so for
+            training, the model is replicated then; so is one that had no trainable parameter at first.
 
     Returns:
         The model to call; one that this context has prepared already is given back as it is.
 
     Raises:
         ConfigurationError: Another context has prepared it, or it was prepared and stands inside of the
-            result. In exact mode, a module keeps statistics that would depend on the number of ranks.
+            result; or it is on several devices, and there are several ranks. In exact mode, a module keeps
+            statistics that would depend on the number of ranks.
     """
     if _is_prepared(ctx, model, "model"):
-        return model
-    if ctx.device_placement:
+        mark = cast("Mark", getattr(model, _MARK))
+        return _replicated(ctx, model) if mark.is_alone and not evaluation_mode else model
+    _, error = attempt(lambda: check_devices(ctx, model))
+    if error is not None:
+        if not evaluation_mode:  # the others hear of it in their first exchange
+            agree(ctx, Call("prepare_model"), None, error)
+        raise error
+    if ctx.device_placement and not verify_device_map(model):
         model = model.to(ctx.device)
-    with_precision(ctx, model)
-    result = model if evaluation_mode else replicate(ctx, model)
-    setattr(model, _MARK, mark_of(ctx)._replace(is_wrapped=result is not model))
+    # An unpickled model comes with a forward that was prepared elsewhere.
+    forward = vars(model).get("forward")
+    if isinstance(forward, WrappedForward):
+        model.forward = plain_forward(model)
+    with_precision(ctx, compile_(model, ctx.strategy.dynamo))
+    if evaluation_mode:
+        setattr(model, _MARK, mark_of(ctx)._replace(is_alone=True))
+        return model
+    return _replicated(ctx, model)
+
+
+def _replicated(ctx: Context, model: M) -> M:
+    result = replicate(ctx, model)
+    mark = mark_of(ctx)._replace(is_alone=not is_replicated(result))
+    setattr(model, _MARK, mark._replace(is_wrapped=result is not model))
     if result is not model:
-        setattr(result, _MARK, mark_of(ctx))
+        setattr(result, _MARK, mark)
     return cast("M", result)
 
 
@@ -257,7 +282,9 @@ def unwrap_model(
         else:
             break
     plain = inner if keep_fp32_wrapper else without_precision(inner)
-    if compiled is None or not keep_torch_compile:
+    if not keep_torch_compile:
+        return without_compile(plain)
+    if compiled is None:
         return plain
     if plain is inner and compiled._orig_mod is inner:
         return compiled if keep_fp32_wrapper else without_precision(compiled)

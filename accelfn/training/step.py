@@ -16,11 +16,19 @@ from accelfn.context import Context
 from accelfn.data import MicroBatch
 from accelfn.parallel import exact_backward, exact_batch
 from accelfn.parallel import no_sync as replicas_without_sync
+from accelfn.parallel import trigger_sync_in_backward as replicas_triggered
 from accelfn.training.exact import draw_for, num_shards
 from accelfn.training.finite import check_gradients, named_parameters
 from accelfn.training.scaler import ScalerState, step_was_skipped, unscale_gradients, update_scaler
 
-__all__ = ("accumulate", "backward", "no_sync", "optimizer_step", "scheduler_step")
+__all__ = (
+    "accumulate",
+    "backward",
+    "no_sync",
+    "optimizer_step",
+    "scheduler_step",
+    "trigger_sync_in_backward",
+)
 
 
 def backward(
@@ -140,6 +148,28 @@ def no_sync(ctx: Context, *models: nn.Module) -> Generator[None, None, None]:
     """
     del ctx
     with replicas_without_sync(*models):
+        yield
+
+
+@contextmanager
+def trigger_sync_in_backward(ctx: Context, model: nn.Module) -> Generator[None, None, None]:
+    """Average the gradients of ``model`` in a backward pass inside, whose forward pass was under no_sync.
+
+    What earlier backward passes have added to the gradients is averaged with it. For a window whose length
+    shows only after its forward passes.
+
+    Ranks: every rank of ``ctx``.
+
+    Args:
+        ctx: The world.
+        model: As :func:`prepare_model` gave it; one that nobody averages is let through.
+
+    Raises:
+        ConfigurationError: ``find_unused_parameters`` or ``static_graph`` is on, for which torch must know
+            in the forward pass.
+    """
+    del ctx
+    with replicas_triggered(model):
         yield
 
 

@@ -113,12 +113,8 @@ _ARGUMENTS = (
     *_rows("argument", "log_with=None", part="experiment tracking"),
     *_rows("argument", "project_dir=None", "project_config=None", "gradient_accumulation_plugin=None"),
     *_rows("argument", "step_scheduler_with_optimizer=True", "kwargs_handlers=None"),
-    AskedName(
-        kind="argument", documented="dynamo_backend=None", missing="refused: torch.compile in prepare_model"
-    ),
-    AskedName(
-        kind="argument", documented="dynamo_plugin=None", missing="refused: torch.compile in prepare_model"
-    ),
+    AskedName(kind="argument", documented="dynamo_backend=None"),
+    AskedName(kind="argument", documented="dynamo_plugin=None"),
     *_rows("argument", "parallelism_config=None", part="a mesh of ranks"),
     AskedName(
         kind="argument",
@@ -155,7 +151,7 @@ _METHODS = (
         documented="no_sync(*models)",
         note="documented with one model, with several, and shown with none",
     ),
-    AskedName(kind="method", documented="trigger_sync_in_backward(model)", missing="no method"),
+    AskedName(kind="method", documented="trigger_sync_in_backward(model)"),
     AskedName(kind="method", documented="backward(loss, **kwargs)"),
     AskedName(
         kind="method",
@@ -170,7 +166,7 @@ _METHODS = (
         "join_uneven_inputs(joinables, even_batches=None)",
         "skip_first_batches(dataloader, num_batches=0)",
     ),
-    AskedName(kind="method", documented="lomo_backward(loss, learning_rate)", missing="no method"),
+    AskedName(kind="method", documented="lomo_backward(loss, learning_rate)"),
     AskedName(
         kind="method",
         documented="gather(tensor)",
@@ -224,17 +220,15 @@ _METHODS = (
         kind="method",
         documented="free_memory()",
         here="free_memory(*objects)",
-        missing="no method",
         note="Accelerate takes objects too",
     ),
     AskedName(
         kind="method",
         documented="clear()",
         here="clear(*objects)",
-        missing="no method",
         note="another name of `free_memory`",
     ),
-    *_rows("method", "verify_device_map(model)", part="big models"),
+    *_rows("method", "verify_device_map(model)"),
     AskedName(
         kind="method",
         documented=("save_model(model, save_directory, max_shard_size='10GB', safe_serialization=True)"),

@@ -62,7 +62,6 @@ EXAMPLES: dict[str, Any] = {
 
 # Arguments for each method that waits for a part.
 CALLS: dict[str, tuple[Any, ...]] = {
-    "verify_device_map": (nn.Linear(1, 1),),
     "save": (torch.ones(1), "file"),
     "save_state": ("folder",),
     "load_state": ("folder",),

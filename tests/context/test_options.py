@@ -224,12 +224,9 @@ UNAVAILABLE: tuple[tuple[str, Any], ...] = (
     ("deepspeed_plugin", {"student": DeepSpeedPlugin()}),
     ("megatron_lm_plugin", MegatronLMPlugin()),
     ("parallelism_config", ParallelismConfig(dp_replicate_size=2)),
-    ("dynamo_plugin", TorchDynamoPlugin(backend="INDUCTOR")),
-    ("dynamo_backend", "inductor"),
     ("mixed_precision", "fp8"),
     ("mixed_precision", PrecisionType.FP8),
     ("log_with", "tensorboard"),
-    ("kwargs_handlers", [ProfileKwargs()]),
 )
 
 
@@ -257,6 +254,17 @@ def test_a_record_without_machinery_builds_and_is_refused_by_its_argument(name: 
 )
 def test_asking_for_nothing_is_available(name: str, value: Any) -> None:
     assert applied(**{name: value}) == Context()
+
+
+def test_how_to_compile_and_to_profile_is_kept() -> None:
+    plugin = TorchDynamoPlugin(backend="EAGER", fullgraph=True)
+    assert applied(dynamo_backend="eager").strategy.dynamo == TorchDynamoPlugin(backend="EAGER")
+    ctx = applied(dynamo_plugin=plugin, kwargs_handlers=[ProfileKwargs(with_flops=True)])
+    assert ctx.strategy.dynamo == plugin
+    assert ctx.profiling == ProfileKwargs(with_flops=True)
+    variant = ctx.replace(mixed_precision="bf16", kwargs_handlers=[DistributedDataParallelKwargs(dim=1)])
+    assert (variant.strategy.dynamo, variant.profiling) == (plugin, ctx.profiling)
+    assert variant.replace(dynamo_backend="no").strategy.dynamo == TorchDynamoPlugin()
 
 
 def test_compiling_is_asked_for_once() -> None:
@@ -550,7 +558,6 @@ def test_arguments_then_our_variables_then_those_of_accelerate(monkeypatch: pyte
     ("variables", "error", "message"),
     [
         ({"ACCELERATE_USE_FSDP": "true"}, NotAvailableError, "fsdp_plugin asks for"),
-        ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, NotAvailableError, "dynamo_plugin asks for"),
         ({"ACCELERATE_MIXED_PRECISION": "fp8"}, NotAvailableError, "mixed_precision asks for"),
         ({"ACCELERATE_CPU_AFFINITY": "1"}, NotAvailableError, "ACCELERATE_CPU_AFFINITY asks for"),
         ({"ACCELFN_DOWNCAST_BF16": "1"}, NotAvailableError, "ACCELERATE_DOWNCAST_BF16 asks for"),
