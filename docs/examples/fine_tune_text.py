@@ -3,9 +3,9 @@
     accelfn launch --num_processes 2 docs/examples/fine_tune_text.py --model gpt --curve gpt.csv
     python docs/examples/fine_tune_text.py --model gpt --curve gpt-plain.csv --plain
 
-The second line is the same training in plain torch, on one process: each of its steps has the rows that all
-processes of the first have together. Nothing is downloaded: models begin with random weights, and tokens are
-bytes. With `from_pretrained` and a tokenizer of its own the loop stays the same.
+The second line is the same training in plain torch, on one process: each of its steps has the texts that all
+processes of the first have together. Nothing is downloaded: models begin with random weights, and a token is
+one of the most frequent words. With `from_pretrained` and a real tokenizer the loop stays the same.
 """
 
 # pyright: basic
@@ -14,8 +14,11 @@ bytes. With `from_pretrained` and a tokenizer of its own the loop stays the same
 import argparse
 import ast
 import random
+import re
 import sysconfig
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,37 +31,44 @@ from transformers import (
     get_linear_schedule_with_warmup,
 )
 
-from accelfn import Accelerator, set_seed
+from accelfn import Accelerator, MicroBatch, set_seed
 
-PAD, MASK, VOCABULARY = 256, 257, 258  # behind the 256 bytes
+PAD, MASK, UNKNOWN = 0, 1, 2
+VOCABULARY = 500  # words, and the three above
 IGNORED = -100  # the label of a token that isn't to be predicted
-LENGTH = 80  # bytes of a text at most
+LENGTH = 24  # words of a text at most
 ROWS = 48  # texts of an optimizer step, whatever the number of processes
 ACCUMULATION = 2  # batches of an optimizer step
+HELD_OUT = 100
 
 
-def read_texts(number: int) -> list[bytes]:
-    """Give docstrings of the standard library, in an order of their own that is the same each time."""
+def read_texts() -> list[list[str]]:
+    """Give the docstrings of the standard library as words and signs, shuffled, the same each time."""
     found = set()
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         for node in ast.walk(ast.parse(path.read_bytes())):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                text = " ".join((ast.get_docstring(node) or "").split()).encode()
-                if len(text) >= 16:
-                    found.add(text[:LENGTH])
-    texts = sorted(found)
-    random.Random(0).shuffle(texts)
-    if len(texts) < number:
-        raise ValueError(f"--texts: the standard library has {len(texts)}, got {number}.")
-    return texts[:number]
+                words = re.findall(r"\w+|[^\w\s]", (ast.get_docstring(node) or "").lower())
+                if len(words) >= 4:
+                    found.add(tuple(words[:LENGTH]))
+    texts = [list(words) for words in sorted(found)]
+    random.Random(0).shuffle(texts)  # here and not by the loader, so that plain torch reads the same order
+    return texts
 
 
-def make_samples(kind: str, texts: list[bytes]) -> list[dict[str, list[int]]]:
-    """Give tokens and labels: the next byte for gpt, and a hidden one here and there for bert."""
+def to_tokens(texts: list[list[str]]) -> list[list[int]]:
+    """Number the most frequent words; all others are one token."""
+    counts = Counter(word for text in texts for word in text)
+    known = sorted(counts, key=lambda word: (-counts[word], word))[: VOCABULARY - 3]
+    numbers = {word: number for number, word in enumerate(known, 3)}
+    return [[numbers.get(word, UNKNOWN) for word in text] for text in texts]
+
+
+def make_samples(kind: str, texts: list[list[int]]) -> list[dict[str, list[int]]]:
+    """Give tokens and labels: the next token for gpt, and a hidden one here and there for bert."""
     samples = []
     chance = random.Random(1)
-    for text in texts:
-        tokens = list(text)
+    for tokens in texts:
         if kind == "gpt":
             samples.append({"input_ids": tokens, "labels": [*tokens[1:], IGNORED]})
             continue
@@ -76,18 +86,26 @@ def collate(samples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
     def padded(name: str, value: int) -> torch.Tensor:
         return torch.tensor([sample[name] + [value] * (longest - len(sample[name])) for sample in samples])
 
-    tokens = padded("input_ids", PAD)
-    return {"input_ids": tokens, "attention_mask": (tokens != PAD).long(), "labels": padded("labels", IGNORED)}
+    tokens, labels = padded("input_ids", PAD), padded("labels", IGNORED)
+    return {"input_ids": tokens, "attention_mask": (tokens != PAD).long(), "labels": labels}
 
 
 def make_model(kind: str, width: int) -> nn.Module:
-    """Build a model of two layers, without dropout, so that it computes the same on any number of processes."""
+    """Build a model of two layers; without dropout, which would differ between processes."""
     if kind == "gpt":
-        dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        sizes = {"n_positions": LENGTH, "n_embd": width, "n_layer": 2, "n_head": 4}
-        return GPT2LMHeadModel(
-            GPT2Config(vocab_size=VOCABULARY, bos_token_id=PAD, eos_token_id=PAD, **sizes, **dropouts)
+        config = GPT2Config(
+            vocab_size=VOCABULARY,
+            bos_token_id=PAD,
+            eos_token_id=PAD,
+            n_positions=LENGTH,
+            n_embd=width,
+            n_layer=2,
+            n_head=4,
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
         )
+        return GPT2LMHeadModel(config)
     config = BertConfig(
         vocab_size=VOCABULARY,
         pad_token_id=PAD,
@@ -112,7 +130,19 @@ def losses_of(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.T
     return each.view_as(labels).sum(dim=1), (labels != IGNORED).sum(dim=1)
 
 
-def train(arguments: argparse.Namespace, learned: list, held_out: list) -> tuple[list[float], float]:
+def make_optimizer(model: nn.Module, rate: float) -> torch.optim.Optimizer:
+    # With Adam's own epsilon of 1e-8 a gradient that is nothing but rounding becomes a whole step: then even
+    # one process drifts from itself when it adds up its batches in another order.
+    return torch.optim.AdamW(model.parameters(), lr=rate, eps=1e-6)
+
+
+def ignore_padding(batch: dict[str, torch.Tensor], micro: MicroBatch | None) -> None:
+    """Take the labels of texts that only fill up the last batches of all processes, and were read before."""
+    if micro is not None and micro.own_valid is not None:
+        batch["labels"][micro.own_valid :] = IGNORED
+
+
+def train(arguments: argparse.Namespace, learned: Any, held_out: Any) -> tuple[list[float], float]:
     """Train on any number of processes; give the loss of each step, and that of the held-out texts."""
     accelerator = Accelerator(gradient_accumulation_steps=ACCUMULATION)
     batch_size, rest = divmod(ROWS, ACCUMULATION * accelerator.num_processes)
@@ -120,7 +150,7 @@ def train(arguments: argparse.Namespace, learned: list, held_out: list) -> tuple
         raise ValueError(f"{ROWS} texts a step can't be dealt out to {accelerator.num_processes} processes.")
     set_seed(0)
     model = make_model(arguments.model, arguments.width)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.rate)
+    optimizer = make_optimizer(model, arguments.rate)
     steps = arguments.epochs * -(-len(learned) // ROWS)
     model, optimizer, loader, held_out_loader, scheduler = accelerator.prepare(
         model,
@@ -134,8 +164,7 @@ def train(arguments: argparse.Namespace, learned: list, held_out: list) -> tuple
     for _ in range(arguments.epochs):
         window = torch.zeros(2, device=accelerator.device)
         for batch in loader:
-            # Where texts don't fill the last batches of all processes, some come twice; those count once.
-            batch["labels"][accelerator.micro.own_valid :] = IGNORED
+            ignore_padding(batch, accelerator.micro)
             with accelerator.accumulate(model):
                 losses, labels = losses_of(model, batch)
                 # The sum, and its weight: texts have different numbers of labels, so a mean of means would be
@@ -162,11 +191,11 @@ def train(arguments: argparse.Namespace, learned: list, held_out: list) -> tuple
     return curve if accelerator.is_main_process else [], float(total[0] / total[1])
 
 
-def train_plain(arguments: argparse.Namespace, learned: list, held_out: list) -> tuple[list[float], float]:
+def train_plain(arguments: argparse.Namespace, learned: Any, held_out: Any) -> tuple[list[float], float]:
     """Do the same in plain torch, on one process."""
     torch.manual_seed(0)
     model = make_model(arguments.model, arguments.width)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.rate)
+    optimizer = make_optimizer(model, arguments.rate)
     loader = DataLoader(learned, batch_size=ROWS, collate_fn=collate)
     steps = arguments.epochs * len(loader)
     scheduler = get_linear_schedule_with_warmup(optimizer, steps // 10, steps)
@@ -194,15 +223,16 @@ def main() -> None:
     parser.add_argument("--model", choices=("bert", "gpt"), default="gpt")
     parser.add_argument("--plain", action="store_true", help="train in plain torch, on one process")
     parser.add_argument("--curve", type=Path, help="CSV file for the loss of each optimizer step")
-    parser.add_argument("--texts", type=int, default=2000, help="docstrings to learn from")
-    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--texts", type=int, default=2500, help="docstrings to learn from")
+    parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--width", type=int, default=64, help="of the model")
-    parser.add_argument("--rate", type=float, default=3e-3, help="learning rate at its highest")
+    parser.add_argument("--rate", type=float, default=1.5e-3, help="learning rate at its highest")
     arguments = parser.parse_args()
 
-    samples = make_samples(arguments.model, read_texts(arguments.texts + 100))
+    texts = to_tokens(read_texts())
+    samples = make_samples(arguments.model, texts[: HELD_OUT + arguments.texts])
     run = train_plain if arguments.plain else train
-    curve, held_out = run(arguments, samples[100:], samples[:100])
+    curve, held_out = run(arguments, samples[HELD_OUT:], samples[:HELD_OUT])
     if not curve:  # another process tells
         return
     print(f"loss of {len(curve)} steps: {curve[0]:.4f} to {curve[-1]:.4f}, held-out texts: {held_out:.4f}")
