@@ -20,7 +20,7 @@ from accelfn.errors import ConfigurationError
 from accelfn.parallel.reduction import watch_reductions
 from accelfn.tree import flatten
 
-__all__ = ("ForwardCheck", "Replica", "no_sync", "replicate", "unchecked")
+__all__ = ("ForwardCheck", "Replica", "is_replicated", "no_sync", "replicate", "unchecked")
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -68,6 +68,11 @@ def replicate(ctx: Context, model: nn.Module) -> nn.Module:
     _register_comm_hook(wrapped, ctx)
     _check_each_forward(ctx, wrapped)
     return wrapped
+
+
+def is_replicated(model: nn.Module) -> bool:
+    """Whether :func:`replicate` keeps the model equal on all ranks."""
+    return isinstance(model, DistributedDataParallel) or vars(model).get(_ATTRIBUTE) is not None
 
 
 class ForwardCheck:

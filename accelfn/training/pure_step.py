@@ -1,0 +1,260 @@
+"""A train step over pytrees: parameters and optimizer state go in, new ones come out."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Generic, Protocol, TypeVar, cast
+
+import torch
+from typing_extensions import NamedTuple
+
+from accelfn.comm import Call, attempt, broadcast, check, check_replicas
+from accelfn.context import Collectives, Context, World
+from accelfn.training.finite import check_tensors
+from accelfn.training.grad import value_and_grad
+from accelfn.training.scaler import ScalerState, init_scaler, update_scaler
+from accelfn.training.window import (
+    Loss,
+    Piece,
+    StepMetrics,
+    Terms,
+    add_terms,
+    average,
+    cut_window,
+    inverse,
+    read_loss,
+    terms_of,
+)
+from accelfn.tree import Structure, flatten, require_tensors, send_to_device
+
+__all__ = ("PureOptimizer", "PureTrainState", "first_pure_state", "is_pure_optimizer", "pure_step")
+
+Params = TypeVar("Params")
+Batch = TypeVar("Batch")
+
+
+class PureOptimizer(Protocol):
+    """An optimizer that is a pair of functions, such as those of torchopt.
+
+    Attributes:
+        init: ``init(params)`` gives the first state, a tree.
+        update: ``update(grads, state, params=params)`` gives ``(updates, state)``: what is to be added to the
+            parameters, in a tree like theirs, where None changes nothing; and the next state. One that has an
+            argument ``inplace``, as torchopt's have, is called with ``inplace=False``.
+    """
+
+    @property
+    def init(self) -> Callable[[Any], Any]:
+        """Give the first state."""
+        ...
+
+    @property
+    def update(self) -> Callable[..., tuple[Any, Any]]:
+        """Give the next updates and the next state."""
+        ...
+
+
+class PureTrainState(NamedTuple, Generic[Params]):
+    """All that a train step over pytrees passes on.
+
+    Attributes:
+        params: The parameters, a tree of tensors without ``requires_grad``.
+        optimizer_state: Of the optimizer.
+        scaler: Where loss scaling stands.
+        num_steps: Windows so far, skipped ones too; int64, shape ``()``.
+    """
+
+    params: Params
+    optimizer_state: Any
+    scaler: ScalerState
+    num_steps: torch.Tensor
+
+
+def is_pure_optimizer(optimizer: object) -> bool:
+    """Whether it has the two functions."""
+    return callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))
+
+
+def first_pure_state(ctx: Context, optimizer: PureOptimizer, params: Params) -> PureTrainState[Params]:
+    """Give the state before the first step: parameters as on rank 0, on this rank's device."""
+    if ctx.device_placement:
+        params = send_to_device(params, ctx.device)
+    params = broadcast(ctx.tagged("init_train_state"), params)
+    leaves, structure = flatten(params)
+    tensors = require_tensors("init_train_state", leaves, structure)
+    # Those of a module need gradients, and what is computed from them would be remembered for ever.
+    params = structure.unflatten([leaf.detach() for leaf in tensors])
+    counter = torch.zeros((), dtype=torch.int64, device=ctx.device)
+    return PureTrainState(params, optimizer.init(params), init_scaler(ctx), counter)
+
+
+class _Window(NamedTuple):
+    """What one rank has computed of a window."""
+
+    terms: Terms
+    grads: list[torch.Tensor]
+
+
+def pure_step(
+    ctx: Context,
+    loss_fn: Callable[[Params, Batch], torch.Tensor | Loss],
+    optimizer: PureOptimizer,
+    max_norm: float | None,
+) -> Callable[[PureTrainState[Params], Batch], tuple[PureTrainState[Params], StepMetrics]]:
+    """Make the step; see :func:`accelfn.make_train_step`."""
+    update = _without_writing(optimizer.update)
+    scales = ctx.precision.scales_loss
+    # Of this rank alone: the window is averaged once, at its end.
+    alone = replace(ctx, world=World(device=ctx.device), collectives=Collectives())
+
+    def step(state: PureTrainState[Params], batch: Batch) -> tuple[PureTrainState[Params], StepMetrics]:
+        if not isinstance(cast("object", state), PureTrainState):
+            raise TypeError(
+                f"the train step over pytrees takes a PureTrainState, got {type(state).__name__}. Make the "
+                "first with init_train_state(ctx, optimizer, params), and pass on what the step returns."
+            )
+        params, structure = flatten(state.params)
+
+        def compute() -> _Window:
+            return _window_of(alone, loss_fn, state, batch)
+
+        if ctx.num_processes == 1:
+            window = compute()
+        else:
+            found, error = attempt(compute)
+            if error is not None:
+                check(ctx, Call("make_train_step"), error)  # the others hear of it where they average
+            window = cast("_Window", found)
+        if ctx.guard.check_gradients and not scales:
+            check_tensors(ctx, structure.paths("params"), window.grads)
+        terms, (grads,) = average(ctx, window.terms, window.grads)
+        with torch.no_grad():
+            factor = None if terms.weight is None else inverse(terms.weight)
+            if scales:
+                factor = (1.0 if factor is None else factor) / state.scaler.scale
+            if factor is not None:
+                grads = [grad * factor.to(grad.dtype) for grad in grads]
+            scaler = state.scaler
+            if scales:
+                scaler = scaler._replace(found_inf=_overflow(grads))
+            norm = None
+            if max_norm is not None:
+                norm = torch.nn.utils.get_total_norm(grads)
+                # As torch.nn.utils.clip_grad_norm_ has it.
+                shrink = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+                grads = [grad * shrink.to(grad.dtype) for grad in grads]
+            updates, optimizer_state = update(
+                structure.unflatten(grads), state.optimizer_state, params=state.params
+            )
+            new_params = structure.unflatten(_add(params, structure, updates))
+            skipped = scaler.found_inf != 0
+            if scales:
+                new_params = _keep(skipped, state.params, new_params)
+                optimizer_state = _keep(skipped, state.optimizer_state, optimizer_state)
+                scaler = update_scaler(ctx, scaler)
+            metrics = StepMetrics(terms.loss, norm, skipped, terms.aux)
+            state = PureTrainState(new_params, optimizer_state, scaler, state.num_steps + 1)
+        every = ctx.guard.check_replicas_every
+        if every is not None and ctx.num_processes > 1 and ctx.collectives.journal.count(step) % every == 0:
+            check_replicas(ctx, state.params, name="params")
+        return state, metrics
+
+    return step
+
+
+def _window_of(
+    ctx: Context, loss_fn: Callable[[Any, Any], torch.Tensor | Loss], state: PureTrainState[Any], batch: Any
+) -> _Window:
+    """Compute gradients and metrics of this rank's window."""
+    scales = ctx.precision.scales_loss
+    pieces = cut_window(batch, ctx.gradient_accumulation_steps)
+
+    def scaled_loss(params: Any, piece: Piece) -> tuple[torch.Tensor, Terms]:
+        loss = read_loss(loss_fn(params, piece.batch))
+        value = loss.value
+        if not value.requires_grad:
+            raise ValueError(
+                "make_train_step: the loss depends on no parameter, so it has no gradient. It was detached, "
+                "or computed under torch.no_grad()."
+            )
+        if loss.weight is None and len(pieces) > 1:
+            value = value * piece.share if piece.share != 1.0 else value
+            value = value / len(pieces)
+        if scales:
+            value = value * state.scaler.scale
+        return value, terms_of(loss, piece, len(pieces))
+
+    terms: Terms | None = None
+    grads: list[torch.Tensor] = []
+    for piece in pieces:
+        (_, term), found = value_and_grad(ctx, scaled_loss)(state.params, piece)
+        terms = add_terms(terms, term)
+        new = cast("list[torch.Tensor]", flatten(found)[0])
+        if scales and any(grad.dtype == torch.float16 for grad in new):
+            raise ValueError(
+                "make_train_step: with mixed precision fp16 parameters stay float32, and some are float16. "
+                "Autocast computes in float16 where it helps."
+            )
+        grads = [before + grad for before, grad in zip(grads, new, strict=True)] if grads else new
+    assert terms is not None  # there is a piece
+    return _Window(terms, grads)
+
+
+def _without_writing(update: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
+    """Let an update write into nothing that it is given."""
+    try:
+        can_write = "inplace" in inspect.signature(update).parameters
+    except (TypeError, ValueError):  # of what isn't written in Python
+        can_write = False
+    if not can_write:
+        return update
+
+    def call(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        return update(grads, state, params=params, inplace=False)
+
+    return call
+
+
+def _overflow(grads: list[torch.Tensor]) -> torch.Tensor:
+    """Give 1 where a gradient isn't finite, else 0: the same on every rank, since their averages are."""
+    finite = torch.stack([torch.isfinite(grad).all() for grad in grads])
+    return (~finite.all()).float()
+
+
+def _add(params: list[Any], structure: Structure, updates: Any) -> list[torch.Tensor]:
+    """Give each parameter with its update added to it."""
+    found, other = flatten(updates)
+    if other != structure:
+        raise ValueError(
+            "make_train_step: the optimizer's update gave a tree of another structure than the parameters: "
+            f"{other.describe()} instead of {structure.describe()}. Use parameters that the optimizer knows "
+            "for a tree, such as a dict of tensors."
+        )
+    return [leaf + change.to(leaf.dtype) for leaf, change in zip(params, found, strict=True)]
+
+
+def _keep(skipped: torch.Tensor, before: Any, after: Any) -> Any:
+    """Give ``before`` where the step is skipped, without asking the device whether it is."""
+    old, structure = flatten(before)
+    new, other = flatten(after)
+    if other != structure:
+        raise ValueError(
+            "make_train_step: with float16 a step may be skipped, and then the optimizer's state must stay "
+            f"as it was; but update gave one of another structure: {other.describe()} instead of "
+            f"{structure.describe()}. Use an optimizer whose state keeps its form."
+        )
+    kept: list[Any] = []
+    for index, (left, right) in enumerate(zip(old, new, strict=True)):
+        if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+            kept.append(torch.where(skipped.to(right.device), left, right))
+        elif left is right or left == right:
+            kept.append(right)
+        else:
+            raise ValueError(
+                "make_train_step: with float16 a step may be skipped, and then the optimizer's state must "
+                f"stay as it was; but {structure.paths('optimizer_state')[index]} is no tensor and changed "
+                f"from {left!r} to {right!r}. Use an optimizer that counts in tensors, or bf16."
+            )
+    return structure.unflatten(kept)
