@@ -26,6 +26,7 @@ from accelfn.training.window import (
     add_terms,
     average,
     cut_window,
+    not_compiled,
     read_loss,
     terms_of,
 )
@@ -67,6 +68,21 @@ def module_step(
     _check_schedulers(schedulers, optimizers)
     _check_trained(ctx, models, optimizers)
 
+    def finish(scaler: ScalerState, terms: Terms) -> tuple[ScalerState, Terms, torch.Tensor | None]:
+        terms, _ = average(ctx, terms)
+        norm = None
+        if max_norm is not None:
+            scaler = unscale_gradients(ctx, optimizers, scaler)
+            norm = clip_grad_norm_(ctx, _parameters(optimizers), max_norm, scaler_state=scaler)
+        scaler = optimizer_step(ctx, optimizers, scaler)
+        for one in schedulers:
+            scheduler_step(ctx, one, scaler)
+        return scaler, terms, norm
+
+    # What talks to other ranks counts its calls, and each count would be another graph.
+    differentiate = backward if ctx.num_processes == 1 else not_compiled(backward)
+    close = finish if ctx.num_processes == 1 else not_compiled(finish)
+
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
         if not isinstance(cast("object", state), TrainState):
             raise TypeError(
@@ -85,17 +101,10 @@ def module_step(
                 # A piece with more rows than another counts for more in a mean over rows.
                 is_mean = loss.weight is None and piece.share != 1.0
                 value = loss.value * piece.share if is_mean else loss.value
-                scaler = backward(ctx, value, scaler, micro, loss.weight)
+                scaler = differentiate(ctx, value, scaler, micro, loss.weight)
             terms = add_terms(terms, terms_of(loss, piece, len(pieces)))
         assert terms is not None  # there is a piece
-        terms, _ = average(ctx, terms)
-        norm = None
-        if max_norm is not None:
-            scaler = unscale_gradients(ctx, optimizers, scaler)
-            norm = clip_grad_norm_(ctx, _parameters(optimizers), max_norm, scaler_state=scaler)
-        scaler = optimizer_step(ctx, optimizers, scaler)
-        for one in schedulers:
-            scheduler_step(ctx, one, scaler)
+        scaler, terms, norm = close(scaler, terms)
         metrics = StepMetrics(terms.loss, norm, scaler.found_inf != 0, terms.aux)
         return TrainState(scaler, state.num_steps + 1), metrics
 

@@ -24,10 +24,11 @@ from accelfn.training.window import (
     average,
     cut_window,
     inverse,
+    not_compiled,
     read_loss,
     terms_of,
 )
-from accelfn.tree import Structure, flatten, require_tensors, send_to_device
+from accelfn.tree import flatten, require_tensors, send_to_device
 
 __all__ = ("PureOptimizer", "PureTrainState", "first_pure_state", "is_pure_optimizer", "pure_step")
 
@@ -108,6 +109,7 @@ def pure_step(
     scales = ctx.precision.scales_loss
     # Of this rank alone: the window is averaged once, at its end.
     alone = replace(ctx, world=World(device=ctx.device), collectives=Collectives())
+    together = average if ctx.num_processes == 1 else not_compiled(average)
 
     def step(state: PureTrainState[Params], batch: Batch) -> tuple[PureTrainState[Params], StepMetrics]:
         if not isinstance(cast("object", state), PureTrainState):
@@ -115,7 +117,6 @@ def pure_step(
                 f"the train step over pytrees takes a PureTrainState, got {type(state).__name__}. Make the "
                 "first with init_train_state(ctx, optimizer, params), and pass on what the step returns."
             )
-        params, structure = flatten(state.params)
 
         def compute() -> _Window:
             return _window_of(alone, loss_fn, state, batch)
@@ -125,11 +126,12 @@ def pure_step(
         else:
             found, error = attempt(compute)
             if error is not None:
-                check(ctx, Call("make_train_step"), error)  # the others hear of it where they average
+                # The others hear of it where they average.
+                not_compiled(check)(ctx, Call("make_train_step"), error)
             window = cast("_Window", found)
         if ctx.guard.check_gradients and not scales:
-            check_tensors(ctx, structure.paths("params"), window.grads)
-        terms, (grads,) = average(ctx, window.terms, window.grads)
+            not_compiled(check_tensors)(ctx, flatten(state.params)[1].paths("params"), window.grads)
+        terms, (grads,) = together(ctx, window.terms, window.grads)
         with torch.no_grad():
             factor = None if terms.weight is None else inverse(terms.weight)
             if scales:
@@ -145,21 +147,23 @@ def pure_step(
                 # As torch.nn.utils.clip_grad_norm_ has it.
                 shrink = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
                 grads = [grad * shrink.to(grad.dtype) for grad in grads]
-            updates, optimizer_state = update(
-                structure.unflatten(grads), state.optimizer_state, params=state.params
-            )
-            new_params = structure.unflatten(_add(params, structure, updates))
+            params, optimizer_state = _updated(update, grads, state)
             skipped = scaler.found_inf != 0
             if scales:
-                new_params = _keep(skipped, state.params, new_params)
+                params = _keep(skipped, state.params, params)
                 optimizer_state = _keep(skipped, state.optimizer_state, optimizer_state)
                 scaler = update_scaler(ctx, scaler)
             metrics = StepMetrics(terms.loss, norm, skipped, terms.aux)
-            state = PureTrainState(new_params, optimizer_state, scaler, state.num_steps + 1)
-        every = ctx.guard.check_replicas_every
-        if every is not None and ctx.num_processes > 1 and ctx.collectives.journal.count(step) % every == 0:
-            check_replicas(ctx, state.params, name="params")
+            state = PureTrainState(params, optimizer_state, scaler, state.num_steps + 1)
+        if ctx.guard.check_replicas_every is not None and ctx.num_processes > 1:
+            compare(state.params)
         return state, metrics
+
+    @not_compiled
+    def compare(params: Params) -> None:
+        every = ctx.guard.check_replicas_every
+        if every is not None and ctx.collectives.journal.count(step) % every == 0:
+            check_replicas(ctx, params, name="params")
 
     return step
 
@@ -173,7 +177,7 @@ def _window_of(
 
     def scaled_loss(params: Any, piece: Piece) -> tuple[torch.Tensor, Terms]:
         loss = read_loss(loss_fn(params, piece.batch))
-        value = loss.value
+        value = loss.value.reshape(())
         if not value.requires_grad:
             raise ValueError(
                 "make_train_step: the loss depends on no parameter, so it has no gradient. It was detached, "
@@ -214,7 +218,9 @@ def _without_writing(update: Callable[..., tuple[Any, Any]]) -> Callable[..., tu
     def call(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         return update(grads, state, params=params, inplace=False)
 
-    return call
+    # Torchopt's Adam can't be traced to its end, and where its graph is cut it fails instead of going on
+    # (torch 2.13, torchopt 0.7.3, optree 0.20). Outside of the graph it runs as it is.
+    return not_compiled(call)
 
 
 def _overflow(grads: list[torch.Tensor]) -> torch.Tensor:
@@ -223,16 +229,24 @@ def _overflow(grads: list[torch.Tensor]) -> torch.Tensor:
     return (~finite.all()).float()
 
 
-def _add(params: list[Any], structure: Structure, updates: Any) -> list[torch.Tensor]:
-    """Give each parameter with its update added to it."""
-    found, other = flatten(updates)
+def _updated(
+    update: Callable[..., tuple[Any, Any]], grads: list[torch.Tensor], state: PureTrainState[Params]
+) -> tuple[Params, Any]:
+    """Give the parameters with their updates added, and the optimizer's next state."""
+    tree = flatten(state.params)[1].unflatten(grads)
+    updates, optimizer_state = update(tree, state.optimizer_state, params=state.params)
+    # Taken again: an update that torch.compile can't trace cuts its graph, and what it has made of a
+    # structure doesn't outlive that (torch 2.13 with optree 0.20).
+    params, structure = flatten(state.params)
+    changes, other = flatten(updates)
     if other != structure:
         raise ValueError(
             "make_train_step: the optimizer's update gave a tree of another structure than the parameters: "
             f"{other.describe()} instead of {structure.describe()}. Use parameters that the optimizer knows "
             "for a tree, such as a dict of tensors."
         )
-    return [leaf + change.to(leaf.dtype) for leaf, change in zip(params, found, strict=True)]
+    added = [leaf + change.to(leaf.dtype) for leaf, change in zip(params, changes, strict=True)]
+    return structure.unflatten(added), optimizer_state
 
 
 def _keep(skipped: torch.Tensor, before: Any, after: Any) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -10,7 +11,21 @@ from accelfn.comm import reduce
 from accelfn.context import Context
 from accelfn.tree import flatten, is_packed_sequence, slice_tensors
 
-__all__ = ("Loss", "Piece", "StepMetrics", "add_terms", "average", "cut_window", "read_loss", "terms_of")
+__all__ = (
+    "Loss",
+    "Piece",
+    "StepMetrics",
+    "add_terms",
+    "average",
+    "cut_window",
+    "inverse",
+    "not_compiled",
+    "read_loss",
+    "terms_of",
+)
+
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Loss(NamedTuple):
@@ -123,17 +138,26 @@ def read_loss(returned: object) -> Loss:
     """Give what a loss function has returned in one form.
 
     Raises:
-        TypeError: It is neither a tensor nor a :class:`Loss`.
+        TypeError: It is neither a tensor nor a :class:`Loss` with one.
+        ValueError: The loss or its weight is no single number, or the weight is negative.
     """
-    if isinstance(returned, Loss):
-        return returned
-    if isinstance(returned, torch.Tensor):
-        return Loss(returned)
-    raise TypeError(
-        "make_train_step: loss_fn must return a tensor, the mean over the batch, or accelfn.Loss(value, "
-        f"weight, aux), got {type(returned).__name__}. What is in a pair would be a guess: say "
-        "Loss(total, weight=count), or Loss(mean, aux={...})."
-    )
+    loss = Loss(returned) if isinstance(returned, torch.Tensor) else returned
+    if not isinstance(loss, Loss) or not isinstance(cast("object", loss.value), torch.Tensor):
+        found = f"a Loss of {type(loss.value).__name__}" if isinstance(loss, Loss) else type(loss).__name__
+        raise TypeError(
+            "make_train_step: loss_fn must return a tensor, the mean over the batch, or accelfn.Loss(value, "
+            f"weight, aux), got {found}. What is in a pair would be a guess: say Loss(total, weight=count), "
+            "or Loss(mean, aux={...})."
+        )
+    for name, value in (("loss", loss.value), ("weight of the loss", loss.weight)):
+        if isinstance(value, torch.Tensor) and value.numel() != 1:
+            raise ValueError(
+                f"make_train_step: the {name} must be one number, got a tensor of shape "
+                f"{tuple(value.shape)}. Take the mean of losses, or their sum and give its weight."
+            )
+    if not isinstance(loss.weight, torch.Tensor) and loss.weight is not None and loss.weight < 0:
+        raise ValueError(f"make_train_step: the weight of a loss must be at least 0, got {loss.weight}.")
+    return loss
 
 
 def terms_of(loss: Loss, piece: Piece, num_pieces: int) -> Terms:
@@ -214,3 +238,8 @@ def average(ctx: Context, terms: Terms, *more: Any) -> tuple[Terms, tuple[Any, .
 def inverse(weight: torch.Tensor) -> torch.Tensor:
     """Give one over ``weight``, and zero for none: without any weight there is nothing to learn from."""
     return torch.where(weight > 0, 1 / weight, torch.zeros_like(weight))
+
+
+def not_compiled(function: F) -> F:
+    """Leave a function out of what ``torch.compile`` makes of a step: one that communicates."""
+    return cast("F", cast("Any", torch.compiler).disable(function))
