@@ -28,7 +28,7 @@ from accelfn.training.window import (
     read_loss,
     terms_of,
 )
-from accelfn.tree import flatten, require_tensors, send_to_device
+from accelfn.tree import flatten, send_to_device
 
 __all__ = ("PureOptimizer", "PureTrainState", "first_pure_state", "is_pure_optimizer", "pure_step")
 
@@ -84,9 +84,8 @@ def first_pure_state(ctx: Context, optimizer: PureOptimizer, params: Params) -> 
         params = send_to_device(params, ctx.device)
     params = broadcast(ctx.tagged("init_train_state"), params)
     leaves, structure = flatten(params)
-    tensors = require_tensors("init_train_state", leaves, structure)
     # Those of a module need gradients, and what is computed from them would be remembered for ever.
-    params = structure.unflatten([leaf.detach() for leaf in tensors])
+    params = structure.unflatten([leaf.detach() for leaf in leaves])
     counter = torch.zeros((), dtype=torch.int64, device=ctx.device)
     return PureTrainState(params, optimizer.init(params), init_scaler(ctx), counter)
 

@@ -15,6 +15,7 @@ __all__ = (
     "Loss",
     "Piece",
     "StepMetrics",
+    "Terms",
     "add_terms",
     "average",
     "cut_window",

@@ -244,7 +244,7 @@ def test_what_a_step_cant_take_is_refused() -> None:
     of_modules = af.init_train_state(ctx, torch.optim.SGD([torch.ones(1)], lr=0.1))
     with pytest.raises(TypeError, match="takes a PureTrainState, got TrainState"):
         step_with(mean_loss, of_modules)
-    with pytest.raises(TypeError, match=r"init_train_state: .*\['name'\]"):
+    with pytest.raises(TypeError, match=r"\['name'\] must be a tensor, got str"):
         af.init_train_state(ctx, optimizer, {"name": "x"})
     with pytest.raises(TypeError, match="int64, which has no gradient"):
         step_with(mean_loss, af.init_train_state(ctx, optimizer, {"n": torch.ones(1, dtype=torch.int64)}))
