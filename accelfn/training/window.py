@@ -167,6 +167,8 @@ def terms_of(loss: Loss, piece: Piece, num_pieces: int) -> Terms:
     Raises:
         TypeError: A leaf of ``aux`` is neither a tensor nor a number.
     """
+    if loss.aux is None and loss.weight is None and num_pieces == 1:  # the most common by far
+        return Terms(_plain(loss.value, loss.value.device).reshape(()), None, None)
     leaves, structure = flatten(loss.aux)
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, (torch.Tensor, int, float)):
@@ -189,7 +191,7 @@ def _plain(value: torch.Tensor | float, device: torch.device) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         return torch.full((), float(value), dtype=torch.float32, device=device)
     value = value.detach()
-    return value if value.dtype == torch.float64 else value.float()
+    return value if value.dtype in (torch.float32, torch.float64) else value.float()
 
 
 def add_terms(before: Terms | None, new: Terms) -> Terms:
@@ -227,7 +229,8 @@ def average(ctx: Context, terms: Terms, *more: Any) -> tuple[Terms, tuple[Any, .
     Raises:
         MismatchError: Some ranks have weights and some none, or their ``aux`` differ.
     """
-    terms, more = reduce(ctx.tagged("make_train_step"), (terms, more), "mean")
+    if ctx.num_processes > 1:
+        terms, more = reduce(ctx.tagged("make_train_step"), (terms, more), "mean")
     if terms.weight is None:
         return terms, more
     share = inverse(terms.weight)
