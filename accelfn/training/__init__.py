@@ -14,6 +14,7 @@ from accelfn.training.memory import (
     is_out_of_memory,
     release_memory,
 )
+from accelfn.training.module_step import TrainState
 from accelfn.training.precision import MixedPrecisionForward, autocast
 from accelfn.training.prepare import (
     prepare,
@@ -22,6 +23,7 @@ from accelfn.training.prepare import (
     prepare_scheduler,
     unwrap_model,
 )
+from accelfn.training.pure_step import PureOptimizer, PureTrainState
 from accelfn.training.scaler import (
     ScalerState,
     init_scaler,
@@ -38,13 +40,20 @@ from accelfn.training.step import (
     scheduler_step,
     trigger_sync_in_backward,
 )
+from accelfn.training.train_step import init_train_state, make_train_step
+from accelfn.training.window import Loss, StepMetrics
 
 __all__ = (
     "BatchTooLarge",
     "CompiledForward",
     "LocalSGDState",
+    "Loss",
     "MixedPrecisionForward",
+    "PureOptimizer",
+    "PureTrainState",
     "ScalerState",
+    "StepMetrics",
+    "TrainState",
     "accumulate",
     "autocast",
     "average_parameters",
@@ -56,12 +65,14 @@ __all__ = (
     "compile_",
     "find_executable_batch_size",
     "init_scaler",
+    "init_train_state",
     "is_compiled",
     "is_lomo",
     "is_out_of_memory",
     "join_uneven_inputs",
     "local_sgd_step",
     "lomo_backward",
+    "make_train_step",
     "no_sync",
     "optimizer_step",
     "plan_regions",

@@ -16,7 +16,7 @@ from accelfn.data import MicroBatch
 from accelfn.parallel import swap_parts
 from accelfn.tree import Group, Packed, fill, find_batch_size, flatten, map_tensors, plan_layout, unpack
 
-__all__ = ("cut_into_shards", "draw_for", "mean_of_shards", "num_shards")
+__all__ = ("cut_into_shards", "draw_as", "draw_for", "mean_of_shards", "num_shards")
 
 # Sums of these are formed in float32 and rounded once.
 _NARROW = (torch.float16, torch.bfloat16)
@@ -48,8 +48,22 @@ def draw_for(ctx: Context, micro: MicroBatch) -> Generator[None, None, None]:
             epoch, at any number of ranks and after a resumption; another by the number of windows that this
             program has begun.
     """
+    with draw_as(ctx, *_place_in_data(ctx, micro)):
+        yield
+
+
+@contextmanager
+def draw_as(ctx: Context, *names: object) -> Generator[None, None, None]:
+    """Draw inside what belongs to a name, and leave torch's default generators where they were.
+
+    Ranks: local.
+
+    Args:
+        ctx: In exact mode.
+        *names: With the seed of the mode they say what is drawn.
+    """
     assert ctx.reduction is not None  # called in exact mode only
-    seed = _fold(ctx.reduction.seed, *_place_in_data(ctx, micro))
+    seed = _fold(ctx.reduction.seed, *names)
     on_device: Any = None if ctx.device.type == "cpu" else torch.get_device_module(ctx.device)
     state = torch.default_generator.get_state()
     device_state = None if on_device is None else on_device.get_rng_state()

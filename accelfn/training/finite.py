@@ -13,7 +13,7 @@ from accelfn.context import Context
 from accelfn.errors import NonFiniteGradientError
 from accelfn.tree import flatten
 
-__all__ = ("NamedParameters", "check_gradients", "named_parameters")
+__all__ = ("NamedParameters", "check_gradients", "check_tensors", "named_parameters")
 
 
 class NamedParameters(NamedTuple):
@@ -46,14 +46,29 @@ def check_gradients(ctx: Context, optimizers: Sequence[Optimizer]) -> None:
     Raises:
         NonFiniteGradientError: On every rank, with what each has found.
     """
-    found: list[str] = []
+    all_paths: list[str] = []
+    gradients: list[torch.Tensor | None] = []
     for optimizer in optimizers:
         tree, name = named_parameters(optimizer)
         parameters, structure = flatten(tree)
-        paths = structure.paths(name)
-        for path, parameter in zip(paths, parameters, strict=True):
-            if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all()):
-                found.append(path)
+        all_paths += structure.paths(name)
+        gradients += [parameter.grad for parameter in parameters]
+    check_tensors(ctx, all_paths, gradients)
+
+
+def check_tensors(ctx: Context, paths: Sequence[str], gradients: Sequence[torch.Tensor | None]) -> None:
+    """Refuse gradients that are not finite, by the path of each. Waits for the device.
+
+    Ranks: every rank of ``ctx``.
+
+    Raises:
+        NonFiniteGradientError: On every rank, with what each has found.
+    """
+    found = [
+        path
+        for path, gradient in zip(paths, gradients, strict=True)
+        if gradient is not None and not bool(torch.isfinite(gradient).all())
+    ]
     by_rank = gather_object(ctx.tagged("check_gradients"), tuple(found))
     if any(by_rank):
         raise NonFiniteGradientError(tuple(by_rank))

@@ -1,0 +1,206 @@
+"""A train step over torch modules and torch optimizers, which are changed where they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from accelfn.comm import Call, attempt, check
+from accelfn.context import Context
+from accelfn.data import MicroBatch, plan_microbatch
+from accelfn.errors import ConfigurationError
+from accelfn.parallel import is_replicated
+from accelfn.training.clip import clip_grad_norm_
+from accelfn.training.exact_step import set_exact_gradients
+from accelfn.training.finite import named_parameters
+from accelfn.training.scaler import ScalerState, init_scaler, unscale_gradients
+from accelfn.training.step import accumulate, backward, optimizer_step, scheduler_step
+from accelfn.training.window import (
+    Loss,
+    StepMetrics,
+    Terms,
+    add_terms,
+    average,
+    cut_window,
+    not_compiled,
+    read_loss,
+    terms_of,
+)
+from accelfn.tree import flatten
+
+__all__ = ("TrainState", "first_module_state", "module_step")
+
+Model = TypeVar("Model")
+Batch = TypeVar("Batch")
+
+
+class TrainState(NamedTuple):
+    """What a train step over modules passes on, besides the modules and optimizers themselves.
+
+    Attributes:
+        scaler: Where loss scaling stands.
+        num_steps: Windows so far, skipped ones too; int64, shape ``()``.
+    """
+
+    scaler: ScalerState
+    num_steps: torch.Tensor
+
+
+def first_module_state(ctx: Context) -> TrainState:
+    """Give the state before the first step."""
+    return TrainState(init_scaler(ctx), torch.zeros((), dtype=torch.int64, device=ctx.device))
+
+
+def module_step(
+    ctx: Context,
+    loss_fn: Callable[[Model, Batch], torch.Tensor | Loss],
+    optimizers: Sequence[Optimizer],
+    model: Model,
+    schedulers: Sequence[LRScheduler],
+    max_norm: float | None,
+) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
+    """Make the step. Checks once what would go wrong in every step; see :func:`accelfn.make_train_step`."""
+    models = _modules_of(model)
+    _check_schedulers(schedulers, optimizers)
+    _check_trained(ctx, models, optimizers)
+
+    def finish(scaler: ScalerState, terms: Terms) -> tuple[ScalerState, Terms, torch.Tensor | None]:
+        if ctx.reduction is None:  # exact mode has averaged already
+            terms, _ = average(ctx, terms)
+        norm = None
+        if max_norm is not None:
+            scaler = unscale_gradients(ctx, optimizers, scaler)
+            norm = clip_grad_norm_(ctx, _parameters(optimizers), max_norm, scaler_state=scaler)
+        scaler = optimizer_step(ctx, optimizers, scaler)
+        for one in schedulers:
+            scheduler_step(ctx, one, scaler)
+        return scaler, terms, norm
+
+    num_steps = ctx.gradient_accumulation_steps
+    full = [_place(index, num_steps) for index in range(num_steps)]
+    # What talks to other ranks counts its calls, and each count would be another graph.
+    differentiate = backward if ctx.num_processes == 1 else not_compiled(backward)
+    close = finish if ctx.num_processes == 1 else not_compiled(finish)
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+        if not isinstance(cast("object", state), TrainState):
+            raise TypeError(
+                f"the train step over modules takes a TrainState, got {type(state).__name__}. Make the first "
+                "with init_train_state(ctx, optimizer), and pass on what the step returns."
+            )
+        # What another loss, or a window that failed, has left belongs to no loss of this window.
+        # By hand, since there are seldom any: zero_grad costs a tenth of a small step.
+        for parameter in _parameters(optimizers):
+            parameter.grad = None
+        if ctx.reduction is not None:
+            return exactly(state, batch)
+        pieces = _cut(ctx, batch)
+        scaler, terms = state.scaler, cast("Terms | None", None)
+        for index, piece in enumerate(pieces):
+            micro = full[index] if len(pieces) == num_steps else _place(index, len(pieces))
+            with accumulate(ctx, micro, *models):
+                loss = read_loss(loss_fn(model, piece.batch))
+                # A piece with more rows than another counts for more in a mean over rows.
+                is_mean = loss.weight is None and piece.share != 1.0
+                value = loss.value * piece.share if is_mean else loss.value
+                scaler = differentiate(ctx, value, scaler, micro, loss.weight)
+            terms = add_terms(terms, terms_of(loss, piece, len(pieces)))
+        assert terms is not None  # there is a piece
+        scaler, terms, norm = close(scaler, terms)
+        metrics = StepMetrics(terms.loss, norm, scaler.found_inf != 0, terms.aux)
+        return TrainState(scaler, state.num_steps + 1), metrics
+
+    @not_compiled
+    def exactly(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+        trained = [item for item in _parameters(optimizers) if item.requires_grad]
+        number = int(state.num_steps)
+        terms = set_exact_gradients(ctx, loss_fn, model, trained, batch, state.scaler, number)
+        scaler, _, norm = finish(state.scaler, terms)
+        metrics = StepMetrics(terms.loss, norm, scaler.found_inf != 0, terms.aux)
+        return TrainState(scaler, state.num_steps + 1), metrics
+
+    return step
+
+
+def _place(index: int, count: int) -> MicroBatch:
+    return plan_microbatch(index, 0, count, count)
+
+
+def _cut(ctx: Context, batch: Any) -> Any:
+    if ctx.num_processes == 1:
+        return cut_window(batch, ctx.gradient_accumulation_steps)
+    pieces, error = attempt(lambda: cut_window(batch, ctx.gradient_accumulation_steps))
+    if error is not None:
+        check(ctx, Call("make_train_step"), error)  # the others hear of it where they meet next
+    return pieces
+
+
+def _parameters(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
+    """List the parameters that step, each once."""
+    groups = [group for one in optimizers for group in one.param_groups]
+    return list({id(item): item for group in groups for item in group["params"]}.values())
+
+
+def _modules_of(model: Any) -> list[nn.Module]:
+    leaves, structure = flatten(model)
+    for index, leaf in enumerate(leaves):
+        if not isinstance(leaf, nn.Module):
+            raise TypeError(
+                f"make_train_step: {structure.paths('model')[index]} is of type {type(leaf).__name__}. With "
+                "a torch optimizer pass model=, a module or a tree of modules, as prepare_model gave them."
+            )
+    if not leaves:
+        raise TypeError(
+            "make_train_step: with a torch optimizer pass model=, a module or a tree of modules, as "
+            "prepare_model gave them."
+        )
+    return leaves
+
+
+def _check_schedulers(schedulers: Sequence[LRScheduler], optimizers: Sequence[Optimizer]) -> None:
+    for one in schedulers:
+        if isinstance(one, ReduceLROnPlateau):
+            raise TypeError(
+                "make_train_step: ReduceLROnPlateau moves by what you measure, and not by steps. Leave it "
+                "out, and call scheduler_step(ctx, scheduler, metric=...) after each measurement."
+            )
+        if not isinstance(cast("object", one), LRScheduler):
+            raise TypeError(
+                f"make_train_step: scheduler= takes torch's schedulers, got {type(one).__name__}."
+            )
+        # Compared by parameter groups, since an optimizer may stand behind another object.
+        groups: object = one.optimizer.param_groups
+        if not any(groups is optimizer.param_groups for optimizer in optimizers):
+            raise ConfigurationError(
+                f"make_train_step: the {type(one).__name__} moves the learning rate of an optimizer that "
+                "doesn't step here. Make it from the optimizer that you pass."
+            )
+
+
+def _check_trained(ctx: Context, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
+    """Refuse parameters that would get no gradient, or on each rank another one."""
+    known = {id(parameter) for model in models for parameter in model.parameters()}
+    averaged = {id(parameter) for model in models if is_replicated(model) for parameter in model.parameters()}
+    for optimizer in optimizers:
+        tree, name = named_parameters(optimizer)
+        leaves, structure = flatten(tree)
+        for index, parameter in enumerate(cast("list[torch.Tensor]", leaves)):
+            if not parameter.requires_grad:
+                continue
+            if id(parameter) not in known:
+                raise ConfigurationError(
+                    f"make_train_step: {structure.paths(name)[index]} of the {type(optimizer).__name__} is "
+                    "no parameter of model, so a step would never see its gradient. Make the optimizer from "
+                    "model.parameters() of the same model; several models are passed as a tuple."
+                )
+            if ctx.num_processes > 1 and id(parameter) not in averaged:
+                raise ConfigurationError(
+                    f"make_train_step: nobody averages the gradient of {structure.paths(name)[index]} over "
+                    f"the {ctx.num_processes} ranks, so their models would drift apart. Pass as model what "
+                    "prepare_model(ctx, model) gave back, without evaluation_mode."
+                )

@@ -1,0 +1,301 @@
+"""A train step over pytrees: parameters and optimizer state go in, new ones come out."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Generic, Protocol, TypeVar, cast
+
+import torch
+from typing_extensions import NamedTuple
+
+from accelfn.comm import Call, attempt, broadcast, check, check_replicas
+from accelfn.context import Context
+from accelfn.training.exact_step import Shard, alone, equal_pieces, mean_of_pieces
+from accelfn.training.finite import check_tensors
+from accelfn.training.grad import value_and_grad
+from accelfn.training.scaler import ScalerState, init_scaler, update_scaler
+from accelfn.training.window import (
+    Loss,
+    Piece,
+    StepMetrics,
+    Terms,
+    add_terms,
+    average,
+    cut_window,
+    inverse,
+    not_compiled,
+    read_loss,
+    terms_of,
+)
+from accelfn.tree import flatten, send_to_device
+
+__all__ = ("PureOptimizer", "PureTrainState", "first_pure_state", "is_pure_optimizer", "pure_step")
+
+Params = TypeVar("Params")
+Batch = TypeVar("Batch")
+
+
+class PureOptimizer(Protocol):
+    """An optimizer that is a pair of functions, such as those of torchopt.
+
+    Attributes:
+        init: ``init(params)`` gives the first state, a tree.
+        update: ``update(grads, state, params=params)`` gives ``(updates, state)``: what is to be added to the
+            parameters, in a tree like theirs, where None changes nothing; and the next state. One that has an
+            argument ``inplace``, as torchopt's have, is called with ``inplace=False``.
+    """
+
+    @property
+    def init(self) -> Callable[[Any], Any]:
+        """Give the first state."""
+        ...
+
+    @property
+    def update(self) -> Callable[..., tuple[Any, Any]]:
+        """Give the next updates and the next state."""
+        ...
+
+
+class PureTrainState(NamedTuple, Generic[Params]):
+    """All that a train step over pytrees passes on.
+
+    Attributes:
+        params: The parameters, a tree of tensors without ``requires_grad``.
+        optimizer_state: Of the optimizer.
+        scaler: Where loss scaling stands.
+        num_steps: Windows so far, skipped ones too; int64, shape ``()``.
+    """
+
+    params: Params
+    optimizer_state: Any
+    scaler: ScalerState
+    num_steps: torch.Tensor
+
+
+def is_pure_optimizer(optimizer: object) -> bool:
+    """Whether it has the two functions."""
+    return callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))
+
+
+def first_pure_state(ctx: Context, optimizer: PureOptimizer, params: Params) -> PureTrainState[Params]:
+    """Give the state before the first step: parameters as on rank 0, on this rank's device."""
+    if ctx.device_placement:
+        params = send_to_device(params, ctx.device)
+    params = broadcast(ctx.tagged("init_train_state"), params)
+    leaves, structure = flatten(params)
+    # Those of a module need gradients, and what is computed from them would be remembered for ever.
+    params = structure.unflatten([leaf.detach() for leaf in leaves])
+    counter = torch.zeros((), dtype=torch.int64, device=ctx.device)
+    return PureTrainState(params, optimizer.init(params), init_scaler(ctx), counter)
+
+
+class _Window(NamedTuple):
+    """What one rank has computed of a window."""
+
+    terms: Terms
+    grads: list[torch.Tensor]
+
+
+def pure_step(
+    ctx: Context,
+    loss_fn: Callable[[Params, Batch], torch.Tensor | Loss],
+    optimizer: PureOptimizer,
+    max_norm: float | None,
+) -> Callable[[PureTrainState[Params], Batch], tuple[PureTrainState[Params], StepMetrics]]:
+    """Make the step; see :func:`accelfn.make_train_step`."""
+    update = _without_writing(optimizer.update)
+    scales = ctx.precision.scales_loss
+    # Of this rank alone: the window is averaged once, at its end.
+    own = alone(ctx)
+    together = average if ctx.num_processes == 1 else not_compiled(average)
+
+    def step(state: PureTrainState[Params], batch: Batch) -> tuple[PureTrainState[Params], StepMetrics]:
+        if not isinstance(cast("object", state), PureTrainState):
+            raise TypeError(
+                f"the train step over pytrees takes a PureTrainState, got {type(state).__name__}. Make the "
+                "first with init_train_state(ctx, optimizer, params), and pass on what the step returns."
+            )
+
+        def compute() -> _Window:
+            return _window_of(own, loss_fn, state, batch)
+
+        if ctx.reduction is not None:
+            window = not_compiled(exactly)(state, batch)
+        elif ctx.num_processes == 1:
+            window = compute()
+        else:
+            found, error = attempt(compute)
+            if error is not None:
+                # The others hear of it where they average.
+                not_compiled(check)(ctx, Call("make_train_step"), error)
+            window = cast("_Window", found)
+        if ctx.guard.check_gradients and not scales:
+            not_compiled(check_tensors)(ctx, flatten(state.params)[1].paths("params"), window.grads)
+        with torch.no_grad():
+            if ctx.reduction is not None:  # averaged and divided already
+                terms, grads, factor = window.terms, window.grads, None
+            else:
+                terms, (grads,) = together(ctx, window.terms, window.grads)
+                factor = None if terms.weight is None else inverse(terms.weight)
+            if scales:
+                factor = (1.0 if factor is None else factor) / state.scaler.scale
+            if factor is not None:
+                grads = [grad * factor.to(grad.dtype) for grad in grads]
+            scaler = state.scaler
+            if scales:
+                scaler = scaler._replace(found_inf=_overflow(grads))
+            norm = None
+            if max_norm is not None:
+                norm = torch.nn.utils.get_total_norm(grads)
+                # As torch.nn.utils.clip_grad_norm_ has it.
+                shrink = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+                grads = [grad * shrink.to(grad.dtype) for grad in grads]
+            params, optimizer_state = _updated(update, grads, state)
+            skipped = scaler.found_inf != 0
+            if scales:
+                params = _keep(skipped, state.params, params)
+                optimizer_state = _keep(skipped, state.optimizer_state, optimizer_state)
+                scaler = update_scaler(ctx, scaler)
+            metrics = StepMetrics(terms.loss, norm, skipped, terms.aux)
+            state = PureTrainState(params, optimizer_state, scaler, state.num_steps + 1)
+        if ctx.guard.check_replicas_every is not None and ctx.num_processes > 1:
+            compare(state.params)
+        return state, metrics
+
+    def exactly(state: PureTrainState[Params], batch: Batch) -> _Window:
+        leaves = cast("list[torch.Tensor]", flatten(state.params)[0])
+
+        def compute() -> list[Shard]:
+            pieces = equal_pieces(ctx, batch)
+            return [Shard(*_piece_of(own, loss_fn, state, piece, 1)) for piece in pieces]
+
+        terms, grads = mean_of_pieces(ctx, leaves, compute)
+        # torch.func gives zeros where a parameter has no part in the loss.
+        return _Window(terms, [cast("torch.Tensor", grad) for grad in grads])
+
+    @not_compiled
+    def compare(params: Params) -> None:
+        every = ctx.guard.check_replicas_every
+        if every is not None and ctx.collectives.journal.count(step) % every == 0:
+            check_replicas(ctx, params, name="params")
+
+    return step
+
+
+def _window_of(
+    ctx: Context, loss_fn: Callable[[Any, Any], torch.Tensor | Loss], state: PureTrainState[Any], batch: Any
+) -> _Window:
+    """Compute gradients and metrics of this rank's window."""
+    pieces = cut_window(batch, ctx.gradient_accumulation_steps)
+    terms: Terms | None = None
+    grads: list[torch.Tensor] = []
+    for piece in pieces:
+        term, new = _piece_of(ctx, loss_fn, state, piece, len(pieces))
+        terms = add_terms(terms, term)
+        grads = [before + grad for before, grad in zip(grads, new, strict=True)] if grads else new
+    assert terms is not None  # there is a piece
+    return _Window(terms, grads)
+
+
+def _piece_of(
+    ctx: Context,
+    loss_fn: Callable[[Any, Any], torch.Tensor | Loss],
+    state: PureTrainState[Any],
+    piece: Piece,
+    num_pieces: int,
+) -> _Window:
+    """Compute what a piece adds to its window; a mean is divided by the number of pieces."""
+    scales = ctx.precision.scales_loss
+
+    def scaled_loss(params: Any) -> tuple[torch.Tensor, Terms]:
+        loss = read_loss(loss_fn(params, piece.batch))
+        value = loss.value.reshape(())
+        if not value.requires_grad:
+            raise ValueError(
+                "make_train_step: the loss depends on no parameter, so it has no gradient. It was detached, "
+                "or computed under torch.no_grad()."
+            )
+        if loss.weight is None and num_pieces > 1:
+            value = value * piece.share if piece.share != 1.0 else value
+            value = value / num_pieces
+        if scales:
+            value = value * state.scaler.scale
+        return value, terms_of(loss, piece, num_pieces)
+
+    (_, terms), found = value_and_grad(ctx, scaled_loss)(state.params)
+    grads = cast("list[torch.Tensor]", flatten(found)[0])
+    if scales and any(grad.dtype == torch.float16 for grad in grads):
+        raise ValueError(
+            "make_train_step: with mixed precision fp16 parameters stay float32, and some are float16. "
+            "Autocast computes in float16 where it helps."
+        )
+    return _Window(terms, grads)
+
+
+def _without_writing(update: Callable[..., tuple[Any, Any]]) -> Callable[..., tuple[Any, Any]]:
+    """Let an update write into nothing that it is given."""
+    try:
+        can_write = "inplace" in inspect.signature(update).parameters
+    except (TypeError, ValueError):  # of what isn't written in Python
+        can_write = False
+    if not can_write:
+        return update
+
+    def call(grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        return update(grads, state, params=params, inplace=False)
+
+    # Torchopt's Adam can't be traced to its end, and where its graph is cut it fails instead of going on
+    # (torch 2.13, torchopt 0.7.3, optree 0.20). Outside of the graph it runs as it is.
+    return not_compiled(call)
+
+
+def _overflow(grads: list[torch.Tensor]) -> torch.Tensor:
+    """Give 1 where a gradient isn't finite, else 0: the same on every rank, since their averages are."""
+    finite = torch.stack([torch.isfinite(grad).all() for grad in grads])
+    return (~finite.all()).float()
+
+
+def _updated(
+    update: Callable[..., tuple[Any, Any]], grads: list[torch.Tensor], state: PureTrainState[Params]
+) -> tuple[Params, Any]:
+    """Give the parameters with their updates added, and the optimizer's next state."""
+    tree = flatten(state.params)[1].unflatten(grads)
+    updates, optimizer_state = update(tree, state.optimizer_state, params=state.params)
+    # Taken again: an update that torch.compile can't trace cuts its graph, and what it has made of a
+    # structure doesn't outlive that (torch 2.13 with optree 0.20).
+    params, structure = flatten(state.params)
+    changes, other = flatten(updates)
+    if other != structure:
+        raise ValueError(
+            "make_train_step: the optimizer's update gave a tree of another structure than the parameters: "
+            f"{other.describe()} instead of {structure.describe()}. Use parameters that the optimizer knows "
+            "for a tree, such as a dict of tensors."
+        )
+    added = [leaf + change.to(leaf.dtype) for leaf, change in zip(params, changes, strict=True)]
+    return structure.unflatten(added), optimizer_state
+
+
+def _keep(skipped: torch.Tensor, before: Any, after: Any) -> Any:
+    """Give ``before`` where the step is skipped, without asking the device whether it is."""
+    old, structure = flatten(before)
+    new, other = flatten(after)
+    if other != structure:
+        raise ValueError(
+            "make_train_step: with float16 a step may be skipped, and then the optimizer's state must stay "
+            f"as it was; but update gave one of another structure: {other.describe()} instead of "
+            f"{structure.describe()}. Use an optimizer whose state keeps its form."
+        )
+    kept: list[Any] = []
+    for index, (left, right) in enumerate(zip(old, new, strict=True)):
+        if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+            kept.append(torch.where(skipped.to(right.device), left, right))
+        elif left is right or left == right:
+            kept.append(right)
+        else:
+            raise ValueError(
+                "make_train_step: with float16 a step may be skipped, and then the optimizer's state must "
+                f"stay as it was; but {structure.paths('optimizer_state')[index]} is no tensor and changed "
+                f"from {left!r} to {right!r}. Use an optimizer that counts in tensors, or bf16."
+            )
+    return structure.unflatten(kept)

@@ -1,0 +1,249 @@
+"""One accumulation window as a train step sees it: a batch in pieces, and what their losses tell."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+
+from accelfn.comm import reduce
+from accelfn.context import Context
+from accelfn.tree import flatten, is_packed_sequence, slice_tensors
+
+__all__ = (
+    "Loss",
+    "Piece",
+    "StepMetrics",
+    "Terms",
+    "add_terms",
+    "average",
+    "cut_window",
+    "inverse",
+    "not_compiled",
+    "read_loss",
+    "terms_of",
+)
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Loss(NamedTuple):
+    """What a loss function returns that has more to say than a mean.
+
+    Attributes:
+        value: Shape ``()``, with a gradient: a mean over the rows, or with ``weight`` a sum.
+        weight: What the sum is to be divided by once all of the window and of all ranks are known, such as
+            the number of tokens; at least 0, and shape ``()`` where it is a tensor.
+        aux: A tree of tensors and numbers to be averaged as the loss is: of means, or with ``weight`` of
+            sums. None for nothing.
+    """
+
+    value: torch.Tensor
+    weight: torch.Tensor | float | None = None
+    aux: Any = None
+
+
+class StepMetrics(NamedTuple):
+    """What a step tells of itself. Tensors, equal on every rank; reading them on the host waits.
+
+    Attributes:
+        loss: Mean over the window and all ranks, of parameters as they were before the step; shape ``()``,
+            float32, or float64 where the loss is. Zero where all weights are.
+        grad_norm: Norm of the whole gradient before it was clipped, shape ``()``; None without ``max_norm``.
+        skipped: Whether a float16 gradient overflowed, so that nothing was changed; bool, shape ``()``.
+        aux: The tree that came with the losses, averaged as they are; None without one.
+    """
+
+    loss: torch.Tensor
+    grad_norm: torch.Tensor | None
+    skipped: torch.Tensor
+    aux: Any
+
+
+class Piece(NamedTuple):
+    """One piece of a batch.
+
+    Attributes:
+        batch: As the whole, with fewer rows.
+        share: Its rows over those of a piece of mean size; 1 where all have equally many.
+    """
+
+    batch: Any
+    share: float
+
+
+class Terms(NamedTuple):
+    """What is added up over pieces and averaged over ranks: all means, or all sums with a weight."""
+
+    loss: torch.Tensor
+    weight: torch.Tensor | None
+    aux: Any
+
+
+def cut_window(batch: Any, num_steps: int) -> list[Piece]:
+    """Cut the batch of a window along the first dimension of its tensors. The pieces are views.
+
+    They differ by at most one row, and a batch of fewer rows than ``num_steps`` gives fewer pieces. 0-d
+    tensors go to each of them. One piece is the batch itself, whatever it is.
+
+    Raises:
+        ValueError: A leaf is no tensor, the tensors have different numbers of rows, or there is no row.
+    """
+    if num_steps == 1:
+        return [Piece(batch, 1.0)]
+    rows = _rows(batch, num_steps)
+    count = min(num_steps, rows)
+    least, longer = divmod(rows, count)
+    pieces: list[Piece] = []
+    start = 0
+    for index in range(count):
+        size = least + (index < longer)
+        share = 1.0 if longer == 0 else size * count / rows
+        pieces.append(Piece(slice_tensors(batch, slice(start, start + size)), share))
+        start += size
+    return pieces
+
+
+def _rows(batch: Any, num_steps: int) -> int:
+    leaves, structure = flatten(batch, is_packed_sequence)
+    rows: int | None = None
+    for index, leaf in enumerate(leaves):
+        if not isinstance(leaf, torch.Tensor):
+            raise ValueError(
+                f"make_train_step: with gradient_accumulation_steps={num_steps} a batch is cut into pieces, "
+                f"and {structure.paths('batch')[index]} is of type {type(leaf).__name__}, which can't be. "
+                "Make it a tensor, or let loss_fn close over it."
+            )
+        if leaf.dim() == 0:
+            continue
+        if rows is None:
+            rows = leaf.shape[0]
+        elif leaf.shape[0] != rows:
+            raise ValueError(
+                f"make_train_step: with gradient_accumulation_steps={num_steps} a batch is cut along the "
+                f"first dimension of its tensors, and {structure.paths('batch')[index]} has {leaf.shape[0]} "
+                f"rows, where an earlier tensor has {rows}. Give all of them one row for each sample."
+            )
+    if not rows:
+        missing = "no such dimension" if rows is None else "no rows"
+        raise ValueError(
+            f"make_train_step: with gradient_accumulation_steps={num_steps} a batch is cut along the first "
+            f"dimension of its tensors, and this one has {missing}. Pass a batch that has some."
+        )
+    return rows
+
+
+def read_loss(returned: object) -> Loss:
+    """Give what a loss function has returned in one form.
+
+    Raises:
+        TypeError: It is neither a tensor nor a :class:`Loss` with one.
+        ValueError: The loss or its weight is no single number, or the weight is negative.
+    """
+    loss = Loss(returned) if isinstance(returned, torch.Tensor) else returned
+    if not isinstance(loss, Loss) or not isinstance(cast("object", loss.value), torch.Tensor):
+        found = f"a Loss of {type(loss.value).__name__}" if isinstance(loss, Loss) else type(loss).__name__
+        raise TypeError(
+            "make_train_step: loss_fn must return a tensor, the mean over the batch, or accelfn.Loss(value, "
+            f"weight, aux), got {found}. What is in a pair would be a guess: say Loss(total, weight=count), "
+            "or Loss(mean, aux={...})."
+        )
+    for name, value in (("loss", loss.value), ("weight of the loss", loss.weight)):
+        if isinstance(value, torch.Tensor) and value.numel() != 1:
+            raise ValueError(
+                f"make_train_step: the {name} must be one number, got a tensor of shape "
+                f"{tuple(value.shape)}. Take the mean of losses, or their sum and give its weight."
+            )
+    if not isinstance(loss.weight, torch.Tensor) and loss.weight is not None and loss.weight < 0:
+        raise ValueError(f"make_train_step: the weight of a loss must be at least 0, got {loss.weight}.")
+    return loss
+
+
+def terms_of(loss: Loss, piece: Piece, num_pieces: int) -> Terms:
+    """Give what a piece adds to the metrics of its window, without gradients.
+
+    Raises:
+        TypeError: A leaf of ``aux`` is neither a tensor nor a number.
+    """
+    if loss.aux is None and loss.weight is None and num_pieces == 1:  # the most common by far
+        return Terms(_plain(loss.value, loss.value.device).reshape(()), None, None)
+    leaves, structure = flatten(loss.aux)
+    for index, leaf in enumerate(leaves):
+        if not isinstance(leaf, (torch.Tensor, int, float)):
+            raise TypeError(
+                f"make_train_step: {structure.paths('aux')[index]} is of type {type(leaf).__name__}, which "
+                "has no average. Loss.aux takes tensors and numbers."
+            )
+    device = loss.value.device
+    value = _plain(loss.value, device).reshape(())
+    aux = [_plain(leaf, device) for leaf in leaves]
+    if loss.weight is not None:
+        return Terms(value, _plain(loss.weight, device).reshape(()), structure.unflatten(aux))
+    if num_pieces > 1:
+        factor = piece.share / num_pieces
+        value, aux = value * factor, [leaf * factor for leaf in aux]
+    return Terms(value, None, structure.unflatten(aux))
+
+
+def _plain(value: torch.Tensor | float, device: torch.device) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        return torch.full((), float(value), dtype=torch.float32, device=device)
+    value = value.detach()
+    return value if value.dtype in (torch.float32, torch.float64) else value.float()
+
+
+def add_terms(before: Terms | None, new: Terms) -> Terms:
+    """Add what another piece of the window has.
+
+    Raises:
+        ValueError: One has a weight and the other none, or their ``aux`` have different forms.
+    """
+    if before is None:
+        return new
+    if (before.weight is None) != (new.weight is None):
+        raise ValueError(
+            "make_train_step: loss_fn gave a weight for one piece of the batch and none for another. Give "
+            "each loss its weight, or none."
+        )
+    left, structure = flatten(before)
+    right, other = flatten(new)
+    if other != structure or any(a.shape != b.shape for a, b in zip(left, right, strict=True)):
+        raise ValueError(
+            "make_train_step: what loss_fn gave as aux has another structure or other shapes for one piece "
+            "of the batch than for another, so it can't be averaged. Let it depend on no row count."
+        )
+    return cast("Terms", structure.unflatten([a + b for a, b in zip(left, right, strict=True)]))
+
+
+def average(ctx: Context, terms: Terms, *more: Any) -> tuple[Terms, tuple[Any, ...]]:
+    """Average the terms of a window over all ranks, and with them ``more`` trees, in one reduction.
+
+    Ranks: every rank of ``ctx``.
+
+    Returns:
+        The terms, divided by the weight where they are sums with one, which is then that of all ranks
+        together divided by their number; and the other trees, not divided by it.
+
+    Raises:
+        MismatchError: Some ranks have weights and some none, or their ``aux`` differ.
+    """
+    if ctx.num_processes > 1:
+        terms, more = reduce(ctx.tagged("make_train_step"), (terms, more), "mean")
+    if terms.weight is None:
+        return terms, more
+    share = inverse(terms.weight)
+    leaves, structure = flatten((terms.loss, terms.aux))
+    loss, aux = structure.unflatten([leaf * share for leaf in leaves])
+    return Terms(loss, terms.weight, aux), more
+
+
+def inverse(weight: torch.Tensor) -> torch.Tensor:
+    """Give one over ``weight``, and zero for none: without any weight there is nothing to learn from."""
+    return torch.where(weight > 0, 1 / weight, torch.zeros_like(weight))
+
+
+def not_compiled(function: F) -> F:
+    """Leave a function out of what ``torch.compile`` makes of a step: one that communicates."""
+    return cast("F", cast("Any", torch.compiler).disable(function))
