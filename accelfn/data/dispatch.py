@@ -14,11 +14,11 @@ from accelfn.comm import broadcast_object_list
 from accelfn.context import Context
 from accelfn.data.deal import Dealer, SliceFunction, hand_out
 from accelfn.data.dispatch_stream import StreamDispatch, dispatch_stream
-from accelfn.data.items import plan_items, with_rows
+from accelfn.data.items import plan_items, share_of_item, with_rows
 from accelfn.data.order import Order, Take, check_length, draw_here, read_order, take_from
 from accelfn.data.parts import Parts
 from accelfn.data.plan import EpochPlan, Planner, plan_epoch, planner
-from accelfn.data.reading import Pass, Share, share_of
+from accelfn.data.reading import Pass, Remembering, Share, share_of
 from accelfn.data.sampled import (
     Batches,
     Keyed,
@@ -28,6 +28,7 @@ from accelfn.data.sampled import (
     sampler_of,
     share_of_batches,
 )
+from accelfn.data.states import State, sampler_state
 from accelfn.data.stream import rows_in
 from accelfn.errors import ConfigurationError
 
@@ -88,7 +89,7 @@ def dispatch(
     return BatchedDispatch(ctx, source, seed, named, make_plan, slice_fn)
 
 
-class OrderedDispatch(Generic[T]):
+class OrderedDispatch(Remembering, Generic[T]):
     """Rank 0 reads a map-style dataset by an order of its samples."""
 
     def __init__(
@@ -130,29 +131,38 @@ class OrderedDispatch(Generic[T]):
         check_length(self._dataset, self._order)
         plan = self.plan(start)
         steps: Iterator[tuple[list[Any], None]] | None = None
+        own, _ = self._take_recalled()
+        before: State | None = None
         if self._loader is not None:
             key = (self.seed, epoch)
-            take = self._take(epoch)
+            take, before = self._take(epoch, own.sampler)
             self._batches.begin(lambda: self._dealer.lists(plan, take, key))
             steps = _steps(self._dealer, plan, iter(self._loader))
         share_at = functools.partial(share_of, plan, rank=self._ctx.rank)
         begun = _planned(self._ctx, plan, steps, share_at, f"epoch {epoch} from sample {start}")
-        return Pass(begun.counts, with_rows(begun.batches)) if self._is_whole else begun
+        if self._sampler is not None:
+            told = [before, sampler_state(self._sampler)] if self._ctx.is_main_process else []
+            before, self._sampler_after = broadcast_object_list(self._ctx.tagged("a sampler"), told)
+            begun = begun._replace(sampler=before)
+        if not self._is_whole:
+            return begun
+        share_at = functools.partial(share_of_item, plan)
+        return begun._replace(batches=with_rows(begun.batches), share_at=share_at)
 
-    def _take(self, epoch: int) -> Take:
+    def _take(self, epoch: int, state: State | None) -> tuple[Take, State | None]:
         """Learn what stands where; a sampler of the user's own is asked on rank 0 alone."""
         if self._sampler is None:
-            return self._order.taker(self.seed, epoch)
-        drawn = draw_here(self._sampler, epoch)
+            return self._order.taker(self.seed, epoch), None
+        drawn, before = draw_here(self._sampler, epoch, state)
         if len(drawn) != self._order.num_samples:
             raise ValueError(
                 f"the sampler {type(self._sampler).__name__} has a length of {self._order.num_samples}, "
                 f"and drew {len(drawn)} samples. Its __len__ must count what its __iter__ gives."
             )
-        return take_from(drawn)
+        return take_from(drawn), before
 
 
-class BatchedDispatch(Generic[T]):
+class BatchedDispatch(Remembering, Generic[T]):
     """Rank 0 reads the batches of the user's own batch sampler, which is asked there alone.
 
     As everywhere, batches of the size that it names are samples in an order, and are shared out as such;
@@ -197,13 +207,18 @@ class BatchedDispatch(Generic[T]):
         """Draw the batches on rank 0, tell all how long they are, and begin a pass."""
         ctx, dealer = self._ctx, self._dealer
         drawn: list[list[Any]] = []
+        recalled, _ = self._take_recalled()
+        before: State | None = None
         if self._loader is not None:
-            drawn = [list(batch) for batch in draw_here(self._sampler, epoch)]
+            items, before = draw_here(self._sampler, epoch, recalled.sampler)
+            drawn = [list(batch) for batch in items]
         # Lengths alone: the samples are rank 0's business. Equal ones as one number.
         own = [len(batch) for batch in drawn]
         is_even = self._named is not None and are_even(drawn, self._named)
-        told: list[Any] = [is_even, sum(own), [] if is_even else own]
-        is_even, number, by_batch = broadcast_object_list(ctx.tagged("a batch sampler"), told)
+        states = before, sampler_state(self._sampler)
+        told: list[Any] = [is_even, sum(own), [] if is_even else own, states]
+        is_even, number, by_batch, states = broadcast_object_list(ctx.tagged("a batch sampler"), told)
+        before, self._sampler_after = cast("tuple[State | None, State | None]", states)
         lengths = cast("list[int]", by_batch)
         key = (self.seed, epoch)
         name = f"epoch {epoch} from sample {start}"
@@ -214,7 +229,8 @@ class BatchedDispatch(Generic[T]):
                 take = take_from([index for batch in drawn for index in batch])
                 self._batches.begin(lambda: dealer.lists(plan, take, key))
                 steps = _steps(dealer, plan, iter(self._loader))
-            return _planned(ctx, plan, steps, functools.partial(share_of, plan, rank=ctx.rank), name)
+            share_at = functools.partial(share_of, plan, rank=ctx.rank)
+            return _planned(ctx, plan, steps, share_at, name)._replace(sampler=before)
         if dealer.cuts:
             raise ConfigurationError(
                 "split_batches and slice_fn cut each batch into equal parts, and the batch sampler "
@@ -227,7 +243,7 @@ class BatchedDispatch(Generic[T]):
             self._batches.begin(lambda: _one_a_rank(plan, drawn, key))
             steps = _steps(dealer, plan, iter(self._loader))
         share_at = functools.partial(share_of_batches, plan, rank=ctx.rank, ends=ends, lengths=lengths)
-        return _planned(ctx, plan, steps, share_at, name)
+        return _planned(ctx, plan, steps, share_at, name)._replace(sampler=before)
 
     def _by_batch(self, number: int, start: int = 0) -> EpochPlan:
         size = self._ctx.num_processes

@@ -10,17 +10,16 @@ from torch.utils.data import DataLoader
 
 from accelfn.context import Context
 from accelfn.data.order import Order
-from accelfn.data.own import rows_of
 from accelfn.data.plan import EpochPlan, plan_epoch
-from accelfn.data.reading import Pass, Share
+from accelfn.data.reading import Own, Pass, Remembering, Share, rows_of
 from accelfn.data.sampled import SampledReader
 
-__all__ = ("ItemReader", "plan_items", "with_rows")
+__all__ = ("ItemReader", "plan_items", "share_of_item", "with_rows")
 
 T = TypeVar("T")
 
 
-class ItemReader(Generic[T]):
+class ItemReader(Remembering, Generic[T]):
     """Reads by an order of items, of which each rank gets one in each step.
 
     ``start`` and ``consumed`` count items.
@@ -55,12 +54,27 @@ class ItemReader(Generic[T]):
         """Begin a pass."""
         self._items.seed = self.seed
         begun = self._items.begin(epoch, start)
-        return Pass(begun.counts, with_rows(begun.batches))
+        return begun._replace(
+            batches=with_rows(begun.batches), share_at=functools.partial(share_of_item, self.plan(start))
+        )
+
+    def recall(self, own: Own, start: int) -> None:
+        """Let the next pass be of the epoch of ``own``."""
+        self._items.recall(own, start)
+
+    def rest(self) -> Own:
+        """Say the states between passes."""
+        return self._items.rest()
 
 
 def plan_items(ctx: Context, number: int, start: int) -> EpochPlan:
     """Plan ``number`` items from ``start`` on, one a rank and step."""
     return plan_epoch(number, 1, ctx.num_processes, even_batches=ctx.loading.even_batches, start=start)
+
+
+def share_of_item(plan: EpochPlan, step: int) -> Share:
+    """Say how far ``step`` of a plan comes, and not what is in it, which only the batches tell."""
+    return Share(consumed=plan.consumed(step))
 
 
 def with_rows(batches: Iterator[tuple[T, Share]]) -> Iterator[tuple[T, Share]]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sized
+from collections.abc import Iterable, Iterator, Sized
 from dataclasses import replace
 from functools import partial
-from typing import Any, Generic, Literal, TypeVar, cast
+from typing import Any, Generic, Literal, TypeVar, cast, overload
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
@@ -15,13 +15,16 @@ from accelfn.comm import Call, failing_together, gather_bytes, synchronize_rng_s
 from accelfn.context import Context
 from accelfn.data.dispatch import SliceFunction, dispatch
 from accelfn.data.items import ItemReader
+from accelfn.data.iterables import loader_over
 from accelfn.data.order import read_order, refuse_sharded
 from accelfn.data.own import OwnReader
 from accelfn.data.plan import EpochPlan, planner
-from accelfn.data.reading import Evening, Pass, Reader, Share
+from accelfn.data.reading import Evening, Own, Pass, Reader, Remembering, Setting, Share, rewound
 from accelfn.data.sampled import BatchedReader, SampledReader, batch_sampler_of, sampler_of
+from accelfn.data.stateful import check_stateful
+from accelfn.data.states import State
 from accelfn.data.stream import read_stream, rows_in
-from accelfn.errors import ConfigurationError, NotAvailableError
+from accelfn.errors import ConfigurationError
 from accelfn.tree import send_to_device
 
 __all__ = ("PreparedDataLoader", "Sharding", "prepare_data_loader", "tell_epoch")
@@ -37,6 +40,9 @@ class _Place:
         self.epoch = 0  # of the next pass, or the one under way
         self.start = 0  # sample at which the next pass begins
         self.consumed = 0  # samples of the epoch that all ranks have read
+        self.is_amid = False  # whether a pass is under way, or was left
+        self.own = Own()  # states of the user's own: of the pass, or of the one that is to begin
+        self.is_recalled = False  # whether they were restored, and no pass has begun since
 
 
 class PreparedDataLoader(Generic[T]):
@@ -48,8 +54,11 @@ class PreparedDataLoader(Generic[T]):
     attributes of the user's loader that are not named here are passed through.
     """
 
-    def __init__(self, ctx: Context, source: DataLoader[T], reader: Reader[T]) -> None:
+    def __init__(
+        self, ctx: Context, source: DataLoader[T], reader: Reader[T], original: object = None
+    ) -> None:
         """Use :func:`prepare_data_loader` instead."""
+        self._original = source if original is None else original  # the user's; no DataLoader perhaps
         self._ctx = ctx
         self._source = source
         self._reader = reader
@@ -69,6 +78,21 @@ class PreparedDataLoader(Generic[T]):
     def start(self) -> int:
         """Sample of the epoch at which the next pass begins: 0 but where a state was restored."""
         return self._place.start
+
+    @property
+    def own(self) -> Own:
+        """States of what is the user's own: of the pass under way, or of the next one."""
+        place = self._place
+        return place.own if place.is_amid or place.is_recalled else self._remembering().rest()
+
+    @property
+    def setting(self) -> Setting:
+        """What a place in the loader's data holds for."""
+        return self._remembering().setting
+
+    def can_recall(self, stream: State) -> bool:
+        """Whether the state of a stream of the user's own is of use here."""
+        return self._remembering().can_recall(stream)
 
     @property
     def context(self) -> Context:
@@ -127,7 +151,7 @@ class PreparedDataLoader(Generic[T]):
         Raises:
             TypeError: It has no length.
         """
-        return len(cast("Sized", self._source.dataset))
+        return len(cast("Sized", getattr(self._original, "dataset", self._source.dataset)))
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next pass, and with it the order.
@@ -137,20 +161,27 @@ class PreparedDataLoader(Generic[T]):
         """
         if epoch < 0:
             raise ValueError(f"set_epoch: epochs count from 0, got {epoch}.")
-        self._place.epoch = epoch
-        self._place.start = self._place.consumed = 0
+        place = self._place
+        place.epoch = epoch
+        place.start = place.consumed = 0
+        place.is_amid = False
+        if place.is_recalled:
+            place.own = rewound(place.own)
         tell_epoch(self._source, epoch)
 
-    def move_to(self, epoch: int, start: int, seed: int | None = None) -> None:
+    def move_to(self, epoch: int, start: int, seed: int | None = None, own: Own | None = None) -> None:
         """Let the next pass begin at sample ``start`` of ``epoch``.
 
         Args:
             epoch: From 0.
             start: Samples of it that have been read.
             seed: Of the order from now on; None keeps it.
+            own: States of what is the user's own, to which it is brought then; None leaves it as it is.
         """
         self.set_epoch(epoch)
-        self._place.start = self._place.consumed = start
+        place = self._place
+        place.start = place.consumed = start
+        place.own, place.is_recalled = own or Own(), own is not None
         if seed is not None:
             self._reader.seed = seed
 
@@ -169,16 +200,23 @@ class PreparedDataLoader(Generic[T]):
         place = self._place
         start, place.start = place.start, 0
         place.consumed = start
+        recalled, place.is_recalled = place.own if place.is_recalled else Own(), False
+        self._remembering().recall(recalled, start)
         with failing_together(self._ctx, "a data loader"):
             begun = self._reader.begin(place.epoch, start)
+        place.own, place.is_amid = Own(begun.sampler, recalled.stream), True
         return begun._replace(batches=self._placed(begun.batches))
 
     def note(self, share: Share) -> None:
         """Take down how far the pass has come."""
-        self._place.consumed = share.consumed
+        place = self._place
+        place.consumed = share.consumed
+        if share.stream is not None:
+            place.own = Own(place.own.sampler, share.stream)
 
     def finish(self) -> None:
         """End a pass: the next one is the next epoch."""
+        self._remembering().finish()
         self.set_epoch(self._place.epoch + 1)
 
     def __len__(self) -> int:
@@ -191,6 +229,8 @@ class PreparedDataLoader(Generic[T]):
         place = self._place
         for batch, share in self.begin().batches:
             place.consumed = share.consumed  # as note does, whose call would cost more
+            if share.stream is not None:
+                place.own = Own(place.own.sampler, share.stream)
             yield batch
         self.finish()
 
@@ -206,6 +246,9 @@ class PreparedDataLoader(Generic[T]):
                 else:
                     yield send_to_device(batch, device, non_blocking=non_blocking), share
 
+    def _remembering(self) -> Remembering:
+        return cast("Remembering", self._reader)
+
     def _synchronize(self) -> None:
         """Bring the random states that the context names to rank 0's, as a pass begins."""
         generator: torch.Generator | None = cast("Any", self._source).generator
@@ -218,7 +261,7 @@ class PreparedDataLoader(Generic[T]):
             raise AttributeError(name)
         if name == "total_batch_size":
             raise AttributeError("total_batch_size: the loader has no batch size of its own.")
-        return getattr(self._source, name)
+        return getattr(self._original, name)
 
 
 def _is_at(device: torch.device, batch: Any) -> bool:
@@ -247,9 +290,24 @@ def tell_epoch(source: DataLoader[Any], epoch: int) -> None:
             set_epoch(epoch)
 
 
+# Apart: torch says of what a loader gives, iterated over, nothing.
+@overload
 def prepare_data_loader(
     ctx: Context,
     loader: DataLoader[T] | PreparedDataLoader[T],
+    sharding: Sharding = "global",
+    slice_fn: SliceFunction | None = None,
+) -> PreparedDataLoader[T]: ...
+@overload
+def prepare_data_loader(
+    ctx: Context,
+    loader: Iterable[T],
+    sharding: Sharding = "global",
+    slice_fn: SliceFunction | None = None,
+) -> PreparedDataLoader[T]: ...
+def prepare_data_loader(
+    ctx: Context,
+    loader: DataLoader[T] | PreparedDataLoader[T] | Iterable[T],
     sharding: Sharding = "global",
     slice_fn: SliceFunction | None = None,
 ) -> PreparedDataLoader[T]:
@@ -274,7 +332,8 @@ def prepare_data_loader(
 
     Args:
         ctx: The world, and its ``DataLoaderConfiguration``.
-        loader: A torch DataLoader. Its settings are kept.
+        loader: A torch DataLoader, whose settings are kept, or any other iterable of batches, which are left
+            as they are. It is read as a stream, in which each batch counts as one sample.
         sharding: ``"global"``: every rank was given the same loader, and reads its part.
             ``"already_sharded"``: every rank was given its own part already. ``"by_source"``: the dataset
             offers ``num_shards`` and ``shard(num_shards, index)``, and each rank gets some of them.
@@ -290,33 +349,39 @@ def prepare_data_loader(
             with another context, the batch can't be split, each rank is to have shards of its own and there
             are too few, or a ``slice_fn`` has nothing to cut.
         MismatchError: The ranks have loaders of different length, batch size or options.
-        TypeError: ``loader`` is no DataLoader, or its samples have no number.
-        NotAvailableError: A kind of loader or an option that this version has no machinery for.
+        TypeError: ``loader`` can't be iterated over, or only once, or its samples have no number.
+        MissingExtraError: ``use_stateful_dataloader`` is asked for, and torchdata isn't installed.
 
     >>> import torch
     >>> loader = prepare_data_loader(Context(), DataLoader(torch.arange(5), batch_size=2))
     >>> list(loader)
     [tensor([0, 1]), tensor([2, 3]), tensor([4])]
     """
-    if isinstance(loader, PreparedDataLoader):
-        if loader.context != ctx:
+    # Also one inside of another, as the loaders of an Accelerator have: it would be sharded twice too.
+    prepared = loader if isinstance(loader, PreparedDataLoader) else getattr(loader, "loader", None)
+    if isinstance(prepared, PreparedDataLoader):
+        prepared = cast("PreparedDataLoader[T]", prepared)
+        if prepared.context != ctx:
             raise ConfigurationError(
                 "the loader was prepared with another context, and would be sharded twice. Prepare the "
                 "original loader."
             )
-        return loader
-    if not isinstance(cast("object", loader), DataLoader):
-        raise TypeError(f"prepare_data_loader takes a torch DataLoader, got {type(loader).__name__}.")
+        return prepared
     if sharding not in ("global", "already_sharded", "by_source"):
         raise ValueError(f'sharding must be "global", "already_sharded" or "by_source", got {sharding!r}.')
-    return PreparedDataLoader(ctx, loader, _reader(ctx, loader, sharding, slice_fn))
+    if isinstance(loader, DataLoader):
+        source = cast("DataLoader[T]", loader)
+    else:
+        source = loader_over(loader, ctx.loading.custom_classes)
+    reader = _reader(ctx, source, sharding, slice_fn)
+    return PreparedDataLoader(ctx, source, reader, cast("object", loader))
 
 
 def _reader(
     ctx: Context, loader: DataLoader[T], sharding: Sharding, slice_fn: SliceFunction | None
 ) -> Reader[T]:
     """Choose the way of reading that a loader needs."""
-    _refuse_unavailable(ctx)
+    check_stateful(ctx)
     if ctx.loading.dispatch_batches and sharding != "global":
         raise ConfigurationError(
             f'sharding="{sharding}" lets each rank read data of its own, and dispatch_batches=True lets rank '
@@ -379,15 +444,3 @@ def _agreed_seed(ctx: Context, loader: DataLoader[Any], what: str) -> int:
         ctx, Call("prepare_data_loader", what, lambda: {"loader": what}), own.to_bytes(8, "little")
     )
     return int.from_bytes(blobs[0], "little")
-
-
-def _refuse_unavailable(ctx: Context) -> None:
-    asked = (
-        (ctx.loading.use_stateful_dataloader, "DataLoaderConfiguration(use_stateful_dataloader=True)"),
-        (ctx.loading.custom_classes is not None, "DataLoaderConfiguration(custom_classes=...)"),
-    )
-    for is_asked, what in asked:
-        if is_asked:
-            raise NotAvailableError(
-                f"prepare_data_loader: {what} has no machinery in this version of accelfn yet."
-            )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from itertools import islice
 from typing import Any, Generic, Protocol, TypeVar, cast, overload
 
@@ -11,9 +11,10 @@ from torch.utils.data import DataLoader
 
 from accelfn.data.loader import PreparedDataLoader
 from accelfn.data.plan import EpochPlan
-from accelfn.data.reading import Evening, Pass, Reader, Share, Stepping
+from accelfn.data.reading import Evening, Own, Pass, Reader, Remembering, Setting, Share, Stepping
 from accelfn.data.skip import Skipped, check_num_batches, skip_of_iterable, skip_of_loader
-from accelfn.errors import NotAvailableError
+from accelfn.data.states import State, check_plain
+from accelfn.errors import ConfigurationError, NotAvailableError
 
 __all__ = (
     "LoaderState",
@@ -28,12 +29,12 @@ __all__ = (
 T = TypeVar("T")
 R_co = TypeVar("R_co", covariant=True)
 
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderState:
-    """How far the ranks together have come in the data, as plain numbers.
+    """How far the ranks together have come in the data, as plain values that need no pickle.
 
     Attributes:
         version: Of this record.
@@ -42,9 +43,15 @@ class LoaderState:
             this one has read: samples of its shards of a source, or batches of what was sharded already.
         seed: Of the order.
         length: Samples in an epoch; None where nobody knows.
+        num_workers: That read a stream; None of other data.
+        group: Samples of a step, where several workers read a stream.
+        num_processes: Ranks, where each has data of its own.
+        rank: Whose data it is then.
+        sampler: State of a sampler of your own, before it drew the epoch.
+        stream: State of a stream of your own, in this place.
 
     Raises:
-        TypeError: A field is no whole number.
+        TypeError: A number is no whole number, or a state holds what a checkpoint can't.
         ValueError: A number is negative, or more samples were read than there are.
     """
 
@@ -53,17 +60,27 @@ class LoaderState:
     consumed: int
     seed: int
     length: int | None = None
+    num_workers: int | None = None
+    group: int | None = None
+    num_processes: int | None = None
+    rank: int | None = None
+    # A dict has no hash; equal states have equal numbers.
+    sampler: State | None = field(default=None, hash=False)
+    stream: State | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         """Refuse what can be no place in any data."""
-        for field in fields(self):
-            value: object = getattr(self, field.name)
-            if field.name == "length" and value is None:
+        for one in fields(self):
+            value: object = getattr(self, one.name)
+            if value is None and one.default is None:
+                continue
+            if one.name in ("sampler", "stream"):
+                check_plain(value, f"the state of the {one.name}")
                 continue
             if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"LoaderState: {field.name} must be a whole number, got {value!r}.")
+                raise TypeError(f"LoaderState: {one.name} must be a whole number, got {value!r}.")
             if value < 0:
-                raise ValueError(f"LoaderState: {field.name} must not be negative, got {value}.")
+                raise ValueError(f"LoaderState: {one.name} must not be negative, got {value}.")
         _check_consumed(self.consumed, self.length)
 
 
@@ -92,7 +109,8 @@ def loader_state(loader: PreparedDataLoader[Any] | Wrapping | DataLoader[Any]) -
     nothing, and then with the next epoch.
 
     Ranks: any; doesn't communicate. At the same batch all ranks get the same state, unless each reads data of
-    its own.
+    its own. Of a stream that rank 0 alone reads, rank 0's state is the one to keep: the others know the
+    place, and not the stream's own state.
 
     Args:
         loader: From :func:`accelfn.prepare_data_loader` (:func:`accelfn.prepare` gives the same, typed as the
@@ -109,9 +127,18 @@ def loader_state(loader: PreparedDataLoader[Any] | Wrapping | DataLoader[Any]) -
     (tensor([0, 1]), 2)
     """
     prepared = _prepared("loader_state", loader)
-    reader = prepared.reader
+    reader, setting, own = prepared.reader, prepared.setting, prepared.own
     return LoaderState(
-        epoch=prepared.epoch, consumed=prepared.consumed, seed=reader.seed, length=reader.length
+        epoch=prepared.epoch,
+        consumed=prepared.consumed,
+        seed=reader.seed,
+        length=reader.length,
+        num_workers=setting.num_workers,
+        group=setting.group,
+        num_processes=setting.num_processes,
+        rank=setting.rank,
+        sampler=own.sampler,
+        stream=own.stream,
     )
 
 
@@ -119,9 +146,10 @@ def restore_loader(loader: PreparedDataLoader[Any] | Wrapping | DataLoader[Any],
     """Let the next pass over ``loader`` begin where ``state`` was taken.
 
     The number of ranks, the batch size and the number of workers may be others than they were: the order
-    goes on, and each sample that is left comes once. A sampler of your own has to draw the same order again
-    for the same epoch. Where each rank has data of its own (shards of a source, or what was sharded already)
-    it goes on in a world of the same size, each rank with its own state.
+    goes on, and each sample that is left comes once. A sampler of your own draws the same order again: it is
+    brought to the state that it had before. Where each rank has data of its own (shards of a source, or what
+    was sharded already) it goes on in a world of the same size, each rank with its own state; a stream that
+    several workers read goes on with as many workers, and the same batch size times ranks.
 
     Ranks: every rank of the loader's context, with one state; doesn't communicate. Between passes: one
     that is under way isn't moved.
@@ -133,7 +161,9 @@ def restore_loader(loader: PreparedDataLoader[Any] | Wrapping | DataLoader[Any],
     Raises:
         TypeError: ``loader`` or ``state`` is something else.
         NotAvailableError: A newer version of accelfn has written the state.
-        ValueError: It is of a dataset of another length. Nothing was changed.
+        ValueError: It is of a dataset of another length.
+        ConfigurationError: The order of a stream depends on workers or ranks, and theirs is another number
+            now. Whatever is raised, nothing was changed.
     """
     prepared = _prepared("restore_loader", loader)
     if not isinstance(cast("object", state), LoaderState):
@@ -150,7 +180,50 @@ def restore_loader(loader: PreparedDataLoader[Any] | Wrapping | DataLoader[Any],
             f"{length}. Restore it with the data that it was taken with, or begin anew."
         )
     _check_consumed(state.consumed, length)
-    prepared.move_to(state.epoch, state.consumed, state.seed)
+    stream = state.stream
+    if stream is not None and not prepared.can_recall(stream):
+        stream = None  # a place is reached by reading too
+    if not _check_setting(state, prepared.setting, stream is not None):
+        stream = None
+    prepared.move_to(state.epoch, state.consumed, state.seed, Own(state.sampler, stream))
+
+
+def _check_setting(state: LoaderState, now: Setting, by_state: bool) -> bool:
+    """Refuse a place in what is read in another way now; say whether the state of its stream holds.
+
+    Args:
+        state: Taken before.
+        now: How the data is read now.
+        by_state: The stream has a state that can be restored.
+    """
+    if (state.num_processes, state.rank) != (now.num_processes, now.rank) and state.version > 1:
+        if not state.consumed:
+            return False  # all begin an epoch from its start
+        raise ConfigurationError(
+            f"restore_loader: the state is of {_whose(state.num_processes, state.rank)}, and the loader of "
+            f"{_whose(now.num_processes, now.rank)}. Where each rank reads data of its own, go on with as "
+            "many ranks, each with the state that it has saved, or restore a state from the end of an epoch."
+        )
+    several = [max(1, number or 0) for number in (state.num_workers, now.num_workers)]
+    if by_state or state.num_workers is None or now.num_workers is None or not state.consumed:
+        return by_state
+    if several[0] != several[1] or (state.group is not None and state.group != now.group):
+        raise ConfigurationError(
+            f"restore_loader: the state is of a stream that {_readers(state.num_workers, state.group)} had "
+            f"read, and the loader's is read by {_readers(now.num_workers, now.group)}, in another order. Go "
+            "on with as many workers, and the same batch size times ranks, or restore a state from the end "
+            "of an epoch. With num_workers=0 or 1, any world goes on."
+        )
+    return False
+
+
+def _whose(num_processes: int | None, rank: int | None) -> str:
+    return "data that all ranks share" if rank is None else f"rank {rank} of {num_processes}"
+
+
+def _readers(num_workers: int, group: int | None) -> str:
+    number = f"{num_workers} worker{'' if num_workers == 1 else 's'}"
+    return number if group is None else f"{number} in steps of {group} samples"
 
 
 def _check_consumed(consumed: int, length: int | None) -> None:
@@ -270,6 +343,35 @@ class SkippedReader(Generic[T]):
     def choose_even(self) -> Callable[[bool], None]:
         """Choose it from the next pass on."""
         return cast("Evening", self._reader).choose_even
+
+    @property
+    def setting(self) -> Setting:
+        """What a place in the data holds for."""
+        return self._remembering.setting
+
+    @property
+    def recall(self) -> Callable[[Own, int], None]:
+        """Let the next pass begin with states that were restored."""
+        return self._remembering.recall
+
+    @property
+    def rest(self) -> Callable[[], Own]:
+        """Say the states between passes."""
+        return self._remembering.rest
+
+    @property
+    def can_recall(self) -> Callable[[State], bool]:
+        """Whether the state of a stream is of use here."""
+        return self._remembering.can_recall
+
+    @property
+    def finish(self) -> Callable[[], None]:
+        """Note that a pass is over."""
+        return self._remembering.finish
+
+    @property
+    def _remembering(self) -> Remembering:
+        return cast("Remembering", self._reader)
 
     def _number(self, start: int) -> int:
         """Say how many steps a pass leaves out: none where a state was restored that knows where it is."""

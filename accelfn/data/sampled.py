@@ -18,7 +18,7 @@ from torch.utils.data import BatchSampler, DataLoader, get_worker_info
 from accelfn.context import Context
 from accelfn.data.order import Order, Take, check_length, draw_together, take_from
 from accelfn.data.plan import EpochPlan, plan_epoch
-from accelfn.data.reading import Pass, Share, share_of, shares_of
+from accelfn.data.reading import Pass, Remembering, Share, share_of, shares_of
 from accelfn.errors import ConfigurationError
 
 __all__ = (
@@ -30,11 +30,13 @@ __all__ = (
     "are_even",
     "batch_sampler_of",
     "batches_of",
+    "options_of",
     "rebuild",
     "remake",
     "sampler_of",
     "seed_worker",
     "share_of_batches",
+    "twin_of",
 )
 
 T = TypeVar("T")
@@ -52,7 +54,7 @@ _OPTIONS = (
 )
 
 
-class SampledReader(Generic[T]):
+class SampledReader(Remembering, Generic[T]):
     """Reads by an order of samples: any position is reached at once, and no list is held."""
 
     def __init__(
@@ -93,20 +95,28 @@ class SampledReader(Generic[T]):
         """
         check_length(self._dataset, self._order)
         plan = self.plan(start)
+        key = (self.seed, epoch)
+        own, _ = self._take_recalled()
         if self._sampler is None:
-            take = self._order.taker(self.seed, epoch)
-        else:
-            drawn = draw_together(self._ctx, self._sampler, epoch)
-            if len(drawn) != self._order.num_samples:
-                raise ValueError(
-                    f"the sampler {type(self._sampler).__name__} has a length of {self._order.num_samples}, "
-                    f"and drew {len(drawn)} samples. Its __len__ must count what its __iter__ gives."
-                )
-            take = take_from(drawn)
-        return _planned_pass(self._loader, self._batches, plan, self._rank, take, (self.seed, epoch))
+            take = self._order.taker(*key)
+            return _planned_pass(self._loader, self._batches, plan, self._rank, take, key)
+
+        def begin(items: list[Any]) -> Pass[T] | None:
+            if len(items) != self._order.num_samples:
+                return None
+            return _planned_pass(self._loader, self._batches, plan, self._rank, take_from(items), key)
+
+        drawn, begun = draw_together(self._ctx, self._sampler, epoch, begin, own.sampler)
+        if begun is None:
+            raise ValueError(
+                f"the sampler {type(self._sampler).__name__} has a length of {self._order.num_samples}, "
+                f"and drew {len(drawn.items)} samples. Its __len__ must count what its __iter__ gives."
+            )
+        self._sampler_after = drawn.after
+        return begun._replace(sampler=drawn.before)
 
 
-class BatchedReader(Generic[T]):
+class BatchedReader(Remembering, Generic[T]):
     """Reads the batches of the user's own batch sampler, which rank 0 draws for all.
 
     Batches of the size that it names (the last may be shorter) are samples in an order, and are shared out as
@@ -152,18 +162,29 @@ class BatchedReader(Generic[T]):
 
     def begin_after(self, epoch: int, start: int, num_steps: int) -> Pass[T]:
         """Begin a pass that leaves out ``num_steps`` steps behind sample ``start``."""
-        drawn = [list(batch) for batch in draw_together(self._ctx, self._sampler, epoch)]
-        key = (self.seed, epoch)
+        own, _ = self._take_recalled()
+        begin = functools.partial(self._begin_with, (self.seed, epoch), start, num_steps)
+        drawn, begun = draw_together(self._ctx, self._sampler, epoch, begin, own.sampler)
+        if begun is None:
+            raise ConfigurationError(
+                "split_batches cuts each batch into equal parts, and the batch sampler "
+                f"{type(self._sampler).__name__} gives batches of different sizes. Use split_batches=False."
+            )
+        self._sampler_after = drawn.after
+        return begun._replace(sampler=drawn.before)
+
+    def _begin_with(
+        self, key: tuple[int, int], start: int, num_steps: int, items: list[Any]
+    ) -> Pass[T] | None:
+        """Begin a pass over batches that were drawn; None where they can't be split."""
+        drawn = [list(batch) for batch in items]
         if self._named is not None and are_even(drawn, self._named):
             samples = [index for batch in drawn for index in batch]
             plan = _evened(self._make_plan(len(samples), start), self.even_batches)
             plan = plan.continued(min(len(samples), start + num_steps * plan.global_batch))
             return _planned_pass(self._loader, self._batches, plan, self._rank, take_from(samples), key)
         if self._ctx.loading.split_batches:
-            raise ConfigurationError(
-                "split_batches cuts each batch into equal parts, and the batch sampler "
-                f"{type(self._sampler).__name__} gives batches of different sizes. Use split_batches=False."
-            )
+            return None
         ends = list(accumulate(map(len, drawn)))
         first = next((number for number, end in enumerate(ends) if end > start), len(drawn))
         plan = self._by_batch(len(drawn), min(len(drawn), first + num_steps * self._size))
@@ -366,12 +387,17 @@ def remake(source: DataLoader[Any], dataset: Any, **changes: Any) -> DataLoader[
     """
     if type(source) is DataLoader:
         size: dict[str, Any] = {} if "batch_sampler" in changes else {"batch_size": None}
-        options: dict[str, Any] = {**_options_of(source), **size, **changes}
+        options: dict[str, Any] = {**options_of(source), **size, **changes}
         return DataLoader(dataset, **options)
     # How a class of the user's own is made, nobody knows: a copy keeps what it has.
+    batching = {"batch_size": None, "drop_last": False, "batch_sampler": None}
+    return twin_of(source, **{"dataset": dataset, **batching, **changes})
+
+
+def twin_of(source: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
+    """Copy a loader and change attributes of the copy, which torch lets nobody change in a loader."""
     twin = copy.copy(source)
-    batching = {"batch_size": None, "drop_last": False, "batch_sampler": None, "_iterator": None}
-    vars(twin).update({"dataset": dataset, **batching, **changes})
+    vars(twin).update({"_iterator": None, **changes})
     return twin
 
 
@@ -395,7 +421,7 @@ def sampler_of(source: DataLoader[Any]) -> Any:
     return getattr(batch_sampler_of(source), "sampler", cast("Any", source).sampler)
 
 
-def _options_of(source: DataLoader[Any]) -> dict[str, Any]:
+def options_of(source: DataLoader[Any]) -> dict[str, Any]:
     """Give what ``source`` was made with, dataset and batching apart."""
     options: dict[str, Any] = {name: getattr(source, name) for name in _OPTIONS if hasattr(source, name)}
     if source.num_workers > 0:
