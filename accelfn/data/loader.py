@@ -3,34 +3,27 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sized
-from dataclasses import replace
-from functools import partial
-from typing import Any, Generic, Literal, TypeVar, cast, overload
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from dataclasses import asdict
+from typing import Any, Generic, TypeVar, cast, overload
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
-from accelfn.comm import Call, failing_together, gather_bytes, synchronize_rng_states
+from accelfn.comm import failing_together, synchronize_rng_states
 from accelfn.context import Context
-from accelfn.data.dispatch import SliceFunction, dispatch
-from accelfn.data.items import ItemReader
+from accelfn.data.choose import Sharding, choose_reader
+from accelfn.data.deal import SliceFunction
 from accelfn.data.iterables import loader_over
-from accelfn.data.order import read_order, refuse_sharded
-from accelfn.data.own import OwnReader
-from accelfn.data.plan import EpochPlan, planner
-from accelfn.data.reading import Evening, Own, Pass, Reader, Remembering, Setting, Share, rewound
-from accelfn.data.sampled import BatchedReader, SampledReader, batch_sampler_of, sampler_of
-from accelfn.data.stateful import check_stateful
-from accelfn.data.states import State
-from accelfn.data.stream import read_stream, rows_in
+from accelfn.data.place import LoaderState, check_state, read_state
+from accelfn.data.plan import EpochPlan
+from accelfn.data.reading import Evening, Own, Pass, Reader, Remembering, Share, rewound
 from accelfn.errors import ConfigurationError
 from accelfn.tree import send_to_device
 
-__all__ = ("PreparedDataLoader", "Sharding", "prepare_data_loader", "tell_epoch")
+__all__ = ("PreparedDataLoader", "prepare_data_loader", "tell_epoch")
 
 T = TypeVar("T")
-Sharding = Literal["global", "already_sharded", "by_source"]
 
 
 class _Place:
@@ -78,21 +71,6 @@ class PreparedDataLoader(Generic[T]):
     def start(self) -> int:
         """Sample of the epoch at which the next pass begins: 0 but where a state was restored."""
         return self._place.start
-
-    @property
-    def own(self) -> Own:
-        """States of what is the user's own: of the pass under way, or of the next one."""
-        place = self._place
-        return place.own if place.is_amid or place.is_recalled else self._remembering().rest()
-
-    @property
-    def setting(self) -> Setting:
-        """What a place in the loader's data holds for."""
-        return self._remembering().setting
-
-    def can_recall(self, stream: State) -> bool:
-        """Whether the state of a stream of the user's own is of use here."""
-        return self._remembering().can_recall(stream)
 
     @property
     def context(self) -> Context:
@@ -184,6 +162,44 @@ class PreparedDataLoader(Generic[T]):
         place.own, place.is_recalled = own or Own(), own is not None
         if seed is not None:
             self._reader.seed = seed
+
+    def place(self) -> LoaderState:
+        """Say where the loader is; see :func:`accelfn.loader_state`."""
+        place, reader, setting = self._place, self._reader, self._remembering().setting
+        own = place.own if place.is_amid or place.is_recalled else self._remembering().rest()
+        return LoaderState(
+            epoch=place.epoch,
+            consumed=place.consumed,
+            seed=reader.seed,
+            length=reader.length,
+            num_workers=setting.num_workers,
+            group=setting.group,
+            num_processes=setting.num_processes,
+            rank=setting.rank,
+            sampler=own.sampler,
+            stream=own.stream,
+        )
+
+    def go_to(self, state: LoaderState) -> None:
+        """Let the next pass begin where ``state`` was taken; see :func:`accelfn.restore_loader`."""
+        remembering, stream = self._remembering(), state.stream
+        by_state = stream is not None and remembering.can_recall(stream)
+        if not check_state(state, self._reader.length, remembering.setting, by_state):
+            stream = None  # the place is reached by reading
+        self.move_to(state.epoch, state.consumed, state.seed, Own(state.sampler, stream))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give :func:`accelfn.loader_state` as a dict of plain values."""
+        return asdict(self.place())
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Do as :func:`accelfn.restore_loader` with what ``state_dict`` has given.
+
+        Raises:
+            ValueError: It is something else.
+            Exception: As ``restore_loader`` does.
+        """
+        self.go_to(read_state(state_dict))
 
     def read_by(self, reader: Reader[T]) -> PreparedDataLoader[T]:
         """Give a loader that reads the same passes in another way: the two share their epoch and place."""
@@ -373,74 +389,5 @@ def prepare_data_loader(
         source = cast("DataLoader[T]", loader)
     else:
         source = loader_over(loader, ctx.loading.custom_classes)
-    reader = _reader(ctx, source, sharding, slice_fn)
+    reader = choose_reader(ctx, source, sharding, slice_fn)
     return PreparedDataLoader(ctx, source, reader, cast("object", loader))
-
-
-def _reader(
-    ctx: Context, loader: DataLoader[T], sharding: Sharding, slice_fn: SliceFunction | None
-) -> Reader[T]:
-    """Choose the way of reading that a loader needs."""
-    check_stateful(ctx)
-    if ctx.loading.dispatch_batches and sharding != "global":
-        raise ConfigurationError(
-            f'sharding="{sharding}" lets each rank read data of its own, and dispatch_batches=True lets rank '
-            "0 read for all. Use one of the two."
-        )
-    if ctx.loading.dispatch_batches:
-        return dispatch(ctx, loader, partial(_agreed_seed, ctx, loader), slice_fn)
-    if slice_fn is not None:
-        raise ConfigurationError(
-            "slice_fn cuts the batches that rank 0 reads for all ranks, and here each rank reads its own. "
-            "Use DataLoaderConfiguration(dispatch_batches=True), or leave slice_fn out."
-        )
-    rank, size = ctx.rank, ctx.num_processes
-    if sharding == "already_sharded":
-        return OwnReader(ctx, loader, _agreed_seed(ctx, loader, "already sharded"))
-    if isinstance(loader.dataset, IterableDataset):
-        return read_stream(ctx, loader, sharding == "by_source", partial(_agreed_seed, ctx, loader))
-    if sharding == "by_source":
-        raise ConfigurationError(
-            'sharding="by_source" is for streams. This dataset is read by its indices, of which each rank '
-            'gets its own: use sharding="global".'
-        )
-    batch_sampler = batch_sampler_of(loader)
-    if batch_sampler is None:
-        rows_in(ctx, None)  # refuses what makes batches only
-        order = read_order(sampler_of(loader), loader.dataset, 0)
-        order = replace(order, seed=_agreed_seed(ctx, loader, f"{order}, each a batch"))
-        return ItemReader(ctx, loader, order)
-    make_plan = planner(ctx.loading, size, bool(getattr(batch_sampler, "drop_last", False)))
-    if type(batch_sampler) is BatchSampler:
-        batch_size = int(batch_sampler.batch_size)
-        order = read_order(cast("Any", batch_sampler).sampler, loader.dataset, 0)
-        plan = make_plan(order.num_samples, 0, batch_size)
-        seed = _agreed_seed(ctx, loader, repr(plan))
-        order = read_order(cast("Any", batch_sampler).sampler, loader.dataset, seed)
-        return SampledReader(ctx, loader, order, rank, partial(make_plan, batch_size=batch_size))
-    refuse_sharded(getattr(batch_sampler, "sampler", None))
-    batch_size = getattr(batch_sampler, "batch_size", None)
-    if batch_size is not None:
-        make_plan(0, 0, batch_size)  # refuses a batch that can't be split
-    seed = _agreed_seed(ctx, loader, f"batches of {batch_size}")
-    by_sample = partial(make_plan, batch_size=int(batch_size or 1))
-    return BatchedReader(ctx, loader, seed, rank, size, by_sample)
-
-
-def _agreed_seed(ctx: Context, loader: DataLoader[Any], what: str) -> int:
-    """Compare on all ranks what is to be shared out, and give them one seed.
-
-    Ranks that share out different data would skip samples, or wait for ever.
-    """
-    if ctx.loading.data_seed is not None:
-        own = ctx.loading.data_seed
-    else:
-        generator = cast("torch.Generator | None", getattr(sampler_of(loader), "generator", None))
-        own = torch.initial_seed() if generator is None else generator.initial_seed()
-    own %= 1 << 63
-    if ctx.num_processes == 1:
-        return own
-    blobs = gather_bytes(
-        ctx, Call("prepare_data_loader", what, lambda: {"loader": what}), own.to_bytes(8, "little")
-    )
-    return int.from_bytes(blobs[0], "little")

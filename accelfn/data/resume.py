@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, fields
 from itertools import islice
 from typing import Any, Generic, Protocol, TypeVar, cast, overload
 
 from torch.utils.data import DataLoader
 
 from accelfn.data.loader import PreparedDataLoader
+from accelfn.data.place import LoaderState
 from accelfn.data.plan import EpochPlan
 from accelfn.data.reading import Evening, Own, Pass, Reader, Remembering, Setting, Share, Stepping
 from accelfn.data.skip import Skipped, check_num_batches, skip_of_iterable, skip_of_loader
-from accelfn.data.states import State, check_plain
-from accelfn.errors import ConfigurationError, NotAvailableError
+from accelfn.data.states import State
 
 __all__ = (
-    "LoaderState",
     "SkippedReader",
     "Skipping",
     "Wrapping",
@@ -28,60 +26,6 @@ __all__ = (
 
 T = TypeVar("T")
 R_co = TypeVar("R_co", covariant=True)
-
-_VERSION = 2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoaderState:
-    """How far the ranks together have come in the data, as plain values that need no pickle.
-
-    Attributes:
-        version: Of this record.
-        epoch: Number of the epoch, from 0.
-        consumed: Samples of it that have been read, over all ranks. Where each rank has data of its own, what
-            this one has read: samples of its shards of a source, or batches of what was sharded already.
-        seed: Of the order.
-        length: Samples in an epoch; None where nobody knows.
-        num_workers: That read a stream; None of other data.
-        group: Samples of a step, where several workers read a stream.
-        num_processes: Ranks, where each has data of its own.
-        rank: Whose data it is then.
-        sampler: State of a sampler of your own, before it drew the epoch.
-        stream: State of a stream of your own, in this place.
-
-    Raises:
-        TypeError: A number is no whole number, or a state holds what a checkpoint can't.
-        ValueError: A number is negative, or more samples were read than there are.
-    """
-
-    version: int = _VERSION
-    epoch: int
-    consumed: int
-    seed: int
-    length: int | None = None
-    num_workers: int | None = None
-    group: int | None = None
-    num_processes: int | None = None
-    rank: int | None = None
-    # A dict has no hash; equal states have equal numbers.
-    sampler: State | None = field(default=None, hash=False)
-    stream: State | None = field(default=None, hash=False)
-
-    def __post_init__(self) -> None:
-        """Refuse what can be no place in any data."""
-        for one in fields(self):
-            value: object = getattr(self, one.name)
-            if value is None and one.default is None:
-                continue
-            if one.name in ("sampler", "stream"):
-                check_plain(value, f"the state of the {one.name}")
-                continue
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"LoaderState: {one.name} must be a whole number, got {value!r}.")
-            if value < 0:
-                raise ValueError(f"LoaderState: {one.name} must not be negative, got {value}.")
-        _check_consumed(self.consumed, self.length)
 
 
 class Wrapping(Protocol):
@@ -126,20 +70,7 @@ def loader_state(loader: PreparedDataLoader[Any] | Wrapping | DataLoader[Any]) -
     >>> next(batches), loader_state(loader).consumed
     (tensor([0, 1]), 2)
     """
-    prepared = _prepared("loader_state", loader)
-    reader, setting, own = prepared.reader, prepared.setting, prepared.own
-    return LoaderState(
-        epoch=prepared.epoch,
-        consumed=prepared.consumed,
-        seed=reader.seed,
-        length=reader.length,
-        num_workers=setting.num_workers,
-        group=setting.group,
-        num_processes=setting.num_processes,
-        rank=setting.rank,
-        sampler=own.sampler,
-        stream=own.stream,
-    )
+    return _prepared("loader_state", loader).place()
 
 
 def restore_loader(loader: PreparedDataLoader[Any] | Wrapping | DataLoader[Any], state: LoaderState) -> None:
@@ -168,70 +99,7 @@ def restore_loader(loader: PreparedDataLoader[Any] | Wrapping | DataLoader[Any],
     prepared = _prepared("restore_loader", loader)
     if not isinstance(cast("object", state), LoaderState):
         raise TypeError(f"restore_loader: state must be a LoaderState, got {type(state).__name__}.")
-    if state.version > _VERSION:
-        raise NotAvailableError(
-            f"restore_loader: the state has version {state.version}, and this accelfn knows versions up to "
-            f"{_VERSION}. Use the accelfn that wrote it, or a newer one."
-        )
-    length = prepared.reader.length
-    if length is not None and state.length is not None and length != state.length:
-        raise ValueError(
-            f"restore_loader: the state is of {state.length} samples in an epoch, and the loader has "
-            f"{length}. Restore it with the data that it was taken with, or begin anew."
-        )
-    _check_consumed(state.consumed, length)
-    stream = state.stream
-    if stream is not None and not prepared.can_recall(stream):
-        stream = None  # a place is reached by reading too
-    if not _check_setting(state, prepared.setting, stream is not None):
-        stream = None
-    prepared.move_to(state.epoch, state.consumed, state.seed, Own(state.sampler, stream))
-
-
-def _check_setting(state: LoaderState, now: Setting, by_state: bool) -> bool:
-    """Refuse a place in what is read in another way now; say whether the state of its stream holds.
-
-    Args:
-        state: Taken before.
-        now: How the data is read now.
-        by_state: The stream has a state that can be restored.
-    """
-    if (state.num_processes, state.rank) != (now.num_processes, now.rank) and state.version > 1:
-        if not state.consumed:
-            return False  # all begin an epoch from its start
-        raise ConfigurationError(
-            f"restore_loader: the state is of {_whose(state.num_processes, state.rank)}, and the loader of "
-            f"{_whose(now.num_processes, now.rank)}. Where each rank reads data of its own, go on with as "
-            "many ranks, each with the state that it has saved, or restore a state from the end of an epoch."
-        )
-    several = [max(1, number or 0) for number in (state.num_workers, now.num_workers)]
-    if by_state or state.num_workers is None or now.num_workers is None or not state.consumed:
-        return by_state
-    if several[0] != several[1] or (state.group is not None and state.group != now.group):
-        raise ConfigurationError(
-            f"restore_loader: the state is of a stream that {_readers(state.num_workers, state.group)} had "
-            f"read, and the loader's is read by {_readers(now.num_workers, now.group)}, in another order. Go "
-            "on with as many workers, and the same batch size times ranks, or restore a state from the end "
-            "of an epoch. With num_workers=0 or 1, any world goes on."
-        )
-    return False
-
-
-def _whose(num_processes: int | None, rank: int | None) -> str:
-    return "data that all ranks share" if rank is None else f"rank {rank} of {num_processes}"
-
-
-def _readers(num_workers: int, group: int | None) -> str:
-    number = f"{num_workers} worker{'' if num_workers == 1 else 's'}"
-    return number if group is None else f"{number} in steps of {group} samples"
-
-
-def _check_consumed(consumed: int, length: int | None) -> None:
-    if length is not None and consumed > length:
-        raise ValueError(
-            f"a loader's state can't have read {consumed} samples of an epoch that has {length}. "
-            "Take it by loader_state, and change nothing in it."
-        )
+    prepared.go_to(state)
 
 
 def _prepared(operation: str, loader: object) -> PreparedDataLoader[Any]:

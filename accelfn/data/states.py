@@ -38,7 +38,8 @@ def snapshot(value: Any) -> Any:
     if kind is dict:
         return {name: snapshot(one) for name, one in value.items()}
     if kind is list or kind is tuple:
-        return kind(snapshot(one) for one in cast("list[Any]", value))
+        copies = [snapshot(one) for one in value]
+        return copies if kind is list else tuple(copies)
     if kind in (int, float, str, bool, bytes, type(None)):
         return value
     return value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
