@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple, cast
 
-__all__ = ("Cut", "Piece", "cut_stream")
+__all__ = ("Cut", "Piece", "begin_samples", "cut_stream")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +116,24 @@ def cut_stream(
         if at_end:
             return
         position += number
+
+
+def begin_samples(dataset: Any) -> Iterator[Any]:
+    """Begin to go through a dataset.
+
+    One that is its own iterator may begin anew whenever it is asked for one, which happens here once only.
+    """
+    samples: Iterator[Any] = iter(dataset)
+    return _stepped(samples) if cast("object", samples) is dataset else samples
+
+
+def _stepped(samples: Iterator[Any]) -> Iterator[Any]:
+    while True:
+        try:
+            sample = next(samples)
+        except StopIteration:
+            return
+        yield sample
 
 
 def _copied(sample: Any) -> Any:

@@ -120,6 +120,11 @@ class StreamDispatch(Remembering, Generic[T]):
         """Say the state of the stream between passes; on rank 0."""
         return Own() if self._reader is None else self._reader.rest()
 
+    def finish(self) -> None:
+        """Let the dataset see its end; on rank 0."""
+        if self._reader is not None:
+            self._reader.finish()
+
     def _share_at(self, plan: EpochPlan, step: int) -> Share:
         return share_of_item(plan, step) if self._is_whole else share_of(plan, step, self._ctx.rank)
 

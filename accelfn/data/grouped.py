@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from accelfn.data.cut import Cut, Piece, cut_stream
+from accelfn.data.cut import Cut, Piece, begin_samples, cut_stream
 from accelfn.data.sampled import seed_worker
 from accelfn.data.states import Follower, State
 
@@ -61,7 +61,7 @@ class GroupedStream(IterableDataset[Piece]):
         seed, epoch, start = (int(number) for number in place)
         worker = get_worker_info()
         if worker is None and follower is None:
-            return cut_stream(iter(dataset), cut, start)
+            return cut_stream(begin_samples(dataset), cut, start)
         if worker is None:
             state, at = recalled.pop() if recalled else (None, 0)
             return FollowedPieces(cast("Follower", follower), cut, start, state=state, begin=at)
@@ -76,7 +76,7 @@ class GroupedStream(IterableDataset[Piece]):
             start = 0
         if follower is not None:
             return FollowedPieces(follower, cut, start, num_passed, key)
-        pieces = cut_stream(iter(dataset), cut, start, num_passed)
+        pieces = cut_stream(begin_samples(dataset), cut, start, num_passed)
         return (piece._replace(key=(*key, *piece.key)) for piece in pieces)
 
     def __getattr__(self, name: str) -> Any:

@@ -232,7 +232,8 @@ class PreparedDataLoader(Generic[T]):
 
     def finish(self) -> None:
         """End a pass: the next one is the next epoch."""
-        self._remembering().finish()
+        with failing_together(self._ctx, "a data loader"):
+            self._remembering().finish()
         self.set_epoch(self._place.epoch + 1)
 
     def __len__(self) -> int:

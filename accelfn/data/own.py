@@ -64,7 +64,7 @@ class OwnReader(Remembering, Generic[T]):
         """Whether the state of a stream is of this kind of loader."""
         if self._is_stateful:
             return num_workers_of(stream) == self._source.num_workers
-        return "dataset" in stream and self._followed is not None and self._followed.follower.has_state
+        return self._followed is not None and self._followed.follower.can_take(stream)
 
     def rest(self) -> Own:
         """Say the states between passes."""

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias, cast
 
 import torch
 
+from accelfn.data.cut import begin_samples
 from accelfn.data.sources import forgets_by, has_exact_state
 
 __all__ = ("Follower", "State", "check_plain", "has_state", "restore_sampler", "sampler_state", "snapshot")
@@ -118,6 +119,7 @@ class Follower:
 
     Attributes:
         has_state: Whether the dataset has one; an iterator of it may have one all the same.
+        is_amid: Whether the dataset stands where no pass begins.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -127,7 +129,15 @@ class Follower:
         self._begin: Any = None
         self._final: Any = None  # state at the end of the pass, where the dataset is asked no more
         self._iterator: Any = None  # of the pass, where it has a state of its own
-        self._is_amid = False  # the dataset stands where no pass begins
+        self.is_amid = False
+
+    def can_take(self, state: State) -> bool:
+        """Whether a state that another has said is of use to this one."""
+        if "dataset" not in state:
+            return False
+        if state["dataset"] is None:  # its iterators had one
+            return has_state(iter(self._dataset))
+        return self.has_state
 
     def begin(self, state: State | None = None) -> Iterator[Any]:
         """Begin a pass: from its start, or where ``state`` was taken."""
@@ -139,17 +149,17 @@ class Follower:
             else:
                 self._rewind()
                 self._begin = self._fresh()
-            self._is_amid = True
+            self.is_amid = True
         if state is not None and state["ended"]:
             self._final = state["dataset"]
             return iter(())
-        samples: Iterator[Any] = iter(dataset)
-        if has_state(samples) and (cast("Any", samples) is not dataset or not self.has_state):
+        samples = begin_samples(dataset)
+        if has_state(samples):
             self._iterator = samples
             if state is not None and state["iterator"] is not None:
                 self._iterator.load_state_dict(snapshot(state["iterator"]))
-        elif cast("Any", samples) is dataset and self.has_state and state is not None:
-            dataset.load_state_dict(snapshot(state["dataset"]))  # beginning has reset it
+        elif self.has_state and isinstance(dataset, Iterator) and state is not None:
+            cast("Any", dataset).load_state_dict(snapshot(state["dataset"]))  # beginning may have reset it
         return samples
 
     def first(self, number: int) -> list[Any]:
@@ -157,7 +167,7 @@ class Follower:
         if self.has_state:
             self._final = snapshot(self._dataset.state_dict())
             self._dataset.load_state_dict(snapshot(self._begin))
-        samples: Iterator[Any] = iter(self._dataset)
+        samples = begin_samples(self._dataset)
         found = list(islice(samples, number))
         close = getattr(samples, "close", None)
         if callable(close):
@@ -169,7 +179,7 @@ class Follower:
     def end(self) -> None:
         """Note that the pass is over."""
         # What was loaded may come back in the next pass, and is forgotten then.
-        self._is_amid = self._is_amid and forgets_by(self._dataset) is not None
+        self.is_amid = self.is_amid and forgets_by(self._dataset) is not None
 
     def state(self, ended: bool) -> State | None:
         """Say where the pass is; ``ended``: nothing is left in it."""
@@ -185,7 +195,7 @@ class Follower:
         """Say the state between passes."""
         if not self.has_state or forgets_by(self._dataset) is not None:
             return None  # a pass begins alike after any other
-        own = self._begin if self._is_amid else snapshot(self._dataset.state_dict())
+        own = self._begin if self.is_amid else snapshot(self._dataset.state_dict())
         return {"begin": own, "dataset": own, "iterator": None, "ended": False}
 
     def _fresh(self) -> Any:
@@ -194,5 +204,5 @@ class Follower:
 
     def _rewind(self) -> None:
         """Let a pass begin where the latest one did, if that one wasn't gone through."""
-        if self._is_amid:
+        if self.is_amid:
             self._dataset.load_state_dict(snapshot(self._begin))

@@ -67,6 +67,7 @@ class StreamReader(Remembering, Generic[T]):
         self._place = torch.zeros(3, dtype=torch.int64)
         if source.persistent_workers:
             self._place.share_memory_()
+        self._to_end: Iterator[Piece] = iter(())
         rank = ctx.rank if is_own else None
         self.setting = setting_of(ctx, source, cut.group, is_own)
         # Workers read ahead, so of theirs only torchdata knows which state belongs to a batch.
@@ -115,7 +116,14 @@ class StreamReader(Remembering, Generic[T]):
         own, at = self._take_recalled()
         recalled = own.stream if own.stream is not None and self.can_recall(own.stream) else None
         seen = Seen()
-        batches = self._read(start, plan, recalled, at, seen)
+        pieces = self._pieces(recalled, at)
+        self._to_end = iter(()) if self._is_own else pieces
+        first = start
+        if self._is_stateful and recalled is not None:
+            first = at
+        elif self._num_workers > 1:  # they have read from the stream's start, and say how long each group was
+            first = 0
+        batches = self._read(pieces, first, start, plan, seen)
         if self._is_own:
             return Pass(None, batches)
         cut = self._cut
@@ -134,13 +142,23 @@ class StreamReader(Remembering, Generic[T]):
         """Whether the state of a stream is of this kind of loader."""
         if self._is_stateful:
             return num_workers_of(stream) == self._num_workers
-        return "dataset" in stream and self._follower is not None and self._follower.has_state
+        return self._follower is not None and self._follower.can_take(stream)
 
     def rest(self) -> Own:
         """Say the state of the stream between passes, where this process reads it."""
         if self._num_workers or self._follower is None:
             return Own()
         return Own(stream=self._follower.rest())
+
+    def finish(self) -> None:
+        """Let the dataset see its end, for which a loop that knows its length doesn't ask.
+
+        Behind it, the dataset makes itself ready for the next pass, alike on ranks that have read the same.
+        """
+        if self._follower is not None and self._follower.has_state and not self._num_workers:
+            for _ in self._to_end:
+                pass
+        self._to_end = iter(())
 
     def _pieces(self, recalled: State | None, at: int) -> Iterator[Piece]:
         if not self._is_stateful:
@@ -154,14 +172,11 @@ class StreamReader(Remembering, Generic[T]):
             yield piece._replace(stream=pieces.state_dict())
 
     def _read(
-        self, start: int, plan: EpochPlan | None, recalled: State | None, at: int, seen: Seen
+        self, pieces: Iterator[Piece], first: int, start: int, plan: EpochPlan | None, seen: Seen
     ) -> Iterator[tuple[T, Share]]:
-        # Several workers have read from the stream's start, and say of each group how long it was.
-        consumed = 0 if self._num_workers > 1 else start
-        if self._is_stateful and recalled is not None:
-            consumed = at
+        """Give the batches of ``pieces``, which begin at sample ``first``, from sample ``start`` on."""
+        consumed = first
         step = 0
-        pieces = self._pieces(recalled, at)
         for piece in pieces:
             before, consumed = consumed, consumed + piece.num_valid
             if before < start < consumed:
@@ -180,11 +195,6 @@ class StreamReader(Remembering, Generic[T]):
                 seen.share = seen.share._replace(consumed=consumed, stream=piece.stream)
                 continue
             share = seen.share = self._share(piece, step, plan, consumed)
-            if plan is not None and share.is_last and share.stream is not None:
-                # What comes behind its end is the dataset's own business: it makes ready for the next pass.
-                for more in pieces:
-                    if more.num_valid:
-                        raise self._wrong_length(plan, "gives more")
             yield cast("T", piece.content), share
             step += 1
         if plan is not None and step < plan.num_batches(self._cut.rank):
