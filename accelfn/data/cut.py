@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, MutableMapping, MutableSequence
 from dataclasses import dataclass
+from inspect import isfunction
 from itertools import islice
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
-__all__ = ("Cut", "Piece", "begin_samples", "cut_stream")
+__all__ = ("Cut", "Piece", "begun_once", "cut_stream")
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +90,7 @@ def cut_stream(
     >>> [piece.content for piece in cut_stream(iter(range(9)), Cut(rows=2, rank=1, size=2, even=True))]
     [[2, 3], [6, 7], [1, 2]]
     """
+    samples = begun_once(samples)
     num_kept = 0 if begin else cut.num_kept
     first = [_copied(sample) for sample in islice(samples, min(start, num_kept))]
     position = begin + len(first) + sum(1 for _ in islice(samples, start - begin - len(first)))
@@ -118,16 +122,15 @@ def cut_stream(
         position += number
 
 
-def begin_samples(dataset: Any) -> Iterator[Any]:
-    """Begin to go through a dataset.
+def begun_once(samples: Iterator[T]) -> Iterator[T]:
+    """Give what ``samples`` gives, without asking it for an iterator again.
 
-    One that is its own iterator may begin anew whenever it is asked for one, which happens here once only.
+    One of the user's own may begin anew whenever it is asked.
     """
-    samples: Iterator[Any] = iter(dataset)
-    return _stepped(samples) if cast("object", samples) is dataset else samples
+    return _stepped(samples) if isfunction(getattr(type(samples), "__iter__", None)) else samples
 
 
-def _stepped(samples: Iterator[Any]) -> Iterator[Any]:
+def _stepped(samples: Iterator[T]) -> Iterator[T]:
     while True:
         try:
             sample = next(samples)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -10,7 +11,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from accelfn.data.cut import Cut, Piece, begin_samples, cut_stream
+from accelfn.data.cut import Cut, Piece, cut_stream
 from accelfn.data.sampled import seed_worker
 from accelfn.data.states import Follower, State
 
@@ -61,7 +62,7 @@ class GroupedStream(IterableDataset[Piece]):
         seed, epoch, start = (int(number) for number in place)
         worker = get_worker_info()
         if worker is None and follower is None:
-            return cut_stream(begin_samples(dataset), cut, start)
+            return cut_stream(iter(dataset), cut, start)
         if worker is None:
             state, at = recalled.pop() if recalled else (None, 0)
             return FollowedPieces(cast("Follower", follower), cut, start, state=state, begin=at)
@@ -76,7 +77,7 @@ class GroupedStream(IterableDataset[Piece]):
             start = 0
         if follower is not None:
             return FollowedPieces(follower, cut, start, num_passed, key)
-        pieces = cut_stream(begin_samples(dataset), cut, start, num_passed)
+        pieces = cut_stream(iter(dataset), cut, start, num_passed)
         return (piece._replace(key=(*key, *piece.key)) for piece in pieces)
 
     def __getattr__(self, name: str) -> Any:
@@ -142,8 +143,9 @@ class FollowedPieces:
             seed_worker((*key, self._position))
         if self._pieces is None:
             samples = self._follower.begin(self._state)
+            read_first = functools.partial(_read_first, self._follower, key)  # a method would be a cycle
             self._pieces = cut_stream(
-                samples, self._cut, self._start, self._num_passed, self._begin, self._follower.first
+                samples, self._cut, self._start, self._num_passed, self._begin, read_first
             )
         piece = next(self._pieces, None)
         if piece is None:
@@ -165,6 +167,12 @@ class FollowedPieces:
         self._position = self._start = int(state["position"])
         self._num_passed, self._state = int(state["num_passed"]), state["stream"]
         self._begin = 0 if self._state is None else self._start
+
+
+def _read_first(follower: Follower, key: tuple[int, ...] | None, number: int) -> list[Any]:
+    if key is not None:
+        seed_worker((*key, 0))  # as the first group was read
+    return follower.first(number)
 
 
 class CollatePiece:

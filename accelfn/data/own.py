@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accelfn.comm import Call, gather_bytes
 from accelfn.context import Context
+from accelfn.data.cut import begun_once
 from accelfn.data.reading import Own, Pass, Remembering, Setting, Share, rows_of
 from accelfn.data.sampled import batch_sampler_of, twin_of
 from accelfn.data.stateful import is_stateful, num_workers_of, remake_stateful
@@ -134,7 +135,7 @@ class Followed(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         recalled, self.recalled, self._has_ended = self.recalled, None, False
-        yield from self.follower.begin(recalled)
+        yield from begun_once(self.follower.begin(recalled))
         self._has_ended = True
         self.follower.end()
 

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, cast
 
 import torch
 
-from accelfn.data.cut import begin_samples
+from accelfn.data.cut import begun_once
 from accelfn.data.sources import forgets_by, has_exact_state
 
 __all__ = ("Follower", "State", "check_plain", "has_state", "restore_sampler", "sampler_state", "snapshot")
@@ -153,8 +153,8 @@ class Follower:
         if state is not None and state["ended"]:
             self._final = state["dataset"]
             return iter(())
-        samples = begin_samples(dataset)
-        if has_state(samples):
+        samples: Iterator[Any] = iter(dataset)
+        if has_state(samples) and cast("object", samples) is not dataset:
             self._iterator = samples
             if state is not None and state["iterator"] is not None:
                 self._iterator.load_state_dict(snapshot(state["iterator"]))
@@ -167,8 +167,8 @@ class Follower:
         if self.has_state:
             self._final = snapshot(self._dataset.state_dict())
             self._dataset.load_state_dict(snapshot(self._begin))
-        samples = begin_samples(self._dataset)
-        found = list(islice(samples, number))
+        samples: Iterator[Any] = iter(self._dataset)
+        found = list(islice(begun_once(samples), number))
         close = getattr(samples, "close", None)
         if callable(close):
             close()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sized
+import weakref
+from collections.abc import Callable, Generator, Iterator, Sized
 from typing import Any, Generic, TypeVar, cast
 
 import torch
@@ -67,7 +68,8 @@ class StreamReader(Remembering, Generic[T]):
         self._place = torch.zeros(3, dtype=torch.int64)
         if source.persistent_workers:
             self._place.share_memory_()
-        self._to_end: Iterator[Piece] = iter(())
+        # Weak: what is left of a pass, and its workers with it, ends when nobody goes through it.
+        self._to_end: weakref.ref[Generator[Piece, None, None]] | None = None
         rank = ctx.rank if is_own else None
         self.setting = setting_of(ctx, source, cut.group, is_own)
         # Workers read ahead, so of theirs only torchdata knows which state belongs to a batch.
@@ -117,7 +119,7 @@ class StreamReader(Remembering, Generic[T]):
         recalled = own.stream if own.stream is not None and self.can_recall(own.stream) else None
         seen = Seen()
         pieces = self._pieces(recalled, at)
-        self._to_end = iter(()) if self._is_own else pieces
+        self._to_end = None if self._is_own else weakref.ref(pieces)
         first = start
         if self._is_stateful and recalled is not None:
             first = at
@@ -155,12 +157,13 @@ class StreamReader(Remembering, Generic[T]):
 
         Behind it, the dataset makes itself ready for the next pass, alike on ranks that have read the same.
         """
-        if self._follower is not None and self._follower.has_state and not self._num_workers:
-            for _ in self._to_end:
-                pass
-        self._to_end = iter(())
+        left = None if self._to_end is None else self._to_end()
+        if left is None or self._num_workers or self._follower is None or not self._follower.has_state:
+            return
+        for _ in left:
+            pass
 
-    def _pieces(self, recalled: State | None, at: int) -> Iterator[Piece]:
+    def _pieces(self, recalled: State | None, at: int) -> Generator[Piece, None, None]:
         if not self._is_stateful:
             self._grouped.recall(recalled, at)
             yield from self._loader
