@@ -194,8 +194,9 @@ def share_of(plan: EpochPlan, step: int, rank: int) -> Share:
     """Describe the batch that ``rank`` reads in ``step`` of a plan. Pure.
 
     >>> from accelfn.data.plan import plan_epoch
-    >>> share_of(plan_epoch(5, 2, 2), 1, 1)
-    Share(num_rows=2, max_rows=2, num_valid=1, valid_by_rank=None, own_valid=0, is_last=True, consumed=5)
+    >>> share = share_of(plan_epoch(5, 2, 2), 1, 1)
+    >>> share.num_rows, share.own_valid, share.is_last, share.consumed
+    (2, 0, True, 5)
     """
     return Share(
         num_rows=plan.num_rows(step, rank),

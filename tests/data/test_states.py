@@ -452,6 +452,20 @@ def test_states_of_ones_own_hold_in_any_world(kind: str, before: int, after: int
     assert in_order(first) + in_order(rest) == in_order([alone])
 
 
+@pytest.mark.parametrize("kind", ["generator", "drawing"])
+def test_states_travel_between_processes(kind: str) -> None:
+    def run(ctx: Context) -> bool:
+        def make() -> Any:
+            return {**SAMPLED, **STREAMS}[kind](13)
+
+        whole = go(ctx, make, None, None, "global")
+        first = go(ctx, make, None, 5, "global")
+        rest = go(ctx, make, through_json(first.state), None, "global")
+        return first.batches + rest.batches == whole.batches
+
+    assert run_ranks(run, 2, "processes") == [True, True]
+
+
 # --- what is read ---------------------------------------------------------------------------------
 
 
