@@ -17,7 +17,8 @@ from accelfn.data.deal import SliceFunction
 from accelfn.data.iterables import loader_over
 from accelfn.data.place import LoaderState, check_state, read_state
 from accelfn.data.plan import EpochPlan
-from accelfn.data.reading import Evening, Own, Pass, Reader, Remembering, Share, rewound
+from accelfn.data.reading import Evening, Own, Pass, Reader, Remembering, Share
+from accelfn.data.states import rewound
 from accelfn.errors import ConfigurationError
 from accelfn.tree import send_to_device
 
@@ -144,7 +145,7 @@ class PreparedDataLoader(Generic[T]):
         place.start = place.consumed = 0
         place.is_amid = False
         if place.is_recalled:
-            place.own = rewound(place.own)
+            place.own = Own(place.own.sampler, rewound(place.own.stream))
         tell_epoch(self._source, epoch)
 
     def move_to(self, epoch: int, start: int, seed: int | None = None, own: Own | None = None) -> None:

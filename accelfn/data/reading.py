@@ -20,7 +20,6 @@ __all__ = (
     "Setting",
     "Share",
     "Stepping",
-    "rewound",
     "rows_of",
     "share_of",
     "shares_of",
@@ -80,14 +79,6 @@ class Setting(NamedTuple):
     group: int | None = None
     num_processes: int | None = None
     rank: int | None = None
-
-
-def rewound(own: Own) -> Own:
-    """Give the states as the epoch began. Pure."""
-    stream = own.stream
-    if stream is None or "begin" not in stream:
-        return Own(own.sampler)
-    return Own(own.sampler, {**stream, "dataset": stream["begin"], "iterator": None, "ended": False})
 
 
 class Remembering:

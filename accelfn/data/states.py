@@ -13,7 +13,16 @@ import torch
 from accelfn.data.cut import begun_once
 from accelfn.data.sources import forgets_by, has_exact_state
 
-__all__ = ("Follower", "State", "check_plain", "has_state", "restore_sampler", "sampler_state", "snapshot")
+__all__ = (
+    "Follower",
+    "State",
+    "check_plain",
+    "has_state",
+    "restore_sampler",
+    "rewound",
+    "sampler_state",
+    "snapshot",
+)
 
 # Plain values by name; see check_plain.
 State: TypeAlias = "Mapping[str, Any]"
@@ -111,11 +120,22 @@ def _bytes_of(numbers: torch.Tensor) -> bytes:
     return bytes(cast("list[int]", numbers.tolist()))  # pyright: ignore[reportUnknownMemberType]
 
 
+def rewound(state: State | None) -> State | None:
+    """Give the state of a stream as its epoch began, where that is known. Pure."""
+    return _stream_state(state["begin"], state["begin"]) if state is not None and "begin" in state else None
+
+
+def _stream_state(
+    begin: Any, dataset: Any, iterator: Any = None, *, begun: bool = False, ended: bool = False
+) -> State:
+    return {"begin": begin, "dataset": dataset, "iterator": iterator, "begun": begun, "ended": ended}
+
+
 class Follower:
     """Goes through a stream of the user's own, pass after pass, and says its state at any place.
 
-    A state is ``begin``, the dataset's as the pass began; ``dataset`` and ``iterator``, theirs now; and
-    ``ended``, whether nothing is left in the pass.
+    A state is ``begin``, the dataset's as the pass began; ``dataset`` and ``iterator``, theirs now;
+    ``begun``, whether a pass is under way; and ``ended``, whether nothing is left in it.
 
     Attributes:
         has_state: Whether the dataset has one; an iterator of it may have one all the same.
@@ -158,7 +178,7 @@ class Follower:
             self._iterator = samples
             if state is not None and state["iterator"] is not None:
                 self._iterator.load_state_dict(snapshot(state["iterator"]))
-        elif self.has_state and isinstance(dataset, Iterator) and state is not None:
+        elif self.has_state and isinstance(dataset, Iterator) and state is not None and state["begun"]:
             cast("Any", dataset).load_state_dict(snapshot(state["dataset"]))  # beginning may have reset it
         return samples
 
@@ -189,14 +209,14 @@ class Follower:
         if self.has_state and own is None:
             own = snapshot(self._dataset.state_dict())
         of_iterator = None if self._iterator is None or ended else snapshot(self._iterator.state_dict())
-        return {"begin": self._begin, "dataset": own, "iterator": of_iterator, "ended": ended}
+        return _stream_state(self._begin, own, of_iterator, begun=True, ended=ended)
 
     def rest(self) -> State | None:
         """Say the state between passes."""
         if not self.has_state or forgets_by(self._dataset) is not None:
             return None  # a pass begins alike after any other
         own = self._begin if self.is_amid else snapshot(self._dataset.state_dict())
-        return {"begin": own, "dataset": own, "iterator": None, "ended": False}
+        return _stream_state(own, own)
 
     def _fresh(self) -> Any:
         fresh = forgets_by(self._dataset)

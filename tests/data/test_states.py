@@ -452,6 +452,30 @@ def test_states_of_ones_own_hold_in_any_world(kind: str, before: int, after: int
     assert in_order(first) + in_order(rest) == in_order([alone])
 
 
+@pytest.mark.parametrize("name", [*SAMPLED, *STREAMS])
+@pytest.mark.parametrize("dispatch", [False, True])
+@pytest.mark.parametrize("world", [1, 2])
+def test_between_epochs_the_next_one_is_what_it_would_have_been(
+    name: str, dispatch: bool, world: int
+) -> None:
+    def run(ctx: Context, state: dict[str, Any] | None, num_epochs: int) -> tuple[list[Any], LoaderState]:
+        loader = prepare_data_loader(ctx, {**SAMPLED, **STREAMS}[name](9))
+        if state is not None:
+            loader.load_state_dict(state)
+        epochs = [[batch.tolist() for batch, _ in microbatches(ctx, loader)] for _ in range(num_epochs)]
+        return epochs, loader_state(loader)
+
+    def ranks(state: dict[str, Any] | None, num_epochs: int) -> list[tuple[list[Any], LoaderState]]:
+        config = DataLoaderConfiguration(dispatch_batches=dispatch, data_seed=1)
+        return run_ranks(lambda ctx: run(ctx, state, num_epochs), world, dataloader_config=config)
+
+    whole = ranks(None, 3)
+    state = through_json(ranks(None, 2)[0][1])
+    assert (state["epoch"], state["consumed"]) == (2, 0)
+    again = ranks(through_json(ranks(state, 0)[0][1]), 1)
+    assert [epochs for epochs, _ in again] == [epochs[2:] for epochs, _ in whole]
+
+
 @pytest.mark.parametrize("kind", ["generator", "drawing"])
 def test_states_travel_between_processes(kind: str) -> None:
     def run(ctx: Context) -> bool:
