@@ -7,6 +7,7 @@
     |   `-- EnvironmentPlanError                         the launcher's variables contradict each other
     |-- NotAvailableError         (NotImplementedError)  valid, but this version has no machinery for it
     |-- MissingExtraError         (ImportError)          an optional package is not installed
+    |-- NonFiniteGradientError    (FloatingPointError)   a gradient is infinite or no number
     `-- DistributedError          (RuntimeError)         several ranks are involved
         |-- MismatchError                                ranks called different things
         |   `-- UnevenDataError                          ranks have different numbers of batches
@@ -34,6 +35,7 @@ __all__ = (
     "MismatchError",
     "MissingExtraError",
     "MissingRankError",
+    "NonFiniteGradientError",
     "NotAvailableError",
     "RemoteRankError",
     "RemoteTraceback",
@@ -63,6 +65,33 @@ class NotAvailableError(AccelfnError, NotImplementedError):
 
 class MissingExtraError(AccelfnError, ImportError):
     """An optional package is needed and not installed."""
+
+
+class NonFiniteGradientError(AccelfnError, FloatingPointError):
+    """Gradients are infinite or no number, and a step would ruin the parameters.
+
+    Attributes:
+        by_rank: Paths of the parameters whose gradients are not finite, by rank.
+    """
+
+    def __init__(self, by_rank: tuple[tuple[str, ...], ...]) -> None:
+        """Keep the paths and print the first of them."""
+        self.by_rank = by_rank
+        paths = list(dict.fromkeys(path for one in by_rank for path in one))
+        lines = ["optimizer_step: gradients are infinite or no number, and nothing was changed."]
+        for path in paths[:_MAX_ROWS]:
+            ranks = ", ".join(str(rank) for rank, one in enumerate(by_rank) if path in one)
+            lines.append(f"  {path}  on rank {ranks}")
+        if len(paths) > _MAX_ROWS:
+            lines.append(f"  ... and {len(paths) - _MAX_ROWS} more")
+        lines.append(
+            "Look at the loss and the data of this step; clip gradients, or lower the learning rate."
+        )
+        super().__init__("\n".join(lines))
+
+    def __reduce__(self) -> tuple[type["NonFiniteGradientError"], tuple[tuple[tuple[str, ...], ...]]]:
+        """Pickle by the arguments, so that the error can cross a process boundary."""
+        return type(self), (self.by_rank,)
 
 
 class DistributedError(AccelfnError, RuntimeError):

@@ -20,6 +20,7 @@ from accelfn.errors import (
     MismatchError,
     MissingExtraError,
     MissingRankError,
+    NonFiniteGradientError,
     NotAvailableError,
     RemoteRankError,
     RemoteTraceback,
@@ -61,7 +62,7 @@ def test_the_tree_is_as_it_is_drawn() -> None:
 
 def test_the_drawing_is_read_at_all() -> None:
     doc = errors.__doc__ or ""
-    assert len(drawn_tree(doc)) == 12
+    assert len(drawn_tree(doc)) == 13
     assert drawn_tree(doc.replace("(ValueError)", "(TypeError)")) != real_tree()
     assert drawn_tree(doc.replace("    |   `-- Env", "    |-- Env")) != real_tree()
 
@@ -101,6 +102,7 @@ EXAMPLES: tuple[AccelfnError, ...] = (
     EnvironmentPlanError("a"),
     NotAvailableError("a"),
     MissingExtraError("a"),
+    NonFiniteGradientError(((), ("parameters['w']", "parameters['b']"), ("parameters['w']",))),
     DistributedError("a"),
     MissingRankError("a"),
     CollectiveTimeoutError("a"),

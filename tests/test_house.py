@@ -221,12 +221,16 @@ def mutable_class_parts(cls: type, path: str) -> Iterator[str]:
             yield f"{path}.{name} ({type(value).__qualname__}, attribute of a class)"
 
 
+# What torch.compile leaves in the modules of functions that it has traced, for itself.
+OF_TORCH_COMPILE = ("__builtins_dict__", "__compiled_fn_", "__import_", "__resume_at_")
+
+
 def mutable_globals(module: ModuleType) -> list[str]:
     """List the globals of a module that could hold state."""
     return [
         found
         for name, value in vars(module).items()
-        if name not in SYSTEM_NAMES
+        if name not in SYSTEM_NAMES and not name.startswith(OF_TORCH_COMPILE)
         for found in mutable_parts(value, f"{module.__name__}.{name}")
     ]
 

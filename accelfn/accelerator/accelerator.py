@@ -6,11 +6,13 @@ library depends on it.
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import nn
@@ -22,20 +24,24 @@ import accelfn.checkpoint as checkpoint
 import accelfn.comm as comm
 import accelfn.data as data
 import accelfn.training as training
+from accelfn.accelerator.extras import Extras
+from accelfn.accelerator.facts import Facts
+from accelfn.accelerator.held import Held
+from accelfn.accelerator.later import LaterParts
 from accelfn.accelerator.proxies import (
     AcceleratedDataLoader,
     AcceleratedOptimizer,
     AcceleratedScheduler,
-    Loaders,
-    parameters_of,
+    Block,
     unwrap_optimizer,
 )
+from accelfn.accelerator.scaling import Scaling
 from accelfn.context import Context, close_context, init_context
 from accelfn.context.config import (
     AutocastKwargs,
+    CanonicalReduction,
     DataLoaderConfiguration,
     DeepSpeedPlugin,
-    DistributedType,
     DynamoBackend,
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
@@ -50,43 +56,43 @@ from accelfn.context.config import (
 )
 from accelfn.data import MicroBatch, Uneven, plan_microbatch
 from accelfn.errors import ConfigurationError, NotAvailableError
+from accelfn.training.prepare import check_parameters
+from accelfn.tree import find_device
 
 __all__ = ("Accelerator",)
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 
-# Parts of Accelerate's surface whose machinery is not there yet.
-_NOT_YET = (
-    *("save_state", "load_state", "register_for_checkpointing", "save", "get_state_dict", "save_iteration"),
-    *(
-        "register_save_state_pre_hook",
-        "register_load_state_pre_hook",
-    ),
-    *(
-        "init_trackers",
-        "log",
-        "get_tracker",
-        "trackers",
-        "end_training",
-        "profile",
-        "lomo_backward",
-        "fp8_backend",
-    ),
-    *(
-        "trigger_sync_in_backward",
-        "maybe_context_parallel",
-        "verify_device_map",
-        "free_memory",
-        "clear",
-        "is_fsdp2",
-    ),
-    *("tensor_parallel_rank", "pipeline_parallel_rank", "context_parallel_rank", "data_parallel_rank"),
-    *("data_parallel_shard_rank", "torch_device_mesh", "parallelism_config", "should_save_model"),
-)
+
+def _loading(config: DataLoaderConfiguration | None, **fields: bool | None) -> DataLoaderConfiguration | None:
+    """Put arguments of older Accelerates where they belong."""
+    given: dict[str, Any] = {name: value for name, value in fields.items() if value is not None}
+    if config is None:
+        return DataLoaderConfiguration(**given) if given else None
+    for name, value in given.items():
+        if getattr(config, name) != value:
+            raise ConfigurationError(
+                f"{name}={value} contradicts dataloader_config.{name}={getattr(config, name)}. Give one of "
+                "the two."
+            )
+    return config
 
 
-class Accelerator:
+def _check_compat(compat: object) -> None:
+    if compat not in (None, "accelerate"):
+        raise ConfigurationError(f'compat must be "accelerate" or None: got {compat!r}.')
+    if compat is not None:
+        warnings.warn(
+            'compat="accelerate": for each step of an optimizer its schedule moves as many times as there '
+            "are ranks (unless split_batches is set), and the loss in a short last window is divided by the "
+            "number of batches of a full one. On 4 ranks a schedule ends after a quarter of its steps; with "
+            "windows of 4, a last window of one batch has a quarter of its gradient.",
+            stacklevel=3,
+        )
+
+
+class Accelerator(Facts, Extras, LaterParts):
     """Train with Accelerate's method names.
 
     Takes the arguments of :func:`accelfn.init_context`; ``context`` builds it over one that exists, such as
@@ -95,10 +101,22 @@ class Accelerator:
     Attributes:
         context: The frozen Context behind it, for use with the functions.
         micro: The batch that a prepared loader handed out last; None outside of such a loop.
+        window: The batch of the ``accumulate`` block that is open; None outside of one.
+        sync_gradients: Whether the batch at hand closes its window, so that optimizers step. May be set.
         last_micro: The last batch of the loop that ended last: what is gathered after a loop belongs to it.
-        loaders: Prepared loaders that somebody holds.
+        models: Prepared models that somebody holds, in the order in which they came.
+        optimizers: The same of optimizers: those inside of what ``prepare`` gave back.
+        schedulers: The same of schedules.
+        loaders: The same of loaders.
+        step: Blocks of ``accumulate`` so far, in a program that has prepared no loader.
+        compat: ``"accelerate"`` where Accelerate's arithmetic was asked for, else None.
         uneven: What loops over prepared loaders do when ranks have different numbers of batches, as in
             :func:`accelfn.microbatches`.
+
+    Accelerate moves a schedule once for each rank, and divides the loss in a short last window by the number
+    of batches of a full one, so both the learning rate and the gradient depend on how many ranks and batches
+    there are. Here they don't, unless ``compat="accelerate"`` asks for that arithmetic, which a warning
+    explains.
 
     Raises:
         ConfigurationError: As :func:`accelfn.init_context`.
@@ -126,17 +144,24 @@ class Accelerator:
         dynamo_plugin: TorchDynamoPlugin | None = None,
         parallelism_config: ParallelismConfig | None = None,
         *,
+        dispatch_batches: bool | None = None,
+        even_batches: bool | None = None,
+        use_seedable_sampler: bool | None = None,
         guard: Guard | str | None = None,
+        debug: bool | None = None,
+        compat: Literal["accelerate"] | None = None,
         context: Context | None = None,
+        reduction: str | CanonicalReduction | None = None,
     ) -> None:
         """Start a context, or take the one given."""
-        if split_batches is not None:
-            if dataloader_config is not None and dataloader_config.split_batches != split_batches:
-                raise ConfigurationError(
-                    f"split_batches={split_batches} contradicts dataloader_config.split_batches="
-                    f"{dataloader_config.split_batches}. Give one of the two."
-                )
-            dataloader_config = dataloader_config or DataLoaderConfiguration(split_batches=split_batches)
+        dataloader_config = _loading(
+            dataloader_config,
+            split_batches=split_batches,
+            dispatch_batches=dispatch_batches,
+            even_batches=even_batches,
+            use_seedable_sampler=use_seedable_sampler,
+        )
+        _check_compat(compat)
         asked: dict[str, Any] = {
             "device_placement": device_placement,
             "mixed_precision": mixed_precision,
@@ -157,6 +182,8 @@ class Accelerator:
             "dynamo_plugin": dynamo_plugin,
             "parallelism_config": parallelism_config,
             "guard": guard,
+            "reduction": reduction,
+            "debug": debug,
         }
         defaults = {"device_placement": True, "step_scheduler_with_optimizer": True}
         extra = [name for name, value in asked.items() if value is not defaults.get(name)]
@@ -169,114 +196,24 @@ class Accelerator:
         self.context = context if context is not None else init_context(**asked)
         self.micro: MicroBatch | None = None
         self.last_micro: MicroBatch | None = None
-        self.loaders = Loaders()
+        self.models = Held[nn.Module]()
+        self.optimizers = Held[Optimizer]()
+        self.schedulers = Held[AcceleratedScheduler]()
+        self.loaders = Held[AcceleratedDataLoader[Any]]()
         self.uneven: Uneven = "error"
-        self._window: MicroBatch | None = None  # of the `accumulate` block that is open
-        self._sync = True
-        self._batches_without_loader = 0
+        self.window: MicroBatch | None = None
+        self.sync_gradients = True
+        self.step = 0
+        self.compat = compat
         self._trigger = comm.TriggerState()
-        self._optimizers: list[Optimizer] = []
-        self._scaler = training.init_scaler(self.context)
-        # By optimizer: the state of its gradients, and after its steps since the latest update of the scale.
-        self._unscaled: dict[int, training.ScalerState] = {}
-        self._stepped: dict[int, training.ScalerState] = {}
-        self._latest: dict[int, training.ScalerState] = {}  # after each optimizer's latest step
+        self._scaling = Scaling(self.context, self.optimizers)
 
-    # --- who and where ---------------------------------------------------------------------------
-
-    @property
-    def state(self) -> Context:
-        """The context: what Accelerate keeps in its state objects."""
-        return self.context
-
-    @property
-    def device(self) -> torch.device:
-        """Device of this rank."""
-        return self.context.device
-
-    @property
-    def distributed_type(self) -> DistributedType:
-        """Kind of world."""
-        return self.context.distributed_type
-
-    @property
-    def num_processes(self) -> int:
-        """Number of ranks."""
-        return self.context.num_processes
-
-    @property
-    def process_index(self) -> int:
-        """Global rank."""
-        return self.context.rank
-
-    @property
-    def local_process_index(self) -> int:
-        """Rank on this node."""
-        return self.context.local_rank
-
-    @property
-    def is_main_process(self) -> bool:
-        """Whether this is rank 0."""
-        return self.context.is_main_process
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """Whether this is rank 0 of its node."""
-        return self.context.is_local_main_process
-
-    @property
-    def is_last_process(self) -> bool:
-        """Whether this is the last rank."""
-        return self.context.is_last_process
-
-    @property
-    def use_distributed(self) -> bool:
-        """Whether there is more than one rank."""
-        return self.context.num_processes > 1
-
-    @property
-    def mixed_precision(self) -> str:
-        """``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``."""
-        return self.context.mixed_precision
-
-    @property
-    def gradient_accumulation_steps(self) -> int:
-        """Batches in a full window."""
-        return self.context.gradient_accumulation_steps
-
-    @gradient_accumulation_steps.setter
-    def gradient_accumulation_steps(self, num_steps: int) -> None:
-        self.context = self.context.replace(gradient_accumulation_steps=num_steps)
-
-    @property
-    def dataloader_config(self) -> DataLoaderConfiguration:
-        """How loaders are shared out."""
-        return self.context.loading
-
-    @property
-    def project_configuration(self) -> ProjectConfiguration:
-        """Where outputs go."""
-        return self.context.project
-
-    @property
-    def project_dir(self) -> str | os.PathLike[str] | None:
-        """Folder for outputs."""
-        return self.context.project.project_dir
-
-    @property
-    def logging_dir(self) -> str | os.PathLike[str] | None:
-        """Folder for logs."""
-        return self.context.project.logging_dir
-
-    @property
-    def sync_gradients(self) -> bool:
-        """Whether the batch at hand closes its window, so that optimizers step."""
-        return self._sync
+    # --- the window ------------------------------------------------------------------------------
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
         """Whether the latest step of any prepared optimizer was skipped."""
-        return any(self.step_was_skipped(optimizer) for optimizer in self._optimizers)
+        return any(self.step_was_skipped(optimizer) for optimizer in self.optimizers)
 
     # --- prepare ---------------------------------------------------------------------------------
 
@@ -293,9 +230,13 @@ class Accelerator:
                 f"device_placement needs one entry for each object: got {len(device_placement)} for "
                 f"{len(args)} objects."
             )
+        check_parameters(args)
         places = device_placement or [None] * len(args)
-        prepared = tuple(self._prepare_one(item, place) for item, place in zip(args, places, strict=True))
-        return prepared[0] if len(prepared) == 1 else prepared
+        # Schedules last, since their optimizers may stand behind them.
+        prepared = list(args)
+        for index in sorted(range(len(args)), key=lambda index: isinstance(args[index], LRScheduler)):
+            prepared[index] = self._prepare_one(args[index], places[index])
+        return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
     def _prepare_one(self, item: Any, device_placement: bool | None) -> Any:
         if isinstance(item, nn.Module):
@@ -315,7 +256,11 @@ class Accelerator:
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Place, cast and replicate a model; see :func:`accelfn.prepare_model`."""
-        return training.prepare_model(self._placing(device_placement), model, evaluation_mode=evaluation_mode)
+        prepared = training.prepare_model(
+            self._placing(device_placement), model, evaluation_mode=evaluation_mode
+        )
+        self.models.add(prepared)
+        return prepared
 
     def prepare_optimizer(
         self, optimizer: Optimizer, device_placement: bool | None = None
@@ -325,7 +270,8 @@ class Accelerator:
             return optimizer
         optimizer = unwrap_optimizer(optimizer)
         training.prepare_optimizer(self._placing(device_placement), optimizer)
-        self._optimizers.append(optimizer)
+        self.optimizers.add(optimizer)
+        self._scaling.welcome(optimizer)
         return AcceleratedOptimizer(self, optimizer)
 
     def prepare_data_loader(
@@ -352,7 +298,9 @@ class Accelerator:
             if scheduler.belongs_to(self):
                 return scheduler
             scheduler = scheduler.scheduler
-        return AcceleratedScheduler(self, training.prepare_scheduler(self.context, scheduler))
+        prepared = AcceleratedScheduler(self, training.prepare_scheduler(self.context, scheduler))
+        self.schedulers.add(prepared)
+        return prepared
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Give a loader without the first batches; see :func:`accelfn.skip_first_batches`."""
@@ -371,115 +319,116 @@ class Accelerator:
 
     # --- the training step -----------------------------------------------------------------------
 
-    @contextmanager
-    def accumulate(self, *models: nn.Module) -> Generator[None, None, None]:
+    def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """Run forward and backward of one batch of a window; see :func:`accelfn.accumulate`.
 
-        The window is that of the prepared loader whose batch is at hand. In a loop over anything else, each
-        block counts as one batch of windows of full length.
+        The window is that of the prepared loader whose batch is at hand. In a program that has prepared no
+        loader, each block counts as one batch of windows of full length.
+
+        Raises:
+            ConfigurationError: Several batches make a window, loaders were prepared, and no batch of theirs
+                is at hand.
         """
-        micro = self.micro
-        if micro is None:
-            steps = self.gradient_accumulation_steps
-            place = self._batches_without_loader % steps
-            micro = plan_microbatch(place, 0, steps, steps)
-            self._batches_without_loader += 1
-        before, self._window, self._sync = self._window, micro, micro.sync
-        try:
-            with training.accumulate(self.context, micro, *models):
-                yield
-        finally:
-            self._window = before
+        micro = self.micro or self._count_batch()
+        return Block(self, micro, training.accumulate(self.context, micro, *models))
+
+    def _count_batch(self) -> MicroBatch:
+        steps = self.gradient_accumulation_steps
+        if steps > 1 and any(True for _ in self.loaders):
+            raise ConfigurationError(
+                "accumulate: no batch of a prepared loader is at hand, so nobody knows where the window of "
+                f"{steps} batches ends. Use it inside of the loop over the loader that prepare gave back."
+            )
+        index = self.step
+        self.step += 1
+        # With a number of its own: exact mode tells batches apart by it.
+        return plan_microbatch(index % steps, 0, steps, steps)._replace(index=index)
 
     def no_sync(self, *models: nn.Module) -> AbstractContextManager[None]:
-        """Leave gradients unaveraged inside; see :func:`accelfn.no_sync`."""
-        return training.no_sync(self.context, *models)
+        """Leave gradients unaveraged inside, of all prepared models when none is given."""
+        return training.no_sync(self.context, *(models or self.models))
 
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Compute gradients of a loss, in ``accumulate`` its window's part; see :func:`accelfn.backward`."""
-        if kwargs:
-            raise NotAvailableError(
-                f"backward: {', '.join(kwargs)} has no machinery in this version of accelfn yet. Pass the "
-                "loss alone."
-            )
-        self._update_scale()
-        training.backward(self.context, loss, self._scaler, self._window)
+    def backward(self, loss: torch.Tensor, weight: torch.Tensor | float | None = None, **kwargs: Any) -> None:
+        """Compute gradients of a loss, in ``accumulate`` its window's part; see :func:`accelfn.backward`.
 
-    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        With ``learning_rate=`` it is ``lomo_backward``.
+        """
+        if "learning_rate" in kwargs:
+            self.lomo_backward(loss, **kwargs)
+            return
+        state = self._scaling.begin_loss(self.context)
+        micro = self.window
+        if self.compat is not None:  # a short last window is divided by the number of a full one
+            steps = self.gradient_accumulation_steps
+            micro = plan_microbatch(0, 0, steps, steps)
+        self._scaling.end_loss(training.backward(self.context, loss, state, micro, weight, **kwargs))
+
+    def autocast(
+        self, autocast_handler: AutocastKwargs | None = None, *, cache_enabled: bool | None = None
+    ) -> AbstractContextManager[Any]:
         """Compute in mixed precision inside; see :func:`accelfn.autocast`."""
+        if cache_enabled is not None:
+            handler = autocast_handler or self.context.precision.autocast
+            autocast_handler = dataclasses.replace(handler, cache_enabled=cache_enabled)
         return training.autocast(self.context, autocast_handler)
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
         """Divide gradients (of all optimizers when None) by the loss scale; see ``unscale_gradients``."""
         self._require_closing_window()
-        chosen = (
-            self._optimizers
-            if optimizer is None
-            else [optimizer]
-            if isinstance(optimizer, Optimizer)
-            else optimizer
-        )
-        for one in map(unwrap_optimizer, chosen):
-            state = self._unscaled.get(id(one), self._scaler)
-            self._unscaled[id(one)] = training.unscale_gradients(self.context, one, state)
+        chosen = [optimizer] if isinstance(optimizer, Optimizer) else optimizer or self.optimizers
+        self._scaling.unscale(self.context, map(unwrap_optimizer, chosen))
 
     def clip_grad_norm_(
         self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2
     ) -> torch.Tensor:
         """Bound the norm of gradients and return what it was; see :func:`accelfn.clip_grad_norm_`."""
-        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        self._unscale_for(parameters)
-        return training.clip_grad_norm_(self.context, parameters, max_norm, norm_type)
+        parameters, state = self._unscaled(parameters)
+        return training.clip_grad_norm_(self.context, parameters, max_norm, norm_type, scaler_state=state)
 
     def clip_grad_value_(self, parameters: Iterable[torch.Tensor] | torch.Tensor, clip_value: float) -> None:
         """Bound each entry of gradients; see :func:`accelfn.clip_grad_value_`."""
-        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        self._unscale_for(parameters)
-        training.clip_grad_value_(self.context, parameters, clip_value)
+        parameters, state = self._unscaled(parameters)
+        training.clip_grad_value_(self.context, parameters, clip_value, scaler_state=state)
+
+    def _unscaled(
+        self, parameters: Iterable[torch.Tensor] | torch.Tensor
+    ) -> tuple[list[torch.Tensor], training.ScalerState]:
+        self._require_closing_window()
+        listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        return listed, self._scaling.unscale_for(self.context, listed)
 
     def step_optimizer(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         """Let a prepared optimizer step if the window closes; its proxy calls this."""
-        if not self._sync:
+        if not self.sync_gradients:
             return None
-        if not self.context.precision.scales_loss:
-            return optimizer.step() if closure is None else optimizer.step(closure)
-        if closure is not None:
+        if training.is_lomo(optimizer):  # it has stepped in backward
+            return None
+        if closure is None:
+            return self._scaling.step(self.context, optimizer)
+        if self.context.precision.scales_loss:
             raise NotAvailableError(
                 "step(closure) can't be combined with loss scaling: use bf16, or step without closure."
             )
-        state = self._unscaled.pop(id(optimizer), self._scaler)
-        state = training.optimizer_step(self.context, optimizer, state, clear_gradients=False)
-        self._stepped[id(optimizer)] = self._latest[id(optimizer)] = state
-        return None
+        return optimizer.step(closure)
 
     def step_was_skipped(self, optimizer: Optimizer) -> bool:
         """Whether the latest step of a prepared optimizer was skipped; proxies call this."""
-        state = self._latest.get(id(unwrap_optimizer(optimizer)))
-        return state is not None and training.step_was_skipped(self.context, state)
+        return self._scaling.was_skipped(self.context, unwrap_optimizer(optimizer))
+
+    def scheduler_steps(self, scheduler: LRScheduler) -> int:
+        """Say how often a schedule moves for one step of its optimizer; its proxy calls this."""
+        if self.compat is None or self.context.loading.split_batches:
+            return 1
+        total = getattr(scheduler, "total_steps", None)
+        steps = self.num_processes
+        return steps if total is None else max(0, min(steps, total - scheduler._step_count + 1))  # pyright: ignore[reportPrivateUsage]
 
     def _require_closing_window(self) -> None:
-        if self.context.precision.scales_loss and not self._sync:
+        if self.context.precision.scales_loss and not self.sync_gradients:
             raise ConfigurationError(
                 "with float16, gradients are unscaled and clipped only where the window closes: what the "
-                "next "
-                "backward adds is scaled. Put it under `if accelerator.sync_gradients:`."
+                "next backward adds is scaled. Put it under `if accelerator.sync_gradients:`."
             )
-
-    def _unscale_for(self, parameters: Sequence[torch.Tensor]) -> None:
-        wanted = {id(parameter) for parameter in parameters}
-        self.unscale_gradients([one for one in self._optimizers if parameters_of(one) & wanted])
-
-    def _update_scale(self) -> None:
-        """Follow the steps since the last backward. One scale serves all optimizers, so it moves once."""
-        if not self._stepped:
-            return
-        found = torch.stack([state.found_inf for state in self._stepped.values()]).max()
-        before = self._scaler
-        self._scaler = training.update_scaler(self.context, before._replace(found_inf=found))
-        # Other optimizers may be amid a window, with gradients at the old scale: they follow.
-        waiting = [one for one in self._optimizers if not {id(one)} & {*self._stepped, *self._unscaled}]
-        training.rescale_gradients(waiting, before, self._scaler)
-        self._stepped, self._unscaled = {}, {}
 
     @contextmanager
     def join_uneven_inputs(
@@ -506,9 +455,12 @@ class Accelerator:
         return comm.gather(self.context, tensor)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Join what came of the batch at hand, without padding; see :func:`accelfn.gather_for_metrics`."""
+        """Join what came of the batch at hand, without padding; see :func:`accelfn.gather_for_metrics`.
+
+        A tree without any tensor is gathered as objects, also without ``use_gather_object``.
+        """
         micro = self.micro or self.last_micro
-        if use_gather_object:
+        if use_gather_object or find_device(input_data) is None:
             return data.gather_objects_for_metrics(self.context, input_data, micro)
         if micro is None:
             return comm.gather(self.context, input_data)
@@ -539,13 +491,15 @@ class Accelerator:
         """Give this rank its part in a ``with`` block; see :func:`accelfn.split_between_processes`."""
         yield comm.split_between_processes(self.context, inputs, apply_padding)
 
-    def on_main_process(self, function: F) -> F:
+    def on_main_process(self, function: Callable[..., Any] | None = None) -> Any:
         """Run a function on the main process alone; see :func:`accelfn.on_main_process`."""
-        return comm.on_main_process(self.context)(function)  # pyright: ignore[reportReturnType] -- None elsewhere
+        decorate = comm.on_main_process(self.context)
+        return decorate if function is None else decorate(function)
 
-    def on_local_main_process(self, function: F) -> F:
+    def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Any:
         """Run a function on the first process of each node alone."""
-        return comm.on_local_main_process(self.context)(function)  # pyright: ignore[reportReturnType]
+        decorate = comm.on_local_main_process(self.context)
+        return decorate if function is None else decorate(function)
 
     def on_last_process(self, function: F) -> F:
         """Run a function on the last rank alone."""
@@ -596,7 +550,9 @@ class Accelerator:
         """End what the constructor started; see :func:`accelfn.close_context`."""
         close_context(self.context)
 
+    def end_training(self) -> None:
+        """End the trackers, of which there are none yet, and what the constructor started."""
+        self.close()
+
     def __getattr__(self, name: str) -> Any:
-        if name in _NOT_YET:
-            raise AttributeError(f"Accelerator.{name} has no machinery in this version of accelfn yet.")
         raise AttributeError(f"Accelerator has no attribute {name!r}.")

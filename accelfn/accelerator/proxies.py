@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
-from weakref import WeakSet
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
-import torch
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from accelfn.data import PreparedDataLoader, microbatches, skip_first_batches
+import accelfn.training as training
+from accelfn.data import MicroBatch, PreparedDataLoader, microbatches, skip_first_batches
 
 if TYPE_CHECKING:
     from accelfn.accelerator.accelerator import Accelerator
@@ -19,8 +20,7 @@ __all__ = (
     "AcceleratedDataLoader",
     "AcceleratedOptimizer",
     "AcceleratedScheduler",
-    "Loaders",
-    "parameters_of",
+    "Block",
     "unwrap_optimizer",
 )
 
@@ -69,6 +69,19 @@ class AcceleratedOptimizer(Optimizer):
         if self._accelerator.sync_gradients:
             self.optimizer.zero_grad(set_to_none=set_to_none)
 
+    def train(self) -> None:
+        """Tell a schedule-free optimizer that training goes on; others need no telling."""
+        self._tell("train")
+
+    def eval(self) -> None:
+        """Tell a schedule-free optimizer that the model is to be evaluated; others need no telling."""
+        self._tell("eval")
+
+    def _tell(self, what: str) -> None:
+        method = getattr(self.optimizer, what, None)
+        if callable(method):
+            method()
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters."""
         self.optimizer.add_param_group(param_group)
@@ -95,11 +108,13 @@ class AcceleratedOptimizer(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         # Not Optimizer's, which would put its profiling hooks around this class's step, for all proxies.
         self.__dict__.update(state)
+        self._accelerator.optimizers.add(self.optimizer)  # a copied accelerator knows no optimizers yet
 
 
 class AcceleratedScheduler:
     """A learning rate schedule that moves once for each step that its optimizer really makes.
 
+    Where the accelerator was asked for Accelerate's arithmetic, it moves as many times as there are ranks.
     Attributes other than those below are passed through to the scheduler.
     """
 
@@ -113,14 +128,25 @@ class AcceleratedScheduler:
         return self._accelerator is accelerator
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Move on by one, unless the optimizer did not step."""
+        """Move on by one, unless the optimizer did not step.
+
+        Of ``ReduceLROnPlateau`` every rank calls it: its metric is averaged over them.
+        """
         accelerator = self._accelerator
-        follows = accelerator.context.step_scheduler_with_optimizer
-        if follows and not accelerator.sync_gradients:
-            return
-        if follows and accelerator.step_was_skipped(self.scheduler.optimizer):
-            return
-        self.scheduler.step(*args, **kwargs)
+        if accelerator.context.step_scheduler_with_optimizer:
+            if not accelerator.sync_gradients or accelerator.step_was_skipped(self.scheduler.optimizer):
+                return
+            for _ in range(accelerator.scheduler_steps(self.scheduler)):
+                self._step(*args, **kwargs)
+        else:
+            self._step(*args, **kwargs)
+
+    def _step(self, *args: Any, **kwargs: Any) -> None:
+        metric = args[0] if args else kwargs.get("metrics")
+        if isinstance(self.scheduler, ReduceLROnPlateau) and metric is not None:
+            training.scheduler_step(self._accelerator.context, self.scheduler, metric=metric)
+        else:
+            cast("Any", self.scheduler).step(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the scheduler's state."""
@@ -134,6 +160,36 @@ class AcceleratedScheduler:
         if name in ("scheduler", "_accelerator"):  # not set yet: copy and pickle look before __init__ has run
             raise AttributeError(name)
         return getattr(self.scheduler, name)
+
+
+class Block:
+    """The block of ``Accelerator.accumulate``: a ``with`` statement that each batch goes through.
+
+    A class, since a generator would cost more.
+    """
+
+    __slots__ = ("_accelerator", "_before", "_inner", "_micro")
+
+    def __init__(
+        self, accelerator: Accelerator, micro: MicroBatch, inner: AbstractContextManager[None]
+    ) -> None:
+        """Use ``Accelerator.accumulate`` instead."""
+        self._accelerator = accelerator
+        self._micro = micro
+        self._inner = inner
+        self._before: MicroBatch | None = None
+
+    def __enter__(self) -> None:
+        accelerator, micro = self._accelerator, self._micro
+        self._before, accelerator.window = accelerator.window, micro
+        accelerator.sync_gradients = micro.sync
+        self._inner.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        self._accelerator.window = self._before
+        return self._inner.__exit__(kind, error, trace)
 
 
 class AcceleratedDataLoader(Generic[T]):
@@ -173,31 +229,6 @@ class AcceleratedDataLoader(Generic[T]):
         return getattr(self.loader, name)
 
 
-class Loaders:
-    """The loaders that an accelerator has prepared and somebody still holds."""
-
-    def __init__(self) -> None:
-        """Begin with none."""
-        self._loaders: WeakSet[AcceleratedDataLoader[Any]] = WeakSet()
-
-    def add(self, loader: AcceleratedDataLoader[Any]) -> None:
-        """Remember a loader, and don't keep it alive."""
-        self._loaders.add(loader)
-
-    def __iter__(self) -> Iterator[AcceleratedDataLoader[Any]]:
-        return iter(tuple(self._loaders))
-
-    def __reduce__(self) -> tuple[type[Loaders], tuple[()]]:
-        """Leave the loaders out of copies and pickles: they are the original's."""
-        return Loaders, ()
-
-
 def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
     """Give the torch optimizer behind a proxy."""
     return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
-
-
-def parameters_of(optimizer: Optimizer) -> frozenset[int]:
-    """Give the identities of an optimizer's parameters."""
-    groups: list[dict[str, list[torch.Tensor]]] = optimizer.param_groups
-    return frozenset(id(parameter) for group in groups for parameter in group["params"])

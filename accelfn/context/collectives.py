@@ -107,7 +107,7 @@ class Collectives:
         all_reduce: Reduces the buffer in place.
         broadcast: Fills the buffer in place from the one of rank ``source``.
         scatter: Fills ``output`` ``(n,)`` with this rank's part of ``buffer`` ``(P * n,)``, which rank
-            ``source`` gives.
+            ``source`` gives; that rank's output may be its own part of it.
         all_to_all: ``(P * n,)`` -> ``(P * n,)``: part ``r`` goes to rank ``r``.
         barrier: Returns when every rank has called it.
         finish: Waits for an operation that torch has begun on the group, with an eye on the other ranks; on

@@ -6,8 +6,10 @@ import atexit
 import dataclasses
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,21 +17,30 @@ from typing_extensions import Self, Unpack
 
 from accelfn.context.collectives import Collectives
 from accelfn.context.config import (
+    CanonicalReduction,
     DataLoaderConfiguration,
     DistributedType,
     GradientAccumulationPlugin,
     Guard,
     GuardMode,
+    ProfileKwargs,
     ProjectConfiguration,
 )
 from accelfn.context.device import read_hardware
 from accelfn.context.failure import announce_end, publish
-from accelfn.context.options import ContextOptions, Fields, Strategy, apply_options, sort_handlers
+from accelfn.context.options import (
+    ContextOptions,
+    Fields,
+    Strategy,
+    apply_options,
+    settle_window,
+    sort_handlers,
+)
 from accelfn.context.precision import Precision, check_precision
 from accelfn.context.world import World
 from accelfn.errors import ConfigurationError, NotAvailableError
 
-__all__ = ("Context", "close_context", "configure")
+__all__ = ("Context", "close_context", "configure", "with_options", "with_window")
 
 _LET_GO_S = 0.02
 # Ranks that wait in an operation look at the board several times in that time.
@@ -56,6 +67,8 @@ class Context:
         step_scheduler_with_optimizer: Whether a scheduler moves only when its optimizer does.
         rng_types: Random states that a loader synchronises at the start of an epoch.
         guard: How ranks are kept in agreement, and how long they wait for each other.
+        reduction: Exact mode, where gradients are summed in a fixed order; None for their mean.
+        profiling: What :func:`accelfn.profile` watches and writes.
         tag: Name of the operations that are called through this context, see :meth:`tagged`.
     """
 
@@ -70,12 +83,24 @@ class Context:
     step_scheduler_with_optimizer: bool = True
     rng_types: tuple[str, ...] = ("generator",)
     guard: Guard = field(default_factory=Guard)
+    reduction: CanonicalReduction | None = None
+    profiling: ProfileKwargs = field(default_factory=ProfileKwargs)
     tag: str = ""
 
     def __post_init__(self) -> None:
         """Settle what the guard leaves open: ``guard.mode`` of a context is always a ``GuardMode``."""
         if self.guard.mode is None:
             object.__setattr__(self, "guard", dataclasses.replace(self.guard, mode=GuardMode.SAMPLED))
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        """Give itself: it never changes, and nobody can copy a world."""
+        return self
+
+    def __reduce__(self) -> tuple[Callable[[dict[str, Any]], Context], tuple[dict[str, Any]]]:
+        """Pickle without the world: what is loaded is one process on the CPU, with the same options."""
+        left_behind = ("world", "collectives")
+        names = [one.name for one in dataclasses.fields(self) if one.name not in left_behind]
+        return _alone, ({name: getattr(self, name) for name in names},)
 
     @property
     def device(self) -> torch.device:
@@ -213,6 +238,20 @@ class Context:
 
 def configure(ctx: Context, options: ContextOptions) -> Context:
     """Give ``ctx`` with ``options`` applied to it. Pure, but for a look at what the device can compute."""
+    return with_window(with_options(ctx, options), ctx.world.size)
+
+
+def with_window(ctx: Context, size: int) -> Context:
+    """Give ``ctx`` with the accumulation window that its reduction makes on ``size`` ranks. Pure.
+
+    Raises:
+        ConfigurationError: As :func:`accelfn.context.options.settle_window`.
+    """
+    return dataclasses.replace(ctx, accumulation=settle_window(ctx.accumulation, ctx.reduction, size))
+
+
+def with_options(ctx: Context, options: ContextOptions) -> Context:
+    """Give ``ctx`` with ``options`` applied to it, but for what depends on the number of ranks."""
     now = Fields(
         precision=ctx.precision,
         accumulation=ctx.accumulation,
@@ -223,6 +262,8 @@ def configure(ctx: Context, options: ContextOptions) -> Context:
         step_scheduler_with_optimizer=ctx.step_scheduler_with_optimizer,
         rng_types=ctx.rng_types,
         guard=ctx.guard,
+        reduction=ctx.reduction,
+        profiling=ctx.profiling,
     )
     fields = apply_options(now, options)
     if fields["precision"].mode != ctx.precision.mode:
@@ -230,6 +271,10 @@ def configure(ctx: Context, options: ContextOptions) -> Context:
         if facts is not None:
             check_precision(fields["precision"], facts)
     return dataclasses.replace(ctx, **fields)
+
+
+def _alone(options: dict[str, Any]) -> Context:
+    return Context(**options)
 
 
 def close_context(ctx: Context) -> None:

@@ -23,6 +23,7 @@ from accelfn.context.board import Board, store_board
 from accelfn.context.callsite import call_site
 from accelfn.context.collectives import Collectives
 from accelfn.context.config import (
+    CanonicalReduction,
     DataLoaderConfiguration,
     DeepSpeedPlugin,
     DynamoBackend,
@@ -40,7 +41,7 @@ from accelfn.context.config import (
     TorchDynamoPlugin,
     read_settings,
 )
-from accelfn.context.context import Context, close_context, configure
+from accelfn.context.context import Context, close_context, with_options, with_window
 from accelfn.context.device import DevicePlan, plan_device, read_hardware
 from accelfn.context.environment import EnvironmentPlan, detect_environment
 from accelfn.context.failure import announce_end, publish
@@ -82,6 +83,7 @@ def init_context(
     parallelism_config: ParallelismConfig | None = None,
     guard: Guard | str | None = None,
     debug: bool | None = None,
+    reduction: str | CanonicalReduction | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> Context:
     """Find out who this process is, join its world, and return the frozen :class:`Context`.
@@ -115,6 +117,8 @@ def init_context(
         guard: How ranks are kept in agreement and how long they wait for each other: a :class:`Guard`, or
             its mode: ``"full"``, ``"sampled"`` or ``"off"``.
         debug: True is short for ``guard="full"``; False keeps a variable or ``ctx.replace`` from it.
+        reduction: ``"mean"``, or ``"canonical"``: exact mode, which gives the same bits at any number of
+            ranks; a :class:`CanonicalReduction` says how many shards make a step.
         group: An existing process group to use instead of the default one; it stays the caller's.
 
     Returns:
@@ -147,6 +151,7 @@ def init_context(
         dynamo_plugin=dynamo_plugin,
         parallelism_config=parallelism_config,
         guard=guard,
+        reduction=reduction,
     )
     if gradient_accumulation_steps is not None:
         asked["gradient_accumulation_steps"] = gradient_accumulation_steps
@@ -159,7 +164,7 @@ def init_context(
     settings = read_settings(environment)
     _refuse_settings(settings)
     options = merge_settings(asked, settings)
-    base = configure(Context(), options)  # refuses bad options before anything is started
+    base = with_options(Context(), options)  # refuses bad options before anything is started
     joining = sort_handlers(kwargs_handlers).get("process_group", InitProcessGroupKwargs())
     if joining.timeout is not None and not isinstance(guard, Guard):
         base = dataclasses.replace(base, guard=dataclasses.replace(base.guard, timeout=joining.timeout))
@@ -175,12 +180,14 @@ def init_context(
                 "torch.distributed is initialised but has no default group. Pass group=."
             )
         place = _place_in(adopted)
+        base = with_window(base, place.size)
         _refuse_other_backend(adopted, joining)
         plan = plan_device(place, hardware, cpu=use_cpu, device=device or _current_device(adopted, use_cpu))
         check_precision(base.precision, plan.facts)
         world, collectives = _adopt(adopted, place, plan, timeout)
     else:
         place = detect_environment(environment)
+        base = with_window(base, place.size)
         plan = plan_device(place, hardware, cpu=use_cpu, device=device, backend=joining.backend)
         check_precision(base.precision, plan.facts)
         world, collectives = _join(place, plan, joining.init_method, timeout)

@@ -53,6 +53,11 @@ class Journal:
         reductions: Backward passes whose gradients have been reduced over the ranks.
         reducing: Whether this rank waits for such a reduction.
         unsettled: The agreement that comes first at the next operation, if one is open.
+        after_backward: What is done when the backward pass under way is over; None while none is that
+            ``accelfn.backward`` has begun.
+        windows: Accumulation windows begun in exact mode.
+        drawn: In exact mode, the batch that random numbers were seeded for last, its place in the data, and
+            how many blocks of code before were seeded for that place.
     """
 
     def __init__(self) -> None:
@@ -69,6 +74,9 @@ class Journal:
         self.reductions = 0
         self.reducing = False
         self.unsettled: Unsettled | None = None
+        self.after_backward: list[Callable[[], None]] | None = None
+        self.windows = 0
+        self.drawn: tuple[object, str, int] = (None, "", 0)
         self._entries: deque[Entry] = deque(maxlen=_REMEMBERED)
         self._counts: WeakKeyDictionary[object, int] = WeakKeyDictionary()
 

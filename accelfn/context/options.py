@@ -10,7 +10,9 @@ from typing import Any, TypedDict, TypeVar, cast
 from accelfn.context.config import (
     AORecipeKwargs,
     AutocastKwargs,
+    CanonicalReduction,
     DataLoaderConfiguration,
+    DDPCommunicationHookType,
     DeepSpeedPlugin,
     DistributedDataParallelKwargs,
     DynamoBackend,
@@ -43,6 +45,7 @@ __all__ = (
     "Strategy",
     "apply_options",
     "merge_settings",
+    "settle_window",
     "sort_handlers",
 )
 
@@ -72,6 +75,7 @@ class ContextOptions(TypedDict, total=False):
     parallelism_config: ParallelismConfig | None
     guard: Guard | str | None
     debug: bool | None
+    reduction: str | CanonicalReduction | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +84,11 @@ class Strategy:
 
     Attributes:
         ddp: Options of torch's DistributedDataParallel, the strategy when nothing else is asked for.
+        dynamo: How models are compiled; the backend "no" compiles nothing.
     """
 
     ddp: DistributedDataParallelKwargs = dataclasses.field(default_factory=DistributedDataParallelKwargs)
+    dynamo: TorchDynamoPlugin = dataclasses.field(default_factory=TorchDynamoPlugin)
 
 
 class Handlers(TypedDict, total=False):
@@ -136,9 +142,14 @@ def merge_settings(options: ContextOptions, settings: Settings) -> ContextOption
     merged = options.copy()
     if merged.get("mixed_precision") is None and settings.mixed_precision is not None:
         merged["mixed_precision"] = settings.mixed_precision
+    if options.get("reduction") is None and settings.reduction is not None:
+        merged["reduction"] = settings.reduction
     steps = settings.gradient_accumulation_steps
+    reduction = options.get("reduction")
+    says_window = isinstance(reduction, CanonicalReduction) and reduction.num_shards is not None
     if (
         steps is not None
+        and not says_window
         and "gradient_accumulation_steps" not in options
         and not options.get("gradient_accumulation_plugin")
     ):
@@ -189,6 +200,8 @@ class Fields(TypedDict):
     step_scheduler_with_optimizer: bool
     rng_types: tuple[str, ...]
     guard: Guard
+    reduction: CanonicalReduction | None
+    profiling: ProfileKwargs
 
 
 def apply_options(now: Fields, options: ContextOptions) -> Fields:
@@ -206,6 +219,10 @@ def apply_options(now: Fields, options: ContextOptions) -> Fields:
     recipe = handlers.get("fp8_recipe", precision.fp8_recipe)
     if mode is not None and mode != "fp8" and "fp8_recipe" not in handlers:
         recipe = None  # ctx.replace(mixed_precision="bf16") leaves fp8, and with it the recipe
+    reduction = _reduction(now["reduction"], options.get("reduction"))
+    ddp = handlers.get("ddp", now["strategy"].ddp)
+    if reduction is not None:
+        _refuse_inexact(ddp)
     return Fields(
         precision=Precision(
             mode=precision.mode if mode is None else mode,
@@ -213,18 +230,49 @@ def apply_options(now: Fields, options: ContextOptions) -> Fields:
             scaler=handlers.get("scaler", precision.scaler),
             fp8_recipe=recipe,
         ),
-        accumulation=_accumulation(now["accumulation"], options),
+        accumulation=_accumulation(_given_window(now, options), options),
         loading=_typed("dataloader_config", options.get("dataloader_config"), DataLoaderConfiguration)
         or now["loading"],
         project=_project(now["project"], options),
-        strategy=Strategy(ddp=handlers.get("ddp", now["strategy"].ddp)),
+        strategy=Strategy(ddp=ddp, dynamo=_dynamo(options) or now["strategy"].dynamo),
         device_placement=options.get("device_placement", now["device_placement"]),
         step_scheduler_with_optimizer=options.get(
             "step_scheduler_with_optimizer", now["step_scheduler_with_optimizer"]
         ),
         rng_types=_rng_types(now["rng_types"], options.get("rng_types")),
         guard=_guard(now["guard"], options),
+        reduction=reduction,
+        profiling=handlers.get("profile", now["profiling"]),
     )
+
+
+def settle_window(
+    accumulation: GradientAccumulationPlugin, reduction: CanonicalReduction | None, size: int
+) -> GradientAccumulationPlugin:
+    """Give the accumulation whose windows, on ``size`` ranks, hold the shards that were asked for. Pure.
+
+    Raises:
+        ConfigurationError: The ranks can't share the shards out evenly, or another window was asked for.
+
+    >>> settle_window(GradientAccumulationPlugin(), CanonicalReduction(num_shards=12), 4).num_steps
+    3
+    """
+    shards = None if reduction is None else reduction.num_shards
+    if shards is None:
+        return accumulation
+    if shards % size:
+        fitting = ", ".join(str(number) for number in range(1, shards + 1) if shards % number == 0)
+        raise ConfigurationError(
+            f"CanonicalReduction.num_shards must be divisible by the number of ranks: got num_shards="
+            f"{shards} and {size} ranks. With {shards} shards there can be {fitting} ranks."
+        )
+    steps = shards // size
+    if accumulation.num_steps not in (1, steps):  # 1 is what nobody asked for
+        raise ConfigurationError(
+            f"gradient_accumulation_steps={accumulation.num_steps} contradicts num_shards={shards}, which "
+            f"makes windows of {steps} on {size} ranks. Give one of the two."
+        )
+    return dataclasses.replace(accumulation, num_steps=steps)
 
 
 def _check_names_and_flags(options: ContextOptions) -> None:
@@ -259,6 +307,45 @@ def _accumulation(now: GradientAccumulationPlugin, options: ContextOptions) -> G
             )
         return plugin
     return dataclasses.replace(now, num_steps=steps)
+
+
+def _given_window(now: Fields, options: ContextOptions) -> GradientAccumulationPlugin:
+    """Give the accumulation before ``options``, without a window that only followed from a reduction."""
+    before = now["reduction"]
+    if options.get("reduction") is None or before is None or before.num_shards is None:
+        return now["accumulation"]
+    return dataclasses.replace(now["accumulation"], num_steps=1)
+
+
+def _reduction(
+    now: CanonicalReduction | None, asked: str | CanonicalReduction | None
+) -> CanonicalReduction | None:
+    if asked is None or isinstance(asked, CanonicalReduction):
+        return now if asked is None else asked
+    if not isinstance(cast("object", asked), str):
+        raise TypeError(
+            f'reduction must be "mean", "canonical" or a CanonicalReduction: got {type(asked).__name__}.'
+        )
+    if asked not in ("mean", "canonical"):
+        raise ConfigurationError(
+            f'reduction must be "mean", "canonical" or a CanonicalReduction: got {asked!r}.'
+        )
+    return None if asked == "mean" else CanonicalReduction()
+
+
+def _refuse_inexact(ddp: DistributedDataParallelKwargs) -> None:
+    """Refuse what is asked of DistributedDataParallel and can't be had from exact mode, which has none."""
+    for name, default in (
+        ("comm_hook", DDPCommunicationHookType.NO),
+        ("comm_wrapper", DDPCommunicationHookType.NO),
+        ("gradient_as_bucket_view", False),
+    ):
+        value = getattr(ddp, name)
+        if value != default:
+            raise ConfigurationError(
+                f'reduction="canonical" sums gradients as they are, without DistributedDataParallel: '
+                f"{name}={str(value)!r} can't be had with it. Leave one of the two out."
+            )
 
 
 def _guard(now: Guard, options: ContextOptions) -> Guard:
@@ -310,15 +397,17 @@ def _typed(name: str, value: object, kind: type[_T]) -> _T | None:
     return value
 
 
-def _refuse_unavailable(options: ContextOptions) -> None:
-    dynamo = _typed("dynamo_plugin", options.get("dynamo_plugin"), TorchDynamoPlugin)
+def _dynamo(options: ContextOptions) -> TorchDynamoPlugin | None:
+    plugin = _typed("dynamo_plugin", options.get("dynamo_plugin"), TorchDynamoPlugin)
     backend = options.get("dynamo_backend")
-    if dynamo is not None and backend is not None:
+    if plugin is not None and backend is not None:
         raise ConfigurationError(
             "dynamo_backend and dynamo_plugin say the same thing twice. Give one of the two."
         )
-    if dynamo is None and backend is not None:
-        dynamo = TorchDynamoPlugin(backend=backend)
+    return TorchDynamoPlugin(backend=backend) if backend is not None else plugin
+
+
+def _refuse_unavailable(options: ContextOptions) -> None:
     parallelism = _typed("parallelism_config", options.get("parallelism_config"), ParallelismConfig)
     mode = options.get("mixed_precision")
     asked = (
@@ -326,14 +415,8 @@ def _refuse_unavailable(options: ContextOptions) -> None:
         ("deepspeed_plugin", "DeepSpeed", options.get("deepspeed_plugin") is not None),
         ("megatron_lm_plugin", "Megatron-LM", options.get("megatron_lm_plugin") is not None),
         ("parallelism_config", "a mesh of ranks", parallelism is not None and parallelism.total_size > 1),
-        (
-            "dynamo_plugin" if backend is None else "dynamo_backend",
-            "torch.compile in prepare_model",
-            dynamo is not None and dynamo.backend != DynamoBackend.NO,
-        ),
         ("mixed_precision", "fp8", mode in ("fp8", PrecisionType.FP8)),
-        ("log_with", "experiment tracking", options.get("log_with") is not None),
-        ("kwargs_handlers", "profiling", "profile" in sort_handlers(options.get("kwargs_handlers"))),
+        ("log_with", "experiment tracking", bool(options.get("log_with"))),
     )
     for argument, what, is_asked in asked:
         if is_asked:

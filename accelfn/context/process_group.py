@@ -23,6 +23,7 @@ from accelfn.context.board import Board
 from accelfn.context.collectives import Collectives, ReduceOp, StartedExchange, chunk_bytes
 from accelfn.context.journal import Journal
 from accelfn.context.lookout import Lookout, late_error
+from accelfn.context.rounds import broadcast_in_rounds, scatter_in_rounds
 from accelfn.context.shared_memory import LostRanksError, SharedRows, share_rows
 from accelfn.errors import CollectiveTimeoutError, DistributedError
 
@@ -120,7 +121,9 @@ def process_group_collectives(
             raise
 
     start_exchange = by_socket = _exchange_by_socket(beside, rank, size, chunk, lookout, finish, references)
-    if one_machine and control is not None:  # not between threads, which have no locks of their own
+    if (
+        one_machine and control is not None and size > 1
+    ):  # not between threads, which have no locks of their own
         most = chunk_bytes(size, _MAX_SHARED_BYTES)
         shared = share_rows(lambda message: by_socket(message).finish(), rank, size, most)
         if shared is not None:
@@ -148,12 +151,18 @@ def process_group_collectives(
             finish(carrier(buffer).allreduce([buffer], options), buffer.device)
 
     def broadcast(buffer: torch.Tensor, source: int) -> None:
+        if shared is not None and buffer.device.type == "cpu":
+            broadcast_in_rounds(exchange, chunk, rank, buffer, source)
+            return
         options = bindings.BroadcastOptions()
         options.rootRank = source
         with _failures("broadcast", lookout):
             finish(carrier(buffer).broadcast([buffer], options), buffer.device)
 
     def scatter(output: torch.Tensor, buffer: torch.Tensor | None, source: int) -> None:
+        if shared is not None and output.device.type == "cpu":
+            scatter_in_rounds(exchange, chunk, rank, size, output, buffer, source)
+            return
         options = bindings.ScatterOptions()
         options.rootRank = source
         parts = [list(buffer.view(size, -1).unbind())] if buffer is not None and rank == source else []

@@ -1,28 +1,24 @@
 """Which samples, in which order, to whom."""
 
 from accelfn.data.loader import PreparedDataLoader, prepare_data_loader
-from accelfn.data.microbatch import (
-    MicroBatch,
-    Uneven,
-    gather_for_metrics,
-    gather_objects_for_metrics,
-    microbatches,
-    plan_microbatch,
-)
+from accelfn.data.metrics import gather_for_metrics, gather_objects_for_metrics
+from accelfn.data.microbatch import MicroBatch, Uneven, microbatches, plan_microbatch
 from accelfn.data.order import Order, read_order
 from accelfn.data.permutation import permute
 from accelfn.data.picture import draw_plan, draw_plan_svg
 from accelfn.data.place import LoaderState
-from accelfn.data.plan import EpochPlan, plan_epoch
+from accelfn.data.plan import DataRank, EpochPlan, data_rank, plan_epoch
 from accelfn.data.resume import loader_state, restore_loader, skip_first_batches
 
 __all__ = (
+    "DataRank",
     "EpochPlan",
     "LoaderState",
     "MicroBatch",
     "Order",
     "PreparedDataLoader",
     "Uneven",
+    "data_rank",
     "draw_plan",
     "draw_plan_svg",
     "gather_for_metrics",

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar, cast
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from accelfn.comm import Call, gather_bytes
 from accelfn.context import Context
+from accelfn.data.asked import AskedBatches, read_asked, sampler_of
 from accelfn.data.dispatch import SliceFunction, dispatch
-from accelfn.data.items import ItemReader
-from accelfn.data.order import read_order, refuse_sharded
 from accelfn.data.own import OwnReader
-from accelfn.data.plan import planner
 from accelfn.data.reading import Reader
-from accelfn.data.sampled import BatchedReader, SampledReader, batch_sampler_of, sampler_of
+from accelfn.data.sampled import BatchedReader, SampledReader
 from accelfn.data.stateful import check_stateful
-from accelfn.data.stream import read_stream, rows_in
+from accelfn.data.stream import read_stream
 from accelfn.errors import ConfigurationError
 
 __all__ = ("Sharding", "choose_reader")
@@ -48,7 +45,6 @@ def choose_reader(
             "slice_fn cuts the batches that rank 0 reads for all ranks, and here each rank reads its own. "
             "Use DataLoaderConfiguration(dispatch_batches=True), or leave slice_fn out."
         )
-    rank, size = ctx.rank, ctx.num_processes
     if sharding == "already_sharded":
         return OwnReader(ctx, loader, _agreed_seed(ctx, loader, "already sharded"))
     if isinstance(loader.dataset, IterableDataset):
@@ -58,27 +54,11 @@ def choose_reader(
             'sharding="by_source" is for streams. This dataset is read by its indices, of which each rank '
             'gets its own: use sharding="global".'
         )
-    batch_sampler = batch_sampler_of(loader)
-    if batch_sampler is None:
-        rows_in(ctx, None)  # refuses what makes batches only
-        order = read_order(sampler_of(loader), loader.dataset, 0)
-        order = replace(order, seed=_agreed_seed(ctx, loader, f"{order}, each a batch"))
-        return ItemReader(ctx, loader, order)
-    make_plan = planner(ctx.loading, size, bool(getattr(batch_sampler, "drop_last", False)))
-    if type(batch_sampler) is BatchSampler:
-        batch_size = int(batch_sampler.batch_size)
-        order = read_order(cast("Any", batch_sampler).sampler, loader.dataset, 0)
-        plan = make_plan(order.num_samples, 0, batch_size)
-        seed = _agreed_seed(ctx, loader, repr(plan))
-        order = read_order(cast("Any", batch_sampler).sampler, loader.dataset, seed)
-        return SampledReader(ctx, loader, order, rank, partial(make_plan, batch_size=batch_size))
-    refuse_sharded(getattr(batch_sampler, "sampler", None))
-    batch_size = getattr(batch_sampler, "batch_size", None)
-    if batch_size is not None:
-        make_plan(0, 0, batch_size)  # refuses a batch that can't be split
-    seed = _agreed_seed(ctx, loader, f"batches of {batch_size}")
-    by_sample = partial(make_plan, batch_size=int(batch_size or 1))
-    return BatchedReader(ctx, loader, seed, rank, size, by_sample)
+    asked = read_asked(ctx.loading, ctx.num_processes, loader)
+    seed = _agreed_seed(ctx, loader, asked.what)
+    if isinstance(asked, AskedBatches):
+        return BatchedReader(ctx, loader, asked, seed)
+    return SampledReader(ctx, loader, asked, seed, ctx.rank)
 
 
 def _agreed_seed(ctx: Context, loader: DataLoader[Any], what: str) -> int:

@@ -9,6 +9,8 @@ from inspect import isfunction
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar, cast
 
+from accelfn.data.plan import EpochPlan
+
 __all__ = ("Cut", "Piece", "begun_once", "cut_stream")
 
 T = TypeVar("T")
@@ -41,6 +43,28 @@ class Cut:
     def num_kept(self) -> int:
         """Samples from the start of the stream that may complete this rank's last piece."""
         return (self.rank + 1) * self.rows - 1 if self.even and not self.drop_last else 0
+
+    @property
+    def in_step(self) -> bool:
+        """All ranks have equally many pieces."""
+        return self.even or self.drop_last or self.size == 1
+
+    def plan(self, number: int, start: int = 0) -> EpochPlan:
+        """Plan a stream of ``number`` samples from ``start`` on.
+
+        Raises:
+            ValueError: ``start`` is behind its end.
+        """
+        if start > number:
+            raise ValueError(f"the pass is to go on at sample {start}, and the dataset has only {number}.")
+        return EpochPlan(
+            num_samples=number,
+            rank_batch=self.rows,
+            size=self.size,
+            even=self.even,
+            drop_last=self.drop_last,
+            start=start,
+        )
 
 
 class Piece(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, islice
@@ -17,7 +18,9 @@ from accelfn.data.plan import EpochPlan
 from accelfn.data.sampled import Keyed, batches_of
 from accelfn.tree import flatten, slice_tensors
 
-__all__ = ("Dealer", "SliceFunction", "hand_out")
+__all__ = ("Dealer", "SliceFunction", "check_slice_function", "hand_out")
+
+_SLICE_FN = "slice_fn(batch, rows, *, process_index, num_processes)"
 
 
 class SliceFunction(Protocol):
@@ -26,6 +29,26 @@ class SliceFunction(Protocol):
     def __call__(self, batch: Any, part: slice, /, *, process_index: int, num_processes: int) -> Any:
         """Give rows ``part`` of ``batch``, which are those of rank ``process_index``."""
         ...
+
+
+def check_slice_function(slice_fn: object) -> None:
+    """Refuse what can't be called as a slice function is, before it is: what it raises is its own affair.
+
+    Raises:
+        TypeError: It can't.
+    """
+    try:
+        inspect.signature(cast("SliceFunction", slice_fn)).bind(
+            None, slice(0, 1), process_index=0, num_processes=1
+        )
+    except ValueError:  # of a function that isn't written in Python nobody may know
+        return
+    except TypeError as error:
+        found = getattr(slice_fn, "__qualname__", type(slice_fn).__name__)
+        raise TypeError(
+            f"slice_fn is called as {_SLICE_FN}, where rows is a slice, and gives these rows of the batch. "
+            f"Got {found}, which can't be called so: {error}."
+        ) from error
 
 
 class Dealer:
@@ -62,10 +85,13 @@ class Dealer:
         ends = list(accumulate(rows))
         slices = [slice(end - number, end) for number, end in zip(rows, ends, strict=True)]
         if self._slice_fn is not None:
-            return [
+            parts = [
                 self._slice_fn(batch, part, process_index=rank, num_processes=self._size)
                 for rank, part in enumerate(slices)
             ]
+            if any(part is None for part in parts):
+                raise TypeError(f"{_SLICE_FN} must return these rows of the batch, and it returned None.")
+            return parts
         if self._size == 1:
             return [batch]
         _check_rows(batch, ends[-1])

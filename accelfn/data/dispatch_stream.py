@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from dataclasses import replace
 from typing import Any, Generic, TypeVar, cast
 
 from torch.utils.data import DataLoader
@@ -11,13 +11,12 @@ from torch.utils.data import DataLoader
 from accelfn.context import Context
 from accelfn.data.cut import Cut
 from accelfn.data.deal import Dealer, SliceFunction, hand_out
-from accelfn.data.items import share_of_item
 from accelfn.data.parts import Parts
-from accelfn.data.plan import EpochPlan
+from accelfn.data.plan import EpochPlan, rows_in
 from accelfn.data.reading import Own, Pass, Remembering, Share, rows_of, share_of
 from accelfn.data.sources import count_shards
 from accelfn.data.states import State
-from accelfn.data.stream import Seen, StreamReader, length_of, rows_in, setting_of
+from accelfn.data.stream import Seen, StreamReader, length_of, pass_of, setting_of
 
 __all__ = ("CollateParts", "StreamDispatch", "dispatch_stream")
 
@@ -40,39 +39,41 @@ def dispatch_stream(
     Raises:
         ConfigurationError: The dataset was split already, or the batch can't be split.
     """
-    rows = rows_in(ctx, source.batch_size)
+    size = ctx.num_processes
+    rows = rows_in(ctx.loading, size, source.batch_size)
     count_shards(source.dataset)  # refuses what was split between ranks already
-    length = None if source.num_workers > 1 else length_of(source.dataset)  # workers may cut theirs short
+    length = length_of(source.dataset, source.num_workers)
     last = ", the last one dropped" if source.drop_last else ""
     seed = agree(f"a stream of {length} samples, dispatched by rank 0: batches of {source.batch_size}{last}")
-    return StreamDispatch(ctx, source, rows, seed, slice_fn)
+    even = ctx.loading.even_batches and size > 1  # alone, there is nobody to keep in step with
+    cut = Cut(rows=rows, rank=ctx.rank, size=size, even=even, drop_last=source.drop_last)
+    return StreamDispatch(ctx, source, cut, seed, slice_fn)
 
 
 class StreamDispatch(Remembering, Generic[T]):
     """Rank 0 reads the stream in groups, and each rank receives its part of each."""
 
     def __init__(
-        self, ctx: Context, source: DataLoader[T], rows: int, seed: int, slice_fn: SliceFunction | None
+        self, ctx: Context, source: DataLoader[T], cut: Cut, seed: int, slice_fn: SliceFunction | None
     ) -> None:
-        """Read ``source``, ``rows`` samples a rank and group."""
+        """Read ``source``; ``cut`` says what each rank gets of it."""
         self.seed = seed
         self._ctx = ctx
         self._source = source
-        self._rows = rows
+        self._cut = cut
         self._is_whole = source.batch_size is None
-        self._even = ctx.loading.even_batches and ctx.num_processes > 1
         self._dealer = Dealer(ctx, slice_fn)
         self.length: int | None = self._length()
-        self.batch_size: int | None = None if self._is_whole else rows * ctx.num_processes
-        self.setting = setting_of(ctx, source, rows * ctx.num_processes, False)
+        self.batch_size: int | None = None if self._is_whole else cut.group
+        self.setting = setting_of(ctx, source, cut.group, False)
         self._reader: StreamReader[Any] | None = None
         if ctx.is_main_process:
             # To the reader, a group is one batch of a world of one.
-            cut = Cut(rows=rows * ctx.num_processes, even=self._even, drop_last=source.drop_last)
+            whole = replace(cut, rows=cut.group, rank=0, size=1)
             collate: Any = cast("Any", source).collate_fn
             if not self._dealer.cuts:
-                collate = CollateParts(collate, rows, self._is_whole)
-            self._reader = StreamReader(ctx, source, source.dataset, cut, False, seed, collate=collate)
+                collate = CollateParts(collate, cut.rows, self._is_whole)
+            self._reader = StreamReader(ctx, source, source.dataset, whole, False, seed, collate=collate)
 
     def plan(self, start: int) -> EpochPlan | None:
         """Plan the samples from ``start`` on, where the stream has a length.
@@ -81,11 +82,7 @@ class StreamDispatch(Remembering, Generic[T]):
             ValueError: ``start`` is behind its end.
         """
         number = self._length()
-        if number is None:
-            return None
-        if start > number:
-            raise ValueError(f"the pass is to go on at sample {start}, and the dataset has only {number}.")
-        return self._plan_of(number, start)
+        return None if number is None else self._cut.plan(number, start)
 
     def count(self, start: int) -> int | None:
         """Count this rank's batches from ``start`` on, where the stream has a length."""
@@ -104,13 +101,7 @@ class StreamDispatch(Remembering, Generic[T]):
             self._reader.recall(own, at)
             groups = self._reader.begin(epoch, start).batches
         way = Parts(self._ctx, f"epoch {epoch} from sample {start}")
-        in_step = self._even or self._source.drop_last or self._ctx.num_processes == 1
-        batches = self._read(way, groups, plan, in_step, seen)
-        if plan is None:
-            return Pass(None, batches, in_step=in_step, share_at=seen.share_at)
-        counts = tuple(plan.num_batches(rank) for rank in range(plan.size))
-        share_at = partial(self._share_at, plan)
-        return Pass(counts, batches, in_step=in_step, share_at=share_at)
+        return pass_of(self._read(way, groups, plan, seen), self._cut, plan, self._is_whole, seen)
 
     def can_recall(self, stream: State) -> bool:
         """Whether the state of a stream is of this kind of loader; rank 0 alone has one."""
@@ -125,16 +116,8 @@ class StreamDispatch(Remembering, Generic[T]):
         if self._reader is not None:
             self._reader.finish()
 
-    def _share_at(self, plan: EpochPlan, step: int) -> Share:
-        return share_of_item(plan, step) if self._is_whole else share_of(plan, step, self._ctx.rank)
-
     def _read(
-        self,
-        way: Parts,
-        groups: Iterator[tuple[Any, Share]] | None,
-        plan: EpochPlan | None,
-        in_step: bool,
-        seen: Seen,
+        self, way: Parts, groups: Iterator[tuple[Any, Share]] | None, plan: EpochPlan | None, seen: Seen
     ) -> Iterator[tuple[T, Share]]:
         rank = self._ctx.rank
         steps = None if groups is None else self._steps(groups, plan, seen)
@@ -144,10 +127,7 @@ class StreamDispatch(Remembering, Generic[T]):
             if received is None:
                 return
             facts: tuple[Any, ...] | None = received.facts
-            if facts is not None:
-                share = self._share(facts, in_step)
-            else:
-                share = share_of(cast("EpochPlan", plan), step, rank)
+            share = share_of(cast("EpochPlan", plan), step, rank) if facts is None else self._share(facts)
             if received.parts:
                 seen.share = share = share._replace(stream=seen.stream)
                 yield received.parts[0], share
@@ -165,7 +145,7 @@ class StreamDispatch(Remembering, Generic[T]):
             rows, valid = share.num_rows or 0, share.num_valid or 0
             seen.stream = share.stream
             if self._dealer.cuts:
-                whole = self._plan_of(rows, 0)
+                whole = self._cut.plan(rows)
                 parts = self._dealer.cut(content, [whole.num_rows(0, rank) for rank in range(whole.size)])
             else:
                 parts = cast("list[Any]", content)
@@ -178,10 +158,10 @@ class StreamDispatch(Remembering, Generic[T]):
             else:
                 yield parts, None if plan is not None else (valid, None, share.is_last, share.consumed)
 
-    def _share(self, facts: tuple[Any, ...], in_step: bool) -> Share:
+    def _share(self, facts: tuple[Any, ...]) -> Share:
         """Describe this rank's batch by what rank 0 told."""
         valid, rows, is_last, consumed = facts
-        rank = self._ctx.rank
+        rank, in_step = self._ctx.rank, self._cut.in_step
         if rows is not None and not in_step:
             # A rank without a part of the last group may repeat its batch: what it knew of others is over.
             own_rows = rows[rank] if rank < len(rows) else None
@@ -189,23 +169,13 @@ class StreamDispatch(Remembering, Generic[T]):
             return Share(num_rows=own_rows, own_valid=own_valid, is_last=is_last, consumed=consumed)
         if rows is not None:
             return _share_of_items(rows, valid, rank)._replace(is_last=is_last, consumed=consumed)
-        share = share_of(self._plan_of(valid, 0), 0, rank)
+        share = share_of(self._cut.plan(valid), 0, rank)
         # Ranks that have no part of the last group go on with what they know of the one before.
         num_valid = share.num_valid if in_step else None
         return share._replace(num_valid=num_valid, is_last=is_last, consumed=consumed)
 
-    def _plan_of(self, number: int, start: int) -> EpochPlan:
-        return EpochPlan(
-            num_samples=number,
-            rank_batch=self._rows,
-            size=self._ctx.num_processes,
-            even=self._even,
-            drop_last=self._source.drop_last,
-            start=start,
-        )
-
     def _length(self) -> int | None:
-        return None if self._source.num_workers > 1 else length_of(self._source.dataset)
+        return length_of(self._source.dataset, self._source.num_workers)
 
 
 def _share_of_items(rows: Sequence[int | None], valid: int, rank: int) -> Share:

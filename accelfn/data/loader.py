@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import asdict
 from typing import Any, Generic, TypeVar, cast, overload
 
@@ -16,11 +16,12 @@ from accelfn.data.choose import Sharding, choose_reader
 from accelfn.data.deal import SliceFunction
 from accelfn.data.iterables import loader_over
 from accelfn.data.place import LoaderState, check_state, read_state
+from accelfn.data.placement import placer
 from accelfn.data.plan import EpochPlan
 from accelfn.data.reading import Evening, Own, Pass, Reader, Remembering, Share
 from accelfn.data.states import rewound
+from accelfn.data.workers import naming_dead_workers
 from accelfn.errors import ConfigurationError
-from accelfn.tree import send_to_device
 
 __all__ = ("PreparedDataLoader", "prepare_data_loader", "tell_epoch")
 
@@ -33,9 +34,9 @@ class _Place:
     def __init__(self) -> None:
         self.epoch = 0  # of the next pass, or the one under way
         self.start = 0  # sample at which the next pass begins
-        self.consumed = 0  # samples of the epoch that all ranks have read
+        self.latest = Share()  # of the batch handed out last: how far all ranks have read
         self.is_amid = False  # whether a pass is under way, or was left
-        self.own = Own()  # states of the user's own: of the pass, or of the one that is to begin
+        self.own = Own()  # states of the user's own: as the pass began, or of the one that is to begin
         self.is_recalled = False  # whether they were restored, and no pass has begun since
 
 
@@ -66,7 +67,7 @@ class PreparedDataLoader(Generic[T]):
     @property
     def consumed(self) -> int:
         """Samples of the epoch that all ranks have read, the batch handed out last included."""
-        return self._place.consumed
+        return self._place.latest.consumed
 
     @property
     def start(self) -> int:
@@ -142,7 +143,7 @@ class PreparedDataLoader(Generic[T]):
             raise ValueError(f"set_epoch: epochs count from 0, got {epoch}.")
         place = self._place
         place.epoch = epoch
-        place.start = place.consumed = 0
+        place.start, place.latest = 0, Share()
         place.is_amid = False
         if place.is_recalled:
             place.own = Own(place.own.sampler, rewound(place.own.stream))
@@ -159,7 +160,7 @@ class PreparedDataLoader(Generic[T]):
         """
         self.set_epoch(epoch)
         place = self._place
-        place.start = place.consumed = start
+        place.start, place.latest = start, Share(consumed=start)
         place.own, place.is_recalled = own or Own(), own is not None
         if seed is not None:
             self._reader.seed = seed
@@ -170,7 +171,7 @@ class PreparedDataLoader(Generic[T]):
         own = place.own if place.is_amid or place.is_recalled else self._remembering().rest()
         return LoaderState(
             epoch=place.epoch,
-            consumed=place.consumed,
+            consumed=place.latest.consumed,
             seed=reader.seed,
             length=reader.length,
             num_workers=setting.num_workers,
@@ -178,7 +179,7 @@ class PreparedDataLoader(Generic[T]):
             num_processes=setting.num_processes,
             rank=setting.rank,
             sampler=own.sampler,
-            stream=own.stream,
+            stream=place.latest.stream or own.stream,
         )
 
     def go_to(self, state: LoaderState) -> None:
@@ -216,20 +217,17 @@ class PreparedDataLoader(Generic[T]):
         self._synchronize()
         place = self._place
         start, place.start = place.start, 0
-        place.consumed = start
+        place.latest = Share(consumed=start)
         recalled, place.is_recalled = place.own if place.is_recalled else Own(), False
         self._remembering().recall(recalled, start)
-        with failing_together(self._ctx, "a data loader"):
+        with failing_together(self._ctx, "a data loader"), naming_dead_workers(self._ctx.rank):
             begun = self._reader.begin(place.epoch, start)
         place.own, place.is_amid = Own(begun.sampler, recalled.stream), True
         return begun._replace(batches=self._placed(begun.batches))
 
     def note(self, share: Share) -> None:
         """Take down how far the pass has come."""
-        place = self._place
-        place.consumed = share.consumed
-        if share.stream is not None:
-            place.own = Own(place.own.sampler, share.stream)
+        self._place.latest = share
 
     def finish(self) -> None:
         """End a pass: the next one is the next epoch."""
@@ -246,23 +244,19 @@ class PreparedDataLoader(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         place = self._place
         for batch, share in self.begin().batches:
-            place.consumed = share.consumed  # as note does, whose call would cost more
-            if share.stream is not None:
-                place.own = Own(place.own.sampler, share.stream)
+            place.latest = share  # as note does, whose call would cost more
             yield batch
         self.finish()
 
     def _placed(self, batches: Iterator[tuple[T, Share]]) -> Iterator[tuple[T, Share]]:
         """Bring batches to the rank's device; what a source raises is every rank's."""
-        device = self._ctx.device if self._ctx.device_placement else None
-        non_blocking = self._ctx.loading.non_blocking
+        place: Callable[[T], T] | None = None
+        if self._ctx.device_placement:
+            place = placer(self._ctx.device, self._ctx.loading.non_blocking)
         # Once around all: what the loop over the batches raises doesn't come in here, where they are made.
-        with failing_together(self._ctx, "a data loader"):
+        with failing_together(self._ctx, "a data loader"), naming_dead_workers(self._ctx.rank):
             for batch, share in batches:
-                if device is None or _is_at(device, batch):
-                    yield batch, share
-                else:
-                    yield send_to_device(batch, device, non_blocking=non_blocking), share
+                yield batch if place is None else place(batch), share
 
     def _remembering(self) -> Remembering:
         return cast("Remembering", self._reader)
@@ -280,23 +274,6 @@ class PreparedDataLoader(Generic[T]):
         if name == "total_batch_size":
             raise AttributeError("total_batch_size: the loader has no batch size of its own.")
         return getattr(self._original, name)
-
-
-def _is_at(device: torch.device, batch: Any) -> bool:
-    """Whether there is nothing to move in a batch of the commonest kinds; of any other, False."""
-    kind = type(batch)  # pyright: ignore[reportUnknownVariableType]
-    if kind is torch.Tensor:
-        return batch.device == device
-    if kind is list or kind is tuple:
-        leaves = batch
-    elif kind is dict:
-        leaves = batch.values()
-    else:
-        return False
-    for leaf in leaves:  # noqa: SIM110 (a generator would cost more than the loop)
-        if type(leaf) is not torch.Tensor or leaf.device != device:
-            return False
-    return True
 
 
 def tell_epoch(source: DataLoader[Any], epoch: int) -> None:
@@ -367,7 +344,8 @@ def prepare_data_loader(
             with another context, the batch can't be split, each rank is to have shards of its own and there
             are too few, or a ``slice_fn`` has nothing to cut.
         MismatchError: The ranks have loaders of different length, batch size or options.
-        TypeError: ``loader`` can't be iterated over, or only once, or its samples have no number.
+        TypeError: ``loader`` can't be iterated over, or only once, its samples have no number, or
+            ``slice_fn`` has another signature.
         MissingExtraError: ``use_stateful_dataloader`` is asked for, and torchdata isn't installed.
 
     >>> import torch

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
-import torch
-
-from accelfn.comm import Call, check, gather, gather_bytes, gather_object
+from accelfn.comm import Call, check, gather_bytes
 from accelfn.context import Context
 from accelfn.context.config import GuardMode
 from accelfn.data.loader import PreparedDataLoader
-from accelfn.data.reading import Pass, Share, rows_of
+from accelfn.data.reading import EVENED, Pass, Share, rows_of
 from accelfn.errors import ConfigurationError, Disagreement, UnevenDataError
-from accelfn.tree import flatten
 
 __all__ = (
     "MicroBatch",
     "Uneven",
-    "gather_for_metrics",
-    "gather_objects_for_metrics",
     "microbatches",
     "plan_microbatch",
 )
@@ -30,12 +23,10 @@ __all__ = (
 T = TypeVar("T")
 Uneven = Literal["error", "stop_first", "pad", "join"]
 
-_ROWS = struct.Struct("<QQ")
 _UNKNOWN = Share()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MicroBatch:
+class MicroBatch(NamedTuple):
     """Where one batch stands in its epoch and in its accumulation window.
 
     Attributes:
@@ -54,9 +45,11 @@ class MicroBatch:
         valid_by_rank: Rows of each rank that are no padding, where their batches have different lengths; each
             rank's first ones.
         own_valid: Rows of this rank that are no padding: its first ones; None for all.
+        consumed: Samples of the epoch that all ranks have read when this batch is done, those before a
+            resumption too; None when the loader doesn't say.
     """
 
-    index: int
+    index: int  # pyright: ignore[reportIncompatibleMethodOverride] -- of tuples; nobody looks a value up here
     epoch: int
     place: int
     window: int
@@ -67,6 +60,7 @@ class MicroBatch:
     num_valid: int | None = None
     valid_by_rank: tuple[int, ...] | None = None
     own_valid: int | None = None
+    consumed: int | None = None
 
 
 def plan_microbatch(
@@ -102,20 +96,8 @@ def _place_of(
 def _described(
     index: int, epoch: int, place: int, window: int, is_last: bool | None, share: Share
 ) -> MicroBatch:
-    # Made at once: a frozen record that is made and then changed takes its time twice, for each batch.
-    return MicroBatch(
-        index=index,
-        epoch=epoch,
-        place=place,
-        window=window,
-        sync=place == window - 1,
-        is_last=is_last,
-        num_rows=share.num_rows,
-        max_rows=share.max_rows,
-        num_valid=share.num_valid,
-        valid_by_rank=share.valid_by_rank,
-        own_valid=share.own_valid,
-    )
+    known = (index, epoch, place, window, place == window - 1, is_last)
+    return MicroBatch(*known, *share[:5], share.consumed or None)
 
 
 def microbatches(
@@ -146,6 +128,7 @@ def microbatches(
         ConfigurationError: Windows are to go on into the next epoch, and the data has no length.
         ValueError: With ``"pad"``, a rank has no batch at all that it could repeat; on every rank.
 
+    >>> import torch
     >>> loader = [torch.zeros(2), torch.zeros(2), torch.zeros(1)]
     >>> ctx = Context().replace(gradient_accumulation_steps=2)
     >>> [(len(batch), micro.window, micro.sync) for batch, micro in microbatches(ctx, loader)]
@@ -200,18 +183,23 @@ def _counted(
 ) -> Iterator[tuple[T, Share, MicroBatch]]:
     """Go through batches whose number is known on every rank."""
     if min(counts) != max(counts) and uneven == "error":
-        raise _uneven(counts)
+        raise _uneven(counts, begun.evened_by)
     if uneven == "pad":
-        _check_repeatable(counts)
+        _check_repeatable(counts, begun.evened_by)
     num_batches = max(counts) if uneven == "pad" else min(counts)
     batches = begun.batches
     if uneven == "pad" and min(counts) < num_batches:
         batches = _lengthened(batches, num_batches, begun.share_at)
     steps, ends_window = ctx.accumulation.num_steps, ctx.accumulation.sync_with_dataloader
+    # What MicroBatch(...) calls, at a third of its cost, which each batch pays.
+    make = cast("Callable[..., MicroBatch]", cast("Any", tuple).__new__)
+    place, window, last = 0, 1, num_batches - 1
     # Where the data has fewer than its length has promised, all find it out when the pass ends.
     for index, (batch, share) in enumerate(islice(batches, num_batches)):
-        place, window = _place_of(index, epoch, num_batches, steps, ends_window)
-        yield batch, share, _described(index, epoch, place, window, index == num_batches - 1, share)
+        if steps > 1:
+            place, window = _place_of(index, epoch, num_batches, steps, ends_window)
+        known = (index, epoch, place, window, place == window - 1, index == last)
+        yield batch, share, make(MicroBatch, (*known, *share[:5], share.consumed or None))
 
 
 def _joined(ctx: Context, begun: Pass[T], epoch: int) -> Iterator[tuple[T, Share, MicroBatch]]:
@@ -261,9 +249,9 @@ def _in_windows(
             blobs = gather_bytes(ctx, Call("microbatches", "a window"), str(number).encode())
             numbers = [int(blob) for blob in blobs]
             if min(numbers) != max(numbers) and uneven == "error":
-                raise _uneven([index + one for one in numbers])
+                raise _uneven([index + one for one in numbers], begun.evened_by)
             if uneven == "pad" and index == 0:
-                _check_repeatable(numbers)
+                _check_repeatable(numbers, begun.evened_by)
             number = max(numbers) if uneven == "pad" else min(numbers)
             held = list(_lengthened(iter(held), number, begun.share_at, latest))[:number]
         for place, (batch, share) in enumerate(held):
@@ -300,117 +288,35 @@ def _lengthened(
         yield batch, planned._replace(num_rows=share.num_rows, own_valid=0)
 
 
-def _check_repeatable(counts: Sequence[int]) -> None:
+def _check_repeatable(counts: Sequence[int], evened_by: Sequence[str]) -> None:
     """Refuse on every rank what a rank without any batch can't do: repeat its latest one."""
     if min(counts) == 0 < max(counts):
         raise ValueError(
             'microbatches: uneven="pad" repeats the latest batch of a rank that has no more, and a rank has '
-            f"none at all: the numbers of batches are {', '.join(map(str, counts))} by rank. Give each rank "
-            'some data, or use "stop_first".'
+            f"none at all: the numbers of batches are {', '.join(map(str, counts))} by rank. "
+            + _ways_out(counts, evened_by)
         )
+
+
+def _ways_out(counts: Sequence[int], evened_by: Sequence[str]) -> str:
+    """Name what would help ranks with so many batches, and leave something to read."""
+    if min(counts) == 0:  # to stop with the first rank, or to drop the last step, would be to read nothing
+        ways = [way for way in evened_by if way in EVENED]
+        return f"Give each rank some data{''.join(f', or use {way}' for way in ways)}."
+    ways = [*evened_by, 'uneven="stop_first"']
+    use = f'{", ".join(ways)} or uneven="pad".'
+    return f"Use {use}" if evened_by else f"Give each rank equally many batches, or use {use}"
 
 
 def _batches(count: int) -> str:
     return f"{count} batch{'' if count == 1 else 'es'}"
 
 
-def _uneven(counts: Sequence[int]) -> UnevenDataError:
+def _uneven(counts: Sequence[int], evened_by: Sequence[str]) -> UnevenDataError:
     expected = max(counts, key=counts.count)  # of equally common ones that of the lowest rank
     rows = [
         Disagreement(rank, "", _batches(expected), _batches(count))
         for rank, count in enumerate(counts)
         if count != expected
     ]
-    return UnevenDataError(
-        "microbatches",
-        rows,
-        'Use even_batches=True, drop_last=True, or uneven="stop_first".',
-        counts=counts,
-    )
-
-
-def gather_for_metrics(ctx: Context, tree: T, micro: MicroBatch) -> T:
-    """Bring what was computed from one batch together over all ranks, without the rows that are padding.
-
-    Over an epoch the results are exactly one row for each sample, in the order of the epoch.
-
-    Ranks: every rank of ``ctx``.
-
-    Args:
-        ctx: The world.
-        tree: Tensors with one row for each row of the batch; 0-d tensors and tensors with another number of
-            rows are gathered and never cut. Or a list of Python objects, one for each row.
-        micro: Of the batch that ``tree`` was computed from.
-
-    Returns:
-        The same tree on every rank.
-
-    Raises:
-        TypeError: Tensors and other leaves are mixed.
-        MismatchError: The trees differ between ranks.
-    """
-    leaves, structure = flatten(tree)
-    tensors = [isinstance(leaf, torch.Tensor) for leaf in leaves]
-    if not any(tensors) and isinstance(tree, list):
-        return cast("T", gather_objects_for_metrics(ctx, tree, micro))
-    per_row = [
-        tensor and leaf.dim() > 0 and leaf.shape[0] == micro.num_rows
-        for tensor, leaf in zip(tensors, leaves, strict=True)
-    ]
-    if micro.num_rows is None or not any(per_row):
-        return gather(ctx, tree)
-    valid, most = _valid_rows(ctx, micro, micro.num_rows)
-    if micro.num_rows != most:  # other ranks have more rows than this one, or this one repeats a longer batch
-        leaves = [_fit(leaf, most) if rows else leaf for leaf, rows in zip(leaves, per_row, strict=True)]
-    gathered, _ = flatten(gather(ctx, structure.unflatten(leaves)))
-    cut = [_cut(leaf, valid, most) if rows else leaf for leaf, rows in zip(gathered, per_row, strict=True)]
-    return cast("T", structure.unflatten(cut))
-
-
-def _valid_rows(ctx: Context, micro: MicroBatch, rows: int) -> tuple[int | Sequence[int], int]:
-    """Say how many rows count (of all ranks together, or of each), and how many the longest batch has."""
-    if micro.valid_by_rank is not None and micro.max_rows is not None:
-        return micro.valid_by_rank, micro.max_rows
-    if micro.num_valid is not None and micro.max_rows is not None:
-        return micro.num_valid, micro.max_rows
-    own = rows if micro.own_valid is None else micro.own_valid
-    if ctx.num_processes == 1:
-        return own, rows
-    # Nobody has planned these batches, so the ranks ask each other.
-    blobs = gather_bytes(ctx, Call("gather_for_metrics"), _ROWS.pack(own, rows))
-    pairs = [_ROWS.unpack(blob) for blob in blobs]
-    return [valid for valid, _ in pairs], max(number for _, number in pairs)
-
-
-def _cut(gathered: torch.Tensor, valid: int | Sequence[int], most: int) -> torch.Tensor:
-    if isinstance(valid, int):
-        return gathered[:valid]
-    if all(number == most for number in valid):
-        return gathered
-    return torch.cat([gathered[most * rank :][:number] for rank, number in enumerate(valid)])
-
-
-def gather_objects_for_metrics(ctx: Context, obj: Any, micro: MicroBatch | None) -> list[Any]:
-    """Bring Python objects of all ranks together; of a list with one for each row, without those of padding.
-
-    Ranks: every rank of ``ctx``.
-
-    Args:
-        ctx: The world.
-        obj: A list is joined with those of the other ranks; anything else is one item.
-        micro: Of the batch that the objects were computed from; None keeps all.
-
-    Returns:
-        One list, the same on every rank.
-    """
-    if micro is None or not isinstance(obj, list):
-        return gather_object(ctx, obj)
-    own = cast("list[Any]", obj)
-    # Of a batch that is padding from end to end nothing counts, even where nobody can say what its rows are.
-    per_row = len(own) == micro.num_rows or (micro.num_rows is None and micro.own_valid == 0)
-    return gather_object(ctx, own[: micro.own_valid] if per_row else own)
-
-
-def _fit(rows: torch.Tensor, number: int) -> torch.Tensor:
-    missing = number - len(rows)
-    return rows[:number] if missing <= 0 else torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])])
+    return UnevenDataError("microbatches", rows, _ways_out(counts, evened_by), counts=counts)

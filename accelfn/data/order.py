@@ -158,7 +158,7 @@ def draw_together(
         ctx: The world.
         sampler: Of samples or of batches; told the epoch, if it has ``set_epoch``, and so are those in it.
         epoch: From 0.
-        begin: Begins the pass over what was drawn.
+        begin: Begins the pass over what was drawn, or refuses it, as it does on every rank then.
         state: To bring the sampler to before.
 
     Returns:
@@ -168,10 +168,13 @@ def draw_together(
         drawn = Drawn(*broadcast_object_list(ctx.tagged("a sampler"), []))
         return drawn, begin(drawn.items)
     items, before = draw_here(sampler, epoch, state)
-    begun = begin(items)
-    # As a loader begins a pass it draws from its generator, which may be the sampler's too.
-    drawn = Drawn(items, before, sampler_state(sampler))
-    return Drawn(*broadcast_object_list(ctx.tagged("a sampler"), list[Any](drawn))), begun
+    try:
+        begun = begin(items)
+    finally:  # all learn of items that are refused
+        # As a loader begins a pass it draws from its generator, which may be the sampler's too.
+        drawn = Drawn(items, before, sampler_state(sampler))
+        drawn = Drawn(*broadcast_object_list(ctx.tagged("a sampler"), list[Any](drawn)))
+    return drawn, begun
 
 
 def draw_here(sampler: Any, epoch: int, state: State | None = None) -> tuple[list[Any], State | None]:

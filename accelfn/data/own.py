@@ -9,9 +9,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accelfn.comm import Call, gather_bytes
 from accelfn.context import Context
+from accelfn.data.asked import batch_sampler_of
 from accelfn.data.cut import begun_once
 from accelfn.data.reading import Own, Pass, Remembering, Setting, Share, rows_of
-from accelfn.data.sampled import batch_sampler_of, twin_of
+from accelfn.data.sampled import twin_of
 from accelfn.data.stateful import is_stateful, num_workers_of, remake_stateful
 from accelfn.data.states import Follower, State, restore_sampler, sampler_state
 

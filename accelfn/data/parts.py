@@ -249,19 +249,17 @@ class Parts:
         return facts
 
     def _scatter(self, leaves: list[list[Any]], size: int, on_device: bool) -> None:
-        """Send the parts of the others; what comes back to rank 0 has no content."""
+        """Send the parts of the others; rank 0's own has no content, and comes back to where it is."""
         ctx = self._ctx
         number = ctx.num_processes
         buffer = self._buffers.get(on_device)
-        if buffer is None or buffer.numel() != (number + 1) * size:
+        if buffer is None or buffer.numel() != number * size:
             # Kept for the next step, since fresh memory of that size has to be brought in page by page.
-            buffer = torch.empty(
-                (number + 1) * size, dtype=torch.uint8, device=ctx.device if on_device else "cpu"
-            )
+            buffer = torch.empty(number * size, dtype=torch.uint8, device=ctx.device if on_device else "cpu")
             self._buffers[on_device] = buffer
         for rank in range(1, len(leaves)):
             _fill(buffer[rank * size :], self._places[rank], leaves[rank], on_device)
-        ctx.collectives.scatter(buffer[number * size :], buffer[: number * size], 0)
+        ctx.collectives.scatter(buffer[:size], buffer, 0)
 
 
 def _common_form(parts: Sequence[Any]) -> tuple[_Form, list[list[Any]]]:

@@ -18,7 +18,7 @@ _CHAR, _ROW, _EDGE, _BETWEEN = 8, 30, 10, 4
 _NEW, _PADDING, _INK, _GREY, _GROUND = "#cfe3f7", "#f3c9a5", "#111111", "#666666", "#ffffff"
 
 
-def draw_plan(plan: EpochPlan, *, max_steps: int = 12, max_ranks: int = 16) -> str:
+def draw_plan(plan: EpochPlan, *, sharing: int = 1, max_steps: int = 12, max_ranks: int = 16) -> str:
     """Draw a plan as a table of text. Pure.
 
     A cell holds the positions that a rank reads in a step. Positions in brackets are padding: they have been
@@ -26,6 +26,7 @@ def draw_plan(plan: EpochPlan, *, max_steps: int = 12, max_ranks: int = 16) -> s
 
     Args:
         plan: From :func:`plan_epoch`.
+        sharing: Ranks of the world that share each batch, and so are one rank of the plan.
         max_steps: Steps that are shown; of more, the first ones and the last.
         max_ranks: The same of ranks.
 
@@ -43,7 +44,7 @@ def draw_plan(plan: EpochPlan, *, max_steps: int = 12, max_ranks: int = 16) -> s
     """
     rows = [
         [name, *(" ".join(_cell(read, padding)) for read, padding in cells)]
-        for name, cells in _table(plan, max_steps, max_ranks)
+        for name, cells in _table(plan, sharing, max_steps, max_ranks)
     ]
     rows.insert(0, ["", *_steps(plan, max_steps)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -53,11 +54,12 @@ def draw_plan(plan: EpochPlan, *, max_steps: int = 12, max_ranks: int = 16) -> s
     return "\n".join([*lines, *_notes(plan)])
 
 
-def draw_plan_svg(plan: EpochPlan, *, max_steps: int = 12, max_ranks: int = 16) -> str:
+def draw_plan_svg(plan: EpochPlan, *, sharing: int = 1, max_steps: int = 12, max_ranks: int = 16) -> str:
     """Draw what :func:`draw_plan` does as an SVG image. Pure.
 
     Args:
         plan: From :func:`plan_epoch`.
+        sharing: Ranks of the world that share each batch, and so are one rank of the plan.
         max_steps: Steps that are shown; of more, the first ones and the last.
         max_ranks: The same of ranks.
 
@@ -71,7 +73,7 @@ def draw_plan_svg(plan: EpochPlan, *, max_steps: int = 12, max_ranks: int = 16) 
     >>> draw_plan_svg(plan_epoch(11, 2, 2)).count("<rect")  # the ground, six batches, and one of padding
     8
     """
-    table = _table(plan, max_steps, max_ranks)
+    table = _table(plan, sharing, max_steps, max_ranks)
     heads = _steps(plan, max_steps)
     columns = [[cells[number] for _, cells in table] for number in range(len(heads))]
     names = max((len(name) for name, _ in table), default=0)
@@ -104,7 +106,7 @@ def draw_plan_svg(plan: EpochPlan, *, max_steps: int = 12, max_ranks: int = 16) 
 _Cell = tuple[Sequence[int] | None, Sequence[int]]
 
 
-def _table(plan: EpochPlan, max_steps: int, max_ranks: int) -> list[tuple[str, list[_Cell]]]:
+def _table(plan: EpochPlan, sharing: int, max_steps: int, max_ranks: int) -> list[tuple[str, list[_Cell]]]:
     if max_steps < 2 or max_ranks < 2:
         raise ValueError(
             f"a picture shows at least 2 steps and 2 ranks: got max_steps={max_steps}, max_ranks={max_ranks}."
@@ -117,7 +119,8 @@ def _table(plan: EpochPlan, max_steps: int, max_ranks: int) -> list[tuple[str, l
             rows.append((_GAP, [(None, ())] * len(steps) or empty))
         else:
             cells = [(None, ()) if step is None else _read(plan, step, rank) for step in steps]
-            rows.append((f"rank {rank}", cells or empty))
+            name = f"rank {rank}" if sharing == 1 else f"ranks {rank * sharing}..{(rank + 1) * sharing - 1}"
+            rows.append((name, cells or empty))
     return rows
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
-from accelfn.context.config import DataLoaderConfiguration
+from accelfn.context.config import DataLoaderConfiguration, ParallelismConfig
 from accelfn.errors import ConfigurationError
 
-__all__ = ("EpochPlan", "Planner", "plan_epoch", "planner")
+__all__ = ("DataRank", "EpochPlan", "Planner", "data_rank", "plan_epoch", "planner", "rows_in")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +20,7 @@ class EpochPlan:
     Positions count along the order of the epoch; which sample stands at a position is another matter. Step
     ``k`` of the world covers ``global_batch`` consecutive positions, and rank ``r`` reads the ``r``-th of
     ``size`` equal pieces. Ranks that share a batch, such as those of one tensor-parallel group, are one rank
-    here.
+    here (:func:`data_rank`).
 
     Attributes:
         num_samples: Length of the order.
@@ -61,6 +61,11 @@ class EpochPlan:
             return full
         return full + 1 if self.even or rest > rank * self.rank_batch else full
 
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Batches of each rank."""
+        return tuple(self.num_batches(rank) for rank in range(self.size))
+
     def positions(self, step: int, rank: int) -> list[int]:
         """Give the positions that ``rank`` reads in ``step``, in order."""
         first = self.start + step * self.global_batch + rank * self.rank_batch
@@ -100,6 +105,10 @@ class EpochPlan:
     def continued(self, start: int) -> EpochPlan:
         """Give the plan of the rest of the epoch, from position ``start`` on."""
         return replace(self, start=start)
+
+    def evened(self, even: bool) -> EpochPlan:
+        """Give the plan that fills the last step up, or leaves it short."""
+        return replace(self, even=even and self.size > 1)  # alone, there is nobody to keep in step with
 
 
 def plan_epoch(
@@ -154,6 +163,45 @@ def plan_epoch(
     )
 
 
+class DataRank(NamedTuple):
+    """Which part of the data a rank reads.
+
+    Attributes:
+        rank: Number of the group of ranks that share each batch; the ``rank`` of an :class:`EpochPlan`.
+        size: Number of groups; its ``size``.
+        sharing: Ranks in a group.
+    """
+
+    rank: int
+    size: int
+    sharing: int
+
+
+def data_rank(parallelism: ParallelismConfig, rank: int) -> DataRank:
+    """Say which part of the data ``rank`` reads in a mesh. Pure.
+
+    Ranks that differ only along the axes of tensor, context or sequence parallelism work on one batch
+    together, so they read the same.
+
+    Args:
+        parallelism: Sizes of the axes, of which these are innermost.
+        rank: In ``range(total_size)``.
+
+    Raises:
+        ValueError: There is no such rank in the mesh.
+
+    >>> mesh = ParallelismConfig(dp_shard_size=2, tp_size=2)
+    >>> [data_rank(mesh, rank).rank for rank in range(4)]
+    [0, 0, 1, 1]
+    """
+    if not 0 <= rank < parallelism.total_size:
+        raise ValueError(
+            f"data_rank: the mesh has ranks 0 to {parallelism.total_size - 1}, and there is no rank {rank}."
+        )
+    sharing = parallelism.tp_size * parallelism.cp_size * parallelism.sp_size
+    return DataRank(rank // sharing, parallelism.total_size // sharing, sharing)
+
+
 class Planner(Protocol):
     """Plans a number of samples from one of them on, in batches of the user's size."""
 
@@ -183,3 +231,24 @@ def planner(loading: DataLoaderConfiguration, size: int, drop_last: bool) -> Pla
         )
 
     return make_plan
+
+
+def rows_in(loading: DataLoaderConfiguration, size: int, batch_size: int | None) -> int:
+    """Count the samples in a rank's batch; where the loader doesn't make batches, each one counts as one.
+
+    Args:
+        loading: How the user wants data to be shared out.
+        size: Ranks that read different data.
+        batch_size: Of the user's loader.
+
+    Raises:
+        ConfigurationError: The batch is to be split and can't be.
+    """
+    if batch_size is not None:
+        return plan_epoch(0, batch_size, size, split_batches=loading.split_batches).rank_batch
+    if loading.split_batches:
+        raise ConfigurationError(
+            "split_batches cuts each batch that the loader makes, and with batch_size=None the loader makes "
+            "none. Use split_batches=False, or give the loader a batch size."
+        )
+    return 1

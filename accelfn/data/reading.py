@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar, cast, runtime_checkable
 
 from typing_extensions import NamedTuple  # of typing, one that is generic needs Python 3.11
@@ -12,6 +13,8 @@ from accelfn.data.states import State
 from accelfn.tree import find_batch_size
 
 __all__ = (
+    "EVENED",
+    "EVENED_OR_DROPPED",
     "Evening",
     "Own",
     "Pass",
@@ -23,13 +26,18 @@ __all__ = (
     "rows_of",
     "share_of",
     "shares_of",
+    "with_rows",
 )
 
 T = TypeVar("T")
 
+# Of `Pass.evened_by`: where batches are left as they are, and where samples are put together to batches.
+EVENED = ("even_batches=True",)
+EVENED_OR_DROPPED = (*EVENED, "drop_last=True")
+
 
 class Share(NamedTuple):
-    """What is known of one batch of one rank.
+    """What is known of one batch of one rank. The first five are those of a MicroBatch, in its order.
 
     Attributes:
         num_rows: Samples in it, padding included; None where nobody says.
@@ -122,6 +130,7 @@ class Pass(NamedTuple, Generic[T]):
         in_step: All ranks have equally many batches, even where nobody knows how many.
         share_at: What is known of this rank's batch in a step in which it may have none, where that is
             planned or shows at the end of its own.
+        evened_by: Options of the user's, each of which would give all ranks equally many batches.
         sampler: State of a sampler of the user's own before it drew the epoch.
     """
 
@@ -129,6 +138,7 @@ class Pass(NamedTuple, Generic[T]):
     batches: Iterator[tuple[T, Share]]
     in_step: bool = False
     share_at: Callable[[int], Share] | None = None
+    evened_by: tuple[str, ...] = ()
     sampler: State | None = None
 
 
@@ -226,3 +236,22 @@ def rows_of(batch: Any) -> int | None:
         return find_batch_size(batch)
     except ValueError:  # no tensor in it: the batch is the user's own kind
         return None
+
+
+def with_rows(begun: Pass[T]) -> Pass[T]:
+    """Give a pass over batches of the user's own, whose rows only the batches themselves tell."""
+    share_at = None if begun.share_at is None else partial(_place_at, begun.share_at)
+    return begun._replace(batches=_counted(begun.batches), share_at=share_at, evened_by=EVENED)
+
+
+def _place_at(share_at: Callable[[int], Share], step: int) -> Share:
+    return Share(consumed=share_at(step).consumed)
+
+
+def _counted(batches: Iterator[tuple[T, Share]]) -> Iterator[tuple[T, Share]]:
+    for batch, share in batches:
+        own_valid = None if share.own_valid else 0
+        known = Share(
+            num_rows=rows_of(batch), own_valid=own_valid, is_last=share.is_last, consumed=share.consumed
+        )
+        yield batch, known

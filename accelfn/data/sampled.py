@@ -7,18 +7,26 @@ import functools
 import hashlib
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence, Sized
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, Generic, TypeVar, cast
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, get_worker_info
+from torch.utils.data import DataLoader, get_worker_info
 
 from accelfn.context import Context
-from accelfn.data.order import Order, Take, check_length, draw_together, take_from
-from accelfn.data.plan import EpochPlan, plan_epoch
-from accelfn.data.reading import Pass, Remembering, Share, share_of, shares_of
+from accelfn.data.asked import AskedBatches, AskedSamples, batch_sampler_of, share_of_batches
+from accelfn.data.order import Take, draw_together, take_from
+from accelfn.data.plan import EpochPlan
+from accelfn.data.reading import (
+    EVENED,
+    EVENED_OR_DROPPED,
+    Pass,
+    Remembering,
+    share_of,
+    shares_of,
+    with_rows,
+)
 from accelfn.errors import ConfigurationError
 
 __all__ = (
@@ -27,20 +35,16 @@ __all__ = (
     "Keyed",
     "SampledReader",
     "Seeded",
-    "are_even",
-    "batch_sampler_of",
     "batches_of",
     "options_of",
     "rebuild",
     "remake",
-    "sampler_of",
     "seed_worker",
-    "share_of_batches",
     "twin_of",
+    "whole_batches",
 )
 
 T = TypeVar("T")
-MakePlan = Callable[[int, int], EpochPlan]  # from the number of samples, and the one to start at
 
 # Samples whose indices are computed at once: enough to make the arithmetic cheap, few enough to begin at
 # once.
@@ -55,28 +59,29 @@ _OPTIONS = (
 
 
 class SampledReader(Remembering, Generic[T]):
-    """Reads by an order of samples: any position is reached at once, and no list is held."""
+    """Reads by an order of samples: any position is reached at once, and no list is held.
+
+    Where the loader makes no batches, each rank gets one item in each step; ``start`` and ``consumed`` count
+    items then.
+    """
 
     def __init__(
-        self, ctx: Context, source: DataLoader[T], order: Order, rank: int, make_plan: MakePlan
+        self, ctx: Context, source: DataLoader[T], asked: AskedSamples, seed: int, rank: int
     ) -> None:
-        """Read for ``rank`` of those that read different data."""
-        self.length: int | None = order.num_samples
-        self.seed = order.seed
+        """Read what ``source`` asks for; for ``rank`` of those that read different data."""
+        self.length: int | None = asked.order.num_samples
+        self.batch_size: int | None = asked.batch_size
+        self.seed = seed
         self.even_batches = ctx.loading.even_batches
         self._ctx = ctx
-        self._order = order
+        self._asked = asked
         self._rank = rank
-        self._make_plan = make_plan
-        self._dataset = cast("Sized", source.dataset)
-        self._sampler = sampler_of(source) if order.kind == "sampler" else None
         self._batches = Batches()
         self._loader = rebuild(source, self._batches)
-        self.batch_size: int | None = self.plan(0).global_batch
 
     def plan(self, start: int) -> EpochPlan:
         """Plan the samples from ``start`` on."""
-        return _evened(self._make_plan(self._order.num_samples, start), self.even_batches)
+        return self._asked.plan(start).evened(self.even_batches)
 
     def choose_even(self, even: bool) -> None:
         """Fill the last step up from now on, or leave it short."""
@@ -93,53 +98,36 @@ class SampledReader(Remembering, Generic[T]):
             ValueError: The dataset has another length than it had when the loader was prepared, or a sampler
                 drew another number of samples than it has promised.
         """
-        check_length(self._dataset, self._order)
-        plan = self.plan(start)
-        key = (self.seed, epoch)
+        self._asked.check()
+        begin = functools.partial(self._begin_with, epoch, self.plan(start))
         own, _ = self._take_recalled()
-        if self._sampler is None:
-            take = self._order.taker(*key)
-            return _planned_pass(self._loader, self._batches, plan, self._rank, take, key)
-
-        def begin(items: list[Any]) -> Pass[T] | None:
-            if len(items) != self._order.num_samples:
-                return None
-            return _planned_pass(self._loader, self._batches, plan, self._rank, take_from(items), key)
-
-        drawn, begun = draw_together(self._ctx, self._sampler, epoch, begin, own.sampler)
-        if begun is None:
-            raise ValueError(
-                f"the sampler {type(self._sampler).__name__} has a length of {self._order.num_samples}, "
-                f"and drew {len(drawn.items)} samples. Its __len__ must count what its __iter__ gives."
-            )
+        if self._asked.sampler is None:
+            return begin(None)
+        drawn, begun = draw_together(self._ctx, self._asked.sampler, epoch, begin, own.sampler)
         self._sampler_after = drawn.after
         return begun._replace(sampler=drawn.before)
 
+    def _begin_with(self, epoch: int, plan: EpochPlan, drawn: list[Any] | None) -> Pass[T]:
+        """Begin a pass over what was drawn."""
+        key = (self.seed, epoch)
+        take = self._asked.take(*key, drawn)
+        begun = _planned_pass(self._loader, self._batches, plan, self._rank, take, key)
+        return with_rows(begun) if self._asked.are_items else begun
+
 
 class BatchedReader(Remembering, Generic[T]):
-    """Reads the batches of the user's own batch sampler, which rank 0 draws for all.
+    """Reads the batches of the user's own batch sampler, which rank 0 draws for all."""
 
-    Batches of the size that it names (the last may be shorter) are samples in an order, and are shared out as
-    such; batches of different sizes are taken as they are, one a rank.
-    """
-
-    def __init__(
-        self, ctx: Context, source: DataLoader[T], seed: int, rank: int, size: int, make_plan: MakePlan
-    ) -> None:
-        """Read for ``rank`` of ``size``; ``make_plan`` is for samples."""
+    def __init__(self, ctx: Context, source: DataLoader[T], asked: AskedBatches, seed: int) -> None:
+        """Read what ``source`` asks for."""
         self.length: int | None = None
+        self.batch_size: int | None = asked.batch_size
         self.seed = seed
         self.even_batches = ctx.loading.even_batches
         self._ctx = ctx
-        self._sampler: Any = batch_sampler_of(source)
-        self._rank, self._size = rank, size
-        self._make_plan = make_plan
+        self._asked = asked
         self._batches = Batches()
         self._loader = rebuild(source, self._batches)
-        named = getattr(self._sampler, "batch_size", None)
-        self._named = named if isinstance(named, int) else None
-        split = ctx.loading.split_batches
-        self.batch_size: int | None = self._named if self._named is None or split else self._named * size
 
     def plan(self, start: int) -> None:
         """Know nothing before the batches are drawn."""
@@ -147,10 +135,7 @@ class BatchedReader(Remembering, Generic[T]):
 
     def count(self, start: int) -> int | None:
         """Count this rank's batches, where the batch sampler has a length and nothing is read yet."""
-        if start or not hasattr(self._sampler, "__len__"):
-            return None
-        number = len(self._sampler)
-        return number if self._ctx.loading.split_batches else self._by_batch(number).num_batches(self._rank)
+        return self._asked.count(start, self._ctx.rank, self.even_batches)
 
     def choose_even(self, even: bool) -> None:
         """Fill the last step up from now on, or leave it short."""
@@ -164,85 +149,51 @@ class BatchedReader(Remembering, Generic[T]):
         """Begin a pass that leaves out ``num_steps`` steps behind sample ``start``."""
         own, _ = self._take_recalled()
         begin = functools.partial(self._begin_with, (self.seed, epoch), start, num_steps)
-        drawn, begun = draw_together(self._ctx, self._sampler, epoch, begin, own.sampler)
-        if begun is None:
-            raise ConfigurationError(
-                "split_batches cuts each batch into equal parts, and the batch sampler "
-                f"{type(self._sampler).__name__} gives batches of different sizes. Use split_batches=False."
-            )
+        drawn, begun = draw_together(self._ctx, self._asked.sampler, epoch, begin, own.sampler)
         self._sampler_after = drawn.after
         return begun._replace(sampler=drawn.before)
 
-    def _begin_with(
-        self, key: tuple[int, int], start: int, num_steps: int, items: list[Any]
-    ) -> Pass[T] | None:
-        """Begin a pass over batches that were drawn; None where they can't be split."""
+    def _begin_with(self, key: tuple[int, int], start: int, num_steps: int, items: list[Any]) -> Pass[T]:
+        """Begin a pass over batches that were drawn."""
+        asked, rank = self._asked, self._ctx.rank
         drawn = [list(batch) for batch in items]
-        if self._named is not None and are_even(drawn, self._named):
+        if asked.are_samples(drawn):
             samples = [index for batch in drawn for index in batch]
-            plan = _evened(self._make_plan(len(samples), start), self.even_batches)
+            plan = asked.plan_samples(len(samples), start).evened(self.even_batches)
             plan = plan.continued(min(len(samples), start + num_steps * plan.global_batch))
-            return _planned_pass(self._loader, self._batches, plan, self._rank, take_from(samples), key)
-        if self._ctx.loading.split_batches:
-            return None
-        ends = list(accumulate(map(len, drawn)))
-        first = next((number for number, end in enumerate(ends) if end > start), len(drawn))
-        plan = self._by_batch(len(drawn), min(len(drawn), first + num_steps * self._size))
-        steps = plan.num_batches(self._rank)
-        own = [drawn[plan.positions(step, self._rank)[0]] for step in range(steps)]
-        places = (plan.start + step * self._size + self._rank for step in range(steps))
-        keyed = [Keyed(batch, (*key, place)) for batch, place in zip(own, places, strict=True)]
-        self._batches.begin(lambda: iter(keyed))
-        counts = tuple(plan.num_batches(rank) for rank in range(plan.size))
+            begun = _planned_pass(self._loader, self._batches, plan, rank, take_from(samples), key)
+            return begun._replace(evened_by=EVENED)
+        if asked.split_batches:
+            raise ConfigurationError(
+                "split_batches cuts each batch into equal parts, and the batch sampler "
+                f"{type(asked.sampler).__name__} gives batches of different sizes. Use split_batches=False."
+            )
         lengths = [len(batch) for batch in drawn]
-        share_at = functools.partial(share_of_batches, plan, rank=self._rank, ends=ends, lengths=lengths)
-        return Pass(counts, zip(self._loader, map(share_at, range(steps)), strict=True), share_at=share_at)
-
-    def _by_batch(self, number: int, start: int = 0) -> EpochPlan:
-        return plan_epoch(
-            number,
-            1,
-            self._size,
-            even_batches=self.even_batches,
-            drop_last=bool(getattr(self._sampler, "drop_last", False)) and self._size > 1,
-            start=start,
+        plan = asked.plan_batches(lengths, start, num_steps).evened(self.even_batches)
+        self._batches.begin(lambda: whole_batches(plan, (rank,), drawn, key))
+        share_at = functools.partial(
+            share_of_batches, plan, rank=rank, lengths=lengths, ends=list(accumulate(lengths))
         )
+        shares = map(share_at, range(plan.num_batches(rank)))
+        batches = zip(self._loader, shares, strict=True)
+        return Pass(plan.counts, batches, share_at=share_at, evened_by=EVENED)
 
 
-def _evened(plan: EpochPlan, even: bool) -> EpochPlan:
-    return replace(plan, even=even and plan.size > 1)
-
-
-def are_even(batches: Sequence[Sequence[Any]], size: int) -> bool:
-    """Whether batches are of ``size`` samples each, but for a shorter last one."""
-    return all(len(batch) == size for batch in batches[:-1]) and (not batches or len(batches[-1]) <= size)
-
-
-def share_of_batches(
-    plan: EpochPlan, step: int, rank: int, ends: Sequence[int], lengths: Sequence[int]
-) -> Share:
-    """Describe the batch that ``rank`` reads in ``step`` of a plan that counts batches. Pure.
+def whole_batches(
+    plan: EpochPlan, ranks: Sequence[int], drawn: Sequence[Sequence[Any]], key: tuple[int, int]
+) -> Iterator[Keyed]:
+    """Give the batches that ``ranks`` read of a plan that counts batches, step by step.
 
     Args:
         plan: Of batches, one a rank and step.
-        step: From 0.
-        rank: That reads it.
-        ends: Samples in the batches up to each one.
-        lengths: Samples in each one.
+        ranks: Whose.
+        drawn: All batches, by their position.
+        key: Seed and epoch.
     """
-    here = [plan.positions(step, one) for one in range(plan.size)]
-    rows = [lengths[positions[0]] if positions else 0 for positions in here]
-    new = plan.num_valid(step)  # in rank order; batches behind it are repeated
-    valid = tuple(number if one < new else 0 for one, number in enumerate(rows))
-    return Share(
-        num_rows=rows[rank],
-        max_rows=max(rows),
-        num_valid=sum(valid),
-        valid_by_rank=valid,
-        own_valid=valid[rank],
-        is_last=step == plan.num_batches(rank) - 1,
-        consumed=ends[plan.consumed(step) - 1],
-    )
+    for step in range(plan.num_steps):
+        for rank in ranks:
+            for position in plan.positions(step, rank):
+                yield Keyed(drawn[position], (*key, plan.start + step * plan.size + rank))
 
 
 def _planned_pass(
@@ -257,9 +208,10 @@ def _planned_pass(
         batches.begin(lambda: batches_of(plan, rank, take, key))
     else:
         batches.begin(lambda: _lists_of(plan, rank, take))
-    counts = tuple(plan.num_batches(one) for one in range(plan.size))
     share_at = functools.partial(share_of, plan, rank=rank)
-    return Pass(counts, zip(loader, shares_of(plan, rank), strict=True), share_at=share_at)
+    shares = shares_of(plan, rank)
+    batched = zip(loader, shares, strict=True)
+    return Pass(plan.counts, batched, share_at=share_at, evened_by=EVENED_OR_DROPPED)
 
 
 def batches_of(plan: EpochPlan, rank: int, take: Take, key: tuple[int, int]) -> Iterator[Keyed]:
@@ -399,26 +351,6 @@ def twin_of(source: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
     twin = copy.copy(source)
     vars(twin).update({"_iterator": None, **changes})
     return twin
-
-
-def batch_sampler_of(source: DataLoader[Any]) -> Any:
-    """Give what draws the batches of ``source``, None where its items are batches.
-
-    With ``batch_size=None`` it may stand in the sampler's place: the dataset is asked for a list of indices.
-    """
-    loader = cast("Any", source)
-    if loader.batch_sampler is None and isinstance(loader.sampler, BatchSampler):
-        return loader.sampler
-    return loader.batch_sampler
-
-
-def sampler_of(source: DataLoader[Any]) -> Any:
-    """Give what draws the samples of ``source``.
-
-    That of its batch sampler, where it has one: a loader that was given a batch sampler has another sampler,
-    which nobody asked for, beside.
-    """
-    return getattr(batch_sampler_of(source), "sampler", cast("Any", source).sampler)
 
 
 def options_of(source: DataLoader[Any]) -> dict[str, Any]:

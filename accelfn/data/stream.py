@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Iterator, Sized
@@ -13,15 +14,25 @@ from torch.utils.data import DataLoader
 from accelfn.context import Context
 from accelfn.data.cut import Cut, Piece
 from accelfn.data.grouped import CollatePiece, GroupedStream, tell
-from accelfn.data.plan import EpochPlan, plan_epoch
-from accelfn.data.reading import Own, Pass, Remembering, Setting, Share, rows_of, share_of
+from accelfn.data.plan import EpochPlan, rows_in
+from accelfn.data.reading import (
+    EVENED,
+    EVENED_OR_DROPPED,
+    Own,
+    Pass,
+    Remembering,
+    Setting,
+    Share,
+    rows_of,
+    share_of,
+)
 from accelfn.data.sampled import remake
 from accelfn.data.sources import count_shards, take_shards
 from accelfn.data.stateful import is_stateful, num_workers_of, remake_stateful
 from accelfn.data.states import Follower, State
 from accelfn.errors import ConfigurationError
 
-__all__ = ("Seen", "StreamReader", "length_of", "read_stream", "rows_in", "setting_of")
+__all__ = ("Seen", "StreamReader", "length_of", "pass_of", "read_stream", "setting_of")
 
 T = TypeVar("T")
 
@@ -90,19 +101,7 @@ class StreamReader(Remembering, Generic[T]):
             ValueError: ``start`` is behind its end.
         """
         number = self._length()
-        if number is None:
-            return None
-        if start > number:
-            raise ValueError(f"the pass is to go on at sample {start}, and the dataset has only {number}.")
-        cut = self._cut
-        return EpochPlan(
-            num_samples=number,
-            rank_batch=cut.rows,
-            size=cut.size,
-            even=cut.even,
-            drop_last=cut.drop_last,
-            start=start,
-        )
+        return None if number is None else self._cut.plan(number, start)
 
     def count(self, start: int) -> int | None:
         """Count this rank's batches from ``start`` on, where the stream has a length."""
@@ -128,17 +127,7 @@ class StreamReader(Remembering, Generic[T]):
         batches = self._read(pieces, first, start, plan, seen)
         if self._is_own:
             return Pass(None, batches)
-        cut = self._cut
-        in_step = cut.even or cut.drop_last or cut.size == 1
-        if plan is None:
-            return Pass(None, batches, in_step=in_step, share_at=seen.share_at)
-        counts = tuple(plan.num_batches(rank) for rank in range(cut.size))
-
-        def share_at(step: int) -> Share:
-            whole = Share(consumed=plan.consumed(step)) if self._is_whole else share_of(plan, step, cut.rank)
-            return whole._replace(stream=seen.share.stream)
-
-        return Pass(counts, batches, in_step=in_step, share_at=share_at)
+        return pass_of(batches, self._cut, plan, self._is_whole, seen)
 
     def can_recall(self, stream: State) -> bool:
         """Whether the state of a stream is of this kind of loader."""
@@ -211,7 +200,7 @@ class StreamReader(Remembering, Generic[T]):
     def _share(self, piece: Piece, step: int, plan: EpochPlan | None, consumed: int) -> Share:
         cut = self._cut
         # Where ranks may end apart, those that have no piece of the last group don't learn of it.
-        planned = plan is not None or cut.even or cut.drop_last or cut.size == 1
+        planned = plan is not None or cut.in_step
         is_last = None
         if plan is not None:
             is_last = step == plan.num_batches(cut.rank) - 1
@@ -235,8 +224,8 @@ class StreamReader(Remembering, Generic[T]):
         return share._replace(is_last=is_last, consumed=consumed, stream=piece.stream)
 
     def _length(self) -> int | None:
-        """Count the samples that all ranks read; several workers may each cut theirs short."""
-        return None if self._is_own or self._num_workers > 1 else length_of(self._dataset)
+        """Count the samples that all ranks read."""
+        return None if self._is_own else length_of(self._dataset, self._num_workers)
 
     def _wrong_length(self, plan: EpochPlan, what: str) -> ValueError:
         return ValueError(
@@ -299,7 +288,7 @@ def read_stream(
             workers don't keep to an order.
     """
     rank, size = ctx.rank, ctx.num_processes
-    rows = rows_in(ctx, source.batch_size)
+    rows = rows_in(ctx.loading, size, source.batch_size)
     dataset: Any = source.dataset
     num_shards = count_shards(dataset)
     if by_source and (num_shards is None or num_shards < size):
@@ -334,32 +323,41 @@ def read_stream(
     return StreamReader(ctx, source, dataset, cut, False, seed)
 
 
-def rows_in(ctx: Context, batch_size: int | None) -> int:
-    """Count the samples in a rank's batch; where the loader doesn't make batches, each one counts as one.
-
-    Raises:
-        ConfigurationError: The batch is to be split and can't be.
-    """
-    if batch_size is not None:
-        return plan_epoch(
-            0, batch_size, ctx.num_processes, split_batches=ctx.loading.split_batches
-        ).rank_batch
-    if ctx.loading.split_batches:
-        raise ConfigurationError(
-            "split_batches cuts each batch that the loader makes, and with batch_size=None the loader makes "
-            "none. Use split_batches=False, or give the loader a batch size."
-        )
-    return 1
-
-
 def _batches_of(rows: int, source: DataLoader[Any]) -> str:
     kind = "batches as they are" if source.batch_size is None else f"batches of {rows} a rank"
     last = ", the last one dropped" if source.drop_last else ""
     return f"{kind}{last}, by {source.num_workers} workers"
 
 
-def length_of(dataset: Any) -> int | None:
-    """Count the samples of a dataset; None where it can't say."""
+def pass_of(
+    batches: Iterator[tuple[T, Share]], cut: Cut, plan: EpochPlan | None, is_whole: bool, seen: Seen
+) -> Pass[T]:
+    """Make a pass of the batches of a stream that all ranks read.
+
+    Args:
+        batches: Of the rank of ``cut``.
+        cut: How the stream is cut.
+        plan: Where the stream has a length.
+        is_whole: Each sample is a batch, whose rows nobody has planned.
+        seen: Kept up as the batches are read.
+    """
+    counts = None if plan is None else plan.counts
+    evened_by = EVENED if is_whole else EVENED_OR_DROPPED
+    share_at = seen.share_at
+    if plan is not None:
+        share_at = functools.partial(_planned_share, plan, cut.rank, is_whole, seen)
+    return Pass(counts, batches, in_step=cut.in_step, share_at=share_at, evened_by=evened_by)
+
+
+def _planned_share(plan: EpochPlan, rank: int, is_whole: bool, seen: Seen, step: int) -> Share:
+    share = Share(consumed=plan.consumed(step)) if is_whole else share_of(plan, step, rank)
+    return share._replace(stream=seen.share.stream)
+
+
+def length_of(dataset: Any, num_workers: int = 0) -> int | None:
+    """Count the samples of a stream; None where nobody can say: several workers may each cut theirs short."""
+    if num_workers > 1:
+        return None
     try:
         return len(cast("Sized", dataset))
     except (TypeError, NotImplementedError):

@@ -29,13 +29,24 @@ def run_data_plan(argv: Sequence[str]) -> int:
     """
     parser = _parser()
     options = parser.parse_args([spell(token) for token in argv])
-    for name, least in (("num_samples", 0), ("batch_size", 1), ("num_processes", 1), ("start", 0)):
+    for name, least in (
+        ("num_samples", 0),
+        ("batch_size", 1),
+        ("num_processes", 1),
+        ("sharing", 1),
+        ("start", 0),
+    ):
         given = getattr(options, name)
         if given < least:
             parser.error(f"--{name} must be at least {least}, got {given}.")
     if options.start > options.num_samples:
         parser.error(
             f"--start must lie within the samples: got --start {options.start} of {options.num_samples}."
+        )
+    if options.num_processes % options.sharing:
+        parser.error(
+            f"--sharing must divide the number of ranks: got --num_processes {options.num_processes} and "
+            f"--sharing {options.sharing}."
         )
     # Not at the top: accelfn.data loads torch, which --help and bad input do without.
     from accelfn.data.picture import draw_plan, draw_plan_svg
@@ -46,7 +57,7 @@ def run_data_plan(argv: Sequence[str]) -> int:
         plan = plan_epoch(
             options.num_samples,
             options.batch_size,
-            options.num_processes,
+            options.num_processes // options.sharing,
             split_batches=options.split_batches,
             even_batches=not options.no_even_batches,
             drop_last=options.drop_last,
@@ -54,10 +65,10 @@ def run_data_plan(argv: Sequence[str]) -> int:
         )
     except ConfigurationError as error:
         parser.error(str(error))
-    print(draw_plan(plan))
+    print(draw_plan(plan, sharing=options.sharing))
     if options.svg is not None:
         try:
-            Path(options.svg).write_text(draw_plan_svg(plan), encoding="utf-8")
+            Path(options.svg).write_text(draw_plan_svg(plan, sharing=options.sharing), encoding="utf-8")
         except OSError as error:
             parser.error(f"can't write {options.svg!r}: {error.strerror}. Check --svg.")
     return 0
@@ -74,7 +85,8 @@ def _parser() -> argparse.ArgumentParser:
     numbers = (
         ("--num_samples", "samples of the epoch", None),
         ("--batch_size", "batch size of the DataLoader", None),
-        ("--num_processes", "ranks that read different data (1)", 1),
+        ("--num_processes", "ranks (1)", 1),
+        ("--sharing", "ranks that share each batch, by tensor or context parallelism (1)", 1),
         ("--start", "samples that have been read already (0)", 0),
     )
     for name, about, default in numbers:

@@ -1,5 +1,33 @@
 """Strategies: how a model is spread over ranks."""
 
-from accelfn.parallel.replicate import Replica, no_sync, replicate, unchecked
+from accelfn.parallel.batch_norm import convert_sync_batchnorm
+from accelfn.parallel.exact import (
+    ExactReplica,
+    exact_backward,
+    exact_batch,
+    scale_open_sums,
+    swap_parts,
+)
+from accelfn.parallel.replica import Replica
+from accelfn.parallel.replicate import (
+    is_replicated,
+    no_sync,
+    replicate,
+    trigger_sync_in_backward,
+    unchecked,
+)
 
-__all__ = ("Replica", "no_sync", "replicate", "unchecked")
+__all__ = (
+    "ExactReplica",
+    "Replica",
+    "convert_sync_batchnorm",
+    "exact_backward",
+    "exact_batch",
+    "is_replicated",
+    "no_sync",
+    "replicate",
+    "scale_open_sums",
+    "swap_parts",
+    "trigger_sync_in_backward",
+    "unchecked",
+)

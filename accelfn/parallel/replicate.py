@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Generator
+import warnings
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 from torch.autograd.graph import Node
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from accelfn.comm import Call, broadcast, check, check_later, reduce, verify_structure
+from accelfn.comm import Call, check, check_later, verify_structure
 from accelfn.context import Context
-from accelfn.context.config import DDPCommunicationHookType, DistributedDataParallelKwargs, GuardMode
+from accelfn.context.config import GuardMode
 from accelfn.errors import ConfigurationError
-from accelfn.parallel.reduction import watch_reductions
+from accelfn.parallel.comm_hook import choose_comm_hook, register_comm_hook
+from accelfn.parallel.exact import ExactReplica
+from accelfn.parallel.replica import REPLICA, Replica
 from accelfn.tree import flatten
 
-__all__ = ("ForwardCheck", "Replica", "no_sync", "replicate", "unchecked")
+__all__ = (
+    "ForwardCheck",
+    "is_replicated",
+    "no_sync",
+    "replicate",
+    "trigger_sync_in_backward",
+    "unchecked",
+)
 
 M = TypeVar("M", bound=nn.Module)
 
-# Where a module keeps its Replica; a plain attribute, so it is in no state dict.
-_ATTRIBUTE = "_accelfn_replica"
 # What says of a module that its forward passes are not compared now.
 _UNCHECKED = "_accelfn_unchecked"
 
@@ -38,7 +44,8 @@ def replicate(ctx: Context, model: nn.Module) -> nn.Module:
 
     On real processes this is torch's DistributedDataParallel, with the options of ``ctx.strategy.ddp``. Ranks
     that are threads have no process group that DDP could use: there the gradients are averaged at the end of
-    backward by one packed reduction, and the model itself is returned.
+    backward by one packed reduction, and the model itself is returned. In exact mode it is returned too, and
+    its gradients are summed by :class:`ExactReplica`.
 
     Ranks: every rank of ``ctx``.
 
@@ -49,9 +56,18 @@ def replicate(ctx: Context, model: nn.Module) -> nn.Module:
 
     Raises:
         MismatchError: The models of the ranks differ in a name, shape or dtype.
+        ConfigurationError: In exact mode, a module keeps statistics that would depend on the number of ranks.
+            Or ``comm_state_option`` doesn't fit, or torch has no such hook for this backend.
+        NotAvailableError: A ``comm_hook`` on ranks that are threads, or one that this torch can't run.
     """
-    if ctx.num_processes == 1 or not any(parameter.requires_grad for parameter in model.parameters()):
+    if not any(parameter.requires_grad for parameter in model.parameters()):
         return model
+    if ctx.reduction is not None:
+        ExactReplica(ctx, model)
+        return model
+    if ctx.num_processes == 1:
+        return model
+    hook = choose_comm_hook(ctx)
     if ctx.world.group is None:
         _check_each_forward(ctx, model)
         Replica(ctx, model)
@@ -59,15 +75,23 @@ def replicate(ctx: Context, model: nn.Module) -> nn.Module:
     # DDP would hang, or mix parameters up, where the models differ; compared first, the difference has a
     # name.
     verify_structure(ctx, dict(model.named_parameters()))
-    wrapped = DistributedDataParallel(
-        model,
-        device_ids=None if ctx.device.type == "cpu" else [ctx.device],
-        process_group=ctx.world.group,
-        **ctx.strategy.ddp.to_kwargs(),
-    )
-    _register_comm_hook(wrapped, ctx)
+    with warnings.catch_warnings():
+        # Torch 2.13 has another name for half of what this option does, and none yet for the other half.
+        warnings.filterwarnings("ignore", ".broadcast_buffers. is deprecated", FutureWarning)
+        wrapped = DistributedDataParallel(
+            model,
+            device_ids=None if ctx.device.type == "cpu" else [ctx.device],
+            process_group=ctx.world.group,
+            **ctx.strategy.ddp.to_kwargs(),
+        )
+    register_comm_hook(ctx, wrapped, hook)
     _check_each_forward(ctx, wrapped)
     return wrapped
+
+
+def is_replicated(model: nn.Module) -> bool:
+    """Whether :func:`replicate` keeps the model equal on all ranks."""
+    return isinstance(model, DistributedDataParallel) or vars(model).get(REPLICA) is not None
 
 
 class ForwardCheck:
@@ -176,7 +200,7 @@ def _will_sync(model: nn.Module) -> tuple[bool, bool]:
     if isinstance(model, DistributedDataParallel):
         sync = bool(model.require_backward_grad_sync)
         return sync and torch.is_grad_enabled(), bool(cast("Any", model).will_sync_module_buffers())
-    replica = cast("Replica", getattr(model, _ATTRIBUTE))
+    replica = cast("Replica", getattr(model, REPLICA))
     return replica.sync and torch.is_grad_enabled(), replica.will_sync_buffers(model)
 
 
@@ -203,7 +227,7 @@ def no_sync(*models: nn.Module) -> Generator[None, None, None]:
 
 @contextmanager
 def _one_without_sync(model: nn.Module) -> Generator[None, None, None]:
-    replica = cast("Replica | None", getattr(model, _ATTRIBUTE, None))
+    replica = cast("Replica | None", vars(model).get(REPLICA))
     if isinstance(model, DistributedDataParallel):
         with model.no_sync():
             yield
@@ -217,119 +241,40 @@ def _one_without_sync(model: nn.Module) -> Generator[None, None, None]:
         yield
 
 
-class Replica:
-    """Averages the gradients of one model over ranks that are threads.
+@contextmanager
+def trigger_sync_in_backward(model: nn.Module) -> Generator[None, None, None]:
+    """Average the gradients of ``model`` in a backward pass inside, whose forward pass was under no_sync.
 
-    Works for any way that a gradient arises (``forward``, another method, a free function), since it hangs on
-    the parameters and not on the module's call.
+    What earlier backward passes have added to the gradients is averaged with it. A model that nobody
+    averages is let through.
+
+    Ranks: every rank that the model is replicated over.
+
+    Raises:
+        ConfigurationError: DistributedDataParallel looks for unused parameters, or has a static graph: both
+            take what they know from a forward pass that is going to be averaged.
     """
-
-    def __init__(self, ctx: Context, model: nn.Module) -> None:
-        """Bring the model to rank 0's values, and watch its parameters."""
-        self.sync = True
-        self._ctx = ctx.tagged("a replicated model")  # wherever forward and backward are called
-        self._backward: int | None = None  # torch's number of the one whose end will average
-        self._parameters = {name: item for name, item in model.named_parameters() if item.requires_grad}
-        with torch.no_grad():
-            self._take({**dict(model.named_parameters()), **dict(model.named_buffers())})
-        self._watch()
-        if ctx.strategy.ddp.broadcast_buffers:
-            model.register_forward_pre_hook(self._on_forward)
-        setattr(model, _ATTRIBUTE, self)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Replica:
-        """Average the gradients of a copied model too, as a copy of DistributedDataParallel does."""
-        twin = object.__new__(Replica)
-        memo[id(self)] = twin
-        twin.sync, twin._ctx, twin._backward = self.sync, self._ctx, None
-        twin._parameters = copy.deepcopy(self._parameters, memo)
-        twin._watch()  # copies of parameters come without hooks
-        return twin
-
-    def __reduce__(self) -> tuple[Callable[[], Replica], tuple[()]]:
-        """Leave no world in a pickle: the model that is loaded from it belongs to none."""
-        return _replica_of_no_world, ()
-
-    def _watch(self) -> None:
-        for parameter in self._parameters.values():
-            cast("Any", parameter).register_post_accumulate_grad_hook(self._on_grad)
-
-    def _take(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Overwrite ``tensors`` by those of rank 0."""
-        received = broadcast(self._ctx, {name: tensor.detach() for name, tensor in tensors.items()})
-        for name, tensor in tensors.items():
-            if received[name] is not tensor:
-                tensor.copy_(received[name])
-
-    def will_sync_buffers(self, module: nn.Module) -> bool:
-        """Whether the next forward pass brings the buffers to rank 0's values."""
-        options = self._ctx.strategy.ddp
-        return (
-            options.broadcast_buffers
-            and module.training
-            and self.sync
-            and any(True for _ in module.buffers())
-        )
-
-    def _on_forward(self, module: nn.Module, arguments: Any) -> None:
-        del arguments
-        if self.will_sync_buffers(module):
-            with torch.no_grad():
-                self._take(dict(module.named_buffers()))
-
-    def _on_grad(self, parameter: torch.Tensor) -> None:
-        del parameter
-        # By number and not by a flag, which would stay up for ever after a backward that failed half-way.
-        number: int = torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]
-        if self.sync and self._backward != number:
-            self._backward = number
-            # Runs once, when the whole backward is done, on the thread that called it.
-            engine = cast("Any", torch.autograd.Variable)._execution_engine
-            engine.queue_callback(self._average)
-
-    def _average(self) -> None:
-        grads = {name: item.grad for name, item in self._parameters.items() if item.grad is not None}
-        with torch.no_grad():
-            for name, grad in reduce(self._ctx, grads, "mean").items():
-                own = self._parameters[name].grad
-                assert own is not None
-                own.copy_(grad)
-
-
-def _replica_of_no_world() -> Replica:
-    # The hook that brings it to rank 0's buffers comes with a model from a pickle, and finds one rank.
-    return Replica(Context(), nn.Module())
-
-
-def _register_comm_hook(model: DistributedDataParallel, ctx: Context) -> None:
-    """Compress gradients on the wire, as ``comm_hook`` and its companions ask."""
-    options: DistributedDataParallelKwargs = ctx.strategy.ddp
-    kinds = DDPCommunicationHookType
-    if options.comm_hook == kinds.NO:
-        # With a static graph torch waits for the first reductions before any callback could.
-        if ctx.guard.mode != GuardMode.OFF and ctx.device.type == "cpu" and not options.static_graph:
-            watch_reductions(ctx, model)
-        return
-    hooks: dict[DDPCommunicationHookType, Callable[..., Any]] = {
-        kinds.FP16: default_hooks.fp16_compress_hook,
-        kinds.BF16: default_hooks.bf16_compress_hook,
-        kinds.POWER_SGD: powerSGD_hook.powerSGD_hook,
-        kinds.BATCHED_POWER_SGD: powerSGD_hook.batched_powerSGD_hook,
-    }
-    wrappers: dict[DDPCommunicationHookType, Callable[..., Any]] = {
-        kinds.FP16: default_hooks.fp16_compress_wrapper,
-        kinds.BF16: default_hooks.bf16_compress_wrapper,
-    }
-    hook = hooks[DDPCommunicationHookType(options.comm_hook)]
-    state: Any = ctx.world.group
-    if options.comm_hook in (kinds.POWER_SGD, kinds.BATCHED_POWER_SGD):
-        state = powerSGD_hook.PowerSGDState(process_group=ctx.world.group, **dict(options.comm_state_option))
-    if options.comm_wrapper != kinds.NO:
-        hook = wrappers[DDPCommunicationHookType(options.comm_wrapper)](hook)
-    try:
-        cast("Any", model).register_comm_hook(state, hook)
-    except TypeError as error:
-        raise ConfigurationError(
-            f"comm_hook={str(options.comm_hook)!r} is not supported by torch for backend "
-            f"{ctx.world.backend}: {error}"
-        ) from error
+    replica = cast("Replica | None", getattr(model, REPLICA, None))
+    if isinstance(model, DistributedDataParallel):
+        ddp = cast("Any", model)
+        if ddp.find_unused_parameters or ddp.static_graph:
+            option = "static_graph" if ddp.static_graph else "find_unused_parameters"
+            raise ConfigurationError(
+                f"trigger_sync_in_backward: with {option} DistributedDataParallel must know in the forward "
+                "pass that its gradients will be averaged. Run the last forward pass outside of no_sync."
+            )
+        before = ddp.require_backward_grad_sync, ddp.require_forward_param_sync
+        ddp.require_backward_grad_sync = ddp.require_forward_param_sync = True
+        ddp.reducer.prepare_for_backward([])  # what the forward pass would have done
+        try:
+            yield
+        finally:
+            ddp.require_backward_grad_sync, ddp.require_forward_param_sync = before
+    elif replica is not None:
+        was, replica.sync = replica.sync, True
+        try:
+            yield
+        finally:
+            replica.sync = was
+    else:
+        yield

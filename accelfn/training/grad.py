@@ -7,10 +7,11 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 
-from accelfn.comm import reduce
+from accelfn.comm import attempt, reduce
 from accelfn.context import Context
+from accelfn.training.exact import cut_into_shards, mean_of_shards
 from accelfn.training.precision import autocast
-from accelfn.tree import flatten, require_tensors
+from accelfn.tree import Structure, concatenate, flatten, require_tensors
 
 __all__ = ("value_and_grad",)
 
@@ -27,6 +28,11 @@ def value_and_grad(
     For models whose parameters are a pytree. With a mean loss and equal batches, ``n`` ranks of ``b`` samples
     each get the gradient of one rank with all ``n * b``.
 
+    In exact mode the batch of each rank is cut along its first dimension into as many equal shards as the
+    accumulation window has batches, and loss and gradients are means over the shards of all ranks, formed in
+    their order: the same bits at any number of ranks that share one global batch out in rank order. It holds
+    the gradients of all of a rank's shards at once.
+
     Args:
         ctx: The world, and the precision that ``loss_fn`` computes in.
         loss_fn: ``loss_fn(params, *args, **kwargs)`` gives a loss of shape ``()``, or a pair ``(loss, aux)``.
@@ -35,12 +41,14 @@ def value_and_grad(
     Returns:
         A function with the arguments of ``loss_fn``, which returns ``(value, grads)``: ``value`` is what
         ``loss_fn`` returned, with the loss averaged over ranks and ``aux`` as on this rank; ``grads`` is a
-        tree like ``params``, in their dtypes. Every rank of ``ctx`` must call it, with ``params`` of one
-        structure.
+        tree like ``params``, in their dtypes. In exact mode ``aux`` has been joined over this rank's shards
+        by :func:`accelfn.tree.concatenate`, where a 0-d tensor counts as one row. Every rank of ``ctx`` must
+        call it, with ``params`` of one structure.
 
     Raises:
         TypeError: (when called) A leaf of ``params`` is no floating-point tensor, or the loss no tensor of
             shape ``()``.
+        ValueError: (when called) In exact mode, the batch can't be cut into equal shards.
         MismatchError: (when called) The parameters differ in structure, shape or dtype between ranks.
 
     >>> step = value_and_grad(Context(), lambda params, x: (params["w"] * x).sum())
@@ -58,27 +66,49 @@ def value_and_grad(
                     "Close over it, or pass it as another argument."
                 )
 
-        rest: list[Any] = []  # torch.func lets only tensors out, and in no containers but its own
-
-        def loss_and_tensors(flat: list[torch.Tensor]) -> tuple[torch.Tensor, Any]:
-            with autocast(ctx):
-                value = loss_fn(cast("Params", structure.unflatten(flat)), *args, **kwargs)
-            loss = _loss_of(value)
-            found, form = flatten(value)
-            places = [index for index, leaf in enumerate(found) if isinstance(leaf, torch.Tensor)]
-            rest[:] = [form, places, found]
-            return loss, (loss, [found[index] for index in places])
-
-        grads, (loss, tensors) = torch.func.grad(loss_and_tensors, has_aux=True)(leaves)
+        if ctx.reduction is not None:
+            return cast("tuple[V, Params]", _exactly(ctx, loss_fn, leaves, structure, args, kwargs))
+        loss, grads, value = _gradients(ctx, loss_fn, leaves, structure, args, kwargs)
         loss, grads = reduce(ctx.tagged("value_and_grad"), (loss, grads), "mean")
-        form, places, found = rest
-        for index, tensor in zip(places, tensors, strict=True):
-            found[index] = tensor
-        value = form.unflatten(found)
         averaged = (loss, value[1]) if _is_pair(value) else loss
         return cast("V", averaged), cast("Params", structure.unflatten(grads))
 
     return call
+
+
+def _gradients(
+    ctx: Context, loss_fn: Callable[..., Any], leaves: list[Any], structure: Structure, args: Any, kwargs: Any
+) -> tuple[torch.Tensor, list[torch.Tensor], Any]:
+    """Give this rank's loss, its gradients, and all that ``loss_fn`` has returned."""
+    rest: list[Any] = []  # torch.func lets only tensors out, and in no containers but its own
+
+    def loss_and_tensors(flat: list[torch.Tensor]) -> tuple[torch.Tensor, Any]:
+        with autocast(ctx):
+            value = loss_fn(structure.unflatten(flat), *args, **kwargs)
+        loss = _loss_of(value)
+        found, form = flatten(value)
+        places = [index for index, leaf in enumerate(found) if isinstance(leaf, torch.Tensor)]
+        rest[:] = [form, places, found]
+        return loss, (loss, [found[index] for index in places])
+
+    grads, (loss, tensors) = torch.func.grad(loss_and_tensors, has_aux=True)(leaves)
+    form, places, found = rest
+    for index, tensor in zip(places, tensors, strict=True):
+        found[index] = tensor
+    return loss, grads, form.unflatten(found)
+
+
+def _exactly(
+    ctx: Context, loss_fn: Callable[..., Any], leaves: list[Any], structure: Structure, args: Any, kwargs: Any
+) -> tuple[Any, Any]:
+    """Give value and gradients as means over the shards of all ranks, in their order."""
+    shards, error = attempt(lambda: cut_into_shards(ctx, (args, kwargs)))
+    results = [_gradients(ctx, loss_fn, leaves, structure, *shard) for shard in shards or ()]
+    tensors = [[loss, *grads] for loss, grads, _ in results]
+    loss, *grads = mean_of_shards(ctx.tagged("value_and_grad"), tensors, error)
+    values = [value for _, _, value in results]
+    aux = concatenate([value[1] for value in values]) if _is_pair(values[0]) else None
+    return (loss, aux) if _is_pair(values[0]) else loss, structure.unflatten(grads)
 
 
 def _loss_of(value: Any) -> torch.Tensor:

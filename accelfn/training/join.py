@@ -55,8 +55,8 @@ def join_uneven_inputs(
         NotAvailableError: Ranks are threads, or losses are scaled for float16, where ranks agree on each
             step.
         ConfigurationError: The batches of one of ``loaders`` aren't its to share out evenly or not, or
-            ``Guard.check_replicas_every`` is set. As all errors before the block: on every rank, and nothing
-            was changed.
+            ``Guard.check_replicas_every`` is set, or the context is in exact mode. As all errors before the
+            block: on every rank, and nothing was changed.
         TypeError: One of ``joinables`` can't be joined, or one of ``loaders`` isn't prepared.
         ValueError: There are no ``joinables``.
     """
@@ -100,6 +100,11 @@ def _check_loader(loader: object, even: bool) -> None:
 
 def _joinables_of(ctx: Context, items: Sequence[Any]) -> list[Joinable]:
     """Give what torch joins, or say why it can't."""
+    if ctx.reduction is not None:
+        raise ConfigurationError(
+            'join_uneven_inputs: with reduction="canonical" each step is over a fixed number of shards, and '
+            "a rank without batches has none. Use even_batches=True, or drop_last=True in the loader."
+        )
     if ctx.world.group is None:
         raise NotAvailableError(
             "join_uneven_inputs: ranks that are threads have no DistributedDataParallel that could be "

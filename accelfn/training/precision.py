@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
@@ -12,6 +11,7 @@ from torch import nn
 
 from accelfn.context import Context, Precision
 from accelfn.context.config import AutocastKwargs
+from accelfn.training.forward import WrappedForward, copied_without
 from accelfn.tree import convert_to_fp32
 
 __all__ = ("MixedPrecisionForward", "autocast", "with_precision", "without_precision")
@@ -52,7 +52,7 @@ def _autocast(
     )
 
 
-class MixedPrecisionForward:
+class MixedPrecisionForward(WrappedForward):
     """A module's ``forward`` under autocast, with float32 results.
 
     It stands in for the method on the instance, so that the module keeps its class and the keys of its state
@@ -61,7 +61,7 @@ class MixedPrecisionForward:
 
     def __init__(self, forward: Callable[..., Any], precision: Precision, device_type: str) -> None:
         """Keep what to call, and how."""
-        self.__wrapped__ = forward
+        super().__init__(forward)
         self._precision = precision
         self._device_type = device_type
 
@@ -75,10 +75,7 @@ class MixedPrecisionForward:
 def with_precision(ctx: Context, model: M) -> M:
     """Let ``model.forward`` compute in the context's precision from now on. Writes into the module."""
     if ctx.precision.mode != "no":
-        # An unpickled model comes with a forward that was prepared elsewhere.
-        forward = model.forward
-        plain = forward.__wrapped__ if isinstance(forward, MixedPrecisionForward) else forward
-        model.forward = MixedPrecisionForward(plain, ctx.precision, ctx.device.type)
+        model.forward = MixedPrecisionForward(model.forward, ctx.precision, ctx.device.type)
     return model
 
 
@@ -86,6 +83,4 @@ def without_precision(model: M) -> M:
     """Give a module that shares everything with ``model`` but computes in full precision."""
     if not isinstance(model.__dict__.get("forward"), MixedPrecisionForward):
         return model
-    plain = copy.copy(model)
-    del plain.__dict__["forward"]
-    return plain
+    return copied_without(model, MixedPrecisionForward)

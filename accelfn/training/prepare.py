@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar, cast, overload
 
 import torch
@@ -12,16 +13,22 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from typing_extensions import TypeVarTuple, Unpack
 
+from accelfn.comm import Call, agree, attempt
 from accelfn.context import Context, Precision
 from accelfn.data import PreparedDataLoader, prepare_data_loader
 from accelfn.errors import ConfigurationError
-from accelfn.parallel import replicate
+from accelfn.parallel import is_replicated, replicate
+from accelfn.training.compile import compile_, without_compile
+from accelfn.training.device_map import check_devices, verify_device_map
+from accelfn.training.forward import WrappedForward, plain_forward
 from accelfn.training.precision import with_precision, without_precision
 from accelfn.tree import send_to_device
 
 __all__ = (
     "Mark",
+    "check_parameters",
     "mark_of",
+    "parameters_of",
     "prepare",
     "prepare_model",
     "prepare_optimizer",
@@ -47,11 +54,13 @@ class Mark(NamedTuple):
     device: str
     precision: Precision
     channel: int  # tells worlds of one process apart
+    is_exact: bool = False  # whether gradients are summed in exact mode
     is_wrapped: bool = False  # whether what prepare gave back is another object, around this one
+    is_alone: bool = False  # whether nobody averages its gradients
 
     def fits(self, ctx: Context) -> bool:
         """Whether ``ctx`` would prepare an object in the same way."""
-        return self._replace(is_wrapped=False) == mark_of(ctx)
+        return self._replace(is_wrapped=False, is_alone=False) == mark_of(ctx)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Mark:
         """Leave the mark on a copy: it is prepared as the original is."""
@@ -64,7 +73,9 @@ class Mark(NamedTuple):
 
 def mark_of(ctx: Context) -> Mark:
     """Give the mark that ``ctx`` puts on what it prepares."""
-    return Mark(ctx.rank, ctx.num_processes, str(ctx.device), ctx.precision, id(ctx.collectives.exchange))
+    channel = id(ctx.collectives.exchange)
+    is_exact = ctx.reduction is not None
+    return Mark(ctx.rank, ctx.num_processes, str(ctx.device), ctx.precision, channel, is_exact)
 
 
 @overload
@@ -91,8 +102,40 @@ def prepare(ctx: Context, /, *objects: Any) -> Any:
     """
     if not objects:
         raise TypeError("prepare: got nothing to prepare. Pass a model, an optimizer, a loader, ...")
-    prepared = tuple(_prepare_one(ctx, item) for item in objects)
+    check_parameters(objects)
+    # Schedules last, since their optimizers may stand behind them.
+    first = {
+        index: _prepare_one(ctx, item)
+        for index, item in enumerate(objects)
+        if not isinstance(item, LRScheduler)
+    }
+    prepared = tuple(
+        first[index] if index in first else _prepare_one(ctx, item) for index, item in enumerate(objects)
+    )
     return prepared[0] if len(prepared) == 1 else prepared
+
+
+def check_parameters(objects: Sequence[object]) -> None:
+    """Refuse an optimizer that is prepared together with models and has no parameter of any of them.
+
+    Raises:
+        ConfigurationError: With the place of the optimizer.
+    """
+    models = [item for item in objects if isinstance(item, nn.Module)]
+    known = {id(parameter) for model in models for parameter in model.parameters()}
+    for index, item in enumerate(objects):
+        if known and isinstance(item, Optimizer) and not known & parameters_of(item):
+            raise ConfigurationError(
+                f"prepare: object {index}, a {type(item).__name__}, has no parameter of the models that are "
+                "prepared with it, so its steps would change nothing in them. Make it from "
+                "model.parameters() of the same model, after everything that replaces parameters."
+            )
+
+
+def parameters_of(optimizer: Optimizer) -> frozenset[int]:
+    """Give the identities of an optimizer's parameters."""
+    groups: list[dict[str, list[torch.Tensor]]] = optimizer.param_groups
+    return frozenset(id(parameter) for group in groups for parameter in group["params"])
 
 
 def _prepare_one(ctx: Context, item: Any) -> Any:
@@ -110,33 +153,54 @@ def _prepare_one(ctx: Context, item: Any) -> Any:
 def prepare_model(ctx: Context, model: M, *, evaluation_mode: bool = False) -> M:
     """Place a model on this rank's device, let it compute in the context's precision, keep all ranks equal.
 
-    On several processes the result is a ``DistributedDataParallel`` around the model (typed as the model,
-    whose attributes are reached through :func:`unwrap_model`); with one, and on ranks that are threads, the
-    model itself.
+    In exact mode (``reduction="canonical"``) its gradients are summed in a fixed order, and the result is the
+    model itself. Otherwise, on several processes the result is a ``DistributedDataParallel`` around the model
+    (typed as the model, whose attributes are reached through :func:`unwrap_model`); with one, and on ranks
+    that are threads, the model itself.
 
     Ranks: every rank of ``ctx``.
 
     Args:
         ctx: The world.
         model: Any module. It is moved, and its ``forward`` runs under autocast from now on.
-        evaluation_mode: Don't replicate: nothing will be averaged.
+        evaluation_mode: Don't replicate: nothing will be averaged. Prepared again without it, and so for
+            training, the model is replicated then; so is one that had no trainable parameter at first.
 
     Returns:
         The model to call; one that this context has prepared already is given back as it is.
 
     Raises:
         ConfigurationError: Another context has prepared it, or it was prepared and stands inside of the
-            result.
+            result; or it is on several devices, and there are several ranks. In exact mode, a module keeps
+            statistics that would depend on the number of ranks.
     """
     if _is_prepared(ctx, model, "model"):
-        return model
-    if ctx.device_placement:
+        mark = cast("Mark", getattr(model, _MARK))
+        return _replicated(ctx, model) if mark.is_alone and not evaluation_mode else model
+    _, error = attempt(lambda: check_devices(ctx, model))
+    if error is not None:
+        if not evaluation_mode:  # the others hear of it in their first exchange
+            agree(ctx, Call("prepare_model"), None, error)
+        raise error
+    if ctx.device_placement and not verify_device_map(model):
         model = model.to(ctx.device)
-    with_precision(ctx, model)
-    result = model if evaluation_mode else replicate(ctx, model)
-    setattr(model, _MARK, mark_of(ctx)._replace(is_wrapped=result is not model))
+    # An unpickled model comes with a forward that was prepared elsewhere.
+    forward = vars(model).get("forward")
+    if isinstance(forward, WrappedForward):
+        model.forward = plain_forward(model)
+    with_precision(ctx, compile_(model, ctx.strategy.dynamo))
+    if evaluation_mode:
+        setattr(model, _MARK, mark_of(ctx)._replace(is_alone=True))
+        return model
+    return _replicated(ctx, model)
+
+
+def _replicated(ctx: Context, model: M) -> M:
+    result = replicate(ctx, model)
+    mark = mark_of(ctx)._replace(is_alone=not is_replicated(result))
+    setattr(model, _MARK, mark._replace(is_wrapped=result is not model))
     if result is not model:
-        setattr(result, _MARK, mark_of(ctx))
+        setattr(result, _MARK, mark)
     return cast("M", result)
 
 
@@ -173,10 +237,20 @@ def prepare_scheduler(ctx: Context, scheduler: S) -> S:
 
     Ranks: local.
 
+    Args:
+        ctx: The world.
+        scheduler: Of an optimizer that was prepared before, or is in the same call of :func:`prepare`.
+
     Raises:
-        ConfigurationError: Another context has prepared it.
+        ConfigurationError: Another context has prepared it, or nobody has prepared its optimizer.
     """
     if not _is_prepared(ctx, scheduler, "scheduler"):
+        optimizer: object = scheduler.optimizer
+        if not _is_prepared(ctx, optimizer, "optimizer of the scheduler"):
+            raise ConfigurationError(
+                f"the {type(optimizer).__name__} that {type(scheduler).__name__} moves was not prepared. "
+                "Prepare it before, or in the same call."
+            )
         setattr(scheduler, _MARK, mark_of(ctx))
     return scheduler
 
@@ -209,15 +283,27 @@ def unwrap_model(
         else:
             break
     plain = inner if keep_fp32_wrapper else without_precision(inner)
-    if compiled is None or not keep_torch_compile:
+    if not keep_torch_compile:
+        return without_compile(plain)
+    if compiled is None:
         return plain
     if plain is inner and compiled._orig_mod is inner:
         return compiled if keep_fp32_wrapper else without_precision(compiled)
     return cast("nn.Module", cast("Any", torch).compile(plain))
 
 
+def _reductions(mark: Mark, ctx: Context) -> str:
+    """Name the two reductions where they differ."""
+    if mark.is_exact == (ctx.reduction is not None):
+        return ""
+    before, now = ("canonical", "mean") if mark.is_exact else ("mean", "canonical")
+    return f', and reduction "{now}" where it was "{before}"'
+
+
 def _is_prepared(ctx: Context, item: object, kind: str) -> bool:
-    mark = cast("Mark | None", getattr(item, "__dict__", {}).get(_MARK))
+    # Of a module its own, since what wraps one passes on what is asked of it; of an optimizer that too.
+    own: object = getattr(item, "__dict__", {}).get(_MARK)
+    mark = cast("Mark | None", getattr(item, _MARK, None) if isinstance(item, Optimizer) else own)
     if mark is None:
         return False
     if mark.is_wrapped:
@@ -231,6 +317,6 @@ def _is_prepared(ctx: Context, item: object, kind: str) -> bool:
             "mixed precision "
             f"{mark.precision.mode!r}), and this one is rank {ctx.rank} of {ctx.num_processes} on "
             f"{ctx.device} with "
-            f"{ctx.mixed_precision!r}. Prepare a {kind} once, with one context."
+            f"{ctx.mixed_precision!r}{_reductions(mark, ctx)}. Prepare a {kind} once, with one context."
         )
     return True

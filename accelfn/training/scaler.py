@@ -1,13 +1,16 @@
-"""Loss scaling for float16: a state that goes in and comes out.
+"""What gradients are still to be divided by: a state that goes in and comes out.
 
 Small gradients vanish in float16, so the loss is multiplied by a scale before backward and the gradients are
 divided by it afterwards. Where a gradient overflows, the step is skipped and the scale lowered; after enough
 good steps it grows.
+
+Losses that are sums with a weight of their own, such as the number of tokens, are divided in the same place:
+by the weight of the whole window on all ranks, which nobody knows before its last batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,6 +18,7 @@ from torch.optim import Optimizer
 
 from accelfn.comm import Call, attempt, check
 from accelfn.context import Context
+from accelfn.parallel import scale_open_sums
 
 __all__ = (
     "ScalerState",
@@ -34,7 +38,10 @@ class ScalerState(NamedTuple):
         growth_tracker: Steps without overflow since the scale changed; int32, shape ``()``.
         found_inf: 1 if a gradient of the latest step was not finite, else 0; float32, shape ``()``.
         num_skipped: Steps that were skipped so far; int64, shape ``()``.
-        is_unscaled: Whether the gradients at hand are divided by the scale already.
+        is_unscaled: Whether the gradients at hand are divided already.
+        weight: Of the losses of this rank whose gradients are at hand, where they are sums with a weight;
+            float64 where the device has it, shape ``()``. None where they are means, or where the gradients
+            are divided already.
     """
 
     scale: torch.Tensor
@@ -42,6 +49,7 @@ class ScalerState(NamedTuple):
     found_inf: torch.Tensor
     num_skipped: torch.Tensor
     is_unscaled: bool = False
+    weight: torch.Tensor | None = None
 
 
 def init_scaler(ctx: Context) -> ScalerState:
@@ -61,63 +69,101 @@ def init_scaler(ctx: Context) -> ScalerState:
     )
 
 
-def unscale_gradients(ctx: Context, optimizer: Optimizer, scaler_state: ScalerState) -> ScalerState:
-    """Divide the gradients by the scale, as is needed before they are clipped or looked at.
+def unscale_gradients(
+    ctx: Context, optimizer: Optimizer | Sequence[Optimizer], scaler_state: ScalerState
+) -> ScalerState:
+    """Divide the gradients by the scale and by their weight, as clipping or looking at them needs it.
 
-    Writes into the gradients. Called again before the step it does nothing, as without float16.
+    Writes into the gradients. Called again before the step it does nothing; so it does with neither float16
+    nor weights.
 
     Ranks: every rank of ``ctx``: whether a gradient overflowed is agreed, so that all skip or none.
 
     Args:
         ctx: The world and its precision.
-        optimizer: Whose parameters' gradients are meant.
-        scaler_state: As backward left it.
+        optimizer: Whose parameters' gradients are meant; several that step together in one sequence.
+        scaler_state: As :func:`accelfn.backward` left it.
 
     Returns:
         The next state.
 
     Raises:
         ValueError: A gradient is float16, so its parameter is, and there is nothing to gain from scaling.
+        MismatchError: Some ranks have weights and some have none.
     """
-    if not ctx.precision.scales_loss or scaler_state.is_unscaled:
+    scales = ctx.precision.scales_loss and not scaler_state.is_unscaled
+    weight = scaler_state.weight
+    if not scales and weight is None:
         return scaler_state
-    found_inf = torch.zeros_like(scaler_state.found_inf)
-    inverse = scaler_state.scale.double().reciprocal().float()
-    by_kind, error = attempt(lambda: _gradients(optimizer))
+    by_kind, error = attempt(lambda: _gradients(optimizer, scales))
     if ctx.num_processes > 1:  # nothing is changed where a rank can't
-        check(ctx, Call("unscale_gradients"), error)
+        check(ctx, Call("unscale_gradients", f"scaled={scales} weighted={weight is not None}"), error)
     elif error is not None:
         raise error
+    factor = torch.ones_like(scaler_state.scale) if weight is None else _share_of_weight(ctx, weight)
+    if scales:
+        factor = (factor.double() / scaler_state.scale.double()).float()
+    found_inf = torch.zeros_like(scaler_state.found_inf)
     with torch.no_grad():
         for (device, _), grads in (by_kind or {}).items():
+            if not scales:
+                torch._foreach_mul_(grads, factor.to(device))  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+                continue
             found_here = torch.zeros((), dtype=torch.float32, device=device)
             torch._amp_foreach_non_finite_check_and_unscale_(  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-                grads, found_here, inverse.to(device)
+                grads, found_here, factor.to(device)
             )
             found_inf = torch.maximum(found_inf, found_here.to(found_inf.device))
+        if not scales:
+            return scaler_state._replace(is_unscaled=True, weight=None)
         if ctx.num_processes > 1:
             flag = found_inf.reshape(1).clone()
             ctx.collectives.all_reduce(flag, "max")
             found_inf = flag.reshape(())
-    return scaler_state._replace(found_inf=found_inf, is_unscaled=True)
+    return scaler_state._replace(found_inf=found_inf, is_unscaled=True, weight=None)
 
 
-def _gradients(optimizer: Optimizer) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
+def _share_of_weight(ctx: Context, weight: torch.Tensor) -> torch.Tensor:
+    """Give what turns gradients of sums, averaged over ranks, into those of the mean over all weights.
+
+    Without any weight there is nothing to learn from, and the factor is zero.
+    """
+    total = weight.reshape(1).clone()
+    if ctx.num_processes > 1:
+        ctx.collectives.all_reduce(total, "sum")
+    total = total.reshape(())
+    num_averaged = ctx.num_processes if ctx.reduction is None else 1  # exact mode sums
+    return torch.where(total > 0, num_averaged / total, torch.zeros_like(total)).float()
+
+
+def _gradients(
+    optimizer: Optimizer | Sequence[Optimizer], are_scaled: bool
+) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
     """Sort the gradients by where and what they are."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            grad: torch.Tensor | None = parameter.grad
-            if grad is None:
-                continue
-            if grad.dtype == torch.float16:
-                raise ValueError(
-                    f"unscale_gradients: a gradient of shape {tuple(grad.shape)} is float16, because its "
-                    "parameter is. "
-                    "Keep the model's parameters in float32; autocast computes in float16 where it helps."
-                )
-            by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
+    for grad in _all_gradients(optimizer):
+        if are_scaled and grad.dtype == torch.float16:
+            raise ValueError(
+                f"unscale_gradients: a gradient of shape {tuple(grad.shape)} is float16, because its "
+                "parameter is. Keep the model's parameters in float32; autocast computes in float16 where it "
+                "helps."
+            )
+        by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
     return by_kind
+
+
+def _all_gradients(optimizer: Optimizer | Iterable[Optimizer]) -> list[torch.Tensor]:
+    """List the gradients of optimizers, each once; of sharded ones this rank's shard."""
+    several = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+    parameters = {
+        id(parameter): parameter
+        for one in several
+        for group in one.param_groups
+        for parameter in group["params"]
+    }
+    grads = [parameter.grad for parameter in parameters.values() if parameter.grad is not None]
+    # By its method: to import DTensor takes half a second, which plain tensors shall not cost.
+    return [getattr(grad, "to_local", grad.detach)() for grad in grads]
 
 
 def update_scaler(ctx: Context, scaler_state: ScalerState) -> ScalerState:
@@ -137,6 +183,7 @@ def update_scaler(ctx: Context, scaler_state: ScalerState) -> ScalerState:
         growth_tracker=tracker,
         found_inf=scaler_state.found_inf,
         num_skipped=scaler_state.num_skipped + scaler_state.found_inf.to(torch.int64),
+        weight=scaler_state.weight,
     )
 
 
@@ -145,17 +192,14 @@ def rescale_gradients(optimizers: Iterable[Optimizer], before: ScalerState, afte
 
     Writes into the gradients. For optimizers that share a scale and step at different times.
     """
-    grads = [
-        parameter.grad
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if parameter.grad is not None
+    parameters: list[torch.Tensor] = [
+        parameter for one in optimizers for group in one.param_groups for parameter in group["params"]
     ]
     ratio = after.scale / before.scale
     with torch.no_grad():
-        for grad in grads:
+        for grad in [parameter.grad for parameter in parameters if parameter.grad is not None]:
             grad.mul_(ratio.to(grad.device, grad.dtype))
+        scale_open_sums(parameters, ratio)
 
 
 def step_was_skipped(ctx: Context, scaler_state: ScalerState) -> bool:

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from accelfn.comm import check_replicas
+from accelfn.comm import check_replicas, reduce
 from accelfn.context import Context
 from accelfn.data import MicroBatch
-from accelfn.errors import NotAvailableError
+from accelfn.parallel import exact_backward, exact_batch
 from accelfn.parallel import no_sync as replicas_without_sync
+from accelfn.parallel import trigger_sync_in_backward as replicas_triggered
+from accelfn.training.exact import draw_for, num_shards
+from accelfn.training.finite import check_gradients, named_parameters
 from accelfn.training.scaler import ScalerState, step_was_skipped, unscale_gradients, update_scaler
 
-__all__ = ("accumulate", "backward", "no_sync", "optimizer_step", "scheduler_step")
+__all__ = (
+    "accumulate",
+    "backward",
+    "no_sync",
+    "optimizer_step",
+    "scheduler_step",
+    "trigger_sync_in_backward",
+)
 
 
 def backward(
@@ -27,53 +37,107 @@ def backward(
     scaler_state: ScalerState,
     micro: MicroBatch | None = None,
     weight: torch.Tensor | float | None = None,
-) -> None:
+    **kwargs: Any,
+) -> ScalerState:
     """Compute gradients of ``loss`` and add them to the parameters' own.
 
-    The loss is divided by the number of batches that its accumulation window really holds, and multiplied by
-    the loss scale. A prepared model averages its gradients over ranks, unless :func:`accumulate` says that
-    the window goes on.
+    A loss that is a mean is divided by the number of batches that its accumulation window really holds. One
+    that is a sum comes with its ``weight``, such as the number of tokens in it: the gradients are then
+    divided once, by the weight of all losses of the window on all ranks, when they are unscaled or the
+    optimizer steps. Ranks and batches may have different weights, and some none at all.
+
+    With float16 the loss is multiplied by the loss scale. A prepared model averages its gradients over ranks,
+    unless :func:`accumulate` says that the window goes on. In exact mode it sums them, so a mean is divided
+    by the number of ranks as well.
 
     Ranks: every rank of ``ctx``, where a prepared model takes part.
 
     Args:
         ctx: Says the precision.
-        loss: A mean over this rank's batch, shape ``()``.
+        loss: Shape ``()``, with a gradient: a mean over this rank's batch, or a sum.
         scaler_state: From :func:`init_scaler` or the last step.
-        micro: Of the batch; without it the loss counts whole.
-        weight: For losses that are sums with a weight of their own.
+        micro: Of the batch; without it a mean counts whole.
+        weight: Of a sum, at least 0; of shape ``()`` where it is a tensor.
+        **kwargs: For ``torch.Tensor.backward``, such as ``retain_graph=True``.
+
+    Returns:
+        The state to pass on: with ``weight`` another one, which holds it, and else the same.
 
     Raises:
         TypeError: ``loss`` is no tensor.
-        ValueError: The gradients at hand were unscaled already, so new ones can't be added to them.
-        NotAvailableError: With ``weight``.
+        ValueError: The loss has another shape, or depends on no parameter; or the gradients at hand were
+            divided already, so new ones can't be added to them.
+        ConfigurationError: In exact mode, a parameter got a second gradient from one batch, or one that is
+            sparse.
     """
-    if not isinstance(cast("object", loss), torch.Tensor):
-        raise TypeError(
-            f"backward: the loss must be a tensor, got {type(loss).__name__}. Pass what the model computed."
+    _check_loss(loss)
+    if scaler_state.is_unscaled:
+        raise ValueError(
+            "backward: the gradients were unscaled already, and adding scaled ones would mix the two. "
+            "Unscale "
+            "and clip only where micro.sync is True, and pass on the state that optimizer_step returns."
         )
     if weight is not None:
-        raise NotAvailableError(
-            "backward: weight has no machinery in this version of accelfn yet. Divide the loss before, and "
-            "leave it out."
+        scaler_state = scaler_state._replace(weight=_add_weight(scaler_state, weight))
+    elif scaler_state.weight is not None:
+        raise ValueError(
+            "backward: the losses before in this window have a weight, and this one has none. Give each of "
+            "them its weight, or none."
         )
-    if micro is not None and micro.window > 1:
-        loss = loss / micro.window
+    else:
+        shards = num_shards(ctx, micro)
+        if shards > 1:
+            loss = loss / shards
     if ctx.precision.scales_loss:
-        if scaler_state.is_unscaled:
-            raise ValueError(
-                "backward: the gradients were unscaled already, and adding scaled ones would mix the two. "
-                "Unscale "
-                "and clip only where micro.sync is True, and pass on the state that optimizer_step returns."
-            )
         loss = loss * scaler_state.scale
     try:
-        loss.backward()  # pyright: ignore[reportUnknownMemberType]
+        if ctx.reduction is None:
+            loss.backward(**kwargs)  # pyright: ignore[reportUnknownMemberType]
+        else:
+            with exact_backward(ctx):
+                loss.backward(**kwargs)  # pyright: ignore[reportUnknownMemberType]
     except RuntimeError as error:  # torch's own reduction inside says less than is known of a lost rank
         explained = ctx.collectives.explain(error)
         if explained is error:
             raise
         raise explained from (explained.__cause__ or error)
+    return scaler_state
+
+
+def _check_loss(loss: object) -> None:
+    if not isinstance(loss, torch.Tensor):
+        raise TypeError(
+            f"backward: the loss must be a tensor, got {type(loss).__name__}. Pass what the model computed."
+        )
+    if loss.numel() != 1:
+        raise ValueError(
+            f"backward: the loss must be one number, got a tensor of shape {tuple(loss.shape)}. Take its "
+            "mean, or its sum and pass its weight."
+        )
+    if not loss.requires_grad:
+        raise ValueError(
+            "backward: the loss depends on no parameter that is trained, so it has no gradient. It was "
+            "detached, computed under torch.no_grad(), or all parameters are frozen."
+        )
+
+
+def _add_weight(scaler_state: ScalerState, weight: torch.Tensor | float) -> torch.Tensor:
+    before = scaler_state.weight
+    if isinstance(weight, torch.Tensor):
+        if weight.numel() != 1:
+            raise ValueError(
+                f"backward: the weight must be one number, got a tensor of shape {tuple(weight.shape)}."
+            )
+        weight = weight.detach().reshape(())
+    elif weight < 0:
+        raise ValueError(f"backward: the weight must be at least 0, got {weight}.")
+    if before is None:
+        # Whole numbers stay exact in it, however they are added up.
+        dtype = torch.float32 if scaler_state.scale.device.type == "mps" else torch.float64
+        before = torch.zeros_like(scaler_state.scale, dtype=dtype)
+    if isinstance(weight, torch.Tensor):
+        weight = weight.to(before)
+    return before + weight
 
 
 @contextmanager
@@ -88,8 +152,32 @@ def no_sync(ctx: Context, *models: nn.Module) -> Generator[None, None, None]:
 
 
 @contextmanager
-def accumulate(ctx: Context, micro: MicroBatch, *models: nn.Module) -> Generator[None, None, None]:
+def trigger_sync_in_backward(ctx: Context, model: nn.Module) -> Generator[None, None, None]:
+    """Average the gradients of ``model`` in a backward pass inside, whose forward pass was under no_sync.
+
+    What earlier backward passes have added to the gradients is averaged with it. For a window whose length
+    shows only after its forward passes.
+
+    Ranks: every rank of ``ctx``.
+
+    Args:
+        ctx: The world.
+        model: As :func:`prepare_model` gave it; one that nobody averages is let through.
+
+    Raises:
+        ConfigurationError: ``find_unused_parameters`` or ``static_graph`` is on, for which torch must know
+            in the forward pass.
+    """
+    del ctx
+    with replicas_triggered(model):
+        yield
+
+
+def accumulate(ctx: Context, micro: MicroBatch, *models: nn.Module) -> AbstractContextManager[None]:
     """Run forward and backward of one batch of a window: ranks average gradients only where it closes.
+
+    In exact mode, torch draws inside what belongs to the batch's samples, whichever rank has them, and its
+    default generators are as before afterwards.
 
     Ranks: every rank of ``ctx``.
 
@@ -97,7 +185,19 @@ def accumulate(ctx: Context, micro: MicroBatch, *models: nn.Module) -> Generator
         ctx: Says whether each batch is averaged all the same (``sync_each_batch``).
         micro: Of the batch.
         *models: Prepared models that get gradients inside.
+
+    Raises:
+        ConfigurationError: The context is in exact mode, and a model was prepared without it.
     """
+    if ctx.num_processes == 1 and ctx.reduction is None:  # nobody to average with, or to be compared with
+        return nullcontext()
+    return _accumulate(ctx, micro, models)
+
+
+@contextmanager
+def _accumulate(
+    ctx: Context, micro: MicroBatch, models: tuple[nn.Module, ...]
+) -> Generator[None, None, None]:
     journal = ctx.collectives.journal
     # What is called inside is compared with it, so that ranks at different batches don't meet.
     before, journal.place = (
@@ -105,17 +205,23 @@ def accumulate(ctx: Context, micro: MicroBatch, *models: nn.Module) -> Generator
         f"batch {micro.index} of epoch {micro.epoch} ({micro.window} a window)",
     )
     try:
-        if micro.sync or ctx.accumulation.sync_each_batch:
+        with ExitStack() as stack:
+            if ctx.reduction is not None:
+                stack.enter_context(exact_batch(models, micro, micro.place, micro.window))
+                stack.enter_context(draw_for(ctx, micro))
+            if not micro.sync and not ctx.accumulation.sync_each_batch:
+                stack.enter_context(no_sync(ctx, *models))
             yield
-        else:
-            with no_sync(ctx, *models):
-                yield
     finally:
         journal.place = before
 
 
 def optimizer_step(
-    ctx: Context, optimizer: Optimizer, scaler_state: ScalerState, *, clear_gradients: bool = True
+    ctx: Context,
+    optimizer: Optimizer | Sequence[Optimizer],
+    scaler_state: ScalerState,
+    *,
+    clear_gradients: bool = True,
 ) -> ScalerState:
     """Let the optimizer step, unless a float16 gradient overflowed, and clear gradients for the next window.
 
@@ -123,7 +229,8 @@ def optimizer_step(
 
     Args:
         ctx: Says the precision.
-        optimizer: What steps.
+        optimizer: What steps; several that share ``scaler_state`` in one sequence, which then step all or
+            none.
         scaler_state: As backward or :func:`unscale_gradients` left it.
         clear_gradients: Set the gradients to None afterwards.
 
@@ -131,61 +238,81 @@ def optimizer_step(
         The next state; after a skipped step with a lower scale.
 
     Raises:
+        NonFiniteGradientError: A gradient is infinite or no number; ``Guard.check_gradients`` asks for it.
         ReplicaDriftError: The parameters differ between ranks; ``Guard.check_replicas_every`` asks for it.
     """
-    if not ctx.precision.scales_loss:
-        optimizer.step()
+    optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
+    scales = ctx.precision.scales_loss
+    if scales or scaler_state.weight is not None:
+        scaler_state = unscale_gradients(ctx, optimizers, scaler_state)
+    if ctx.guard.check_gradients and not scales:
+        check_gradients(ctx, optimizers)
+    if not scales:
+        for one in optimizers:
+            cast("Any", one).step()
+        if scaler_state.is_unscaled:
+            scaler_state = scaler_state._replace(is_unscaled=False)
     else:
-        scaler_state = unscale_gradients(ctx, optimizer, scaler_state)
-        _step_if_finite(optimizer, scaler_state.found_inf)
+        _step_if_finite(optimizers, scaler_state.found_inf)
         scaler_state = update_scaler(ctx, scaler_state)
-    if clear_gradients:
-        optimizer.zero_grad(set_to_none=True)
     every = ctx.guard.check_replicas_every
-    if every is not None and ctx.num_processes > 1 and ctx.collectives.journal.count(optimizer) % every == 0:
-        parameters, name = _named(optimizer)
-        check_replicas(ctx, parameters, name=name)
+    for one in optimizers:
+        if clear_gradients:
+            one.zero_grad(set_to_none=True)
+        if every is not None and ctx.num_processes > 1 and ctx.collectives.journal.count(one) % every == 0:
+            parameters, name = named_parameters(one)
+            check_replicas(ctx, parameters, name=name)
     return scaler_state
 
 
-def _named(optimizer: Optimizer) -> tuple[Any, str]:
-    """Give the parameters of an optimizer as a tree with the best paths that it has, and the tree's name."""
-    groups = optimizer.param_groups
-    names = [name for group in groups for name in group.get("param_names", ())]
-    parameters = [parameter for group in groups for parameter in group["params"]]
-    # Known only where it was made from named_parameters().
-    if len(set(names)) == len(parameters):
-        return dict(zip(names, parameters, strict=True)), "parameters"
-    return [{"params": group["params"]} for group in groups], "param_groups"
-
-
-def _step_if_finite(optimizer: Any, found_inf: torch.Tensor) -> None:
-    if getattr(optimizer, "_step_supports_amp_scaling", False):
+def _step_if_finite(optimizers: Sequence[Optimizer], found_inf: torch.Tensor) -> None:
+    rest: list[Optimizer] = []
+    for one in cast("Sequence[Any]", optimizers):
+        if not getattr(one, "_step_supports_amp_scaling", False):
+            rest.append(one)
+            continue
         # Fused optimizers look at the flag on the device, so the host needn't wait for it.
-        optimizer.grad_scale, optimizer.found_inf = None, found_inf
+        one.grad_scale, one.found_inf = None, found_inf
         try:
-            optimizer.step()
+            one.step()
         finally:
-            del optimizer.grad_scale, optimizer.found_inf
-    elif not found_inf.item():
-        optimizer.step()
+            del one.grad_scale, one.found_inf
+    if rest and not found_inf.item():
+        for one in rest:
+            one.step()
 
 
-def scheduler_step(ctx: Context, scheduler: LRScheduler, scaler_state: ScalerState | None = None) -> None:
+def scheduler_step(
+    ctx: Context,
+    scheduler: LRScheduler,
+    scaler_state: ScalerState | None = None,
+    *,
+    metric: torch.Tensor | float | None = None,
+) -> None:
     """Move a learning rate schedule on by one, unless the optimizer's step was skipped.
 
     One optimizer step is one scheduler step, at any number of ranks and any accumulation.
 
-    Ranks: local; call it where :func:`optimizer_step` is called.
+    Ranks: local; call it where :func:`optimizer_step` is called. With ``metric``, every rank of ``ctx``: it
+    is averaged over them, so that all have the same learning rate.
 
     Args:
         ctx: Says the precision.
         scheduler: What moves.
         scaler_state: What :func:`optimizer_step` returned; needed with float16 to know of skipped steps.
+        metric: What ``ReduceLROnPlateau`` watches.
 
     Raises:
         ValueError: The context scales losses, and no state was passed.
+        TypeError: The scheduler needs a metric and got none, or got one and takes none.
     """
+    if isinstance(scheduler, ReduceLROnPlateau) != (metric is not None):
+        needs = "needs metric=..., what it watches" if metric is None else "takes no metric: leave it out"
+        raise TypeError(f"scheduler_step: {type(scheduler).__name__} {needs}.")
+    if metric is not None:  # moves by epochs, and not by steps that may be skipped
+        value = torch.as_tensor(metric, dtype=torch.float64, device="cpu").reshape(())
+        cast("Any", scheduler).step(float(reduce(ctx.tagged("scheduler_step"), value, "mean")))
+        return
     if scaler_state is None and ctx.precision.scales_loss:
         raise ValueError(
             "scheduler_step: with float16 a step may be skipped, so pass the scaler state that "

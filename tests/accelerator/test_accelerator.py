@@ -5,7 +5,7 @@
 import ast
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -43,14 +43,14 @@ def weights(model: nn.Module) -> Weights:
 def by_functions(ctx: Context, clip: bool) -> Weights:
     model, optimizer, scheduler, loader = af.prepare(ctx, *make())
     scaler = af.init_scaler(ctx)
-    for _ in range(2):
+    for _ in range(3):
         for (x, y), micro in af.microbatches(ctx, loader):
             with af.accumulate(ctx, micro, model):
                 af.backward(ctx, nn.functional.mse_loss(model(x), y), scaler, micro)
             if micro.sync:
                 if clip:
                     scaler = af.unscale_gradients(ctx, optimizer, scaler)
-                    af.clip_grad_norm_(ctx, model.parameters(), 0.1)
+                    af.clip_grad_norm_(ctx, model.parameters(), 0.1, scaler_state=scaler)
                 scaler = af.optimizer_step(ctx, optimizer, scaler)
                 af.scheduler_step(ctx, scheduler, scaler)
     return weights(model)
@@ -58,7 +58,7 @@ def by_functions(ctx: Context, clip: bool) -> Weights:
 
 def by_the_shim(accelerator: Accelerator, clip: bool) -> Weights:
     model, optimizer, scheduler, loader = accelerator.prepare(*make())
-    for _ in range(2):
+    for _ in range(3):
         for x, y in loader:
             with accelerator.accumulate(model):
                 accelerator.backward(nn.functional.mse_loss(model(x), y))
@@ -71,7 +71,7 @@ def by_the_shim(accelerator: Accelerator, clip: bool) -> Weights:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("num_steps", [1, 2, 3])
+@pytest.mark.parametrize("num_steps", [1, 3, 4])
 @pytest.mark.parametrize("mode", ["no", "bf16", "fp16"])
 @pytest.mark.parametrize("clip", [False, True], ids=["free", "clipped"])
 def test_one_loop_through_both_ends_with_equal_bits(
@@ -116,7 +116,7 @@ def test_accelerators_of_different_settings_live_side_by_side() -> None:
 def steps_of(accelerator: Accelerator) -> Any:
     """The loop of by_the_shim, one batch at a time."""
     model, optimizer, scheduler, loader = accelerator.prepare(*make())
-    for _ in range(2):
+    for _ in range(3):
         for x, y in loader:
             with accelerator.accumulate(model):
                 accelerator.backward(nn.functional.mse_loss(model(x), y))
@@ -300,24 +300,17 @@ def test_its_own_context_is_made_and_closed() -> None:
 @pytest.mark.parametrize(
     "call",
     [
-        lambda it: it.backward(torch.ones(()), retain_graph=True),
         lambda it: it.save_model(nn.Linear(1, 1), "folder", safe_serialization=False),
     ],
-    ids=["backward", "pickle"],
+    ids=["pickle"],
 )
 def test_what_has_no_machinery_is_refused(call: Callable[[Any], Any]) -> None:
     with pytest.raises(NotAvailableError):
         call(Accelerator(context=Context()))
 
 
-def test_names_without_machinery_say_so() -> None:
+def test_an_unknown_name_is_an_error_that_names_it() -> None:
     accelerator = Accelerator(context=Context())
-    missing = cast("tuple[str, ...]", vars(module)["_NOT_YET"])
-    assert len(missing) > 20
-    for name in missing:
-        assert not hasattr(Accelerator, name)
-        with pytest.raises(AttributeError, match=rf"^Accelerator\.{name} has no machinery"):
-            getattr(accelerator, name)
     with pytest.raises(AttributeError, match="has no attribute 'nonsense'"):
         getattr(accelerator, "nonsense")  # noqa: B009 -- the checker knows that it isn't there
 
@@ -338,7 +331,7 @@ def test_the_shim_is_thin() -> None:
         if isinstance(method, ast.FunctionDef) and not method.name.startswith("_"):
             code = method.body[1:]  # behind the docstring
             lengths[method.name] = code[-1].end_lineno - code[0].lineno + 1 if code else 0  # pyright: ignore[reportOptionalOperand]
-    assert len(lengths) > 50
+    assert len(lengths) > 30
     assert {name: length for name, length in lengths.items() if length > 15} == {}
 
 

@@ -287,7 +287,7 @@ def test_where_nobody_can_be_joined_the_shim_says_so_and_changes_nothing() -> No
     def run(ctx: Context) -> None:
         accelerator = Accelerator(context=ctx)
         model, optimizer, loader = accelerator.prepare(
-            linear(), torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0), numbers(9)
+            model := linear(), torch.optim.SGD(model.parameters(), lr=1.0), numbers(9)
         )
         with (
             pytest.raises(NotAvailableError, match="threads"),

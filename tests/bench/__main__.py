@@ -10,8 +10,11 @@ def main() -> None:
     run = [sys.executable, "-m"]
     two = [*run, "accelfn.launch", "launch", "--num_processes", "2", "--cpu", "-m", "tests.bench.collectives"]
     guard = [*two[:-1], "tests.bench.guard"]
+    exact = [*two[:-1], "tests.bench.exact"]
     data = [*two[:-1], "tests.bench.data"]
-    for command in (two, guard, data, [*run, "tests.bench.local"], [*run, "tests.bench.campaign"]):
+    training = [*two[:-1], "tests.bench.training"]
+    alone = ([*run, f"tests.bench.{name}"] for name in ("training", "local", "campaign"))
+    for command in (two, guard, exact, data, training, *alone):
         subprocess.run(command, env=environment, check=True)
         print(flush=True)
 

@@ -18,9 +18,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 import accelfn as af
-from accelfn.data.order import read_order
-from accelfn.data.plan import EpochPlan, plan_epoch
-from accelfn.data.sampled import SampledReader, sampler_of
+from accelfn.data.asked import AskedSamples, read_asked
+from accelfn.data.sampled import SampledReader
 from tests.bench.timing import Row, compare, print_table
 
 plain: Any = cast("Any", dist)
@@ -212,12 +211,9 @@ def counted(num: int) -> DataLoader[Any]:
 def reader_of(num: int, rank: int, size: int) -> SampledReader[Any]:
     """Give what reads for one rank of a large world; nothing is communicated by it."""
     source = counted(num)
-    order = read_order(sampler_of(source), source.dataset, 0)
-
-    def make_plan(number: int, start: int) -> EpochPlan:
-        return plan_epoch(number, 32, size, start=start)
-
-    return SampledReader(af.Context(), source, order, rank, make_plan)
+    asked = read_asked(af.DataLoaderConfiguration(), size, source)
+    assert isinstance(asked, AskedSamples)
+    return SampledReader(af.Context(), source, asked, 0, rank)
 
 
 def first_of(make: Callable[[], Iterable[Any]]) -> Callable[[], object]:

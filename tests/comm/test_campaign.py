@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ import accelfn as af
 from accelfn.testing import Fault, run_ranks
 from accelfn.testing.ranks import Where
 from accelfn.testing.strategies import mismatched_trees, worlds
+from tests.seen import Seen, look
 
 WORLDS: tuple[Where, ...] = ("memory", "gloo", "processes")
 MISMATCH, REMOTE, MISSING, LATE = (
@@ -29,20 +30,6 @@ MISMATCH, REMOTE, MISSING, LATE = (
 )
 # Long enough that an error found by waiting it out would be a timeout and not the one that is expected.
 PATIENCE_S = 20.0
-
-
-class Seen(NamedTuple):
-    """What one rank made of it: what it got, or which error."""
-
-    error: str
-    text: str
-
-
-def look(action: Callable[[], object]) -> Seen:
-    try:
-        return Seen("", repr(action()))
-    except Exception as error:  # noqa: BLE001 -- which one it is, is what the test is about
-        return Seen(type(error).__name__, str(error))
 
 
 def listed(tensor: torch.Tensor) -> list[float]:

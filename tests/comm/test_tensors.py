@@ -356,8 +356,10 @@ def test_trees_that_differ_give_every_rank_one_error(
     lines = str(errors[0]).splitlines()
     for row in rows:
         line = next(line for line in lines if line.startswith(f"  {row.rank} ") and row.path in line)
-        assert row.found in line
-        assert row.expected in line
+        assert (
+            row.found.rstrip() in line
+        )  # a long text is cut off, perhaps at a space, and a line ends with none
+        assert row.expected.rstrip() in line
 
 
 @given(st.integers(2, 5).flatmap(rank_trees), st.booleans())

@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from accelfn.context import Context, ContextOptions, configure, init_context
 from accelfn.context.config import (
     AORecipeKwargs,
     AutocastKwargs,
+    CanonicalReduction,
     DataLoaderConfiguration,
     DeepSpeedPlugin,
     DistributedDataParallelKwargs,
@@ -33,8 +36,9 @@ from accelfn.context.config import (
     Settings,
     TorchDynamoPlugin,
 )
-from accelfn.context.options import merge_settings, sort_handlers
+from accelfn.context.options import merge_settings, settle_window, sort_handlers
 from accelfn.errors import ConfigurationError, NotAvailableError
+from accelfn.testing import run_ranks
 
 
 def applied(**options: Any) -> Context:
@@ -220,12 +224,9 @@ UNAVAILABLE: tuple[tuple[str, Any], ...] = (
     ("deepspeed_plugin", {"student": DeepSpeedPlugin()}),
     ("megatron_lm_plugin", MegatronLMPlugin()),
     ("parallelism_config", ParallelismConfig(dp_replicate_size=2)),
-    ("dynamo_plugin", TorchDynamoPlugin(backend="INDUCTOR")),
-    ("dynamo_backend", "inductor"),
     ("mixed_precision", "fp8"),
     ("mixed_precision", PrecisionType.FP8),
     ("log_with", "tensorboard"),
-    ("kwargs_handlers", [ProfileKwargs()]),
 )
 
 
@@ -253,6 +254,17 @@ def test_a_record_without_machinery_builds_and_is_refused_by_its_argument(name: 
 )
 def test_asking_for_nothing_is_available(name: str, value: Any) -> None:
     assert applied(**{name: value}) == Context()
+
+
+def test_how_to_compile_and_to_profile_is_kept() -> None:
+    plugin = TorchDynamoPlugin(backend="EAGER", fullgraph=True)
+    assert applied(dynamo_backend="eager").strategy.dynamo == TorchDynamoPlugin(backend="EAGER")
+    ctx = applied(dynamo_plugin=plugin, kwargs_handlers=[ProfileKwargs(with_flops=True)])
+    assert ctx.strategy.dynamo == plugin
+    assert ctx.profiling == ProfileKwargs(with_flops=True)
+    variant = ctx.replace(mixed_precision="bf16", kwargs_handlers=[DistributedDataParallelKwargs(dim=1)])
+    assert (variant.strategy.dynamo, variant.profiling) == (plugin, ctx.profiling)
+    assert variant.replace(dynamo_backend="no").strategy.dynamo == TorchDynamoPlugin()
 
 
 def test_compiling_is_asked_for_once() -> None:
@@ -400,6 +412,78 @@ def test_the_timeout_of_the_process_group_is_the_guards_too() -> None:
     assert init_context(cpu=True, kwargs_handlers=[InitProcessGroupKwargs()]).guard == Context().guard
 
 
+# --- reduction ---------------------------------------------------------------------------------
+
+
+def test_a_reduction_is_a_word_or_a_record() -> None:
+    assert applied().reduction is applied(reduction="mean").reduction is None
+    exact = applied(reduction="canonical")
+    assert exact.reduction == CanonicalReduction()
+    assert exact.replace(mixed_precision="bf16").reduction == CanonicalReduction()
+    assert exact.replace(reduction="mean").reduction is None
+    assert applied(reduction=CanonicalReduction(seed=3)).reduction == CanonicalReduction(seed=3)
+    with pytest.raises(ConfigurationError, match="'sum'"):
+        applied(reduction="sum")
+    with pytest.raises(TypeError, match="or a CanonicalReduction: got int"):
+        applied(reduction=12)
+
+
+@given(st.integers(1, 60), st.integers(1, 12))
+def test_a_window_holds_the_ranks_share_of_the_shards_or_there_is_none(shards: int, size: int) -> None:
+    reduction = CanonicalReduction(num_shards=shards)
+    if shards % size:
+        with pytest.raises(ConfigurationError, match=f"got num_shards={shards} and {size} ranks"):
+            settle_window(GradientAccumulationPlugin(), reduction, size)
+    else:
+        settled = settle_window(GradientAccumulationPlugin(), reduction, size)
+        assert settled.num_steps * size == shards
+        assert settle_window(settled, reduction, size) == settled
+    plugin = GradientAccumulationPlugin(num_steps=shards)
+    assert settle_window(plugin, CanonicalReduction(), size) == settle_window(plugin, None, size) == plugin
+
+
+def test_the_window_follows_the_shards_and_goes_with_them() -> None:
+    def steps(ctx: Context) -> list[int]:
+        other = ctx.replace(reduction=CanonicalReduction(num_shards=24))
+        plain = ctx.replace(reduction="canonical")
+        asked = ctx.replace(reduction="mean", gradient_accumulation_steps=5)
+        return [
+            one.gradient_accumulation_steps
+            for one in (ctx, ctx.replace(mixed_precision="bf16"), other, plain, asked)
+        ]
+
+    reduction = CanonicalReduction(num_shards=12)
+    assert run_ranks(steps, 4, reduction=reduction) == [[3, 3, 6, 1, 5]] * 4
+    assert applied(reduction=reduction).gradient_accumulation_steps == 12
+    assert init_context(cpu=True, reduction=reduction).gradient_accumulation_steps == 12
+    with pytest.raises(ConfigurationError, match=r"=12 and 5 ranks\. .* can be 1, 2, 3, 4, 6, 12 r"):
+        run_ranks(steps, 5, reduction=reduction)
+    with pytest.raises(ConfigurationError, match=r"steps=4 contradicts num_shards=12, .* of 6 on 2 r"):
+        run_ranks(steps, 2, reduction=reduction, gradient_accumulation_steps=4)
+    with pytest.raises(ConfigurationError, match="steps=7 contradicts num_shards=12"):
+        applied(reduction=reduction).replace(gradient_accumulation_steps=7)
+
+
+@pytest.mark.parametrize("options", [{"comm_hook": "bf16"}, {"gradient_as_bucket_view": True}])
+def test_what_is_asked_of_another_engine_contradicts_exact_mode(options: dict[str, Any]) -> None:
+    handlers = [DistributedDataParallelKwargs(**options)]
+    with pytest.raises(ConfigurationError, match=f"without DistributedDataParallel: {next(iter(options))}="):
+        applied(reduction="canonical", kwargs_handlers=handlers)
+    with pytest.raises(ConfigurationError, match="Leave one of the two out"):
+        applied(kwargs_handlers=handlers).replace(reduction="canonical")
+
+
+def test_the_environment_may_ask_for_exact_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELFN_REDUCTION", "canonical")
+    monkeypatch.setenv("ACCELFN_GRADIENT_ACCUMULATION_STEPS", "4")
+    ctx = init_context(cpu=True)
+    assert (ctx.reduction, ctx.gradient_accumulation_steps) == (CanonicalReduction(), 4)
+    assert init_context(cpu=True, reduction="mean").reduction is None
+    # An argument that says the window wins over the variable.
+    reduction = CanonicalReduction(num_shards=3)
+    assert init_context(cpu=True, reduction=reduction).gradient_accumulation_steps == 3
+
+
 # --- precedence ----------------------------------------------------------------------------------
 
 
@@ -474,7 +558,6 @@ def test_arguments_then_our_variables_then_those_of_accelerate(monkeypatch: pyte
     ("variables", "error", "message"),
     [
         ({"ACCELERATE_USE_FSDP": "true"}, NotAvailableError, "fsdp_plugin asks for"),
-        ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, NotAvailableError, "dynamo_plugin asks for"),
         ({"ACCELERATE_MIXED_PRECISION": "fp8"}, NotAvailableError, "mixed_precision asks for"),
         ({"ACCELERATE_CPU_AFFINITY": "1"}, NotAvailableError, "ACCELERATE_CPU_AFFINITY asks for"),
         ({"ACCELFN_DOWNCAST_BF16": "1"}, NotAvailableError, "ACCELERATE_DOWNCAST_BF16 asks for"),

@@ -13,37 +13,26 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+)
 
 from accelfn import Accelerator, Context, DataLoaderConfiguration
 from accelfn.data import gather_for_metrics, microbatches, plan_epoch, prepare_data_loader
 from accelfn.errors import ConfigurationError, MismatchError, RemoteRankError
 from accelfn.testing import run_ranks
+from tests.data.streams import Numbers, Sized
 
 Batches = list[list[int]]
 
 
-class Stream(IterableDataset[torch.Tensor]):
-    def __init__(self, num: int) -> None:
-        self.num = num
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        info = get_worker_info()
-        rank, size = (0, 1) if info is None else (info.id, info.num_workers)
-        return iter(torch.arange(self.num)[rank::size])
-
-
-class SizedStream(Stream):
-    def __init__(self, num: int, says: int | None = None) -> None:
-        super().__init__(num)
-        self.says = num if says is None else says
-
-    def __len__(self) -> int:
-        return self.says
-
-
 def numbers(kind: str, num: int, batch_size: int | None, **options: Any) -> DataLoader[Any]:
-    data: Any = {"map": torch.arange, "stream": Stream, "sized": SizedStream}[kind](num)
+    data: Any = {"map": torch.arange, "stream": Numbers, "sized": Sized}[kind](num)
     return DataLoader(data, batch_size=batch_size, **options)
 
 
@@ -503,6 +492,49 @@ def test_the_accelerator_takes_a_slice_function() -> None:
     assert [batch.tolist() for batch in loader] == [[100, 101], [102]]
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [lambda batch: batch, lambda batch, part: batch[part], lambda batch, part, rank, size: batch[part], 5],
+    ids=["batch", "no ranks", "other names", "no function"],
+)
+@pytest.mark.parametrize("where", [(0, 1), (0,), (1,)])
+def test_a_slice_function_of_another_signature_is_every_ranks_error(
+    wrong: Any, where: tuple[int, ...]
+) -> None:
+    def run(ctx: Context) -> str:
+        slice_fn = wrong if ctx.rank in where else right
+        with pytest.raises(TypeError if ctx.rank in where else RemoteRankError) as caught:
+            prepare_data_loader(ctx, numbers("map", 8, 2), slice_fn=slice_fn)
+        return str(caught.value)
+
+    for text in run_ranks(run, 2, dataloader_config=config()):
+        assert "slice_fn(batch, rows, *, process_index, num_processes)" in text
+
+
+def right(batch: Any, part: slice, process_index: int, num_processes: int) -> Any:
+    return batch[part]
+
+
+def test_type_errors_of_a_slice_function_and_nothing_at_all_are_every_ranks_errors() -> None:
+    def raises(batch: Any, part: slice, **_: Any) -> Any:
+        raise TypeError("mine")
+
+    def forgets(batch: Any, part: slice, **_: Any) -> Any:
+        right(batch, part, 0, 1)
+
+    def run(ctx: Context, slice_fn: Any) -> str:
+        loader = prepare_data_loader(ctx, numbers("map", 8, 2), slice_fn=slice_fn)
+        with pytest.raises(TypeError if ctx.is_main_process else RemoteRankError) as caught:
+            list(loader)
+        return str(caught.value)
+
+    own, other = run_ranks(lambda ctx: run(ctx, raises), 2, dataloader_config=config())
+    assert own == "mine"
+    assert "TypeError: mine" in other
+    for text in run_ranks(lambda ctx: run(ctx, forgets), 2, dataloader_config=config()):
+        assert "must return these rows of the batch, and it returned None" in text
+
+
 class Fails(Dataset[int]):
     def __len__(self) -> int:
         return 8
@@ -537,7 +569,7 @@ def test_an_error_of_rank_zero_is_every_ranks(where: str) -> None:
 @pytest.mark.parametrize("says", [3, 4, 5, 9, 30])
 def test_a_stream_of_another_length_than_it_says_is_every_ranks_error(says: int) -> None:
     def run(ctx: Context) -> str:
-        loader = prepare_data_loader(ctx, DataLoader(SizedStream(7, says), batch_size=2))
+        loader = prepare_data_loader(ctx, DataLoader(Sized(7, says), batch_size=2))
         with pytest.raises(ValueError if ctx.is_main_process else RemoteRankError) as caught:
             list(loader)
         return str(caught.value)
@@ -578,6 +610,18 @@ def test_what_contradicts_dispatching_is_refused() -> None:
                 prepare_data_loader(ctx, numbers(kind, 4, 3))
 
         run_ranks(split, 2, dataloader_config=config(split_batches=True))
+
+
+def test_a_batch_sampler_over_samples_that_are_dealt_out_already_is_refused() -> None:
+    class Own(BatchSampler):
+        """Not torch's own, so it is asked for its batches."""
+
+    data: Any = torch.arange(8)
+    samples = DistributedSampler(data, num_replicas=2, rank=0)
+    source = DataLoader(data, batch_sampler=Own(samples, 2, drop_last=False))
+    for ctx in (Context(), Context().replace(dataloader_config=config())):
+        with pytest.raises(ConfigurationError, match="DistributedSampler"):
+            prepare_data_loader(ctx, source)
 
 
 def test_batches_of_different_sizes_are_not_cut() -> None:

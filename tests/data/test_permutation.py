@@ -149,6 +149,24 @@ def test_an_epoch_tells_nothing_of_the_next_one(hundreds: torch.Tensor, position
     assert likelihood(distances.bincount(minlength=100)) > MOST_UNLIKELY
 
 
+# Of 4,096 numbers or more, the network has fewer rounds.
+@pytest.mark.parametrize("size", [4096, 5000, 10**6, 10**9])
+def test_nor_does_it_among_many(size: int) -> None:
+    places = torch.tensor([0, 1, 63, 64, size // 2, size // 2 + 1, size - 2, size - 1])
+    orders = torch.stack([permute(make_keys("shuffle", 7, key, 0), size, places) for key in range(3000)])
+
+    def spread(numbers: torch.Tensor) -> float:
+        return likelihood(((numbers % size) * 50 // size).reshape(-1).bincount(minlength=50))
+
+    for column in orders.unbind(1):
+        assert spread(column) > MOST_UNLIKELY
+        assert spread(column[1:] - column[:-1]) > MOST_UNLIKELY
+    for left, right in itertools.combinations(orders.unbind(1), 2):
+        assert spread(right - left) > MOST_UNLIKELY
+        both = (left * 8 // size) * 8 + right * 8 // size
+        assert likelihood(both.bincount(minlength=64)) > MOST_UNLIKELY
+
+
 def test_the_statistics_can_fail() -> None:
     rotated = torch.stack([torch.arange(100).roll(key) for key in range(5000)])
     distances = (rotated[:, 1] - rotated[:, 0]) % 100

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accelfn.data import EpochPlan, plan_epoch
+from accelfn.context.config import ParallelismConfig
+from accelfn.data import EpochPlan, data_rank, plan_epoch
 from accelfn.data.reading import Share, share_of, shares_of
 from accelfn.errors import ConfigurationError
 
@@ -220,3 +221,43 @@ def test_numbers_out_of_range_are_refused(numbers: tuple[int, int, int, int], sa
     num_samples, batch_size, size, start = numbers
     with pytest.raises(ConfigurationError, match=said):
         plan_epoch(num_samples, batch_size, size, start=start)
+
+
+@given(
+    st.integers(1, 3),
+    st.integers(2, 3),
+    st.integers(1, 3),
+    st.sampled_from([(1, 1), (2, 1), (3, 1), (1, 2)]),
+    st.integers(0, 40),
+)
+def test_ranks_of_one_tensor_or_context_group_read_the_same_and_all_groups_read_everything(
+    replicas: int, shards: int, tensor: int, sequence: tuple[int, int], num: int
+) -> None:
+    mesh = ParallelismConfig(
+        dp_replicate_size=replicas,
+        dp_shard_size=shards,
+        tp_size=tensor,
+        cp_size=sequence[0],
+        sp_size=sequence[1],
+    )
+    places = [data_rank(mesh, rank) for rank in range(mesh.total_size)]
+    size = replicas * shards
+    assert {place.size for place in places} == {size}
+    # Row by row, with the axes that share a batch innermost.
+    together = tensor * sequence[0] * sequence[1]
+    assert [place.rank for place in places] == [one for one in range(size) for _ in range(together)]
+    assert {place.sharing for place in places} == {together}
+    plan = plan_epoch(num, 2, size, even_batches=False)
+    read = [
+        position
+        for place in places[::together]
+        for step in range(plan.num_batches(place.rank))
+        for position in plan.positions(step, place.rank)
+    ]
+    assert sorted(read) == list(range(num))
+
+
+@pytest.mark.parametrize("rank", [-1, 4])
+def test_a_rank_outside_of_the_mesh_reads_nothing(rank: int) -> None:
+    with pytest.raises(ValueError, match=f"ranks 0 to 3, and there is no rank {rank}"):
+        data_rank(ParallelismConfig(dp_shard_size=2, tp_size=2), rank)

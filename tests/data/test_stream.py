@@ -22,6 +22,7 @@ from accelfn import Context, DataLoaderConfiguration, GradientAccumulationPlugin
 from accelfn.data import MicroBatch, gather_for_metrics, microbatches, plan_epoch, prepare_data_loader
 from accelfn.errors import ConfigurationError, MismatchError, RemoteRankError, UnevenDataError
 from accelfn.testing import run_ranks
+from tests.data.streams import Numbers, Shards, Sized
 
 # Said once a world, and tested below.
 pytestmark = [
@@ -30,52 +31,6 @@ pytestmark = [
 ]
 
 Uneven = Literal["error", "stop_first", "pad"]
-
-
-class Numbers(IterableDataset[Any]):
-    """Counts; with several workers, each takes its turn."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def __iter__(self) -> Iterator[Any]:
-        info = get_worker_info()
-        first, step = (0, 1) if info is None else (info.id, info.num_workers)
-        return iter(range(first, self.number, step))
-
-
-class Sized(Numbers):
-    """Says how long it is, or something else."""
-
-    def __init__(self, number: int, length: int | None = None) -> None:
-        super().__init__(number)
-        self.length = number if length is None else length
-
-    def __len__(self) -> int:
-        return self.length
-
-
-class Shards(Numbers):
-    """Offers each of its ``shards`` by itself: the numbers from ten times that on."""
-
-    def __init__(self, shards: list[int], rows: int = 4) -> None:
-        self.shards = shards
-        self.rows = rows
-        self.epoch = 0
-
-    @property
-    def num_shards(self) -> int:
-        return len(self.shards)
-
-    def shard(self, num_shards: int, index: int) -> "Shards":
-        return Shards(self.shards[index::num_shards], self.rows)
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Iterator[int]:
-        for shard in self.shards:
-            yield from range(10 * shard + 1000 * self.epoch, 10 * shard + 1000 * self.epoch + self.rows)
 
 
 def numbers(number: int, batch_size: int = 2, **options: Any) -> DataLoader[Any]:

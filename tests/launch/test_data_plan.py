@@ -32,9 +32,28 @@ def test_the_plan_of_the_flags_is_drawn(
     assert target.read_text() == draw_plan_svg(plan)
 
 
+def test_ranks_that_share_a_batch_are_one_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "shared.svg"
+    numbers = ("--num_samples", "11", "--batch_size", "2", "--num_processes", "4")
+    assert main(["data-plan", *numbers, "--sharing", "2", "--svg", str(target)]) == 0
+    plan = plan_epoch(11, 2, 2)
+    drawn = capsys.readouterr().out
+    assert drawn == draw_plan(plan, sharing=2) + "\n"
+    assert drawn.splitlines()[1:] == [
+        "ranks 0..1  0 1     4 5     8 9",
+        "ranks 2..3  2 3     6 7     10 (0)",
+    ]
+    assert target.read_text() == draw_plan_svg(plan, sharing=2)
+    assert "ranks 2..3" in target.read_text()
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
+        (
+            ("--num_samples", "1", "--batch_size", "1", "--num_processes", "3", "--sharing", "2"),
+            "--sharing must divide the number of ranks: got --num_processes 3 and --sharing 2",
+        ),
         ((), "--num_samples, --batch_size"),
         (("--num_samples", "-1", "--batch_size", "2"), "--num_samples must be at least 0, got -1"),
         (("--num_samples", "1", "--batch_size", "0"), "--batch_size must be at least 1, got 0"),

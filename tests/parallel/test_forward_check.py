@@ -10,7 +10,7 @@ import dataclasses
 import io
 import pickle
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from accelfn import Context, DistributedDataParallelKwargs
 from accelfn.context import StartedExchange
 from accelfn.parallel import no_sync
 from accelfn.testing import Where, run_ranks
+from tests.seen import Seen, look
 
 WORLDS: tuple[Where, ...] = ("memory", "gloo", "processes")
 # Those in which a rank goes on while others are still on their way to the forward pass.
@@ -29,20 +30,6 @@ GOES_ON: tuple[Where, ...] = ("gloo", "processes")
 PATIENCE_S = 20.0
 # DistributedDataParallel may order its buckets anew in the second pass; each until then is checked at once.
 WARM = 2
-
-
-class Seen(NamedTuple):
-    """What one rank made of it: what it got, or which error."""
-
-    error: str
-    text: str
-
-
-def look(action: Callable[[], object]) -> Seen:
-    try:
-        return Seen("", repr(action()))
-    except Exception as error:  # noqa: BLE001 -- which one it is, is what the test is about
-        return Seen(type(error).__name__, str(error))
 
 
 def batch(ctx: Context) -> torch.Tensor:

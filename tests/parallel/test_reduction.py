@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -23,22 +23,9 @@ import accelfn as af
 from accelfn import Context, DistributedDataParallelKwargs
 from accelfn.context.config import Guard
 from accelfn.testing import run_ranks
+from tests.seen import Seen, look
 
 PATIENCE_S = 20.0
-
-
-class Seen(NamedTuple):
-    """What one rank made of it: what it got, or which error."""
-
-    error: str
-    text: str
-
-
-def look(action: Callable[[], object]) -> Seen:
-    try:
-        return Seen("", repr(action()))
-    except Exception as error:  # noqa: BLE001 -- which one it is, is what the test is about
-        return Seen(type(error).__name__, str(error))
 
 
 def network() -> nn.Module:

@@ -15,8 +15,8 @@ from torch import nn
 
 import accelfn as af
 from accelfn import Context, DistributedDataParallelKwargs
-from accelfn.errors import MismatchError
-from accelfn.parallel import no_sync, replicate, unchecked
+from accelfn.errors import ConfigurationError, MismatchError, NotAvailableError
+from accelfn.parallel import no_sync, replicate, trigger_sync_in_backward, unchecked
 from accelfn.testing import Where, run_ranks
 
 Rows = tuple[torch.Tensor, torch.Tensor]
@@ -226,6 +226,8 @@ def test_processes_threads_and_one_process_end_with_the_same_parameters() -> Non
         {"comm_hook": "fp16"},
         {"comm_hook": "power_sgd", "comm_state_option": {"matrix_approximation_rank": 2}},
         {"comm_hook": "power_sgd", "comm_wrapper": "fp16"},
+        {"comm_hook": "power_sgd", "comm_state_option": {"start_powerSGD_iter": 2, "warm_start": False}},
+        {"comm_hook": "fp16", "static_graph": True, "gradient_as_bucket_view": True},
     ],
     ids=lambda options: "-".join(map(str, options.values())),
 )
@@ -239,6 +241,138 @@ def test_compressed_gradients_train_nearly_as_well(options: dict[str, Any]) -> N
     torch.testing.assert_close(first, second, rtol=0, atol=0)
     torch.testing.assert_close(first, alone, rtol=0.2, atol=0.05)
     assert any(not torch.equal(first[name], alone[name]) for name in alone)
+
+
+class Options(nn.Module):
+    """A model with a buffer and a part that may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)
+        self.left_out = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(self.first(x)).relu())
+
+
+@pytest.mark.parametrize(
+    ("options", "frozen"),
+    [
+        ({"static_graph": True}, False),
+        ({"find_unused_parameters": True}, False),
+        ({"gradient_as_bucket_view": True}, True),
+        ({"bucket_cap_mb": 1}, True),
+        ({"broadcast_buffers": False}, True),
+    ],
+    ids=lambda value: "-".join(cast("dict[str, Any]", value)) if isinstance(value, dict) else "",
+)
+def test_each_option_of_ddp_is_applied_and_ranks_stay_equal(options: dict[str, Any], frozen: bool) -> None:
+    def run(ctx: Context) -> tuple[list[torch.Tensor], bool, bool]:
+        torch.manual_seed(0)
+        inner = Options()
+        inner.left_out.requires_grad_(not frozen)
+        model = af.prepare(ctx.replace(kwargs_handlers=[DistributedDataParallelKwargs(**options)]), inner)
+        for name, value in options.items():
+            name = {"bucket_cap_mb": "bucket_bytes_cap"}.get(name, name)
+            assert getattr(model, name) == (value << 20 if name == "bucket_bytes_cap" else value)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for seed in range(3):
+            x = rows(4, 2 * seed + ctx.rank)[0].float()
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        is_view = inner.first.weight.grad is not None and inner.first.weight.grad._is_view()
+        means = af.gather(ctx, cast("torch.Tensor", inner.norm.running_mean))
+        return [one.detach() for one in model.parameters()], is_view, bool(torch.equal(means[:8], means[8:]))
+
+    (first, is_view, _), (second, _, _) = run_ranks(run, 2, "processes")
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert is_view == ("gradient_as_bucket_view" in options)
+
+
+@pytest.mark.parametrize("broadcast_buffers", [True, False])
+def test_buffers_are_rank_0s_before_each_forward_unless_told_otherwise(broadcast_buffers: bool) -> None:
+    def run(ctx: Context) -> float:
+        handler = DistributedDataParallelKwargs(broadcast_buffers=broadcast_buffers)
+        inner = nn.BatchNorm1d(1, momentum=0.0)
+        model = af.prepare(ctx.replace(kwargs_handlers=[handler]), inner)
+        assert inner.running_mean is not None
+        inner.running_mean.fill_(float(ctx.rank + 1))
+        model(torch.zeros(2, 1)).sum().backward()
+        return float(inner.running_mean)
+
+    expected = [1.0, 1.0] if broadcast_buffers else [1.0, 2.0]
+    assert run_ranks(run, 2, "processes") == expected
+    assert run_ranks(run, 2) == expected
+
+
+def test_a_compression_that_cannot_be_had_is_refused_by_name() -> None:
+    def refused(ctx: Context, error: type[Exception], match: str, **options: Any) -> None:
+        with pytest.raises(error, match=match):
+            replicate(ctx.replace(kwargs_handlers=[DistributedDataParallelKwargs(**options)]), Twice())
+
+    def on_processes(ctx: Context) -> None:
+        wrong = {"comm_hook": "power_sgd", "comm_state_option": {"rank": 2}}
+        refused(
+            ctx, ConfigurationError, r"options of torch's PowerSGDState, got {'rank': 2}.*'rank'", **wrong
+        )
+        # Torch 2.13 fails in the step in which this one begins to compress.
+        refused(ctx, NotAvailableError, "Use comm_hook='power_sgd'", comm_hook="batched_power_sgd")
+        refused(ctx, ConfigurationError, "comm_hook='bf16' is not supported by torch", comm_hook="bf16")
+
+    run_ranks(on_processes, 2, "processes")
+    run_ranks(
+        lambda ctx: refused(ctx, NotAvailableError, "ranks that are threads send nothing", comm_hook="fp16"),
+        2,
+    )
+
+
+@pytest.mark.parametrize("on", ["memory", "processes"])
+def test_a_backward_is_averaged_although_its_forward_was_not_to_be(on: Where) -> None:
+    def run(ctx: Context) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+        model = replicate(ctx, Twice())
+        both = [rows(2, 2 * number + ctx.rank) for number in range(3)]
+        with no_sync(model):
+            losses = [loss_of(model, data) for data in both[:2]]
+        losses[0].backward()
+        local = grads(model)
+        with trigger_sync_in_backward(model):
+            losses[1].backward()
+        shared = grads(model)
+        model.zero_grad()
+        loss_of(model, both[2]).backward()  # and the pass after it is as ever
+        return local, shared, grads(model)
+
+    found = run_ranks(run, 2, on)
+    if on == "processes":  # between threads it is the backward pass alone that counts
+        assert not torch.equal(found[0][0][0], found[1][0][0])
+    for place, parts in ((1, (0, 1)), (2, (2,))):
+        alone = Twice()
+        for rank in range(2):
+            for part in parts:
+                (loss_of(alone, rows(2, 2 * part + rank)) / 2).backward()
+        for one in found:
+            torch.testing.assert_close(one[place], grads(alone))
+
+
+def test_what_nobody_averages_is_let_through_and_what_ddp_cannot_do_is_refused() -> None:
+    with trigger_sync_in_backward(nn.Linear(1, 1)):
+        pass
+
+    def run(ctx: Context) -> None:
+        handlers = {
+            "static_graph": DistributedDataParallelKwargs(static_graph=True),
+            "find_unused_parameters": DistributedDataParallelKwargs(find_unused_parameters=True),
+        }
+        for name, handler in handlers.items():
+            model = replicate(ctx.replace(kwargs_handlers=[handler]), Twice())
+            with (
+                pytest.raises(ConfigurationError, match=f"with {name} Dist"),
+                trigger_sync_in_backward(model),
+            ):
+                raise AssertionError
+
+    run_ranks(run, 2, "processes")
 
 
 @pytest.mark.parametrize("on", ["memory", "processes"])

@@ -1,7 +1,9 @@
 import copy
+import importlib
+import inspect
 import io
 import pickle
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from torch import nn
 
 import accelfn as af
 from accelfn import AutocastKwargs, Context
+from accelfn.testing import Where, run_ranks
 from accelfn.training import MixedPrecisionForward
 
 
@@ -100,6 +103,90 @@ def test_copies_compute_by_themselves_and_pickles_come_back() -> None:
     torch.save(model.state_dict(), file)
     file.seek(0)
     Recorder().load_state_dict(torch.load(file))
+
+
+@pytest.mark.parametrize("on", ["memory", "processes"])
+def test_a_prepared_model_is_still_what_it_was(on: Where) -> None:
+    """Class, attributes, signature, names: as a user and as libraries look at them."""
+
+    def run(ctx: Context) -> None:
+        plain = Recorder()
+        prepared = af.prepare(ctx, Recorder())
+        model = af.unwrap_model(prepared)
+        assert isinstance(model, Recorder)
+        assert type(model) is Recorder
+        assert inspect.signature(model.forward) == inspect.signature(plain.forward)
+        assert (list(model.state_dict()), list(model.buffers())) == (list(plain.state_dict()), [])
+        assert [str(one) for one in model.modules()] == [str(one) for one in plain.modules()]
+        assert model.inner.weight is next(model.parameters())
+        model.load_state_dict(plain.state_dict())
+        model.seen = torch.float64
+        assert model.seen == torch.float64
+        prepared(torch.ones(1, 2))["out"].logits.sum().backward()
+        assert model.seen == torch.bfloat16
+        twin = copy.deepcopy(prepared)
+        twin(torch.ones(1, 2))["out"].logits.sum().backward()
+        assert cast("Any", af.unwrap_model(twin)).seen == torch.bfloat16
+        loaded = pickle.loads(pickle.dumps(model))
+        assert type(loaded) is Recorder
+        assert torch.equal(loaded(torch.ones(1, 2))["out"].logits, model(torch.ones(1, 2))["out"].logits)
+        assert repr(model) == repr(plain)
+
+    run_ranks(run, 2, on, mixed_precision="bf16")
+
+
+@pytest.mark.parametrize("order", ["compiled, prepared", "prepared, compiled"])
+@pytest.mark.parametrize("how", ["in place", "around"])
+def test_what_the_user_compiles_computes_the_same_in_one_graph(order: str, how: str) -> None:
+    dynamo = cast("Any", importlib.import_module("torch._dynamo.testing"))
+    cast("Any", importlib.import_module("torch._dynamo")).reset()
+    counter = dynamo.CompileCounterWithBackend("aot_eager")
+
+    def compiled(model: nn.Module) -> nn.Module:
+        if how == "in place":
+            cast("Any", model).compile(backend=counter)
+            return model
+        return cast("nn.Module", cast("Any", torch).compile(model, backend=counter))
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> dict[str, Any]:
+            return {"y": (self.inner(x).relu(), [x])}
+
+    plain = af.prepare(variant("bf16"), Net())
+    model = Net()
+    model.load_state_dict(plain.state_dict())
+    x = torch.randn(3, 2)
+    expected = plain(x)["y"][0]
+    ready = compiled(model) if order.startswith("compiled") else model
+    ready = af.prepare(variant("bf16"), ready)
+    ready = ready if order.startswith("compiled") else compiled(ready)
+    for _ in range(3):
+        found = ready(x)["y"][0]
+        assert found.dtype == torch.float32
+        assert torch.equal(found, expected)
+        found.sum().backward()
+    assert counter.frame_count == 1  # one graph: no break, and none anew in the second step
+    assert sorted(af.unwrap_model(ready, keep_torch_compile=False).state_dict()) == [
+        "inner.bias",
+        "inner.weight",
+    ]
+
+
+def test_a_forward_of_the_users_own_comes_back_when_precision_is_taken_off() -> None:
+    model = nn.Linear(2, 2)
+    own = model.forward
+
+    def patched(x: torch.Tensor) -> torch.Tensor:  # as libraries do
+        return own(x) + 1
+
+    cast("Any", model).forward = patched
+    expected = model(torch.ones(1, 2))
+    plain = af.unwrap_model(af.prepare(variant("bf16"), model), keep_fp32_wrapper=False)
+    assert torch.equal(plain(torch.ones(1, 2)), expected)
 
 
 def test_unwrapping_leaves_the_model_itself_alone() -> None:

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 import accelfn as af
 from accelfn import Context, PreparedDataLoader
 from accelfn.errors import ConfigurationError
-from accelfn.testing import run_ranks
+from accelfn.testing import Where, run_ranks
 
 
 def parts() -> tuple[nn.Linear, torch.optim.SGD, torch.optim.lr_scheduler.StepLR, Any]:
@@ -66,6 +66,29 @@ def test_in_evaluation_mode_nothing_is_replicated() -> None:
         return float(af.prepare_model(ctx, model, evaluation_mode=True).weight.detach())
 
     assert run_ranks(run, 2) == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("on", ["memory", "processes"])
+@pytest.mark.parametrize("why", ["evaluation", "frozen"])
+def test_what_nobody_averaged_is_replicated_when_it_is_prepared_for_training(on: Where, why: str) -> None:
+    def run(ctx: Context) -> tuple[float, float, bool]:
+        model = nn.Linear(1, 1, bias=False).requires_grad_(why == "evaluation")
+        nn.init.constant_(model.weight, float(ctx.rank + 1))
+        first = af.prepare_model(ctx, model, evaluation_mode=why == "evaluation")
+        assert first is model
+        forward = vars(model)["forward"]
+        assert af.prepare_model(ctx, model, evaluation_mode=True) is model
+        before = float(model.weight.detach())
+        trained = af.prepare_model(ctx, model.requires_grad_(True))
+        assert af.prepare_model(ctx, trained) is trained
+        assert vars(model)["forward"] is forward  # it was under autocast already
+        assert model.weight.tolist() == [[1.0]]
+        trained(torch.full((1, 1), float(ctx.rank))).sum().backward()
+        assert model.weight.grad is not None
+        return before, float(model.weight.grad), isinstance(trained, DistributedDataParallel)
+
+    wrapped = on == "processes"
+    assert run_ranks(run, 2, on, mixed_precision="bf16") == [(1.0, 0.5, wrapped), (2.0, 0.5, wrapped)]
 
 
 def test_without_device_placement_nothing_is_moved() -> None:

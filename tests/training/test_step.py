@@ -3,11 +3,13 @@ from typing import Any, cast
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn import Context, GradientAccumulationPlugin, Guard, init_scaler, optimizer_step
-from accelfn.errors import NotAvailableError, ReplicaDriftError
+from accelfn import Context, GradientAccumulationPlugin, GradScalerKwargs, Guard, init_scaler, optimizer_step
+from accelfn.errors import MismatchError, NonFiniteGradientError, ReplicaDriftError
 from accelfn.testing import run_ranks
 
 
@@ -111,10 +113,177 @@ def test_gradients_are_kept_on_request() -> None:
 
 
 def test_what_backward_cannot_take_is_refused() -> None:
+    ctx, state = Context(), af.init_scaler(Context())
+    loss = torch.ones(2, requires_grad=True)
     with pytest.raises(TypeError, match="got float"):
-        af.backward(Context(), cast("Any", 1.0), af.init_scaler(Context()))
-    with pytest.raises(NotAvailableError, match="weight"):
-        af.backward(Context(), torch.ones(()), af.init_scaler(Context()), weight=1.0)
+        af.backward(ctx, cast("Any", 1.0), state)
+    with pytest.raises(ValueError, match=r"one number, got a tensor of shape \(2,\)"):
+        af.backward(ctx, loss, state)
+    with pytest.raises(ValueError, match="depends on no parameter"):
+        af.backward(ctx, loss.sum().detach(), state)
+    with pytest.raises(ValueError, match="weight must be at least 0, got -1"):
+        af.backward(ctx, loss.sum(), state, weight=-1)
+    with pytest.raises(ValueError, match=r"weight must be one number, got a tensor of shape \(3,\)"):
+        af.backward(ctx, loss.sum(), state, weight=torch.ones(3))
+    assert loss.grad is None
+    state = af.backward(ctx, loss.sum(), state, weight=2)
+    with pytest.raises(ValueError, match="losses before in this window have a weight"):
+        af.backward(ctx, loss.sum(), state)
+
+
+def test_options_of_torchs_backward_are_passed_on() -> None:
+    weight = torch.ones((), requires_grad=True)
+    loss = weight * 2
+    state = af.init_scaler(Context())
+    assert af.backward(Context(), loss, state, retain_graph=True) is state
+    af.backward(Context(), loss, state)
+    assert weight.grad == 4
+
+
+@st.composite
+def weighted_windows(draw: st.DrawFn) -> tuple[int, list[list[list[float]]]]:
+    """Ranks, and what each has in each batch of a window: numbers that are summed up, often none."""
+    ranks, batches = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    numbers = st.lists(st.integers(-8, 8).map(float), max_size=3)
+    rows = st.lists(numbers, min_size=batches, max_size=batches)
+    return ranks, draw(st.lists(rows, min_size=ranks, max_size=ranks))
+
+
+@pytest.mark.parametrize("mode", ["no", "fp16"])
+@given(weighted_windows(), st.booleans())
+def test_sums_with_weights_are_divided_once_over_all_ranks_and_the_window(
+    mode: str, drawn: tuple[int, list[list[list[float]]]], clip: bool
+) -> None:
+    ranks, numbers = drawn
+    all_numbers = [number for rank in numbers for batch in rank for number in batch]
+    # As one rank with all of it in one batch: the mean over every number there is.
+    expected = sum(all_numbers) / len(all_numbers) if all_numbers else 0.0
+    if clip:
+        expected = max(-1.0, min(1.0, expected))
+
+    def run(ctx: Context) -> float:
+        model = af.prepare(ctx, one_weight())
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        state = af.init_scaler(ctx)
+        for batch, micro in af.microbatches(ctx, numbers[ctx.rank]):
+            with af.accumulate(ctx, micro, model):
+                loss = model(torch.tensor(batch).view(-1, 1)).sum()
+                weight = float(len(batch)) if ctx.rank % 2 else torch.tensor(len(batch))
+                state = af.backward(ctx, loss, state, micro, weight=weight)
+        if clip:
+            state = af.unscale_gradients(ctx, optimizer, state)
+            af.clip_grad_norm_(ctx, model.parameters(), 1.0, scaler_state=state)
+        state = af.optimizer_step(ctx, optimizer, state)
+        assert state.weight is None
+        assert not state.is_unscaled
+        return -float(model.weight.detach())
+
+    steps = len(numbers[0])
+    # A scale that doesn't overflow: a skipped step would tell nothing.
+    handlers = [GradScalerKwargs(init_scale=8.0)]
+    found = run_ranks(
+        run, ranks, mixed_precision=mode, gradient_accumulation_steps=steps, kwargs_handlers=handlers
+    )
+    assert found == [pytest.approx(expected, rel=1e-5, abs=1e-6)] * ranks
+
+
+def test_weights_on_some_ranks_only_are_a_mismatch() -> None:
+    def run(ctx: Context) -> None:
+        parameter = nn.Parameter(torch.ones(1))
+        optimizer = torch.optim.SGD([parameter], lr=1.0)
+        weight = 1.0 if ctx.rank else None
+        state = af.backward(ctx, parameter.sum(), af.init_scaler(ctx), weight=weight)
+        af.optimizer_step(ctx, optimizer, state)
+        af.wait_for_everyone(ctx)
+
+    with pytest.raises(MismatchError):
+        run_ranks(run, 2)
+
+
+def test_gradients_that_are_not_finite_are_named_on_every_rank_and_change_nothing() -> None:
+    def run(ctx: Context) -> tuple[tuple[str, ...], ...]:
+        model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+        optimizer = torch.optim.SGD(model.named_parameters(), lr=1.0)
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        if ctx.rank == 1:
+            model[1].bias.grad = torch.full((1,), float("nan"))
+        with pytest.raises(NonFiniteGradientError, match=r"parameters\['1.bias'\]  on rank 1") as caught:
+            af.optimizer_step(ctx, optimizer, af.init_scaler(ctx))
+        assert all(map(torch.equal, before, model.parameters()))
+        return caught.value.by_rank
+
+    found = run_ranks(run, 2, guard=Guard(check_gradients=True), mixed_precision="bf16")
+    assert found == [((), ("parameters['1.bias']",))] * 2
+
+
+def test_several_optimizers_step_together_or_none_does() -> None:
+    for bad in (False, True):
+        ctx = Context().replace(mixed_precision="fp16")
+        first, second = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+        optimizers = [torch.optim.SGD([one], lr=1.0) for one in (first, second)]
+        state = af.init_scaler(ctx)
+        af.backward(ctx, first.sum() + second.sum() * (float("inf") if bad else 1.0), state)
+        state = af.optimizer_step(ctx, optimizers, state)
+        assert (float(first.detach()), float(second.detach())) == ((1.0, 1.0) if bad else (0.0, 0.0))
+        assert first.grad is second.grad is None
+        assert int(state.num_skipped) == bad
+
+
+def test_a_metric_is_the_mean_of_all_ranks_so_that_their_rates_stay_equal() -> None:
+    def run(ctx: Context) -> list[float]:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        optimizer, scheduler = af.prepare(ctx, optimizer, scheduler)
+        rates: list[float] = []
+        for metric in ((4.0, 2.0), (1.0, 3.0), (5.0, 5.0)):  # means 3, 2 and 5
+            af.scheduler_step(ctx, scheduler, metric=torch.tensor(metric[ctx.rank]))
+            rates += map(float, scheduler.get_last_lr())
+        return rates
+
+    assert run_ranks(run, 2) == [[1.0, 1.0, 0.5]] * 2
+
+
+def test_a_metric_is_for_schedules_that_watch_one() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    with pytest.raises(TypeError, match="ReduceLROnPlateau needs metric="):
+        af.scheduler_step(Context(), torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
+    with pytest.raises(TypeError, match="StepLR takes no metric"):
+        af.scheduler_step(Context(), torch.optim.lr_scheduler.StepLR(optimizer, 1), metric=1.0)
+
+
+def falling(step: int) -> float:
+    return 1 / (1 + step)
+
+
+@pytest.mark.parametrize("kind", ["LambdaLR", "SequentialLR", "OneCycleLR"])
+def test_every_kind_of_schedule_moves_as_it_does_without_us(kind: str) -> None:
+    def make(optimizer: torch.optim.Optimizer) -> Any:
+        schedules: Any = torch.optim.lr_scheduler
+        if kind == "LambdaLR":
+            return schedules.LambdaLR(optimizer, falling)
+        if kind == "OneCycleLR":
+            return schedules.OneCycleLR(optimizer, 1.0, total_steps=6)
+        parts = [schedules.ConstantLR(optimizer, 0.5, 2), schedules.ExponentialLR(optimizer, 0.5)]
+        return schedules.SequentialLR(optimizer, parts, [3])
+
+    def rates(ctx: Context | None) -> list[float]:
+        optimizer: Any = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+        scheduler = make(optimizer)
+        if ctx is not None:
+            optimizer, scheduler = af.prepare(ctx, optimizer, scheduler)
+        found: list[float] = []
+        for _ in range(5):
+            optimizer.step()
+            if ctx is None:
+                scheduler.step()
+            else:
+                af.scheduler_step(ctx, scheduler)
+            found += scheduler.get_last_lr()
+        return found
+
+    assert run_ranks(rates, 2) == [rates(None)] * 2
 
 
 def test_parameters_that_drift_apart_are_found_at_the_asked_step() -> None:

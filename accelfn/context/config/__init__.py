@@ -71,6 +71,9 @@ from accelfn.context.config.parallelism import (
 from accelfn.context.config.project import (
     ProjectConfiguration,
 )
+from accelfn.context.config.reduction import (
+    CanonicalReduction,
+)
 from accelfn.context.config.settings import (
     VARIABLES,
     Settings,
@@ -84,6 +87,7 @@ __all__ = (
     "AutoWrapPolicy",
     "AutocastKwargs",
     "BackwardPrefetch",
+    "CanonicalReduction",
     "ContextParallelStrategy",
     "DDPCommunicationHookType",
     "DataLoaderConfiguration",

@@ -40,6 +40,9 @@ class Guard:
             up. Costs one thread that sleeps. Default False.
         check_replicas_every: Steps of an optimizer between two checks that its parameters are equal on all
             ranks, bit by bit; ``None`` for none. Default None.
+        check_gradients: Whether each step of an optimizer looks for gradients that are infinite or no number
+            before it changes anything, and raises an error that names their parameters. Waits for the device.
+            With float16 the loss scale follows such gradients instead. Default False.
         check_replicas_before_saving: Whether weights are checked so before they are saved. Default True.
     """
 
@@ -49,12 +52,13 @@ class Guard:
     long_timeout: timedelta = timedelta(minutes=30)
     watchdog: bool = False
     check_replicas_every: int | None = None
+    check_gradients: bool = False
     check_replicas_before_saving: bool = True
 
     def __post_init__(self) -> None:
         """Check and normalise the fields."""
         settle_choice(self, "mode", GuardMode, optional=True)
-        check_bools(self, "call_sites", "watchdog", "check_replicas_before_saving")
+        check_bools(self, "call_sites", "watchdog", "check_gradients", "check_replicas_before_saving")
         check_ints(self, "check_replicas_every", minimum=1, optional=True)
         for name in ("timeout", "long_timeout"):
             value = unchecked(self, name)

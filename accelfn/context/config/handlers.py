@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from types import MappingProxyType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from accelfn.context.config.checks import (
     as_choice,
@@ -26,7 +26,10 @@ from accelfn.context.config.checks import (
 )
 from accelfn.context.config.enums import DDPCommunicationHookType, ProfileActivity
 from accelfn.context.config.options import FrozenOptions, thaw
-from accelfn.errors import ConfigurationError
+from accelfn.errors import ConfigurationError, NotAvailableError
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = (
     "NOT_PASSED_ON",
@@ -252,6 +255,36 @@ class ProfileKwargs(KwargsHandler):
             settle(self, activities=tuple(as_choice(place, name, ProfileActivity) for name in names))
         if self.schedule_option is not None:
             self._check_schedule(self.schedule_option)
+
+    def build(self) -> torch.profiler.profile:
+        """Give torch's profiler with these options, to be used as a context manager.
+
+        Raises:
+            NotAvailableError: An activity can't be watched here.
+        """
+        import torch  # records are read where torch isn't loaded
+
+        profiler = torch.profiler
+        known = {str(item.name).lower(): item for item in profiler.supported_activities()}
+        activities = None if self.activities is None else [str(name) for name in self.activities]
+        absent = [name for name in activities or () if name not in known]
+        if absent:
+            raise NotAvailableError(
+                f"{where(self, 'activities')} asks for {', '.join(absent)}, which can't be watched here. "
+                f"Choose among {', '.join(sorted(known))}, or leave activities out for all of these."
+            )
+        options = self.schedule_option
+        make_schedule = cast("Callable[..., Callable[[int], Any]]", vars(profiler)["schedule"])
+        return profiler.profile(
+            activities=None if activities is None else [known[name] for name in activities],
+            schedule=None if options is None else make_schedule(**options),
+            on_trace_ready=self.on_trace_ready,
+            record_shapes=self.record_shapes,
+            profile_memory=self.profile_memory,
+            with_stack=self.with_stack,
+            with_flops=self.with_flops,
+            with_modules=self.with_modules,
+        )
 
     def _check_schedule(self, schedule: Mapping[str, object]) -> None:
         required = ("wait", "warmup", "active")

@@ -88,6 +88,7 @@ class Settings:
         gradient_accumulation_steps: Micro-batches per step; "auto" reads as ``None``. Default None.
         debug: Whether every operation across ranks is checked, in worlds of any size. Default False.
         guard: Mode of the guard: "full", "sampled" or "off". Default None.
+        reduction: How gradients of ranks are combined: "mean" or "canonical". Default None.
         bypass_device_map: Whether models spread over devices may be prepared. Default False.
         allow_cp_standalone: Whether context parallelism may run without FSDP2. Default False.
         cpu_affinity: Whether a process is bound to the cores next to its accelerator. Default False.
@@ -109,6 +110,7 @@ class Settings:
     gradient_accumulation_steps: int | None = None
     debug: bool = False
     guard: str | None = None
+    reduction: str | None = None
     bypass_device_map: bool = False
     allow_cp_standalone: bool = False
     cpu_affinity: bool = False
@@ -156,6 +158,7 @@ _SETTINGS = (
     _accelerate(Settings, "gradient_accumulation_steps", "GRADIENT_ACCUMULATION_STEPS", or_auto(_POSITIVE)),
     Variable("Settings", "debug", ("ACCELFN_DEBUG", "ACCELFN_DEBUG_MODE", "ACCELERATE_DEBUG_MODE"), BOOL),
     Variable("Settings", "guard", ("ACCELFN_GUARD",), choice(GuardMode)),
+    Variable("Settings", "reduction", ("ACCELFN_REDUCTION",), one_of("mean", "canonical")),
     _accelerate(Settings, "bypass_device_map", "BYPASS_DEVICE_MAP", BOOL),
     _accelerate(Settings, "allow_cp_standalone", "ALLOW_CP_STANDALONE", BOOL),
     _accelerate(Settings, "cpu_affinity", "CPU_AFFINITY", BOOL),

@@ -15,6 +15,7 @@ from accelfn.context import config
 from accelfn.context.config import (
     AORecipeKwargs,
     AutocastKwargs,
+    CanonicalReduction,
     DataLoaderConfiguration,
     DeepSpeedPlugin,
     DeepSpeedSequenceParallelConfig,
@@ -41,6 +42,7 @@ from accelfn.context.config import (
 DEFAULTS: tuple[Any, ...] = (
     AORecipeKwargs(),
     AutocastKwargs(),
+    CanonicalReduction(),
     DataLoaderConfiguration(),
     DeepSpeedPlugin(),
     DeepSpeedSequenceParallelConfig(),

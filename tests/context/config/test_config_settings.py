@@ -41,7 +41,7 @@ CONTEXT: dict[str, dict[str, str]] = {
     },
 }
 SAMPLES = (
-    *("1", "2", "none", "max", "O1", "TE", "cpu", "torch", "deepspeed", "full", "block", "allgather"),
+    *("1", "2", "none", "max", "O1", "TE", "cpu", "torch", "deepspeed", "full", "block", "allgather", "mean"),
     *("cuda", "auto", "HYBRID", "INDUCTOR", "default", "no", "INFO", "NO_WRAP", "a/flash-attn"),
 )
 FREE_TEXT = ("a text that is not empty", "names separated by commas")
@@ -73,7 +73,7 @@ def test_the_table_names_real_fields(variable: Variable) -> None:
     theirs = [name for name in variable.names if name not in ours]
     assert variable.names == (*ours, *theirs)
     assert ours
-    assert len(theirs) == (variable.field != "guard")  # the peer has nothing like it
+    assert len(theirs) == (variable.field not in ("guard", "reduction"))  # the peer has nothing like them
     for name in theirs:
         assert ours[-1].endswith(name.removeprefix("ACCELERATE_"))
     hash(variable)
@@ -125,6 +125,7 @@ SIMPLE: tuple[tuple[dict[str, str], dict[str, Any]], ...] = (
     ({"ACCELFN_DEBUG_MODE": "true", "ACCELERATE_DEBUG_MODE": "no"}, {"debug": True}),
     ({"ACCELFN_DEBUG": "no", "ACCELFN_DEBUG_MODE": "true"}, {"debug": False}),
     ({"ACCELFN_GUARD": "OFF"}, {"guard": "off"}),
+    ({"ACCELFN_REDUCTION": "Canonical"}, {"reduction": "canonical"}),
     ({"ACCELERATE_BYPASS_DEVICE_MAP": "true"}, {"bypass_device_map": True}),
     ({"ACCELERATE_ALLOW_CP_STANDALONE": "true"}, {"allow_cp_standalone": True}),
     ({"ACCELERATE_CPU_AFFINITY": "1"}, {"cpu_affinity": True}),

@@ -1,0 +1,161 @@
+"""Methods of the Accelerator that wait for a part of accelfn: they have their names and say what is missing.
+
+A part that comes takes its methods from here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from accelfn.errors import NotAvailableError
+
+__all__ = ("LaterParts",)
+
+_FILES = "Until then write weights with save_model, and what is your own on the main process alone."
+_TRACKING = "Until then call the tracker's own package on the main process."
+_MESH = "Until then all ranks hold the whole model, and process_index is the place among them."
+
+
+def _refuse(name: str, part: str, advice: str) -> NotAvailableError:
+    return NotAvailableError(
+        f"Accelerator.{name} needs {part}, and this version of accelfn has no machinery for that yet. "
+        f"{advice}"
+    )
+
+
+class LaterParts:
+    """The names of parts that this version does not have.
+
+    Questions that have a true answer without the part are answered; everything else raises
+    ``NotAvailableError``.
+    """
+
+    # --- checkpoints -----------------------------------------------------------------------------
+
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        **save_model_func_kwargs: Any,
+    ) -> Any:
+        """Write the state of all that was prepared: not in this version."""
+        raise _refuse("save_state", "checkpoints", _FILES)
+
+    def load_state(
+        self, input_dir: str | os.PathLike[str] | None = None, **load_model_func_kwargs: Any
+    ) -> None:
+        """Read what ``save_state`` wrote: not in this version."""
+        raise _refuse("load_state", "checkpoints", _FILES)
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Let ``save_state`` and ``load_state`` take further objects: not in this version."""
+        raise _refuse("register_for_checkpointing", "checkpoints", _FILES)
+
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> Any:
+        """Call ``hook(models, weights, output_dir)`` before a state is written: not in this version."""
+        raise _refuse("register_save_state_pre_hook", "checkpoints", _FILES)
+
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> Any:
+        """Call ``hook(models, input_dir)`` before a state is read: not in this version."""
+        raise _refuse("register_load_state_pre_hook", "checkpoints", _FILES)
+
+    def save(self, obj: Any, f: str | os.PathLike[str] | Any, safe_serialization: bool = False) -> None:
+        """Write one object once per machine: not in this version."""
+        raise _refuse("save", "checkpoints", _FILES)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
+        """Give the whole state of a model that may be sharded: not in this version."""
+        raise _refuse("get_state_dict", "checkpoints", "Until then call unwrap_model(model).state_dict().")
+
+    # --- trackers --------------------------------------------------------------------------------
+
+    @property
+    def trackers(self) -> Sequence[Any]:
+        """Trackers at work: none, as this version has none."""
+        return ()
+
+    def init_trackers(
+        self,
+        project_name: str,
+        config: Mapping[str, Any] | None = None,
+        init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Start the trackers: not in this version."""
+        raise _refuse("init_trackers", "trackers", _TRACKING)
+
+    def log(
+        self,
+        values: Mapping[str, Any],
+        step: int | None = None,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Send values to the trackers: not in this version."""
+        raise _refuse("log", "trackers", _TRACKING)
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """Give a tracker by its name: not in this version."""
+        raise _refuse("get_tracker", "trackers", _TRACKING)
+
+    # --- a mesh of ranks -------------------------------------------------------------------------
+
+    @property
+    def parallelism_config(self) -> Any:
+        """Sizes of the mesh: None, as this version has no mesh."""
+        return None
+
+    @property
+    def torch_device_mesh(self) -> Any:
+        """The mesh as torch has it: None, as this version has no mesh."""
+        return None
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Place on the mesh's axis of whole replicas: not in this version."""
+        raise _refuse("data_parallel_rank", "a mesh of ranks", _MESH)
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        """Place on the mesh's axis of shards: not in this version."""
+        raise _refuse("data_parallel_shard_rank", "a mesh of ranks", _MESH)
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """Place on the mesh's axis of tensor parallelism: not in this version."""
+        raise _refuse("tensor_parallel_rank", "a mesh of ranks", _MESH)
+
+    @property
+    def pipeline_parallel_rank(self) -> int:
+        """Place on the mesh's axis of pipeline parallelism: not in this version."""
+        raise _refuse("pipeline_parallel_rank", "a mesh of ranks", _MESH)
+
+    @property
+    def context_parallel_rank(self) -> int:
+        """Place on the mesh's axis of context parallelism: not in this version."""
+        raise _refuse("context_parallel_rank", "a mesh of ranks", _MESH)
+
+    def maybe_context_parallel(
+        self,
+        buffers: Sequence[torch.Tensor] | None = None,
+        buffer_seq_dims: Sequence[int] | None = None,
+        no_restore_buffers: Any = None,
+    ) -> AbstractContextManager[None]:
+        """Cut sequences between ranks inside: not in this version."""
+        raise _refuse("maybe_context_parallel", "a mesh of ranks", _MESH)
+
+    # --- FSDP, fp8, big models -------------------------------------------------------------------
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether models are sharded by FSDP2: never in this version."""
+        return False
+
+    @property
+    def fp8_backend(self) -> str | None:
+        """Engine of 8-bit matrix products: None, as this version has none."""
+        return None

@@ -1,0 +1,106 @@
+"""The newest scaler states of an Accelerator: one loss scale serves all its optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+import accelfn.training as training
+from accelfn.accelerator.held import Held
+from accelfn.context import Context
+from accelfn.errors import ConfigurationError
+from accelfn.training import ScalerState
+from accelfn.training.prepare import parameters_of
+
+__all__ = ("Scaling",)
+
+
+class Scaling:
+    """Keeps what the functions take and give back, for optimizers that may step at different times.
+
+    As in torch's GradScaler, the losses of all are multiplied by one scale, each optimizer skips its own
+    steps, and the scale moves once for all steps that were made since the latest loss.
+    """
+
+    def __init__(self, ctx: Context, optimizers: Held[Optimizer]) -> None:
+        """Begin for what ``optimizers`` holds."""
+        self._optimizers = optimizers
+        self._state = training.init_scaler(ctx)
+        # By optimizer: the state of its gradients, after its steps since the latest loss, and after its
+        # latest step.
+        self._unscaled: dict[int, ScalerState] = {}
+        self._stepped: dict[int, ScalerState] = {}
+        self._latest: dict[int, ScalerState] = {}
+
+    @property
+    def state(self) -> ScalerState:
+        """The state that the next loss is scaled by."""
+        return self._state
+
+    def begin_loss(self, ctx: Context) -> ScalerState:
+        """Follow the steps since the latest loss, and give the state for another one."""
+        if self._stepped:  # only where there is something to divide by
+            before = self._state
+            # Others may be amid a window, with gradients at the old scale.
+            waiting = [one for one in self._optimizers if not {id(one)} & {*self._stepped, *self._unscaled}]
+            if before.weight is not None and any(map(_has_gradients, waiting)):
+                raise ConfigurationError(
+                    "backward: an optimizer has stepped, and another one still waits with gradients of "
+                    "losses that have weights, which are divided once for all. Let all step before the next "
+                    "loss, or use the functions, with a ScalerState for each optimizer."
+                )
+            if ctx.precision.scales_loss:
+                found = torch.stack([state.found_inf for state in self._stepped.values()]).max()
+                self._state = training.update_scaler(ctx, before._replace(found_inf=found))
+                training.rescale_gradients(waiting, before, self._state)
+            self._state = self._state._replace(weight=None)
+            self._stepped, self._unscaled = {}, {}
+        return self._state
+
+    def end_loss(self, state: ScalerState) -> None:
+        """Take over the state that ``backward`` has given back."""
+        self._state = state
+
+    def unscale(self, ctx: Context, optimizers: Iterable[Optimizer]) -> ScalerState:
+        """Divide the gradients of some optimizers, each once, and give a state that says so."""
+        state = self._state
+        for one in optimizers:
+            state = training.unscale_gradients(ctx, one, self._unscaled.get(id(one), self._state))
+            self._unscaled[id(one)] = state
+        return state
+
+    def unscale_for(self, ctx: Context, parameters: Sequence[torch.Tensor]) -> ScalerState:
+        """Divide the gradients of the optimizers that some parameters belong to."""
+        if not ctx.precision.scales_loss and self._state.weight is None:
+            return self._state
+        wanted = {id(parameter) for parameter in parameters}
+        owners = [one for one in self._optimizers if parameters_of(one) & wanted]
+        # Without an optimizer, these are nobody's gradients, and taken as they are.
+        return self.unscale(ctx, owners)._replace(is_unscaled=True, weight=None)
+
+    def step(self, ctx: Context, optimizer: Optimizer) -> None:
+        """Let an optimizer step unless its gradients overflowed; they stay."""
+        if not ctx.precision.scales_loss and self._state.weight is None:
+            training.optimizer_step(ctx, optimizer, self._state, clear_gradients=False)
+            return
+        state = self._unscaled.pop(id(optimizer), self._state)
+        state = training.optimizer_step(ctx, optimizer, state, clear_gradients=False)
+        self._stepped[id(optimizer)] = self._latest[id(optimizer)] = state
+
+    def was_skipped(self, ctx: Context, optimizer: Optimizer) -> bool:
+        """Whether the latest step of an optimizer was skipped."""
+        state = self._latest.get(id(optimizer))
+        return state is not None and training.step_was_skipped(ctx, state)
+
+    def welcome(self, optimizer: Optimizer) -> None:
+        """Know nothing of an optimizer yet: another one may have had its number."""
+        for states in (self._unscaled, self._stepped, self._latest):
+            states.pop(id(optimizer), None)
+
+
+def _has_gradients(optimizer: Optimizer) -> bool:
+    groups: list[dict[str, Any]] = optimizer.param_groups
+    return any(parameter.grad is not None for group in groups for parameter in group["params"])

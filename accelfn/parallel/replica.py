@@ -1,0 +1,103 @@
+"""What keeps a model equal on ranks that have no engine of torch's for it: hooks on its parameters."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from accelfn.comm import broadcast, reduce
+from accelfn.context import Context
+
+__all__ = ("REPLICA", "Replica")
+
+# Where a module keeps its Replica; a plain attribute, so it is in no state dict.
+REPLICA = "_accelfn_replica"
+
+
+class Replica:
+    """Averages the gradients of one model over ranks that are threads.
+
+    Works for any way that a gradient arises (``forward``, another method, a free function), since it hangs on
+    the parameters and not on the module's call.
+    """
+
+    def __init__(self, ctx: Context, model: nn.Module) -> None:
+        """Bring the model to rank 0's values, and watch its parameters."""
+        self.sync = True
+        self._ctx = ctx.tagged("a replicated model")  # wherever forward and backward are called
+        self._backward: int | None = None  # torch's number of the one whose end will average
+        self._parameters = {name: item for name, item in model.named_parameters() if item.requires_grad}
+        with torch.no_grad():
+            buffers = dict(model.named_buffers()) if ctx.strategy.ddp.broadcast_buffers else {}
+            self._take({**dict(model.named_parameters()), **buffers})
+        self._watch()
+        if ctx.strategy.ddp.broadcast_buffers:
+            model.register_forward_pre_hook(self._on_forward)
+        setattr(model, REPLICA, self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Replica:
+        """Average the gradients of a copied model too, as a copy of DistributedDataParallel does."""
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin
+        twin.sync, twin._ctx, twin._backward = self.sync, self._ctx, None
+        twin._parameters = copy.deepcopy(self._parameters, memo)
+        twin._watch()  # copies of parameters come without hooks
+        return twin
+
+    def __reduce__(self) -> tuple[Callable[[], Replica], tuple[()]]:
+        """Leave no world in a pickle: the model that is loaded from it belongs to none."""
+        return _replica_of_no_world, ()
+
+    def _watch(self) -> None:
+        for parameter in self._parameters.values():
+            cast("Any", parameter).register_post_accumulate_grad_hook(self._on_grad)
+
+    def _take(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Overwrite ``tensors`` by those of rank 0."""
+        received = broadcast(self._ctx, {name: tensor.detach() for name, tensor in tensors.items()})
+        for name, tensor in tensors.items():
+            if received[name] is not tensor:
+                tensor.copy_(received[name])
+
+    def will_sync_buffers(self, module: nn.Module) -> bool:
+        """Whether the next forward pass brings the buffers to rank 0's values."""
+        options = self._ctx.strategy.ddp
+        return (
+            options.broadcast_buffers
+            and module.training
+            and self.sync
+            and any(True for _ in module.buffers())
+        )
+
+    def _on_forward(self, module: nn.Module, arguments: Any) -> None:
+        del arguments
+        if self.will_sync_buffers(module):
+            with torch.no_grad():
+                self._take(dict(module.named_buffers()))
+
+    def _on_grad(self, parameter: torch.Tensor) -> None:
+        del parameter
+        # By number and not by a flag, which would stay up for ever after a backward that failed half-way.
+        number: int = torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]
+        if self.sync and self._backward != number:
+            self._backward = number
+            # Runs once, when the whole backward is done, on the thread that called it.
+            engine = cast("Any", torch.autograd.Variable)._execution_engine
+            engine.queue_callback(self._average)
+
+    def _average(self) -> None:
+        grads = {name: item.grad for name, item in self._parameters.items() if item.grad is not None}
+        with torch.no_grad():
+            for name, grad in reduce(self._ctx, grads, "mean").items():
+                own = self._parameters[name].grad
+                assert own is not None
+                own.copy_(grad)
+
+
+def _replica_of_no_world() -> Replica:
+    # The hook that brings it to rank 0's buffers comes with a model from a pickle, and finds one rank.
+    return Replica(Context(), nn.Module())

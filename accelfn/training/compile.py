@@ -1,0 +1,130 @@
+"""Compile what a model computes, by torch.compile, without another name for anything in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import nn
+
+from accelfn.context.config import DynamoBackend, TorchDynamoPlugin
+from accelfn.training.forward import WrappedForward, copied_without
+
+__all__ = ("CompiledForward", "compile_", "is_compiled", "plan_regions", "without_compile")
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class CompiledForward(WrappedForward):
+    """A module's ``forward``, compiled.
+
+    What stands around it (hooks, autocast, DistributedDataParallel, the agreement of ranks) runs as ordinary
+    Python and breaks no graph.
+    """
+
+    def __init__(self, forward: Callable[..., Any], options: TorchDynamoPlugin) -> None:
+        """Compile ``forward``, when it is called."""
+        super().__init__(forward)
+        self._options = options
+        self._compile()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call what was compiled."""
+        return self._compiled(*args, **kwargs)
+
+    def around(self, forward: Callable[..., Any]) -> CompiledForward:
+        """Compile another ``forward`` in the same way."""
+        return CompiledForward(forward, self._options)
+
+    def _compile(self) -> None:
+        compiler = cast("Any", torch).compile
+        self._compiled: Callable[..., Any] = compiler(self.__wrapped__, **self._options.to_kwargs())
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave what was compiled out of copies and pickles."""
+        return {"__wrapped__": self.__wrapped__, "_options": self._options}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Compile anew, when it is called."""
+        self.__dict__.update(state)
+        self._compile()
+
+
+def plan_regions(model: nn.Module) -> tuple[str, ...]:
+    """Say which modules of a model are compiled one by one: blocks that repeat, and so compile once. Pure.
+
+    Repeated blocks are the items of a ``ModuleList`` that are all of one class. Where there are none it is
+    the model itself, by the name "".
+
+    >>> plan_regions(nn.Sequential(nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)]), nn.ReLU()))
+    ('0.0', '0.1')
+    >>> plan_regions(nn.ReLU())
+    ('',)
+    """
+
+    def find(module: nn.Module, prefix: str) -> Iterator[str]:
+        children = list(module.named_children())
+        repeats = isinstance(module, nn.ModuleList) and len({type(child) for _, child in children}) == 1
+        for name, child in children:
+            if repeats:
+                yield f"{prefix}{name}"
+            else:
+                yield from find(child, f"{prefix}{name}.")
+
+    return tuple(find(model, "")) or ("",)
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether a module or one inside of it is compiled, by accelfn or by the user."""
+    return any(
+        isinstance(vars(module).get("forward"), CompiledForward)
+        or isinstance(getattr(vars(module).get("forward"), "__wrapped__", None), CompiledForward)
+        or _is_compiled_by_user(module)
+        for module in model.modules()
+    )
+
+
+def _is_compiled_by_user(module: nn.Module) -> bool:
+    return vars(module).get("_compiled_call_impl") is not None or _original(module) is not module
+
+
+def _original(module: nn.Module) -> nn.Module:
+    """Look into what ``torch.compile(module)`` gives."""
+    inner = vars(module).get("_modules", {}).get("_orig_mod")
+    return inner if isinstance(inner, nn.Module) else module
+
+
+def compile_(model: M, options: TorchDynamoPlugin) -> M:
+    """Let a model compute by what torch.compile makes of it. Writes into the module.
+
+    One that is compiled already, or has a compiled module inside, stays as it is.
+
+    Ranks: local.
+
+    Args:
+        model: Not prepared yet.
+        options: The backend "no" compiles nothing.
+    """
+    if options.backend == DynamoBackend.NO or is_compiled(model):
+        return model
+    for name in plan_regions(model) if options.use_regional_compilation else ("",):
+        module = model.get_submodule(name)
+        module.forward = CompiledForward(module.forward, options)
+    return model
+
+
+def without_compile(model: M) -> M:
+    """Give a module that shares everything with ``model`` and has nothing compiled in it."""
+    original = _original(model)
+    if original is not model:
+        return cast("M", without_compile(original))
+    before = cast("dict[str, nn.Module | None]", vars(model)["_modules"])
+    modules = {name: None if one is None else without_compile(one) for name, one in before.items()}
+    forward = vars(model).get("forward")
+    own = isinstance(forward, CompiledForward) or isinstance(
+        getattr(forward, "__wrapped__", None), CompiledForward
+    )
+    if not own and not _is_compiled_by_user(model) and all(modules[name] is before[name] for name in before):
+        return model
+    return copied_without(model, CompiledForward, modules)

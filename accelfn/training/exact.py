@@ -1,0 +1,174 @@
+"""Exact mode for training: random numbers that belong to a shard, and gradients of a function over shards."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from accelfn.comm import Call, check
+from accelfn.comm.agreement import layout_call
+from accelfn.context import Context
+from accelfn.data import MicroBatch
+from accelfn.parallel import swap_parts
+from accelfn.tree import Group, Packed, fill, find_batch_size, flatten, map_tensors, plan_layout, unpack
+
+__all__ = ("cut_into_shards", "draw_for", "mean_of_shards", "num_shards")
+
+# Sums of these are formed in float32 and rounded once.
+_NARROW = (torch.float16, torch.bfloat16)
+
+
+def num_shards(ctx: Context, micro: MicroBatch | None) -> int:
+    """Count the parts that the loss of one batch is divided into. Pure.
+
+    Args:
+        ctx: Without exact mode gradients are averaged over the ranks, which divides them already.
+        micro: Of the batch; without it the batch is a window of its own.
+    """
+    window = 1 if micro is None else micro.window
+    return window if ctx.reduction is None else window * ctx.num_processes
+
+
+@contextmanager
+def draw_for(ctx: Context, micro: MicroBatch) -> Generator[None, None, None]:
+    """Draw inside what belongs to the samples of a batch, whichever rank has it.
+
+    Seeds torch's default generators (those of the CPU and of the context's device), and brings them back to
+    where they were. Waits for no device.
+
+    Ranks: every rank of ``ctx``; doesn't communicate.
+
+    Args:
+        ctx: In exact mode.
+        micro: Of the batch. One whose loader says how far it has come is known by its samples' place in the
+            epoch, at any number of ranks and after a resumption; another by the number of windows that this
+            program has begun.
+    """
+    assert ctx.reduction is not None  # called in exact mode only
+    seed = _fold(ctx.reduction.seed, *_place_in_data(ctx, micro))
+    on_device: Any = None if ctx.device.type == "cpu" else torch.get_device_module(ctx.device)
+    state = torch.default_generator.get_state()
+    device_state = None if on_device is None else on_device.get_rng_state()
+    torch.default_generator.manual_seed(seed)
+    if on_device is not None:
+        on_device.manual_seed(seed)
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(state)
+        if on_device is not None:
+            on_device.set_rng_state(device_state)
+
+
+def _place_in_data(ctx: Context, micro: MicroBatch) -> tuple[str, int]:
+    """Give a batch's place in the data, and how many blocks before this one have drawn for that place."""
+    journal = ctx.collectives.journal
+    latest, place, number = journal.drawn
+    if micro is not latest and micro.place == 0:
+        journal.windows += 1
+    rows, size = micro.num_rows, ctx.num_processes
+    if micro.consumed is not None and rows is not None and micro.num_valid == rows * size:
+        now = f"sample {micro.consumed - rows * (size - ctx.rank)} of epoch {micro.epoch}"
+    else:
+        now = f"shard {micro.place * size + ctx.rank} of window {journal.windows}"
+    number = number + 1 if now == place else 0
+    journal.drawn = (micro, now, number)
+    return now, number
+
+
+def _fold(*parts: object) -> int:
+    """Make a seed of whatever has a text of its own. Pure."""
+    digest = hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def cut_into_shards(ctx: Context, arguments: Any) -> list[Any]:
+    """Cut each tensor with the batch's number of rows into one part for each batch of a window. Pure.
+
+    Args:
+        ctx: Says how many.
+        arguments: Of a loss function: any tree. The first tensor with a dimension tells the number of rows;
+            tensors with other numbers, and what is no tensor, are in every part as they are.
+
+    Raises:
+        ValueError: There is no such tensor, or its rows can't be cut into equal parts.
+    """
+    number = ctx.gradient_accumulation_steps
+    size = find_batch_size(arguments)
+    if size % number or not size:
+        raise ValueError(
+            f"value_and_grad: a batch of {size} rows can't be cut into {number} equal shards, which "
+            f"{number * ctx.num_processes} shards on {ctx.num_processes} ranks ask for. Pass a multiple of "
+            f"{number} rows on each rank."
+        )
+    rows = size // number
+
+    def cut(start: int) -> Any:
+        def take(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor[start : start + rows] if tensor.dim() and tensor.shape[0] == size else tensor
+
+        return map_tensors(take, arguments)
+
+    return [cut(start) for start in range(0, size, rows)]
+
+
+def mean_of_shards(
+    ctx: Context, shards: Sequence[list[torch.Tensor]], error: Exception | None = None
+) -> list[torch.Tensor]:
+    """Average tensors over the shards of all ranks, added in rank order and in this rank's order.
+
+    What float16 and bfloat16 become is formed in float32 and rounded once.
+
+    Ranks: every rank of ``ctx``.
+
+    Args:
+        ctx: The world.
+        shards: Of each of this rank's shards the same tensors; as many shards on every rank.
+        error: Why this rank has none.
+
+    Returns:
+        The means; the same bits on every rank.
+
+    Raises:
+        Exception: ``error`` itself, and RemoteRankError on the other ranks.
+        MismatchError: The tensors differ in shape or dtype between ranks.
+    """
+    layout = None if error is not None else plan_layout(shards[0], flatten(shards[0])[1])
+    if ctx.num_processes > 1:
+        name, options = "value_and_grad", f"{len(shards)} shards a rank"
+        check(ctx, Call(name) if layout is None else layout_call(name, options, layout), error)
+    elif error is not None:
+        raise error
+    assert layout is not None  # without an error
+    return unpack(Packed(tuple([_mean(ctx, group, shards) for group in layout.groups]), layout))
+
+
+def _mean(ctx: Context, group: Group, shards: Sequence[list[torch.Tensor]]) -> torch.Tensor:
+    """Average the tensors of ``group`` over the shards of all ranks."""
+    size, number, total = ctx.num_processes, len(shards), sum(group.sizes)
+    flats = (fill(group, shard) for shard in shards)
+    if size == 1:
+        return _ordered_mean(flats, number)
+    length = -(-total // size)
+    parts = torch.zeros(size, number, length, dtype=group.dtype, device=group.device)
+    for place, flat in enumerate(flats):
+        # Of each shard a part for each rank; the last part may be shorter, and its rest stays zero.
+        for rank, part in enumerate(torch.split(flat, length)):
+            parts[rank, place, : part.numel()] = part
+    rows = swap_parts(ctx, parts.view(size, -1)).view(size * number, length)
+    own = _ordered_mean(rows.unbind(), size * number)
+    return ctx.collectives.all_gather(own.view(torch.uint8)).view(own.dtype)[:total]
+
+
+def _ordered_mean(rows: Iterable[torch.Tensor], number: int) -> torch.Tensor:
+    # One by one: in which order torch.sum adds isn't said.
+    rest = iter(rows)
+    first = next(rest)
+    total = first.to(torch.float32 if first.dtype in _NARROW else first.dtype, copy=True)
+    for row in rest:
+        total.add_(row)
+    return total.div_(number).to(first.dtype)

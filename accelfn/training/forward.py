@@ -1,0 +1,72 @@
+"""What stands in for a module's ``forward`` on the instance, and how it is taken off again.
+
+A prepared module keeps its class, its attributes and the keys of its state dict; only what its call does
+differs. Its hooks run around it as ever.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from types import MethodType
+from typing import Any, TypeVar, cast
+
+from torch import nn
+from typing_extensions import Self
+
+__all__ = ("WrappedForward", "copied_without", "plain_forward")
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class WrappedForward:
+    """Stands in for a module's ``forward``. ``inspect.signature`` sees the one that it wraps."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        """Wrap ``forward``."""
+        self.__wrapped__ = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call what is wrapped."""
+        return self.__wrapped__(*args, **kwargs)
+
+    def around(self, forward: Callable[..., Any]) -> Self:
+        """Give the same around another ``forward``."""
+        other = copy.copy(self)
+        other.__wrapped__ = forward
+        return other
+
+
+def plain_forward(model: nn.Module) -> Callable[..., Any]:
+    """Give the ``forward`` of a module without anything of accelfn's around it."""
+    forward: Any = model.forward
+    while isinstance(forward, WrappedForward):
+        forward = forward.__wrapped__
+    return forward
+
+
+def copied_without(model: M, kind: type[WrappedForward], modules: dict[str, Any] | None = None) -> M:
+    """Give a shallow copy of a module, whose ``forward`` is its own and not wrapped in ``kind``.
+
+    Args:
+        model: Shares its parameters, buffers and (unless ``modules`` is given) submodules with the copy.
+        kind: What to leave out.
+        modules: The copy's submodules.
+    """
+    other = copy.copy(model)
+    if modules is not None:
+        other.__dict__["_modules"] = modules
+
+    def rebuilt(forward: Callable[..., Any]) -> Callable[..., Any]:
+        if isinstance(forward, WrappedForward):
+            inner = rebuilt(forward.__wrapped__)
+            return inner if isinstance(forward, kind) else forward.around(inner)
+        if getattr(forward, "__self__", None) is model:
+            return MethodType(cast("MethodType", forward).__func__, other)
+        return forward
+
+    if "forward" in other.__dict__:
+        forward = rebuilt(other.__dict__.pop("forward"))
+        if other.forward != forward:  # else the class gives the same
+            other.__dict__["forward"] = forward
+    return other

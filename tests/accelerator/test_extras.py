@@ -1,0 +1,218 @@
+# torch leaves DataLoader, backward and tolist partly untyped.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import accelfn as af
+from accelfn import Accelerator, Context, Guard, LocalSGD, ProfileKwargs
+from accelfn.errors import ConfigurationError
+from accelfn.testing import Where, run_ranks
+
+
+def parts() -> tuple[Any, Any, Any, Any]:
+    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters(), 1):
+            parameter.copy_(torch.linspace(-1, number, parameter.numel()).view_as(parameter))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    x = torch.linspace(-1, 1, 24, dtype=torch.float64).view(12, 2)
+    return model, optimizer, scheduler, DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=2)
+
+
+def references(*things: Any) -> list[weakref.ref[Any]]:
+    return [weakref.ref(one) for one in things]
+
+
+def still_there(held: list[weakref.ref[Any]]) -> list[str]:
+    gc.collect()
+    return [type(one()).__name__ for one in held if one() is not None]
+
+
+@pytest.mark.parametrize("on", ["memory", "processes"])
+@pytest.mark.parametrize("mode", ["no", "bf16", "fp16"])
+def test_after_del_nothing_is_kept_by_the_functions(on: Where, mode: str) -> None:
+    def run(ctx: Context) -> list[str]:
+        before = parts()
+        held = references(*before)
+        model, optimizer, scheduler, loader = af.prepare(ctx, *before)
+        held += references(model, loader)
+        scaler = af.init_scaler(ctx)
+        x = y = torch.empty(0)
+        for (x, y), micro in af.microbatches(ctx, loader):
+            with af.accumulate(ctx, micro, model):
+                af.backward(ctx, (model(x) - y).square().mean(), scaler, micro)
+            if micro.sync:
+                scaler = af.optimizer_step(ctx, optimizer, scaler)
+                af.scheduler_step(ctx, scheduler, scaler)
+            held += references(x)
+        del before, model, optimizer, scheduler, loader, x, y
+        return still_there(held)
+
+    assert run_ranks(run, 2, on, mixed_precision=mode) == [[], []]
+
+
+@pytest.mark.parametrize("way", ["del", "free_memory", "clear"])
+@pytest.mark.parametrize("mode", ["no", "fp16"])
+def test_after_del_nothing_is_kept_by_the_shim(mode: str, way: str) -> None:
+    def run(ctx: Context) -> list[str]:
+        accelerator = Accelerator(context=ctx)
+        before = parts()
+        held = references(*before)
+        model, optimizer, scheduler, loader = accelerator.prepare(*before)
+        held += references(model, optimizer, scheduler, loader)
+        x = y = torch.empty(0)
+        for x, y in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward((model(x) - y).square().mean())
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            held += references(x)
+        del before, x, y
+        if way == "del":
+            del model, optimizer, scheduler, loader
+        else:
+            free = getattr(accelerator, way)
+            model, optimizer, scheduler, loader = free(model, optimizer, scheduler, loader)
+            assert (model, optimizer, scheduler, loader) == (None,) * 4
+            assert accelerator.step == 0
+            assert accelerator.last_micro is None
+        found = still_there(held)
+        assert [*accelerator.models, *accelerator.optimizers, *accelerator.loaders] == []
+        return found
+
+    assert run_ranks(run, 2, mixed_precision=mode) == [[], []]
+
+
+def test_debugging_is_asked_for_by_argument_or_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(**options: Any) -> bool:
+        accelerator = Accelerator(cpu=True, **options)
+        accelerator.close()
+        return accelerator.state.debug
+
+    assert [found(), found(debug=True), found(guard="full"), found(debug=False)] == [False, True, True, False]
+    for name in ("ACCELERATE_DEBUG_MODE", "ACCELFN_DEBUG_MODE"):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "1")
+            assert [found(), found(debug=False), found(guard="sampled")] == [True, False, False]
+    with pytest.raises(ConfigurationError, match="options from the context, got debug too"):
+        Accelerator(context=Context(), debug=True)
+
+
+def test_freeing_forgets_what_is_still_held_elsewhere() -> None:
+    accelerator = Accelerator(context=Context())
+    model, optimizer, _, loader = accelerator.prepare(*parts())
+    assert accelerator.free_memory() == []
+    assert list(accelerator.models) == list(accelerator.optimizers) == list(accelerator.loaders) == []
+    assert (model, optimizer, loader) != (None, None, None)
+    assert accelerator.clear(1, 2) == [None, None]
+
+
+def test_the_shim_profiles_with_its_handler_or_another(tmp_path: Path) -> None:
+    for name, ctx, handler in (
+        ("first", Context().replace(kwargs_handlers=[trace_in(tmp_path / "first")]), None),
+        ("second", Context(), trace_in(tmp_path / "second")),
+    ):
+        accelerator = Accelerator(context=ctx)
+        with accelerator.profile(handler):
+            torch.ones(2).relu()
+        assert (tmp_path / name / "profile_0.json").is_file()
+
+
+def trace_in(folder: Path) -> ProfileKwargs:
+    return ProfileKwargs(output_trace_dir=str(folder))
+
+
+@pytest.mark.parametrize("on", ["memory", "processes"])
+def test_the_example_of_triggering_averages_what_was_accumulated(on: Where) -> None:
+    def run(ctx: Context) -> list[torch.Tensor]:
+        accelerator = Accelerator(context=ctx)
+        model = cast("nn.Module", accelerator.prepare(parts()[0]))
+        inputs = [torch.full((2, 2), ctx.rank + number, dtype=torch.float64) for number in (0.5, 1.5)]
+        with accelerator.no_sync():
+            losses = [model(one).square().mean() for one in inputs]
+        accelerator.backward(losses[0])
+        with accelerator.trigger_sync_in_backward(model):
+            accelerator.backward(losses[1])
+        return [cast("torch.Tensor", one.grad) for one in model.parameters()]
+
+    first, second = run_ranks(run, 2, on)
+    alone = parts()[0]
+    for value in (0.5, 1.5, 1.5, 2.5):
+        (alone(torch.full((2, 2), value, dtype=torch.float64)).square().mean() / 2).backward()
+    torch.testing.assert_close(first, [one.grad for one in alone.parameters()])
+    torch.testing.assert_close(second, first)
+
+
+@pytest.mark.parametrize("on", ["memory", "processes"])
+@pytest.mark.parametrize("num_steps", [1, 2])
+def test_local_sgd_as_a_context_manager_is_that_of_the_functions(on: Where, num_steps: int) -> None:
+    def by_shim(ctx: Context) -> list[torch.Tensor]:
+        accelerator = Accelerator(context=ctx)
+        model, optimizer, _, loader = accelerator.prepare(*parts())
+        with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2, enabled=True) as local_sgd:
+            for x, y in loader:
+                with accelerator.accumulate(model):
+                    accelerator.backward((model(x) - y).square().mean())
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    local_sgd.step()
+        return [one.detach() for one in model.parameters()]
+
+    def by_functions(ctx: Context) -> list[torch.Tensor]:
+        model, optimizer, _, loader = af.prepare(ctx, *parts())
+        scaler, state = af.init_scaler(ctx), af.LocalSGDState()
+        with af.no_sync(ctx, model):
+            for (x, y), micro in af.microbatches(ctx, loader):
+                af.backward(ctx, (model(x) - y).square().mean(), scaler, micro)
+                if micro.sync:
+                    scaler = af.optimizer_step(ctx, optimizer, scaler)
+                    state = af.local_sgd_step(ctx, model, state, every=2)
+        af.average_parameters(ctx, model)
+        return [one.detach() for one in model.parameters()]
+
+    found = run_ranks(
+        lambda ctx: (by_shim(ctx), by_functions(ctx)), 2, on, gradient_accumulation_steps=num_steps
+    )
+    for shim, functions in found:
+        assert all(torch.equal(a, b) for a, b in zip(shim, functions, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(found[0][0], found[1][0], strict=True))
+
+
+def test_local_sgd_that_is_off_or_fails_averages_nothing() -> None:
+    def run(ctx: Context) -> tuple[float, float, bool]:
+        accelerator = Accelerator(context=ctx)
+        model = cast("nn.Linear", accelerator.prepare(nn.Linear(1, 1, bias=False)))
+
+        def left(enabled: bool) -> float:
+            nn.init.constant_(model.weight, float(ctx.rank))
+            with pytest.raises(KeyError), LocalSGD(accelerator, model, 1, enabled):
+                raise KeyError
+            return float(model.weight.detach())
+
+        found = left(enabled=True), left(enabled=False)
+        model.zero_grad()
+        with LocalSGD(accelerator, model, enabled=False) as local_sgd:
+            model(torch.ones(1, 1) * ctx.rank).sum().backward()
+            local_sgd.step()
+        assert model.weight.grad is not None
+        return *found, float(model.weight.grad) == 0.5
+
+    assert run_ranks(run, 2) == [(0.0, 0.0, True), (1.0, 1.0, True)]
+    accelerator = Accelerator(context=Context())
+    with pytest.raises(ValueError, match="local_sgd_steps must be at least 1, got 0"):
+        LocalSGD(accelerator, nn.Linear(1, 1), 0)
+    guarded = Accelerator(context=Context().replace(guard=Guard(check_replicas_every=1)))
+    with pytest.raises(ConfigurationError, match="check_replicas_every compares"):
+        LocalSGD(guarded, nn.Linear(1, 1))
+    LocalSGD(guarded, nn.Linear(1, 1), enabled=False)

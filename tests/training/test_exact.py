@@ -1,0 +1,303 @@
+"""Exact mode for training: what is drawn for a shard, functions of a tree, loss scaling, the shim."""
+
+# torch leaves DataLoader, backward and tolist partly untyped.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import accelfn as af
+from accelfn import Accelerator, CanonicalReduction, Context
+from accelfn.errors import MismatchError, RemoteRankError
+from accelfn.testing import run_ranks
+from accelfn.training import rescale_gradients
+
+Params = dict[str, torch.Tensor]
+
+
+# --- what is drawn -------------------------------------------------------------------------------
+
+
+def numbers(ctx: Context, loader: Any, most: int = 1000) -> list[tuple[int, float]]:
+    """Draw a number for each batch, and say which sample it begins with."""
+    found: list[tuple[int, float]] = []
+    for batch, micro in af.microbatches(ctx, loader):
+        with af.accumulate(ctx, micro):
+            found.append((int(batch[0][0]), torch.rand(()).item()))
+        if len(found) == most:
+            break
+    return found
+
+
+def test_a_batch_draws_the_same_on_any_rank_and_after_a_resumption() -> None:
+    loader = DataLoader(TensorDataset(torch.arange(48)), 2)
+
+    def run(ctx: Context) -> list[tuple[int, float]]:
+        return numbers(ctx, af.prepare(ctx, loader))
+
+    alone, again = run_ranks(run, 1, reduction="canonical") * 2
+    assert again == alone
+    assert len({number for _, number in alone}) == 24
+    for world in (2, 3, 4):
+        assert sorted(chain(*run_ranks(run, world, reduction="canonical"))) == alone
+
+    def interrupted(ctx: Context) -> tuple[list[tuple[int, float]], Any]:
+        prepared = af.prepare(ctx, loader)
+        return numbers(ctx, prepared, 4), af.loader_state(prepared)
+
+    def resumed(ctx: Context) -> list[tuple[int, float]]:
+        prepared = af.prepare(ctx, loader)
+        af.restore_loader(prepared, state)
+        return numbers(ctx, prepared)
+
+    before = run_ranks(interrupted, 3, reduction="canonical")
+    state = before[0][1]
+    after = run_ranks(resumed, 2, reduction="canonical")
+    assert sorted(chain(*(found for found, _ in before), *after)) == alone
+
+
+def test_epochs_blocks_and_seeds_draw_differently() -> None:
+    def run(ctx: Context) -> list[float]:
+        prepared = af.prepare(ctx, DataLoader(TensorDataset(torch.arange(8)), 2))
+        found: list[float] = []
+        for _ in range(2):
+            for _, micro in af.microbatches(ctx, prepared):
+                for _ in range(2):
+                    with af.accumulate(ctx, micro):
+                        found.append(torch.rand(()).item())
+        return found
+
+    one = run(Context().replace(reduction="canonical"))
+    assert len(set(one)) == len(one) == 16
+    assert run(Context().replace(reduction="canonical")) == one
+    other = run(Context().replace(reduction=CanonicalReduction(seed=1)))
+    assert not set(one) & set(other)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_data_that_was_not_prepared_is_known_by_its_windows(world: int) -> None:
+    def run(ctx: Context) -> list[tuple[int, float]]:
+        batches = [[torch.tensor([shard])] for shard in range(ctx.rank, 8, ctx.num_processes)]
+        return [one for _ in range(2) for one in numbers(ctx, batches)]
+
+    alone = run_ranks(run, 1, reduction=CanonicalReduction(num_shards=4))[0]
+    assert len({number for _, number in alone}) == 16
+    found = run_ranks(run, world, reduction=CanonicalReduction(num_shards=4))
+    assert sorted(chain(*found)) == sorted(alone)
+
+
+def test_the_programs_own_random_numbers_go_on_behind_the_block() -> None:
+    ctx = Context().replace(reduction="canonical")
+    micro = next(iter(af.microbatches(ctx, [0])))[1]
+    torch.manual_seed(4)
+    expected = torch.rand(3).tolist()
+    torch.manual_seed(4)
+    found = [torch.rand(()).item()]
+    with af.accumulate(ctx, micro):
+        torch.rand(5)
+    found.append(torch.rand(()).item())
+    with pytest.raises(RuntimeError, match="negative dimension"), af.accumulate(ctx, micro):
+        torch.rand(-1)
+    assert [*found, torch.rand(()).item()] == expected
+
+
+# --- functions of a tree -------------------------------------------------------------------------
+
+
+def loss_of(params: Params, x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor) -> Any:
+    hidden = (x @ params["w"] + params["b"]).tanh()
+    error = (hidden @ params["v"].float()).squeeze(1) - y
+    return error.square().mean() * scale.sum(), {"error": error, "worst": error.max(), "name": "a"}
+
+
+def descend(ctx: Context, steps: int = 20) -> tuple[list[torch.Tensor], Params, list[Any]]:
+    generator = torch.Generator().manual_seed(0)
+    params = {
+        "w": torch.randn(3, 5, generator=generator),
+        "b": torch.randn(5, generator=generator),
+        "v": torch.randn(5, 1, generator=generator).bfloat16(),
+    }
+    step = af.value_and_grad(ctx, loss_of)
+    losses: list[torch.Tensor] = []
+    aux: list[Any] = []
+    for _ in range(steps):
+        x = torch.randn(24, 3, generator=generator)
+        mine = af.split_between_processes(ctx, {"x": x, "y": x.sum(1).sin()})
+        (loss, more), grads = step(params, mine["x"], y=mine["y"], scale=torch.ones(2))
+        params = {name: value - 0.05 * grads[name] for name, value in params.items()}
+        losses.append(loss)
+        aux.append(more)
+    return losses, params, aux
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 6, 12])
+def test_gradients_of_a_function_have_the_same_bits_at_any_number_of_ranks(world: int) -> None:
+    reduction = CanonicalReduction(num_shards=12)
+    losses, params, aux = run_ranks(descend, 1, reduction=reduction)[0]
+    assert losses[-1] < losses[0]
+    found = run_ranks(descend, world, reduction=reduction)
+    for rank, (other_losses, other_params, other_aux) in enumerate(found):
+        assert torch.equal(torch.stack(losses), torch.stack(other_losses))
+        for name, value in params.items():
+            assert value.dtype == other_params[name].dtype
+            assert torch.equal(value, other_params[name])
+        rows = 24 // world
+        for one, other in zip(aux, other_aux, strict=True):
+            assert torch.equal(one["error"][rank * rows :][:rows], other["error"])
+            assert torch.equal(one["worst"][rank * 12 // world :][: 12 // world], other["worst"])
+            assert other["name"] == "a"
+
+
+@given(st.sampled_from([1, 2, 3, 6]), st.integers(1, 4), st.integers(0, 2**31))
+def test_gradients_of_a_function_are_means_over_shards(world: int, rows: int, seed: int) -> None:
+    x = torch.randn(6 * rows, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    params = {"w": torch.ones(4, dtype=torch.float64)}
+
+    def loss_fn(params: Params, x: torch.Tensor) -> torch.Tensor:
+        return (x @ params["w"]).square().mean()
+
+    def run(ctx: Context) -> tuple[torch.Tensor, Params]:
+        return af.value_and_grad(ctx, loss_fn)(params, af.split_between_processes(ctx, x))
+
+    expected = af.value_and_grad(Context(), loss_fn)(params, x)
+    for found in run_ranks(run, world, reduction=CanonicalReduction(num_shards=6)):
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_batch_that_cant_be_cut_is_refused_on_all_ranks() -> None:
+    def run(ctx: Context) -> None:
+        step = af.value_and_grad(ctx, lambda params, x: (params * x).sum())
+        kind = ValueError if ctx.rank == 1 else RemoteRankError
+        with pytest.raises(
+            kind, match="a batch of 5 rows can't be cut into 2 equal shards, which 4 shards on 2 r"
+        ):
+            step(torch.ones(()), torch.ones(4 + ctx.rank))
+        assert step(torch.ones(()), torch.ones(2))[0] == 1
+        with pytest.raises((ValueError, RemoteRankError), match="holds no tensor with a first dimension"):
+            step(torch.ones(()), torch.ones(()))
+        with pytest.raises(MismatchError, match=r"float32 \(2,\)"):
+            step(torch.ones(2 if ctx.rank else 1), torch.ones(2, 1))
+
+    run_ranks(run, 2, reduction=CanonicalReduction(num_shards=4))
+
+
+# --- loss scaling and the shim -------------------------------------------------------------------
+
+
+def data() -> TensorDataset:
+    x = torch.randn(96, 3, generator=torch.Generator().manual_seed(1))
+    return TensorDataset(x, x.sum(1, keepdim=True).sin())
+
+
+def make() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
+    model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.1), nn.Tanh(), nn.Linear(8, 1))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter))
+    return model, torch.optim.AdamW(model.parameters(), 0.02), DataLoader(data(), 4)
+
+
+def by_functions(ctx: Context) -> list[Any]:
+    model, optimizer, loader = af.prepare(ctx, *make())
+    scaler = af.init_scaler(ctx)
+    for _ in range(3):
+        for (x, y), micro in af.microbatches(ctx, loader):
+            with af.accumulate(ctx, micro, model):
+                af.backward(ctx, nn.functional.mse_loss(model(x), y), scaler, micro)
+            if micro.sync:
+                scaler = af.unscale_gradients(ctx, optimizer, scaler)
+                af.clip_grad_norm_(ctx, model.parameters(), 0.1, scaler_state=scaler)
+                scaler = af.optimizer_step(ctx, optimizer, scaler)
+    return [*(one.tolist() for one in model.parameters()), scaler.num_skipped.item()]
+
+
+def by_the_shim(ctx: Context) -> list[Any]:
+    accelerator = Accelerator(context=ctx)
+    model, optimizer, loader = accelerator.prepare(*make())
+    for _ in range(3):
+        for x, y in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(nn.functional.mse_loss(model(x), y))
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.1)
+                optimizer.step()
+                optimizer.zero_grad()
+    return [one.tolist() for one in model.parameters()]
+
+
+@pytest.mark.parametrize("mixed_precision", ["no", "bf16", "fp16"])
+def test_any_precision_and_the_shim_are_as_exact(mixed_precision: str) -> None:
+    def run(ctx: Context) -> list[Any]:
+        return by_functions(ctx.replace(kwargs_handlers=[af.GradScalerKwargs(init_scale=2.0**20)]))
+
+    def shim(ctx: Context) -> list[Any]:
+        return by_the_shim(ctx.replace(kwargs_handlers=[af.GradScalerKwargs(init_scale=2.0**20)]))
+
+    reduction = CanonicalReduction(num_shards=4)
+    expected = run_ranks(run, 1, reduction=reduction, mixed_precision=mixed_precision)[0]
+    assert (expected[-1] > 0) == (mixed_precision == "fp16")
+    for world in (2, 4):
+        assert (
+            run_ranks(run, world, reduction=reduction, mixed_precision=mixed_precision) == [expected] * world
+        )
+        found = run_ranks(shim, world, reduction=reduction, mixed_precision=mixed_precision)
+        assert found == [expected[:-1]] * world
+
+
+def test_sums_with_whole_weights_are_divided_by_the_same_number_at_any_number_of_ranks() -> None:
+    def run(ctx: Context) -> list[Any]:
+        model, optimizer, loader = af.prepare(ctx, *make())
+        scaler = af.init_scaler(ctx)
+        for (x, y), micro in af.microbatches(ctx, loader):
+            with af.accumulate(ctx, micro, model):
+                counted = x[:, 0] > 0  # another number of them in each batch, and sometimes none
+                loss = nn.functional.mse_loss(model(x)[counted], y[counted], reduction="sum")
+                scaler = af.backward(ctx, loss, scaler, micro, weight=counted.sum())
+            if micro.sync:
+                scaler = af.optimizer_step(ctx, optimizer, scaler)
+        return [one.tolist() for one in model.parameters()]
+
+    reduction = CanonicalReduction(num_shards=12)
+    expected = run_ranks(run, 1, reduction=reduction)
+    assert expected[0] != [one.tolist() for one in make()[0].parameters()]
+    for world in (2, 3, 4):
+        assert run_ranks(run, world, reduction=reduction) == expected * world
+
+
+def test_a_change_of_scale_amid_a_window_reaches_its_sums() -> None:
+    def run(ctx: Context) -> list[Any]:
+        model, optimizer, loader = af.prepare(ctx, *make())
+        scaler = af.init_scaler(ctx)
+        for (x, y), micro in af.microbatches(ctx, loader):
+            with af.accumulate(ctx, micro, model):
+                af.backward(ctx, nn.functional.mse_loss(model(x), y), scaler, micro)
+            if (micro.place + 1) * ctx.num_processes == 4:
+                after = scaler._replace(scale=scaler.scale / 4)
+                rescale_gradients([optimizer], scaler, after)
+                scaler = after
+            if micro.sync:
+                return [one.grad.tolist() for one in model.parameters() if one.grad is not None]
+        raise AssertionError
+
+    reduction = CanonicalReduction(num_shards=8)
+    expected = run_ranks(run, 1, reduction=reduction, mixed_precision="fp16")
+    assert run_ranks(run, 2, reduction=reduction, mixed_precision="fp16") == expected * 2
+    assert expected[0]
+
+
+def test_the_shim_takes_the_option_and_numbers_its_batches() -> None:
+    accelerator = Accelerator(cpu=True, reduction="canonical", gradient_accumulation_steps=2)
+    assert accelerator.context.reduction == CanonicalReduction()
+    found: list[float] = []
+    for _ in range(4):  # in a loop over what wasn't prepared
+        with accelerator.accumulate():
+            found.append(torch.rand(()).item())
+    assert len(set(found)) == 4

@@ -1,0 +1,113 @@
+# torch leaves DataLoader, backward and tolist partly untyped.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import accelfn as af
+from accelfn import Context, LocalSGDState
+from accelfn.errors import MismatchError
+from accelfn.testing import Where, run_ranks
+
+Values = list[torch.Tensor]
+
+
+def model_of() -> nn.Module:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters(), 1):
+            parameter.copy_(torch.linspace(-1, number, parameter.numel()).view_as(parameter))
+    return model
+
+
+def batch(rank: int, number: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * rank + number)
+    return torch.randn(4, 2, dtype=torch.float64, generator=generator)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> None:
+    (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def by_hand(world: int, every: int, steps: int, momentum: float = 0.0) -> Values:
+    """Train one model for each rank, one after another, and average them by hand."""
+    models = [model_of() for _ in range(world)]
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.05, momentum=momentum) for one in models]
+    for number in range(1, steps + 1):
+        for rank in range(world):
+            step(models[rank], optimizers[rank], batch(rank, number))
+        if number % every == 0 or number == steps:
+            with torch.no_grad():
+                for same in zip(*(one.parameters() for one in models), strict=True):
+                    mean = torch.stack(list(same)).mean(0)
+                    for parameter in same:
+                        parameter.copy_(mean)
+    return [one.detach() for one in models[0].parameters()]
+
+
+def locally(ctx: Context, every: int, steps: int, momentum: float = 0.0) -> Values:
+    model = af.prepare(ctx, model_of())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
+    state = LocalSGDState()
+    with af.no_sync(ctx, model):
+        for number in range(1, steps + 1):
+            step(model, optimizer, batch(ctx.rank, number))
+            state = af.local_sgd_step(ctx, model, state, every=every)
+    assert state.num_steps == steps % every
+    af.average_parameters(ctx, model)
+    return [one.detach() for one in model.parameters()]
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 7), st.sampled_from([0.0, 0.9]))
+def test_parameters_are_what_averaging_by_hand_gives(
+    world: int, every: int, steps: int, momentum: float
+) -> None:
+    expected = by_hand(world, every, steps, momentum)
+    for found in run_ranks(lambda ctx: locally(ctx, every, steps, momentum), world):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("on", ["memory", "processes"])
+def test_averaging_after_each_step_of_plain_sgd_is_averaging_gradients(on: Where) -> None:
+    def together(ctx: Context) -> Values:
+        model = af.prepare(ctx, model_of())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for number in range(1, 6):
+            step(model, optimizer, batch(ctx.rank, number))
+        return [one.detach() for one in model.parameters()]
+
+    found = run_ranks(lambda ctx: (locally(ctx, 1, 5), together(ctx), locally(ctx, 3, 5)), 2, on)
+    for alone, synchronous, rarely in found:
+        torch.testing.assert_close(alone, synchronous)
+        torch.testing.assert_close(rarely, by_hand(2, 3, 5))
+        assert not torch.equal(rarely[0], alone[0])
+
+
+def test_only_what_is_trained_is_averaged() -> None:
+    def run(ctx: Context) -> list[float]:
+        model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False), nn.BatchNorm1d(1))
+        model[0].requires_grad_(False)
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                tensor.fill_(ctx.rank)
+        af.average_parameters(ctx, model)
+        return [float(one.detach().sum()) for one in (*model.parameters(), *model.buffers())]
+
+    assert run_ranks(run, 2) == [[0, 0.5, 0.5, 0.5, 0, 0, 0], [1, 0.5, 0.5, 0.5, 1, 1, 1]]
+
+
+def test_bad_input() -> None:
+    with pytest.raises(ValueError, match="every must be at least 1 step, got 0"):
+        af.local_sgd_step(Context(), nn.Linear(1, 1), LocalSGDState(), every=0)
+
+    def run(ctx: Context) -> None:
+        with pytest.raises(MismatchError, match="weight"):
+            af.average_parameters(ctx, nn.Linear(1 + ctx.rank, 1))
+
+    run_ranks(run, 2)

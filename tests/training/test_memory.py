@@ -1,0 +1,258 @@
+# torch leaves DataLoader, backward and tolist partly untyped.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
+
+import contextlib
+import gc
+import inspect
+import weakref
+from collections.abc import Callable, Generator
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import accelfn as af
+from accelfn import Context, find_executable_batch_size
+from accelfn.errors import MismatchError, RemoteRankError
+from accelfn.testing import run_ranks
+from accelfn.training import is_out_of_memory
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_heap() -> Generator[None, None, None]:
+    """Let what other modules have made be passed over: each try that fails collects garbage."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def needing(limit: int, tried: list[int]) -> Callable[..., int]:
+    """Make a function that fits into memory up to a batch size."""
+
+    def train(batch_size: int, *others: Any) -> int:
+        del others
+        tried.append(batch_size)
+        if batch_size > limit:
+            raise MemoryError
+        return batch_size
+
+    return train
+
+
+@settings(max_examples=20)
+@given(st.integers(1, 99), st.integers(1, 99))
+def test_the_size_is_nine_tenths_of_the_one_before_until_it_fits(start: int, limit: int) -> None:
+    tried: list[int] = []
+    search = find_executable_batch_size(needing(limit, tried), start)
+    found = search()
+    assert tried[0] == start
+    assert tried[-1] == found
+    assert found == start or found <= limit
+    assert tried[1:] == [int(size * 0.9) for size in tried[:-1]]
+    assert all(size > limit for size in tried[:-1])
+    assert search() == found  # nothing is remembered: the next call begins anew
+    assert tried[len(tried) // 2] == start
+
+
+def halve(size: int) -> int:
+    return size // 2
+
+
+@pytest.mark.parametrize(
+    "reducer", [halve, lambda size: size // 2, (5).__floordiv__], ids=["named", "lambda", "method"]
+)
+def test_a_reducer_works_in_every_form(reducer: Callable[..., int]) -> None:
+    tried: list[list[int]] = [[], [], []]
+    limit = 2 if reducer.__name__ == "__floordiv__" else 10
+    start = 3 if limit == 2 else 40
+
+    @find_executable_batch_size(starting_batch_size=start, reduce_batch_size_fn=reducer)
+    def decorated(batch_size: int) -> int:
+        return needing(limit, tried[0])(batch_size)
+
+    direct = find_executable_batch_size(needing(limit, tried[1]), start, reducer)
+    empty = find_executable_batch_size(None, start, reducer)(needing(limit, tried[2]))
+    assert decorated() == direct() == empty()
+    expected = [3, 1] if limit == 2 else [40, 20, 10]
+    assert tried == [expected] * 3
+
+
+def test_a_reducer_may_take_nothing_as_in_accelerate() -> None:
+    tried: list[int] = []
+    sizes = iter((50, 7))
+    assert find_executable_batch_size(needing(9, tried), 99, lambda: next(sizes))() == 7
+    assert tried == [99, 50, 7]
+
+
+def test_a_decorator_without_arguments_and_methods_and_arguments() -> None:
+    @find_executable_batch_size
+    def train(batch_size: int, x: int, *, y: int = 0) -> tuple[int, int, int]:
+        "Document."
+        return batch_size, x, y
+
+    assert train(1, y=2) == (128, 1, 2)
+    assert train.__doc__ == "Document."
+    assert str(inspect.signature(train)) == "(x: int, *, y: int = 0) -> tuple[int, int, int]"
+    with pytest.raises(TypeError, match=r"train is called with the batch size .* with \(1, 2\).*Leave"):
+        train(1, 2)
+    with pytest.raises(TypeError, match="missing a required argument: 'x'"):
+        train()
+
+
+def test_errors() -> None:
+    with pytest.raises(RuntimeError, match="no batch size from 3 down fits into memory, so train can't run"):
+        find_executable_batch_size(needing(0, []), 3)()
+    with pytest.raises(ValueError, match="gave 9 after 9 did not fit"):
+        find_executable_batch_size(needing(0, []), 9, lambda size: size)()
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        find_executable_batch_size(needing(0, []), 0)
+
+    def broken(batch_size: int) -> None:
+        raise RuntimeError(f"another {batch_size}")
+
+    with pytest.raises(RuntimeError, match="another 128"):
+        find_executable_batch_size(broken)()
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (MemoryError(), True),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried"), True),
+        (RuntimeError("CUDA out of memory. Tried to allocate"), True),
+        (RuntimeError("MPS backend out of memory (MPS allocated"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED."), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling"), True),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"), True),
+        (RuntimeError("shapes differ"), False),
+        (ValueError("out of memory"), False),
+    ],
+)
+def test_what_counts_as_short_of_memory(error: Exception, expected: bool) -> None:
+    assert is_out_of_memory(error) == expected
+
+
+def test_a_real_allocation_that_fails_counts() -> None:
+    def train(batch_size: int) -> int:
+        torch.empty(batch_size, 1 << 50, dtype=torch.uint8)
+        raise AssertionError
+
+    def halved(size: int) -> int:
+        return size // 2
+
+    with pytest.raises(RuntimeError, match="no batch size from 4 down"):
+        find_executable_batch_size(train, 4, halved)()
+
+
+def test_what_a_failed_try_held_is_freed_before_the_next() -> None:
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def train(batch_size: int) -> int:
+        assert all(one() is None for one in held)
+        tensor = torch.ones(batch_size)
+        held.append(weakref.ref(tensor))
+        if batch_size > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return len(held)
+
+    assert find_executable_batch_size(train, 8, lambda size: size // 2)() == 3
+
+
+@settings(max_examples=20)
+@given(st.integers(2, 4), st.data())
+def test_one_rank_that_is_short_of_memory_lowers_the_size_of_all(world: int, data: st.DataObject) -> None:
+    limits = data.draw(st.lists(st.integers(1, 10), min_size=world, max_size=world))
+    within = data.draw(st.sampled_from(["none", "before", "after", "many"]))
+
+    def run(ctx: Context) -> tuple[int, list[int]]:
+        tried: list[int] = []
+
+        @find_executable_batch_size(starting_batch_size=8, reduce_batch_size_fn=halve, ctx=ctx)
+        def train(batch_size: int) -> int:
+            if within in ("before", "many"):
+                af.reduce(ctx, torch.tensor(batch_size))
+            needing(limits[ctx.rank], tried)(batch_size)
+            if within in ("after", "many"):
+                for _ in range(1 if within == "after" else 3):
+                    af.gather(ctx, torch.tensor([batch_size]))
+            return batch_size
+
+        found = train()
+        assert af.gather(ctx, torch.tensor([found])).tolist() == [found] * world  # all are in step
+        return found, tried
+
+    fits = next(size for size in (8, 4, 2, 1) if size <= min(limits))
+    for found, tried in run_ranks(run, world):
+        assert found == fits
+        assert tried == [size for size in (8, 4, 2, 1) if size >= fits]
+
+
+def test_with_ddp_a_first_step_without_averaging_finds_the_size_and_one_with_it_is_an_error_of_all() -> None:
+    def run(ctx: Context) -> tuple[int, str]:
+        def train(batch_size: int, averaged: bool) -> int:
+            model = af.prepare(ctx, nn.Linear(2, 2))
+            with contextlib.nullcontext() if averaged else af.no_sync(ctx, model):
+                y = model(torch.ones(batch_size, 2))
+                needing(4 if ctx.rank else 99, [])(batch_size)
+                y.sum().backward()
+            return batch_size
+
+        search = find_executable_batch_size(train, 16, halve, ctx=ctx)
+        found = search(averaged=False)
+        with pytest.raises(MismatchError, match="find_executable_batch_size") as caught:
+            search(averaged=True)
+        return found, str(caught.value)
+
+    first, second = run_ranks(run, 2, "processes")
+    assert first == second
+    assert first[0] == 4
+
+
+def test_other_errors_of_a_rank_stay_errors_of_all() -> None:
+    def run(ctx: Context) -> None:
+        def train(batch_size: int) -> None:
+            if ctx.rank == 1:
+                raise KeyError("mine")
+            af.wait_for_everyone(ctx)
+
+        find_executable_batch_size(train, ctx=ctx)()
+
+    with pytest.raises(KeyError, match="mine"):
+        run_ranks(run, 2)
+
+
+def test_a_rank_that_fails_by_itself_is_no_question_of_memory() -> None:
+    def run(ctx: Context) -> str:
+        def train(batch_size: int) -> None:
+            data: Any = "no tensor" if ctx.rank else torch.ones(1)
+            af.reduce(ctx, data)
+
+        try:
+            find_executable_batch_size(train, ctx=ctx)()
+        except (TypeError, RemoteRankError) as error:
+            return type(error).__name__
+        return ""
+
+    assert run_ranks(run, 2) == ["RemoteRankError", "TypeError"]
+
+
+def test_release_memory_gives_one_none_for_each_object() -> None:
+    model = nn.Linear(1, 1)
+    cycle = [model]
+    cast("Any", cycle).append(cycle)
+    held = weakref.ref(model)
+    gc.disable()
+    try:
+        released: list[None] = af.release_memory(model, cycle)
+        del model, cycle
+        assert af.release_memory() == []
+    finally:
+        gc.enable()
+    assert released == [None, None]
+    assert held() is None
+    af.clear_device_cache()
+    af.clear_device_cache(garbage_collection=True)
