@@ -12,12 +12,17 @@ ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "docs" / "examples"
 PROGRAMS = tuple(sorted(path.name for path in EXAMPLES.glob("*.py")))
 TRAINING = ("train_digits.py", "train_digits_accelerator.py")
+TEXT = "fine_tune_text.py"
 
 
 def launch(name: str, folder: Path, *arguments: str, num_processes: int = 2) -> str:
-    command = [sys.executable, "-m", "accelfn.launch", "launch", "--num_processes", str(num_processes)]
+    launcher = ("-m", "accelfn.launch", "launch", "--num_processes", str(num_processes), "--cpu")
+    return run(folder, *launcher, str(EXAMPLES / name), *arguments)
+
+
+def run(folder: Path, *arguments: str) -> str:
     done = subprocess.run(
-        [*command, "--cpu", str(EXAMPLES / name), *arguments],
+        [sys.executable, *arguments],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -41,6 +46,30 @@ def test_both_trainings_learn_the_digits_and_end_with_equal_weights(tmp_path: Pa
     assert weights[0] == weights[1]
 
 
-@pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in TRAINING])
+def losses(file: Path) -> list[float]:
+    heading, *lines = file.read_text().splitlines()
+    assert heading == "step,loss"
+    return [float(line.partition(",")[2]) for line in lines]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("model", "num_processes"), [("gpt", 2), ("bert", 2), ("gpt", 3)])
+def test_language_models_learn_as_in_plain_torch(model: str, num_processes: int, tmp_path: Path) -> None:
+    # Neither batches nor windows nor processes come out even at the end of the texts.
+    size = ("--model", model, "--texts", "500", "--epochs", "2")
+    by_torch = run(tmp_path, str(EXAMPLES / TEXT), "--plain", *size, "--curve", "plain.csv")
+    by_accelfn = launch(TEXT, tmp_path, *size, "--curve", "accelfn.csv", num_processes=num_processes)
+
+    plain, found = losses(tmp_path / "plain.csv"), losses(tmp_path / "accelfn.csv")
+    assert len(plain) == 2 * 11
+    assert sum(plain[-5:]) / 5 < 0.9 * plain[0]
+    # Float32 sums in another order, and 22 steps of Adam on top of them.
+    assert found == pytest.approx(plain, rel=1e-5)
+    held_out = [float(text.rpartition("held-out texts: ")[2]) for text in (by_torch, by_accelfn)]
+    assert held_out[1] == pytest.approx(held_out[0], abs=2e-4)
+
+
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in (*TRAINING, TEXT)])
 def test_every_other_example_runs(name: str, tmp_path: Path) -> None:
     assert launch(name, tmp_path)
