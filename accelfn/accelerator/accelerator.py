@@ -247,7 +247,8 @@ class Accelerator(Facts, Extras, LaterParts):
             return self.prepare_scheduler(item)
         if isinstance(item, AcceleratedScheduler):
             return self.prepare_scheduler(item)
-        if isinstance(item, DataLoader | data.PreparedDataLoader | AcceleratedDataLoader):
+        loaders = (DataLoader, data.PreparedDataLoader, AcceleratedDataLoader)
+        if isinstance(item, (*loaders, *self.dataloader_config.custom_classes)):
             return self.prepare_data_loader(cast("DataLoader[Any]", item), device_placement)
         return item
 
@@ -275,7 +276,7 @@ class Accelerator(Facts, Extras, LaterParts):
 
     def prepare_data_loader(
         self,
-        data_loader: DataLoader[T] | data.PreparedDataLoader[T] | AcceleratedDataLoader[T],
+        data_loader: DataLoader[T] | data.PreparedDataLoader[T] | AcceleratedDataLoader[T] | Iterable[T],
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
     ) -> AcceleratedDataLoader[T]:

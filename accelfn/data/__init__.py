@@ -6,8 +6,9 @@ from accelfn.data.microbatch import MicroBatch, Uneven, microbatches, plan_micro
 from accelfn.data.order import Order, read_order
 from accelfn.data.permutation import permute
 from accelfn.data.picture import draw_plan, draw_plan_svg
+from accelfn.data.place import LoaderState
 from accelfn.data.plan import DataRank, EpochPlan, data_rank, plan_epoch
-from accelfn.data.resume import LoaderState, loader_state, restore_loader, skip_first_batches
+from accelfn.data.resume import loader_state, restore_loader, skip_first_batches
 
 __all__ = (
     "DataRank",

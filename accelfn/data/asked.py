@@ -65,15 +65,14 @@ class AskedSamples:
         """
         check_length(self.dataset, self.order)
 
-    def take(self, seed: int, epoch: int, draw: Callable[[Any, int], list[Any]]) -> Take:
-        """Learn what stands where in an epoch; ``draw`` asks a sampler for one.
+    def take(self, seed: int, epoch: int, drawn: Sequence[Any] | None = None) -> Take:
+        """Learn what stands where in an epoch; ``drawn`` is what the sampler of the user's own gave.
 
         Raises:
             ValueError: The sampler drew another number of samples than it has promised.
         """
-        if self.sampler is None:
+        if drawn is None:
             return self.order.taker(seed, epoch)
-        drawn = draw(self.sampler, epoch)
         if len(drawn) != self.order.num_samples:
             raise ValueError(
                 f"the sampler {type(self.sampler).__name__} has a length of {self.order.num_samples}, "

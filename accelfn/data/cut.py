@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, MutableMapping, MutableSequence
+from collections.abc import Callable, Iterator, MutableMapping, MutableSequence
 from dataclasses import dataclass
+from inspect import isfunction
 from itertools import islice
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from accelfn.data.plan import EpochPlan
 
-__all__ = ("Cut", "Piece", "cut_stream")
+__all__ = ("Cut", "Piece", "begun_once", "cut_stream")
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +77,7 @@ class Piece(NamedTuple):
         num_valid: Samples of the group, over all ranks, that no earlier group has.
         at_end: The stream has ended inside of the group.
         key: What the randomness of its collation is derived from: rank, and position of the group.
+        stream: State of the stream behind the group.
     """
 
     content: Any
@@ -81,18 +85,28 @@ class Piece(NamedTuple):
     num_valid: int
     at_end: bool
     key: tuple[int, ...] = ()
+    stream: Any = None
 
 
-def cut_stream(samples: Iterator[Any], cut: Cut, start: int = 0, num_passed: int = 0) -> Iterator[Piece]:
+def cut_stream(
+    samples: Iterator[Any],
+    cut: Cut,
+    start: int = 0,
+    num_passed: int = 0,
+    begin: int = 0,
+    read_first: Callable[[int], list[Any]] | None = None,
+) -> Iterator[Piece]:
     """Give the pieces of one rank, each as soon as its group is complete.
 
     Only the samples that may complete the last group are held, apart from the group at hand.
 
     Args:
-        samples: The stream, from its start.
+        samples: The stream, from sample ``begin`` on.
         cut: How it is cut.
         start: Samples that are read and thrown away before the first group.
         num_passed: Groups after that of which nothing is read.
+        begin: Where ``samples`` begin.
+        read_first: Reads the first samples of the stream again; needed where ``samples`` begin later.
 
     Raises:
         ValueError: The stream ends before ``start``.
@@ -100,24 +114,28 @@ def cut_stream(samples: Iterator[Any], cut: Cut, start: int = 0, num_passed: int
     >>> [piece.content for piece in cut_stream(iter(range(9)), Cut(rows=2, rank=1, size=2, even=True))]
     [[2, 3], [6, 7], [1, 2]]
     """
-    first = [_copied(sample) for sample in islice(samples, min(start, cut.num_kept))]
-    position = len(first) + sum(1 for _ in islice(samples, start - len(first)))
+    samples = begun_once(samples)
+    num_kept = 0 if begin else cut.num_kept
+    first = [_copied(sample) for sample in islice(samples, min(start, num_kept))]
+    position = begin + len(first) + sum(1 for _ in islice(samples, start - begin - len(first)))
     if position < start:
         raise ValueError(
             f"the pass is to go on at sample {start}, and the stream ended after {position}. Is it the "
             "stream that the position was taken from?"
         )
-    begin, end = cut.rank * cut.rows, (cut.rank + 1) * cut.rows
+    own, end = cut.rank * cut.rows, (cut.rank + 1) * cut.rows
     while True:
         group = list(islice(samples, cut.group))
         number = len(group)
         at_end = number < cut.group
         if not number or (at_end and cut.drop_last):
             return
-        first += map(_copied, group[: cut.num_kept - len(first)])
-        if at_end and cut.even:
+        first += map(_copied, group[: num_kept - len(first)])
+        if at_end and cut.even and number < end:
+            if begin and read_first is not None:
+                first = read_first(cut.num_kept)
             group += [_copied(first[place % len(first)]) for place in range(end - number)]
-        content = group[begin:end]
+        content = group[own:end]
         if num_passed or not content:
             num_passed = max(0, num_passed - 1)
             yield Piece(None, 0, number, at_end)
@@ -126,6 +144,23 @@ def cut_stream(samples: Iterator[Any], cut: Cut, start: int = 0, num_passed: int
         if at_end:
             return
         position += number
+
+
+def begun_once(samples: Iterator[T]) -> Iterator[T]:
+    """Give what ``samples`` gives, without asking it for an iterator again.
+
+    One of the user's own may begin anew whenever it is asked.
+    """
+    return _stepped(samples) if isfunction(getattr(type(samples), "__iter__", None)) else samples
+
+
+def _stepped(samples: Iterator[T]) -> Iterator[T]:
+    while True:
+        try:
+            sample = next(samples)
+        except StopIteration:
+            return
+        yield sample
 
 
 def _copied(sample: Any) -> Any:

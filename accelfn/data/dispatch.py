@@ -21,11 +21,11 @@ from accelfn.data.asked import (
 from accelfn.data.deal import Dealer, SliceFunction, check_slice_function, hand_out
 from accelfn.data.dispatch_stream import StreamDispatch, dispatch_stream
 from accelfn.data.order import draw_here, take_from
-from accelfn.data.own import with_rows
 from accelfn.data.parts import Parts
 from accelfn.data.plan import EpochPlan
-from accelfn.data.reading import EVENED, EVENED_OR_DROPPED, Pass, Share, share_of
+from accelfn.data.reading import EVENED, EVENED_OR_DROPPED, Pass, Remembering, Share, share_of, with_rows
 from accelfn.data.sampled import Batches, Keyed, rebuild, whole_batches
+from accelfn.data.states import State, sampler_state
 from accelfn.errors import ConfigurationError
 
 __all__ = ("BatchedDispatch", "DispatchReader", "OrderedDispatch", "dispatch")
@@ -75,7 +75,7 @@ def dispatch(
     return OrderedDispatch(ctx, source, asked, seed, slice_fn)
 
 
-class OrderedDispatch(Generic[T]):
+class OrderedDispatch(Remembering, Generic[T]):
     """Rank 0 reads a map-style dataset by an order of its samples."""
 
     def __init__(
@@ -108,17 +108,27 @@ class OrderedDispatch(Generic[T]):
         Raises:
             ValueError: The dataset has another length than it had when the loader was prepared.
         """
-        self._asked.check()
+        ctx, asked = self._ctx, self._asked
+        asked.check()
         plan = self.plan(start)
+        recalled, _ = self._take_recalled()
+        before: State | None = None
         lists: Callable[[], Iterator[Keyed]] | None = None
-        if self._ctx.is_main_process:  # a sampler of the user's own is asked here alone
-            take = self._asked.take(self.seed, epoch, draw_here)
+        if ctx.is_main_process:  # a sampler of the user's own is asked here alone
+            drawn: list[Any] | None = None
+            if asked.sampler is not None:
+                drawn, before = draw_here(asked.sampler, epoch, recalled.sampler)
+            take = asked.take(self.seed, epoch, drawn)
             lists = partial(self._steps.dealer.lists, plan, take, (self.seed, epoch))
-        begun = self._steps.begin(plan, lists, partial(share_of, plan, rank=self._ctx.rank), epoch, start)
-        return with_rows(begun) if self._asked.are_items else begun
+        begun = self._steps.begin(plan, lists, partial(share_of, plan, rank=ctx.rank), epoch, start)
+        if asked.sampler is not None:
+            told = [before, sampler_state(asked.sampler)] if ctx.is_main_process else []
+            before, self._sampler_after = broadcast_object_list(ctx.tagged("a sampler"), told)
+            begun = begun._replace(sampler=before)
+        return with_rows(begun) if asked.are_items else begun
 
 
-class BatchedDispatch(Generic[T]):
+class BatchedDispatch(Remembering, Generic[T]):
     """Rank 0 reads the batches of the user's own batch sampler, which is asked there alone."""
 
     def __init__(
@@ -149,13 +159,18 @@ class BatchedDispatch(Generic[T]):
         """Draw the batches on rank 0, tell all how long they are, and begin a pass."""
         ctx, asked, dealer = self._ctx, self._asked, self._steps.dealer
         drawn: list[list[Any]] = []
+        recalled, _ = self._take_recalled()
+        before: State | None = None
         if ctx.is_main_process:
-            drawn = [list(batch) for batch in draw_here(asked.sampler, epoch)]
+            items, before = draw_here(asked.sampler, epoch, recalled.sampler)
+            drawn = [list(batch) for batch in items]
         # Lengths alone: the samples are rank 0's business. Equal ones as one number.
         own = [len(batch) for batch in drawn]
         are_samples = asked.are_samples(drawn)
-        told: list[Any] = [are_samples, sum(own), [] if are_samples else own]
-        are_samples, number, by_batch = broadcast_object_list(ctx.tagged("a batch sampler"), told)
+        states = before, sampler_state(asked.sampler)
+        told: list[Any] = [are_samples, sum(own), [] if are_samples else own, states]
+        are_samples, number, by_batch, states = broadcast_object_list(ctx.tagged("a batch sampler"), told)
+        before, self._sampler_after = cast("tuple[State | None, State | None]", states)
         key = (self.seed, epoch)
         lists: Callable[[], Iterator[Keyed]]
         if are_samples:
@@ -174,7 +189,7 @@ class BatchedDispatch(Generic[T]):
             ends = list(accumulate(lengths))
             share_at = partial(share_of_batches, plan, rank=ctx.rank, lengths=lengths, ends=ends)
         begun = self._steps.begin(plan, lists if ctx.is_main_process else None, share_at, epoch, start)
-        return begun._replace(evened_by=EVENED)
+        return begun._replace(evened_by=EVENED, sampler=before)
 
 
 class _Steps:

@@ -11,12 +11,12 @@ from torch.utils.data import DataLoader
 from accelfn.context import Context
 from accelfn.data.cut import Cut
 from accelfn.data.deal import Dealer, SliceFunction, hand_out
-from accelfn.data.own import rows_of
 from accelfn.data.parts import Parts
 from accelfn.data.plan import EpochPlan, rows_in
-from accelfn.data.reading import Pass, Share, share_of
+from accelfn.data.reading import Own, Pass, Remembering, Share, rows_of, share_of
 from accelfn.data.sources import count_shards
-from accelfn.data.stream import StreamReader, length_of, pass_of
+from accelfn.data.states import State
+from accelfn.data.stream import Seen, StreamReader, length_of, pass_of, setting_of
 
 __all__ = ("CollateParts", "StreamDispatch", "dispatch_stream")
 
@@ -50,7 +50,7 @@ def dispatch_stream(
     return StreamDispatch(ctx, source, cut, seed, slice_fn)
 
 
-class StreamDispatch(Generic[T]):
+class StreamDispatch(Remembering, Generic[T]):
     """Rank 0 reads the stream in groups, and each rank receives its part of each."""
 
     def __init__(
@@ -65,6 +65,7 @@ class StreamDispatch(Generic[T]):
         self._dealer = Dealer(ctx, slice_fn)
         self.length: int | None = self._length()
         self.batch_size: int | None = None if self._is_whole else cut.group
+        self.setting = setting_of(ctx, source, cut.group, False)
         self._reader: StreamReader[Any] | None = None
         if ctx.is_main_process:
             # To the reader, a group is one batch of a world of one.
@@ -93,17 +94,33 @@ class StreamDispatch(Generic[T]):
         self.length = self._length()
         plan = self.plan(start)
         groups: Iterator[tuple[Any, Share]] | None = None
+        own, at = self._take_recalled()
+        seen = Seen()
         if self._reader is not None:
             self._reader.seed = self.seed
+            self._reader.recall(own, at)
             groups = self._reader.begin(epoch, start).batches
         way = Parts(self._ctx, f"epoch {epoch} from sample {start}")
-        return pass_of(self._read(way, groups, plan), self._cut, plan, self._is_whole)
+        return pass_of(self._read(way, groups, plan, seen), self._cut, plan, self._is_whole, seen)
+
+    def can_recall(self, stream: State) -> bool:
+        """Whether the state of a stream is of this kind of loader; rank 0 alone has one."""
+        return self._reader is not None and self._reader.can_recall(stream)
+
+    def rest(self) -> Own:
+        """Say the state of the stream between passes; on rank 0."""
+        return Own() if self._reader is None else self._reader.rest()
+
+    def finish(self) -> None:
+        """Let the dataset see its end; on rank 0."""
+        if self._reader is not None:
+            self._reader.finish()
 
     def _read(
-        self, way: Parts, groups: Iterator[tuple[Any, Share]] | None, plan: EpochPlan | None
+        self, way: Parts, groups: Iterator[tuple[Any, Share]] | None, plan: EpochPlan | None, seen: Seen
     ) -> Iterator[tuple[T, Share]]:
         rank = self._ctx.rank
-        steps = None if groups is None else self._steps(groups, plan)
+        steps = None if groups is None else self._steps(groups, plan, seen)
         step = 0
         while plan is None or step < plan.num_steps:
             received = hand_out(way, steps)
@@ -112,17 +129,21 @@ class StreamDispatch(Generic[T]):
             facts: tuple[Any, ...] | None = received.facts
             share = share_of(cast("EpochPlan", plan), step, rank) if facts is None else self._share(facts)
             if received.parts:
+                seen.share = share = share._replace(stream=seen.stream)
                 yield received.parts[0], share
+            else:
+                seen.share = seen.share._replace(consumed=share.consumed)
             if share.is_last and plan is None:
                 return
             step += 1
 
     def _steps(
-        self, groups: Iterator[tuple[Any, Share]], plan: EpochPlan | None
+        self, groups: Iterator[tuple[Any, Share]], plan: EpochPlan | None, seen: Seen
     ) -> Iterator[tuple[list[Any], Any]]:
         """Give the parts of each group, and what the other ranks can't know of it; on rank 0."""
         for content, share in groups:
             rows, valid = share.num_rows or 0, share.num_valid or 0
+            seen.stream = share.stream
             if self._dealer.cuts:
                 whole = self._cut.plan(rows)
                 parts = self._dealer.cut(content, [whole.num_rows(0, rank) for rank in range(whole.size)])

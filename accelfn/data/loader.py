@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sized
-from functools import partial
-from typing import Any, Generic, Literal, TypeVar, cast
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from dataclasses import asdict
+from typing import Any, Generic, TypeVar, cast, overload
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
-from accelfn.comm import Call, failing_together, gather_bytes, synchronize_rng_states
+from accelfn.comm import failing_together, synchronize_rng_states
 from accelfn.context import Context
-from accelfn.data.asked import AskedBatches, read_asked, sampler_of
-from accelfn.data.dispatch import SliceFunction, dispatch
-from accelfn.data.own import OwnReader
+from accelfn.data.choose import Sharding, choose_reader
+from accelfn.data.deal import SliceFunction
+from accelfn.data.iterables import loader_over
+from accelfn.data.place import LoaderState, check_state, read_state
 from accelfn.data.placement import placer
 from accelfn.data.plan import EpochPlan
-from accelfn.data.reading import Evening, Pass, Reader, Share
-from accelfn.data.sampled import BatchedReader, SampledReader
-from accelfn.data.stream import read_stream
+from accelfn.data.reading import Evening, Own, Pass, Reader, Remembering, Share
+from accelfn.data.states import rewound
 from accelfn.data.workers import naming_dead_workers
-from accelfn.errors import ConfigurationError, NotAvailableError
+from accelfn.errors import ConfigurationError
 
-__all__ = ("PreparedDataLoader", "Sharding", "prepare_data_loader", "tell_epoch")
+__all__ = ("PreparedDataLoader", "prepare_data_loader", "tell_epoch")
 
 T = TypeVar("T")
-Sharding = Literal["global", "already_sharded", "by_source"]
 
 
 class _Place:
@@ -35,7 +34,10 @@ class _Place:
     def __init__(self) -> None:
         self.epoch = 0  # of the next pass, or the one under way
         self.start = 0  # sample at which the next pass begins
-        self.consumed = 0  # samples of the epoch that all ranks have read
+        self.latest = Share()  # of the batch handed out last: how far all ranks have read
+        self.is_amid = False  # whether a pass is under way, or was left
+        self.own = Own()  # states of the user's own: as the pass began, or of the one that is to begin
+        self.is_recalled = False  # whether they were restored, and no pass has begun since
 
 
 class PreparedDataLoader(Generic[T]):
@@ -47,8 +49,11 @@ class PreparedDataLoader(Generic[T]):
     attributes of the user's loader that are not named here are passed through.
     """
 
-    def __init__(self, ctx: Context, source: DataLoader[T], reader: Reader[T]) -> None:
+    def __init__(
+        self, ctx: Context, source: DataLoader[T], reader: Reader[T], original: object = None
+    ) -> None:
         """Use :func:`prepare_data_loader` instead."""
+        self._original = source if original is None else original  # the user's; no DataLoader perhaps
         self._ctx = ctx
         self._source = source
         self._reader = reader
@@ -62,7 +67,7 @@ class PreparedDataLoader(Generic[T]):
     @property
     def consumed(self) -> int:
         """Samples of the epoch that all ranks have read, the batch handed out last included."""
-        return self._place.consumed
+        return self._place.latest.consumed
 
     @property
     def start(self) -> int:
@@ -126,7 +131,7 @@ class PreparedDataLoader(Generic[T]):
         Raises:
             TypeError: It has no length.
         """
-        return len(cast("Sized", self._source.dataset))
+        return len(cast("Sized", getattr(self._original, "dataset", self._source.dataset)))
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next pass, and with it the order.
@@ -136,22 +141,67 @@ class PreparedDataLoader(Generic[T]):
         """
         if epoch < 0:
             raise ValueError(f"set_epoch: epochs count from 0, got {epoch}.")
-        self._place.epoch = epoch
-        self._place.start = self._place.consumed = 0
+        place = self._place
+        place.epoch = epoch
+        place.start, place.latest = 0, Share()
+        place.is_amid = False
+        if place.is_recalled:
+            place.own = Own(place.own.sampler, rewound(place.own.stream))
         tell_epoch(self._source, epoch)
 
-    def move_to(self, epoch: int, start: int, seed: int | None = None) -> None:
+    def move_to(self, epoch: int, start: int, seed: int | None = None, own: Own | None = None) -> None:
         """Let the next pass begin at sample ``start`` of ``epoch``.
 
         Args:
             epoch: From 0.
             start: Samples of it that have been read.
             seed: Of the order from now on; None keeps it.
+            own: States of what is the user's own, to which it is brought then; None leaves it as it is.
         """
         self.set_epoch(epoch)
-        self._place.start = self._place.consumed = start
+        place = self._place
+        place.start, place.latest = start, Share(consumed=start)
+        place.own, place.is_recalled = own or Own(), own is not None
         if seed is not None:
             self._reader.seed = seed
+
+    def place(self) -> LoaderState:
+        """Say where the loader is; see :func:`accelfn.loader_state`."""
+        place, reader, setting = self._place, self._reader, self._remembering().setting
+        own = place.own if place.is_amid or place.is_recalled else self._remembering().rest()
+        return LoaderState(
+            epoch=place.epoch,
+            consumed=place.latest.consumed,
+            seed=reader.seed,
+            length=reader.length,
+            num_workers=setting.num_workers,
+            group=setting.group,
+            num_processes=setting.num_processes,
+            rank=setting.rank,
+            sampler=own.sampler,
+            stream=place.latest.stream or own.stream,
+        )
+
+    def go_to(self, state: LoaderState) -> None:
+        """Let the next pass begin where ``state`` was taken; see :func:`accelfn.restore_loader`."""
+        remembering, stream = self._remembering(), state.stream
+        by_state = stream is not None and remembering.can_recall(stream)
+        if not check_state(state, self._reader.length, remembering.setting, by_state):
+            stream = None  # the place is reached by reading
+        self.move_to(state.epoch, state.consumed, state.seed, Own(state.sampler, stream))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give :func:`accelfn.loader_state` as a dict of plain values."""
+        return asdict(self.place())
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Do as :func:`accelfn.restore_loader` with what ``state_dict`` has given.
+
+        Raises:
+            ValueError: It is something else.
+            Exception: As ``restore_loader`` does.
+        """
+        self.go_to(read_state(state_dict))
 
     def read_by(self, reader: Reader[T]) -> PreparedDataLoader[T]:
         """Give a loader that reads the same passes in another way: the two share their epoch and place."""
@@ -167,17 +217,22 @@ class PreparedDataLoader(Generic[T]):
         self._synchronize()
         place = self._place
         start, place.start = place.start, 0
-        place.consumed = start
+        place.latest = Share(consumed=start)
+        recalled, place.is_recalled = place.own if place.is_recalled else Own(), False
+        self._remembering().recall(recalled, start)
         with failing_together(self._ctx, "a data loader"), naming_dead_workers(self._ctx.rank):
             begun = self._reader.begin(place.epoch, start)
+        place.own, place.is_amid = Own(begun.sampler, recalled.stream), True
         return begun._replace(batches=self._placed(begun.batches))
 
     def note(self, share: Share) -> None:
         """Take down how far the pass has come."""
-        self._place.consumed = share.consumed
+        self._place.latest = share
 
     def finish(self) -> None:
         """End a pass: the next one is the next epoch."""
+        with failing_together(self._ctx, "a data loader"):
+            self._remembering().finish()
         self.set_epoch(self._place.epoch + 1)
 
     def __len__(self) -> int:
@@ -189,7 +244,7 @@ class PreparedDataLoader(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         place = self._place
         for batch, share in self.begin().batches:
-            place.consumed = share.consumed  # as note does, whose call would cost more
+            place.latest = share  # as note does, whose call would cost more
             yield batch
         self.finish()
 
@@ -203,6 +258,9 @@ class PreparedDataLoader(Generic[T]):
             for batch, share in batches:
                 yield batch if place is None else place(batch), share
 
+    def _remembering(self) -> Remembering:
+        return cast("Remembering", self._reader)
+
     def _synchronize(self) -> None:
         """Bring the random states that the context names to rank 0's, as a pass begins."""
         generator: torch.Generator | None = cast("Any", self._source).generator
@@ -215,7 +273,7 @@ class PreparedDataLoader(Generic[T]):
             raise AttributeError(name)
         if name == "total_batch_size":
             raise AttributeError("total_batch_size: the loader has no batch size of its own.")
-        return getattr(self._source, name)
+        return getattr(self._original, name)
 
 
 def tell_epoch(source: DataLoader[Any], epoch: int) -> None:
@@ -227,9 +285,24 @@ def tell_epoch(source: DataLoader[Any], epoch: int) -> None:
             set_epoch(epoch)
 
 
+# Apart: torch says of what a loader gives, iterated over, nothing.
+@overload
 def prepare_data_loader(
     ctx: Context,
     loader: DataLoader[T] | PreparedDataLoader[T],
+    sharding: Sharding = "global",
+    slice_fn: SliceFunction | None = None,
+) -> PreparedDataLoader[T]: ...
+@overload
+def prepare_data_loader(
+    ctx: Context,
+    loader: Iterable[T],
+    sharding: Sharding = "global",
+    slice_fn: SliceFunction | None = None,
+) -> PreparedDataLoader[T]: ...
+def prepare_data_loader(
+    ctx: Context,
+    loader: DataLoader[T] | PreparedDataLoader[T] | Iterable[T],
     sharding: Sharding = "global",
     slice_fn: SliceFunction | None = None,
 ) -> PreparedDataLoader[T]:
@@ -254,7 +327,8 @@ def prepare_data_loader(
 
     Args:
         ctx: The world, and its ``DataLoaderConfiguration``.
-        loader: A torch DataLoader. Its settings are kept.
+        loader: A torch DataLoader, whose settings are kept, or any other iterable of batches, which are left
+            as they are. It is read as a stream, in which each batch counts as one sample.
         sharding: ``"global"``: every rank was given the same loader, and reads its part.
             ``"already_sharded"``: every rank was given its own part already. ``"by_source"``: the dataset
             offers ``num_shards`` and ``shard(num_shards, index)``, and each rank gets some of them.
@@ -270,88 +344,30 @@ def prepare_data_loader(
             with another context, the batch can't be split, each rank is to have shards of its own and there
             are too few, or a ``slice_fn`` has nothing to cut.
         MismatchError: The ranks have loaders of different length, batch size or options.
-        TypeError: ``loader`` is no DataLoader, its samples have no number, or ``slice_fn`` has another
-            signature.
-        NotAvailableError: A kind of loader or an option that this version has no machinery for.
+        TypeError: ``loader`` can't be iterated over, or only once, its samples have no number, or
+            ``slice_fn`` has another signature.
+        MissingExtraError: ``use_stateful_dataloader`` is asked for, and torchdata isn't installed.
 
     >>> import torch
     >>> loader = prepare_data_loader(Context(), DataLoader(torch.arange(5), batch_size=2))
     >>> list(loader)
     [tensor([0, 1]), tensor([2, 3]), tensor([4])]
     """
-    if isinstance(loader, PreparedDataLoader):
-        if loader.context != ctx:
+    # Also one inside of another, as the loaders of an Accelerator have: it would be sharded twice too.
+    prepared = loader if isinstance(loader, PreparedDataLoader) else getattr(loader, "loader", None)
+    if isinstance(prepared, PreparedDataLoader):
+        prepared = cast("PreparedDataLoader[T]", prepared)
+        if prepared.context != ctx:
             raise ConfigurationError(
                 "the loader was prepared with another context, and would be sharded twice. Prepare the "
                 "original loader."
             )
-        return loader
-    if not isinstance(cast("object", loader), DataLoader):
-        raise TypeError(f"prepare_data_loader takes a torch DataLoader, got {type(loader).__name__}.")
+        return prepared
     if sharding not in ("global", "already_sharded", "by_source"):
         raise ValueError(f'sharding must be "global", "already_sharded" or "by_source", got {sharding!r}.')
-    return PreparedDataLoader(ctx, loader, _reader(ctx, loader, sharding, slice_fn))
-
-
-def _reader(
-    ctx: Context, loader: DataLoader[T], sharding: Sharding, slice_fn: SliceFunction | None
-) -> Reader[T]:
-    """Choose the way of reading that a loader needs."""
-    _refuse_unavailable(ctx)
-    if ctx.loading.dispatch_batches and sharding != "global":
-        raise ConfigurationError(
-            f'sharding="{sharding}" lets each rank read data of its own, and dispatch_batches=True lets rank '
-            "0 read for all. Use one of the two."
-        )
-    if ctx.loading.dispatch_batches:
-        return dispatch(ctx, loader, partial(_agreed_seed, ctx, loader), slice_fn)
-    if slice_fn is not None:
-        raise ConfigurationError(
-            "slice_fn cuts the batches that rank 0 reads for all ranks, and here each rank reads its own. "
-            "Use DataLoaderConfiguration(dispatch_batches=True), or leave slice_fn out."
-        )
-    if sharding == "already_sharded":
-        return OwnReader(ctx, loader, _agreed_seed(ctx, loader, "already sharded"))
-    if isinstance(loader.dataset, IterableDataset):
-        return read_stream(ctx, loader, sharding == "by_source", partial(_agreed_seed, ctx, loader))
-    if sharding == "by_source":
-        raise ConfigurationError(
-            'sharding="by_source" is for streams. This dataset is read by its indices, of which each rank '
-            'gets its own: use sharding="global".'
-        )
-    asked = read_asked(ctx.loading, ctx.num_processes, loader)
-    seed = _agreed_seed(ctx, loader, asked.what)
-    if isinstance(asked, AskedBatches):
-        return BatchedReader(ctx, loader, asked, seed)
-    return SampledReader(ctx, loader, asked, seed, ctx.rank)
-
-
-def _agreed_seed(ctx: Context, loader: DataLoader[Any], what: str) -> int:
-    """Compare on all ranks what is to be shared out, and give them one seed.
-
-    Ranks that share out different data would skip samples, or wait for ever.
-    """
-    if ctx.loading.data_seed is not None:
-        own = ctx.loading.data_seed
+    if isinstance(loader, DataLoader):
+        source = cast("DataLoader[T]", loader)
     else:
-        generator = cast("torch.Generator | None", getattr(sampler_of(loader), "generator", None))
-        own = torch.initial_seed() if generator is None else generator.initial_seed()
-    own %= 1 << 63
-    if ctx.num_processes == 1:
-        return own
-    blobs = gather_bytes(
-        ctx, Call("prepare_data_loader", what, lambda: {"loader": what}), own.to_bytes(8, "little")
-    )
-    return int.from_bytes(blobs[0], "little")
-
-
-def _refuse_unavailable(ctx: Context) -> None:
-    asked = (
-        (ctx.loading.use_stateful_dataloader, "DataLoaderConfiguration(use_stateful_dataloader=True)"),
-        (ctx.loading.custom_classes is not None, "DataLoaderConfiguration(custom_classes=...)"),
-    )
-    for is_asked, what in asked:
-        if is_asked:
-            raise NotAvailableError(
-                f"prepare_data_loader: {what} has no machinery in this version of accelfn yet."
-            )
+        source = loader_over(loader, ctx.loading.custom_classes)
+    reader = choose_reader(ctx, source, sharding, slice_fn)
+    return PreparedDataLoader(ctx, source, reader, cast("object", loader))

@@ -10,8 +10,7 @@ from accelfn.comm import Call, check, gather_bytes
 from accelfn.context import Context
 from accelfn.context.config import GuardMode
 from accelfn.data.loader import PreparedDataLoader
-from accelfn.data.own import rows_of
-from accelfn.data.reading import EVENED, Pass, Share
+from accelfn.data.reading import EVENED, Pass, Share, rows_of
 from accelfn.errors import ConfigurationError, Disagreement, UnevenDataError
 
 __all__ = (
@@ -254,7 +253,7 @@ def _in_windows(
             if uneven == "pad" and index == 0:
                 _check_repeatable(numbers, begun.evened_by)
             number = max(numbers) if uneven == "pad" else min(numbers)
-            held = list(_lengthened(iter(held), number, latest=latest))[:number]
+            held = list(_lengthened(iter(held), number, begun.share_at, latest))[:number]
         for place, (batch, share) in enumerate(held):
             if place < number - 1:
                 is_last: bool | None = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 from torch.utils.data import DistributedSampler, RandomSampler, Sampler, SequentialSampler
@@ -12,9 +12,11 @@ from torch.utils.data import DistributedSampler, RandomSampler, Sampler, Sequent
 from accelfn.comm import broadcast_object_list
 from accelfn.context import Context
 from accelfn.data.permutation import draw, make_keys, permute
+from accelfn.data.states import State, restore_sampler, sampler_state
 from accelfn.errors import ConfigurationError
 
 __all__ = (
+    "Drawn",
     "Order",
     "Take",
     "check_length",
@@ -24,6 +26,8 @@ __all__ = (
     "refuse_sharded",
     "take_from",
 )
+
+P = TypeVar("P")
 
 # Gives what stands at positions of an epoch.
 Take = Callable[[torch.Tensor], list[Any]]
@@ -129,8 +133,24 @@ def check_length(dataset: Any, order: Order) -> None:
         )
 
 
-def draw_together(ctx: Context, sampler: Any, epoch: int) -> list[Any]:
-    """Let rank 0 draw an epoch from a sampler of the user's own, and give it to every rank.
+class Drawn(NamedTuple):
+    """An epoch of a sampler of the user's own.
+
+    Attributes:
+        items: What it drew.
+        before: Its state before.
+        after: Its state when the pass had begun, None where it has none.
+    """
+
+    items: list[Any]
+    before: State | None
+    after: State | None
+
+
+def draw_together(
+    ctx: Context, sampler: Any, epoch: int, begin: Callable[[list[Any]], P], state: State | None = None
+) -> tuple[Drawn, P]:
+    """Let rank 0 draw an epoch from a sampler of the user's own, and every rank begin a pass with it.
 
     Ranks: every rank of ``ctx``.
 
@@ -138,18 +158,39 @@ def draw_together(ctx: Context, sampler: Any, epoch: int) -> list[Any]:
         ctx: The world.
         sampler: Of samples or of batches; told the epoch, if it has ``set_epoch``, and so are those in it.
         epoch: From 0.
+        begin: Begins the pass over what was drawn, or refuses it, as it does on every rank then.
+        state: To bring the sampler to before.
+
+    Returns:
+        What was drawn, the same on every rank, and what ``begin`` has given.
     """
-    drawn = draw_here(sampler, epoch) if ctx.is_main_process else []
-    return broadcast_object_list(ctx.tagged("a sampler"), drawn)
+    if not ctx.is_main_process:
+        drawn = Drawn(*broadcast_object_list(ctx.tagged("a sampler"), []))
+        return drawn, begin(drawn.items)
+    items, before = draw_here(sampler, epoch, state)
+    try:
+        begun = begin(items)
+    finally:  # all learn of items that are refused
+        # As a loader begins a pass it draws from its generator, which may be the sampler's too.
+        drawn = Drawn(items, before, sampler_state(sampler))
+        drawn = Drawn(*broadcast_object_list(ctx.tagged("a sampler"), list[Any](drawn)))
+    return drawn, begun
 
 
-def draw_here(sampler: Any, epoch: int) -> list[Any]:
-    """Draw an epoch from a sampler on this rank alone; arguments as :func:`draw_together`'s."""
+def draw_here(sampler: Any, epoch: int, state: State | None = None) -> tuple[list[Any], State | None]:
+    """Draw an epoch from a sampler on this rank alone; arguments as :func:`draw_together`'s.
+
+    Returns:
+        What was drawn, and the sampler's state before.
+    """
     for one in (sampler, getattr(sampler, "sampler", None)):
         set_epoch = getattr(one, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(epoch)
-    return list(sampler)
+    if state is not None:
+        restore_sampler(sampler, state)
+    before = sampler_state(sampler)
+    return list(sampler), before
 
 
 def take_from(drawn: Sequence[Any]) -> Take:

@@ -1,24 +1,27 @@
-"""Read batches that nobody has planned: of data that was sharded already, or that come as they are."""
+"""Read data that was sharded already: every rank its own loader."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sized
-from itertools import islice
 from typing import Any, Generic, TypeVar, cast
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from accelfn.comm import Call, gather_bytes
 from accelfn.context import Context
-from accelfn.data.reading import EVENED, Pass, Share
-from accelfn.tree import find_batch_size
+from accelfn.data.asked import batch_sampler_of
+from accelfn.data.cut import begun_once
+from accelfn.data.reading import Own, Pass, Remembering, Setting, Share, rows_of
+from accelfn.data.sampled import twin_of
+from accelfn.data.stateful import is_stateful, num_workers_of, remake_stateful
+from accelfn.data.states import Follower, State, restore_sampler, sampler_state
 
-__all__ = ("OwnReader", "rows_of", "with_rows")
+__all__ = ("Followed", "OwnReader")
 
 T = TypeVar("T")
 
 
-class OwnReader(Generic[T]):
+class OwnReader(Remembering, Generic[T]):
     """Hands out what the user's loader gives."""
 
     def __init__(self, ctx: Context, source: DataLoader[T], seed: int) -> None:
@@ -27,7 +30,24 @@ class OwnReader(Generic[T]):
         self.seed = seed
         self.even_batches = False  # each rank has what it was given
         self._ctx = ctx
-        self._source = source
+        self._sampler: Any = batch_sampler_of(source)
+        self._source: Any = source
+        self._followed: Followed | None = None
+        self._is_stateful = False
+        self._to_end: Iterator[Any] | None = None  # of a pass that has given all its batches
+        if isinstance(source.dataset, IterableDataset):
+            self._sampler = None
+            self._is_stateful = source.num_workers > 0 and is_stateful(ctx, source)
+            batching = {"batch_size": source.batch_size, "drop_last": source.drop_last}
+            if source.num_workers == 0:
+                self._followed = Followed(source.dataset)
+                self._source = twin_of(source, dataset=self._followed)
+            elif self._is_stateful:
+                self._source = remake_stateful(source, source.dataset, **batching)
+        elif self._sampler is None:
+            self._sampler = cast("Any", source).sampler
+        num_workers = source.num_workers if isinstance(source.dataset, IterableDataset) else None
+        self.setting = Setting(num_workers=num_workers, num_processes=ctx.num_processes, rank=ctx.rank)
         size = getattr(source, "batch_size", None)
         self.batch_size: int | None = None if size is None else size * ctx.num_processes
 
@@ -42,38 +62,89 @@ class OwnReader(Generic[T]):
         except TypeError:
             return None
 
+    def can_recall(self, stream: State) -> bool:
+        """Whether the state of a stream is of this kind of loader."""
+        if self._is_stateful:
+            return num_workers_of(stream) == self._source.num_workers
+        return self._followed is not None and self._followed.follower.can_take(stream)
+
+    def rest(self) -> Own:
+        """Say the states between passes."""
+        sampler = None if self._sampler is None else sampler_state(self._sampler)
+        return Own(sampler, None if self._followed is None else self._followed.follower.rest())
+
     def begin(self, epoch: int, start: int) -> Pass[T]:
         """Begin a pass; what comes before ``start``, here a number of batches, is read and thrown away."""
         del epoch
-        own = self.count(start)
-        blobs = [b"" if own is None else str(own).encode()]
+        number = self.count(start)
+        blobs = [b"" if number is None else str(number).encode()]
         if self._ctx.num_processes > 1:
             blobs = gather_bytes(self._ctx, Call("a pass over data"), blobs[0])
         counts = tuple(int(blob) for blob in blobs if blob)
-        return Pass(counts if len(counts) == len(blobs) else None, self._read(start))
+        own, at = self._take_recalled()
+        if self._sampler is not None and own.sampler is not None:
+            restore_sampler(self._sampler, own.sampler)
+        before = None if self._sampler is None else sampler_state(self._sampler)
+        stream = own.stream if own.stream is not None and self.can_recall(own.stream) else None
+        batches = self._read(start, stream, at)
+        return Pass(counts if len(counts) == len(blobs) else None, batches, sampler=before)
 
-    def _read(self, start: int) -> Iterator[tuple[T, Share]]:
-        for number, batch in enumerate(islice(self._source, start, None), start + 1):
-            yield batch, Share(num_rows=rows_of(batch), consumed=number)
+    def finish(self) -> None:
+        """Let the stream see its end, which a loop that knows how many batches there are doesn't ask for."""
+        if self._to_end is not None:
+            next(self._to_end, None)
+            self._to_end = None
+
+    def _read(self, start: int, stream: State | None, at: int) -> Iterator[tuple[T, Share]]:
+        begin = 0 if stream is None else at
+        if self._followed is not None:
+            self._followed.recalled = stream
+        elif stream is not None:
+            self._source.load_state_dict(stream)
+        batches: Any = iter(self._source)
+        total = self.count(0)
+        for number, batch in enumerate(batches, begin + 1):
+            if number <= start:
+                continue
+            state: State | None = None
+            self._to_end = None
+            if self._followed is not None:
+                state = self._followed.state()
+                self._to_end = batches if state is not None and number == total else None
+            elif self._is_stateful:
+                state = batches.state_dict()
+            yield batch, Share(num_rows=rows_of(batch), consumed=number, stream=state)
 
 
-def rows_of(batch: Any) -> int | None:
-    """Count the rows of a batch that nobody has planned."""
-    try:
-        return find_batch_size(batch)
-    except ValueError:  # no tensor in it: the batch is the user's own kind
-        return None
+class Followed(IterableDataset[Any]):
+    """A stream that is read in this process, with its state. For everything else it is that stream.
 
+    Attributes:
+        follower: Goes through it.
+        recalled: Where the next pass begins; None: at its start.
+    """
 
-def with_rows(begun: Pass[T]) -> Pass[T]:
-    """Give a pass over batches of the user's own, whose rows only the batches themselves tell."""
-    return Pass(begun.counts, _counted(begun.batches), evened_by=EVENED)
+    def __init__(self, dataset: Any) -> None:
+        """Read ``dataset``."""
+        self.follower = Follower(dataset)
+        self.recalled: State | None = None
+        self._inner = dataset
+        self._has_ended = False
 
+    def __len__(self) -> int:
+        return len(self._inner)
 
-def _counted(batches: Iterator[tuple[T, Share]]) -> Iterator[tuple[T, Share]]:
-    for batch, share in batches:
-        own_valid = None if share.own_valid else 0
-        known = Share(
-            num_rows=rows_of(batch), own_valid=own_valid, is_last=share.is_last, consumed=share.consumed
-        )
-        yield batch, known
+    def __iter__(self) -> Iterator[Any]:
+        recalled, self.recalled, self._has_ended = self.recalled, None, False
+        yield from begun_once(self.follower.begin(recalled))
+        self._has_ended = True
+        self.follower.end()
+
+    def state(self) -> State | None:
+        """Say where the pass is."""
+        return self.follower.state(self._has_ended)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name in ("follower", "recalled"):
+            raise AttributeError(name)
+        return getattr(self._inner, name)

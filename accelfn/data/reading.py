@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar, cast, runtime_checkable
 
 from typing_extensions import NamedTuple  # of typing, one that is generic needs Python 3.11
 
 from accelfn.data.plan import EpochPlan
+from accelfn.data.states import State
+from accelfn.tree import find_batch_size
 
 __all__ = (
     "EVENED",
     "EVENED_OR_DROPPED",
     "Evening",
+    "Own",
     "Pass",
     "Reader",
+    "Remembering",
+    "Setting",
     "Share",
     "Stepping",
+    "rows_of",
     "share_of",
     "shares_of",
+    "with_rows",
 )
 
 T = TypeVar("T")
@@ -40,6 +48,7 @@ class Share(NamedTuple):
         own_valid: Of this rank alone, its first ones; None for all its rows.
         is_last: Whether no batch follows; None where that shows only when the next one is asked for.
         consumed: Samples of the epoch that have been read, on all ranks, when this batch is done.
+        stream: State of a stream of the user's own then, where it has one.
     """
 
     num_rows: int | None = None
@@ -49,6 +58,67 @@ class Share(NamedTuple):
     own_valid: int | None = None
     is_last: bool | None = None
     consumed: int = 0
+    stream: State | None = None
+
+
+class Own(NamedTuple):
+    """State of what is the user's own.
+
+    Attributes:
+        sampler: Of the sampler, as it was before the epoch was drawn.
+        stream: Of the stream.
+    """
+
+    sampler: State | None = None
+    stream: State | None = None
+
+
+class Setting(NamedTuple):
+    """What a place in the data holds for; None: any.
+
+    Attributes:
+        num_workers: Workers that read a stream.
+        group: Samples of all that read it together, in a step.
+        num_processes: Ranks, where each has data of its own.
+        rank: Whose data it is then.
+    """
+
+    num_workers: int | None = None
+    group: int | None = None
+    num_processes: int | None = None
+    rank: int | None = None
+
+
+class Remembering:
+    """A reader of data that may have states of the user's own.
+
+    Attributes:
+        setting: What a place in its data holds for.
+    """
+
+    setting: Setting = Setting()
+    _recalled: tuple[Own, int] | None = None
+    _sampler_after: State | None = None
+
+    def recall(self, own: Own, start: int) -> None:
+        """Let the next pass be of the epoch of ``own``, whose stream is at sample ``start``."""
+        self._recalled = own, start
+
+    def rest(self) -> Own:
+        """Say the states between passes, as far as this rank knows them."""
+        return Own(self._sampler_after)
+
+    def finish(self) -> None:
+        """Note that a pass is over."""
+
+    def can_recall(self, stream: State) -> bool:
+        """Whether the state of a stream is of use here; otherwise a place is reached by reading."""
+        del stream
+        return False
+
+    def _take_recalled(self) -> tuple[Own, int]:
+        recalled, self._recalled = self._recalled, None
+        return recalled or (Own(), 0)
 
 
 class Pass(NamedTuple, Generic[T]):
@@ -59,8 +129,9 @@ class Pass(NamedTuple, Generic[T]):
         batches: This rank's, each with what is known of it.
         in_step: All ranks have equally many batches, even where nobody knows how many.
         share_at: What is known of this rank's batch in a step in which it may have none, where that is
-            planned.
+            planned or shows at the end of its own.
         evened_by: Options of the user's, each of which would give all ranks equally many batches.
+        sampler: State of a sampler of the user's own before it drew the epoch.
     """
 
     counts: tuple[int, ...] | None
@@ -68,6 +139,7 @@ class Pass(NamedTuple, Generic[T]):
     in_step: bool = False
     share_at: Callable[[int], Share] | None = None
     evened_by: tuple[str, ...] = ()
+    sampler: State | None = None
 
 
 class Reader(Protocol[T]):
@@ -123,8 +195,9 @@ def share_of(plan: EpochPlan, step: int, rank: int) -> Share:
     """Describe the batch that ``rank`` reads in ``step`` of a plan. Pure.
 
     >>> from accelfn.data.plan import plan_epoch
-    >>> share_of(plan_epoch(5, 2, 2), 1, 1)
-    Share(num_rows=2, max_rows=2, num_valid=1, valid_by_rank=None, own_valid=0, is_last=True, consumed=5)
+    >>> share = share_of(plan_epoch(5, 2, 2), 1, 1)
+    >>> share.num_rows, share.own_valid, share.is_last, share.consumed
+    (2, 0, True, 5)
     """
     return Share(
         num_rows=plan.num_rows(step, rank),
@@ -152,6 +225,33 @@ def shares_of(plan: EpochPlan, rank: int) -> Iterator[Share]:
     make = cast("Callable[..., Share]", cast("Any", tuple).__new__)
     for _ in range(full):
         consumed += group
-        yield make(Share, (rows, rows, group, None, rows, False, consumed))
+        yield make(Share, (rows, rows, group, None, rows, False, consumed, None))
     for step in range(full, num_batches):
         yield share_of(plan, step, rank)
+
+
+def rows_of(batch: Any) -> int | None:
+    """Count the rows of a batch that nobody has planned."""
+    try:
+        return find_batch_size(batch)
+    except ValueError:  # no tensor in it: the batch is the user's own kind
+        return None
+
+
+def with_rows(begun: Pass[T]) -> Pass[T]:
+    """Give a pass over batches of the user's own, whose rows only the batches themselves tell."""
+    share_at = None if begun.share_at is None else partial(_place_at, begun.share_at)
+    return begun._replace(batches=_counted(begun.batches), share_at=share_at, evened_by=EVENED)
+
+
+def _place_at(share_at: Callable[[int], Share], step: int) -> Share:
+    return Share(consumed=share_at(step).consumed)
+
+
+def _counted(batches: Iterator[tuple[T, Share]]) -> Iterator[tuple[T, Share]]:
+    for batch, share in batches:
+        own_valid = None if share.own_valid else 0
+        known = Share(
+            num_rows=rows_of(batch), own_valid=own_valid, is_last=share.is_last, consumed=share.consumed
+        )
+        yield batch, known

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
 from itertools import islice
 from typing import Any, Generic, Protocol, TypeVar, cast, overload
 
 from torch.utils.data import DataLoader
 
 from accelfn.data.loader import PreparedDataLoader
+from accelfn.data.place import LoaderState
 from accelfn.data.plan import EpochPlan
-from accelfn.data.reading import Evening, Pass, Reader, Share, Stepping
+from accelfn.data.reading import Evening, Own, Pass, Reader, Remembering, Setting, Share, Stepping
 from accelfn.data.skip import Skipped, check_num_batches, skip_of_iterable, skip_of_loader
-from accelfn.errors import NotAvailableError
+from accelfn.data.states import State
 
 __all__ = (
-    "LoaderState",
     "SkippedReader",
     "Skipping",
     "Wrapping",
@@ -27,44 +26,6 @@ __all__ = (
 
 T = TypeVar("T")
 R_co = TypeVar("R_co", covariant=True)
-
-_VERSION = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoaderState:
-    """How far the ranks together have come in the data, as plain numbers.
-
-    Attributes:
-        version: Of this record.
-        epoch: Number of the epoch, from 0.
-        consumed: Samples of it that have been read, over all ranks. Where each rank has data of its own, what
-            this one has read: samples of its shards of a source, or batches of what was sharded already.
-        seed: Of the order.
-        length: Samples in an epoch; None where nobody knows.
-
-    Raises:
-        TypeError: A field is no whole number.
-        ValueError: A number is negative, or more samples were read than there are.
-    """
-
-    version: int = _VERSION
-    epoch: int
-    consumed: int
-    seed: int
-    length: int | None = None
-
-    def __post_init__(self) -> None:
-        """Refuse what can be no place in any data."""
-        for field in fields(self):
-            value: object = getattr(self, field.name)
-            if field.name == "length" and value is None:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"LoaderState: {field.name} must be a whole number, got {value!r}.")
-            if value < 0:
-                raise ValueError(f"LoaderState: {field.name} must not be negative, got {value}.")
-        _check_consumed(self.consumed, self.length)
 
 
 class Wrapping(Protocol):
@@ -92,7 +53,8 @@ def loader_state(loader: PreparedDataLoader[Any] | Wrapping | DataLoader[Any]) -
     nothing, and then with the next epoch.
 
     Ranks: any; doesn't communicate. At the same batch all ranks get the same state, unless each reads data of
-    its own.
+    its own. Of a stream that rank 0 alone reads, rank 0's state is the one to keep: the others know the
+    place, and not the stream's own state.
 
     Args:
         loader: From :func:`accelfn.prepare_data_loader` (:func:`accelfn.prepare` gives the same, typed as the
@@ -108,20 +70,17 @@ def loader_state(loader: PreparedDataLoader[Any] | Wrapping | DataLoader[Any]) -
     >>> next(batches), loader_state(loader).consumed
     (tensor([0, 1]), 2)
     """
-    prepared = _prepared("loader_state", loader)
-    reader = prepared.reader
-    return LoaderState(
-        epoch=prepared.epoch, consumed=prepared.consumed, seed=reader.seed, length=reader.length
-    )
+    return _prepared("loader_state", loader).place()
 
 
 def restore_loader(loader: PreparedDataLoader[Any] | Wrapping | DataLoader[Any], state: LoaderState) -> None:
     """Let the next pass over ``loader`` begin where ``state`` was taken.
 
     The number of ranks, the batch size and the number of workers may be others than they were: the order
-    goes on, and each sample that is left comes once. A sampler of your own has to draw the same order again
-    for the same epoch. Where each rank has data of its own (shards of a source, or what was sharded already)
-    it goes on in a world of the same size, each rank with its own state.
+    goes on, and each sample that is left comes once. A sampler of your own draws the same order again: it is
+    brought to the state that it had before. Where each rank has data of its own (shards of a source, or what
+    was sharded already) it goes on in a world of the same size, each rank with its own state; a stream that
+    several workers read goes on with as many workers, and the same batch size times ranks.
 
     Ranks: every rank of the loader's context, with one state; doesn't communicate. Between passes: one
     that is under way isn't moved.
@@ -133,32 +92,14 @@ def restore_loader(loader: PreparedDataLoader[Any] | Wrapping | DataLoader[Any],
     Raises:
         TypeError: ``loader`` or ``state`` is something else.
         NotAvailableError: A newer version of accelfn has written the state.
-        ValueError: It is of a dataset of another length. Nothing was changed.
+        ValueError: It is of a dataset of another length.
+        ConfigurationError: The order of a stream depends on workers or ranks, and theirs is another number
+            now. Whatever is raised, nothing was changed.
     """
     prepared = _prepared("restore_loader", loader)
     if not isinstance(cast("object", state), LoaderState):
         raise TypeError(f"restore_loader: state must be a LoaderState, got {type(state).__name__}.")
-    if state.version > _VERSION:
-        raise NotAvailableError(
-            f"restore_loader: the state has version {state.version}, and this accelfn knows versions up to "
-            f"{_VERSION}. Use the accelfn that wrote it, or a newer one."
-        )
-    length = prepared.reader.length
-    if length is not None and state.length is not None and length != state.length:
-        raise ValueError(
-            f"restore_loader: the state is of {state.length} samples in an epoch, and the loader has "
-            f"{length}. Restore it with the data that it was taken with, or begin anew."
-        )
-    _check_consumed(state.consumed, length)
-    prepared.move_to(state.epoch, state.consumed, state.seed)
-
-
-def _check_consumed(consumed: int, length: int | None) -> None:
-    if length is not None and consumed > length:
-        raise ValueError(
-            f"a loader's state can't have read {consumed} samples of an epoch that has {length}. "
-            "Take it by loader_state, and change nothing in it."
-        )
+    prepared.go_to(state)
 
 
 def _prepared(operation: str, loader: object) -> PreparedDataLoader[Any]:
@@ -270,6 +211,35 @@ class SkippedReader(Generic[T]):
     def choose_even(self) -> Callable[[bool], None]:
         """Choose it from the next pass on."""
         return cast("Evening", self._reader).choose_even
+
+    @property
+    def setting(self) -> Setting:
+        """What a place in the data holds for."""
+        return self._remembering.setting
+
+    @property
+    def recall(self) -> Callable[[Own, int], None]:
+        """Let the next pass begin with states that were restored."""
+        return self._remembering.recall
+
+    @property
+    def rest(self) -> Callable[[], Own]:
+        """Say the states between passes."""
+        return self._remembering.rest
+
+    @property
+    def can_recall(self) -> Callable[[State], bool]:
+        """Whether the state of a stream is of use here."""
+        return self._remembering.can_recall
+
+    @property
+    def finish(self) -> Callable[[], None]:
+        """Note that a pass is over."""
+        return self._remembering.finish
+
+    @property
+    def _remembering(self) -> Remembering:
+        return cast("Remembering", self._reader)
 
     def _number(self, start: int) -> int:
         """Say how many steps a pass leaves out: none where a state was restored that knows where it is."""

@@ -17,9 +17,16 @@ from torch.utils.data import DataLoader, get_worker_info
 from accelfn.context import Context
 from accelfn.data.asked import AskedBatches, AskedSamples, batch_sampler_of, share_of_batches
 from accelfn.data.order import Take, draw_together, take_from
-from accelfn.data.own import with_rows
 from accelfn.data.plan import EpochPlan
-from accelfn.data.reading import EVENED, EVENED_OR_DROPPED, Pass, share_of, shares_of
+from accelfn.data.reading import (
+    EVENED,
+    EVENED_OR_DROPPED,
+    Pass,
+    Remembering,
+    share_of,
+    shares_of,
+    with_rows,
+)
 from accelfn.errors import ConfigurationError
 
 __all__ = (
@@ -29,9 +36,11 @@ __all__ = (
     "SampledReader",
     "Seeded",
     "batches_of",
+    "options_of",
     "rebuild",
     "remake",
     "seed_worker",
+    "twin_of",
     "whole_batches",
 )
 
@@ -49,7 +58,7 @@ _OPTIONS = (
 )
 
 
-class SampledReader(Generic[T]):
+class SampledReader(Remembering, Generic[T]):
     """Reads by an order of samples: any position is reached at once, and no list is held.
 
     Where the loader makes no batches, each rank gets one item in each step; ``start`` and ``consumed`` count
@@ -90,13 +99,23 @@ class SampledReader(Generic[T]):
                 drew another number of samples than it has promised.
         """
         self._asked.check()
-        take = self._asked.take(self.seed, epoch, functools.partial(draw_together, self._ctx))
+        begin = functools.partial(self._begin_with, epoch, self.plan(start))
+        own, _ = self._take_recalled()
+        if self._asked.sampler is None:
+            return begin(None)
+        drawn, begun = draw_together(self._ctx, self._asked.sampler, epoch, begin, own.sampler)
+        self._sampler_after = drawn.after
+        return begun._replace(sampler=drawn.before)
+
+    def _begin_with(self, epoch: int, plan: EpochPlan, drawn: list[Any] | None) -> Pass[T]:
+        """Begin a pass over what was drawn."""
         key = (self.seed, epoch)
-        begun = _planned_pass(self._loader, self._batches, self.plan(start), self._rank, take, key)
+        take = self._asked.take(*key, drawn)
+        begun = _planned_pass(self._loader, self._batches, plan, self._rank, take, key)
         return with_rows(begun) if self._asked.are_items else begun
 
 
-class BatchedReader(Generic[T]):
+class BatchedReader(Remembering, Generic[T]):
     """Reads the batches of the user's own batch sampler, which rank 0 draws for all."""
 
     def __init__(self, ctx: Context, source: DataLoader[T], asked: AskedBatches, seed: int) -> None:
@@ -128,9 +147,16 @@ class BatchedReader(Generic[T]):
 
     def begin_after(self, epoch: int, start: int, num_steps: int) -> Pass[T]:
         """Begin a pass that leaves out ``num_steps`` steps behind sample ``start``."""
+        own, _ = self._take_recalled()
+        begin = functools.partial(self._begin_with, (self.seed, epoch), start, num_steps)
+        drawn, begun = draw_together(self._ctx, self._asked.sampler, epoch, begin, own.sampler)
+        self._sampler_after = drawn.after
+        return begun._replace(sampler=drawn.before)
+
+    def _begin_with(self, key: tuple[int, int], start: int, num_steps: int, items: list[Any]) -> Pass[T]:
+        """Begin a pass over batches that were drawn."""
         asked, rank = self._asked, self._ctx.rank
-        drawn = [list(batch) for batch in draw_together(self._ctx, asked.sampler, epoch)]
-        key = (self.seed, epoch)
+        drawn = [list(batch) for batch in items]
         if asked.are_samples(drawn):
             samples = [index for batch in drawn for index in batch]
             plan = asked.plan_samples(len(samples), start).evened(self.even_batches)
@@ -313,16 +339,21 @@ def remake(source: DataLoader[Any], dataset: Any, **changes: Any) -> DataLoader[
     """
     if type(source) is DataLoader:
         size: dict[str, Any] = {} if "batch_sampler" in changes else {"batch_size": None}
-        options: dict[str, Any] = {**_options_of(source), **size, **changes}
+        options: dict[str, Any] = {**options_of(source), **size, **changes}
         return DataLoader(dataset, **options)
     # How a class of the user's own is made, nobody knows: a copy keeps what it has.
+    batching = {"batch_size": None, "drop_last": False, "batch_sampler": None}
+    return twin_of(source, **{"dataset": dataset, **batching, **changes})
+
+
+def twin_of(source: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
+    """Copy a loader and change attributes of the copy, which torch lets nobody change in a loader."""
     twin = copy.copy(source)
-    batching = {"batch_size": None, "drop_last": False, "batch_sampler": None, "_iterator": None}
-    vars(twin).update({"dataset": dataset, **batching, **changes})
+    vars(twin).update({"_iterator": None, **changes})
     return twin
 
 
-def _options_of(source: DataLoader[Any]) -> dict[str, Any]:
+def options_of(source: DataLoader[Any]) -> dict[str, Any]:
     """Give what ``source`` was made with, dataset and batching apart."""
     options: dict[str, Any] = {name: getattr(source, name) for name in _OPTIONS if hasattr(source, name)}
     if source.num_workers > 0:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from typing import Any
+from typing import Any, cast
 
 from accelfn.errors import ConfigurationError
 
-__all__ = ("count_shards", "take_shards")
+__all__ = ("count_shards", "forgets_by", "has_exact_state", "take_shards")
 
 
 def count_shards(dataset: Any) -> int | None:
@@ -44,3 +44,29 @@ def take_shards(dataset: Any, rank: int, size: int) -> Any:
 def _is_hugging_face(dataset: Any) -> bool:
     # Without an import: whoever has such a dataset has imported its package.
     return any(base.__module__.partition(".")[0] == "datasets" for base in type(dataset).__mro__)
+
+
+def has_exact_state(dataset: Any) -> bool:
+    """Whether what a dataset gives after its state was restored is what it would have given.
+
+    That of the ``datasets`` package leaves out what waits in a shuffle buffer, and may leave out a batch
+    where batches of tables are mapped.
+    """
+    if not _is_hugging_face(dataset):
+        return True
+    is_table = bool(getattr(getattr(dataset, "_formatting", None), "is_table", False))
+    waiting: list[Any] = [getattr(dataset, "_ex_iterable", None)]
+    while waiting:
+        part = waiting.pop()
+        name = type(part).__name__
+        if part is None or "Shuffled" in name or (is_table and getattr(part, "batched", False)):
+            return False
+        for child in cast("dict[str, Any]", vars(part)).values():
+            children = cast("list[Any]", child if isinstance(child, list) else [child])
+            waiting += [one for one in children if hasattr(one, "_init_state_dict")]
+    return True
+
+
+def forgets_by(dataset: Any) -> dict[str, Any] | None:
+    """Give the state by which a dataset begins anew in any epoch; None where only its own will do."""
+    return {} if _is_hugging_face(dataset) else None

@@ -3,39 +3,41 @@
 from __future__ import annotations
 
 import functools
-import random
-import sys
 import warnings
-from collections.abc import Callable, Iterator, Sized
-from typing import Any, Generic, NamedTuple, TypeVar, cast
+import weakref
+from collections.abc import Callable, Generator, Iterator, Sized
+from typing import Any, Generic, TypeVar, cast
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader
 
 from accelfn.context import Context
-from accelfn.data.cut import Cut, Piece, cut_stream
-from accelfn.data.own import rows_of
+from accelfn.data.cut import Cut, Piece
+from accelfn.data.grouped import CollatePiece, GroupedStream, tell
 from accelfn.data.plan import EpochPlan, rows_in
-from accelfn.data.reading import EVENED, EVENED_OR_DROPPED, Pass, Share, share_of
-from accelfn.data.sampled import remake, seed_worker
+from accelfn.data.reading import (
+    EVENED,
+    EVENED_OR_DROPPED,
+    Own,
+    Pass,
+    Remembering,
+    Setting,
+    Share,
+    rows_of,
+    share_of,
+)
+from accelfn.data.sampled import remake
 from accelfn.data.sources import count_shards, take_shards
+from accelfn.data.stateful import is_stateful, num_workers_of, remake_stateful
+from accelfn.data.states import Follower, State
 from accelfn.errors import ConfigurationError
 
-__all__ = (
-    "CollatePiece",
-    "GroupedStream",
-    "Settings",
-    "StreamReader",
-    "length_of",
-    "pass_of",
-    "read_stream",
-    "tell",
-)
+__all__ = ("Seen", "StreamReader", "length_of", "pass_of", "read_stream", "setting_of")
 
 T = TypeVar("T")
 
 
-class StreamReader(Generic[T]):
+class StreamReader(Remembering, Generic[T]):
     """Reads the stream in groups, a piece of each for every rank, or this rank's own stream.
 
     ``start`` and ``consumed`` count samples of the stream; of an own stream, those of this rank.
@@ -77,10 +79,18 @@ class StreamReader(Generic[T]):
         self._place = torch.zeros(3, dtype=torch.int64)
         if source.persistent_workers:
             self._place.share_memory_()
+        # Weak: what is left of a pass, and its workers with it, ends when nobody goes through it.
+        self._to_end: weakref.ref[Generator[Piece, None, None]] | None = None
         rank = ctx.rank if is_own else None
-        self._loader: DataLoader[Piece] = remake(
+        self.setting = setting_of(ctx, source, cut.group, is_own)
+        # Workers read ahead, so of theirs only torchdata knows which state belongs to a batch.
+        self._is_stateful = source.num_workers > 0 and is_stateful(ctx, source)
+        follows = source.num_workers == 0 or self._is_stateful
+        self._follower = Follower(dataset) if follows else None
+        self._grouped = GroupedStream(dataset, cut, self._place, rank, self._follower)
+        self._loader: Any = (remake_stateful if self._is_stateful else remake)(
             source,
-            GroupedStream(dataset, cut, self._place, rank),
+            self._grouped,
             collate_fn=CollatePiece(collate or cast("Any", source).collate_fn, self._is_whole),
         )
 
@@ -104,16 +114,62 @@ class StreamReader(Generic[T]):
         self._place.copy_(torch.tensor([self.seed, epoch, start]))
         self.length = self._length()
         plan = self.plan(start)
-        batches = self._read(start, plan)
+        own, at = self._take_recalled()
+        recalled = own.stream if own.stream is not None and self.can_recall(own.stream) else None
+        seen = Seen()
+        pieces = self._pieces(recalled, at)
+        self._to_end = None if self._is_own else weakref.ref(pieces)
+        first = start
+        if self._is_stateful and recalled is not None:
+            first = at
+        elif self._num_workers > 1:  # they have read from the stream's start, and say how long each group was
+            first = 0
+        batches = self._read(pieces, first, start, plan, seen)
         if self._is_own:
             return Pass(None, batches)
-        return pass_of(batches, self._cut, plan, self._is_whole)
+        return pass_of(batches, self._cut, plan, self._is_whole, seen)
 
-    def _read(self, start: int, plan: EpochPlan | None) -> Iterator[tuple[T, Share]]:
-        # Several workers have read from the stream's start, and say of each group how long it was.
-        consumed = 0 if self._num_workers > 1 else start
+    def can_recall(self, stream: State) -> bool:
+        """Whether the state of a stream is of this kind of loader."""
+        if self._is_stateful:
+            return num_workers_of(stream) == self._num_workers
+        return self._follower is not None and self._follower.can_take(stream)
+
+    def rest(self) -> Own:
+        """Say the state of the stream between passes, where this process reads it."""
+        if self._num_workers or self._follower is None:
+            return Own()
+        return Own(stream=self._follower.rest())
+
+    def finish(self) -> None:
+        """Let the dataset see its end, for which a loop that knows its length doesn't ask.
+
+        Behind it, the dataset makes itself ready for the next pass, alike on ranks that have read the same.
+        """
+        left = None if self._to_end is None else self._to_end()
+        if left is None or self._num_workers or self._follower is None or not self._follower.has_state:
+            return
+        for _ in left:
+            pass
+
+    def _pieces(self, recalled: State | None, at: int) -> Generator[Piece, None, None]:
+        if not self._is_stateful:
+            self._grouped.recall(recalled, at)
+            yield from self._loader
+            return
+        if recalled is not None:
+            self._loader.load_state_dict(recalled)
+        pieces: Any = iter(self._loader)
+        for piece in pieces:
+            yield piece._replace(stream=pieces.state_dict())
+
+    def _read(
+        self, pieces: Iterator[Piece], first: int, start: int, plan: EpochPlan | None, seen: Seen
+    ) -> Iterator[tuple[T, Share]]:
+        """Give the batches of ``pieces``, which begin at sample ``first``, from sample ``start`` on."""
+        consumed = first
         step = 0
-        for piece in self._loader:
+        for piece in pieces:
             before, consumed = consumed, consumed + piece.num_valid
             if before < start < consumed:
                 raise ConfigurationError(
@@ -125,9 +181,13 @@ class StreamReader(Generic[T]):
                 raise self._wrong_length(plan, "gives more")
             if plan is not None and piece.at_end and consumed < plan.num_samples:
                 raise self._wrong_length(plan, f"ended after {consumed}")
-            if consumed <= start or not piece.num_rows:
+            if consumed <= start:
                 continue
-            yield cast("T", piece.content), self._share(piece, step, plan, consumed)
+            if not piece.num_rows:
+                seen.share = seen.share._replace(consumed=consumed, stream=piece.stream)
+                continue
+            share = seen.share = self._share(piece, step, plan, consumed)
+            yield cast("T", piece.content), share
             step += 1
         if plan is not None and step < plan.num_batches(self._cut.rank):
             raise self._wrong_length(plan, f"ended after {consumed}")
@@ -161,7 +221,7 @@ class StreamReader(Generic[T]):
             )
         if self._is_own:  # that this rank has no more doesn't say that of the others
             is_last = None
-        return share._replace(is_last=is_last, consumed=consumed)
+        return share._replace(is_last=is_last, consumed=consumed, stream=piece.stream)
 
     def _length(self) -> int | None:
         """Count the samples that all ranks read."""
@@ -172,6 +232,42 @@ class StreamReader(Generic[T]):
             f"the dataset {type(self._dataset).__name__} has a length of {plan.num_samples}, and {what}. Its "
             "__len__ must count what its __iter__ gives; leave it out where nobody knows."
         )
+
+
+class Seen:
+    """What was known last of what is read.
+
+    Attributes:
+        share: How far the ranks have come together, whether this one has a batch there or not.
+        stream: State of the stream, on the rank that reads it for all.
+    """
+
+    def __init__(self) -> None:
+        """Know nothing yet."""
+        self.share = Share()
+        self.stream: State | None = None
+
+    def share_at(self, step: int) -> Share:
+        """Say it in a step behind this rank's last."""
+        del step
+        return self.share
+
+
+def setting_of(ctx: Context, source: DataLoader[Any], group: int | None, is_own: bool) -> Setting:
+    """Say what a place in a stream holds for.
+
+    Args:
+        ctx: The world.
+        source: The user's loader.
+        group: Samples of all that read the stream together, in a step.
+        is_own: Each rank has data of its own.
+    """
+    return Setting(
+        num_workers=source.num_workers,
+        group=group if source.num_workers > 1 else None,
+        num_processes=ctx.num_processes if is_own else None,
+        rank=ctx.rank if is_own else None,
+    )
 
 
 def read_stream(
@@ -233,7 +329,9 @@ def _batches_of(rows: int, source: DataLoader[Any]) -> str:
     return f"{kind}{last}, by {source.num_workers} workers"
 
 
-def pass_of(batches: Iterator[tuple[T, Share]], cut: Cut, plan: EpochPlan | None, is_whole: bool) -> Pass[T]:
+def pass_of(
+    batches: Iterator[tuple[T, Share]], cut: Cut, plan: EpochPlan | None, is_whole: bool, seen: Seen
+) -> Pass[T]:
     """Make a pass of the batches of a stream that all ranks read.
 
     Args:
@@ -241,11 +339,19 @@ def pass_of(batches: Iterator[tuple[T, Share]], cut: Cut, plan: EpochPlan | None
         cut: How the stream is cut.
         plan: Where the stream has a length.
         is_whole: Each sample is a batch, whose rows nobody has planned.
+        seen: Kept up as the batches are read.
     """
-    share_at = None if plan is None or is_whole else functools.partial(share_of, plan, rank=cut.rank)
     counts = None if plan is None else plan.counts
     evened_by = EVENED if is_whole else EVENED_OR_DROPPED
+    share_at = seen.share_at
+    if plan is not None:
+        share_at = functools.partial(_planned_share, plan, cut.rank, is_whole, seen)
     return Pass(counts, batches, in_step=cut.in_step, share_at=share_at, evened_by=evened_by)
+
+
+def _planned_share(plan: EpochPlan, rank: int, is_whole: bool, seen: Seen, step: int) -> Share:
+    share = Share(consumed=plan.consumed(step)) if is_whole else share_of(plan, step, rank)
+    return share._replace(stream=seen.share.stream)
 
 
 def length_of(dataset: Any, num_workers: int = 0) -> int | None:
@@ -256,103 +362,3 @@ def length_of(dataset: Any, num_workers: int = 0) -> int | None:
         return len(cast("Sized", dataset))
     except (TypeError, NotImplementedError):
         return None
-
-
-def tell(dataset: Any, epoch: int) -> None:
-    """Tell a dataset the epoch, if it asks for it."""
-    set_epoch = getattr(dataset, "set_epoch", None)
-    if callable(set_epoch):
-        set_epoch(epoch)
-
-
-class GroupedStream(IterableDataset[Piece]):
-    """The pieces of one rank, as a dataset of the user's loader.
-
-    For everything else it is the user's dataset: a ``worker_init_fn`` reads and sets attributes of that.
-    """
-
-    def __init__(self, dataset: Any, cut: Cut, place: torch.Tensor, source: int | None):
-        """Read ``dataset``.
-
-        Args:
-            dataset: The user's.
-            cut: How it is cut.
-            place: ``(3,)`` int64: seed, epoch and sample to start at, as of the next iteration.
-            source: Number of the rank, where it alone reads this stream.
-        """
-        vars(self)["_stream"] = Settings(dataset, cut, place, source)
-
-    def __len__(self) -> int:
-        return len(self._stream.dataset)
-
-    def __iter__(self) -> Iterator[Piece]:
-        dataset, cut, place, source = self._stream
-        seed, epoch, start = (int(number) for number in place)
-        worker = get_worker_info()
-        if worker is None:
-            return cut_stream(iter(dataset), cut, start)
-        if place.is_shared():  # this copy has outlived the pass that it was made for, or may
-            tell(dataset, epoch)
-        # The same on all ranks that read the stream: it may be shuffled by what is drawn while it is read.
-        key = (seed, epoch, worker.id, *(() if source is None else (source,)))
-        seed_worker(key)
-        num_passed = 0
-        if worker.num_workers > 1:  # the groups of all workers take turns; whoever puts them together counts
-            num_passed = max(0, -((worker.id - start // cut.group) // worker.num_workers))
-            start = 0
-        pieces = cut_stream(iter(dataset), cut, start, num_passed)
-        return (piece._replace(key=(*key, *piece.key)) for piece in pieces)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_stream" or name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self._stream.dataset, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._stream.dataset, name, value)
-
-
-class Settings(NamedTuple):
-    """What a :class:`GroupedStream` holds."""
-
-    dataset: Any
-    cut: Cut
-    place: torch.Tensor
-    source: int | None
-
-
-class CollatePiece:
-    """Collates the samples of a piece, and leaves the rest of it as it is."""
-
-    def __init__(self, collate: Callable[[Any], Any], is_whole: bool):
-        """Collate with ``collate``: a list of samples, or each sample as it is when ``is_whole``."""
-        self._collate = collate
-        self._is_whole = is_whole
-
-    def __call__(self, piece: Piece) -> Piece:
-        """Collate."""
-        if not piece.num_rows:
-            return piece
-        samples = piece.content[0] if self._is_whole else piece.content
-        if get_worker_info() is None:  # the program's own randomness is its own
-            return piece._replace(content=self._collate(samples))
-        # Ranks collate different samples, so they draw apart, and what they draw must not move the stream.
-        before = _random_state()
-        seed_worker(piece.key)
-        batch = self._collate(samples)
-        _set_random_state(before)
-        return piece._replace(content=batch, key=())
-
-
-def _random_state() -> tuple[Any, torch.Tensor, Any]:
-    numpy = sys.modules.get("numpy")
-    state = None if numpy is None else numpy.random.get_state()
-    return random.getstate(), torch.default_generator.get_state(), state
-
-
-def _set_random_state(states: tuple[Any, torch.Tensor, Any]) -> None:
-    random.setstate(states[0])
-    torch.default_generator.set_state(states[1])
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and states[2] is not None:
-        numpy.random.set_state(states[2])

@@ -86,7 +86,8 @@ def prepare(ctx: Context, /, *objects: Any) -> Any:
     """Prepare models, optimizers, loaders and schedulers, and give them back in the same order.
 
     Each object goes to the function of its kind: :func:`prepare_model`, :func:`prepare_optimizer`,
-    :func:`prepare_data_loader`, :func:`prepare_scheduler`. Anything else is given back as it is.
+    :func:`prepare_data_loader` (also what ``custom_classes`` of the ``DataLoaderConfiguration`` names),
+    :func:`prepare_scheduler`. Anything else is given back as it is.
 
     Ranks: every rank of ``ctx``.
 
@@ -144,7 +145,7 @@ def _prepare_one(ctx: Context, item: Any) -> Any:
         return prepare_optimizer(ctx, item)
     if isinstance(item, LRScheduler):
         return prepare_scheduler(ctx, item)
-    if isinstance(item, (DataLoader, PreparedDataLoader)):
+    if isinstance(item, (DataLoader, PreparedDataLoader, *ctx.loading.custom_classes)):
         return prepare_data_loader(ctx, cast("DataLoader[Any]", item))
     return item
 

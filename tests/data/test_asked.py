@@ -75,17 +75,14 @@ def test_items_are_batches_of_one_without_a_batch_size() -> None:
 
 
 def test_a_sampler_that_draws_more_or_less_than_its_length_is_refused() -> None:
-    def draw(sampler: Any, epoch: int) -> list[Any]:
-        return [*sampler, *[0] * epoch]
-
     asked = samples(DataLoader(data(9), sampler=Listed([3, 1, 2])))
-    assert asked.take(0, 0, draw)(torch.arange(3)) == [3, 1, 2]
+    assert asked.take(0, 0, [3, 1, 2])(torch.arange(3)) == [3, 1, 2]
     with pytest.raises(ValueError, match="Listed has a length of 3, and drew 5 samples"):
-        asked.take(0, 2, draw)
+        asked.take(0, 2, [3, 1, 2, 0, 0])
     # Of an order that is computed nothing is drawn.
     shuffled = samples(DataLoader(data(9), shuffle=True))
     assert shuffled.sampler is None
-    assert shuffled.take(5, 1, draw)(torch.arange(9)) == shuffled.order.taker(5, 1)(torch.arange(9))
+    assert shuffled.take(5, 1)(torch.arange(9)) == shuffled.order.taker(5, 1)(torch.arange(9))
 
 
 @given(st.lists(st.integers(1, 4), max_size=7), st.integers(1, 4))

@@ -273,7 +273,9 @@ def test_a_sampler_inside_of_a_batch_sampler_is_told_the_epoch() -> None:
         def __iter__(self) -> Iterator[list[int]]:
             return iter([[index] for index in self.sampler])
 
-    assert draw_together(Context(), Outer(), 1) == [[6], [4], [2], [0]]
+    drawn, begun = draw_together(Context(), Outer(), 1, tuple)
+    assert drawn.items == list(begun) == [[6], [4], [2], [0]]
+    assert drawn.before is drawn.after is None
 
 
 def test_a_list_is_taken_from_by_position() -> None:

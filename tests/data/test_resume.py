@@ -348,9 +348,9 @@ def unchanged(loader: PreparedDataLoader[Any]) -> tuple[int, int, int, int]:
         (LoaderState(epoch=1, consumed=2, seed=3, length=11), ValueError, "of 11 samples .* loader has 10"),
         (LoaderState(epoch=1, consumed=11, seed=3), ValueError, "read 11 samples of an epoch that has 10"),
         (
-            LoaderState(version=2, epoch=1, consumed=2, seed=3, length=10),
+            LoaderState(version=3, epoch=1, consumed=2, seed=3, length=10),
             NotAvailableError,
-            "has version 2, and this accelfn knows versions up to 1",
+            "has version 3, and this accelfn knows versions up to 2",
         ),
         ({"epoch": 1}, TypeError, "must be a LoaderState, got dict"),
     ],
@@ -390,7 +390,8 @@ def test_a_state_is_plain_numbers() -> None:
     state = loader_state(prepare_data_loader(Context(), numbers(4)))
     as_numbers = dataclasses.asdict(state)
     assert LoaderState(**as_numbers) == state
-    assert set(as_numbers) == {"version", "epoch", "consumed", "seed", "length"}
+    known = {name: value for name, value in as_numbers.items() if value is not None}
+    assert set(known) == {"version", "epoch", "consumed", "seed", "length"}
 
 
 @pytest.mark.parametrize("thing", [[1, 2], numbers(4)], ids=["list", "torch"])

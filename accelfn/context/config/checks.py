@@ -25,6 +25,7 @@ __all__ = (
     "find_member",
     "settle",
     "settle_choice",
+    "settle_classes",
     "settle_names",
     "settle_options",
     "settle_path",
@@ -245,3 +246,15 @@ def settle_path(record: object, *names: str) -> None:
         if not path:
             raise ConfigurationError(f"{where(record, name)} must not be empty. Pass a path or None.")
         settle(record, **{name: path})
+
+
+def settle_classes(record: object, *names: str) -> None:
+    """Turn an iterable of classes into a tuple; ``None`` is none."""
+    for name in names:
+        value = getattr(record, name)
+        items = () if value is None else (value,)
+        if isinstance(value, Iterable) and not isinstance(value, type):
+            items = tuple(cast("Iterable[object]", value))
+        if isinstance(value, type) or not all(isinstance(item, type) for item in items):
+            raise wrong_type(record, name, "a tuple of classes, such as (MyLoader,)")
+        settle(record, **{name: items})

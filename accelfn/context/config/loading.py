@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from accelfn.context.config.checks import check_bools, check_ints, settle_options
+from accelfn.context.config.checks import check_bools, check_ints, settle_classes
 
 __all__ = ("DataLoaderConfiguration",)
 
@@ -27,10 +25,11 @@ class DataLoaderConfiguration:
         data_seed: Seed of a shuffled order, at least 0; ``None`` takes that of the sampler's generator, else
             rank 0's seed of torch. Default None.
         non_blocking: Whether copies to the device are asynchronous. Default False.
-        use_stateful_dataloader: Whether the loader keeps torchdata's own state; not available yet. Default
-            False.
-        custom_classes: By name of a kind of loader, the class to build instead; ``None`` for ours. Refused
-            in this version when a loader is prepared. Default None.
+        use_stateful_dataloader: Whether streams that worker processes read are resumed by the state of their
+            datasets: a loader is then torchdata's ``StatefulDataLoader`` (``pip install 'accelfn[data]'``).
+            Without workers, and for data that is read by index, none is needed. Default False.
+        custom_classes: Classes of your own whose instances ``prepare`` takes for loaders: iterables of
+            batches that are no torch DataLoaders. Default none.
     """
 
     split_batches: bool = False
@@ -40,7 +39,7 @@ class DataLoaderConfiguration:
     data_seed: int | None = None
     non_blocking: bool = False
     use_stateful_dataloader: bool = False
-    custom_classes: Mapping[str, Any] | None = None
+    custom_classes: tuple[type, ...] = ()
 
     def __post_init__(self) -> None:
         """Check and normalise the fields."""
@@ -54,4 +53,4 @@ class DataLoaderConfiguration:
         )
         check_bools(self, "dispatch_batches", optional=True)
         check_ints(self, "data_seed", minimum=0, optional=True)
-        settle_options(self, "custom_classes", optional=True)
+        settle_classes(self, "custom_classes")

@@ -47,7 +47,7 @@ DEFAULTS: tuple[tuple[type, dict[str, Any]], ...] = (
             "data_seed": None,
             "non_blocking": False,
             "use_stateful_dataloader": False,
-            "custom_classes": None,
+            "custom_classes": (),
         },
     ),
     (

@@ -1,0 +1,212 @@
+"""The stream of one rank as a dataset of the user's loader: pieces of groups."""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from accelfn.data.cut import Cut, Piece, cut_stream
+from accelfn.data.sampled import seed_worker
+from accelfn.data.states import Follower, State
+
+__all__ = ("CollatePiece", "FollowedPieces", "GroupedStream", "Settings", "tell")
+
+
+def tell(dataset: Any, epoch: int) -> None:
+    """Tell a dataset the epoch, if it asks for it."""
+    set_epoch = getattr(dataset, "set_epoch", None)
+    if callable(set_epoch):
+        set_epoch(epoch)
+
+
+class GroupedStream(IterableDataset[Piece]):
+    """The pieces of one rank, as a dataset of the user's loader.
+
+    For everything else it is the user's dataset: a ``worker_init_fn`` reads and sets attributes of that.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        cut: Cut,
+        place: torch.Tensor,
+        source: int | None,
+        follower: Follower | None = None,
+    ) -> None:
+        """Read ``dataset``.
+
+        Args:
+            dataset: The user's.
+            cut: How it is cut.
+            place: ``(3,)`` int64: seed, epoch and sample to start at, as of the next iteration.
+            source: Number of the rank, where it alone reads this stream.
+            follower: Goes through the dataset where its state is to be known.
+        """
+        vars(self)["_stream"] = Settings(dataset, cut, place, source, follower, [])
+
+    def recall(self, state: State | None, at: int) -> None:
+        """Let the next iteration begin where ``state`` was taken, at sample ``at``."""
+        self._stream.recalled[:] = [] if state is None else [(state, at)]
+
+    def __len__(self) -> int:
+        return len(self._stream.dataset)
+
+    def __iter__(self) -> Iterator[Piece]:
+        dataset, cut, place, source, follower, recalled = self._stream
+        seed, epoch, start = (int(number) for number in place)
+        worker = get_worker_info()
+        if worker is None and follower is None:
+            return cut_stream(iter(dataset), cut, start)
+        if worker is None:
+            state, at = recalled.pop() if recalled else (None, 0)
+            return FollowedPieces(cast("Follower", follower), cut, start, state=state, begin=at)
+        if place.is_shared():  # this copy has outlived the pass that it was made for, or may
+            tell(dataset, epoch)
+        # The same on all ranks that read the stream: it may be shuffled by what is drawn while it is read.
+        key = (seed, epoch, worker.id, *(() if source is None else (source,)))
+        seed_worker(key)
+        num_passed = 0
+        if worker.num_workers > 1:  # the groups of all workers take turns; whoever puts them together counts
+            num_passed = max(0, -((worker.id - start // cut.group) // worker.num_workers))
+            start = 0
+        if follower is not None:
+            return FollowedPieces(follower, cut, start, num_passed, key)
+        pieces = cut_stream(iter(dataset), cut, start, num_passed)
+        return (piece._replace(key=(*key, *piece.key)) for piece in pieces)
+
+    def __getattr__(self, name: str) -> Any:
+        # States are asked of what it gives: that knows the place too.
+        if name in ("_stream", "state_dict", "load_state_dict") or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._stream.dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._stream.dataset, name, value)
+
+
+class Settings(NamedTuple):
+    """What a :class:`GroupedStream` holds."""
+
+    dataset: Any
+    cut: Cut
+    place: torch.Tensor
+    source: int | None
+    follower: Follower | None
+    recalled: list[tuple[State, int]]  # for one iteration, in this process
+
+
+class FollowedPieces:
+    """The pieces of a pass, each with the state of the stream behind its group.
+
+    In a worker, torchdata asks for the state and takes it up there.
+    """
+
+    def __init__(
+        self,
+        follower: Follower,
+        cut: Cut,
+        start: int,
+        num_passed: int = 0,
+        key: tuple[int, ...] | None = None,
+        state: State | None = None,
+        begin: int = 0,
+    ) -> None:
+        """Cut what ``follower`` goes through.
+
+        Args:
+            follower: Of the dataset.
+            cut: How it is cut.
+            start: Sample to start at.
+            num_passed: Groups after that of which nothing is read.
+            key: In a worker, what its randomness is derived from.
+            state: Where the stream begins; None at its start.
+            begin: Number of the sample there.
+        """
+        self._follower, self._cut, self._key = follower, cut, key
+        self._start, self._num_passed, self._state, self._begin = start, num_passed, state, begin
+        self._position = start
+        self._pieces: Iterator[Piece] | None = None
+
+    def __iter__(self) -> FollowedPieces:
+        return self
+
+    def __next__(self) -> Piece:
+        key = self._key
+        if key is not None:
+            # By the place, so that whoever goes on there draws the same.
+            seed_worker((*key, self._position))
+        if self._pieces is None:
+            samples = self._follower.begin(self._state)
+            read_first = functools.partial(_read_first, self._follower, key)  # a method would be a cycle
+            self._pieces = cut_stream(
+                samples, self._cut, self._start, self._num_passed, self._begin, read_first
+            )
+        piece = next(self._pieces, None)
+        if piece is None:
+            self._follower.end()
+            raise StopIteration
+        self._position += piece.num_valid
+        self._num_passed = max(0, self._num_passed - 1)
+        self._state = self._follower.state(piece.at_end)
+        if key is None:
+            return piece._replace(stream=self._state)
+        return piece._replace(key=(*key, *piece.key))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Say where the pieces of a worker are."""
+        return {"position": self._position, "num_passed": self._num_passed, "stream": self._state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on there. Before the first piece."""
+        self._position = self._start = int(state["position"])
+        self._num_passed, self._state = int(state["num_passed"]), state["stream"]
+        self._begin = 0 if self._state is None else self._start
+
+
+def _read_first(follower: Follower, key: tuple[int, ...] | None, number: int) -> list[Any]:
+    if key is not None:
+        seed_worker((*key, 0))  # as the first group was read
+    return follower.first(number)
+
+
+class CollatePiece:
+    """Collates the samples of a piece, and leaves the rest of it as it is."""
+
+    def __init__(self, collate: Callable[[Any], Any], is_whole: bool):
+        """Collate with ``collate``: a list of samples, or each sample as it is when ``is_whole``."""
+        self._collate = collate
+        self._is_whole = is_whole
+
+    def __call__(self, piece: Piece) -> Piece:
+        """Collate."""
+        if not piece.num_rows:
+            return piece
+        samples = piece.content[0] if self._is_whole else piece.content
+        if get_worker_info() is None:  # the program's own randomness is its own
+            return piece._replace(content=self._collate(samples))
+        # Ranks collate different samples, so they draw apart, and what they draw must not move the stream.
+        before = _random_state()
+        seed_worker(piece.key)
+        batch = self._collate(samples)
+        _set_random_state(before)
+        return piece._replace(content=batch, key=())
+
+
+def _random_state() -> tuple[Any, torch.Tensor, Any]:
+    numpy = sys.modules.get("numpy")
+    state = None if numpy is None else numpy.random.get_state()
+    return random.getstate(), torch.default_generator.get_state(), state
+
+
+def _set_random_state(states: tuple[Any, torch.Tensor, Any]) -> None:
+    random.setstate(states[0])
+    torch.default_generator.set_state(states[1])
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and states[2] is not None:
+        numpy.random.set_state(states[2])

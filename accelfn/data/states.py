@@ -1,0 +1,228 @@
+"""The states of what is the user's own: samplers, their generators, and streams."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any, TypeAlias, cast
+
+import torch
+
+from accelfn.data.cut import begun_once
+from accelfn.data.sources import forgets_by, has_exact_state
+
+__all__ = (
+    "Follower",
+    "State",
+    "check_plain",
+    "has_state",
+    "restore_sampler",
+    "rewound",
+    "sampler_state",
+    "snapshot",
+)
+
+# Plain values by name; see check_plain.
+State: TypeAlias = "Mapping[str, Any]"
+
+
+def has_state(thing: Any) -> bool:
+    """Whether something says its state by ``state_dict()`` and takes it up by ``load_state_dict(state)``."""
+    say, take = getattr(thing, "state_dict", None), getattr(thing, "load_state_dict", None)
+    if not callable(say) or not callable(take) or not has_exact_state(thing):
+        return False
+    try:
+        inspect.signature(say).bind()
+    except TypeError:  # it wants to be told things that nobody knows here
+        return False
+    except ValueError:  # it is written in C and has no signature
+        pass
+    return True
+
+
+def snapshot(value: Any) -> Any:
+    """Copy a state, so that what it is of can go on."""
+    kind = cast("type[Any]", type(value))
+    if kind is dict:
+        return {name: snapshot(one) for name, one in value.items()}
+    if kind is list or kind is tuple:
+        copies = [snapshot(one) for one in value]
+        return copies if kind is list else tuple(copies)
+    if kind in (int, float, str, bool, bytes, type(None)):
+        return value
+    return value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+def check_plain(value: object, path: str) -> None:
+    """Refuse a state that a checkpoint couldn't hold without pickle.
+
+    Raises:
+        TypeError: Something in it is no number, text, bytes, None, tensor or array, and no list, tuple or
+            dict of such; or a key is no text or whole number.
+    """
+    if isinstance(value, dict):
+        for name, one in cast("dict[object, object]", value).items():
+            if not isinstance(name, (str, int)):
+                raise TypeError(f"{path} has a key {name!r}. Name what a state holds by texts.")
+            check_plain(one, f"{path}[{name!r}]")
+    elif isinstance(value, (list, tuple)):
+        for place, one in enumerate(cast("list[object]", value)):
+            check_plain(one, f"{path}[{place}]")
+    elif not isinstance(value, (int, float, str, bytes, torch.Tensor, type(None))) and not _is_array(value):
+        raise TypeError(
+            f"{path} is of type {type(value).__name__}, which a checkpoint can't hold. A state_dict of your "
+            "own has to give numbers, texts, bytes, tensors or arrays, and lists and dicts of them."
+        )
+
+
+def _is_array(value: object) -> bool:
+    # Without an import: whoever has an array has imported numpy.
+    return type(value).__module__.partition(".")[0] == "numpy" and hasattr(value, "dtype")
+
+
+def sampler_state(sampler: Any) -> State | None:
+    """Say the state of a sampler, of the sampler inside of it, and of their generators.
+
+    Args:
+        sampler: Of samples or of batches.
+
+    Returns:
+        None where none of them has one.
+    """
+    found: dict[str, Any] = {}
+    for name, thing in _parts_of(sampler):
+        if has_state(thing):
+            found[name] = snapshot(thing.state_dict())
+        generator = getattr(thing, "generator", None)
+        if isinstance(generator, torch.Generator):
+            # As a text: it compares, and JSON can hold it.
+            found[f"{name}.generator"] = _bytes_of(generator.get_state()).hex()
+    return found or None
+
+
+def restore_sampler(sampler: Any, state: State) -> None:
+    """Bring a sampler to a state that :func:`sampler_state` has given."""
+    for name, thing in _parts_of(sampler):
+        if name in state and has_state(thing):
+            thing.load_state_dict(snapshot(state[name]))
+        generator, numbers = getattr(thing, "generator", None), state.get(f"{name}.generator")
+        if numbers is not None and isinstance(generator, torch.Generator):
+            generator.set_state(torch.tensor(list(bytes.fromhex(numbers)), dtype=torch.uint8))
+
+
+def _parts_of(sampler: Any) -> list[tuple[str, Any]]:
+    return [("outer", sampler), ("inner", getattr(sampler, "sampler", None))]
+
+
+def _bytes_of(numbers: torch.Tensor) -> bytes:
+    return bytes(cast("list[int]", numbers.tolist()))  # pyright: ignore[reportUnknownMemberType]
+
+
+def rewound(state: State | None) -> State | None:
+    """Give the state of a stream as its epoch began, where that is known. Pure."""
+    return _stream_state(state["begin"], state["begin"]) if state is not None and "begin" in state else None
+
+
+def _stream_state(
+    begin: Any, dataset: Any, iterator: Any = None, *, begun: bool = False, ended: bool = False
+) -> State:
+    return {"begin": begin, "dataset": dataset, "iterator": iterator, "begun": begun, "ended": ended}
+
+
+class Follower:
+    """Goes through a stream of the user's own, pass after pass, and says its state at any place.
+
+    A state is ``begin``, the dataset's as the pass began; ``dataset`` and ``iterator``, theirs now;
+    ``begun``, whether a pass is under way; and ``ended``, whether nothing is left in it.
+
+    Attributes:
+        has_state: Whether the dataset has one; an iterator of it may have one all the same.
+        is_amid: Whether the dataset stands where no pass begins.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        """Go through ``dataset``."""
+        self._dataset = dataset
+        self.has_state = has_state(dataset)
+        self._begin: Any = None
+        self._final: Any = None  # state at the end of the pass, where the dataset is asked no more
+        self._iterator: Any = None  # of the pass, where it has a state of its own
+        self.is_amid = False
+
+    def can_take(self, state: State) -> bool:
+        """Whether a state that another has said is of use to this one."""
+        if "dataset" not in state:
+            return False
+        if state["dataset"] is None:  # its iterators had one
+            return has_state(iter(self._dataset))
+        return self.has_state
+
+    def begin(self, state: State | None = None) -> Iterator[Any]:
+        """Begin a pass: from its start, or where ``state`` was taken."""
+        dataset, self._final, self._iterator = self._dataset, None, None
+        if self.has_state:
+            if state is not None and state["dataset"] is not None:
+                self._begin = state["begin"]
+                dataset.load_state_dict(snapshot(state["dataset"]))
+            else:
+                self._rewind()
+                self._begin = self._fresh()
+            self.is_amid = True
+        if state is not None and state["ended"]:
+            self._final = state["dataset"]
+            return iter(())
+        samples: Iterator[Any] = iter(dataset)
+        if has_state(samples) and cast("object", samples) is not dataset:
+            self._iterator = samples
+            if state is not None and state["iterator"] is not None:
+                self._iterator.load_state_dict(snapshot(state["iterator"]))
+        elif self.has_state and isinstance(dataset, Iterator) and state is not None and state["begun"]:
+            cast("Any", dataset).load_state_dict(snapshot(state["dataset"]))  # beginning may have reset it
+        return samples
+
+    def first(self, number: int) -> list[Any]:
+        """Read the first samples of a pass again, behind its end."""
+        if self.has_state:
+            self._final = snapshot(self._dataset.state_dict())
+            self._dataset.load_state_dict(snapshot(self._begin))
+        samples: Iterator[Any] = iter(self._dataset)
+        found = list(islice(begun_once(samples), number))
+        close = getattr(samples, "close", None)
+        if callable(close):
+            close()
+        if self.has_state:
+            self._dataset.load_state_dict(snapshot(self._final))
+        return found
+
+    def end(self) -> None:
+        """Note that the pass is over."""
+        # What was loaded may come back in the next pass, and is forgotten then.
+        self.is_amid = self.is_amid and forgets_by(self._dataset) is not None
+
+    def state(self, ended: bool) -> State | None:
+        """Say where the pass is; ``ended``: nothing is left in it."""
+        if not self.has_state and self._iterator is None:
+            return None
+        own = self._final
+        if self.has_state and own is None:
+            own = snapshot(self._dataset.state_dict())
+        of_iterator = None if self._iterator is None or ended else snapshot(self._iterator.state_dict())
+        return _stream_state(self._begin, own, of_iterator, begun=True, ended=ended)
+
+    def rest(self) -> State | None:
+        """Say the state between passes."""
+        if not self.has_state or forgets_by(self._dataset) is not None:
+            return None  # a pass begins alike after any other
+        own = self._begin if self.is_amid else snapshot(self._dataset.state_dict())
+        return _stream_state(own, own)
+
+    def _fresh(self) -> Any:
+        fresh = forgets_by(self._dataset)
+        return snapshot(self._dataset.state_dict()) if fresh is None else fresh
+
+    def _rewind(self) -> None:
+        """Let a pass begin where the latest one did, if that one wasn't gone through."""
+        if self.is_amid:
+            self._dataset.load_state_dict(snapshot(self._begin))
