@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -122,17 +121,16 @@ def process_group_collectives(
             raise
 
     by_socket = _exchange_by_socket(beside, rank, size, chunk, lookout, finish, references)
-    start_exchange = exchange_now = by_socket
+    start_exchange = by_socket
     if one_machine and control is not None and size > 1:  # not between threads, which have no locks
         most = chunk_bytes(size, _MAX_SHARED_BYTES)
         shared = share_rows(lambda message: by_socket(message).finish(), rank, size, most)
         if shared is not None:
             chunk = most
-            exchange_now = _exchange_in_memory(shared, lookout, references[0], eager=True)
-            start_exchange = _exchange_in_memory(shared, lookout, references[0], eager=False)
+            start_exchange = _exchange_in_memory(shared, lookout, references[0])
 
     def exchange(message: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return exchange_now(message).finish()
+        return start_exchange(message).finish()
 
     def carrier(buffer: torch.Tensor) -> dist.ProcessGroup:
         return beside if buffer.device.type == "cpu" and not carries_cpu else group
@@ -249,11 +247,11 @@ def _exchange_by_socket(
 
 
 def _exchange_in_memory(
-    shared: SharedRows, lookout: Lookout, reference: weakref.ref[dist.ProcessGroup], eager: bool
+    shared: SharedRows, lookout: Lookout, reference: weakref.ref[dist.ProcessGroup]
 ) -> Callable[[torch.Tensor], StartedExchange]:
     def finish() -> tuple[torch.Tensor, ...]:
         try:
-            lookout.wait(partial(shared.wait, eager=eager))
+            lookout.wait(shared.wait)
         except LostRanksError as lost:
             error = lookout.explain_loss(str(lost), lost.ranks)
             raise error from error.__cause__  # what it was caused by there, and not by what was seen here

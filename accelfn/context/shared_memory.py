@@ -167,13 +167,8 @@ class SharedRows:
         """Give the rows of all ranks, once they have come; they stay until the next exchange."""
         return self._rows[self._number % _SLOTS]
 
-    def wait(self, seconds: float, eager: bool = True) -> bool:
+    def wait(self, seconds: float) -> bool:
         """Wait for the rows of all ranks, at most so long; say whether they have come.
-
-        Args:
-            seconds: To wait.
-            eager: Look often at first, for whom each microsecond delays. Otherwise leave the processor to
-                the ranks that are late, which have more to do than whoever waits for them.
 
         Raises:
             LostRanksError: A process has ended instead of writing its row.
@@ -182,9 +177,8 @@ class SharedRows:
             return True
         start = time.monotonic()
         look, waited = _LOOK_S, 0.0
-        eager_s = _EAGER_S if eager else 0.0
         while waited < seconds:
-            time.sleep(0 if waited < eager_s else min(_LONGEST_NAP_S, max(_NAP_S, waited / 8)))
+            time.sleep(0 if waited < _EAGER_S else min(_LONGEST_NAP_S, max(_NAP_S, waited / 8)))
             if self._have_come():
                 return True
             waited = time.monotonic() - start

@@ -9,7 +9,7 @@ import torch
 
 from accelfn.tree import flatten, is_packed_sequence, send_to_device
 
-__all__ = ("SideStream", "is_at", "placer")
+__all__ = ("SideStream", "place_on_cpu", "placer")
 
 T = TypeVar("T")
 
@@ -25,9 +25,24 @@ def placer(device: torch.device, non_blocking: bool) -> Callable[[Any], Any]:
         return SideStream(device, non_blocking)
 
     def place(batch: Any) -> Any:
-        return batch if is_at(device, batch) else send_to_device(batch, device, non_blocking=non_blocking)
+        return send_to_device(batch, device, non_blocking=non_blocking)
 
-    return place
+    return place_on_cpu if device.type == "cpu" else place
+
+
+def place_on_cpu(batch: Any) -> Any:
+    """Bring a tree to the CPU, where nearly all of them are already: found out at little cost."""
+    kind = type(batch)
+    if kind is torch.Tensor:
+        if batch.is_cpu:
+            return batch
+    elif kind is list or kind is tuple or kind is dict:
+        for leaf in batch.values() if kind is dict else batch:
+            if type(leaf) is not torch.Tensor or not leaf.is_cpu:
+                break
+        else:
+            return batch
+    return send_to_device(batch, "cpu")
 
 
 class SideStream:
@@ -73,20 +88,3 @@ class SideStream:
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.is_pinned() else tensor.pin_memory()
-
-
-def is_at(device: torch.device, batch: Any) -> bool:
-    """Whether there is nothing to move in a batch of the commonest kinds; of any other, False."""
-    kind = type(batch)  # pyright: ignore[reportUnknownVariableType]
-    if kind is torch.Tensor:
-        return batch.device == device
-    if kind is list or kind is tuple:
-        leaves = batch
-    elif kind is dict:
-        leaves = batch.values()
-    else:
-        return False
-    for leaf in leaves:  # noqa: SIM110 (a generator would cost more than the loop)
-        if type(leaf) is not torch.Tensor or leaf.device != device:
-            return False
-    return True
