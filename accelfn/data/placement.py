@@ -32,7 +32,7 @@ def placer(device: torch.device, non_blocking: bool) -> Callable[[Any], Any]:
 
 def place_on_cpu(batch: Any) -> Any:
     """Bring a tree to the CPU, where nearly all of them are already: found out at little cost."""
-    kind = type(batch)
+    kind = type(batch)  # pyright: ignore[reportUnknownVariableType]
     if kind is torch.Tensor:
         if batch.is_cpu:
             return batch
