@@ -51,7 +51,8 @@ class LocalSGD:
 
         Raises:
             ValueError: ``local_sgd_steps`` is below 1.
-            ConfigurationError: ``Guard.check_replicas_every`` is set, and would find that the ranks differ.
+            ConfigurationError: ``Guard.check_replicas_every`` is set, and would find that the ranks differ;
+                or the accelerator is in exact mode.
         """
         if local_sgd_steps < 1:
             raise ValueError(f"LocalSGD: local_sgd_steps must be at least 1, got {local_sgd_steps}.")
@@ -59,6 +60,11 @@ class LocalSGD:
             raise ConfigurationError(
                 "LocalSGD: check_replicas_every compares parameters after optimizer steps, and here they are "
                 "meant to differ. Use a guard without it, and check_replicas behind the block."
+            )
+        if enabled and accelerator.context.reduction is not None:
+            raise ConfigurationError(
+                'LocalSGD: the accelerator has reduction="canonical", which sums the gradients of all ranks in '
+                "each step, and here ranks train by themselves. Use one of the two."
             )
         self.enabled = enabled and accelerator.num_processes > 1
         self.local_sgd_steps = local_sgd_steps

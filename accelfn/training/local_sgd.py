@@ -9,6 +9,7 @@ from torch import nn
 
 from accelfn.comm import reduce
 from accelfn.context import Context
+from accelfn.errors import ConfigurationError
 
 __all__ = ("LocalSGDState", "average_parameters", "local_sgd_step")
 
@@ -63,6 +64,7 @@ def local_sgd_step(ctx: Context, model: nn.Module, state: LocalSGDState, *, ever
 
     Raises:
         ValueError: ``every`` is below 1.
+        ConfigurationError: The context is in exact mode, where ranks never train by themselves.
         MismatchError: The parameters differ between ranks in a name, shape or dtype.
 
     >>> model = nn.Linear(1, 1)
@@ -74,6 +76,11 @@ def local_sgd_step(ctx: Context, model: nn.Module, state: LocalSGDState, *, ever
     """
     if every < 1:
         raise ValueError(f"local_sgd_step: every must be at least 1 step, got {every}.")
+    if ctx.reduction is not None:
+        raise ConfigurationError(
+            'local_sgd_step: this context has reduction="canonical", which sums the gradients of all ranks in '
+            "each step, and Local SGD lets ranks train by themselves. Use one of the two."
+        )
     if state.num_steps + 1 < every:
         return LocalSGDState(state.num_steps + 1)
     average_parameters(ctx, model)

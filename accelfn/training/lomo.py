@@ -44,7 +44,8 @@ def lomo_backward(
         ValueError: ``learning_rate`` is None.
         NotAvailableError: There are several ranks: each parameter is changed before its gradient could be
             averaged.
-        ConfigurationError: The context scales losses for float16, which LOMO does by itself.
+        ConfigurationError: The context scales losses for float16, which LOMO does by itself; or it is in
+            exact mode, which sums gradients before a step.
     """
     if not isinstance(cast("object", loss), torch.Tensor):
         raise TypeError(
@@ -67,6 +68,11 @@ def lomo_backward(
         raise ConfigurationError(
             "lomo_backward: the context scales losses for float16, and LOMO never sees the scale. Use bf16, "
             "or float16 parameters without mixed precision, for which LOMO has a scaler of its own."
+        )
+    if ctx.reduction is not None:
+        raise ConfigurationError(
+            'lomo_backward: this context has reduction="canonical", which sums the gradients of a window '
+            "before a step, and LOMO steps with each of them. Use another optimizer."
         )
     if micro is not None and micro.window > 1:
         loss = loss / micro.window

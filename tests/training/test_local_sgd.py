@@ -10,7 +10,7 @@ from torch import nn
 
 import accelfn as af
 from accelfn import Context, LocalSGDState
-from accelfn.errors import MismatchError
+from accelfn.errors import ConfigurationError, MismatchError
 from accelfn.testing import Where, run_ranks
 
 Values = list[torch.Tensor]
@@ -111,3 +111,14 @@ def test_bad_input() -> None:
             af.average_parameters(ctx, nn.Linear(1 + ctx.rank, 1))
 
     run_ranks(run, 2)
+
+
+def test_in_exact_mode_ranks_do_not_train_by_themselves() -> None:
+    def run(ctx: Context) -> None:
+        model = af.prepare(ctx, model_of())
+        with pytest.raises(ConfigurationError, match="sums the gradients of all ranks"):
+            af.local_sgd_step(ctx, model, LocalSGDState())
+        with pytest.raises(ConfigurationError, match="here ranks train by themselves"):
+            af.LocalSGD(af.Accelerator(context=ctx), model)
+
+    run_ranks(run, 2, reduction="canonical")

@@ -103,6 +103,9 @@ def test_what_lomo_cannot_do_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="scales losses for float16"):
         af.lomo_backward(Context().replace(mixed_precision="fp16"), loss, 0.1, optimizer)
 
+    with pytest.raises(ConfigurationError, match="sums the gradients of a window"):
+        af.lomo_backward(Context().replace(reduction="canonical"), loss, 0.1, optimizer)
+
     def run(ctx: Context) -> None:
         mine = model_of()
         with pytest.raises(NotAvailableError, match="before the 2 ranks could average"):
