@@ -63,8 +63,8 @@ class LocalSGD:
             )
         if enabled and accelerator.context.reduction is not None:
             raise ConfigurationError(
-                'LocalSGD: the accelerator has reduction="canonical", which sums the gradients of all ranks in '
-                "each step, and here ranks train by themselves. Use one of the two."
+                'LocalSGD: the accelerator has reduction="canonical", which sums the gradients of all ranks '
+                "in each step, and here ranks train by themselves. Use one of the two."
             )
         self.enabled = enabled and accelerator.num_processes > 1
         self.local_sgd_steps = local_sgd_steps

@@ -78,8 +78,8 @@ def local_sgd_step(ctx: Context, model: nn.Module, state: LocalSGDState, *, ever
         raise ValueError(f"local_sgd_step: every must be at least 1 step, got {every}.")
     if ctx.reduction is not None:
         raise ConfigurationError(
-            'local_sgd_step: this context has reduction="canonical", which sums the gradients of all ranks in '
-            "each step, and Local SGD lets ranks train by themselves. Use one of the two."
+            'local_sgd_step: this context has reduction="canonical", which sums the gradients of all ranks '
+            "in each step, and Local SGD lets ranks train by themselves. Use one of the two."
         )
     if state.num_steps + 1 < every:
         return LocalSGDState(state.num_steps + 1)
