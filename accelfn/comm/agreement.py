@@ -108,12 +108,21 @@ def agree(
         MissingRankError: A rank has ended instead.
         CollectiveTimeoutError: A rank did not come in time.
     """
+    rows, headers = _exchanged(ctx, call, payload, error)
+    return [_payload(row, header) for row, header in zip(rows, headers, strict=True)]
+
+
+def _exchanged(
+    ctx: Context, call: Call, payload: torch.Tensor | None, error: Exception | None
+) -> tuple[tuple[torch.Tensor, ...], list[tuple[Any, ...]]]:
+    """Open an operation; give the rows of all ranks, and their headers."""
     begun = _begin(ctx, call)
     if error is not None:
         text = json.dumps([type(error).__name__, text_of(error)[: capacity(ctx) // 8]], ensure_ascii=False)
         payload = as_tensor(text.encode(errors="replace"))
     message = _message(ctx, payload, _READY if error is None else _FAILED)
-    return _verdict(ctx, call, begun, ctx.collectives.exchange(message), error)
+    rows = ctx.collectives.exchange(message)
+    return rows, _verdict(ctx, call, begun, rows, error)
 
 
 def _message(ctx: Context, payload: torch.Tensor | None, status: int) -> torch.Tensor:
@@ -125,13 +134,10 @@ def _message(ctx: Context, payload: torch.Tensor | None, status: int) -> torch.T
 
 def _verdict(
     ctx: Context, call: Call, begun: _Begun, rows: tuple[torch.Tensor, ...], error: Exception | None
-) -> list[torch.Tensor]:
-    """Go on, or raise; all ranks do the same, since all have the same rows."""
+) -> list[tuple[Any, ...]]:
+    """Go on with the headers of all ranks, or raise; all ranks do the same, since all have the same rows."""
     journal = ctx.collectives.journal
     headers = [_HEADER.unpack(as_bytes(row, HEADER_BYTES)) for row in rows]
-    payloads = [
-        row[HEADER_BYTES : HEADER_BYTES + header[2]] for row, header in zip(rows, headers, strict=True)
-    ]
 
     last = max(header[1] for header in headers)
     failed = next((rank for rank, header in enumerate(headers) if header[3] == _FAILED), None)
@@ -139,14 +145,18 @@ def _verdict(
         journal.resume(last)
         if error is not None:
             raise error
-        cause, text = json.loads(as_bytes(payloads[failed]))
+        cause, text = json.loads(as_bytes(_payload(rows[failed], headers[failed])))
         raise RemoteRankError(failed, cause, text, call.operation)
     if any(header[0] != headers[0][0] for header in headers):
         difference = _explain(ctx, call, begun)
         journal.resume(last)
         raise difference
     journal.confirm()
-    return payloads
+    return headers
+
+
+def _payload(row: torch.Tensor, header: tuple[Any, ...]) -> torch.Tensor:
+    return row[HEADER_BYTES : HEADER_BYTES + header[2]]
 
 
 def check(ctx: Context, call: Call, error: Exception | None = None) -> None:
@@ -160,7 +170,7 @@ def check(ctx: Context, call: Call, error: Exception | None = None) -> None:
         Exception: As :func:`agree`.
     """
     if _is_due(ctx):
-        agree(ctx, call, None, error)
+        _exchanged(ctx, call, None, error)
         return
     _begin(ctx, call)
     if error is not None:

@@ -104,6 +104,7 @@ class ForwardCheck:
     def __init__(self, ctx: Context | None) -> None:
         """Check in the world of ``ctx``, or nothing without one."""
         self._ctx = ctx
+        self._is_first = True  # the next pass may compile kernels, on one rank longer than on others
 
     def watch(self, model: nn.Module) -> None:
         """Check each forward pass of ``model`` from now on."""
@@ -120,8 +121,7 @@ class ForwardCheck:
         gradients, buffers = _will_sync(model)
         if not gradients and not buffers:
             return
-        # The first pass may compile kernels, on one rank longer than on others.
-        is_first = self._ctx.collectives.journal.count(model) == 1
+        is_first, self._is_first = self._is_first, False
         text = f"gradients={gradients} buffers={buffers}"
         call = Call("forward", text, lambda: {"model": text}, takes_long=is_first)
         if buffers or _may_rebuild(model):
