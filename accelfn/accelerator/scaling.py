@@ -79,7 +79,7 @@ class Scaling:
         wanted = {id(parameter) for parameter in parameters}
         owners = [one for one in self._optimizers if parameters_of(one) & wanted]
         # Without an optimizer, these are nobody's gradients, and taken as they are.
-        return self.unscale(ctx, owners)._replace(is_unscaled=True, weight=None)
+        return self.unscale(ctx, owners)._replace(unscaled=(id(self),))
 
     def step(self, ctx: Context, optimizer: Optimizer) -> None:
         """Let an optimizer step unless its gradients overflowed; they stay."""

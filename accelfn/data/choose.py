@@ -39,6 +39,7 @@ def choose_reader(
             "0 read for all. Use one of the two."
         )
     if ctx.loading.dispatch_batches:
+        _refuse_disorder(loader)
         return dispatch(ctx, loader, partial(_agreed_seed, ctx, loader), slice_fn)
     if slice_fn is not None:
         raise ConfigurationError(
@@ -54,11 +55,21 @@ def choose_reader(
             'sharding="by_source" is for streams. This dataset is read by its indices, of which each rank '
             'gets its own: use sharding="global".'
         )
+    _refuse_disorder(loader)
     asked = read_asked(ctx.loading, ctx.num_processes, loader)
     seed = _agreed_seed(ctx, loader, asked.what)
     if isinstance(asked, AskedBatches):
         return BatchedReader(ctx, loader, asked, seed)
     return SampledReader(ctx, loader, asked, seed, ctx.rank)
+
+
+def _refuse_disorder(loader: DataLoader[Any]) -> None:
+    if loader.num_workers > 1 and not getattr(loader, "in_order", True):
+        raise ConfigurationError(
+            "in_order=False hands out batches as workers come by them, so nobody would know which rows are "
+            "padding and where a pass goes on. Use in_order=True, one worker, or "
+            'sharding="already_sharded", where each rank\'s batches are its own.'
+        )
 
 
 def _agreed_seed(ctx: Context, loader: DataLoader[Any], what: str) -> int:

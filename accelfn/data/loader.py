@@ -137,8 +137,11 @@ class PreparedDataLoader(Generic[T]):
         """Choose the epoch of the next pass, and with it the order.
 
         Raises:
-            ValueError: ``epoch`` is negative.
+            TypeError: ``epoch`` is no whole number.
+            ValueError: It is negative.
         """
+        if not isinstance(cast("object", epoch), int) or isinstance(epoch, bool):
+            raise TypeError(f"set_epoch: epochs are whole numbers, got {epoch!r}.")
         if epoch < 0:
             raise ValueError(f"set_epoch: epochs count from 0, got {epoch}.")
         place = self._place
@@ -198,7 +201,7 @@ class PreparedDataLoader(Generic[T]):
         """Do as :func:`accelfn.restore_loader` with what ``state_dict`` has given.
 
         Raises:
-            ValueError: It is something else.
+            TypeError, ValueError: It is something else.
             Exception: As ``restore_loader`` does.
         """
         self.go_to(read_state(state_dict))

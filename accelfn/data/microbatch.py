@@ -30,7 +30,7 @@ class MicroBatch(NamedTuple):
     """Where one batch stands in its epoch and in its accumulation window.
 
     Attributes:
-        index: Number of the batch in the epoch, from 0.
+        index: Number of the batch in its pass, from 0: of one that goes on in an epoch, from where it does.
         epoch: Number of the epoch, from 0.
         place: Place in the window, from 0.
         window: Batches that the window really holds: fewer at the end of the data.
@@ -162,9 +162,17 @@ def _microbatches(ctx: Context, loader: Iterable[T], uneven: Uneven) -> Iterator
     journal.has_ended = True
     # A source that gave fewer batches than its length has promised is found out here.
     if ctx.num_processes > 1 and uneven != "join":
-        check(ctx, Call("microbatches", f"the end after {index} batches"))
+        read = _read_by_all(prepared, begun, uneven)
+        check(ctx, Call("microbatches", f"the end after {index} batches{read}"))
     if prepared is not None:  # a rank that left batches over has ended its epoch like the others
         prepared.finish()
+
+
+def _read_by_all(prepared: PreparedDataLoader[Any] | None, begun: Pass[Any], uneven: Uneven) -> str:
+    """Say what the ranks have read together, where all must know the same of it."""
+    if prepared is None or uneven != "error" or not (begun.in_step or begun.counts is not None):
+        return ""
+    return f" and {prepared.consumed} samples of epoch {prepared.epoch}"
 
 
 def _begin_any(ctx: Context, loader: Iterable[T], uneven: Uneven) -> Pass[T]:

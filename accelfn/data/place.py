@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, cast
 
 from accelfn.data.reading import Setting
 from accelfn.data.states import State, check_plain
@@ -74,15 +74,21 @@ def read_state(values: Mapping[str, Any]) -> LoaderState:
         NotAvailableError: A newer version of accelfn has written it.
         TypeError, ValueError: It is no state of a loader.
     """
+    if not isinstance(cast("object", values), Mapping):
+        raise TypeError(
+            f"load_state_dict takes what state_dict() has given, got {type(cast('object', values)).__name__}."
+        )
     version = values.get("version")
     if isinstance(version, int):
         _check_version(version)
     unknown = sorted(str(name) for name in values.keys() - {one.name for one in fields(LoaderState)})
     missing = sorted({"epoch", "consumed", "seed"} - values.keys())
     if unknown or missing:
+        parts = (("lacks", missing), ("has", unknown))
+        wrong = [f"it {verb} {', '.join(names)}" for verb, names in parts if names]
         raise ValueError(
-            f"load_state_dict: this is no state of a prepared loader: it has no {missing}, and {unknown} is "
-            "nothing that one has. Pass what its state_dict() has given."
+            f"load_state_dict: this is no state of a prepared loader: {' and '.join(wrong)}. Pass what its "
+            "state_dict() has given."
         )
     return LoaderState(**values)
 

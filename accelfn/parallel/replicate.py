@@ -229,6 +229,11 @@ def no_sync(*models: nn.Module) -> Generator[None, None, None]:
 def _one_without_sync(model: nn.Module) -> Generator[None, None, None]:
     replica = cast("Replica | None", vars(model).get(REPLICA))
     if isinstance(model, DistributedDataParallel):
+        if model.static_graph and torch.is_grad_enabled():
+            raise ConfigurationError(
+                "no_sync: torch 2.13 fails in a backward pass that is not averaged when static_graph=True. "
+                "Use static_graph=False, or windows of one batch."
+            )
         with model.no_sync():
             yield
     elif replica is not None:

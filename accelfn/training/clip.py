@@ -91,7 +91,9 @@ def _check_unscaled(operation: str, ctx: Context, scaler_state: ScalerState | No
                 "scaler_state=, the state that unscale_gradients returned."
             )
         return
-    if scaler_state.weight is not None or (ctx.precision.scales_loss and not scaler_state.is_unscaled):
+    if scaler_state.is_unscaled:
+        return
+    if scaler_state.weight is not None or ctx.precision.scales_loss:
         raise ValueError(
             f"{operation}: the gradients are not divided by loss scale and weight yet, so the bound would be "
             "another one. Call unscale_gradients before, and pass the state that it returns."

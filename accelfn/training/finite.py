@@ -67,8 +67,12 @@ def check_tensors(ctx: Context, paths: Sequence[str], gradients: Sequence[torch.
     found = [
         path
         for path, gradient in zip(paths, gradients, strict=True)
-        if gradient is not None and not bool(torch.isfinite(gradient).all())
+        if gradient is not None and not _is_finite(gradient)
     ]
     by_rank = gather_object(ctx.tagged("check_gradients"), tuple(found))
     if any(by_rank):
         raise NonFiniteGradientError(tuple(by_rank))
+
+
+def _is_finite(gradient: torch.Tensor) -> bool:
+    return bool(torch.isfinite(gradient._values() if gradient.is_sparse else gradient).all())

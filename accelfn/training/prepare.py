@@ -27,6 +27,7 @@ from accelfn.tree import send_to_device
 __all__ = (
     "Mark",
     "check_parameters",
+    "is_prepared",
     "mark_of",
     "parameters_of",
     "prepare",
@@ -283,6 +284,8 @@ def unwrap_model(
         else:
             break
     plain = inner if keep_fp32_wrapper else without_precision(inner)
+    if plain is not inner:
+        vars(plain).pop(_MARK, None)  # in full precision nobody has prepared it
     if not keep_torch_compile:
         return without_compile(plain)
     if compiled is None:
@@ -290,6 +293,12 @@ def unwrap_model(
     if plain is inner and compiled._orig_mod is inner:
         return compiled if keep_fp32_wrapper else without_precision(compiled)
     return cast("nn.Module", cast("Any", torch).compile(plain))
+
+
+def is_prepared(model: nn.Module) -> bool:
+    """Whether a context has prepared a model, or the one inside of what torch.compile has made of it."""
+    inner = getattr(model, "_orig_mod", model)
+    return vars(inner).get(_MARK) is not None
 
 
 def _reductions(mark: Mark, ctx: Context) -> str:

@@ -38,18 +38,22 @@ class ScalerState(NamedTuple):
         growth_tracker: Steps without overflow since the scale changed; int32, shape ``()``.
         found_inf: 1 if a gradient of the latest step was not finite, else 0; float32, shape ``()``.
         num_skipped: Steps that were skipped so far; int64, shape ``()``.
-        is_unscaled: Whether the gradients at hand are divided already.
+        unscaled: Numbers (``id``) of the optimizers whose gradients are divided already; empty after a step.
         weight: Of the losses of this rank whose gradients are at hand, where they are sums with a weight;
-            float64 where the device has it, shape ``()``. None where they are means, or where the gradients
-            are divided already.
+            float64 where the device has it, shape ``()``. None where they are means, and after a step.
     """
 
     scale: torch.Tensor
     growth_tracker: torch.Tensor
     found_inf: torch.Tensor
     num_skipped: torch.Tensor
-    is_unscaled: bool = False
+    unscaled: tuple[int, ...] = ()
     weight: torch.Tensor | None = None
+
+    @property
+    def is_unscaled(self) -> bool:
+        """Whether gradients at hand are divided already."""
+        return bool(self.unscaled)
 
 
 def init_scaler(ctx: Context) -> ScalerState:
@@ -74,8 +78,8 @@ def unscale_gradients(
 ) -> ScalerState:
     """Divide the gradients by the scale and by their weight, as clipping or looking at them needs it.
 
-    Writes into the gradients. Called again before the step it does nothing; so it does with neither float16
-    nor weights.
+    Writes into the gradients. Called again for an optimizer before the step it does nothing; so it does with
+    neither float16 nor weights.
 
     Ranks: every rank of ``ctx``: whether a gradient overflowed is agreed, so that all skip or none.
 
@@ -91,11 +95,12 @@ def unscale_gradients(
         ValueError: A gradient is float16, so its parameter is, and there is nothing to gain from scaling.
         MismatchError: Some ranks have weights and some have none.
     """
-    scales = ctx.precision.scales_loss and not scaler_state.is_unscaled
-    weight = scaler_state.weight
-    if not scales and weight is None:
+    scales, weight = ctx.precision.scales_loss, scaler_state.weight
+    several = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
+    left = [one for one in several if id(one) not in scaler_state.unscaled]
+    if not left or (not scales and weight is None):
         return scaler_state
-    by_kind, error = attempt(lambda: _gradients(optimizer, scales))
+    by_kind, error = attempt(lambda: _gradients(left, scales))
     if ctx.num_processes > 1:  # nothing is changed where a rank can't
         check(ctx, Call("unscale_gradients", f"scaled={scales} weighted={weight is not None}"), error)
     elif error is not None:
@@ -103,7 +108,9 @@ def unscale_gradients(
     factor = torch.ones_like(scaler_state.scale) if weight is None else _share_of_weight(ctx, weight)
     if scales:
         factor = (factor.double() / scaler_state.scale.double()).float()
-    found_inf = torch.zeros_like(scaler_state.found_inf)
+    before = scaler_state.found_inf
+    found_inf = before.clone() if scaler_state.is_unscaled else torch.zeros_like(before)
+    unscaled = (*scaler_state.unscaled, *map(id, left))
     with torch.no_grad():
         for (device, _), grads in (by_kind or {}).items():
             if not scales:
@@ -115,12 +122,12 @@ def unscale_gradients(
             )
             found_inf = torch.maximum(found_inf, found_here.to(found_inf.device))
         if not scales:
-            return scaler_state._replace(is_unscaled=True, weight=None)
+            return scaler_state._replace(unscaled=unscaled)
         if ctx.num_processes > 1:
             flag = found_inf.reshape(1).clone()
             ctx.collectives.all_reduce(flag, "max")
             found_inf = flag.reshape(())
-    return scaler_state._replace(found_inf=found_inf, is_unscaled=True, weight=None)
+    return scaler_state._replace(found_inf=found_inf, unscaled=unscaled)
 
 
 def _share_of_weight(ctx: Context, weight: torch.Tensor) -> torch.Tensor:
@@ -133,11 +140,12 @@ def _share_of_weight(ctx: Context, weight: torch.Tensor) -> torch.Tensor:
         ctx.collectives.all_reduce(total, "sum")
     total = total.reshape(())
     num_averaged = ctx.num_processes if ctx.reduction is None else 1  # exact mode sums
-    return torch.where(total > 0, num_averaged / total, torch.zeros_like(total)).float()
+    # Anything that is no weight, such as NaN, shows in the gradients.
+    return torch.where(total == 0, torch.zeros_like(total), num_averaged / total).float()
 
 
 def _gradients(
-    optimizer: Optimizer | Sequence[Optimizer], are_scaled: bool
+    optimizer: Sequence[Optimizer], are_scaled: bool
 ) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
     """Sort the gradients by where and what they are."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
@@ -163,7 +171,8 @@ def _all_gradients(optimizer: Optimizer | Iterable[Optimizer]) -> list[torch.Ten
     }
     grads = [parameter.grad for parameter in parameters.values() if parameter.grad is not None]
     # By its method: to import DTensor takes half a second, which plain tensors shall not cost.
-    return [getattr(grad, "to_local", grad.detach)() for grad in grads]
+    local = [getattr(grad, "to_local", grad.detach)() for grad in grads]
+    return [grad._values() if grad.is_sparse else grad for grad in local]
 
 
 def update_scaler(ctx: Context, scaler_state: ScalerState) -> ScalerState:
@@ -183,7 +192,6 @@ def update_scaler(ctx: Context, scaler_state: ScalerState) -> ScalerState:
         growth_tracker=tracker,
         found_inf=scaler_state.found_inf,
         num_skipped=scaler_state.num_skipped + scaler_state.found_inf.to(torch.int64),
-        weight=scaler_state.weight,
     )
 
 

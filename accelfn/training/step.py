@@ -14,11 +14,13 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from accelfn.comm import check_replicas, reduce
 from accelfn.context import Context
 from accelfn.data import MicroBatch
+from accelfn.errors import ConfigurationError
 from accelfn.parallel import exact_backward, exact_batch
 from accelfn.parallel import no_sync as replicas_without_sync
 from accelfn.parallel import trigger_sync_in_backward as replicas_triggered
 from accelfn.training.exact import draw_for, num_shards
 from accelfn.training.finite import check_gradients, named_parameters
+from accelfn.training.prepare import is_prepared
 from accelfn.training.scaler import ScalerState, step_was_skipped, unscale_gradients, update_scaler
 
 __all__ = (
@@ -187,7 +189,8 @@ def accumulate(ctx: Context, micro: MicroBatch, *models: nn.Module) -> AbstractC
         *models: Prepared models that get gradients inside.
 
     Raises:
-        ConfigurationError: The context is in exact mode, and a model was prepared without it.
+        ConfigurationError: There are several ranks, and a model was not prepared; or the context is in exact
+            mode, and a model was prepared without it.
     """
     if ctx.num_processes == 1 and ctx.reduction is None:  # nobody to average with, or to be compared with
         return nullcontext()
@@ -204,6 +207,12 @@ def _accumulate(
         journal.place,
         f"batch {micro.index} of epoch {micro.epoch} ({micro.window} a window)",
     )
+    for index, model in enumerate(models):
+        if ctx.num_processes > 1 and not is_prepared(model):
+            raise ConfigurationError(
+                f"accumulate: model {index}, a {type(model).__name__}, was not prepared, so nobody averages "
+                "its gradients over the ranks. Pass what prepare_model gave back."
+            )
     try:
         with ExitStack() as stack:
             if ctx.reduction is not None:
@@ -230,7 +239,8 @@ def optimizer_step(
     Args:
         ctx: Says the precision.
         optimizer: What steps; several that share ``scaler_state`` in one sequence, which then step all or
-            none.
+            none. After a step the state is that of the next window: one for each optimizer where they step
+            one after the other.
         scaler_state: As backward or :func:`unscale_gradients` left it.
         clear_gradients: Set the gradients to None afterwards.
 
@@ -251,7 +261,7 @@ def optimizer_step(
         for one in optimizers:
             cast("Any", one).step()
         if scaler_state.is_unscaled:
-            scaler_state = scaler_state._replace(is_unscaled=False)
+            scaler_state = scaler_state._replace(unscaled=(), weight=None)
     else:
         _step_if_finite(optimizers, scaler_state.found_inf)
         scaler_state = update_scaler(ctx, scaler_state)

@@ -264,3 +264,31 @@ def test_the_plan_of_the_next_pass_can_be_looked_at() -> None:
     assert len(loader) == 3
     assert [batch.tolist() for batch in loader] == [[4, 5], [6, 7], [8]]
     assert len(loader) == 5
+
+
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_batches_that_come_in_any_order_are_refused(dispatch: bool) -> None:
+    ctx = Context().replace(dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))
+    data = cast("Any", torch.arange(8))
+    with pytest.raises(ConfigurationError, match="which rows are padding"):
+        prepare_data_loader(ctx, DataLoader(data, batch_size=2, num_workers=2, in_order=False))
+    with_one = DataLoader(data, batch_size=2, num_workers=1, in_order=False)
+    assert len(prepare_data_loader(ctx, with_one)) == 4
+
+
+@pytest.mark.parametrize("epoch", [1.5, True, "3", None])
+def test_an_epoch_is_a_whole_number(epoch: Any) -> None:
+    loader = prepare_data_loader(Context(), DataLoader(cast("Any", torch.arange(8))))
+    with pytest.raises(TypeError, match="epochs are whole numbers"):
+        loader.set_epoch(epoch)
+    assert loader.epoch == 0
+
+
+def test_what_is_no_state_says_what_is_wrong_with_it() -> None:
+    loader = prepare_data_loader(Context(), DataLoader(cast("Any", torch.arange(8))))
+    with pytest.raises(TypeError, match="got NoneType"):
+        loader.load_state_dict(cast("Any", None))
+    with pytest.raises(ValueError, match="it has foo"):
+        loader.load_state_dict({**loader.state_dict(), "foo": 1})
+    with pytest.raises(ValueError, match="it lacks seed and it has foo"):
+        loader.load_state_dict({"epoch": 0, "consumed": 0, "foo": 1})

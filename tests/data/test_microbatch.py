@@ -2,14 +2,14 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from accelfn import Context, DataLoaderConfiguration, GradientAccumulationPlugin
 from accelfn.data import (
@@ -17,7 +17,7 @@ from accelfn.data import (
     plan_microbatch,
     prepare_data_loader,
 )
-from accelfn.errors import ConfigurationError, UnevenDataError
+from accelfn.errors import ConfigurationError, MismatchError, UnevenDataError
 from accelfn.testing import run_ranks
 from tests.data.streams import Numbers, Shards, make_source
 
@@ -214,3 +214,33 @@ def test_any_sized_iterable_of_trees_is_a_loader() -> None:
 def test_policies_are_checked_at_the_call() -> None:
     with pytest.raises(ValueError, match="'never'"):
         microbatches(Context(), [], cast("Any", "never"))
+
+
+class Counted(IterableDataset[int]):
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.number))
+
+
+@pytest.mark.parametrize("numbers", [(8, 5), (7, 8), (3, 1)])
+def test_ranks_that_read_streams_of_different_lengths_hear_of_it(numbers: tuple[int, int]) -> None:
+    def run(ctx: Context) -> None:
+        loader = prepare_data_loader(ctx, DataLoader(Counted(numbers[ctx.rank]), batch_size=2))
+        for _ in microbatches(ctx, loader):
+            pass
+
+    with pytest.warns(UserWarning, match="each of 2 ranks reads"), pytest.raises(MismatchError):
+        run_ranks(run, 2)
+
+
+def test_ranks_in_different_epochs_hear_of_it() -> None:
+    def run(ctx: Context) -> None:
+        loader = prepare_data_loader(ctx, DataLoader(cast("Any", torch.arange(8)), batch_size=2))
+        loader.set_epoch(ctx.rank)
+        for _ in microbatches(ctx, loader):
+            pass
+
+    with pytest.raises(MismatchError):
+        run_ranks(run, 2)

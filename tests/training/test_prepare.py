@@ -124,3 +124,12 @@ def test_compiled_models_are_unwrapped_in_any_order() -> None:
         return list(af.unwrap_model(wrapped, keep_torch_compile=False).state_dict())
 
     assert run_ranks(run, 2, "processes") == [["weight", "bias"]] * 2
+
+
+def test_what_is_unwrapped_into_full_precision_can_be_prepared_again() -> None:
+    ctx = Context().replace(mixed_precision="bf16")
+    model = af.prepare_model(ctx, nn.Linear(4, 4))
+    plain = af.unwrap_model(model, keep_fp32_wrapper=False)
+    x = torch.rand(2, 4)
+    assert not torch.equal(plain(x), model(x))
+    assert torch.equal(af.prepare_model(ctx, plain)(x), model(x))

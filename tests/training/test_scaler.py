@@ -132,3 +132,52 @@ def test_float16_gradients_are_refused() -> None:
 def test_the_state_is_a_tree_of_tensors() -> None:
     state = init_scaler(fp16())
     assert isinstance(af.send_to_device(state, "cpu"), ScalerState)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_optimizers_that_are_unscaled_one_after_the_other_are_each_divided_once(weighted: bool) -> None:
+    ctx = Context() if weighted else fp16(init_scale=8.0)
+    parameters = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
+    optimizers = [torch.optim.SGD([one], lr=0.5) for one in parameters]
+    loss = (parameters[0] + parameters[1]).sum() * (8 if weighted else 1)
+    state = af.backward(ctx, loss, init_scaler(ctx), weight=8 if weighted else None)
+    for optimizer, parameter in zip(optimizers, parameters, strict=True):
+        state = af.unscale_gradients(ctx, optimizer, state)
+        assert af.unscale_gradients(ctx, optimizer, state) is state
+        assert parameter.grad == 1
+    state = af.optimizer_step(ctx, optimizers, state)
+    assert [float(one.detach()) for one in parameters] == [0.5, 0.5]
+    assert (state.unscaled, state.weight) == ((), None)
+
+
+def test_an_overflow_of_an_optimizer_that_is_unscaled_by_the_step_skips_all() -> None:
+    ctx = fp16(init_scale=8.0)
+    parameters = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
+    optimizers = [torch.optim.SGD([one], lr=0.5) for one in parameters]
+    for bad in (0, 1):
+        loss = sum(
+            (one * (float("inf") if index == bad else 1.0)).sum() for index, one in enumerate(parameters)
+        )
+        state = af.backward(ctx, loss, init_scaler(ctx))  # pyright: ignore[reportArgumentType]
+        state = af.unscale_gradients(ctx, optimizers[0], state)
+        state = af.optimizer_step(ctx, optimizers, state)
+        assert step_was_skipped(ctx, state)
+        assert [float(one.detach()) for one in parameters] == [1.0, 1.0]
+
+
+def test_sparse_gradients_are_unscaled_too() -> None:
+    ctx = fp16(init_scale=8.0)
+    table = torch.nn.Embedding(3, 1, sparse=True)
+    torch.nn.init.zeros_(table.weight)
+    optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
+    state = af.backward(ctx, table(torch.tensor([1, 1])).sum(), init_scaler(ctx))
+    af.optimizer_step(ctx, optimizer, state)
+    assert table.weight.tolist() == [[0.0], [-2.0], [0.0]]
+
+
+def test_what_is_no_weight_shows_in_the_gradients() -> None:
+    parameter = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    state = af.backward(Context(), parameter.sum(), init_scaler(Context()), weight=float("nan"))
+    af.optimizer_step(Context(), optimizer, state)
+    assert parameter.isnan().all()

@@ -9,7 +9,7 @@ from torch import nn
 
 import accelfn as af
 from accelfn import Context, GradientAccumulationPlugin, GradScalerKwargs, Guard, init_scaler, optimizer_step
-from accelfn.errors import MismatchError, NonFiniteGradientError, ReplicaDriftError
+from accelfn.errors import ConfigurationError, MismatchError, NonFiniteGradientError, ReplicaDriftError
 from accelfn.testing import run_ranks
 
 
@@ -344,3 +344,30 @@ def test_a_parameter_that_drifts_is_named_as_well_as_its_optimizer_can(
     with pytest.raises(ReplicaDriftError) as caught:
         run_ranks(train, 2, guard=Guard(check_replicas_every=1))
     assert [row.path for row in caught.value.rows] == [path]
+
+
+def test_a_model_that_nobody_averages_is_refused_where_there_are_several_ranks() -> None:
+    def run(ctx: Context) -> None:
+        ((_, micro),) = af.microbatches(ctx, [0])
+        with (
+            pytest.raises(ConfigurationError, match="model 1, a Linear, was not prepared"),
+            af.accumulate(ctx, micro, af.prepare(ctx, one_weight()), one_weight()),
+        ):
+            raise AssertionError("went in")
+        with af.accumulate(ctx, micro, af.prepare_model(ctx, one_weight(), evaluation_mode=True)):
+            pass
+
+    run_ranks(run, 2)
+    alone = Context()
+    ((_, micro),) = af.microbatches(alone, [0])
+    with af.accumulate(alone, micro, one_weight()):
+        pass
+
+
+def test_sparse_gradients_are_looked_at_too() -> None:
+    ctx = Context().replace(guard=Guard(check_gradients=True))
+    table = nn.Embedding(3, 1, sparse=True)
+    optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
+    state = af.backward(ctx, table(torch.tensor([1])).sum() / 0, af.init_scaler(ctx))
+    with pytest.raises(NonFiniteGradientError, match="param_groups"):
+        af.optimizer_step(ctx, optimizer, state)
