@@ -25,9 +25,11 @@ def value_and_grad(
 ) -> Callable[Concatenate[Params, P], tuple[V, Params]]:
     """Make a function that gives the value of ``loss_fn`` and its gradient, averaged over all ranks.
 
-    For models whose parameters are a pytree. No loss is scaled: with float16 small gradients vanish, so scale the
-    loss in ``loss_fn``, or use :func:`accelfn.make_train_step`, which does. With a mean loss and equal batches, ``n`` ranks of ``b`` samples
+    For models whose parameters are a pytree. With a mean loss and equal batches, ``n`` ranks of ``b`` samples
     each get the gradient of one rank with all ``n * b``.
+
+    No loss is scaled: with float16 small gradients vanish, so scale the loss in ``loss_fn``, or use
+    :func:`accelfn.make_train_step`, which does.
 
     In exact mode the batch of each rank is cut along its first dimension into as many equal shards as the
     accumulation window has batches, and loss and gradients are means over the shards of all ranks, formed in
