@@ -2,6 +2,9 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 
+import random
+import warnings
+
 import pytest
 import torch
 from hypothesis import given
@@ -181,3 +184,38 @@ def test_what_is_no_weight_shows_in_the_gradients() -> None:
     state = af.backward(Context(), parameter.sum(), init_scaler(Context()), weight=float("nan"))
     af.optimizer_step(Context(), optimizer, state)
     assert parameter.isnan().all()
+
+
+def test_a_thousand_sequences_of_overflows_go_as_with_torchs_own() -> None:
+    drawn = random.Random(0)
+    for _ in range(1000):
+        options = {
+            "init_scale": 2.0 ** drawn.randint(0, 16),
+            "growth_factor": drawn.choice([1.5, 2.0, 4.0]),
+            "backoff_factor": drawn.choice([0.25, 0.5, 0.75]),
+            "growth_interval": drawn.randint(1, 4),
+        }
+        ctx = fp16(**options)
+        torchs = torch.amp.GradScaler("cpu", **options)  # pyright: ignore[reportArgumentType]
+        state = init_scaler(ctx)
+        ours, theirs = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+        optimizer, other = optimizer_over(ours), optimizer_over(theirs)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        steps = 0
+        for overflows in (drawn.random() < 0.3 for _ in range(drawn.randint(1, 8))):
+            factor = drawn.choice([float("inf"), float("nan")]) if overflows else 0.25
+            state = af.backward(ctx, (ours * factor).sum(), state)
+            torchs.scale((theirs * factor).sum()).backward()
+            state = af.optimizer_step(ctx, optimizer, state)
+            torchs.step(other)
+            torchs.update()
+            other.zero_grad()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # where the first steps are skipped
+                af.scheduler_step(ctx, scheduler, state)
+            steps += not overflows
+            other.param_groups[0]["lr"] = 0.5 * 0.9**steps
+            assert float(state.scale) == torchs.get_scale()
+            assert step_was_skipped(ctx, state) == overflows
+            assert scheduler.last_epoch == steps  # a skipped step moves no schedule
+            assert torch.allclose(ours, theirs, rtol=1e-6, atol=0)
