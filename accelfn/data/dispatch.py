@@ -23,7 +23,16 @@ from accelfn.data.dispatch_stream import StreamDispatch, dispatch_stream
 from accelfn.data.order import draw_here, take_from
 from accelfn.data.parts import Parts
 from accelfn.data.plan import EpochPlan
-from accelfn.data.reading import EVENED, EVENED_OR_DROPPED, Pass, Remembering, Share, share_of, with_rows
+from accelfn.data.reading import (
+    EVENED,
+    EVENED_OR_DROPPED,
+    Pass,
+    Remembering,
+    Setting,
+    Share,
+    share_of,
+    with_rows,
+)
 from accelfn.data.sampled import Batches, Keyed, rebuild, whole_batches
 from accelfn.data.states import State, sampler_state
 from accelfn.errors import ConfigurationError
@@ -90,6 +99,7 @@ class OrderedDispatch(Remembering, Generic[T]):
         self.length: int | None = asked.order.num_samples
         self.batch_size: int | None = asked.batch_size
         self.seed = seed
+        self.setting = Setting(order=asked.order.kind)
         self._ctx = ctx
         self._asked = asked
         self._steps = _Steps(ctx, source, slice_fn)

@@ -181,6 +181,7 @@ class PreparedDataLoader(Generic[T]):
             group=setting.group,
             num_processes=setting.num_processes,
             rank=setting.rank,
+            order=setting.order,
             sampler=own.sampler,
             stream=place.latest.stream or own.stream,
         )

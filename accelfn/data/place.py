@@ -30,6 +30,8 @@ class LoaderState:
         group: Samples of a step, where several workers read a stream.
         num_processes: Ranks, where each has data of its own.
         rank: Whose data it is then.
+        order: How samples are ordered: ``"sequential"``, ``"shuffled"``, ``"drawn"`` or by a ``"sampler"``;
+            None of batches of your own and of streams.
         sampler: State of a sampler of your own, before it drew the epoch.
         stream: State of a stream of your own, in this place.
 
@@ -47,6 +49,7 @@ class LoaderState:
     group: int | None = None
     num_processes: int | None = None
     rank: int | None = None
+    order: str | None = None
     # A dict has no hash; equal states have equal numbers.
     sampler: State | None = field(default=None, hash=False)
     stream: State | None = field(default=None, hash=False)
@@ -56,6 +59,10 @@ class LoaderState:
         for one in fields(self):
             value: object = getattr(self, one.name)
             if value is None and one.default is None:
+                continue
+            if one.name == "order":
+                if not isinstance(value, str):
+                    raise TypeError(f"LoaderState: order must be a text, got {value!r}.")
                 continue
             if one.name in ("sampler", "stream"):
                 check_plain(value, f"the state of the {one.name}")
@@ -105,7 +112,7 @@ def check_state(state: LoaderState, length: int | None, now: Setting, by_state: 
     Raises:
         NotAvailableError: A newer version of accelfn has written it.
         ValueError: It is of a dataset of another length.
-        ConfigurationError: The data was read in another way.
+        ConfigurationError: The data was read in another way, or in another order.
     """
     _check_version(state.version)
     if length is not None and state.length is not None and length != state.length:
@@ -140,6 +147,12 @@ def _check_setting(state: LoaderState, now: Setting, by_state: bool) -> bool:
             f"restore_loader: the state is of {_whose(state.num_processes, state.rank)}, and the loader of "
             f"{_whose(now.num_processes, now.rank)}. Where each rank reads data of its own, go on with as "
             "many ranks, each with the state that it has saved, or restore a state from the end of an epoch."
+        )
+    if state.consumed and None not in (state.order, now.order) and state.order != now.order:
+        raise ConfigurationError(
+            f"restore_loader: the state is of samples in the order {state.order!r}, and the loader reads "
+            f"them in the order {now.order!r}, so what is left is another part of the data. Restore it with "
+            "a loader that orders them alike (shuffle=, sampler=), or begin an epoch anew."
         )
     several = [max(1, number or 0) for number in (state.num_workers, now.num_workers)]
     if by_state or state.num_workers is None or now.num_workers is None or not state.consumed:

@@ -81,12 +81,14 @@ class Setting(NamedTuple):
         group: Samples of all that read it together, in a step.
         num_processes: Ranks, where each has data of its own.
         rank: Whose data it is then.
+        order: How samples are ordered, as ``Order.kind``.
     """
 
     num_workers: int | None = None
     group: int | None = None
     num_processes: int | None = None
     rank: int | None = None
+    order: str | None = None
 
 
 class Remembering:

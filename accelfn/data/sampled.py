@@ -23,6 +23,7 @@ from accelfn.data.reading import (
     EVENED_OR_DROPPED,
     Pass,
     Remembering,
+    Setting,
     share_of,
     shares_of,
     with_rows,
@@ -72,6 +73,7 @@ class SampledReader(Remembering, Generic[T]):
         self.length: int | None = asked.order.num_samples
         self.batch_size: int | None = asked.batch_size
         self.seed = seed
+        self.setting = Setting(order=asked.order.kind)
         self.even_batches = ctx.loading.even_batches
         self._ctx = ctx
         self._asked = asked

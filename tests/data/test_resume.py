@@ -391,7 +391,7 @@ def test_a_state_is_plain_numbers() -> None:
     as_numbers = dataclasses.asdict(state)
     assert LoaderState(**as_numbers) == state
     known = {name: value for name, value in as_numbers.items() if value is not None}
-    assert set(known) == {"version", "epoch", "consumed", "seed", "length"}
+    assert set(known) == {"version", "epoch", "consumed", "seed", "length", "order"}
 
 
 @pytest.mark.parametrize("thing", [[1, 2], numbers(4)], ids=["list", "torch"])
@@ -518,7 +518,11 @@ def test_a_skipped_pass_moves_the_original_on_and_its_states_are_the_originals()
     batches = iter(rest)
     first = next(batches).tolist()
     state = loader_state(rest)
-    assert state == loader_state(loader) == LoaderState(epoch=0, consumed=9, seed=5, length=12)
+    assert (
+        state
+        == loader_state(loader)
+        == LoaderState(epoch=0, consumed=9, seed=5, length=12, order="sequential")
+    )
     second = next(batches).tolist()
     assert list(batches) == []
     assert (loader.epoch, rest.epoch) == (1, 1)
@@ -816,3 +820,17 @@ def test_numbers_of_batches_are_checked_at_the_call(source: Any) -> None:
 def test_what_can_not_be_iterated_over_is_refused() -> None:
     with pytest.raises(TypeError, match="another iterable, got int"):
         skip_first_batches(cast("Any", 3), 1)
+
+
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_a_place_in_another_order_is_refused_and_nothing_changes(dispatch: bool) -> None:
+    ctx = Context().replace(dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))
+    data = cast("Any", torch.arange(8))
+    shuffled = prepare_data_loader(ctx, DataLoader(data, batch_size=2, shuffle=True))
+    ordered = prepare_data_loader(ctx, DataLoader(data, batch_size=2))
+    fresh = loader_state(shuffled)
+    next(iter(shuffled))
+    with pytest.raises(ConfigurationError, match="order 'shuffled', and the loader reads"):
+        restore_loader(ordered, loader_state(shuffled))
+    assert [batch.tolist() for batch in ordered] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    restore_loader(ordered, fresh)  # at the start of an epoch nothing is left out

@@ -838,9 +838,7 @@ def test_what_has_a_state_says_it_without_being_told_anything() -> None:
 
 def test_what_is_no_state_of_a_loader_is_refused() -> None:
     loader = prepare_data_loader(Context(), DataLoader(Plain(3)))
-    with pytest.raises(
-        ValueError, match=r"no \['consumed', 'epoch', 'seed'\], and \['_snapshot'\] is nothing"
-    ):
+    with pytest.raises(ValueError, match="it lacks consumed, epoch, seed and it has _snapshot"):
         loader.load_state_dict({"_snapshot": {}})
     newer = {**loader.state_dict(), "version": 9, "more": 1}
     with pytest.raises(NotAvailableError, match="has version 9"):
