@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import accelfn as af
+from tests.bench.data import memory_of
 from tests.bench.timing import Row, compare, print_table
 
 plain: Any = cast("Any", dist)
@@ -162,12 +163,6 @@ def peaks() -> dict[str, float]:
         found[name] = (memory_of("VmHWM") - before) / 2**20
         del step
     return found
-
-
-def memory_of(field: str) -> int:
-    """Read bytes of this process from Linux."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
 def main() -> None:
