@@ -8,6 +8,10 @@
     |-- NotAvailableError         (NotImplementedError)  valid, but this version has no machinery for it
     |-- MissingExtraError         (ImportError)          an optional package is not installed
     |-- NonFiniteGradientError    (FloatingPointError)   a gradient is infinite or no number
+    |-- CheckpointError                                  a checkpoint can't be written or taken up
+    |   |-- NoCheckpointError     (FileNotFoundError)    there is no committed one in the directory
+    |   |-- DamagedCheckpointError (ValueError)          its bytes aren't those that were written
+    |   `-- CheckpointMismatchError (ValueError)         it holds another tree than the one to load into
     `-- DistributedError          (RuntimeError)         several ranks are involved
         |-- MismatchError                                ranks called different things
         |   `-- UnevenDataError                          ranks have different numbers of batches
@@ -26,8 +30,11 @@ from typing import NamedTuple
 __all__ = (
     "AccelfnError",
     "Caller",
+    "CheckpointError",
+    "CheckpointMismatchError",
     "CollectiveTimeoutError",
     "ConfigurationError",
+    "DamagedCheckpointError",
     "Disagreement",
     "DistributedError",
     "Drift",
@@ -35,6 +42,8 @@ __all__ = (
     "MismatchError",
     "MissingExtraError",
     "MissingRankError",
+    "Misfit",
+    "NoCheckpointError",
     "NonFiniteGradientError",
     "NotAvailableError",
     "RemoteRankError",
@@ -92,6 +101,65 @@ class NonFiniteGradientError(AccelfnError, FloatingPointError):
     def __reduce__(self) -> tuple[type["NonFiniteGradientError"], tuple[tuple[tuple[str, ...], ...]]]:
         """Pickle by the arguments, so that the error can cross a process boundary."""
         return type(self), (self.by_rank,)
+
+
+class CheckpointError(AccelfnError):
+    """A checkpoint can't be written, found or taken up. What was there before is still there."""
+
+
+class NoCheckpointError(CheckpointError, FileNotFoundError):
+    """There is no committed checkpoint in the directory."""
+
+
+class DamagedCheckpointError(CheckpointError, ValueError):
+    """A file of a checkpoint isn't what was written. Nothing of it was taken up.
+
+    Attributes:
+        file: Its name in the checkpoint; "" where no single file is to blame.
+    """
+
+    def __init__(self, message: str, file: str = "") -> None:
+        """Keep the file's name."""
+        self.file = file
+        super().__init__(message)
+
+    def __reduce__(self) -> tuple[type["DamagedCheckpointError"], tuple[str, str]]:
+        """Pickle by the arguments, so that the error can cross a process boundary."""
+        return type(self), (str(self), self.file)
+
+
+class Misfit(NamedTuple):
+    """One row of a :class:`CheckpointMismatchError`: a leaf that can't be loaded."""
+
+    path: str  # such as "model.0.weight"
+    stored: str  # what the checkpoint has: dtype and shape, a type, or "nothing"
+    wanted: str  # what the tree to load into has
+
+
+class CheckpointMismatchError(CheckpointError, ValueError):
+    """A checkpoint holds another tree than the one to load into. Nothing was changed.
+
+    Attributes:
+        rows: Each leaf that is missing, extra, misshapen or of another dtype.
+    """
+
+    def __init__(self, message: str, rows: Sequence[Misfit]) -> None:
+        """Keep the rows and print the first of them as a table."""
+        self.message = message
+        self.rows = tuple(Misfit(*row) for row in rows)
+        shown = [Misfit("leaf", "checkpoint", "wanted"), *self.rows[:_MAX_ROWS]]
+        widths = [max(len(row[column]) for row in shown) for column in range(2)]
+        lines = [
+            f"  {path:<{widths[0]}}  {stored:<{widths[1]}}  {wanted}".rstrip()
+            for path, stored, wanted in shown
+        ]
+        if len(self.rows) > _MAX_ROWS:
+            lines.append(f"  ... and {len(self.rows) - _MAX_ROWS} more")
+        super().__init__("\n".join([message, *lines]))
+
+    def __reduce__(self) -> tuple[type["CheckpointMismatchError"], tuple[object, ...]]:
+        """Pickle by the arguments, so that the error can cross a process boundary."""
+        return type(self), (self.message, self.rows)
 
 
 class DistributedError(AccelfnError, RuntimeError):

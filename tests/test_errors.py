@@ -11,8 +11,11 @@ from accelfn import errors
 from accelfn.errors import (
     AccelfnError,
     Caller,
+    CheckpointError,
+    CheckpointMismatchError,
     CollectiveTimeoutError,
     ConfigurationError,
+    DamagedCheckpointError,
     Disagreement,
     DistributedError,
     Drift,
@@ -20,6 +23,8 @@ from accelfn.errors import (
     MismatchError,
     MissingExtraError,
     MissingRankError,
+    Misfit,
+    NoCheckpointError,
     NonFiniteGradientError,
     NotAvailableError,
     RemoteRankError,
@@ -62,7 +67,7 @@ def test_the_tree_is_as_it_is_drawn() -> None:
 
 def test_the_drawing_is_read_at_all() -> None:
     doc = errors.__doc__ or ""
-    assert len(drawn_tree(doc)) == 13
+    assert len(drawn_tree(doc)) == 17
     assert drawn_tree(doc.replace("(ValueError)", "(TypeError)")) != real_tree()
     assert drawn_tree(doc.replace("    |   `-- Env", "    |-- Env")) != real_tree()
 
@@ -70,7 +75,7 @@ def test_the_drawing_is_read_at_all() -> None:
 def test_every_error_is_ours_and_of_the_kind_that_except_exception_catches() -> None:
     for name in errors.__all__:
         cls = getattr(errors, name)
-        if cls not in (Caller, Disagreement, Drift, RemoteTraceback):
+        if cls not in (Caller, Disagreement, Drift, Misfit, RemoteTraceback):
             assert issubclass(cls, AccelfnError)
             assert not hasattr(builtins, name)
     assert RemoteTraceback.__bases__ == (Exception,)
@@ -83,6 +88,8 @@ def test_every_error_is_ours_and_of_the_kind_that_except_exception_catches() -> 
         (EnvironmentPlanError, ValueError),
         (NotAvailableError, NotImplementedError),
         (MissingExtraError, ImportError),
+        (NoCheckpointError, FileNotFoundError),
+        (DamagedCheckpointError, ValueError),
         (DistributedError, RuntimeError),
         (CollectiveTimeoutError, TimeoutError),
     ],
@@ -103,6 +110,10 @@ EXAMPLES: tuple[AccelfnError, ...] = (
     NotAvailableError("a"),
     MissingExtraError("a"),
     NonFiniteGradientError(((), ("parameters['w']", "parameters['b']"), ("parameters['w']",))),
+    CheckpointError("a"),
+    NoCheckpointError("a"),
+    DamagedCheckpointError("a", "tensors-00000.safetensors"),
+    CheckpointMismatchError("a", (Misfit("model.w", "float32 (2,)", "nothing"),)),
     DistributedError("a"),
     MissingRankError("a"),
     CollectiveTimeoutError("a"),
@@ -205,3 +216,15 @@ def test_a_remote_error_shows_the_traceback_of_the_other_rank_as_its_cause() -> 
     assert isinstance(error.__cause__, RemoteTraceback)
     assert "Traceback: line 7" in "".join(traceback.format_exception(error))
     assert RemoteRankError(2, "ValueError", "bad batch").__cause__ is None
+
+
+def test_a_checkpoint_that_does_not_fit_prints_a_row_for_each_leaf_up_to_twenty() -> None:
+    rows = (Misfit("model.w", "float32 (2,)", "nothing"), Misfit("model.long", "nothing", "int64 ()"))
+    assert str(CheckpointMismatchError("load_state: it differs.", rows)).splitlines() == [
+        "load_state: it differs.",
+        "  leaf        checkpoint    wanted",
+        "  model.w     float32 (2,)  nothing",
+        "  model.long  nothing       int64 ()",
+    ]
+    lines = str(CheckpointMismatchError("load_state: it differs.", rows * 11)).splitlines()
+    assert (len(lines), lines[-1]) == (23, "  ... and 2 more")
