@@ -30,7 +30,7 @@ __all__ = (
     "parse_manifest",
 )
 
-Json: TypeAlias = "None | bool | int | float | str | list[Any] | dict[str, Any]"
+Json: TypeAlias = "bool | int | float | str | list[Any] | dict[str, Any] | None"
 
 FORMAT = "accelfn-checkpoint"
 VERSION = 1
@@ -168,8 +168,8 @@ def parse_manifest(content: bytes, place: str = MANIFEST) -> Manifest:
     line, _, rest = content.partition(b"\n")
     if rest != hashlib.sha256(line).hexdigest().encode() + b"\n":
         raise DamagedCheckpointError(
-            f"{place} is damaged: its checksum isn't that of its content ({len(content)} bytes). Take an older "
-            "checkpoint.",
+            f"{place} is damaged: its checksum isn't that of its content ({len(content)} bytes). Take an "
+            "older checkpoint.",
             MANIFEST,
         )
     try:
@@ -179,7 +179,8 @@ def parse_manifest(content: bytes, place: str = MANIFEST) -> Manifest:
         raise _unsound(place, "it isn't one") from error
     if isinstance(version, int) and version > VERSION:
         raise NotAvailableError(
-            f"{place} is of version {version}, and this accelfn reads versions up to {VERSION}. Update accelfn."
+            f"{place} is of version {version}, and this accelfn reads versions up to {VERSION}. "
+            "Update accelfn."
         )
     if version != VERSION or said.get("chunk_bytes") != CHUNK_BYTES:
         raise _unsound(place, f"format, version or chunk_bytes is {said.get('format')!r}, {version!r}, ...")
