@@ -230,9 +230,8 @@ class Encoder:
             if state is not NotImplemented:
                 return {"$": "object", "of": spelled, "state": self._walk(state, path, depth)}
         if isinstance(value, _CODE):
-            return self._refuse(
-                path, f"a {class_of(cast("object", value)).__name__} is code: it has no state to store"
-            )
+            what = class_of(cast("object", value)).__name__
+            return self._refuse(path, f"a {what} is code: it has no state to store")
         entry = self._registered(value)
         if entry is not None:
             return self._registered_node(value, entry, path, depth)
