@@ -1,7 +1,6 @@
 """What a checkpoint says of itself: which files it has, which tensors lie where in them, and the tree.
 
-``manifest.json`` has two lines. The first is the manifest as JSON, without spaces and with sorted keys
-outside of the tree; the second is the SHA-256 of the first, in hexadecimal. So a manifest that was cut off or
+``manifest.json`` has two lines. The first is the manifest as JSON without spaces; the second is the SHA-256 of the first, in hexadecimal. So a manifest that was cut off or
 changed is known for what it is, and through the checksums in it so is every other byte of the checkpoint.
 """
 
@@ -92,7 +91,10 @@ class Manifest:
     """All that a checkpoint says of itself.
 
     Attributes:
-        tree: The document of the tree, see ``accelfn.checkpoint.document``.
+        tree: The document of the tree, see ``accelfn.checkpoint.document``; what differs between ranks as
+            ``accelfn.checkpoint.by_rank`` has it.
+        random: The document of the random states, by rank; None where there are none.
+        identity: The same text in the parts of one checkpoint on several nodes, and in no other checkpoint's.
         tensors: By the name that the document calls them by.
         files: By name.
         step: What the caller counts, such as optimizer steps; None where nothing was said.
@@ -107,6 +109,8 @@ class Manifest:
     tree: Json
     tensors: Mapping[str, StoredTensor]
     files: Mapping[str, StoredFile]
+    random: Json = None
+    identity: str = ""
     step: int | None = None
     metric: float | None = None
     world_size: int = 1
@@ -116,11 +120,6 @@ class Manifest:
     created_by: str = ""
 
     @property
-    def identity(self) -> str:
-        """A text that the parts of one checkpoint on several nodes have in common, and no other has."""
-        return hashlib.sha256(_line(self, None)).hexdigest()
-
-    @property
     def num_bytes(self) -> int:
         """Of all files of tensors."""
         return sum(file.size for file in self.files.values())
@@ -128,20 +127,21 @@ class Manifest:
 
 def format_manifest(manifest: Manifest) -> bytes:
     """Write a manifest as the bytes of its file."""
-    line = _line(manifest, manifest.node)
+    line = _line(manifest)
     return line + b"\n" + hashlib.sha256(line).hexdigest().encode() + b"\n"
 
 
-def _line(manifest: Manifest, node: int | None) -> bytes:
+def _line(manifest: Manifest) -> bytes:
     head = {
         "format": FORMAT,
         "version": VERSION,
         "created_by": manifest.created_by,
+        "identity": manifest.identity,
         "step": manifest.step,
         "metric": manifest.metric,
         "world_size": manifest.world_size,
         "num_nodes": manifest.num_nodes,
-        "node": node,
+        "node": manifest.node,
         "generation": manifest.generation,
         "chunk_bytes": CHUNK_BYTES,
         "files": {name: list(file) for name, file in sorted(manifest.files.items())},
@@ -149,6 +149,7 @@ def _line(manifest: Manifest, node: int | None) -> bytes:
             name: [one.dtype, one.shape, [list(piece) for piece in one.pieces]]
             for name, one in sorted(manifest.tensors.items())
         },
+        "random": manifest.random,
         "tree": manifest.tree,  # in its own order, which is that of the dicts in it
     }
     return json.dumps(head, separators=(",", ":"), allow_nan=False).encode()
@@ -189,6 +190,8 @@ def parse_manifest(content: bytes, place: str = MANIFEST) -> Manifest:
             tree=said["tree"],
             tensors={name: _tensor(one) for name, one in said["tensors"].items()},
             files={name: StoredFile(*one) for name, one in said["files"].items()},
+            random=said["random"],
+            identity=said["identity"],
             step=said["step"],
             metric=said["metric"],
             world_size=said["world_size"],

@@ -16,7 +16,7 @@ from accelfn.context.failure import (
     text_of,
 )
 from accelfn.context.init import init_context
-from accelfn.context.journal import Entry, Journal, Unsettled
+from accelfn.context.journal import Entry, Journal, Settling, Unsettled
 from accelfn.context.lookout import Lookout, late_error
 from accelfn.context.options import ContextOptions, Strategy
 from accelfn.context.precision import Precision, check_precision
@@ -40,6 +40,7 @@ __all__ = (
     "Made",
     "Precision",
     "ReduceOp",
+    "Settling",
     "StartedExchange",
     "Strategy",
     "Unsettled",

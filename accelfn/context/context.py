@@ -233,7 +233,11 @@ class Context:
         """Close the context; an exception is told to the other ranks first."""
         if error is not None and self.world.made.opened:
             publish(self.collectives.board, self.collectives.journal, self.rank, error)
-        close_context(self)
+        try:
+            close_context(self)
+        except Exception:
+            if error is None:  # otherwise what the block raised says more
+                raise
 
 
 def configure(ctx: Context, options: ContextOptions) -> Context:
@@ -281,10 +285,23 @@ def close_context(ctx: Context) -> None:
     """Undo exactly what ``init_context`` did for ``ctx``: no more, and twice does no harm.
 
     A process group that was there before, or that belongs to the caller, stays. A variant from
-    ``ctx.replace`` has nothing to undo. Ranks that still wait for this one are told that it has ended.
+    ``ctx.replace`` has nothing to undo. Ranks that still wait for this one are told that it has ended. A save
+    that goes on in the background is waited for.
 
     Ranks: every rank of ``ctx``.
+
+    Raises:
+        Exception: What stopped that save, unless its handle has told it; the context is closed all the same.
     """
+    background = ctx.collectives.journal.background
+    try:
+        if background is not None and (ctx.world.made.opened or ctx.world.size == 1):
+            background.settle()
+    finally:
+        _close(ctx)
+
+
+def _close(ctx: Context) -> None:
     made = ctx.world.made
     if made.opened:
         _leave(ctx)

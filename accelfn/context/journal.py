@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
-__all__ = ("Entry", "Journal", "Unsettled")
+__all__ = ("Entry", "Journal", "Settling", "Unsettled")
 
 _REMEMBERED = 64
 _CHAIN_BYTES = 16
@@ -30,6 +30,14 @@ class Unsettled(NamedTuple):
 
     settle: Callable[[], None]  # hear it; raises if ranks disagree
     abandon: Callable[[], None]  # without hearing it
+
+
+class Settling(Protocol):
+    """Something that goes on in the background of a world."""
+
+    def settle(self) -> None:
+        """Wait for its end, and raise what stopped it."""
+        ...
 
 
 class Journal:
@@ -56,6 +64,7 @@ class Journal:
         after_backward: What is done when the backward pass under way is over; None while none is that
             ``accelfn.backward`` has begun.
         windows: Accumulation windows begun in exact mode.
+        background: What goes on beside the operations and is waited for when the world is closed: a save.
         drawn: In exact mode, the batch that random numbers were seeded for last, its place in the data, and
             how many blocks of code before were seeded for that place.
     """
@@ -76,6 +85,7 @@ class Journal:
         self.unsettled: Unsettled | None = None
         self.after_backward: list[Callable[[], None]] | None = None
         self.windows = 0
+        self.background: Settling | None = None
         self.drawn: tuple[object, str, int] = (None, "", 0)
         self._entries: deque[Entry] = deque(maxlen=_REMEMBERED)
         self._counts: WeakKeyDictionary[object, int] = WeakKeyDictionary()

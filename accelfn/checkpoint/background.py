@@ -1,0 +1,189 @@
+"""Saving in the background: a consistent copy in host memory, and a thread that writes it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from accelfn.context import Context, Journal
+from accelfn.tree.digest import split_flat
+
+__all__ = ("HostMemory", "SaveHandle", "begin_background", "finish_background")
+
+_ALIGNMENT = 64
+_PIECE = 1 << 24
+
+
+class SaveHandle:
+    """A save that goes on in the background.
+
+    ``result()`` waits for it. What went wrong is raised there, and if nobody asks, at the next save or load
+    of the world, or when its context is closed.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """Use ``save_state(..., asynchronous=True)`` instead."""
+        self.directory = directory
+        self._done = threading.Event()
+        self._path: Path | None = None
+        self._error: BaseException | None = None
+        self._was_told = False
+
+    def done(self) -> bool:
+        """Whether the save has ended, well or not."""
+        return self._done.is_set()
+
+    def result(self, timeout: float | None = None) -> Path:
+        """Wait until the checkpoint is committed, and give its place.
+
+        Ranks: local; on every rank it is committed, or none.
+
+        Args:
+            timeout: Seconds to wait at most; None for as long as it takes.
+
+        Raises:
+            TimeoutError: It goes on.
+            Exception: Whatever stopped it: :class:`~accelfn.errors.RemoteRankError` where that was on another
+                rank.
+        """
+        if not self._done.wait(timeout):
+            raise TimeoutError(f"save_state: the save to {self.directory} goes on after {timeout} s.")
+        self._was_told = True
+        if self._error is not None:
+            raise self._error
+        return cast("Path", self._path)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait as ``result`` does, and give what stopped the save, or None."""
+        try:
+            self.result(timeout)
+        except TimeoutError:
+            if not self._done.is_set():
+                raise
+        except BaseException:  # noqa: BLE001, S110 -- it is given below
+            pass
+        return self._error
+
+    def settle(self) -> None:
+        """Wait, and raise what stopped the save unless somebody has been told already."""
+        self._done.wait()
+        if self._error is not None and not self._was_told:
+            self._was_told = True
+            raise self._error
+
+    def run(self, work: Callable[[], Path]) -> None:
+        """Do the work and keep what came of it."""
+        try:
+            self._path = work()
+        except BaseException as error:  # noqa: BLE001 -- it is raised where somebody asks
+            self._error = error
+        finally:
+            self._done.set()
+
+
+class HostMemory:
+    """Memory for copies of tensors, which is kept from one save to the next."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._buffer: torch.Tensor | None = None
+
+    def copies(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copy tensors, each to contiguous memory on the host. The copies of the call before are gone.
+
+        Ranks: local. Returns when all copies are complete.
+        """
+        sizes = [tensor.numel() * tensor.dtype.itemsize for tensor in tensors]
+        places: list[int] = []
+        total = 0
+        for size in sizes:
+            places.append(total)
+            total += -(-size // _ALIGNMENT) * _ALIGNMENT
+        on_device = {tensor.device for tensor in tensors if tensor.device.type != "cpu"}
+        buffer = self._buffer
+        if buffer is None or buffer.numel() < total:
+            self._buffer = None  # let go of the old one first
+            pin = any(device.type == "cuda" for device in on_device)
+            buffer = self._buffer = torch.empty(total, dtype=torch.uint8, device="cpu", pin_memory=pin)
+        copies = [
+            buffer[place : place + size].view(tensor.dtype).view(tensor.shape)
+            for place, size, tensor in zip(places, sizes, tensors, strict=True)
+        ]
+        _copy_all(copies, [tensor.detach() for tensor in tensors])
+        for device in on_device:
+            torch.get_device_module(device.type).synchronize(device)
+        return copies
+
+
+def _copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy each tensor; those of the host in pieces by several threads, since one doesn't fill the bus."""
+    pieces: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for target, source in zip(targets, sources, strict=True):
+        if source.device.type != "cpu":
+            target.copy_(source, non_blocking=True)
+        elif source.is_contiguous() and source.numel():
+            size = max(1, _PIECE // source.dtype.itemsize)
+            pieces += zip(split_flat(target, size), split_flat(source, size), strict=True)
+        else:
+            target.copy_(source)
+    if not pieces:
+        return
+    with ThreadPoolExecutor(max(1, min(4, os.cpu_count() or 1))) as pool:
+        list(pool.map(_copy, pieces))
+
+
+def _copy(piece: tuple[torch.Tensor, torch.Tensor]) -> None:
+    piece[0].copy_(piece[1])
+
+
+class _Background:
+    """The save in the background of a world, of which there is one at most, and the memory of its copies."""
+
+    def __init__(self) -> None:
+        self.memory = HostMemory()
+        self.handle: SaveHandle | None = None
+
+    def settle(self) -> None:
+        handle, self.handle = self.handle, None
+        if handle is not None:
+            handle.settle()
+
+
+def finish_background(ctx: Context) -> None:
+    """Wait for the save that is under way in the background of this world, if there is one.
+
+    Ranks: local.
+
+    Raises:
+        Exception: What stopped it, unless its handle has told that already.
+    """
+    background = ctx.collectives.journal.background
+    if background is not None:
+        background.settle()
+
+
+def begin_background(
+    ctx: Context, directory: Path, prepare: Callable[[HostMemory], Callable[[], Path]]
+) -> SaveHandle:
+    """Copy what is to be saved, and begin to save it in a thread.
+
+    Args:
+        ctx: The world, in whose journal the handle is kept.
+        directory: For messages.
+        prepare: Makes the copies, and gives the work that is left.
+    """
+    journal: Journal = ctx.collectives.journal
+    background = journal.background
+    if not isinstance(background, _Background):
+        background = journal.background = _Background()
+    work = prepare(background.memory)
+    handle = background.handle = SaveHandle(directory)
+    # No daemon: the interpreter waits at its end for a thread that isn't, so a commit under way is completed.
+    threading.Thread(target=handle.run, args=(work,), name="accelfn-save").start()
+    return handle

@@ -1,0 +1,317 @@
+"""Take up the state of a run: everything is read and verified on all ranks before anything is changed."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+
+from accelfn.checkpoint.background import finish_background
+from accelfn.checkpoint.by_rank import document_of
+from accelfn.checkpoint.disk import Disk
+from accelfn.checkpoint.document import decode
+from accelfn.checkpoint.find import OpenCheckpoint, locate, read_checkpoint
+from accelfn.checkpoint.fit import fit
+from accelfn.checkpoint.manifest import MANIFEST, Json, Manifest
+from accelfn.checkpoint.nodes import LEAVES
+from accelfn.checkpoint.objects import (
+    Names,
+    Pending,
+    find_names,
+    find_states,
+    is_in_place,
+    misfits,
+    order_of,
+    prepare_undo,
+    state_of,
+    take_up,
+    targets,
+)
+from accelfn.checkpoint.overlap import Overlap, find_overlaps, join_overlaps, local_of
+from accelfn.checkpoint.phases import CollectivePhases
+from accelfn.checkpoint.random_state import restore_random_states
+from accelfn.checkpoint.tensor_reader import Box, read_boxes
+from accelfn.comm import attempt
+from accelfn.context import Context
+from accelfn.data import LoaderState
+from accelfn.data.place import read_state
+from accelfn.errors import CheckpointError, CheckpointMismatchError, DamagedCheckpointError, NoCheckpointError
+
+__all__ = ("load_state", "load_tree")
+
+T = TypeVar("T")
+
+# How often a checkpoint may vanish between finding and opening it, since another program prunes.
+_ATTEMPTS = 5
+
+
+class _Read(NamedTuple):
+    """What a checkpoint has for this rank, read and verified."""
+
+    manifest: Manifest
+    document: Json
+    tensors: Mapping[str, torch.Tensor]
+
+
+def load_state(
+    ctx: Context,
+    directory: str | os.PathLike[str],
+    like: T,
+    *,
+    strict: bool = True,
+    random_state: bool = True,
+) -> T:
+    """Take up the state that :func:`accelfn.save_state` has saved, on any number of ranks.
+
+    Modules, optimizers, schedulers, loaders and whatever else has ``load_state_dict`` are loaded in place, and
+    so are parameters that stand in the tree by themselves. Everything else comes back as new values in the
+    tree that is returned: tensors (on the device where ``like`` has them), numbers, records.
+
+    Every byte that is needed is read and verified first, on all ranks. Whatever is raised, on any rank,
+    nothing was changed on any of them.
+
+    Of another world size, replicated tensors and the place in the data come back as they were; cut tensors
+    (DTensor) in whatever cut ``like`` has them; and what each rank had for itself goes to the ranks in turn.
+
+    Ranks: every rank of ``ctx``. Returns when all ranks have taken up their part.
+
+    Args:
+        ctx: The world.
+        directory: A checkpoint, or a directory of checkpoints: then the newest in it.
+        like: A tree of the same names as the one that was saved. Parts of it without tensors and objects, such
+            as numbers and lists of numbers, may have any form: they come back as they were saved.
+        strict: Refuse modules whose state dict has other names. Otherwise what is missing keeps its values.
+        random_state: Whether to restore the random number generators of this process.
+
+    Returns:
+        ``like``, with new records.
+
+    Raises:
+        NoCheckpointError: There is no committed checkpoint.
+        DamagedCheckpointError: Its bytes aren't those that were written.
+        CheckpointMismatchError: Leaves are missing, extra, misshapen or of another dtype; all of them, by path.
+        NotAvailableError: A newer version of accelfn has written it.
+        RemoteRankError: One of these happened on another rank.
+    """
+    finish_background(ctx)
+    disk, phases = Disk(), CollectivePhases(ctx, "load_state")
+    place = os.path.abspath(os.fspath(directory))
+    names, error = attempt(lambda: find_names(like))
+    read = _read_together(ctx, disk, phases, place, error, partial(_read, ctx, disk, like, names, strict))
+    prepared, error = attempt(lambda: _prepare(read, like, names))
+    phases.gather("decode", "", error)
+    assert prepared is not None
+    value, pending, copies = prepared
+    undo: list[Callable[[], None]] = []
+    _, error = attempt(lambda: _take_up(pending, cast("Names", names), undo))
+    try:
+        phases.gather("take up", "", error)
+    except BaseException:
+        for step in reversed(undo):
+            step()
+        raise
+    with torch.no_grad():
+        for target, source in copies:
+            local_of(target).copy_(local_of(source))
+    if random_state and read.manifest.random is not None:
+        _restore_random(ctx, read)
+    phases.gather("loaded", "")
+    return cast("T", value)
+
+
+def load_tree(path: str | os.PathLike[str], like: Any = None, *, namespace: str = "") -> Any:
+    """Load a tree that :func:`save_tree` has saved, or that of any checkpoint.
+
+    Every byte is verified before anything is handed out. Nothing is imported and no code is run for a file:
+    classes of named tuples, enums and registered nodes are those of ``like``, or else those that the program
+    has imported already.
+
+    Ranks: local. Of a checkpoint of several ranks, what rank 0 had.
+
+    Args:
+        path: A checkpoint, or a directory of checkpoints: then the newest in it.
+        like: A tree of the same structure. Objects in it that have ``load_state_dict`` are loaded in place;
+            everything else comes back as new values. None takes the tree as it was saved, with the states of
+            objects as dicts.
+        namespace: Of optree, where nodes of your own are registered in one.
+
+    Returns:
+        The tree. Tensors are on the CPU.
+
+    Raises:
+        NoCheckpointError: There is no committed checkpoint.
+        DamagedCheckpointError: Its bytes aren't those that were written.
+        CheckpointMismatchError: It doesn't fit ``like``.
+    """
+    disk = Disk()
+
+    def read(found: OpenCheckpoint) -> tuple[Json, dict[str, torch.Tensor]]:
+        document = document_of(found.manifest.tree, 0)
+        if like is not None:
+            rows = fit(document, like, namespace=namespace)
+            if rows:
+                raise CheckpointMismatchError(f"load_tree: {found.path} does not fit the tree.", rows)
+        return document, _read_tensors(disk, found, dict.fromkeys(_named(document)))
+
+    document, tensors = read_checkpoint(disk, path, read)
+    return decode(document, tensors, like=like, namespace=namespace)
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
+def _read_together(
+    ctx: Context,
+    disk: Disk,
+    phases: CollectivePhases,
+    place: str,
+    error: Exception | None,
+    read: Callable[[OpenCheckpoint], _Read],
+) -> _Read:
+    """Let every rank read its part of the same checkpoint, although another program may replace or remove it."""
+    is_main = ctx.is_local_main_process if ctx.project.save_on_each_node else ctx.is_main_process
+    for _ in range(_ATTEMPTS):
+        path = None
+        if is_main and error is None:
+            path, error = attempt(lambda: locate(disk, place))
+        said = phases.gather("find", json.dumps([ctx.world.node_rank, path]), error)
+        paths = {node: path for node, path in map(json.loads, said) if path is not None}
+        path = paths[ctx.world.node_rank if ctx.project.save_on_each_node else json.loads(said[0])[0]]
+        found, error = attempt(lambda: read_checkpoint(disk, cast("str", path), read))
+        if isinstance(error, NoCheckpointError):
+            error = None  # it was there a moment ago; all look again
+        identity = "" if found is None else found.manifest.identity
+        identities = phases.gather("read", identity, error)
+        if found is not None and len(set(identities)) == 1:
+            return found
+    raise CheckpointError(
+        f"load_state: {place} changes all the time: another program replaces or removes checkpoints there while "
+        "this one reads. Load from a directory of its own."
+    )
+
+
+def _read(
+    ctx: Context, disk: Disk, like: Any, names: Names, strict: bool, found: OpenCheckpoint
+) -> _Read:
+    """Check that a checkpoint fits, and read what of it is for this rank."""
+    manifest = found.manifest
+    document = document_of(manifest.tree, ctx.rank)
+    stored = list(find_states(document, like))
+    rows = [*fit(document, like, convert=lambda path, thing: state_of(thing, names))]
+    rows += [row for one in stored for row in misfits(one, names, strict=strict)]
+    if rows:
+        count = "1 leaf" if len(rows) == 1 else f"{len(rows)} leaves"
+        raise CheckpointMismatchError(
+            f"load_state: {found.path} does not fit the tree in {count}. Nothing was changed.", rows
+        )
+    wanted: dict[str, torch.Tensor | None] = dict.fromkeys(_named(document))
+    for one in stored:
+        for node, target in targets(one, names):
+            wanted[node["name"]] = target
+    random = document_of(manifest.random, ctx.rank)
+    wanted.update(dict.fromkeys(_named(random)))
+    return _Read(manifest, document, _read_tensors(disk, found, wanted))
+
+
+def _named(document: Json) -> Iterator[str]:
+    """Give the names of the stored tensors that a document has need of."""
+    if isinstance(document, list):
+        for one in document:
+            yield from _named(one)
+    elif isinstance(document, dict):
+        name = document.get("name")
+        if document.get("$") in LEAVES and isinstance(name, str):
+            yield name
+        for one in document.values():
+            yield from _named(one)
+
+
+def _read_tensors(
+    disk: Disk, found: OpenCheckpoint, wanted: Mapping[str, torch.Tensor | None]
+) -> dict[str, torch.Tensor]:
+    """Read tensors, whole or in the cut of those that they are for."""
+    boxes: list[Box] = []
+    ends: list[int] = []
+    plans: list[tuple[str, torch.Tensor | None, list[Overlap]]] = []
+    for name, target in wanted.items():
+        one = found.manifest.tensors.get(name)
+        if one is None:
+            raise DamagedCheckpointError(
+                f"{found.path} has no tensor {name!r}, and its tree has need of it.", MANIFEST
+            )
+        overlaps = find_overlaps(one, target)
+        boxes += [Box(name, one.dtype, lap.piece, lap.offset, lap.shape) for lap in overlaps]
+        ends.append(len(boxes))
+        plans.append((name, target, overlaps))
+    parts = read_boxes(disk, found.folder, found.manifest, boxes)
+    starts = [0, *ends[:-1]]
+    return {
+        name: join_overlaps(found.manifest.tensors[name], target, overlaps, parts[start:end])
+        for (name, target, overlaps), start, end in zip(plans, starts, ends, strict=True)
+    }
+
+
+# --- taking up -----------------------------------------------------------------------------------
+
+
+def _prepare(
+    read: _Read, like: Any, names: Names | None
+) -> tuple[Any, list[Pending], list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Build the new tree, and list what is to be done to the objects in the old one."""
+    del names
+    pending: list[Pending] = []
+
+    def remember(path: str, thing: Any, state: Any) -> Any:
+        if isinstance(thing, LoaderState):
+            return read_state(state)
+        pending.append(Pending(path, thing, state))
+        return thing
+
+    value = decode(read.document, read.tensors, like=like, restore=remember)
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+    return settled(like, value, copies), sorted(pending, key=order_of), copies
+
+
+def settled(like: Any, value: Any, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+    """Put loaded tensors where ``like`` has theirs: into parameters, which are listed, or on their devices."""
+    if isinstance(like, torch.Tensor) and isinstance(value, torch.Tensor):
+        if is_in_place(like):
+            copies.append((like, value))
+            return like
+        moved = value if value.device == like.device else value.detach().to(like.device)
+        return moved.requires_grad_() if value.requires_grad and not moved.requires_grad else moved
+    if isinstance(like, dict) and isinstance(value, dict):
+        theirs = cast("dict[Any, Any]", like)
+        for key, one in cast("dict[Any, Any]", value).items():
+            value[key] = settled(theirs.get(key), one, copies)
+        return cast("Any", value)
+    if isinstance(value, (list, tuple)) and isinstance(like, (list, tuple)):
+        parts = list(cast("Sequence[Any]", value))
+        kin = list(cast("Sequence[Any]", like))
+        if len(parts) == len(kin):
+            parts = [settled(one, other, copies) for one, other in zip(kin, parts, strict=True)]
+        if isinstance(value, list):
+            return parts
+        kind = cast("Any", type(cast("object", value)))
+        return kind._make(parts) if hasattr(kind, "_make") else kind(parts)
+    return value
+
+
+def _take_up(pending: Sequence[Pending], names: Names, undo: list[Callable[[], None]]) -> None:
+    """Let objects take up their states, those that may refuse first."""
+    for one in pending:
+        undo.append(prepare_undo(one))
+        try:
+            take_up(one, names)
+        except Exception as error:
+            error.add_note(f"raised while {one.path!r} took up its state; everything is brought back")
+            raise
+
+
+def _restore_random(ctx: Context, read: _Read) -> None:
+    states = decode(document_of(read.manifest.random, ctx.rank), read.tensors)
+    restore_random_states(ctx, states, is_own=ctx.rank < read.manifest.world_size)

@@ -1,0 +1,156 @@
+"""Who writes what: each box of each tensor once, spread over the ranks that hold it."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from accelfn.errors import CheckpointError
+
+__all__ = ("Box", "Held", "SavePlan", "Write", "plan_save", "volume")
+
+
+class Box(NamedTuple):
+    """A part of a tensor: where it begins, and how large it is, by dimension."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+class Held(NamedTuple):
+    """What one rank holds of a tensor.
+
+    Attributes:
+        dtype: As torch names it.
+        shape: Of the whole tensor.
+        itemsize: Bytes of an element.
+        boxes: The parts that this rank holds; None for the whole.
+        content: A text that differs where the values do; "" where nobody looked. Of whole tensors alone.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    itemsize: int
+    boxes: tuple[Box, ...] | None = None
+    content: str = ""
+
+
+class Write(NamedTuple):
+    """A box that a rank writes.
+
+    Attributes:
+        stored: Name in the checkpoint.
+        name: Name on the rank.
+        box: The part; None for the whole.
+    """
+
+    stored: str
+    name: str
+    box: Box | None
+
+
+class SavePlan(NamedTuple):
+    """What each rank writes, and how it calls its tensors.
+
+    Attributes:
+        writes: By rank.
+        names: By rank: the stored name of each tensor whose values are this rank's own.
+    """
+
+    writes: tuple[tuple[Write, ...], ...]
+    names: tuple[Mapping[str, str], ...]
+
+
+def volume(shape: Sequence[int]) -> int:
+    """Count the elements of a shape."""
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+def plan_save(held: Sequence[Mapping[str, Held]], nodes: Sequence[int] | None = None) -> SavePlan:
+    """Decide who writes what. Pure; the same on every rank.
+
+    Of a tensor that all ranks hold with equal values, one rank writes all. Where values differ, each version
+    is kept, under a name with the lowest rank that has it, and that of rank 0 under the plain name. Boxes are
+    written by one of the ranks that hold them. Large ones are dealt out first, each to whoever has least to
+    write.
+
+    Args:
+        held: What each rank holds, by rank.
+        nodes: Number of each rank's node, where nodes have disks of their own: then every node writes what
+            its ranks hold.
+
+    Raises:
+        CheckpointError: Ranks hold boxes of tensors of another dtype or shape, or a whole and a part.
+
+    >>> one = Held("float32", (2,), 4)
+    >>> plan_save([{"a": one, "b": one}, {"a": one, "b": one}]).writes
+    ((Write(stored='a', name='a', box=None),), (Write(stored='b', name='b', box=None),))
+    """
+    # Whoever holds the same under the same stored name.
+    holders: dict[tuple[str, str, Box | None], list[int]] = {}
+    sizes: dict[tuple[str, str, Box | None], int] = {}
+    names: list[dict[str, str]] = [{} for _ in held]
+    versions: dict[str, dict[Held, str]] = {}
+    taken = {name for tensors in held for name in tensors}
+    for rank, tensors in enumerate(held):
+        for name, one in tensors.items():
+            known = versions.setdefault(name, {})
+            whole = one._replace(boxes=None)
+            stored = known.get(whole)
+            if stored is None:
+                if known and (one.boxes is not None or any(other.content == "" for other in known)):
+                    _refuse(name, rank, one, next(iter(known)))
+                stored = f"{name}@{rank}" if known or rank else name
+                while stored != name and stored in taken:
+                    stored += "'"
+                taken.add(stored)
+                known[whole] = stored
+            if stored != name:
+                names[rank][name] = stored
+            for box in one.boxes if one.boxes is not None else (None,):
+                key = (stored, name, box)
+                holders.setdefault(key, []).append(rank)
+                sizes[key] = volume(one.shape if box is None else box.shape) * one.itemsize
+    return SavePlan(_deal(holders, sizes, len(held), nodes), tuple(names))
+
+
+def _refuse(name: str, rank: int, one: Held, other: Held) -> None:
+    raise CheckpointError(
+        f"save_state: {name!r} is {one.dtype} {one.shape} on rank {rank} and {other.dtype} {other.shape} on "
+        "another. A tensor that is cut over ranks must be cut on all of them alike."
+    )
+
+
+def _deal(
+    holders: Mapping[tuple[str, str, Box | None], Sequence[int]],
+    sizes: Mapping[tuple[str, str, Box | None], int],
+    num_ranks: int,
+    nodes: Sequence[int] | None,
+) -> tuple[tuple[Write, ...], ...]:
+    written: list[list[Write]] = [[] for _ in range(num_ranks)]
+    loads = [0] * num_ranks
+    heap = [(0, rank) for rank in range(num_ranks)]  # for what all ranks hold; may lag behind `loads`
+    for key in sorted(holders, key=lambda key: (-sizes[key], key[0], key[2] or Box((), ()))):
+        for ranks in _by_node(holders[key], nodes):
+            if len(ranks) == num_ranks:
+                while heap[0][0] != loads[heap[0][1]]:
+                    heapq.heapreplace(heap, (loads[heap[0][1]], heap[0][1]))
+                writer = heap[0][1]
+            else:
+                writer = min(ranks, key=lambda rank: (loads[rank], rank))
+            loads[writer] += sizes[key]
+            written[writer].append(Write(*key))
+    return tuple(tuple(sorted(own, key=lambda one: (one.stored, one.box or Box((), ())))) for own in written)
+
+
+def _by_node(ranks: Sequence[int], nodes: Sequence[int] | None) -> Sequence[Sequence[int]]:
+    if nodes is None:
+        return (ranks,)
+    groups: dict[int, list[int]] = {}
+    for rank in ranks:
+        groups.setdefault(nodes[rank], []).append(rank)
+    return tuple(groups.values())

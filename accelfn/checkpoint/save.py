@@ -1,0 +1,524 @@
+"""Save the state of a run: what all ranks hold, as one checkpoint that appears whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, cast, overload
+
+import torch
+
+from accelfn import __version__
+from accelfn.checkpoint.background import HostMemory, SaveHandle, begin_background, finish_background
+from accelfn.checkpoint.by_rank import join_documents, renamed
+from accelfn.checkpoint.commit import Stage, abandon, begin_stage, check_target, make_nonce, publish
+from accelfn.checkpoint.disk import Disk, write_file
+from accelfn.checkpoint.document import Encoded, encode
+from accelfn.checkpoint.keep import Keep, prune_checkpoints
+from accelfn.checkpoint.manifest import (
+    CHUNK_BYTES,
+    MANIFEST,
+    Json,
+    Manifest,
+    Piece,
+    StoredFile,
+    StoredTensor,
+    format_manifest,
+)
+from accelfn.checkpoint.objects import find_names, state_of
+from accelfn.checkpoint.phases import BoardPhases, CollectivePhases, Phases
+from accelfn.checkpoint.plan import Box, Held, SavePlan, Write, plan_save
+from accelfn.checkpoint.random_state import random_states
+from accelfn.checkpoint.tensor_file import memory_of, new_entry, write_tensors
+from accelfn.comm import attempt
+from accelfn.context import Context, news
+from accelfn.context.config import GuardMode
+from accelfn.tree.digest import digest_tensors
+
+__all__ = ("save_state", "save_tree")
+
+# In the background, of larger tensors only samples are compared between ranks: looking at every byte would
+# hold up the training for as long as copying them.
+_COMPARED_WHOLE = 1 << 20
+_SAMPLES = 16
+_SAMPLE_BYTES = 1 << 12
+
+
+class _Own(NamedTuple):
+    """What this rank brings to a save."""
+
+    tree: Json
+    random: Json
+    tensors: Mapping[str, torch.Tensor]  # DTensors among them
+    held: Mapping[str, Held]
+    random_held: Mapping[str, Held]
+    sums: Mapping[str, tuple[int, ...]]  # checksums that are known already
+
+
+class _Job(NamedTuple):
+    """What is left of a save once all ranks know who writes what."""
+
+    directory: Path
+    step: int | None
+    metric: float | None
+    keep: Keep | None
+    rank: int
+    main: int  # the rank that makes the directory of this rank's node
+    nonce: str
+    nodes: tuple[int, ...] | None  # by rank, where nodes have disks of their own
+    size: int
+    tree: Json
+    random: Json
+    described: Mapping[str, Held]  # by stored name
+    plan: SavePlan
+    entries: tuple[tuple[str, torch.Tensor, tuple[int, ...] | None], ...]
+
+
+@overload
+def save_state(
+    ctx: Context,
+    directory: str | os.PathLike[str],
+    tree: Any,
+    asynchronous: Literal[False] = False,
+    *,
+    step: int | None = None,
+    metric: float | None = None,
+    keep: Keep | None = None,
+) -> Path: ...
+@overload
+def save_state(
+    ctx: Context,
+    directory: str | os.PathLike[str],
+    tree: Any,
+    asynchronous: Literal[True],
+    *,
+    step: int | None = None,
+    metric: float | None = None,
+    keep: Keep | None = None,
+) -> SaveHandle: ...
+@overload
+def save_state(
+    ctx: Context,
+    directory: str | os.PathLike[str],
+    tree: Any,
+    asynchronous: bool,
+    *,
+    step: int | None = None,
+    metric: float | None = None,
+    keep: Keep | None = None,
+) -> Path | SaveHandle: ...
+def save_state(
+    ctx: Context,
+    directory: str | os.PathLike[str],
+    tree: Any,
+    asynchronous: bool = False,
+    *,
+    step: int | None = None,
+    metric: float | None = None,
+    keep: Keep | None = None,
+) -> Path | SaveHandle:
+    """Save the state of a run as one checkpoint, so that no crash can lose it.
+
+    ``directory`` is the checkpoint. It appears by one rename, when every file of it is written and durable;
+    one that is there already is replaced, and until the new one is complete the old one stays. Whatever goes
+    wrong, on any rank, the old one is still there and every rank raises.
+
+    Modules, optimizers, schedulers and loaders are saved by what they are, anything else that has
+    ``state_dict`` and ``load_state_dict`` by what it says. Tensors and plain values, in any containers, are
+    saved as they are. The states of the random number generators of every rank are saved with them. A tensor
+    that is equal on all ranks is written once; where ranks differ, each one's is kept. Tensors that are cut
+    over ranks (DTensor) are written by those that hold them.
+
+    Ranks: every rank of ``ctx``. Returns when the checkpoint is committed, on all ranks.
+
+    Args:
+        ctx: The world.
+        directory: Of the checkpoint; the ones above it are made where they are missing. The same on every
+            rank, on a disk that they share, unless ``ProjectConfiguration.save_on_each_node`` is set: then
+            each node has its part on its own disk.
+        tree: What to save, by names: any tree.
+        asynchronous: Copy the state to host memory and write it in the background. The copy is complete when
+            this returns. One save at a time: the next one waits for it.
+        step: What you count, such as optimizer steps: says which checkpoint is the newest.
+        metric: What you measure, for keeping the best.
+        keep: Which checkpoints beside this one stay, once it is committed; None keeps all.
+
+    Returns:
+        The checkpoint's path; with ``asynchronous`` a handle, whose ``result()`` gives it.
+
+    Raises:
+        TypeError: Something in the tree has no plain form: all such leaves, by path.
+        ValueError: A tensor has no data, or the directory can be none, such as one that holds other files.
+        CheckpointError: Ranks hold different cuts of a tensor.
+        OSError: It can't be written: no space, no right to.
+        RemoteRankError: One of these happened on another rank.
+        MismatchError: A rank called something else.
+    """
+    finish_background(ctx)
+    path = Path(os.path.abspath(os.fspath(directory)))
+    own, error = attempt(lambda: _look(ctx, path, tree, is_copied=asynchronous, step=step, metric=metric))
+    phases = CollectivePhases(ctx, "save_state")
+    each_node = ctx.project.save_on_each_node
+    options = [None if each_node else str(path), step, metric, repr(keep), asynchronous]
+    job, error = attempt(lambda: _agree_on(ctx, phases, path, own, error, options, step, metric, keep))
+    if job is None:
+        raise cast("Exception", error)
+    if not asynchronous:
+        return _write(job, phases, Disk())
+
+    def prepare(memory: HostMemory) -> Any:
+        copies = memory.copies([tensor for _, tensor, _ in job.entries])
+        entries = tuple((key, copy, sums) for (key, _, sums), copy in zip(job.entries, copies, strict=True))
+        board = BoardPhases(
+            board=ctx.collectives.board,
+            rank=ctx.rank,
+            size=ctx.num_processes,
+            operation="save_state",
+            number=str(ctx.collectives.journal.number),
+            patience_s=ctx.guard.long_timeout_s,
+            is_hopeless=lambda: news(ctx.collectives.board, ctx.collectives.journal, ctx.rank),
+        )
+        return partial(_write, job._replace(entries=entries), board, Disk())
+
+    return begin_background(ctx, path, prepare)
+
+
+def save_tree(path: str | os.PathLike[str], tree: Any, *, namespace: str = "") -> Path:
+    """Save a tree as a checkpoint of its own: tensors in safetensors, everything else in JSON, no pickle.
+
+    Ranks: local; one rank alone writes to a directory.
+
+    Args:
+        path: Directory of the checkpoint, as for :func:`accelfn.save_state`.
+        tree: Any optree tree of tensors, arrays and plain values, and of objects that have ``state_dict`` and
+            ``load_state_dict``. Tensors that share memory share it again when it is loaded.
+        namespace: Of optree, where nodes of your own are registered in one.
+
+    Returns:
+        The path.
+
+    Raises:
+        TypeError: Something in the tree has no plain form: all such leaves, by path.
+        ValueError: A tensor has no data.
+        OSError: It can't be written.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     place = save_tree(f"{folder}/state", {"w": torch.arange(3), "step": 7})
+    ...     load_tree(place)
+    {'w': tensor([0, 1, 2]), 'step': 7}
+    """
+    encoded = encode(tree, namespace=namespace)
+    described = _held(encoded.tensors, {})
+    writes = tuple(Write(name, name, None) for name in described)
+    target = Path(os.path.abspath(os.fspath(path)))
+    check_target(Disk(), str(target))
+    job = _Job(
+        directory=target,
+        step=None,
+        metric=None,
+        keep=None,
+        rank=0,
+        main=0,
+        nonce=make_nonce(),
+        nodes=None,
+        size=1,
+        tree=encoded.document,
+        random=None,
+        described=described,
+        plan=SavePlan((writes,), ({},)),
+        entries=tuple((write.stored, encoded.tensors[write.name], None) for write in writes),
+    )
+    return _write(job, CollectivePhases(Context(), "save_tree"), Disk())
+
+
+# --- before anything is written ------------------------------------------------------------------
+
+
+def _look(
+    ctx: Context, path: Path, tree: Any, *, is_copied: bool, step: int | None, metric: float | None
+) -> _Own:
+    """Read all that this rank brings; nothing is written."""
+    if step is not None and type(cast("object", step)) is not int:
+        raise TypeError(f"save_state: step must be a whole number or None, got {step!r}.")
+    if metric is not None and not isinstance(cast("object", metric), (int, float)):
+        raise TypeError(f"save_state: metric must be a number or None, got {type(metric).__name__}.")
+    check_target(Disk(), str(path))
+    names = find_names(tree)
+    main = encode(tree, convert=lambda where, thing: state_of(thing, names))
+    random = encode(random_states(ctx))
+    prefix = "#random"
+    while any(name.startswith(f"{prefix}/") for name in main.tensors):
+        prefix = f"#{prefix}"
+    called = {name: f"{prefix}/{name}" for name in random.tensors}
+    random_tensors = {called[name]: tensor for name, tensor in random.tensors.items()}
+    sums: dict[str, tuple[int, ...]] = {}
+    compares = ctx.num_processes > 1 and ctx.guard.mode != GuardMode.OFF
+    content = _contents(main.tensors, sums, is_copied=is_copied) if compares else {}
+    random_content = _contents(random_tensors, sums, is_copied=False) if ctx.num_processes > 1 else {}
+    return _Own(
+        tree=main.document,
+        random=renamed(random.document, called),
+        tensors={**main.tensors, **random_tensors},
+        held=_held(main.tensors, content),
+        random_held=_held(random_tensors, random_content),
+        sums=sums,
+    )
+
+
+def _held(tensors: Mapping[str, torch.Tensor], content: Mapping[str, str]) -> dict[str, Held]:
+    return {
+        name: Held(
+            str(tensor.dtype).removeprefix("torch."),
+            tuple(tensor.shape),
+            tensor.dtype.itemsize,
+            _boxes(tensor),
+            content.get(name, ""),
+        )
+        for name, tensor in tensors.items()
+    }
+
+
+def _boxes(tensor: torch.Tensor) -> tuple[Box, ...] | None:
+    """Say which parts of a tensor that is cut over ranks lie here; None of one that isn't cut."""
+    chunks = getattr(tensor, "__create_chunk_list__", None)
+    if chunks is None:
+        return None
+    boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks()]
+    return tuple(box for box in boxes if all(box.shape) or not tensor.numel())
+
+
+def _contents(
+    tensors: Mapping[str, torch.Tensor], sums: dict[str, tuple[int, ...]], *, is_copied: bool
+) -> dict[str, str]:
+    """Give for each whole tensor a text that differs where any of its bits does."""
+    found: dict[str, str] = {}
+    digested: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if _boxes(tensor) is not None:
+            continue
+        size = tensor.numel() * tensor.dtype.itemsize
+        if is_copied and size > _COMPARED_WHOLE:
+            digested[name] = _samples(tensor)
+        elif tensor.device.type == "cpu" and tensor.is_contiguous():
+            memory = memory_of(tensor)
+            sums[name] = tuple(
+                zlib.crc32(memory[start : start + CHUNK_BYTES]) for start in range(0, size, CHUNK_BYTES)
+            )
+            found[name] = "crc32:" + ",".join(map(str, sums[name]))
+        else:
+            digested[name] = tensor
+    rows = cast("list[list[int]]", digest_tensors(list(digested.values())).tolist()) if digested else []  # pyright: ignore[reportUnknownMemberType]
+    found.update({name: f"digest:{row}" for name, row in zip(digested, rows, strict=True)})
+    return found
+
+
+def _samples(tensor: torch.Tensor) -> torch.Tensor:
+    """Give some parts of a large tensor, spread over all of it."""
+    flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach().flatten()
+    length = max(1, _SAMPLE_BYTES // tensor.dtype.itemsize)
+    step = (flat.numel() - length) // (_SAMPLES - 1)
+    return flat.as_strided((_SAMPLES, length), (step, 1), flat.storage_offset()).contiguous()
+
+
+# --- who writes what -----------------------------------------------------------------------------
+
+
+def _agree_on(
+    ctx: Context,
+    phases: CollectivePhases,
+    path: Path,
+    own: _Own | None,
+    error: Exception | None,
+    options: Sequence[object],
+    step: int | None,
+    metric: float | None,
+    keep: Keep | None,
+) -> _Job:
+    """Let all ranks know what the others hold, and plan who writes what."""
+    world = ctx.world
+    head, details = ("", "") if own is None else _said(own, world.node_rank, world.local_rank)
+    heads = [json.loads(one) for one in phases.gather(f"begin {json.dumps(options)}", head, error)]
+    assert own is not None  # otherwise gather has raised
+    documents, held = [own.tree] * world.size, [own.held] * world.size
+    if len({one["details"] for one in heads}) > 1:
+        every = [json.loads(one) for one in phases.gather("details", details)]
+        documents = [one["tree"] for one in every]
+        held = [_heard(one["held"]) for one in every]
+    for rank, one in enumerate(heads):
+        boxes = {name: tuple(Box(*map(tuple, box)) for box in found) for name, found in one["boxes"].items()}
+        held[rank] = {
+            **{
+                name: tensor._replace(boxes=boxes[name]) if name in boxes else tensor
+                for name, tensor in held[rank].items()
+            },
+            **_heard(one["random_held"]),
+        }
+    nodes = tuple(one["node"] for one in heads) if ctx.project.save_on_each_node else None
+    plan = plan_save(held, nodes)
+    described = {
+        plan.names[rank].get(name, name): tensor
+        for rank, tensors in enumerate(held)
+        for name, tensor in tensors.items()
+    }
+    mains = {one["node"]: rank for rank, one in enumerate(heads) if one["local_rank"] == 0}
+    trees = [renamed(one, plan.names[rank]) for rank, one in enumerate(documents)]
+    randoms = [renamed(one["random"], plan.names[rank]) for rank, one in enumerate(heads)]
+    return _Job(
+        directory=path,
+        step=step,
+        metric=metric,
+        keep=keep,
+        rank=world.rank,
+        main=0 if nodes is None else mains[world.node_rank],
+        nonce=heads[0]["nonce"],
+        nodes=nodes,
+        size=world.size,
+        tree=join_documents(trees),
+        random=join_documents(randoms),
+        described=described,
+        plan=plan,
+        entries=tuple(
+            (_key(write), _local(own.tensors[write.name]), own.sums.get(write.name))
+            for write in plan.writes[world.rank]
+        ),
+    )
+
+
+def _said(own: _Own, node: int, local_rank: int) -> tuple[str, str]:
+    """Give what is said in any case, and what is said only where ranks differ."""
+    whole = {name: one for name, one in own.held.items() if one.boxes is None}
+    cut = {name: one for name, one in own.held.items() if one.boxes is not None}
+    plain = {**whole, **{name: one._replace(boxes=()) for name, one in cut.items()}}
+    details = json.dumps({"tree": own.tree, "held": plain})
+    head = {
+        "details": hashlib.sha256(details.encode()).hexdigest(),
+        "boxes": {name: one.boxes for name, one in cut.items()},
+        "random": own.random,
+        "random_held": own.random_held,
+        "node": node,
+        "local_rank": local_rank,
+        "nonce": make_nonce(),
+    }
+    return json.dumps(head), details
+
+
+def _heard(held: Mapping[str, Sequence[Any]]) -> dict[str, Held]:
+    return {
+        name: Held(
+            dtype,
+            tuple(shape),
+            itemsize,
+            None if boxes is None else tuple(Box(*map(tuple, box)) for box in boxes),
+            content,
+        )
+        for name, (dtype, shape, itemsize, boxes, content) in held.items()
+    }
+
+
+def _key(write: Write) -> str:
+    """Name an entry of a file: as the tensor, with the place of its box where it is cut."""
+    return write.stored if write.box is None else f"{write.stored}@{','.join(map(str, write.box.offset))}"
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+# --- writing, in the caller's thread or another --------------------------------------------------
+
+
+def _write(job: _Job, phases: Phases, disk: Disk) -> Path:
+    """Write this rank's part, and commit when all ranks have written theirs."""
+    stage: Stage | None = None
+    is_main = job.rank == job.main
+    try:
+        if is_main:
+            stage, error = attempt(lambda: begin_stage(disk, job.directory, job.nonce))
+        else:
+            error = None
+        said = json.dumps([stage.path, stage.generation] if stage is not None else [])
+        heard = [json.loads(one) for one in phases.gather("stage", said, error)]
+        path, generation = heard[job.main][0], max(one[1] for one in heard if one)
+        written, error = attempt(lambda: _write_own(job, disk, path))
+        results = phases.gather("write", json.dumps(written), error)
+        error = None
+        if stage is not None:
+            content = format_manifest(_manifest(job, results, generation))
+            _, error = attempt(lambda: write_file(disk, os.path.join(path, MANIFEST), content))
+        if job.nodes is not None:
+            # Every node is ready before one of them commits: each still has its old one if another fails here.
+            phases.gather("ready", "", error)
+        if stage is not None and error is None:
+            _, error = attempt(lambda: publish(disk, stage))
+        phases.gather("commit", "", error)
+    except BaseException:
+        if stage is not None:
+            abandon(disk, stage)
+        raise
+    if is_main and job.keep is not None:
+        prune_checkpoints(job.directory.parent, job.keep)
+    return job.directory
+
+
+def _file_name(rank: int) -> str:
+    return f"tensors-{rank:05d}.safetensors"
+
+
+def _write_own(job: _Job, disk: Disk, stage: str) -> list[Any] | None:
+    if not job.entries:
+        return None
+    entries = [new_entry(key, tensor)._replace(crc32=sums) for key, tensor, sums in job.entries]
+    written = write_tensors(disk, os.path.join(stage, _file_name(job.rank)), entries, {"format": "pt"})
+    return [written.size, written.header_crc32, dict(written.crc32)]
+
+
+def _manifest(job: _Job, results: Sequence[str], generation: int) -> Manifest:
+    files: dict[str, StoredFile] = {}
+    pieces: dict[str, dict[Box | None, Piece]] = {}
+    node = None if job.nodes is None else job.nodes[job.rank]
+    # This node's own pieces first: of a box that several nodes have, each reads its own.
+    order = sorted(range(job.size), key=lambda rank: (job.nodes is not None and job.nodes[rank] != node, rank))
+    for rank in order:
+        result = json.loads(results[rank])
+        if result is None:
+            continue
+        size, header_crc32, sums = result
+        used = False
+        for write in job.plan.writes[rank]:
+            known = pieces.setdefault(write.stored, {})
+            if write.box in known:
+                continue
+            used = True
+            one = job.described[write.stored]
+            box = write.box or Box((0,) * len(one.shape), one.shape)
+            key = _key(write)
+            known[write.box] = Piece(_file_name(rank), key, box.offset, box.shape, tuple(sums[key]))
+        if used or node is None or job.nodes is None or job.nodes[rank] == node:
+            at = None if job.nodes is None else job.nodes[rank]
+            files[_file_name(rank)] = StoredFile(size, header_crc32, at)
+    return Manifest(
+        tree=job.tree,
+        tensors={
+            name: StoredTensor(
+                job.described[name].dtype, job.described[name].shape, tuple(found.values())
+            )
+            for name, found in pieces.items()
+        },
+        files=files,
+        random=job.random,
+        # Of all that was written, so that equal states give equal bytes.
+        identity=hashlib.sha256(json.dumps([list(results), generation, job.step]).encode()).hexdigest()[:32],
+        step=job.step,
+        metric=job.metric,
+        world_size=job.size,
+        num_nodes=1 if job.nodes is None else len(set(job.nodes)),
+        node=node,
+        generation=generation,
+        created_by=f"accelfn {__version__}",
+    )
