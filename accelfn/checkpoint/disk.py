@@ -20,6 +20,7 @@ from typing import Literal, NamedTuple
 from accelfn.errors import DamagedCheckpointError
 
 __all__ = (
+    "REAL_DISK",
     "Disk",
     "Folder",
     "Status",
@@ -195,6 +196,9 @@ class Disk:
     read: Callable[[int, memoryview, int], int] = _read
     free_bytes: Callable[[str], int] = _free_bytes
     parallel_reads: bool = hasattr(os, "preadv")
+
+
+REAL_DISK = Disk()
 
 
 @contextmanager
