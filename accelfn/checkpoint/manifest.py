@@ -26,6 +26,7 @@ __all__ = (
     "StoredFile",
     "StoredTensor",
     "format_manifest",
+    "parse_head",
     "parse_manifest",
 )
 
@@ -166,6 +167,28 @@ def parse_manifest(content: bytes, place: str = MANIFEST) -> Manifest:
         DamagedCheckpointError: It isn't what was written, or says what no manifest says.
         NotAvailableError: A newer version of accelfn has written it.
     """
+    return _manifest(_said(content, place, None), place)
+
+
+def parse_head(content: bytes, place: str = MANIFEST) -> Manifest:
+    """Read a manifest without its tree and tensors, which takes little however many there are.
+
+    The checksum is that of the whole, so the tree and the tensors are there as they were written.
+
+    Args:
+        content: Of the file.
+        place: How errors call it.
+
+    Raises:
+        DamagedCheckpointError: It isn't what was written, or says what no manifest says.
+        NotAvailableError: A newer version of accelfn has written it.
+    """
+    # Within a JSON string a quote has a backslash before it, so these bytes are no part of one.
+    said = _said(content, place, b',"tensors":')
+    return _manifest({**said, "tree": None, "tensors": {}}, place)
+
+
+def _said(content: bytes, place: str, until: bytes | None) -> dict[str, Any]:
     line, _, rest = content.partition(b"\n")
     if rest != hashlib.sha256(line).hexdigest().encode() + b"\n":
         raise DamagedCheckpointError(
@@ -174,7 +197,7 @@ def parse_manifest(content: bytes, place: str = MANIFEST) -> Manifest:
             MANIFEST,
         )
     try:
-        said = json.loads(line)
+        said = json.loads(line if until is None else line.partition(until)[0] + b"}")
         version = said["version"] if said["format"] == FORMAT else None
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise _unsound(place, "it isn't one") from error
@@ -185,6 +208,10 @@ def parse_manifest(content: bytes, place: str = MANIFEST) -> Manifest:
         )
     if version != VERSION or said.get("chunk_bytes") != CHUNK_BYTES:
         raise _unsound(place, f"format, version or chunk_bytes is {said.get('format')!r}, {version!r}, ...")
+    return cast("dict[str, Any]", said)
+
+
+def _manifest(said: Mapping[str, Any], place: str) -> Manifest:
     try:
         manifest = Manifest(
             tree=said["tree"],

@@ -1,0 +1,303 @@
+"""The head of a safetensors file: written, and checked without trusting a byte of it.
+
+A file is the header's length (8 bytes, little endian), the header (JSON, padded with spaces) and the bytes of
+the tensors. The header gives each tensor's dtype, shape and place. Whoever makes a file chooses all of that,
+so it is checked here before anything is allocated, read or compared by it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple, NoReturn, TypeAlias, cast
+
+import torch
+
+from accelfn.errors import DamagedCheckpointError
+
+__all__ = (
+    "MAX_HEADER_BYTES",
+    "Entry",
+    "Header",
+    "check_length",
+    "check_safetensors_header",
+    "format_header",
+    "stored_form",
+)
+
+# As in the stock readers. A header of 40,000 tensors with long names has about 8 MB.
+MAX_HEADER_BYTES = 100_000_000
+
+_LENGTH_BYTES = 8
+_MAX_BYTES = (1 << 63) - 1
+# What safetensors calls a dtype, and the bits of an element.
+_BITS = MappingProxyType(
+    {
+        **dict.fromkeys(("F4",), 4),
+        **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+        **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0"), 8),
+        **dict.fromkeys(("F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+        **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
+        **dict.fromkeys(("I32", "U32", "F32"), 32),
+        **dict.fromkeys(("C64", "F64", "I64", "U64"), 64),
+    }
+)
+# Torch's dtypes that safetensors has too.
+_STORED = MappingProxyType(
+    {
+        "bool": "BOOL",
+        "uint8": "U8",
+        "int8": "I8",
+        "uint16": "U16",
+        "int16": "I16",
+        "uint32": "U32",
+        "int32": "I32",
+        "uint64": "U64",
+        "int64": "I64",
+        "float16": "F16",
+        "bfloat16": "BF16",
+        "float32": "F32",
+        "float64": "F64",
+        "complex64": "C64",
+        "float8_e4m3fn": "F8_E4M3",
+        "float8_e4m3fnuz": "F8_E4M3FNUZ",
+        "float8_e5m2": "F8_E5M2",
+        "float8_e5m2fnuz": "F8_E5M2FNUZ",
+        "float8_e8m0fnu": "F8_E8M0",
+    }
+)
+
+
+class Entry(NamedTuple):
+    """Where a tensor lies in a file.
+
+    Attributes:
+        dtype: As safetensors names it, such as ``"F32"``.
+        shape: Of the tensor.
+        start: First byte, from the file's beginning.
+        stop: Byte after the last.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+class Header(NamedTuple):
+    """What a safetensors file says of itself.
+
+    Attributes:
+        entries: By name, in the order of their places.
+        metadata: Free texts.
+    """
+
+    entries: Mapping[str, Entry]
+    metadata: Mapping[str, str]
+
+
+_Form: TypeAlias = "tuple[str, tuple[int, ...]]"
+
+
+def stored_form(dtype: str, shape: Sequence[int]) -> _Form:
+    """Give the safetensors dtype and shape under which a tensor's bytes are stored.
+
+    complex128 is two numbers of ``F64``, two elements of float4 share a byte, and what safetensors lacks is
+    stored as bytes; each of these has one more dimension than the tensor.
+
+    Args:
+        dtype: As torch names it, such as ``"bfloat16"``.
+        shape: Of the tensor.
+
+    Raises:
+        ValueError: torch has no such dtype.
+
+    >>> stored_form("complex128", (3,)), stored_form("float32", ())
+    (('F64', (3, 2)), ('F32', ()))
+    """
+    if dtype in _STORED:
+        return _STORED[dtype], tuple(shape)
+    if dtype == "complex128":
+        return "F64", (*shape, 2)
+    known = getattr(torch, dtype, None)
+    if not isinstance(known, torch.dtype) or str(known) != f"torch.{dtype}":
+        raise ValueError(f"stored_form: dtype must be one of torch's, such as 'float32', got {dtype!r}.")
+    return ("F4", (*shape, 2)) if dtype == "float4_e2m1fn_x2" else ("U8", (*shape, known.itemsize))
+
+
+def format_header(
+    forms: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> tuple[bytes, dict[str, Entry]]:
+    """Write the head of a file, up to the first tensor's bytes.
+
+    The widest dtypes come first and then names in order, so that each tensor lies aligned.
+
+    Args:
+        forms: Name, safetensors dtype and shape of each tensor, in any order.
+        metadata: Free texts.
+
+    Returns:
+        The bytes, and by name where each tensor lies, in order.
+
+    Raises:
+        ValueError: A name is taken twice or is ``"__metadata__"``, a dtype isn't one of safetensors', or the
+            header becomes longer than stock readers accept.
+    """
+    places: dict[str, Entry] = {}
+    said: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    start = 0
+    for key, dtype, shape in sorted(forms, key=lambda form: (-_BITS.get(form[1], 0), form[0])):
+        size = _size(dtype, shape)
+        if size is None or key in places or key == "__metadata__":
+            raise ValueError(
+                f"{key!r} can't be stored as {dtype!r} {list(shape)}: it needs a name of its own, a dtype of "
+                "safetensors, and whole bytes."
+            )
+        places[key] = Entry(dtype, tuple(shape), start, start + size)
+        said[key] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, start + size]}
+        start += size
+    text = json.dumps(said, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER_BYTES:
+        raise ValueError(
+            f"the header of {len(places)} tensors would have {len(text)} bytes, and readers accept "
+            f"{MAX_HEADER_BYTES}. Use shorter names, or more files."
+        )
+    head = len(text).to_bytes(_LENGTH_BYTES, "little") + text
+    moved = {
+        key: one._replace(start=one.start + len(head), stop=one.stop + len(head))
+        for key, one in places.items()
+    }
+    return head, moved
+
+
+def check_length(start: bytes, file_size: int, place: str) -> int:
+    """Read how many bytes of a file come before its tensors, from its first 8 bytes.
+
+    Args:
+        start: The first 8 bytes, or fewer where the file has fewer.
+        file_size: In bytes.
+        place: How errors call the file.
+
+    Raises:
+        DamagedCheckpointError: There can't be so many.
+    """
+    length = int.from_bytes(start, "little")
+    if len(start) < _LENGTH_BYTES or file_size < _LENGTH_BYTES:
+        _refuse(place, f"it has {file_size} bytes, which is less than the length of a header takes")
+    if length > MAX_HEADER_BYTES or length > file_size - _LENGTH_BYTES:
+        _refuse(place, f"its header would have {length} bytes, and the file has {file_size}")
+    return _LENGTH_BYTES + length
+
+
+def check_safetensors_header(head: bytes, file_size: int, place: str = "the file") -> Header:
+    """Read the head of a safetensors file, and refuse all that isn't sound.
+
+    Sound is: a header of at most ``MAX_HEADER_BYTES``, UTF-8, one JSON object without duplicate keys; of each
+    tensor exactly dtype, shape and data_offsets, with a dtype that safetensors has, whole numbers that fit 64
+    bits, and as many bytes as dtype and shape need; and tensors that fill the rest of the file without gaps
+    and without sharing a byte.
+
+    Args:
+        head: The header's length and the header, as in the file.
+        file_size: Of the whole file, in bytes.
+        place: How errors call the file.
+
+    Raises:
+        DamagedCheckpointError: With ``place`` and what isn't sound.
+    """
+    if check_length(head[:_LENGTH_BYTES], file_size, place) != len(head):
+        _refuse(place, "its header is cut off, or another length")
+    try:
+        said = json.loads(
+            head[_LENGTH_BYTES:].decode(),
+            object_pairs_hook=_unique,
+            parse_int=_whole,
+            parse_float=_no_number,
+            parse_constant=_no_number,
+        )
+    except (ValueError, RecursionError) as error:
+        _refuse(place, f"its header is no JSON as safetensors writes it ({error})", error)
+    if not isinstance(said, dict) or head[_LENGTH_BYTES : _LENGTH_BYTES + 1] != b"{":
+        _refuse(place, "its header is no JSON object")
+    fields = cast("dict[str, Any]", said)
+    metadata = fields.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(
+        isinstance(value, str) for value in cast("dict[str, object]", metadata).values()
+    ):
+        _refuse(place, "its metadata isn't texts by name")
+    entries = [(key, _entry(key, one, place)) for key, one in fields.items()]
+    entries.sort(key=lambda pair: (pair[1].start, pair[1].stop))
+    end = 0
+    for key, entry in entries:
+        if entry.start != end:
+            _refuse(place, f"tensor {key!r} begins at {entry.start}, and the one before it ends at {end}")
+        end = entry.stop
+    if end != file_size - len(head):
+        _refuse(place, f"its tensors have {end} bytes, and {file_size - len(head)} follow the header")
+    moved = {
+        key: one._replace(start=one.start + len(head), stop=one.stop + len(head)) for key, one in entries
+    }
+    return Header(moved, cast("dict[str, str]", metadata))
+
+
+def _entry(key: str, said: object, place: str) -> Entry:
+    fields = cast("dict[str, Any]", said if isinstance(said, dict) else {})
+    if fields.keys() != {"dtype", "shape", "data_offsets"}:
+        _refuse(place, f"tensor {key!r} has other fields than dtype, shape and data_offsets")
+    dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in _BITS:
+        _refuse(place, f"tensor {key!r} has the unknown dtype {dtype!r}")
+    if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
+        _refuse(place, f"shape or data_offsets of tensor {key!r} are no whole numbers in range")
+    size = _size(dtype, shape)
+    if size is None or offsets[1] - offsets[0] != size:
+        _refuse(place, f"tensor {key!r} lies at {offsets}, and {dtype} {shape} needs another length")
+    return Entry(dtype, tuple(shape), offsets[0], offsets[1])
+
+
+def _are_counts(said: object) -> bool:
+    return isinstance(said, list) and all(
+        type(number) is int and 0 <= number <= _MAX_BYTES for number in cast("list[object]", said)
+    )
+
+
+def _size(dtype: str, shape: Sequence[int]) -> int | None:
+    """Give the bytes of a tensor; None where they are no whole number or too many for 64 bits."""
+    if dtype not in _BITS:
+        return None
+    bits = largest = _BITS[dtype]
+    for length in shape:
+        bits *= length
+        # Of an empty tensor, too, torch multiplies the other lengths.
+        largest *= max(length, 1)
+        if largest > 8 * _MAX_BYTES:
+            return None
+    return None if bits % 8 else bits // 8
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key stands twice in it")
+    for key in found:
+        key.encode()  # half of a surrogate pair is no text
+    return found
+
+
+def _whole(text: str) -> int:
+    if len(text) > 20:
+        raise ValueError("a number has more than 20 digits")
+    return int(text)
+
+
+def _no_number(text: str) -> NoReturn:
+    raise ValueError(f"{text[:20]} is no whole number")
+
+
+def _refuse(place: str, why: str, cause: Exception | None = None) -> NoReturn:
+    raise DamagedCheckpointError(
+        f"{place} is no sound safetensors file: {why}. Take another copy of it, or an older checkpoint.",
+        place.replace("\\", "/").rpartition("/")[2],
+    ) from cause

@@ -1,0 +1,75 @@
+"""Make a small checkpoint through the package's own functions, and read one back."""
+
+import contextlib
+import os
+from collections.abc import Mapping
+
+import torch
+
+from accelfn.checkpoint.commit import abandon, begin_stage, make_nonce, publish, write_manifest
+from accelfn.checkpoint.disk import REAL_DISK, Disk
+from accelfn.checkpoint.find import OpenCheckpoint, read_checkpoint
+from accelfn.checkpoint.manifest import Manifest, Piece, StoredFile, StoredTensor
+from accelfn.checkpoint.tensor_file import new_entry, write_tensors
+from accelfn.checkpoint.tensor_reader import Box, read_boxes
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def write_stage(disk: Disk, path: str, ranks: tuple[Tensors, ...], **fields: object) -> Manifest:
+    """Write one file of tensors for each rank, and give the manifest."""
+    files: dict[str, StoredFile] = {}
+    tensors: dict[str, StoredTensor] = {}
+    for rank, mine in enumerate(ranks):
+        name = f"tensors-{rank:05d}.safetensors"
+        written = write_tensors(
+            disk, os.path.join(path, name), [new_entry(key, one) for key, one in mine.items()], {}
+        )
+        files[name] = StoredFile(written.size, written.header_crc32)
+        for key, one in mine.items():
+            piece = Piece(name, key, (0,) * one.dim(), tuple(one.shape), written.crc32[key])
+            tensors[key] = StoredTensor(str(one.dtype).removeprefix("torch."), tuple(one.shape), (piece,))
+    tree = {name: {"$": "tensor", "name": name} for name in tensors}
+    return Manifest(tree=tree, tensors=tensors, files=files, world_size=len(ranks), **fields)  # pyright: ignore[reportArgumentType]
+
+
+def save_small(
+    directory: str | os.PathLike[str], *ranks: Tensors, disk: Disk = REAL_DISK, **fields: object
+) -> None:
+    """Save a checkpoint as one process would for all ranks."""
+    stage = begin_stage(disk, directory, make_nonce())
+    try:
+        manifest = write_stage(disk, stage.path, ranks, generation=stage.generation, **fields)
+        write_manifest(disk, stage, manifest)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            abandon(disk, stage)
+        raise
+    publish(disk, stage)
+
+
+def load_small(
+    directory: str | os.PathLike[str], *, disk: Disk = REAL_DISK, num_threads: int | None = None
+) -> dict[str, torch.Tensor]:
+    """Read all tensors of a checkpoint."""
+
+    def read(checkpoint: OpenCheckpoint) -> dict[str, torch.Tensor]:
+        boxes = [
+            Box(name, one.dtype, piece)
+            for name, one in checkpoint.manifest.tensors.items()
+            for piece in one.pieces
+        ]
+        found = read_boxes(disk, checkpoint.folder, checkpoint.manifest, boxes, num_threads=num_threads)
+        return {box.name: tensor for box, tensor in zip(boxes, found, strict=True)}
+
+    return read_checkpoint(disk, directory, read)
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Say whether two tensors are equal in every bit, in dtype and in shape."""
+    return (
+        one.dtype == other.dtype
+        and one.shape == other.shape
+        and bytes(one.contiguous().reshape(-1).view(torch.uint8).tolist())
+        == bytes(other.contiguous().reshape(-1).view(torch.uint8).tolist())
+    )
