@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import cast
 
@@ -27,9 +28,10 @@ class SaveHandle:
     of the world, or when its context is closed.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, aside: Callable[[], AbstractContextManager[None]]) -> None:
         """Use ``save_state(..., asynchronous=True)`` instead."""
         self.directory = directory
+        self._aside = aside
         self._done = threading.Event()
         self._path: Path | None = None
         self._error: BaseException | None = None
@@ -52,7 +54,7 @@ class SaveHandle:
             Exception: Whatever stopped it: :class:`~accelfn.errors.RemoteRankError` where that was on another
                 rank.
         """
-        if not self._done.wait(timeout):
+        if not self._wait(timeout):
             raise TimeoutError(f"save_state: the save to {self.directory} goes on after {timeout} s.")
         self._was_told = True
         if self._error is not None:
@@ -72,10 +74,16 @@ class SaveHandle:
 
     def settle(self) -> None:
         """Wait, and raise what stopped the save unless somebody has been told already."""
-        self._done.wait()
+        self._wait()
         if self._error is not None and not self._was_told:
             self._was_told = True
             raise self._error
+
+    def _wait(self, timeout: float | None = None) -> bool:
+        if self._done.is_set():
+            return True
+        with self._aside():
+            return self._done.wait(timeout)
 
     def run(self, work: Callable[[], Path]) -> None:
         """Do the work and keep what came of it."""
@@ -183,7 +191,7 @@ def begin_background(
     if not isinstance(background, _Background):
         background = journal.background = _Background()
     work = prepare(background.memory)
-    handle = background.handle = SaveHandle(directory)
+    handle = background.handle = SaveHandle(directory, ctx.collectives.aside)
     # No daemon: the interpreter waits at its end for a thread that isn't, so a commit under way is completed.
     threading.Thread(target=handle.run, args=(work,), name="accelfn-save").start()
     return handle

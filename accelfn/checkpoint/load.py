@@ -32,6 +32,7 @@ from accelfn.checkpoint.objects import (
     targets,
 )
 from accelfn.checkpoint.overlap import Overlap, find_overlaps, join_overlaps, local_of
+from accelfn.checkpoint.pause import paused_collection
 from accelfn.checkpoint.phases import CollectivePhases
 from accelfn.checkpoint.random_state import restore_random_states
 from accelfn.checkpoint.tensor_reader import Box, read_boxes
@@ -157,8 +158,9 @@ def load_tree(path: str | os.PathLike[str], like: Any = None, *, namespace: str 
                 raise CheckpointMismatchError(f"load_tree: {found.path} does not fit the tree.", rows)
         return document, _read_tensors(disk, found, dict.fromkeys(_named(document)))
 
-    document, tensors = read_checkpoint(disk, path, read)
-    return decode(document, tensors, like=like, namespace=namespace)
+    with paused_collection():
+        document, tensors = read_checkpoint(disk, path, read)
+        return decode(document, tensors, like=like, namespace=namespace)
 
 
 # --- reading -------------------------------------------------------------------------------------
@@ -194,6 +196,7 @@ def _read_together(
     )
 
 
+@paused_collection()
 def _read(
     ctx: Context, disk: Disk, like: Any, names: Names, strict: bool, found: OpenCheckpoint
 ) -> _Read:
@@ -258,6 +261,7 @@ def _read_tensors(
 # --- taking up -----------------------------------------------------------------------------------
 
 
+@paused_collection()
 def _prepare(
     read: _Read, like: Any, names: Names | None
 ) -> tuple[Any, list[Pending], list[tuple[torch.Tensor, torch.Tensor]]]:

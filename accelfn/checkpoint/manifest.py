@@ -185,7 +185,7 @@ def parse_head(content: bytes, place: str = MANIFEST) -> Manifest:
     """
     # Within a JSON string a quote has a backslash before it, so these bytes are no part of one.
     said = _said(content, place, b',"tensors":')
-    return _manifest({**said, "tree": None, "tensors": {}}, place)
+    return _manifest({**said, "random": None, "tree": None, "tensors": {}}, place)
 
 
 def _said(content: bytes, place: str, until: bytes | None) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from accelfn.checkpoint.manifest import (
     format_manifest,
 )
 from accelfn.checkpoint.objects import find_names, state_of
+from accelfn.checkpoint.pause import paused_collection
 from accelfn.checkpoint.phases import BoardPhases, CollectivePhases, Phases
 from accelfn.checkpoint.plan import Box, Held, SavePlan, Write, plan_save
 from accelfn.checkpoint.random_state import random_states
@@ -213,7 +214,8 @@ def save_tree(path: str | os.PathLike[str], tree: Any, *, namespace: str = "") -
     ...     load_tree(place)
     {'w': tensor([0, 1, 2]), 'step': 7}
     """
-    encoded = encode(tree, namespace=namespace)
+    with paused_collection():
+        encoded = encode(tree, namespace=namespace)
     described = _held(encoded.tensors, {})
     writes = tuple(Write(name, name, None) for name in described)
     target = Path(os.path.abspath(os.fspath(path)))
@@ -240,6 +242,7 @@ def save_tree(path: str | os.PathLike[str], tree: Any, *, namespace: str = "") -
 # --- before anything is written ------------------------------------------------------------------
 
 
+@paused_collection()
 def _look(
     ctx: Context, path: Path, tree: Any, *, is_copied: bool, step: int | None, metric: float | None
 ) -> _Own:
@@ -329,6 +332,7 @@ def _samples(tensor: torch.Tensor) -> torch.Tensor:
 # --- who writes what -----------------------------------------------------------------------------
 
 
+@paused_collection()
 def _agree_on(
     ctx: Context,
     phases: CollectivePhases,
@@ -433,6 +437,7 @@ def _local(tensor: Any) -> torch.Tensor:
 # --- writing, in the caller's thread or another --------------------------------------------------
 
 
+@paused_collection()
 def _write(job: _Job, phases: Phases, disk: Disk) -> Path:
     """Write this rank's part, and commit when all ranks have written theirs."""
     stage: Stage | None = None

@@ -9,6 +9,7 @@ process group, and ``accelfn.testing`` fills it from threads. Pytrees, packing a
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
@@ -114,6 +115,8 @@ class Collectives:
             an accelerator it only orders streams.
         explain: What a backend raised outside of these callables, such as in a backward pass -> the error
             that says which rank is missing and why; anything else as it is.
+        aside: Gives a ``with`` block in which this rank waits for something else than other ranks, such as a
+            thread of its own: ranks that are threads and run in turn let each other run meanwhile.
         chunk: Bytes at most per rank in one ``exchange``.
         board: Where ranks leave word for each other without waiting.
         journal: What this rank has called so far.
@@ -129,6 +132,7 @@ class Collectives:
     barrier: Callable[[], None] = _barrier_alone
     finish: Callable[[dist.Work, torch.device], None] = _finish_blindly
     explain: Callable[[Exception], Exception] = _explain_nothing
+    aside: Callable[[], AbstractContextManager[None]] = nullcontext
     chunk: int = MAX_CHUNK_BYTES
     board: Board = field(default_factory=Board)
     journal: Journal = field(default_factory=Journal, compare=False)

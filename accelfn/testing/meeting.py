@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from accelfn.context import Board, Departure, Journal, as_error, explain_departure, late_error, publish
@@ -90,6 +92,22 @@ class Meeting:
         if any(one.call != expected for one in met):
             raise _mismatch(met)
         return [one.value for one in met]
+
+    @contextmanager
+    def aside(self, rank: int) -> Generator[None, None, None]:
+        """Let the other ranks run in a ``with`` block, in which ``rank`` waits for something else than them."""
+        with self._lock:
+            self._may_run.discard(rank)
+            if self._running == rank:
+                self._pass_turn()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._may_run.add(rank)
+                if self._running is None:
+                    self._pass_turn()
+            self._turns[rank].acquire()
 
     def leave(self, rank: int, how: str) -> None:
         """Say that ``rank`` comes to no meeting any more, and let the others run."""

@@ -90,6 +90,7 @@ def memory_collectives(meeting: Meeting, rank: int, size: int, journal: Journal)
         all_to_all=all_to_all,
         barrier=barrier,
         chunk=chunk_bytes(size),
+        aside=lambda: meeting.aside(rank),
         board=meeting.board,
         journal=journal,
     )
