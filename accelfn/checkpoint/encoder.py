@@ -25,7 +25,7 @@ from accelfn.checkpoint.leaves import SPARSE, is_distributed, refusal, sparse_pa
 from accelfn.checkpoint.manifest import Json
 from accelfn.checkpoint.nodes import MAX_DEPTH, shown, step
 from accelfn.checkpoint.plain import Refusal, is_json_text, write_plain
-from accelfn.checkpoint.sharing import Leaf, share
+from accelfn.checkpoint.sharing import share
 from accelfn.checkpoint.stored_dtype import dtype_name
 
 __all__ = ("FACTORIES", "Convert", "Encoder")
@@ -77,11 +77,13 @@ class Encoder:
         self._convert = convert
         self._namespace = namespace
         self._inside = inside
-        # Values that are one object wherever they stand, with their nodes. What is in here stays alive, so
+        # Nodes of values that are one object wherever they stand, by identity. Such values are kept alive, so
         # that no id is given twice: tensors of a state_dict are often made for the moment.
-        self._seen: dict[int, tuple[Any, Node]] = {}
+        self._seen: dict[int, Node] = {}
+        self._kept: list[Any] = []
         self._num_shared = 0
-        self._shareable: list[Leaf] = []
+        self._strided_tensors: list[torch.Tensor] = []
+        self._strided_nodes: list[Node] = []
         self._distributed: dict[Any, str] = {}
         self._open: set[int] = set()
 
@@ -103,7 +105,7 @@ class Encoder:
                 "(optree.register_pytree_node) and pass its namespace; or leave it out of the tree."
             )
         if self._inside is None:
-            share(self._shareable, self.tensors)
+            share(self._strided_tensors, self._strided_nodes, self.tensors)
         return document
 
     def _walk(self, value: Any, path: str, depth: int) -> Json:
@@ -267,10 +269,9 @@ class Encoder:
 
     def _again(self, value: Any) -> Node | None:
         """Refer to a value that was met before."""
-        known = self._seen.get(id(value))
-        if known is None:
+        node = self._seen.get(id(value))
+        if node is None:
             return None
-        node = known[1]
         if "id" not in node:
             node["id"] = self._num_shared
             self._num_shared += 1
@@ -303,9 +304,14 @@ class Encoder:
             node = self._strided(value, path)
         if value.requires_grad:
             node["requires_grad"] = True
-        if isinstance(value, torch.nn.Parameter):
+        kind = type(value)
+        if kind is not torch.Tensor and isinstance(value, torch.nn.Parameter):  # also a DTensor that is one
             node["parameter"] = True
-        self._seen[id(value)] = value, node
+        return self._remember(value, node)
+
+    def _remember(self, value: Any, node: Node) -> Node:
+        self._seen[id(value)] = node
+        self._kept.append(value)
         return node
 
     def _strided(self, value: torch.Tensor, path: str, kind: str = "tensor") -> Node:
@@ -313,7 +319,7 @@ class Encoder:
         self.leaves[path[1:]] = value
         if self._inside is not None:
             return node
-        tensor = value.detach()
+        tensor = value.detach() if value.requires_grad or type(value) is not torch.Tensor else value
         if tensor.is_conj() or tensor.is_neg():
             tensor = tensor.resolve_conj().resolve_neg()
         if is_distributed(value):
@@ -326,7 +332,8 @@ class Encoder:
             self._distributed[place] = node["name"]
             return node
         self._keep(tensor, node, path)
-        self._shareable.append(Leaf(tensor, node))
+        self._strided_tensors.append(tensor)
+        self._strided_nodes.append(node)
         return node
 
     def _sparse(self, value: torch.Tensor, path: str) -> Node:
@@ -353,8 +360,7 @@ class Encoder:
         node = self._strided(value.get_state(), path, "generator")
         node["device"] = str(value.device)
         self.leaves[path[1:]] = value
-        self._seen[id(value)] = value, node
-        return node
+        return self._remember(value, node)
 
     def _array(self, value: Any, path: str, depth: int) -> Json:
         again = self._again(value)
@@ -372,8 +378,7 @@ class Encoder:
         self.leaves[path[1:]] = value
         if not value.flags.writeable:
             node["writeable"] = False
-        self._seen[id(value)] = value, node
-        return node
+        return self._remember(value, node)
 
     def _scalar(self, value: Any, path: str, depth: int) -> Json:
         try:

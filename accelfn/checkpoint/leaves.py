@@ -127,7 +127,10 @@ class TensorReader:
             if stored.dtype is not dtype or stored.shape != shape:
                 found = f"{dtype_name(stored.dtype)} {list(stored.shape)}"
                 raise damaged(path, f"{found} is stored for {node['dtype']} {list(shape)}")
-            tensor = self._lay(name, stored, stride, path)
+            if stride is None and name not in self._laid and stored.is_contiguous():
+                tensor = stored
+            else:
+                tensor = self._lay(name, stored, stride, path)
         return _finish(tensor, node, path)
 
     def _lay(

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ("Leaf", "contiguous_stride", "is_dense", "share")
+__all__ = ("contiguous_stride", "is_dense", "share")
 
 # A flat span begins at a multiple of the largest element, so that a view of any dtype is possible.
 _ALIGNMENT = 16
 
 
-class Leaf(NamedTuple):
+class _Leaf(NamedTuple):
     """A tensor of a tree, and its node in the document, which says its own name by now."""
 
     tensor: torch.Tensor
@@ -50,43 +50,47 @@ def _gap(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
     return gap
 
 
-def share(leaves: list[Leaf], tensors: dict[str, torch.Tensor]) -> None:
-    """Complete the nodes of ``leaves``, and take out of ``tensors`` what is stored with another.
+def share(leaves: list[torch.Tensor], nodes: list[dict[str, Any]], tensors: dict[str, torch.Tensor]) -> None:
+    """Complete the nodes of tensors, and take out of ``tensors`` what is stored with another.
 
     Args:
-        leaves: Plain strided tensors, each once, in the order of the tree. Their nodes are changed in place:
-            they get ``stride`` where a tensor isn't contiguous, and ``offset`` (in bytes, from the first of
-            the stored tensor of that name) where it is one of several in one memory.
+        leaves: Plain strided tensors, each once, in the order of the tree.
+        nodes: Of the leaves, with their own names. Changed in place: they get ``stride`` where a tensor isn't
+            contiguous, and ``offset`` (in bytes, from the first of the stored tensor of that name) where it
+            is one of several in one memory.
         tensors: What is stored, by name. Changed in place.
     """
-    by_device: dict[torch.device, list[tuple[int, int, int]]] = {}
-    for index, (tensor, node) in enumerate(leaves):
-        if tensor.numel() == 0:
-            continue
-        start = tensor.data_ptr()
-        if tensor.is_contiguous():
-            end = start + tensor.nbytes
-        else:
-            end = start + _span(tensor) * tensor.itemsize
-            shape, stride = tensor.shape, tensor.stride()
-            packed = stride if is_dense(shape, stride) else _packed(shape, stride)
-            if _gap(shape, stride) >= 0 and packed != contiguous_stride(shape):
-                node["stride"] = list(packed)
-        by_device.setdefault(tensor.device, []).append((start, end, index))
-    for spans in by_device.values():
-        spans.sort()
-        together: list[int] = []
-        begin = reach = 0
-        for start, end, index in spans:
-            if together and start >= reach:
-                _settle([leaves[one] for one in sorted(together)], begin, reach, tensors)
-                together = []
-            if not together:
-                begin, reach = start, end
-            together.append(index)
-            reach = max(reach, end)
-        if together:
-            _settle([leaves[one] for one in sorted(together)], begin, reach, tensors)
+    starts: list[int] = []
+    ends: list[int] = []
+    by_device: dict[torch.device, list[int]] = {}
+    for index, tensor in enumerate(leaves):
+        start = end = 0
+        size = tensor.nbytes
+        if size:
+            start = tensor.data_ptr()
+            if tensor.is_contiguous():
+                end = start + size
+            else:
+                end = start + _span(tensor) * tensor.itemsize
+                shape, stride = tensor.shape, tensor.stride()
+                packed = stride if is_dense(shape, stride) else _packed(shape, stride)
+                if _gap(shape, stride) >= 0 and packed != contiguous_stride(shape):
+                    nodes[index]["stride"] = list(packed)
+            by_device.setdefault(tensor.device, []).append(index)
+        starts.append(start)
+        ends.append(end)
+    for order in by_device.values():
+        order.sort(key=starts.__getitem__)
+        place = 0
+        while place < len(order):
+            begin, reach = place, ends[order[place]]
+            place += 1
+            while place < len(order) and starts[order[place]] < reach:
+                reach = max(reach, ends[order[place]])
+                place += 1
+            if place > begin + 1 or not leaves[order[begin]].is_contiguous():
+                members = [_Leaf(leaves[index], nodes[index]) for index in sorted(order[begin:place])]
+                _settle(members, starts[order[begin]], reach, tensors)
 
 
 def _span(tensor: torch.Tensor) -> int:
@@ -103,7 +107,7 @@ def _packed(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(packed)
 
 
-def _settle(members: list[Leaf], begin: int, end: int, tensors: dict[str, torch.Tensor]) -> None:
+def _settle(members: list[_Leaf], begin: int, end: int, tensors: dict[str, torch.Tensor]) -> None:
     """Decide how the tensors that reach over one span of memory are stored."""
     first, node = members[0]
     overlaps = not first.is_contiguous() and _gap(first.shape, first.stride()) < 0

@@ -52,6 +52,7 @@ _QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2,
 _BY_NAME = MappingProxyType(
     {str(value).removeprefix("torch."): value for value in vars(torch).values() if type(value) is torch.dtype}
 )
+_NAMES = MappingProxyType({value: name for name, value in _BY_NAME.items()})
 _SAME_SIZE = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
 
 
@@ -61,7 +62,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     >>> dtype_name(torch.half)
     'float16'
     """
-    return str(dtype).removeprefix("torch.")
+    return _NAMES[dtype]
 
 
 def dtype_from_name(name: str) -> torch.dtype:
