@@ -330,7 +330,9 @@ def abandon(disk: Disk, stage: Stage) -> None:
 def publish(disk: Disk, stage: Stage) -> None:
     """Let a stage, with its manifest and all its files written, become the checkpoint.
 
-    When this returns, the new checkpoint is durable. When it raises, the old one is in its place.
+    When this returns, the new checkpoint is durable. When it raises, the old one is in its place, and nothing
+    else. Only where the last step failed, the sync of the parent, the new one has the name and the old one is
+    whole beside it, since nobody knows which of them the disk has.
 
     Args:
         disk: To write to.
@@ -338,10 +340,9 @@ def publish(disk: Disk, stage: Stage) -> None:
 
     Raises:
         CheckpointError: Meanwhile something else stands where the checkpoint shall be.
-        OSError: With the file's name. The stage is removed, as far as possible.
+        OSError: With the file's name.
     """
     moved = leftover_path(stage.directory, "replaced", stage.nonce)
-    status = disk.status(stage.path)
     try:
         target = _target(disk, stage.directory)
         old = [moved, *(one.path for one in _replaced(disk, target))]
@@ -355,26 +356,23 @@ def publish(disk: Disk, stage: Stage) -> None:
         with naming(target.parent):
             disk.sync_folder(target.parent)
     except BaseException:
-        _take_back(disk, stage, moved, (status.device, status.inode))
+        _take_back(disk, stage, moved)
         raise
     for path in old:
         with suppress(OSError):  # the save is complete; the next one removes what stays
             remove_flat(disk, path)
 
 
-def _take_back(disk: Disk, stage: Stage, moved: str, identity: tuple[int, int]) -> None:
-    """Give the old checkpoint its name back, by what is there and not by what was to be done."""
-    with suppress(OSError):
-        status = disk.status(stage.directory)
-        if (status.device, status.inode) == identity:
-            disk.rename(stage.directory, stage.path)
+def _take_back(disk: Disk, stage: Stage, moved: str) -> None:
+    """Give the old checkpoint its name back, by what is there and not by what was to be done.
+
+    Not where the new one has the name already: on a disk that can't sync, its next renames may become durable
+    without the first ones, and lose both.
+    """
     with suppress(OSError):
         if is_there(disk, moved) and not is_there(disk, stage.directory):
             disk.rename(moved, stage.directory)
-    with suppress(OSError):
-        # Not before the names are durable: a power cut could still show them as they were meanwhile.
-        disk.sync_folder(os.path.dirname(stage.path))
-        abandon(disk, stage)
+    abandon(disk, stage)
 
 
 def clean(disk: Disk, parent: str, name: str | None = None) -> tuple[str, ...]:

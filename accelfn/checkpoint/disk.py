@@ -319,7 +319,7 @@ def is_there(disk: Disk, path: str) -> bool:
     """Say whether anything stands at ``path``."""
     try:
         disk.status(path)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
     return True
 

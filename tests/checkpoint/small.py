@@ -70,6 +70,7 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return (
         one.dtype == other.dtype
         and one.shape == other.shape
-        and bytes(one.contiguous().reshape(-1).view(torch.uint8).tolist())
-        == bytes(other.contiguous().reshape(-1).view(torch.uint8).tolist())
+        and torch.equal(
+            one.contiguous().reshape(-1).view(torch.uint8), other.contiguous().reshape(-1).view(torch.uint8)
+        )
     )
