@@ -56,8 +56,8 @@ class PreemptionGuard:
     def should_stop(self) -> bool:
         """Say whether any rank was asked to stop, or its time is up.
 
-        Asked where a step is complete, for instance when ``micro.sync`` is true: what is saved then can be gone
-        on from. Once the answer is yes it stays so, and no more communication is needed.
+        Ask where a step is complete, for instance when ``micro.sync`` is true: from what is saved then, a
+        program can go on. Once the answer is yes it stays so, and no more communication is needed.
 
         Ranks: every rank of ``ctx``; one exchange of a byte. All get the same answer at the same call.
 
