@@ -2,7 +2,6 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 import multiprocessing
-import os
 import pickle
 import signal
 from types import FrameType
@@ -114,16 +113,18 @@ def test_a_worker_leaves_by_a_signal_as_soon_as_none_is_held(holder: Holder) -> 
     ours, theirs = FORKING.Pipe()
     worker = FORKING.Process(target=work, args=(StartWorker(None), theirs), daemon=True)
     worker.start()
-    assert ours.recv() == "ready"
-    assert worker.pid is not None
-    os.kill(worker.pid, signal.SIGTERM)
-    ours.send("still there")
-    assert ours.poll(30)
-    assert ours.recv() == "still there"
-    holder.hold.is_on.value = 0
-    worker.terminate()
-    worker.join(30)
-    assert worker.exitcode == 0
+    try:
+        assert ours.recv() == "ready"
+        worker.terminate()
+        ours.send("still there")
+        assert ours.poll(20)
+        assert ours.recv() == "still there"
+        holder.hold.is_on.value = 0
+        worker.terminate()
+        worker.join(20)
+        assert worker.exitcode == 0
+    finally:
+        worker.kill()
 
 
 def test_what_is_shared_stays_out_of_a_pickle(holder: Holder) -> None:
