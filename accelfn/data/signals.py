@@ -6,10 +6,13 @@ preemption finishes its step then, and for that it needs its workers, which torc
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from functools import partial
+from multiprocessing import resource_tracker
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.sharedctypes import RawValue
 from types import FrameType
@@ -68,8 +71,11 @@ class StartWorker:
     def __call__(self, worker_id: int) -> None:
         """Begin worker ``worker_id``, in its process."""
         # A forked worker has a copy of the rank's handlers: for Python, torch's in C don't replace them.
-        for number, holds in self._held or held_signals():
+        held = self._held or held_signals()
+        for number, holds in held:
             signal.signal(number, partial(_stay, holds, os.getppid()))
+        if held:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [one.number for one in held])
         if self._then is not None:
             self._then(worker_id)
 
@@ -93,6 +99,24 @@ def begin_reading(loader: Any) -> Any:
     # For a moment and not for good: the loader may be the user's own, and is to look as they have made it.
     loader.worker_init_fn = StartWorker(then)
     try:
-        return iter(loader)
+        with _put_off(loader.multiprocessing_context or multiprocessing):
+            return iter(loader)
     finally:
         loader.worker_init_fn = then
+
+
+@contextmanager
+def _put_off(context: Any) -> Generator[None, None, None]:
+    """Let held signals wait, here and in the processes that start meanwhile, until those have handlers."""
+    numbers = [one.number for one in held_signals()]
+    # A fork server may start meanwhile as well, and what others let it start would never hear a signal.
+    if not numbers or context.get_start_method() == "forkserver":
+        yield
+        return
+    if context.get_start_method() == "spawn":
+        resource_tracker.ensure_running()  # which, where it has to start it, unblocks signals behind it
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 from accelfn import Context, preemption, wait_for_everyone
 from accelfn.checkpoint import EXIT_PREEMPTED, STOP_SIGNALS, PreemptionGuard
 from accelfn.data import microbatches, prepare_data_loader
+from accelfn.data.signals import begin_reading
 from accelfn.errors import MismatchError
 from accelfn.testing import Where, run_ranks
 
@@ -318,11 +319,21 @@ def test_workers_outlive_a_signal_to_their_whole_group(number: signal.Signals, s
     assert seen == [{"step": 40, "same": True, "workers": 2, "left": 0}] * 2
 
 
-# Each worker is an interpreter that imports torch.
-def test_workers_that_are_not_forked_outlive_it_too() -> None:
-    options = {"num_workers": 1, "multiprocessing_context": "spawn"}
-    seen = run_ranks(lambda ctx: train_with_workers(ctx, signal.SIGTERM, "global", options), 1, "processes")
-    assert seen == [{"step": 40, "same": True, "workers": 1, "left": 0}]
+# The worker of "spawn" is an interpreter that imports torch, and is at it when the signal comes.
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_worker_that_is_just_starting_outlives_it_too(method: str) -> None:
+    def work(ctx: Context) -> list[int]:
+        os.setpgrp()
+        options: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": method}
+        with preemption(ctx) as guard:
+            batches = begin_reading(DataLoader(Numbers(), **options))
+            signal_group(signal.SIGTERM)
+            assert guard.should_stop()
+            first = [int(next(batches)), int(next(batches))]
+            signal_group(signal.SIGTERM)  # nothing stays blocked
+            return [*first, *(int(one) for one in batches)][:100]
+
+    assert run_ranks(work, 1, "processes") == [list(range(100))]
 
 
 def test_behind_the_block_workers_can_be_terminated() -> None:

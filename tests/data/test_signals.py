@@ -87,6 +87,7 @@ class Broken:
     """Can't begin."""
 
     num_workers = 1
+    multiprocessing_context = None
 
     def __init__(self, loader: Any) -> None:
         vars(self)["loader"] = loader
@@ -107,6 +108,23 @@ def work(begin: StartWorker, orders: Any) -> None:
     orders.send("ready")
     while True:
         orders.send(orders.recv())
+
+
+class Blocked(Dataset[int]):
+    """Says how many signals are blocked where it is read."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        return len(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+
+
+def test_no_signal_stays_blocked(holder: Holder) -> None:
+    del holder
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    assert [int(one) for one in begin_reading(DataLoader(Blocked(), num_workers=1))] == [len(before)] * 2
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
 
 
 def test_a_worker_leaves_by_a_signal_as_soon_as_none_is_held(holder: Holder) -> None:
