@@ -14,6 +14,7 @@ if TYPE_CHECKING:  # what type checkers see; a test holds it equal to the table 
         LocalSGD,
     )
     from accelfn.checkpoint import (
+        preemption,
         save_model,
     )
     from accelfn.comm import (
@@ -157,7 +158,10 @@ _HOMES = MappingProxyType(
             "Accelerator",
             "LocalSGD",
         ),
-        "accelfn.checkpoint": ("save_model",),
+        "accelfn.checkpoint": (
+            "preemption",
+            "save_model",
+        ),
         "accelfn.comm": (
             "TriggerState",
             "broadcast",
@@ -379,6 +383,7 @@ __all__ = (
     "pack",
     "pad_across_processes",
     "pad_input_tensors",
+    "preemption",
     "prepare",
     "prepare_data_loader",
     "prepare_model",

@@ -1,4 +1,4 @@
-"""A tree on disk."""
+"""A tree on disk, and when it is time to write it."""
 
 from accelfn.checkpoint.find import find_checkpoints, latest_checkpoint
 from accelfn.checkpoint.keep import Keep, plan_retention, prune_checkpoints
@@ -17,4 +17,16 @@ __all__ = (
     "prune_checkpoints",
     "save_model",
     "verify_checkpoint",
+from accelfn.checkpoint.preemption import EXIT_PREEMPTED, STOP_SIGNALS, PreemptionGuard, preemption
+from accelfn.checkpoint.weights import WeightsPlan, parse_size, plan_weights, save_model
+
+__all__ = (
+    "EXIT_PREEMPTED",
+    "STOP_SIGNALS",
+    "PreemptionGuard",
+    "WeightsPlan",
+    "parse_size",
+    "plan_weights",
+    "preemption",
+    "save_model",
 )

@@ -15,7 +15,8 @@ from accelfn.checkpoint.by_rank import document_of
 from accelfn.checkpoint.disk import Disk
 from accelfn.checkpoint.document import decode
 from accelfn.checkpoint.find import OpenCheckpoint, locate, read_checkpoint
-from accelfn.checkpoint.fit import fit
+from accelfn.checkpoint.fit import compare, describe_like
+from accelfn.checkpoint.fit import targets as leaf_targets
 from accelfn.checkpoint.manifest import MANIFEST, Json, Manifest
 from accelfn.checkpoint.nodes import LEAVES
 from accelfn.checkpoint.objects import (
@@ -153,7 +154,7 @@ def load_tree(path: str | os.PathLike[str], like: Any = None, *, namespace: str 
     def read(found: OpenCheckpoint) -> tuple[Json, dict[str, torch.Tensor]]:
         document = document_of(found.manifest.tree, 0)
         if like is not None:
-            rows = fit(document, like, namespace=namespace)
+            rows = compare(document, describe_like(like, namespace=namespace))
             if rows:
                 raise CheckpointMismatchError(f"load_tree: {found.path} does not fit the tree.", rows)
         return document, _read_tensors(disk, found, dict.fromkeys(_named(document)))
@@ -204,7 +205,8 @@ def _read(
     manifest = found.manifest
     document = document_of(manifest.tree, ctx.rank)
     stored = list(find_states(document, like))
-    rows = [*fit(document, like, convert=lambda path, thing: state_of(thing, names))]
+    wished = describe_like(like, convert=lambda path, thing: state_of(thing, names))
+    rows = [*compare(document, wished)]
     rows += [row for one in stored for row in misfits(one, names, strict=strict)]
     if rows:
         count = "1 leaf" if len(rows) == 1 else f"{len(rows)} leaves"
@@ -212,6 +214,9 @@ def _read(
             f"load_state: {found.path} does not fit the tree in {count}. Nothing was changed.", rows
         )
     wanted: dict[str, torch.Tensor | None] = dict.fromkeys(_named(document))
+    for one in leaf_targets(document, wished):
+        if one.whole and isinstance(one.leaf, torch.Tensor):
+            wanted[one.name] = one.leaf
     for one in stored:
         for node, target in targets(one, names):
             wanted[node["name"]] = target

@@ -192,9 +192,9 @@ class _Known:
 def tensor_kind(value: Any) -> str:
     """Describe a tensor, or its node in a document; another value by its type."""
     if isinstance(value, torch.Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     if _is_tensor(value):
-        return f"{value['dtype']} {tuple(value['shape'])}"
+        return f"{value['dtype']} {list(value['shape'])}"
     return "null" if value is None else type(value).__name__
 
 

@@ -34,6 +34,7 @@ from accelfn.data.reading import (
     with_rows,
 )
 from accelfn.data.sampled import Batches, Keyed, rebuild, whole_batches
+from accelfn.data.signals import begin_reading
 from accelfn.data.states import State, sampler_state
 from accelfn.errors import ConfigurationError
 
@@ -223,7 +224,7 @@ class _Steps:
         steps: Iterator[tuple[list[Any], None]] | None = None
         if self._loader is not None and lists is not None:
             self._batches.begin(lists)
-            batches = iter(self._loader)
+            batches = begin_reading(self._loader)
             steps = ((self.dealer.parts(plan, step, batches), None) for step in range(plan.num_steps))
         own = plan.num_batches(self._ctx.rank)
 

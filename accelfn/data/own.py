@@ -13,6 +13,7 @@ from accelfn.data.asked import batch_sampler_of
 from accelfn.data.cut import begun_once
 from accelfn.data.reading import Own, Pass, Remembering, Setting, Share, rows_of
 from accelfn.data.sampled import twin_of
+from accelfn.data.signals import begin_reading
 from accelfn.data.stateful import is_stateful, num_workers_of, remake_stateful
 from accelfn.data.states import Follower, State, restore_sampler, sampler_state
 
@@ -101,7 +102,7 @@ class OwnReader(Remembering, Generic[T]):
             self._followed.recalled = stream
         elif stream is not None:
             self._source.load_state_dict(stream)
-        batches: Any = iter(self._source)
+        batches: Any = begin_reading(self._source)
         total = self.count(0)
         for number, batch in enumerate(batches, begin + 1):
             if number <= start:

@@ -27,6 +27,7 @@ from accelfn.data.reading import (
     share_of,
 )
 from accelfn.data.sampled import remake
+from accelfn.data.signals import begin_reading
 from accelfn.data.sources import count_shards, take_shards
 from accelfn.data.stateful import is_stateful, num_workers_of, remake_stateful
 from accelfn.data.states import Follower, State
@@ -155,11 +156,11 @@ class StreamReader(Remembering, Generic[T]):
     def _pieces(self, recalled: State | None, at: int) -> Generator[Piece, None, None]:
         if not self._is_stateful:
             self._grouped.recall(recalled, at)
-            yield from self._loader
+            yield from begin_reading(self._loader)
             return
         if recalled is not None:
             self._loader.load_state_dict(recalled)
-        pieces: Any = iter(self._loader)
+        pieces: Any = begin_reading(self._loader)
         for piece in pieces:
             yield piece._replace(stream=pieces.state_dict())
 

@@ -256,9 +256,9 @@ def test_all_that_does_not_fit_is_listed_and_nothing_is_changed(tmp_path: Path) 
     with pytest.raises(CheckpointMismatchError) as caught:
         af.load_state(Context(), tmp_path / "at", like)
     rows = {row.path: row for row in caught.value.rows}
-    assert rows["model/2.weight"] == Misfit("model/2.weight", "float32 (2, 6)", "float32 (3, 6)")
-    assert rows["model/2.bias"] == Misfit("model/2.bias", "float32 (2,)", "nothing")
-    assert rows["model/1.weight"] == Misfit("model/1.weight", "float32 (6,)", "float64 (6,)")
+    assert rows["model/2.weight"] == Misfit("model/2.weight", "float32 [2, 6]", "float32 [3, 6]")
+    assert rows["model/2.bias"] == Misfit("model/2.bias", "float32 [2]", "nothing")
+    assert rows["model/1.weight"] == Misfit("model/1.weight", "float32 [6]", "float64 [6]")
     assert rows["optimizer/groups/0"] == Misfit("optimizer/groups/0", "parameter model/2.bias", "nothing")
     assert {"ema", "extra", "missing"} <= rows.keys()
     after = (model.state_dict(), optimizer.state_dict())
