@@ -43,9 +43,9 @@ def name_things(
             name = kind if len(nameless) == 1 else f"{kind}.{describe(thing)}"
         if name in named:
             raise ConfigurationError(
-                f"Two prepared objects would both be saved as {name!r}, and nothing but their order tells them "
-                f"apart. Name them where they are prepared, as in prepare(teacher=..., student=...), or with "
-                f"checkpoint_names(teacher=..., student=...)."
+                f"Two prepared objects would both be saved as {name!r}, and nothing but their order tells "
+                "them apart. Name them where they are prepared, as in prepare(teacher=..., student=...), or "
+                "with checkpoint_names(teacher=..., student=...)."
             )
         named[name] = thing
     return named

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -67,13 +66,13 @@ class Saving:
             inner = getattr(thing, "optimizer", thing) if isinstance(thing, Optimizer) else thing
             if id(inner) not in known:
                 raise ValueError(
-                    f"checkpoint_names: {name} was not prepared. Pass what prepare gave back; what isn't to be "
-                    "prepared is registered with register_for_checkpointing."
+                    f"checkpoint_names: {name} was not prepared. Pass what prepare gave back; what isn't to "
+                    "be prepared is registered with register_for_checkpointing."
                 )
             self._names[id(inner)] = name
 
     def register_for_checkpointing(self, *objects: Any, **named: Any) -> None:
-        """Let ``save_state`` and ``load_state`` take further objects, by keyword or by the name of their class.
+        """Let ``save_state`` and ``load_state`` take further objects, by keyword or by their class's name.
 
         Raises:
             ValueError: Objects without ``state_dict`` and ``load_state_dict``: all of them, and nothing is
@@ -87,8 +86,8 @@ class Saving:
         ]
         if wrong:
             raise ValueError(
-                "register_for_checkpointing: objects need state_dict and load_state_dict, and these lack one: "
-                f"{', '.join(wrong)}. Nothing was registered."
+                "register_for_checkpointing: objects need state_dict and load_state_dict, and these lack "
+                f"one: {', '.join(wrong)}. Nothing was registered."
             )
         fresh = dict(self._registered)
         for name, one in asked:
@@ -102,8 +101,8 @@ class Saving:
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Call ``hook(models, weights, output_dir)`` on every rank before ``save_state`` writes.
 
-        What it puts into ``output_dir`` becomes part of the checkpoint. ``weights`` are the state dicts of the
-        models; those that it takes out of the list aren't saved.
+        What it puts into ``output_dir`` becomes part of the checkpoint. ``weights`` are the state dicts of
+        the models; those that it takes out of the list aren't saved.
 
         Returns:
             A handle; ``remove()`` takes the hook away.
@@ -131,8 +130,8 @@ class Saving:
         Args:
             output_dir: The checkpoint. None with ``automatic_checkpoint_naming``: the next one in
                 ``checkpoints`` of the project's folder, of which ``total_limit`` are kept.
-            safe_serialization: Otherwise each model's weights are beside it in ``pytorch_model.bin`` (with the
-                name of the model, where there are several) for other programs too.
+            safe_serialization: Otherwise each model's weights are beside it in ``pytorch_model.bin`` (with
+                the name of the model, where there are several) for other programs too.
             **save_model_func_kwargs: ``asynchronous``, ``step``, ``metric`` and ``keep`` of
                 :func:`accelfn.save_state`.
 
@@ -198,8 +197,8 @@ class Saving:
         unknown = sorted(options.keys() - {"strict", "random_state"})
         if unknown or not (place is None or isinstance(place, str)) or place not in _PLACES:
             raise TypeError(
-                "load_state: map_location must be None, 'cpu' or 'on_device', and strict and random_state are "
-                f"the other options: got {load_model_func_kwargs}."
+                "load_state: map_location must be None, 'cpu' or 'on_device', and strict and random_state "
+                f"are the other options: got {load_model_func_kwargs}."
             )
         if input_dir is None:
             if not self.context.project.automatic_checkpoint_naming:
@@ -283,9 +282,7 @@ class Saving:
             return
         with checkpoint.shared_folder(self.context, target) as folder:
             models: dict[str, nn.Module] = tree["models"]
-            weights = {
-                name: checkpoint.get_state_dict(self.context, model) for name, model in models.items()
-            }
+            weights = {name: checkpoint.get_state_dict(self.context, model) for name, model in models.items()}
             left = list(weights.values())
             for hook in tuple(self._save_hooks.values()):
                 hook(list(models.values()), left, str(folder))

@@ -1,32 +1,33 @@
 """A tree on disk, and when it is time to write it."""
 
+from accelfn.checkpoint.background import SaveHandle
 from accelfn.checkpoint.find import find_checkpoints, latest_checkpoint
 from accelfn.checkpoint.keep import Keep, plan_retention, prune_checkpoints
-from accelfn.checkpoint.verify import CheckpointReport, verify_checkpoint
-from accelfn.checkpoint.weights import WeightsPlan, parse_size, plan_weights, save_model
-
-__all__ = (
-    "CheckpointReport",
-    "Keep",
-    "WeightsPlan",
-    "find_checkpoints",
-    "latest_checkpoint",
-    "parse_size",
-    "plan_retention",
-    "plan_weights",
-    "prune_checkpoints",
-    "save_model",
-    "verify_checkpoint",
+from accelfn.checkpoint.load import load_state, load_tree
 from accelfn.checkpoint.preemption import EXIT_PREEMPTED, STOP_SIGNALS, PreemptionGuard, preemption
+from accelfn.checkpoint.save import save_state, save_tree
+from accelfn.checkpoint.verify import CheckpointReport, verify_checkpoint
 from accelfn.checkpoint.weights import WeightsPlan, parse_size, plan_weights, save_model
 
 __all__ = (
     "EXIT_PREEMPTED",
     "STOP_SIGNALS",
+    "CheckpointReport",
+    "Keep",
     "PreemptionGuard",
+    "SaveHandle",
     "WeightsPlan",
+    "find_checkpoints",
+    "latest_checkpoint",
+    "load_state",
+    "load_tree",
     "parse_size",
+    "plan_retention",
     "plan_weights",
     "preemption",
+    "prune_checkpoints",
     "save_model",
+    "save_state",
+    "save_tree",
+    "verify_checkpoint",
 )

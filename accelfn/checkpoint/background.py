@@ -68,7 +68,7 @@ class SaveHandle:
         except TimeoutError:
             if not self._done.is_set():
                 raise
-        except BaseException:  # noqa: BLE001, S110 -- it is given below
+        except BaseException:  # noqa: BLE001 -- it is given below
             pass
         return self._error
 

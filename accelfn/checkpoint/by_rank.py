@@ -68,7 +68,9 @@ def document_of(document: Json, rank: int) -> Json:
             raise IndexError(number)
         return values[number]
     except (KeyError, IndexError, TypeError, ZeroDivisionError) as error:
-        raise DamagedCheckpointError(f"The tree has a part by rank of no sound form: {document!r:.200}") from error
+        raise DamagedCheckpointError(
+            f"The tree has a part by rank of no sound form: {document!r:.200}"
+        ) from error
 
 
 def renamed(document: Json, names: Mapping[str, str]) -> Json:

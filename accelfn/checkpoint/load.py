@@ -25,6 +25,7 @@ from accelfn.checkpoint.objects import (
     find_names,
     find_states,
     is_in_place,
+    is_sure,
     misfits,
     order_of,
     prepare_undo,
@@ -69,9 +70,10 @@ def load_state(
 ) -> T:
     """Take up the state that :func:`accelfn.save_state` has saved, on any number of ranks.
 
-    Modules, optimizers, schedulers, loaders and whatever else has ``load_state_dict`` are loaded in place, and
-    so are parameters that stand in the tree by themselves. Everything else comes back as new values in the
-    tree that is returned: tensors (on the device where ``like`` has them), numbers, records.
+    Modules, optimizers, schedulers, loaders and whatever else has ``load_state_dict`` are loaded in place,
+    and so are generators, and parameters that stand in the tree by themselves. Everything else comes back as
+    new values in the tree that is returned: tensors (on the device where ``like`` has theirs), numbers,
+    records.
 
     Every byte that is needed is read and verified first, on all ranks. Whatever is raised, on any rank,
     nothing was changed on any of them.
@@ -84,8 +86,8 @@ def load_state(
     Args:
         ctx: The world.
         directory: A checkpoint, or a directory of checkpoints: then the newest in it.
-        like: A tree of the same names as the one that was saved. Parts of it without tensors and objects, such
-            as numbers and lists of numbers, may have any form: they come back as they were saved.
+        like: A tree of the same names as the one that was saved. Parts of it without tensors and objects,
+            such as numbers and lists of numbers, may have any form: they come back as they were saved.
         strict: Refuse modules whose state dict has other names. Otherwise what is missing keeps its values.
         random_state: Whether to restore the random number generators of this process.
 
@@ -95,7 +97,7 @@ def load_state(
     Raises:
         NoCheckpointError: There is no committed checkpoint.
         DamagedCheckpointError: Its bytes aren't those that were written.
-        CheckpointMismatchError: Leaves are missing, extra, misshapen or of another dtype; all of them, by path.
+        CheckpointMismatchError: Leaves are missing, extra, misshapen or of another dtype; all, by path.
         NotAvailableError: A newer version of accelfn has written it.
         RemoteRankError: One of these happened on another rank.
     """
@@ -107,18 +109,21 @@ def load_state(
     prepared, error = attempt(lambda: _prepare(read, like, names))
     phases.gather("decode", "", error)
     assert prepared is not None
-    value, pending, copies = prepared
+    value, pending, writes = prepared
     undo: list[Callable[[], None]] = []
-    _, error = attempt(lambda: _take_up(pending, cast("Names", names), undo))
+    may_refuse = [one for one in pending if not is_sure(one)]
+    _, error = attempt(lambda: _take_up(may_refuse, cast("Names", names), undo))
     try:
         phases.gather("take up", "", error)
     except BaseException:
         for step in reversed(undo):
             step()
         raise
-    with torch.no_grad():
-        for target, source in copies:
-            local_of(target).copy_(local_of(source))
+    for write in writes:
+        write()
+    for one in pending:
+        if is_sure(one):
+            take_up(one, cast("Names", names))
     if random_state and read.manifest.random is not None:
         _restore_random(ctx, read)
     phases.gather("loaded", "")
@@ -175,7 +180,7 @@ def _read_together(
     error: Exception | None,
     read: Callable[[OpenCheckpoint], _Read],
 ) -> _Read:
-    """Let every rank read its part of the same checkpoint, although another program may replace or remove it."""
+    """Let every rank read its part of one checkpoint, although another program may replace or remove it."""
     is_main = ctx.is_local_main_process if ctx.project.save_on_each_node else ctx.is_main_process
     for _ in range(_ATTEMPTS):
         path = None
@@ -184,7 +189,7 @@ def _read_together(
         said = phases.gather("find", json.dumps([ctx.world.node_rank, path]), error)
         paths = {node: path for node, path in map(json.loads, said) if path is not None}
         path = paths[ctx.world.node_rank if ctx.project.save_on_each_node else json.loads(said[0])[0]]
-        found, error = attempt(lambda: read_checkpoint(disk, cast("str", path), read))
+        found, error = attempt(partial(read_checkpoint, disk, cast("str", path), read))
         if isinstance(error, NoCheckpointError):
             error = None  # it was there a moment ago; all look again
         identity = "" if found is None else found.manifest.identity
@@ -192,15 +197,13 @@ def _read_together(
         if found is not None and len(set(identities)) == 1:
             return found
     raise CheckpointError(
-        f"load_state: {place} changes all the time: another program replaces or removes checkpoints there while "
-        "this one reads. Load from a directory of its own."
+        f"load_state: {place} changes all the time: another program replaces or removes checkpoints there "
+        "while this one reads. Load from a directory of its own."
     )
 
 
 @paused_collection()
-def _read(
-    ctx: Context, disk: Disk, like: Any, names: Names, strict: bool, found: OpenCheckpoint
-) -> _Read:
+def _read(ctx: Context, disk: Disk, like: Any, names: Names, strict: bool, found: OpenCheckpoint) -> _Read:
     """Check that a checkpoint fits, and read what of it is for this rank."""
     manifest = found.manifest
     document = document_of(manifest.tree, ctx.rank)
@@ -269,7 +272,7 @@ def _read_tensors(
 @paused_collection()
 def _prepare(
     read: _Read, like: Any, names: Names | None
-) -> tuple[Any, list[Pending], list[tuple[torch.Tensor, torch.Tensor]]]:
+) -> tuple[Any, list[Pending], list[Callable[[], None]]]:
     """Build the new tree, and list what is to be done to the objects in the old one."""
     del names
     pending: list[Pending] = []
@@ -281,28 +284,41 @@ def _prepare(
         return thing
 
     value = decode(read.document, read.tensors, like=like, restore=remember)
-    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-    return settled(like, value, copies), sorted(pending, key=order_of), copies
+    writes: list[Callable[[], None]] = []
+    return settled(like, value, writes), sorted(pending, key=order_of), writes
 
 
-def settled(like: Any, value: Any, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
-    """Put loaded tensors where ``like`` has theirs: into parameters, which are listed, or on their devices."""
+def _write(target: torch.Tensor, source: torch.Tensor) -> None:
+    with torch.no_grad():
+        local_of(target).copy_(local_of(source))
+
+
+def settled(like: Any, value: Any, writes: list[Callable[[], None]]) -> Any:
+    """Put loaded tensors where ``like`` has theirs: on their devices, or into parameters and generators.
+
+    What is to be written into is only listed, as calls.
+    """
+    if isinstance(like, torch.Generator) and isinstance(value, torch.Generator):
+        if like.device == value.device:
+            writes.append(partial(like.set_state, value.get_state()))  # pyright: ignore[reportArgumentType]
+            return like
+        return value
     if isinstance(like, torch.Tensor) and isinstance(value, torch.Tensor):
         if is_in_place(like):
-            copies.append((like, value))
+            writes.append(partial(_write, like, value))
             return like
         moved = value if value.device == like.device else value.detach().to(like.device)
         return moved.requires_grad_() if value.requires_grad and not moved.requires_grad else moved
     if isinstance(like, dict) and isinstance(value, dict):
         theirs = cast("dict[Any, Any]", like)
         for key, one in cast("dict[Any, Any]", value).items():
-            value[key] = settled(theirs.get(key), one, copies)
+            value[key] = settled(theirs.get(key), one, writes)
         return cast("Any", value)
     if isinstance(value, (list, tuple)) and isinstance(like, (list, tuple)):
         parts = list(cast("Sequence[Any]", value))
         kin = list(cast("Sequence[Any]", like))
         if len(parts) == len(kin):
-            parts = [settled(one, other, copies) for one, other in zip(kin, parts, strict=True)]
+            parts = [settled(one, other, writes) for one, other in zip(kin, parts, strict=True)]
         if isinstance(value, list):
             return parts
         kind = cast("Any", type(cast("object", value)))

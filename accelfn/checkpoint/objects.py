@@ -1,4 +1,4 @@
-"""What the objects of a training loop are in a checkpoint: plain trees, and how such a tree is taken up again.
+"""What the objects of a training loop are in a checkpoint: plain trees; and how such a tree is taken up.
 
 A module is its state dict without any wrapper's prefix; an optimizer is the state of each parameter by the
 parameter's name, so that neither the order of parameters nor a wrapper matters; a loader is its
@@ -34,6 +34,7 @@ __all__ = (
     "find_names",
     "find_states",
     "is_in_place",
+    "is_sure",
     "misfits",
     "order_of",
     "prepare_undo",
@@ -108,7 +109,9 @@ def state_of(thing: Any, names: Names) -> Any:
     if isinstance(thing, LoaderState):
         return _values(thing)
     if isinstance(thing, torch.utils.data.DataLoader) and not hasattr(cast("Any", thing), "state_dict"):
-        raise TypeError("is a DataLoader that nobody prepared, and says nothing of its place. Prepare it first")
+        raise TypeError(
+            "is a DataLoader that nobody prepared, and says nothing of its place. Prepare it first"
+        )
     return NotImplemented
 
 
@@ -161,11 +164,16 @@ def _packed(optimizer: Optimizer, state: Mapping[str, Any], names: Names) -> dic
     number_of = {name: number for number, name in enumerate(name for group in by_group for name in group)}
     known = _Known(number_of)
     groups = [
-        {**{key: value for key, value in group.items() if key != "params"}, "params": [number_of[n] for n in own]}
+        {
+            **{key: value for key, value in group.items() if key != "params"},
+            "params": [number_of[n] for n in own],
+        }
         for own, group in zip(by_group, state["groups"], strict=True)
     ]
     values = {
-        key if (number := known.find(key)) is None else number: dict(value) if isinstance(value, dict) else value
+        key if (number := known.find(key)) is None else number: dict(value)
+        if isinstance(value, dict)
+        else value
         for key, value in state["state"].items()
     }
     return {"state": values, "param_groups": groups, **state.get("others", {})}
@@ -309,9 +317,10 @@ def _misfits_of_optimizer(stored: Stored, names: Names) -> list[Misfit]:
         for key, value in _items(values, path).items() if number is not None else ():
             shape, size = tuple(parameters[number].shape), parameters[number].numel()
             # What is kept for each element of a parameter has its shape; what is kept for all of it is small.
-            if _is_tensor(value) and len(value["shape"]) == len(shape) and tuple(value["shape"]) != shape:
-                if math.prod(value["shape"]) >= size > 1:
-                    rows.append(Misfit(f"{path}/state/{name}/{key}", tensor_kind(value), f"shape {shape}"))
+            if not _is_tensor(value) or len(value["shape"]) != len(shape) or tuple(value["shape"]) == shape:
+                continue
+            if math.prod(value["shape"]) >= size > 1:
+                rows.append(Misfit(f"{path}/state/{name}/{key}", tensor_kind(value), f"shape {shape}"))
     return rows
 
 
@@ -339,22 +348,22 @@ def targets(stored: Stored, names: Names) -> Iterator[tuple[Json, torch.Tensor]]
 
 
 def is_in_place(tensor: torch.Tensor) -> bool:
-    """Whether a tensor of a tree is written into, since others hold it: an optimizer steps what needs gradients."""
+    """Whether a tensor of a tree is written into, since others hold it: whatever an optimizer may step."""
     return isinstance(tensor, nn.Parameter) or (tensor.requires_grad and tensor.is_leaf)
 
 
 def order_of(pending: Pending) -> int:
-    """Say when an object takes up its state: first those that may refuse, last those that can't."""
-    if isinstance(pending.thing, nn.Module):
-        return 2
-    return 1 if isinstance(pending.thing, Optimizer) else 0
+    """Say when an object takes up its state: schedules after optimizers, which bring their rates with them."""
+    return 0 if isinstance(pending.thing, Optimizer) else 1
+
+
+def is_sure(pending: Pending) -> bool:
+    """Whether an object can't refuse its state: a module whose parameters and buffers are written into."""
+    return isinstance(pending.thing, nn.Module) and _is_plain(_inner(pending.thing))
 
 
 def prepare_undo(pending: Pending) -> Callable[[], None]:
-    """Remember what an object is now, and give what brings it back.
-
-    Of a module whose state can be copied in by us, nothing is remembered: that doesn't fail.
-    """
+    """Remember what an object is now, and give what brings it back."""
     thing = pending.thing
     if isinstance(thing, Optimizer):
         # load_state_dict puts new tensors in the place of the old ones, so the old ones need no copy.
@@ -372,8 +381,6 @@ def prepare_undo(pending: Pending) -> Callable[[], None]:
         return undo_optimizer
     if isinstance(thing, nn.Module):
         inner = _inner(thing)
-        if _is_plain(inner):
-            return _nothing
         before = _copied(inner.state_dict())
         return lambda: cast("None", inner.load_state_dict(before))
     loader = _loader(thing)
@@ -382,10 +389,6 @@ def prepare_undo(pending: Pending) -> Callable[[], None]:
         return lambda: loader.go_to(place)
     before = _copied(thing.state_dict())
     return lambda: thing.load_state_dict(before)
-
-
-def _nothing() -> None:
-    pass
 
 
 def _copied(state: Any) -> Any:

@@ -69,13 +69,18 @@ def find_overlaps(stored: StoredTensor, target: torch.Tensor | None) -> list[Ove
         offset, shape = tuple(item.storage_offsets), tuple(item.lengths)
         is_whole = shape == piece.shape
         found.append(
-            Overlap(piece, None if is_whole else offset, None if is_whole else shape, tuple(item.dest_offsets))
+            Overlap(
+                piece, None if is_whole else offset, None if is_whole else shape, tuple(item.dest_offsets)
+            )
         )
     return found
 
 
 def join_overlaps(
-    stored: StoredTensor, target: torch.Tensor | None, overlaps: Sequence[Overlap], parts: Sequence[torch.Tensor]
+    stored: StoredTensor,
+    target: torch.Tensor | None,
+    overlaps: Sequence[Overlap],
+    parts: Sequence[torch.Tensor],
 ) -> torch.Tensor:
     """Put the parts that were read together.
 
@@ -96,7 +101,9 @@ def join_overlaps(
         whole = torch.empty(shape, dtype=dtype_from_name(stored.dtype), device="cpu")
         plain = copyable(whole)
         for one, part in zip(overlaps, parts, strict=True):
-            place = tuple(slice(start, start + size) for start, size in zip(one.target, part.shape, strict=True))
+            place = tuple(
+                slice(start, start + size) for start, size in zip(one.target, part.shape, strict=True)
+            )
             plain[place].copy_(copyable(part))
     if cut is None:
         return whole

@@ -85,8 +85,7 @@ class BoardPhases(NamedTuple):
         self.board.post(self._key(phase, self.rank), json.dumps([self.number, failed, said]))
         if error is not None:
             raise error
-        heard = [said if rank == self.rank else self._hear(phase, rank) for rank in range(self.size)]
-        return heard
+        return [said if rank == self.rank else self._hear(phase, rank) for rank in range(self.size)]
 
     def _key(self, phase: str, rank: int) -> str:
         return f"save/{phase}/{rank}"
@@ -105,7 +104,7 @@ class BoardPhases(NamedTuple):
                 raise reason
             if time.monotonic() > end:
                 raise CollectiveTimeoutError(
-                    f"{self.operation}: rank {self.rank} has waited {self.patience_s:.0f} s for rank {rank} to end "
-                    f"the phase {phase!r} of a save in the background. Look at what that rank does."
+                    f"{self.operation}: rank {self.rank} has waited {self.patience_s:.0f} s for rank {rank} "
+                    f"to end the phase {phase!r} of a save in the background. Look at what that rank does."
                 )
             time.sleep(_LOOK_S)

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast, overload
 
+import optree
 import torch
 
 from accelfn import __version__
@@ -18,7 +19,7 @@ from accelfn.checkpoint.background import HostMemory, SaveHandle, begin_backgrou
 from accelfn.checkpoint.by_rank import join_documents, renamed
 from accelfn.checkpoint.commit import Stage, abandon, begin_stage, check_target, make_nonce, publish
 from accelfn.checkpoint.disk import Disk, write_file
-from accelfn.checkpoint.document import Encoded, encode
+from accelfn.checkpoint.document import encode
 from accelfn.checkpoint.keep import Keep, prune_checkpoints
 from accelfn.checkpoint.manifest import (
     CHUNK_BYTES,
@@ -39,6 +40,7 @@ from accelfn.checkpoint.tensor_file import memory_of, new_entry, write_tensors
 from accelfn.comm import attempt
 from accelfn.context import Context, news
 from accelfn.context.config import GuardMode
+from accelfn.training import ScalerState
 from accelfn.tree.digest import digest_tensors
 
 __all__ = ("save_state", "save_tree")
@@ -253,7 +255,7 @@ def _look(
         raise TypeError(f"save_state: metric must be a number or None, got {type(metric).__name__}.")
     check_target(Disk(), str(path))
     names = find_names(tree)
-    main = encode(tree, convert=lambda where, thing: state_of(thing, names))
+    main = encode(_without_gradients(tree), convert=lambda where, thing: state_of(thing, names))
     random = encode(random_states(ctx))
     prefix = "#random"
     while any(name.startswith(f"{prefix}/") for name in main.tensors):
@@ -272,6 +274,21 @@ def _look(
         random_held=_held(random_tensors, random_content),
         sums=sums,
     )
+
+
+def _without_gradients(tree: Any) -> Any:
+    """Forget what scaler states know of the gradients at hand, which are in no checkpoint."""
+    if not any(isinstance(one, ScalerState) for one in optree.tree_leaves(tree, is_leaf=_is_scaler)):
+        return tree
+
+    def forget(leaf: Any) -> Any:
+        return leaf._replace(unscaled=(), weight=None) if isinstance(leaf, ScalerState) else leaf
+
+    return optree.tree_map(forget, tree, is_leaf=_is_scaler)
+
+
+def _is_scaler(value: Any) -> bool:
+    return isinstance(value, ScalerState)
 
 
 def _held(tensors: Mapping[str, torch.Tensor], content: Mapping[str, str]) -> dict[str, Held]:
@@ -457,7 +474,7 @@ def _write(job: _Job, phases: Phases, disk: Disk) -> Path:
             content = format_manifest(_manifest(job, results, generation))
             _, error = attempt(lambda: write_file(disk, os.path.join(path, MANIFEST), content))
         if job.nodes is not None:
-            # Every node is ready before one of them commits: each still has its old one if another fails here.
+            # Every node is ready before one of them commits: each still has its old one if another fails.
             phases.gather("ready", "", error)
         if stage is not None and error is None:
             _, error = attempt(lambda: publish(disk, stage))
@@ -488,7 +505,9 @@ def _manifest(job: _Job, results: Sequence[str], generation: int) -> Manifest:
     pieces: dict[str, dict[Box | None, Piece]] = {}
     node = None if job.nodes is None else job.nodes[job.rank]
     # This node's own pieces first: of a box that several nodes have, each reads its own.
-    order = sorted(range(job.size), key=lambda rank: (job.nodes is not None and job.nodes[rank] != node, rank))
+    order = sorted(
+        range(job.size), key=lambda rank: (job.nodes is not None and job.nodes[rank] != node, rank)
+    )
     for rank in order:
         result = json.loads(results[rank])
         if result is None:
@@ -510,9 +529,7 @@ def _manifest(job: _Job, results: Sequence[str], generation: int) -> Manifest:
     return Manifest(
         tree=job.tree,
         tensors={
-            name: StoredTensor(
-                job.described[name].dtype, job.described[name].shape, tuple(found.values())
-            )
+            name: StoredTensor(job.described[name].dtype, job.described[name].shape, tuple(found.values()))
             for name, found in pieces.items()
         },
         files=files,

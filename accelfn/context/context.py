@@ -295,7 +295,7 @@ def close_context(ctx: Context) -> None:
     """
     background = ctx.collectives.journal.background
     try:
-        if background is not None and (ctx.world.made.opened or ctx.world.size == 1):
+        if background is not None:
             background.settle()
     finally:
         _close(ctx)

@@ -95,7 +95,7 @@ class Meeting:
 
     @contextmanager
     def aside(self, rank: int) -> Generator[None, None, None]:
-        """Let the other ranks run in a ``with`` block, in which ``rank`` waits for something else than them."""
+        """Let the other ranks run in a ``with`` block in which ``rank`` waits for something else."""
         with self._lock:
             self._may_run.discard(rank)
             if self._running == rank:

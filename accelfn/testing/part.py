@@ -23,6 +23,8 @@ def taking_part(ctx: Context, *, whole_process: bool) -> Generator[None]:
     end_watch = start_watchdog(board, rank, whole_process=whole_process) if ctx.guard.watchdog else None
     try:
         yield
+        if journal.background is not None:
+            journal.background.settle()
     except RankDeath:  # nobody is told
         raise
     except BaseException as error:

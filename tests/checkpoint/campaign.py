@@ -49,9 +49,7 @@ def state_of_step(step: int) -> dict[str, Any]:
     """Give a state that differs in every tensor from that of any other step; about 3 MB."""
     generator = torch.Generator().manual_seed(step)
     return {
-        "weights": {
-            str(number): torch.randn(200_000, generator=generator) for number in range(3)
-        },
+        "weights": {str(number): torch.randn(200_000, generator=generator) for number in range(3)},
         "half": torch.randn(1001, generator=generator).bfloat16(),
         "count": torch.tensor(step),
         "step": step,
@@ -151,7 +149,9 @@ def _read_step(reader: int) -> int | None:
     return _STEP.unpack(content)[0] if len(content) == _STEP.size else None
 
 
-def _save_on_and_on(folder: Path, first: int, ranks: int, place: Place, writer: int, background: bool) -> None:
+def _save_on_and_on(
+    folder: Path, first: int, ranks: int, place: Place, writer: int, background: bool
+) -> None:
     def program(ctx: Context) -> None:
         if ctx.is_main_process:
             os.write(writer, _STEP.pack(-1))
@@ -202,7 +202,9 @@ def main() -> None:
                 failed = True
         seen = ", ".join(f"{kind} {number}" for kind, number in sorted(report.during.items()))
         how = "in the background" if background else "waiting"
-        print(f"| {ranks} | {place} | {how} | {report.kills} | {report.saves} | {seen} | {len(report.lost)} |")
+        print(
+            f"| {ranks} | {place} | {how} | {report.kills} | {report.saves} | {seen} | {len(report.lost)} |"
+        )
     sys.exit(failed)
 
 

@@ -147,7 +147,7 @@ def test_what_is_known_of_gradients_is_not_kept(tmp_path: Path) -> None:
 
 def test_loaders_go_on_where_they_were(tmp_path: Path) -> None:
     def loader() -> DataLoader[torch.Tensor]:
-        return af.prepare(Context(), DataLoader(torch.arange(20), batch_size=3, shuffle=True))  # pyright: ignore
+        return af.prepare(Context(), DataLoader(torch.arange(20), batch_size=3, shuffle=True))
 
     first = loader()
     batches = iter(first)
@@ -201,7 +201,11 @@ def test_a_tensor_that_is_equal_everywhere_is_written_once_and_others_are_kept(t
     def save(ctx: Context) -> dict[str, Any]:
         tree = {"same": torch.arange(1000), "own": torch.full((3,), ctx.rank // 2), "rank": ctx.rank}
         af.save_state(ctx, tmp_path / "at", tree)
-        like = {"same": torch.zeros(1000, dtype=torch.int64), "own": torch.zeros(3, dtype=torch.int64), "rank": 9}
+        like = {
+            "same": torch.zeros(1000, dtype=torch.int64),
+            "own": torch.zeros(3, dtype=torch.int64),
+            "rank": 9,
+        }
         return cast("dict[str, Any]", af.load_state(ctx, tmp_path / "at", like))
 
     for rank, loaded in enumerate(run_ranks(save, 4)):
@@ -298,7 +302,9 @@ class Counter:
 
 
 @pytest.mark.parametrize("refusing", [0, 1])
-def test_an_object_that_refuses_on_one_rank_leaves_all_ranks_as_they_were(tmp_path: Path, refusing: int) -> None:
+def test_an_object_that_refuses_on_one_rank_leaves_all_ranks_as_they_were(
+    tmp_path: Path, refusing: int
+) -> None:
     def run(ctx: Context) -> tuple[int, int, bool, bool]:
         loop = new_loop()
         loop.train(2)
@@ -326,11 +332,14 @@ def test_an_object_that_refuses_on_one_rank_leaves_all_ranks_as_they_were(tmp_pa
 
 def test_saving_on_one_rank_alone_is_an_error_on_all(tmp_path: Path) -> None:
     def run(ctx: Context) -> str:
-        with pytest.raises((MismatchError, MissingRankError)) as caught:
+        def act() -> None:
             if ctx.is_main_process:
                 af.save_state(ctx, tmp_path / "at", {})
             else:
                 af.wait_for_everyone(ctx)
+
+        with pytest.raises((MismatchError, MissingRankError)) as caught:
+            act()
         return str(caught.value)
 
     assert all("save_state" in text for text in run_ranks(run, 2))
@@ -410,7 +419,7 @@ def test_in_the_background_the_state_of_the_moment_is_saved(tmp_path: Path, on: 
         assert handle.exception() is None
         loaded = af.load_state(ctx, path, {"weight": torch.zeros(50_000), "rank": -1})
         assert loaded["rank"] == ctx.rank
-        return loaded["weight"].unique().tolist(), path.name  # pyright: ignore
+        return loaded["weight"].unique().tolist(), path.name  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
     assert run_ranks(run, 2, on=on) == [([1.0], "at")] * 2
 
