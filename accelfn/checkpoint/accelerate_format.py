@@ -82,8 +82,8 @@ def read_accelerate(directory: str | Path) -> AccelerateState:
     folder = Path(directory)
     if not folder.is_dir():
         raise NoCheckpointError(
-            f"read_accelerate: {folder} is {'a file' if folder.exists() else 'not there'}. Pass the folder that "
-            "save_state of Accelerate wrote."
+            f"read_accelerate: {folder} is {'a file' if folder.exists() else 'not there'}. Pass the folder "
+            "that save_state of Accelerate wrote."
         )
     _refuse_foreign_layouts(folder)
     read_object = read_torch_file
@@ -99,8 +99,8 @@ def read_accelerate(directory: str | Path) -> AccelerateState:
     )
     if all(part is None or part == () for part in state):
         raise NoCheckpointError(
-            f"read_accelerate: {folder} holds nothing that Accelerate writes (model.safetensors, optimizer.bin, "
-            "random_states_0.pkl and so on). Pass the folder that save_state wrote."
+            f"read_accelerate: {folder} holds nothing that Accelerate writes (model.safetensors, "
+            "optimizer.bin, random_states_0.pkl and so on). Pass the folder that save_state wrote."
         )
     return state
 
@@ -116,9 +116,9 @@ def _refuse_foreign_layouts(folder: Path) -> None:
     found = next((path for pattern in _DEEPSPEED for path in folder.glob(pattern)), None)
     if found is not None:
         raise CheckpointError(
-            f"read_accelerate: {found.relative_to(folder)} is part of a checkpoint of DeepSpeed or Megatron-LM. "
-            "Put its weights together with that package's own tool (zero_to_fp32.py for DeepSpeed), and read "
-            "the result."
+            f"read_accelerate: {found.relative_to(folder)} is part of a checkpoint of DeepSpeed or "
+            "Megatron-LM. Put its weights together with that package's own tool (zero_to_fp32.py for "
+            "DeepSpeed), and read the result."
         )
 
 
@@ -139,8 +139,9 @@ def _numbered(folder: Path, what: str, forms: Sequence[tuple[str, str]]) -> list
     for number, paths in sorted(found.items()):
         if len(paths) > 1:
             raise CheckpointError(
-                f"read_accelerate: {' and '.join(sorted(path.name for path in paths))} are both {what} {number}, "
-                "of different saves, and nothing says which is the newer one. Move one of them away."
+                f"read_accelerate: {' and '.join(sorted(path.name for path in paths))} are both {what} "
+                f"{number}, of different saves, and nothing says which is the newer one. Move one of them "
+                "away."
             )
     missing = [number for number in range(max(found, default=-1)) if number not in found]
     if missing:
@@ -211,7 +212,8 @@ def _read_shards(path: Path) -> TensorDict:
         if listed != set(read):
             odd = sorted(listed ^ set(read))
             raise DamagedCheckpointError(
-                f"{path.name} and {name} are of different saves: {', '.join(odd[:5])} stands in one of them only.",
+                f"{path.name} and {name} are of different saves: {', '.join(odd[:5])} stands in one of them "
+                "only.",
                 name,
             )
         tensors.update(read)
@@ -225,8 +227,8 @@ def _tensors(value: Any, path: Path) -> TensorDict:
     others = [key for key, tensor in read.items() if not isinstance(tensor, torch.Tensor)]
     if others:
         raise CheckpointError(
-            f"read_accelerate: {', '.join(others[:5])} in {path.name} is no tensor, and a model's weights here "
-            "are tensors only. Let get_extra_state give a tensor, and save again."
+            f"read_accelerate: {', '.join(others[:5])} in {path.name} is no tensor, and a model's weights "
+            "here are tensors only. Let get_extra_state give a tensor, and save again."
         )
     return dict(read)
 

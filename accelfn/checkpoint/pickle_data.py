@@ -50,8 +50,11 @@ class _Mark:
 
 
 _LITERALS = frozenset(
-    "BININT BININT1 BININT2 LONG1 LONG4 BINFLOAT BINUNICODE SHORT_BINUNICODE BINUNICODE8 BINBYTES "
-    "SHORT_BINBYTES BINBYTES8 BYTEARRAY8 BINSTRING SHORT_BINSTRING".split()
+    (
+        *("BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE"),
+        *("BINUNICODE8", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8", "SHORT_BINSTRING"),
+        "BINSTRING",
+    )
 )
 # Names that Python 2 had for modules; pickles of protocol 2 use them.
 _OLD_MODULES = (("__builtin__", "builtins"), ("copy_reg", "copyreg"))

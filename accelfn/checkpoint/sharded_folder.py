@@ -80,8 +80,8 @@ def _assemble(directory: Path, table: _Record, top: str) -> dict[str, Any]:
     for index, stored in cast("dict[_Record, _Record]", table.get("storage_data")).items():
         if stored.fields.get("transform_descriptors"):
             raise CheckpointError(
-                f"{directory.name} was saved with transformed bytes (compressed or encrypted). Save it without, "
-                "or merge it with `accelerate merge-weights` where it was written."
+                f"{directory.name} was saved with transformed bytes (compressed or encrypted). Save it "
+                "without, or merge it with `accelerate merge-weights` where it was written."
             )
         offset = index.fields.get("offset")  # plain objects have none
         place = _Place(stored.get("relative_path"), stored.get("offset"), stored.get("length"))

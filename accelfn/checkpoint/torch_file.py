@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import io
+import struct
 import sys
 import zipfile
 from collections import Counter, OrderedDict
@@ -83,13 +84,13 @@ def read_torch_stream(file: BinaryIO, name: str) -> Any:
     """
     try:
         with zipfile.ZipFile(file) as archive:
-            return _read_archive(archive)
+            return _read_archive(archive, file.seek(0, io.SEEK_END))
     except RefusedPickleError as error:
         raise refuse_pickle(name, error) from None
-    except (zipfile.BadZipFile, ValueError, EOFError, KeyError, NotImplementedError, RecursionError) as error:
+    except (zipfile.BadZipFile, struct.error, ValueError, LookupError, RuntimeError, EOFError, OSError) as error:
         raise DamagedCheckpointError(
-            f"{name} isn't what torch.save wrote, or is damaged: {error}. Nothing was taken up. Copy it again "
-            "from where it was written.",
+            f"{name} isn't what torch.save wrote, or is damaged: {error}. Nothing was taken up. Copy it "
+            "again from where it was written.",
             name,
         ) from error
 
@@ -97,12 +98,12 @@ def read_torch_stream(file: BinaryIO, name: str) -> Any:
 def refuse_pickle(name: str, error: RefusedPickleError) -> CheckpointError:
     """Say which file wants what, and what to do."""
     return CheckpointError(
-        f"{name} holds more than data: it asks for {error}, which was not run. If you trust the file, load it "
-        "in the program that wrote it, turn that object into plain values and tensors, and save it again."
+        f"{name} holds more than data: it asks for {error}, which was not run. If you trust the file, load "
+        "it in the program that wrote it, turn that object into plain values and tensors, and save it again."
     )
 
 
-def _read_archive(archive: zipfile.ZipFile) -> Any:
+def _read_archive(archive: zipfile.ZipFile, length: int) -> Any:
     infos = {info.filename: info for info in archive.infolist()}
     if len(infos) != len(archive.infolist()):
         raise ValueError("it has an entry twice")
@@ -112,6 +113,8 @@ def _read_archive(archive: zipfile.ZipFile) -> Any:
     root = pickles[0].removesuffix("data.pkl")
     if any(info.compress_type != zipfile.ZIP_STORED for info in infos.values()):
         raise ValueError("it is compressed, which torch.save never does")
+    if any(info.file_size > length for info in infos.values()):  # no memory for what can't be there
+        raise ValueError("an entry is larger than the file")
     if f"{root}constants.pkl" in infos:
         raise RefusedPickleError("TorchScript, which is a program")
     order = (
