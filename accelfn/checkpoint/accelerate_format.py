@@ -157,7 +157,7 @@ def _number(path: Path, stem: str, ending: str) -> int | None:
     always = (stem, ending) in _ALWAYS_NUMBERED
     suffix = "" if ending == "/" else re.escape(ending)
     match = re.fullmatch(rf"{stem}(?:_(0|[1-9]\d*))?{suffix}", path.name)
-    if match is None or (match[1] is None) is always or (match[1] == "0" and not always):
+    if match is None or match[1] == (None if always else "0"):
         return None
     if not (path.is_dir() if ending == "/" else path.is_file()):
         return None

@@ -83,7 +83,7 @@ def read_pickle(
     except (LookupError, TypeError, AttributeError, RuntimeError, ArithmeticError) as error:
         # What a reader's functions say of arguments that no writer gives, and a stack that has run empty.
         raise ValueError(f"its pickle contradicts itself ({error})") from error
-    if len(machine.stack) != 1:
+    if len(machine.stack) != 1 or machine.stack[0] is _Mark:
         raise ValueError("its pickle contradicts itself (it leaves more than one value)")
     return _whole(machine.stack[0])
 

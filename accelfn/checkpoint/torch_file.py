@@ -87,7 +87,15 @@ def read_torch_stream(file: BinaryIO, name: str) -> Any:
             return _read_archive(archive, file.seek(0, io.SEEK_END))
     except RefusedPickleError as error:
         raise refuse_pickle(name, error) from None
-    except (zipfile.BadZipFile, struct.error, ValueError, LookupError, RuntimeError, EOFError, OSError) as error:
+    except (
+        zipfile.BadZipFile,
+        struct.error,
+        ValueError,
+        LookupError,
+        RuntimeError,
+        EOFError,
+        OSError,
+    ) as error:
         raise DamagedCheckpointError(
             f"{name} isn't what torch.save wrote, or is damaged: {error}. Nothing was taken up. Copy it "
             "again from where it was written.",
@@ -201,6 +209,10 @@ def _text_as_bytes(text: str, encoding: str) -> bytes:
     return text.encode("latin1")
 
 
+def _empty_bytes() -> bytes:
+    return b""  # the only one that old pickles write as a call of bytes
+
+
 def _bytearray(data: bytes = b"") -> bytearray:
     return bytearray(memoryview(data))  # not a number, which would be a size
 
@@ -270,6 +282,7 @@ TORCH_NAMES: Mapping[str, Any] = MappingProxyType(
         "builtins.set": Maker(set),
         "builtins.frozenset": Maker(frozenset),
         "builtins.complex": Maker(complex),
+        "builtins.bytes": Maker(_empty_bytes),
         "builtins.bytearray": Maker(_bytearray),
         "_codecs.encode": Maker(_text_as_bytes),
         "collections.OrderedDict": Maker(_ordered),
