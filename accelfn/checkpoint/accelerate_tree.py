@@ -6,9 +6,10 @@ by their number. A tree of accelfn has a name for each, so that an order means n
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -89,7 +90,8 @@ def from_accelerate(
             f"{', '.join([*model_names, *optimizer_names]) or 'none'}."
         )
     for number, name in enumerate(optimizer_names):
-        given = _optimizer_names(name, (like or {}).get(name), like or {}, len(models) > 1)
+        sizes = [len(group["params"]) for group in state.optimizers[number]["param_groups"]]
+        given = _optimizer_names(name, like or {}, len(models) > 1, sizes)
         ordered = name_parameters(name, number, state.optimizers[number], known, given)
         tree[name] = _named_optimizer(state.optimizers[number], ordered)
     for kind, field, always in _KINDS[2:]:
@@ -222,14 +224,20 @@ def _known_names(
     return tuple(known)
 
 
-def _optimizer_names(name: str, given: Any, like: Like, several: bool) -> list[tuple[str, ...]] | None:
-    """Give the parameters of each group, or of all groups as one, as ``like`` has them."""
+def _optimizer_names(
+    name: str, like: Like, several: bool, sizes: Sequence[int]
+) -> list[tuple[str, ...]] | None:
+    """Give the parameters of each group as ``like`` has them; a plain list is cut into ``sizes``."""
+    given = like.get(name)
     if given is None:
         return None
     if isinstance(given, nn.Module):
         raise ValueError(f"from_accelerate: like[{name!r}] is a module, but {name} is an optimizer.")
     if not isinstance(given, Optimizer):
-        return [tuple(cast("Sequence[str]", given))]
+        ends = list(itertools.accumulate(sizes, initial=0))
+        if len(given) != ends[-1]:
+            return [tuple(given)]  # refused with the numbers
+        return [tuple(given[start:end]) for start, end in itertools.pairwise(ends)]
     by_id = {
         id(parameter): f"{model}/{parameter_name}" if several else parameter_name
         for model, module in like.items()

@@ -55,7 +55,7 @@ def name_parameters(
         number: Its place among the optimizers.
         state: Its state dict.
         models: What is known of the models.
-        given: Names in its order, by group or all as one group, from the user.
+        given: Names in its order, by group, from the user.
 
     Raises:
         CheckpointError: It isn't certain.
@@ -114,7 +114,7 @@ def _as_given(
 ) -> list[str]:
     sizes = [len(group["params"]) for group in groups]
     own = [len(names) for names in given]
-    if own not in (sizes, [sum(sizes)]):
+    if own != sizes:
         raise CheckpointError(
             f"from_accelerate: {optimizer} has groups of {sizes} parameters, and like[{optimizer!r}] has "
             f"{own}. Build it as it was when it was saved."

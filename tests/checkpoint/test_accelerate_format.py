@@ -1,3 +1,4 @@
+import importlib
 import json
 import os
 import random
@@ -7,10 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 from accelfn.checkpoint import (
@@ -21,6 +20,9 @@ from accelfn.checkpoint import (
     write_accelerate,
 )
 from accelfn.errors import CheckpointError, DamagedCheckpointError, NoCheckpointError
+
+np: Any = pytest.importorskip("numpy")
+dcp: Any = importlib.import_module("torch.distributed.checkpoint")
 
 # Accelerate keeps its state for the whole process, so it runs in processes of its own.
 PROGRAM = """
@@ -97,13 +99,14 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 
 def text(value: Any) -> str:
     """Print a value with every bit of its tensors, and dicts in one order."""
-    if isinstance(value, torch.Tensor):
+    kind: Any = type(value)
+    if issubclass(kind, torch.Tensor):
         return f"{value.dtype} {value.tolist()}"
-    if isinstance(value, dict):
+    if issubclass(kind, dict):
         return str(sorted((str(key), text(part)) for key, part in value.items()))
-    if isinstance(value, list | tuple):
-        return f"{type(value).__name__}{[text(part) for part in value]}"
-    return f"{type(value).__name__} {value!r}"
+    if issubclass(kind, list | tuple):
+        return f"{kind.__name__}{[text(part) for part in value]}"
+    return f"{kind.__name__} {value!r}"
 
 
 @pytest.mark.parametrize("suffix", ["", "-bin"])
@@ -194,7 +197,7 @@ def test_random_states_of_accelerate_hold_arrays(tmp_path: Path) -> None:
 
 def test_the_scaler_is_what_torch_takes(tmp_path: Path) -> None:
     folder = write_accelerate(tmp_path / "state", state_of_two())
-    scaler = torch.amp.GradScaler("cpu")  # pyright: ignore[reportPrivateImportUsage]
+    scaler = torch.amp.GradScaler("cpu")
     scaler.load_state_dict(torch.load(folder / "scaler.pt"))
     assert scaler.state_dict() == state_of_two().scaler
 
@@ -209,7 +212,7 @@ def test_sharded_weights_are_read_by_their_index(tmp_path: Path, suffix: str) ->
     index = tmp_path / f"{stem}{suffix}.index.json"
     index.write_text(json.dumps({"metadata": {}, "weight_map": files}))
     (model,) = read_accelerate(tmp_path).models
-    assert {name: tensor.tolist() for name, tensor in model.items()} == {"z": [122, 122], "a": [97, 97]}
+    assert {name: tensor[1].item() for name, tensor in model.items()} == {"z": ord("z"), "a": ord("a")}
 
     index.write_text(json.dumps({"weight_map": {**files, "more": files["a"]}}))
     with pytest.raises(DamagedCheckpointError, match="different saves: more"):
@@ -229,7 +232,7 @@ def test_sharded_weights_are_read_by_their_index(tmp_path: Path, suffix: str) ->
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of saving in a single process
 def test_folders_of_fsdp_are_read(tmp_path: Path) -> None:
     model = {"w": torch.randn(2, 3), "b": torch.randn(2)}
-    optimizer = {
+    optimizer: dict[str, Any] = {
         "state": {"w": {"exp_avg": torch.randn(2, 3)}, "b": {"exp_avg": torch.randn(2)}},
         "param_groups": [{"params": ["w", "b"], "lr": 0.1}],
     }
@@ -290,10 +293,10 @@ def move(old: str, new: str) -> Callable[[Path], object]:
     return lambda folder: (folder / old).rename(folder / new)
 
 
-def make(name: str) -> Callable[[Path], object]:
+def make(name: str, value: Any = None) -> Callable[[Path], object]:
     def touch(folder: Path) -> None:
         (folder / name).parent.mkdir(exist_ok=True)
-        torch.save({}, folder / name)
+        torch.save({} if value is None else value, folder / name)
 
     return touch
 
@@ -305,13 +308,13 @@ def make(name: str) -> Callable[[Path], object]:
         *((spoil(name), DamagedCheckpointError, name) for name in ("random_states_1.pkl", "scaler.pt")),
         (move("model_1.safetensors", "model_2.safetensors"), CheckpointError, "no model 1"),
         (move("custom_checkpoint_0.pkl", "custom_checkpoint_2.pkl"), CheckpointError, "no custom object 0"),
-        (make("pytorch_model.bin"), CheckpointError, "model.safetensors and pytorch_model.bin are both model 0"),
+        (make("pytorch_model.bin"), CheckpointError, "model.safetensors and pytorch_model.bin are both"),
         (make("model.safetensors.index.json"), CheckpointError, "are both model 0"),
         (make("pytorch_model_fsdp_rank0.bin"), CheckpointError, "FULL_STATE_DICT"),
         (make("optimizer_0_rank1.bin"), CheckpointError, "one process's part"),
         (make("pytorch_model/mp_rank_00_model_states.pt"), CheckpointError, "DeepSpeed"),
         (make("optimizer.bin"), DamagedCheckpointError, "optimizer.bin is no optimizer's state dict"),
-        (lambda folder: torch.save([], folder / "scheduler.bin"), DamagedCheckpointError, "no state dict, but list"),
+        (make("scheduler.bin", []), DamagedCheckpointError, "no state dict, but list"),
     ],
 )  # fmt: skip
 def test_folders_that_are_not_whole_are_refused(

@@ -1,13 +1,14 @@
+import contextlib
 import io
 import os
 import pickle
 import random
 import zipfile
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -16,6 +17,8 @@ from hypothesis import strategies as st
 from accelfn.checkpoint.pickle_data import Maker, RefusedPickleError, read_pickle
 from accelfn.checkpoint.torch_file import read_torch_file, read_torch_stream
 from accelfn.errors import CheckpointError, DamagedCheckpointError
+
+np: Any = pytest.importorskip("numpy")
 
 DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16),
@@ -26,20 +29,21 @@ DTYPES = (
 
 def same(a: Any, b: Any) -> bool:
     """Whether two values are the same, to the type and the bit."""
-    if isinstance(a, torch.Tensor):
+    kind: Any = type(a)
+    if issubclass(kind, torch.Tensor):
         return a.dtype == b.dtype and a.shape == b.shape and as_bytes(a) == as_bytes(b)
-    if isinstance(a, np.ndarray):
+    if issubclass(kind, np.ndarray):
         return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
-    if type(a) is not type(b):
+    if kind is not type(b):
         return False
-    if isinstance(a, dict):
+    if issubclass(kind, dict):
         return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
+    if issubclass(kind, list | tuple):
         return len(a) == len(b) and all(map(same, a, b))
     return a == b or (a != a and b != b)
 
 
-def as_bytes(tensor: torch.Tensor) -> list[int]:
+def as_bytes(tensor: Any) -> list[int]:
     return tensor.contiguous().reshape(-1).view(torch.uint8).tolist()
 
 
@@ -105,7 +109,7 @@ def test_other_plain_values_come_back(value: Any) -> None:
 
 
 def test_memory_that_was_shared_is_shared_again() -> None:
-    whole = torch.arange(12.0)
+    whole: Any = torch.arange(12.0)
     read = read_torch_stream(saved({"whole": whole, "part": whole[2:8].view(2, 3).T, "again": whole}), "file")
     assert read["part"].tolist() == whole[2:8].view(2, 3).T.tolist()
     read["whole"][2] = 99.0
@@ -136,14 +140,13 @@ def test_a_bomb_is_named_and_does_not_go_off(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"optimizer\.bin .* asks for posix\.mkdir, which was not run"):
         read_torch_file(path)
     assert not (tmp_path / "crater").exists()
-    with pytest.raises(FileExistsError):  # it is a bomb indeed
-        for _ in range(2):
-            torch.load(path, weights_only=False)
+    torch.load(path, weights_only=False)
+    assert (tmp_path / "crater").exists()  # it is a bomb indeed
 
 
 @pytest.mark.parametrize(
     "call",
-    [os.system, eval, exec, __import__, getattr, pickle.loads, torch.load, zipfile.ZipFile, Path, type],
+    [os.kill, eval, exec, __import__, getattr, pickle.loads, torch.load, zipfile.ZipFile, Path, type],
 )
 def test_functions_outside_of_the_table_are_refused(call: Any, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="asks for"):
@@ -157,12 +160,17 @@ def test_a_safe_list_of_the_process_changes_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "crater").exists()
 
 
+def safe_list() -> set[Any]:
+    serialization: Any = torch.serialization
+    return set(serialization.get_safe_globals())
+
+
 def test_reading_leaves_the_safe_list_of_the_process_alone() -> None:
     stream = saved({"key": np.arange(3, dtype=np.uint32)})
     with torch.serialization.safe_globals([np.ndarray]):
-        before = set(torch.serialization.get_safe_globals())
+        before = safe_list()
         read_torch_stream(stream, "file")
-        assert set(torch.serialization.get_safe_globals()) == before
+        assert safe_list() == before
 
 
 @pytest.mark.parametrize(
@@ -209,10 +217,8 @@ def test_broken_pickles_are_value_errors(data: bytes) -> None:
 
 @given(st.binary(max_size=40))
 def test_no_bytes_do_anything_else(data: bytes) -> None:
-    try:
+    with contextlib.suppress(RefusedPickleError, ValueError):
         read_pickle(data, {})
-    except (RefusedPickleError, ValueError):
-        pass
 
 
 EXAMPLE = {"a": torch.arange(5.0), "b": [1, "two", (3.0, None)], "c": np.arange(4, dtype=np.uint32)}
@@ -237,7 +243,23 @@ def test_a_file_that_is_cut_short_is_damaged(length: int) -> None:
     assert caught.value.file == "optimizer.bin"
 
 
-def rewritten(change: Any, compression: int = zipfile.ZIP_STORED) -> io.BytesIO:
+Change = Callable[[str, bytes], bytes | None]
+
+
+def as_it_is(name: str, data: bytes) -> bytes:
+    return data
+
+
+def without(ending: str, instead: Callable[[bytes], bytes] | None = None) -> Change:
+    def change(name: str, data: bytes) -> bytes | None:
+        if name.endswith(ending):
+            return instead(data) if instead else None
+        return data
+
+    return change
+
+
+def rewritten(change: Change, compression: int = zipfile.ZIP_STORED) -> io.BytesIO:
     """Write the example again, with entries changed, and right checksums."""
     out = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(BYTES)) as old, zipfile.ZipFile(out, "w", compression) as new:
@@ -251,11 +273,11 @@ def rewritten(change: Any, compression: int = zipfile.ZIP_STORED) -> io.BytesIO:
 @pytest.mark.parametrize(
     ("stream", "words"),
     [
-        (rewritten(lambda name, data: data, zipfile.ZIP_DEFLATED), "compressed"),
-        (rewritten(lambda name, data: b"big" if name.endswith("byteorder") else data), "endian"),
-        (rewritten(lambda name, data: None if name.endswith("data.pkl") else data), r"no data\.pkl"),
-        (rewritten(lambda name, data: data[:4] if name.endswith("data/0") else data), "over the end"),
-        (rewritten(lambda name, data: None if name.endswith("data/0") else data), "data/0"),
+        (rewritten(as_it_is, zipfile.ZIP_DEFLATED), "compressed"),
+        (rewritten(without("byteorder", lambda data: b"big")), "endian"),
+        (rewritten(without("data.pkl")), r"no data\.pkl"),
+        (rewritten(without("data/0", lambda data: data[:4])), "over the end"),
+        (rewritten(without("data/0")), "data/0"),
     ],
     ids=["compressed", "big-endian", "no pickle", "short storage", "no storage"],
 )
@@ -264,8 +286,8 @@ def test_archives_that_contradict_themselves_are_damaged(stream: io.BytesIO, wor
         read_torch_stream(stream, "file")
 
 
-def test_torchscript_is_refused(tmp_path: Path) -> None:
-    stream = rewritten(lambda name, data: data)
+def test_torchscript_is_refused() -> None:
+    stream = rewritten(as_it_is)
     with zipfile.ZipFile(stream, "a") as archive:
         archive.writestr("archive/constants.pkl", b"")
     with pytest.raises(CheckpointError, match="TorchScript"):
@@ -273,7 +295,10 @@ def test_torchscript_is_refused(tmp_path: Path) -> None:
 
 
 def test_arrays_come_as_tensors_without_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    def absent(name: str) -> None:
+        return None
+
+    monkeypatch.setattr("importlib.util.find_spec", absent)
     arrays = [np.arange(6, dtype=np.float32).reshape(2, 3), np.arange(6).reshape(2, 3).T, np.array([True])]
     read = read_torch_stream(saved(arrays), "file")
     assert all(isinstance(one, torch.Tensor) for one in read)
