@@ -39,18 +39,14 @@ def from_accelerate(
 ) -> dict[str, Any]:
     """Turn what :func:`read_accelerate` gave into a tree with names.
 
-    ==================== ============================================================================
-    name in the tree     value
-    ==================== ============================================================================
-    model, model_1       state dict
-    optimizer, ...       ``{"state": {parameter: {...}}, "groups": [{"params": [parameters], ...}]}``
-    scheduler, ...       state dict
-    sampler, loader, ... as Accelerate wrote it
-    custom_0, ...        state dict of each registered object
-    scaler               :class:`accelfn.training.ScalerState`
-    random               by rank: ``{"python": ..., "numpy": ..., "torch": ..., "cuda": [...]}``, or None
-    step                 number of steps that Accelerate counted
-    ==================== ============================================================================
+    - ``model``, ``model_1``, ...: the state dict;
+    - ``optimizer``, ...: ``{"state": {parameter: {...}}, "groups": [{"params": [parameters], ...}]}``;
+    - ``scheduler``, ...: the state dict;
+    - ``sampler``, ``loader``, ...: as Accelerate wrote it;
+    - ``custom_0``, ...: the state dict of each registered object;
+    - ``scaler``: an :class:`accelfn.training.ScalerState`;
+    - ``random``: by rank ``{"python": ..., "numpy": ..., "torch": ..., "cuda": [...]}``, or None;
+    - ``step``: the number of steps that Accelerate counted.
 
     A parameter goes by its name in the model, with the model's name and a slash before it where there are
     several models. Torch's optimizers number their parameters, and the names behind the numbers are found by,

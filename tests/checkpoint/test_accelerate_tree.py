@@ -1,6 +1,6 @@
 import itertools
 import random
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from accelfn.training import ScalerState
 
 def text(value: Any) -> str:
     """Print a value with every bit of its tensors."""
-    kind: Any = type(value)
+    kind = cast("Any", type(value))
     if issubclass(kind, torch.Tensor):
         return f"{value.dtype} {value.tolist()}"
     if issubclass(kind, dict):
@@ -167,6 +167,15 @@ def test_what_is_not_certain_is_refused() -> None:
         CheckpointError, match=r"groups of \[4, 3\] parameters, and like\['optimizer'\] has \[7\]"
     ):
         from_accelerate(grouped, like={"model": model, "optimizer": optimizer})
+    alike = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    turned = trained(alike, [{"params": [alike[1].weight]}, {"params": [alike[0].weight]}])
+    with pytest.raises(CheckpointError, match="in 2 groups"):  # which no shape would have told
+        from_accelerate(
+            AccelerateState(models=stored(alike), optimizers=(turned.state_dict(),)), like={"model": alike}
+        )
+    half = trained(alike, [alike[1].weight])
+    with pytest.raises(CheckpointError, match="1 parameters in 1 groups"):
+        from_accelerate(AccelerateState(models=stored(alike), optimizers=(half.state_dict(),)))
     twins = AccelerateState(models=stored(model, twin), optimizers=(optimizer.state_dict(),))
     with pytest.raises(CheckpointError, match="it isn't certain which"):
         from_accelerate(twins, like={"model": model, "model_1": twin})

@@ -1,6 +1,7 @@
 import importlib
 import os
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,7 @@ def transformed(table: Any) -> None:
 )
 def test_tables_that_lie_are_refused(change: Callable[[Any], object], words: str, tmp_path: Path) -> None:
     folder = write(tmp_path / "pytorch_model_fsdp_0", {"model": MODEL})
+    shutil.copy(folder / "__0_0.distcp", tmp_path / "secret")
     change_table(folder, change)
     with pytest.raises(CheckpointError, match=words):
         read_sharded_folder(folder, "model")

@@ -7,7 +7,7 @@ import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ DTYPES = (
 
 def same(a: Any, b: Any) -> bool:
     """Whether two values are the same, to the type and the bit."""
-    kind: Any = type(a)
+    kind = cast("Any", type(a))
     if issubclass(kind, torch.Tensor):
         return a.dtype == b.dtype and a.shape == b.shape and as_bytes(a) == as_bytes(b)
     if issubclass(kind, np.ndarray):
