@@ -1,5 +1,6 @@
 """A tree on disk, and when it is time to write it."""
 
+<<<<<<< HEAD
 from accelfn.checkpoint.background import SaveHandle
 from accelfn.checkpoint.find import find_checkpoints, latest_checkpoint
 from accelfn.checkpoint.keep import Keep, plan_retention, prune_checkpoints
@@ -30,4 +31,21 @@ __all__ = (
     "save_state",
     "save_tree",
     "verify_checkpoint",
+=======
+from accelfn.checkpoint.accelerate_format import AccelerateState, read_accelerate
+from accelfn.checkpoint.accelerate_tree import from_accelerate, to_accelerate
+from accelfn.checkpoint.accelerate_writing import write_accelerate
+from accelfn.checkpoint.weights import WeightsPlan, parse_size, plan_weights, save_model
+
+__all__ = (
+    "AccelerateState",
+    "WeightsPlan",
+    "from_accelerate",
+    "parse_size",
+    "plan_weights",
+    "read_accelerate",
+    "save_model",
+    "to_accelerate",
+    "write_accelerate",
+>>>>>>> part-migrate
 )

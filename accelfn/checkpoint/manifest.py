@@ -1,8 +1,8 @@
 """What a checkpoint says of itself: which files it has, which tensors lie where in them, and the tree.
 
 ``manifest.json`` has two lines. The first is the manifest as JSON without spaces; the second is the SHA-256
-of the first, in hexadecimal. So a manifest that was cut off or changed is known for what it is, and through the
-checksums in it so is every other byte of the checkpoint.
+of the first, in hexadecimal. So a manifest that was cut off or changed is known for what it is, and through
+the checksums in it so is every other byte of the checkpoint.
 """
 
 from __future__ import annotations

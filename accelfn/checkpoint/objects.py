@@ -353,7 +353,7 @@ def is_in_place(tensor: torch.Tensor) -> bool:
 
 
 def order_of(pending: Pending) -> int:
-    """Say when an object takes up its state: schedules after optimizers, which bring their rates with them."""
+    """Say when an object takes up its state: schedules after optimizers, which bring rates with them."""
     return 0 if isinstance(pending.thing, Optimizer) else 1
 
 

@@ -20,7 +20,7 @@ from accelfn.context import Context
 from accelfn.context.config import GuardMode
 from accelfn.training import unwrap_model
 
-__all__ = ("WeightsPlan", "parse_size", "plan_weights", "save_model")
+__all__ = ("WeightsPlan", "flush", "parse_size", "plan_weights", "save_model", "write_tensor_file")
 
 _UNITS = (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("KB", 10**3), ("B", 1))
 _INDEX = "model.safetensors.index.json"
@@ -198,26 +198,33 @@ def _write(folder: Path, plan: WeightsPlan, tensors: Mapping[str, torch.Tensor])
             tied = {name: stored for name, stored in plan.tied if stored_with[stored] == file}
             temporary = folder / f".{file}.{os.getpid()}.partial"
             written.append((temporary, folder / file))
-            _write_file(temporary, {name: tensors[name] for name in names}, {"format": "pt", **tied})
+            write_tensor_file(temporary, {name: tensors[name] for name in names}, {"format": "pt", **tied})
         if len(plan.files) > 1:
             temporary = folder / f".{_INDEX}.{os.getpid()}.partial"
             written.append((temporary, folder / _INDEX))
             index = {"metadata": {"total_size": plan.total_bytes}, "weight_map": stored_with}
             temporary.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-            _flush(temporary)
+            flush(temporary)
         for temporary, final in written:
             os.replace(temporary, final)
     finally:
         for temporary, _ in written:
             temporary.unlink(missing_ok=True)
-    _flush(folder)
+    flush(folder)
     current = {final.name for _, final in written}
     for old in folder.iterdir():
         if _OURS.fullmatch(old.name) and old.name not in current:
             old.unlink()
 
 
-def _write_file(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> None:
+def write_tensor_file(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str]) -> None:
+    """Write one file of safetensors, durably.
+
+    Args:
+        path: Is written over if it is there.
+        tensors: By name; dense, on any device. They are stored one by one, shared memory or not.
+        metadata: Texts for the file's header.
+    """
     # One copy at a time where a tensor isn't on the CPU or not contiguous; `held` keeps the memory until it
     # is written.
     held = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
@@ -236,10 +243,10 @@ def _write_file(path: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[
     )  # as the user's umask makes new files; safetensors would leave them to the owner alone
     safetensors.serialize_file(specs, path, metadata)
     path.chmod(mode)
-    _flush(path)
+    flush(path)
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
     """Make sure that ``path`` survives a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
