@@ -1,6 +1,8 @@
 """A tree on disk, and when it is time to write it."""
 
-<<<<<<< HEAD
+from accelfn.checkpoint.accelerate_format import AccelerateState, read_accelerate
+from accelfn.checkpoint.accelerate_tree import from_accelerate, to_accelerate
+from accelfn.checkpoint.accelerate_writing import write_accelerate
 from accelfn.checkpoint.background import SaveHandle
 from accelfn.checkpoint.find import find_checkpoints, latest_checkpoint
 from accelfn.checkpoint.keep import Keep, plan_retention, prune_checkpoints
@@ -13,12 +15,14 @@ from accelfn.checkpoint.weights import WeightsPlan, parse_size, plan_weights, sa
 __all__ = (
     "EXIT_PREEMPTED",
     "STOP_SIGNALS",
+    "AccelerateState",
     "CheckpointReport",
     "Keep",
     "PreemptionGuard",
     "SaveHandle",
     "WeightsPlan",
     "find_checkpoints",
+    "from_accelerate",
     "latest_checkpoint",
     "load_state",
     "load_tree",
@@ -27,25 +31,11 @@ __all__ = (
     "plan_weights",
     "preemption",
     "prune_checkpoints",
+    "read_accelerate",
     "save_model",
     "save_state",
     "save_tree",
-    "verify_checkpoint",
-=======
-from accelfn.checkpoint.accelerate_format import AccelerateState, read_accelerate
-from accelfn.checkpoint.accelerate_tree import from_accelerate, to_accelerate
-from accelfn.checkpoint.accelerate_writing import write_accelerate
-from accelfn.checkpoint.weights import WeightsPlan, parse_size, plan_weights, save_model
-
-__all__ = (
-    "AccelerateState",
-    "WeightsPlan",
-    "from_accelerate",
-    "parse_size",
-    "plan_weights",
-    "read_accelerate",
-    "save_model",
     "to_accelerate",
+    "verify_checkpoint",
     "write_accelerate",
->>>>>>> part-migrate
 )
