@@ -3,10 +3,11 @@
 from accelfn.checkpoint.accelerate_format import AccelerateState, read_accelerate
 from accelfn.checkpoint.accelerate_tree import from_accelerate, to_accelerate
 from accelfn.checkpoint.accelerate_writing import write_accelerate
+from accelfn.checkpoint.attachments import folder_for_files
 from accelfn.checkpoint.background import SaveHandle
 from accelfn.checkpoint.find import find_checkpoints, latest_checkpoint
 from accelfn.checkpoint.keep import Keep, plan_retention, prune_checkpoints
-from accelfn.checkpoint.load import load_state, load_tree
+from accelfn.checkpoint.load import find_checkpoint, load_state, load_tree
 from accelfn.checkpoint.preemption import EXIT_PREEMPTED, STOP_SIGNALS, PreemptionGuard, preemption
 from accelfn.checkpoint.save import save_state, save_tree
 from accelfn.checkpoint.verify import CheckpointReport, verify_checkpoint
@@ -21,7 +22,9 @@ __all__ = (
     "PreemptionGuard",
     "SaveHandle",
     "WeightsPlan",
+    "find_checkpoint",
     "find_checkpoints",
+    "folder_for_files",
     "from_accelerate",
     "latest_checkpoint",
     "load_state",
