@@ -14,6 +14,8 @@ if TYPE_CHECKING:  # what type checkers see; a test holds it equal to the table 
         LocalSGD,
     )
     from accelfn.checkpoint import (
+        get_state_dict,
+        load_model,
         save_model,
     )
     from accelfn.comm import (
@@ -157,7 +159,11 @@ _HOMES = MappingProxyType(
             "Accelerator",
             "LocalSGD",
         ),
-        "accelfn.checkpoint": ("save_model",),
+        "accelfn.checkpoint": (
+            "get_state_dict",
+            "load_model",
+            "save_model",
+        ),
         "accelfn.comm": (
             "TriggerState",
             "broadcast",
@@ -356,12 +362,14 @@ __all__ = (
     "gather_for_metrics",
     "gather_object",
     "gather_objects_for_metrics",
+    "get_state_dict",
     "init_context",
     "init_scaler",
     "init_train_state",
     "initialize_tensors",
     "join_uneven_inputs",
     "listify",
+    "load_model",
     "loader_state",
     "local_main_process_first",
     "local_sgd_step",
