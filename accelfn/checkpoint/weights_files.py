@@ -172,11 +172,17 @@ def _write_bytes(file: BinaryIO, value: torch.Tensor) -> None:
 @contextlib.contextmanager
 def _creating(path: Path) -> Generator[BinaryIO]:
     """Open a new file; on the way out it is made durable. Errors of the disk name it."""
+    with _named(path), open(path, "xb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Generator[None]:
+    """Let errors of the disk name ``path``, where they name nothing."""
     try:
-        with open(path, "xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
+        yield
     except OSError as error:
         if error.filename is None and error.errno is not None:
             raise OSError(error.errno, error.strerror, os.fspath(path)) from error
@@ -318,6 +324,7 @@ def _sync(folder: Path) -> None:
         return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with _named(folder):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
