@@ -159,6 +159,9 @@ def whole_tensors(
     for name in order:
         tensor = tensors[name]
         if is_spread(tensor):
+            # A rank that runs out of memory amid the gathering leaves the others to torch's timeout: it tries
+            # before, and then they hear of it.
+            torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
             meet(f"gather {name}")
             with torch.no_grad():
                 tensor = cast("torch.Tensor", cast("Any", tensor).detach().full_tensor())
