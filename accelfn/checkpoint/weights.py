@@ -12,7 +12,6 @@ from typing import Any, BinaryIO, cast
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accelfn.checkpoint.weights_files import (
     DTYPE_NAMES,
@@ -38,6 +37,7 @@ from accelfn.checkpoint.weights_plan import (
 from accelfn.checkpoint.weights_state import (
     Meet,
     describe,
+    has_bytes,
     is_spread,
     is_tensor,
     own_names,
@@ -169,11 +169,7 @@ def _tensors(model: nn.Module, safe: bool) -> dict[str, torch.Tensor]:
         "have no data (meta device). Load or initialise the model first",
     )
     _refuse(
-        [
-            name
-            for name, value in tensors.items()
-            if is_traceable_wrapper_subclass(value) and not is_spread(value)
-        ],
+        [name for name, value in tensors.items() if not is_spread(value) and not has_bytes(value)],
         "is of a class of its own, which the files can't hold. Convert it to a plain tensor first",
     )
     _refuse(
@@ -326,7 +322,7 @@ def _require_tensors(obj: object) -> dict[str, torch.Tensor]:
             value.layout != torch.strided
             or value.is_meta
             or value.dtype not in DTYPE_NAMES
-            or is_traceable_wrapper_subclass(value)
+            or not has_bytes(value)
         ):
             raise ValueError(
                 f"{_OBJECT}: {name!r} must be a plain dense tensor with data, of a dtype that safetensors "

@@ -56,7 +56,7 @@ def load_model(model: nn.Module, path: str | os.PathLike[str], strict: bool = Tr
     ``weights_only=True``, so that none can run code.
 
     Ranks: local; every rank reads by itself. Of a model that is spread over ranks (``DTensor``) each takes
-    its parts. Weights have no checksum: for those, use checkpoints.
+    its parts. These formats have no checksums: bits that changed on the disk aren't noticed.
 
     Args:
         model: Prepared or not; changed in place.

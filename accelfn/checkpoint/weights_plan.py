@@ -148,9 +148,8 @@ def parse_size(size: int | str) -> int:
 
 def tied_by(tensor: torch.Tensor) -> tuple[Any, ...]:
     """A key that two tensors have in common if they are the very same data."""
-    if tensor.is_meta or hasattr(tensor, "placements") or not tensor.numel():
-        # Of a DTensor a rank may hold nothing, so that all ranks can tell only by the object; see there, too,
-        # where there is no data.
+    # Of a DTensor a rank may hold nothing, so that all ranks can tell only by the object.
+    if tensor.is_meta or hasattr(tensor, "placements") or not tensor.numel() or not tensor.data_ptr():
         return (id(tensor),)
     return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeGuard, TypeVar, cast
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accelfn.checkpoint.weights_plan import tied_by
 from accelfn.comm import Call, agree, attempt
@@ -18,6 +19,7 @@ __all__ = (
     "Meet",
     "describe",
     "get_state_dict",
+    "has_bytes",
     "is_spread",
     "is_tensor",
     "own_names",
@@ -53,6 +55,11 @@ def is_spread(tensor: object) -> bool:
 def is_tensor(value: object) -> TypeGuard[torch.Tensor]:
     """Whether a value of a state dict is a tensor, and not what ``get_extra_state`` gave."""
     return isinstance(value, torch.Tensor)
+
+
+def has_bytes(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is plain memory, and not made of other tensors, as those of quantised models are."""
+    return not is_traceable_wrapper_subclass(tensor) and (not tensor.numel() or bool(tensor.data_ptr()))
 
 
 def own_names(operation: str, model: nn.Module) -> dict[str, str]:

@@ -1,5 +1,8 @@
 """``save_object`` writes once, whole or not at all."""
 
+# torch leaves tolist partly untyped.
+# pyright: reportUnknownMemberType=false
+
 import io
 import os
 from pathlib import Path
