@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -218,8 +219,7 @@ def _save(
     files = {file: _large_first(names, tensors) for file, names in plan.files}
     values = whole_tensors(tensors, [name for names in files.values() for name in names], meet)
     if not writes:
-        for _ in values:
-            pass  # this rank only helps to gather
+        deque(values, maxlen=0)  # this rank only helps to gather, and keeps none of them
         return
     stored_in = {name: file for file, names in plan.files for name in names}
     staged = [Staged(temporary_path(folder / file), folder / file) for file in files]

@@ -195,7 +195,7 @@ def read_header(path: Path) -> tuple[dict[str, StoredWeight], dict[str, str]]:
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, _MAX_JSON_BYTES):
+        if length > min(size - 8, _MAX_JSON_BYTES):
             raise DamagedCheckpointError(f"{path} is cut off, or no safetensors file.", path.name)
         said = _parse(file.read(length), path)
     metadata: object = said.pop("__metadata__", {})

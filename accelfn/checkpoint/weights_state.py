@@ -164,16 +164,14 @@ def whole_tensors(
         meet: As :func:`together` gives it.
     """
     for name in order:
-        tensor = tensors[name]
-        if is_spread(tensor):
+        value = tensors[name].detach()
+        if is_spread(value):
             # A rank that runs out of memory amid the gathering leaves the others to torch's timeout: it tries
             # before, and then they hear of it.
-            torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+            torch.empty(value.shape, dtype=value.dtype, device=value.device)
             meet(f"gather {name}")
-            with torch.no_grad():
-                tensor = cast("torch.Tensor", cast("Any", tensor).detach().full_tensor())
-        yield tensor.detach()
-        del tensor  # before the next one comes
+            value = cast("torch.Tensor", cast("Any", value).full_tensor())
+        yield value
 
 
 def get_state_dict(ctx: Context, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
@@ -218,9 +216,12 @@ def get_state_dict(ctx: Context, model: nn.Module, unwrap: bool = True) -> dict[
         first = {tied_by(value): name for name, value in reversed(state.items()) if is_tensor(value)}
         order = [name for name in state if name in first.values()]
         whole: dict[str, torch.Tensor] = {}
-        for name, value in zip(order, whole_tensors(state, order, meet), strict=True):
+        values = whole_tensors(state, order, meet)
+        for name in order:
+            value = next(values)
             if ctx.is_main_process:
                 whole[name] = value.to("cpu", copy=True)
+            del value  # before the next one comes
         if not ctx.is_main_process:
             return {}
         return {

@@ -377,6 +377,10 @@ def test_links_within_the_directory_and_of_the_hubs_cache_are_followed(tmp_path:
     (tmp_path / "secret").write_bytes(inside.read_bytes())
     with pytest.raises(DamagedCheckpointError, match="leads out of the directory"):
         find_weights(snapshot_folder)
+    (snapshot_folder / "model.safetensors").unlink()
+    snapshot_folder.parent.rename(repository / "elsewhere")  # only the hub's cache has its blobs there
+    with pytest.raises(DamagedCheckpointError, match="leads out of the directory"):
+        find_weights(repository / "elsewhere" / "0123")
 
 
 def test_what_is_found_where(tmp_path: Path) -> None:
@@ -409,6 +413,16 @@ def test_shards_of_two_saves_are_told_apart(tmp_path: Path) -> None:
     safetensors.torch.save_file({"other": torch.ones(2)}, tmp_path / "model-00002-of-00002.safetensors")
     with pytest.raises(DamagedCheckpointError, match="lacks bias, which the index says is in it"):
         af.load_model(nn.Linear(2, 2), tmp_path)
+
+
+def test_what_a_file_has_beside_the_index_is_left_out(tmp_path: Path) -> None:
+    sharded(tmp_path)
+    both = {"bias": torch.ones(2), "weight": torch.full((2, 2), 9.0), "other": torch.ones(1)}
+    safetensors.torch.save_file(both, tmp_path / "model-00002-of-00002.safetensors")
+    model = nn.Linear(2, 2)
+    assert af.load_model(model, tmp_path) == LoadReport((), ())
+    assert model.bias.eq(1).all()
+    assert model.weight.ne(9).all()
 
 
 def safe_file(header: Any, data: bytes = b"") -> bytes:

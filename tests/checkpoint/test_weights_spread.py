@@ -263,6 +263,7 @@ def test_one_tensor_at_a_time_is_whole(tmp_path: Path) -> None:
 
         DTensor.full_tensor = watched  # this rank is a process of its own
         af.save_model(ctx, model, tmp_path)
+        af.get_state_dict(ctx, model)
         return most
 
     assert run_ranks(run, 2, "processes") == [1, 1]
