@@ -34,6 +34,14 @@ def test_a_file_is_made_once_and_read_back(tmp_path: Path) -> None:
     assert Path(path).read_bytes() == b"content"
 
 
+def test_a_system_that_takes_no_bytes_is_an_error(tmp_path: Path) -> None:
+    def write(descriptor: int, content: memoryview, place: int) -> int:
+        return 0
+
+    with pytest.raises(OSError, match=r"nothing could be written.*/x'"):
+        write_file(replace(REAL_DISK, write=write), str(tmp_path / "x"), b"content")
+
+
 def test_no_file_is_written_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OSError, match="link"):

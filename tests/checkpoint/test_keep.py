@@ -46,6 +46,15 @@ def test_those_stay_that_a_rule_wants(checkpoints: list[tuple[int, float | None]
     assert plan_retention(checkpoints, keep) == tuple(sorted(slow_retention(checkpoints, keep)))
 
 
+def test_of_equal_metrics_the_newer_stays_and_no_number_is_never_best() -> None:
+    scores = [(1, 0.5), (2, 0.5), (3, math.nan), (4, None), (5, 0.9), (6, math.nan)]
+    assert plan_retention(scores, Keep(best=1)) == (1, 5)
+    assert plan_retention(scores, Keep(best=2)) == (0, 1, 5)
+    assert plan_retention(scores, Keep(best=1, mode="max")) == (4, 5)
+    assert plan_retention(scores, Keep(best=5)) == (0, 1, 4, 5)
+    assert plan_retention(scores[:1] + scores[2:3] + scores[1:2], Keep(best=1)) == (1, 2)
+
+
 @given(lists, keeps)
 def test_the_newest_always_stays_and_pruning_twice_is_pruning_once(
     checkpoints: list[tuple[int, float | None]], keep: Keep
