@@ -281,12 +281,10 @@ class Encoder:
         """Store a tensor under its path."""
         name = path[1:] or "tree"
         if name in self.tensors or name == "__metadata__":
-            number = 2
-            while (
-                f"{name}~{number + 1}" in self.tensors
-            ):  # no path has a "~" before another digit than 0 and 1
+            number = 2  # "~0" and "~1" stand for characters
+            while f"{name}~{number}" in self.tensors:
                 number += 1
-            name = f"{name}~{number + 1}"
+            name = f"{name}~{number}"
         node["name"] = name
         self.tensors[name] = tensor
 

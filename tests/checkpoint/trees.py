@@ -16,7 +16,7 @@ import optree
 import torch
 from hypothesis import strategies as st
 
-from accelfn.checkpoint.stored_dtype import contiguous_copy, is_storable
+from accelfn.checkpoint.stored_dtype import contiguous_copy, copyable, is_storable
 from accelfn.comm.wire import as_bytes
 
 NAMESPACE = "accelfn.tests.checkpoint"
@@ -126,7 +126,22 @@ def same_tensor(one: torch.Tensor, other: torch.Tensor) -> bool:
         rows = one.layout in (torch.sparse_csr, torch.sparse_bsr)
         names = ("crow_indices", "col_indices") if rows else ("ccol_indices", "row_indices")
         return all(raw(getattr(one, name)()) == raw(getattr(other, name)()) for name in (*names, "values"))
-    return raw(one) == raw(other)
+    return raw(one) == raw(other) and steps(other) == steps(one, kept=True)
+
+
+def steps(tensor: torch.Tensor, *, kept: bool = False) -> list[int]:
+    """Strides of the dimensions that have any; with ``kept`` those that a tensor comes back with."""
+    stride = tensor.stride()
+    if kept and len({*offsets(tensor)}) == tensor.numel():  # no element lies over another
+        stride = copyable(tensor.detach()).clone().stride()
+    return [step for step, size in zip(stride, tensor.shape, strict=True) if size > 1 and tensor.numel()]
+
+
+def offsets(tensor: torch.Tensor) -> list[int]:
+    found = [0]
+    for size, step in zip(tensor.shape, tensor.stride(), strict=True):
+        found = [start + index * step for start in found for index in range(size)]
+    return found
 
 
 def same_array(one: Any, other: Any) -> bool:
