@@ -7,7 +7,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
-import numpy as np
+import numpy
 import pytest
 import safetensors.torch
 import torch
@@ -37,6 +37,8 @@ from tests.checkpoint.trees import (
     trees,
 )
 
+np = cast("Any", numpy)  # its stubs leave much open
+constructors = cast("Any", torch)  # as do torch's of some tensors
 MANY = settings(suppress_health_check=[HealthCheck.too_slow])
 
 
@@ -88,7 +90,12 @@ def test_a_document_is_the_same_each_time(tree: Any) -> None:
 
 
 def test_ordinary_trees_are_ordinary_json() -> None:
-    tree = {"step": 3, "rate": 0.5, "names": ["a", None, True], "inner": {"w": torch.zeros(2, 1)}}
+    tree: dict[str, Any] = {
+        "step": 3,
+        "rate": 0.5,
+        "names": ["a", None, True],
+        "inner": {"w": torch.zeros(2, 1)},
+    }
     assert encode(tree) == (
         {
             "step": 3,
@@ -105,7 +112,7 @@ def test_ordinary_trees_are_ordinary_json() -> None:
 def test_sparse_tensors_come_back(layout: str) -> None:
     dense = torch.tensor([[0.0, 1.0, 0.0, 2.0], [3.0, 0.0, 0.0, 0.0]])
     sparse = {
-        "coo": lambda: torch.sparse_coo_tensor(
+        "coo": lambda: constructors.sparse_coo_tensor(
             torch.tensor([[0, 0], [1, 1]]), torch.tensor([1.0, 2.0]), (2, 4)
         ),
         "csr": dense.to_sparse_csr,
@@ -263,7 +270,7 @@ def test_an_object_is_stored_by_its_state_and_takes_it_up_again() -> None:
     document, tensors = written(encode(tree))
     assert list(tensors) == ["weights/0", "weights/1/value/0"]
     assert decode(document, tensors)["counter"] == {"value": 3}
-    like = {"counter": Stateful(0), "weights": (torch.zeros(2), Stateful(None))}
+    like: dict[str, Any] = {"counter": Stateful(0), "weights": (torch.zeros(2), Stateful(None))}
     back = decode(document, tensors, like=like)
     assert back["counter"] is like["counter"]
     assert back["counter"].value == 3
@@ -308,10 +315,10 @@ def test_convert_comes_first_and_restore_last() -> None:
 
 def test_nothing_is_given_its_state_before_all_was_read() -> None:
     document, tensors = written(encode([Stateful(1), torch.zeros(2)]))
-    like = [Stateful(0), torch.zeros(2)]
+    like: list[Any] = [Stateful(0), torch.zeros(2)]
     with pytest.raises(DamagedCheckpointError):
         decode(document, {"1": torch.zeros(3)}, like=like)
-    assert like[0].value == 0  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
+    assert like[0].value == 0
     with pytest.raises(CheckpointMismatchError, match="no load_state_dict") as caught:
         decode(document, tensors, like=[object(), None])
     assert [row.path for row in caught.value.rows] == ["0"]
@@ -333,7 +340,7 @@ def test_local_classes_come_from_like() -> None:
 def test_no_module_is_imported_for_a_file() -> None:
     name = "this"  # prints a poem when it is imported
     assert name not in sys.modules
-    for of in (
+    spelled = (
         f"{name}:Zen",
         "accelfn:init_context",
         "os:system",
@@ -342,19 +349,12 @@ def test_no_module_is_imported_for_a_file() -> None:
         "x",
         "",
         ":",
-    ):
+    )
+    rest: dict[str, Any] = {"name": "a", "fields": {}, "items": [], "children": [], "metadata": 0}
+    for of in spelled:
         for kind in ("namedtuple", "enum", "node", "structseq"):
-            node = {
-                "$": kind,
-                "of": of,
-                "name": "a",
-                "fields": {},
-                "items": [],
-                "children": [],
-                "metadata": 0,
-            }
             with pytest.raises(CheckpointError):
-                decode(node, {})
+                decode({"$": kind, "of": of, **rest}, {})
     assert name not in sys.modules
 
 
@@ -402,9 +402,9 @@ def deep(levels: int) -> Any:
         (lambda: torch.zeros(2).as_subclass(Tagged), "as_subclass"),
         (lambda: torch.nn.UninitializedParameter(), "more than its elements"),
         (lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8), "dequantize"),
-        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "unbind"),
+        (lambda: constructors.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "unbind"),
         (
-            lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+            lambda: constructors.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
             "elements|unbind",
         ),
         (lambda: np.array([object()]), "Python objects"),
@@ -412,7 +412,7 @@ def deep(levels: int) -> Any:
         (lambda: {Small(3): 1}, "as a key"),
         (lambda: {1: 2, Point(1): 2}, "as a key"),
         (lambda: {torch.zeros(1)}, "as a key or a member"),
-        (lambda: defaultdict(lambda: 0), "factory can be one of list, dict"),
+        (lambda: defaultdict[int, int](lambda: 0), "factory can be one of list, dict"),
         (lambda: circle(), "contains itself"),
         (lambda: deep(65), "in more than 64 others"),
         (lambda: slice(None, torch.zeros(1)), "ends aren't plain"),
@@ -462,9 +462,11 @@ def is_harmless(read: Callable[[], Any]) -> bool:
 
 def places(node: Any) -> list[tuple[Any, Any]]:
     """List all containers of a document, each with each of its keys."""
-    items: Any = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
+    items: Any = ()
+    if isinstance(node, (dict, list)):
+        items = cast("Any", node.items() if isinstance(node, dict) else enumerate(cast("list[Any]", node)))
     found: list[tuple[Any, Any]] = []
-    for key, child in cast("list[tuple[Any, Any]]", list(items)):
+    for key, child in list(items):
         found += [(node, key), *places(child)]
     return found
 
@@ -498,39 +500,39 @@ def test_a_malformed_document_is_damaged_and_nothing_else(tree: Any, data: st.Da
     assert set(sys.modules) == modules
 
 
-@pytest.mark.parametrize(
-    "document",
-    [
-        float("inf"),
-        object(),
-        {"$x": 1},
-        {"$": "tensor", "name": "no", "dtype": "float32", "shape": [2]},
-        {"$": "tensor", "name": "t", "dtype": "float64", "shape": [4]},
-        {"$": "tensor", "name": "t", "dtype": "float32", "shape": [2, 2]},
-        {"$": "tensor", "name": "t", "dtype": "float32", "shape": [4], "stride": [2]},
-        {"$": "tensor", "name": "t", "dtype": "float32", "shape": [4], "stride": [10**30]},
-        {"$": "tensor", "name": "t", "dtype": "float32", "shape": [4], "offset": 4},
-        {"$": "tensor", "name": "t", "dtype": "float32", "shape": [2], "offset": 2},
-        {"$": "tensor", "name": "t", "dtype": "float32", "shape": [1], "offset": -4},
-        {"$": "tensor", "name": "t", "dtype": "float32", "shape": [1], "stride": [10**30], "offset": 0},
-        {"$": "tensor", "name": "t", "dtype": "int32", "shape": [4], "offset": 0, "requires_grad": True},
-        {"$": "array", "name": "t", "dtype": "float32", "shape": [4], "requires_grad": 3},
-        {"$": "raw", "name": "t", "dtype": "float32", "shape": [4], "numpy": "O", "sides": [2]},
-        {"$": "numpy", "dtype": "O", "base64": "AAAAAAAAAAA="},
-        {"$": "generator", "name": "t", "dtype": "float32", "shape": [4], "device": "cpu"},
-        {"$": "dict", "keys": [[]], "values": [1]},
-        {"$": "dict", "keys": [1], "values": []},
-        {"$": "deque", "items": [1, 2], "maxlen": 1},
-        {"$": "defaultdict", "factory": "eval", "items": {}},
-        {"$": "again", "id": 0},
-        {"$": "object", "of": "a:b"},
-        {"$": "fraction", "parts": [1, 0]},
-        {"$": "zoneinfo", "key": "../../../etc/passwd"},
-        {"$": "device", "text": "cpu; rm"},
-        {"$": "dtype", "text": "__name__"},
-        {"$": "sparse", "layout": "torch.sparse_coo", "shape": [2], "fields": {"indices": 1, "values": 2}},
-    ],
-)
+MALFORMED: list[Any] = [
+    float("inf"),
+    object(),
+    {"$x": 1},
+    {"$": "tensor", "name": "no", "dtype": "float32", "shape": [2]},
+    {"$": "tensor", "name": "t", "dtype": "float64", "shape": [4]},
+    {"$": "tensor", "name": "t", "dtype": "float32", "shape": [2, 2]},
+    {"$": "tensor", "name": "t", "dtype": "float32", "shape": [4], "stride": [2]},
+    {"$": "tensor", "name": "t", "dtype": "float32", "shape": [4], "stride": [10**30]},
+    {"$": "tensor", "name": "t", "dtype": "float32", "shape": [4], "offset": 4},
+    {"$": "tensor", "name": "t", "dtype": "float32", "shape": [2], "offset": 2},
+    {"$": "tensor", "name": "t", "dtype": "float32", "shape": [1], "offset": -4},
+    {"$": "tensor", "name": "t", "dtype": "float32", "shape": [1], "stride": [10**30], "offset": 0},
+    {"$": "tensor", "name": "t", "dtype": "int32", "shape": [4], "offset": 0, "requires_grad": True},
+    {"$": "array", "name": "t", "dtype": "float32", "shape": [4], "requires_grad": 3},
+    {"$": "raw", "name": "t", "dtype": "float32", "shape": [4], "numpy": "O", "sides": [2]},
+    {"$": "numpy", "dtype": "O", "base64": "AAAAAAAAAAA="},
+    {"$": "generator", "name": "t", "dtype": "float32", "shape": [4], "device": "cpu"},
+    {"$": "dict", "keys": [[]], "values": [1]},
+    {"$": "dict", "keys": [1], "values": []},
+    {"$": "deque", "items": [1, 2], "maxlen": 1},
+    {"$": "defaultdict", "factory": "eval", "items": {}},
+    {"$": "again", "id": 0},
+    {"$": "object", "of": "a:b"},
+    {"$": "fraction", "parts": [1, 0]},
+    {"$": "zoneinfo", "key": "../../../etc/passwd"},
+    {"$": "device", "text": "cpu; rm"},
+    {"$": "dtype", "text": "__name__"},
+    {"$": "sparse", "layout": "torch.sparse_coo", "shape": [2], "fields": {"indices": 1, "values": 2}},
+]
+
+
+@pytest.mark.parametrize("document", MALFORMED)
 def test_malformed_nodes_are_damaged(document: Any) -> None:
     with pytest.raises(DamagedCheckpointError, match="'tree'"):
         decode(document, {"t": torch.zeros(4)})

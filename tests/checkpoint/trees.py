@@ -11,7 +11,7 @@ from collections import OrderedDict, defaultdict, deque
 from decimal import Decimal
 from typing import Any, NamedTuple, cast
 
-import numpy as np
+import numpy
 import optree
 import torch
 from hypothesis import strategies as st
@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from accelfn.checkpoint.stored_dtype import contiguous_copy, copyable, is_storable
 from accelfn.comm.wire import as_bytes
 
+np = cast("Any", numpy)  # its stubs leave much open
 NAMESPACE = "accelfn.tests.checkpoint"
 DTYPES = tuple(
     dtype
@@ -87,7 +88,7 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, Decimal):
         return one.as_tuple() == other.as_tuple()
     if isinstance(one, np.ndarray):
-        return same_array(cast("Any", one), other)
+        return same_array(one, other)
     if isinstance(one, np.generic):
         return one.dtype == other.dtype and one.tobytes() == other.tobytes()
     if isinstance(one, Pair):
@@ -100,7 +101,7 @@ def same(one: Any, other: Any) -> bool:
         return factory and same(list(ours), list(theirs)) and same(list(ours.values()), list(theirs.values()))
     if isinstance(one, (list, tuple, deque)):
         first, second = list(cast("list[Any]", one)), list(cast("list[Any]", other))
-        bound = getattr(one, "maxlen", None) == getattr(other, "maxlen", None)
+        bound = getattr(cast("Any", one), "maxlen", None) == getattr(other, "maxlen", None)
         return bound and len(first) == len(second) and all(map(same, first, second))
     if isinstance(one, (datetime.datetime, datetime.time)):
         return one.isoformat() == other.isoformat() and same(
@@ -269,6 +270,10 @@ def leaves() -> st.SearchStrategy[Any]:
     return st.one_of(plain_values(), tensors(), tensors(), arrays(), scalars, generators)
 
 
+def _bounded(items: list[Any], extra: int) -> deque[Any]:
+    return deque(items, len(items) + extra)
+
+
 def _containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     texts = st.dictionaries(surrogates(), inner, max_size=3)
     items = st.lists(inner, max_size=3)
@@ -277,7 +282,7 @@ def _containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
         texts.map(lambda found: OrderedDict(found)),
         texts.map(lambda found: defaultdict(list, found)),
         st.builds(Point, inner, inner),
-        st.builds(lambda found, extra: deque(found, len(found) + extra), items, st.integers(0, 2)),
+        st.builds(_bounded, items, st.integers(0, 2)),
         items.map(deque),
         st.builds(Pair, inner, inner, plain_values()),
         st.just(uuid.UUID(int=3)),
