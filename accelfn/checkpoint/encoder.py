@@ -322,8 +322,10 @@ class Encoder:
             tensor = tensor.resolve_conj().resolve_neg()
         if is_distributed(value):
             local: torch.Tensor = cast("Any", tensor).to_local()
-            place = (local.device, local.data_ptr(), local.stride(), str(cast("Any", tensor)._spec))
-            if local.numel() and place in self._distributed:
+            # By the storage, which an empty shard has too: all ranks have to find the same.
+            memory = cast("Any", local.untyped_storage())._cdata, local.storage_offset(), local.stride()
+            place = (memory, str(cast("Any", tensor)._spec))
+            if place in self._distributed:
                 node["name"] = self._distributed[place]
                 return node
             self._keep(tensor, node, path)

@@ -1,5 +1,6 @@
 """Laws of trees as documents: what goes out comes back, to the last bit, and nothing in a file does harm."""
 
+import copy
 import json
 import sys
 import time
@@ -487,7 +488,7 @@ def test_a_malformed_document_is_damaged_and_nothing_else(tree: Any, data: st.Da
         elif change == "kind" and isinstance(owner, dict):
             owner["$"] = data.draw(st.sampled_from(KINDS))
         else:
-            owner[key] = data.draw(JUNK)
+            owner[key] = copy.deepcopy(data.draw(JUNK))
     modules = set(sys.modules)
     wanted = describe_like(tree, namespace=NAMESPACE)
     for read in (
