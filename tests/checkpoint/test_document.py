@@ -4,6 +4,7 @@ import copy
 import json
 import sys
 import time
+import types
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
@@ -108,6 +109,11 @@ def test_ordinary_trees_are_ordinary_json() -> None:
     )
 
 
+def test_sets_are_stored_in_one_order() -> None:
+    assert list({0, 8}) != list({8, 0})
+    assert encode({0, 8}) == encode({8, 0})
+
+
 @pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
 @pytest.mark.parametrize("layout", ["coo", "csr", "csc", "bsr", "bsc"])
 def test_sparse_tensors_come_back(layout: str) -> None:
@@ -136,6 +142,13 @@ def test_sequences_of_structs_come_back() -> None:
     assert (back["now"].tm_zone, back["now"].tm_gmtoff) == (now.tm_zone, now.tm_gmtoff)
     assert type(back["largest"]) is type(largest)
     assert back["largest"].values.equal(largest.values)
+
+
+def test_keys_of_thousands_of_digits_come_back() -> None:
+    tree = {1 << 20000: torch.zeros(1), (1 << 20000,): torch.ones(1)}
+    assert list(encode(tree).tensors) == ["int", "tuple"]
+    assert same(list(tree.values()), list(through(tree).values()))
+    assert list(through(tree)) == list(tree)
 
 
 def test_names_are_pointers_and_unique() -> None:
@@ -228,6 +241,30 @@ def test_memory_is_shared_wherever_a_loader_puts_it() -> None:
         assert second.tolist()[-8:] == [255, 0, 0, 0, 0, 0, 0, 0]
 
 
+def test_bytes_at_the_end_of_a_storage_are_kept() -> None:
+    content = torch.arange(10, dtype=torch.uint8)
+    floats, tail = through([content[:8].view(torch.float32), content[2:]])
+    assert raw(floats) == bytes(range(8))
+    assert raw(tail) == bytes(range(2, 10))
+
+
+def test_stored_tensors_are_in_the_order_of_the_tree() -> None:
+    base = torch.zeros(8)
+    tree = [base[4:6].expand(2, 2), base[:2].expand(2, 2)]
+    assert list(encode(tree).tensors) == ["0~memory", "1~memory"]
+
+
+def test_a_view_may_not_leave_its_tensor_nor_start_between_elements() -> None:
+    content = torch.arange(8, dtype=torch.uint8)
+    document, tensors = written(encode([content, content.view(torch.int32)]))
+    buffer = torch.zeros(64, dtype=torch.uint8)
+    buffer[3:11] = tensors["0"]  # where another size of element can't begin
+    assert raw(decode(document, {"0": buffer[3:11]})[1]) == bytes(range(8))
+    document[1]["shape"] = [3]
+    with pytest.raises(DamagedCheckpointError, match="beyond the end"):
+        decode(document, {"0": buffer[:8]})
+
+
 def test_arrays_share_with_their_tensors_and_parts() -> None:
     array = np.arange(6.0)
     tensor, back, part = through([torch.from_numpy(array), array, array[2:4]])  # pyright: ignore[reportUnknownMemberType]
@@ -314,6 +351,14 @@ def test_convert_comes_first_and_restore_last() -> None:
     assert list(back) == ["a", "b", "c"]
 
 
+def test_tensors_are_one_inside_and_outside_of_objects() -> None:
+    weight = torch.ones(2)
+    tree = [weight, Stateful(weight), weight, np.zeros(1)]
+    back = through(tree, like=[None, Stateful(None), None, None])
+    assert back[0] is back[1].value
+    assert back[0] is back[2]
+
+
 def test_nothing_is_given_its_state_before_all_was_read() -> None:
     document, tensors = written(encode([Stateful(1), torch.zeros(2)]))
     like: list[Any] = [Stateful(0), torch.zeros(2)]
@@ -357,6 +402,16 @@ def test_no_module_is_imported_for_a_file() -> None:
             with pytest.raises(CheckpointError):
                 decode({"$": kind, "of": of, **rest}, {})
     assert name not in sys.modules
+
+
+def test_looking_for_a_class_runs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    lazy = types.ModuleType("accelfn_lazy")
+    vars(lazy)["__getattr__"] = asked.append
+    monkeypatch.setitem(sys.modules, "accelfn_lazy", lazy)
+    with pytest.raises(CheckpointError, match="doesn't have"):
+        decode({"$": "enum", "of": "accelfn_lazy:Color", "name": "RED"}, {})
+    assert asked == []
 
 
 # --- refusals ------------------------------------------------------------------------------------
