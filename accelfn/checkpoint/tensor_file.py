@@ -194,7 +194,8 @@ def _parts(source: torch.Tensor | bytes | bytearray | memoryview) -> Iterator[me
     size = source.numel() * source.dtype.itemsize
     if not size:
         return
-    if size <= _SLICE_BYTES and source.device.type == "cpu" and source.is_contiguous():
+    plain = source.device.type == "cpu" and source.is_contiguous() and not source.is_conj()
+    if size <= _SLICE_BYTES and plain and not source.is_neg():
         yield memory_of(source)  # most tensors are small, and cutting them takes longer than writing them
         return
     # A size of an element is a power of two, so these sizes divide that of a chunk.
