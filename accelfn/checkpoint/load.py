@@ -16,6 +16,7 @@ from accelfn.checkpoint.background import finish_background
 from accelfn.checkpoint.by_rank import document_of
 from accelfn.checkpoint.disk import REAL_DISK, Disk
 from accelfn.checkpoint.document import decode
+from accelfn.checkpoint.each_node import common, parts_below
 from accelfn.checkpoint.find import OpenCheckpoint, locate, read_checkpoint
 from accelfn.checkpoint.fit import compare, describe_like
 from accelfn.checkpoint.fit import targets as leaf_targets
@@ -67,6 +68,7 @@ class _Asked(NamedTuple):
     """What the tree to load into asks for."""
 
     names: Names
+    strict: bool
     may_leave: Callable[[str], bool]
 
 
@@ -118,23 +120,15 @@ def load_state(
     finish_background(ctx)
     disk, phases = Disk(), CollectivePhases(ctx, "load_state")
     place = os.path.abspath(directory)
-    options, error = attempt(lambda: _Asked(find_names(like), may_leave_out(partial)))
-    read = _read_together(
-        ctx,
-        disk,
-        phases,
-        place,
-        error,
-        lambda found: _read(ctx, disk, like, strict, cast("_Asked", options), found),
-    )
-    names = cast("_Asked", options).names
-    prepared, error = attempt(lambda: _prepare(read, like, names))
+    asked = _Asked(find_names(like), strict, may_leave_out(partial))
+    read = _read_together(ctx, disk, phases, place, lambda found: _read(ctx, disk, like, asked, found))
+    prepared, error = attempt(lambda: _prepare(read, like))
     phases.gather("decode", "", error)
     assert prepared is not None
     value, pending, writes = prepared
     undo: list[Callable[[], None]] = []
     may_refuse = [one for one in pending if not is_sure(one)]
-    _, error = attempt(lambda: _take_up(may_refuse, names, undo))
+    _, error = attempt(lambda: _take_up(may_refuse, asked.names, undo))
     try:
         phases.gather("take up", "", error)
     except BaseException:
@@ -145,7 +139,7 @@ def load_state(
         write()
     for one in pending:
         if is_sure(one):
-            take_up(one, names)
+            take_up(one, asked.names)
     if random_state and read.manifest.random is not None:
         _restore_random(ctx, read)
     phases.gather("loaded", "")
@@ -179,12 +173,14 @@ def load_tree(path: str | os.PathLike[str], like: Any = None, *, namespace: str 
     disk = Disk()
 
     def read(found: OpenCheckpoint) -> tuple[Json, dict[str, torch.Tensor]]:
-        document = document_of(found.manifest.tree, 0)
+        document = _document(found.manifest, 0)
         if like is not None:
             rows = compare(document, describe_like(like, namespace=namespace))
             if rows:
                 raise CheckpointMismatchError(f"load_tree: {found.path} does not fit the tree.", rows)
-        return document, _read_tensors(disk, found, dict.fromkeys(_named(document)))
+        alone = found.manifest.world_size == 1 and found.manifest.random is None
+        names = found.manifest.tensors if alone else _named(document)
+        return document, _read_tensors(disk, found, dict.fromkeys(names))
 
     with paused_collection():
         document, tensors = read_checkpoint(disk, path, read)
@@ -199,12 +195,11 @@ def _read_together(
     disk: Disk,
     phases: CollectivePhases,
     place: str,
-    error: Exception | None,
     read: Callable[[OpenCheckpoint], _Read],
 ) -> _Read:
-    """Let every rank read its part of one checkpoint, although another program may replace or remove it."""
+    """Let every rank read its part of one checkpoint, though another program may replace or remove it."""
     for _ in range(_ATTEMPTS):
-        path = _locate_together(ctx, phases, error, lambda: locate(disk, place))
+        path = _find_together(ctx, disk, phases, place)
         found, error = attempt(functools.partial(read_checkpoint, disk, path, read))
         if isinstance(error, NoCheckpointError):
             error = None  # it was there a moment ago; all look again
@@ -218,16 +213,19 @@ def _read_together(
     )
 
 
-def _locate_together(
-    ctx: Context, phases: CollectivePhases, error: Exception | None, find: Callable[[], str]
-) -> str:
-    """Let the main process, or that of each node, find a checkpoint for all."""
-    path = None
-    if error is None and writes_here(ctx):
-        path, error = attempt(find)
-    said = phases.gather("find", json.dumps([ctx.world.node_rank, path]), error)
-    paths = {node: path for node, path in map(json.loads, said) if path is not None}
-    return paths[ctx.world.node_rank if ctx.project.save_on_each_node else json.loads(said[0])[0]]
+def _find_together(ctx: Context, disk: Disk, phases: CollectivePhases, place: str) -> str:
+    """Let all ranks choose the same checkpoint: as rank 0 finds it, or the newest that all nodes have."""
+    if not ctx.project.save_on_each_node:
+        path, error = attempt(lambda: locate(disk, place)) if ctx.is_main_process else ("", None)
+        return phases.gather("find", path or "", error)[0]
+    own, error = attempt(lambda: parts_below(disk, place)) if ctx.is_local_main_process else ([], None)
+    said = json.dumps([ctx.world.node_rank, ctx.is_local_main_process, own])
+    heard = [json.loads(one) for one in phases.gather("find", said, error)]
+    by_node = {node: parts for node, is_main, parts in heard if is_main}
+    identity = common([by_node[node] for node in sorted(by_node)], place)
+    if identity is None:
+        return locate(disk, place)  # which says what is there instead
+    return dict(by_node[ctx.world.node_rank])[identity]
 
 
 def find_checkpoint(ctx: Context, directory: str | os.PathLike[str]) -> Path:
@@ -249,14 +247,13 @@ def find_checkpoint(ctx: Context, directory: str | os.PathLike[str]) -> Path:
         RemoteRankError: One of these happened on another rank.
     """
     finish_background(ctx)
-    place = os.path.abspath(directory)
-
-    def check(found: OpenCheckpoint) -> str:
-        check_attachments(REAL_DISK, found)
-        return found.path
-
-    phases = CollectivePhases(ctx, "find_checkpoint")
-    return Path(_locate_together(ctx, phases, None, lambda: read_checkpoint(REAL_DISK, place, check)))
+    disk, phases = REAL_DISK, CollectivePhases(ctx, "find_checkpoint")
+    path = _find_together(ctx, disk, phases, os.path.abspath(directory))
+    error = None
+    if writes_here(ctx):
+        _, error = attempt(lambda: read_checkpoint(disk, path, functools.partial(check_attachments, disk)))
+    phases.gather("check", "", error)
+    return Path(path)
 
 
 @paused_collection()
@@ -264,7 +261,6 @@ def _read(
     ctx: Context,
     disk: Disk,
     like: Any,
-    strict: bool,
     asked: _Asked,
     found: OpenCheckpoint,
 ) -> _Read:
@@ -272,11 +268,11 @@ def _read(
     manifest, names = found.manifest, asked.names
     if writes_here(ctx):
         check_attachments(disk, found)
-    document = choose_part(document_of(manifest.tree, ctx.rank), like, asked.may_leave)
+    document = choose_part(_document(manifest, ctx.rank), like, asked.may_leave)
     stored = list(find_states(document, like))
     wished = describe_like(like, convert=lambda path, thing: state_of(thing, names))
     rows = [*compare(document, wished)]
-    rows += [row for one in stored for row in misfits(one, names, strict=strict)]
+    rows += [row for one in stored for row in misfits(one, names, strict=asked.strict)]
     if rows:
         count = "1 leaf" if len(rows) == 1 else f"{len(rows)} leaves"
         # Only where that alone would help.
@@ -295,6 +291,10 @@ def _read(
     random = document_of(manifest.random, ctx.rank)
     wanted.update(dict.fromkeys(_named(random)))
     return _Read(manifest, document, _read_tensors(disk, found, wanted))
+
+
+def _document(manifest: Manifest, rank: int) -> Json:
+    return manifest.tree if manifest.world_size == 1 else document_of(manifest.tree, rank)
 
 
 def _named(document: Json) -> Iterator[str]:
@@ -339,11 +339,8 @@ def _read_tensors(
 
 
 @paused_collection()
-def _prepare(
-    read: _Read, like: Any, names: Names | None
-) -> tuple[Any, list[Pending], list[Callable[[], None]]]:
+def _prepare(read: _Read, like: Any) -> tuple[Any, list[Pending], list[Callable[[], None]]]:
     """Build the new tree, and list what is to be done to the objects in the old one."""
-    del names
     pending: list[Pending] = []
 
     def remember(path: str, thing: Any, state: Any) -> Any:
@@ -392,7 +389,7 @@ def settled(like: Any, value: Any, writes: list[Callable[[], None]]) -> Any:
             return parts
         kind = cast("Any", type(cast("object", value)))
         return kind._make(parts) if hasattr(kind, "_make") else kind(parts)
-    return value
+    return cast("Any", value)
 
 
 def _take_up(pending: Sequence[Pending], names: Names, undo: list[Callable[[], None]]) -> None:
@@ -402,7 +399,8 @@ def _take_up(pending: Sequence[Pending], names: Names, undo: list[Callable[[], N
         try:
             take_up(one, names)
         except Exception as error:
-            error.add_note(f"raised while {one.path!r} took up its state; everything is brought back")
+            if hasattr(error, "add_note"):  # Python 3.11
+                cast("Any", error).add_note(f"raised while {one.path!r} took up its state")
             raise
 
 
