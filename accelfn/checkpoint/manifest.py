@@ -157,6 +157,7 @@ def format_manifest(manifest: Manifest) -> bytes:
 
 
 def _line(manifest: Manifest) -> bytes:
+    attached = {name: list(file) for name, file in sorted(manifest.attachments.items())}
     head = {
         "format": FORMAT,
         "version": VERSION,
@@ -170,7 +171,7 @@ def _line(manifest: Manifest) -> bytes:
         "generation": manifest.generation,
         "chunk_bytes": CHUNK_BYTES,
         "files": {name: list(file) for name, file in sorted(manifest.files.items())},
-        "attachments": {name: list(file) for name, file in sorted(manifest.attachments.items())},
+        **({"attachments": attached} if attached else {}),
         "tensors": {
             name: [one.dtype, one.shape, [list(piece) for piece in one.pieces]]
             for name, one in sorted(manifest.tensors.items())
@@ -243,7 +244,8 @@ def _manifest(said: Mapping[str, Any], place: str) -> Manifest:
             tensors={name: _tensor(one) for name, one in said["tensors"].items()},
             files={name: StoredFile(*one) for name, one in said["files"].items()},
             attachments={
-                name: Attachment(size, tuple(crc32)) for name, (size, crc32) in said["attachments"].items()
+                name: Attachment(size, tuple(crc32))
+                for name, (size, crc32) in said.get("attachments", {}).items()
             },
             random=said["random"],
             identity=said["identity"],
