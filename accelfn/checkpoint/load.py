@@ -14,7 +14,7 @@ from accelfn.checkpoint.background import finish_background
 from accelfn.checkpoint.by_rank import document_of
 from accelfn.checkpoint.disk import Disk
 from accelfn.checkpoint.document import decode
-from accelfn.checkpoint.find import OpenCheckpoint, locate, read_checkpoint
+from accelfn.checkpoint.find import OpenCheckpoint, check_names, locate, read_checkpoint
 from accelfn.checkpoint.fit import compare, describe_like
 from accelfn.checkpoint.fit import targets as leaf_targets
 from accelfn.checkpoint.manifest import MANIFEST, Json, Manifest
@@ -72,8 +72,8 @@ def load_state(
 
     Modules, optimizers, schedulers, loaders and whatever else has ``load_state_dict`` are loaded in place,
     and so are generators, and parameters that stand in the tree by themselves. Everything else comes back as
-    new values in the tree that is returned: tensors (on the device where ``like`` has theirs), numbers,
-    records.
+    new values in the tree that is returned: tensors (on the device where ``like`` has theirs, or on the CPU
+    where that is the meta device), numbers, records.
 
     Every byte that is needed is read and verified first, on all ranks. Whatever is raised, on any rank,
     nothing was changed on any of them.
@@ -96,7 +96,7 @@ def load_state(
 
     Raises:
         NoCheckpointError: There is no committed checkpoint.
-        DamagedCheckpointError: Its bytes aren't those that were written.
+        DamagedCheckpointError: Its bytes or files aren't those that were written.
         CheckpointMismatchError: Leaves are missing, extra, misshapen or of another dtype; all, by path.
         NotAvailableError: A newer version of accelfn has written it.
         RemoteRankError: One of these happened on another rank.
@@ -151,12 +151,13 @@ def load_tree(path: str | os.PathLike[str], like: Any = None, *, namespace: str 
 
     Raises:
         NoCheckpointError: There is no committed checkpoint.
-        DamagedCheckpointError: Its bytes aren't those that were written.
+        DamagedCheckpointError: Its bytes or files aren't those that were written.
         CheckpointMismatchError: It doesn't fit ``like``.
     """
     disk = Disk()
 
     def read(found: OpenCheckpoint) -> tuple[Json, dict[str, torch.Tensor]]:
+        check_names(disk, found)
         document = document_of(found.manifest.tree, 0)
         if like is not None:
             rows = compare(document, describe_like(like, namespace=namespace))
@@ -206,6 +207,7 @@ def _read_together(
 def _read(ctx: Context, disk: Disk, like: Any, names: Names, strict: bool, found: OpenCheckpoint) -> _Read:
     """Check that a checkpoint fits, and read what of it is for this rank."""
     manifest = found.manifest
+    check_names(disk, found)  # so that all ranks say what is missing, and not only those that need it
     document = document_of(manifest.tree, ctx.rank)
     stored = list(find_states(document, like))
     wished = describe_like(like, convert=lambda path, thing: state_of(thing, names))
@@ -304,6 +306,8 @@ def settled(like: Any, value: Any, writes: list[Callable[[], None]]) -> Any:
             return like
         return value
     if isinstance(like, torch.Tensor) and isinstance(value, torch.Tensor):
+        if like.is_meta:  # only says what form the tensor has
+            return value
         if is_in_place(like):
             writes.append(partial(_write, like, value))
             return like
