@@ -6,7 +6,7 @@ import random
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -138,7 +138,8 @@ def train(ctx: Context, plan: Plan, log: Path) -> Result:
         loops = tree["loops"]
     step: int = tree["step"]
     while step < plan.steps:
-        for batch, micro in af.microbatches(reader, loader):
+        for rows, micro in af.microbatches(reader, loader):
+            batch: Any = rows
             if plan.kill is not None and (plan.kill.step, plan.kill.rank) == (step, ctx.rank):
                 if plan.kill.how == "exit":
                     os._exit(9)
@@ -155,7 +156,7 @@ def train(ctx: Context, plan: Plan, log: Path) -> Result:
                 af.scheduler_step(ctx, schedule, scaler)
                 loops[name] = loops[name]._replace(scaler=scaler)
                 losses.append(float(af.reduce(ctx, loss.detach(), "mean")))
-            seen = af.gather(ctx, batch[0]).tolist()
+            seen = numbers_of(af.gather(ctx, batch[0]))
             step += 1
             if ctx.is_main_process:
                 with log.open("a") as file:
@@ -166,10 +167,14 @@ def train(ctx: Context, plan: Plan, log: Path) -> Result:
                 break
     return Result(
         {name: whole(loop.model, loop.optimizer) for name, loop in loops.items()},
-        [loop.schedule.get_last_lr()[0] for loop in loops.values()],
+        [float(loop.schedule.get_last_lr()[0]) for loop in loops.values()],
         [float(loop.scaler.scale) for loop in loops.values()],
         (float(torch.rand(())), random.random()),
     )
+
+
+def numbers_of(tensor: torch.Tensor) -> list[Any]:
+    return tensor.tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
 def history(log: Path) -> dict[int, str]:
@@ -282,11 +287,11 @@ def test_a_signal_to_one_rank_amid_a_step_saves_the_same_step_on_both(tmp_path: 
         model = af.prepare(ctx, Net(13, 0.3))
         optimizer = af.prepare_optimizer(ctx, OPTIMIZERS["adamw"](model.parameters()))
         loader = af.prepare(ctx, DataLoader(Points(26), batch_size=3, shuffle=True, num_workers=1))
-        scaler, step, status = af.init_scaler(ctx), 0, None
+        scaler, step, status = af.init_scaler(ctx), 0, cast("object", None)
         pids = af.gather_object(ctx, [os.getpid()])
+        objects: dict[str, Any] = {"model": model, "optimizer": optimizer, "loader": loader}
         if at.exists():
-            tree = {"model": model, "optimizer": optimizer, "loader": loader, "step": 0}
-            step = af.load_state(ctx, at, tree)["step"]
+            step = af.load_state(ctx, at, {**objects, "step": 0})["step"]
         with af.preemption(ctx) as guard:
             try:
                 while step < 8:
@@ -299,15 +304,14 @@ def test_a_signal_to_one_rank_amid_a_step_saves_the_same_step_on_both(tmp_path: 
                         scaler = af.optimizer_step(ctx, optimizer, scaler)
                         step += 1
                         if guard.should_stop():
-                            tree = {"model": model, "optimizer": optimizer, "loader": loader, "step": step}
-                            af.save_state(ctx, at, tree, step=step)
+                            af.save_state(ctx, at, {**objects, "step": step}, step=step)
                             guard.exit()
                         if step == 8:
                             break
             except SystemExit as error:
                 status = error.code
         weights = torch.cat([one.detach().flatten() for one in model.parameters()])
-        return status, step, weights.tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+        return status, step, numbers_of(weights)
 
     def run(signalled: int | None) -> list[tuple[object, int, list[float]]]:
         return run_ranks(lambda ctx: program(ctx, signalled), 2, "processes", timeout_s=60)
