@@ -259,7 +259,7 @@ def _read_tensors(
         ends.append(len(boxes))
         plans.append((name, target, overlaps))
     parts = read_boxes(disk, found.folder, found.manifest, boxes)
-    starts = [0, *ends[:-1]]
+    starts = [0, *ends][:-1]  # none where no tensor is wanted
     return {
         name: join_overlaps(found.manifest.tensors[name], target, overlaps, parts[start:end])
         for (name, target, overlaps), start, end in zip(plans, starts, ends, strict=True)
