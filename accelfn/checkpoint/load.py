@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -14,7 +13,8 @@ from accelfn.checkpoint.background import finish_background
 from accelfn.checkpoint.by_rank import document_of
 from accelfn.checkpoint.disk import Disk
 from accelfn.checkpoint.document import decode
-from accelfn.checkpoint.find import OpenCheckpoint, locate, read_checkpoint
+from accelfn.checkpoint.each_node import common, parts_below
+from accelfn.checkpoint.find import OpenCheckpoint, read_checkpoint
 from accelfn.checkpoint.fit import compare, describe_like
 from accelfn.checkpoint.fit import targets as leaf_targets
 from accelfn.checkpoint.manifest import MANIFEST, Json, Manifest
@@ -103,16 +103,16 @@ def load_state(
     """
     finish_background(ctx)
     disk, phases = Disk(), CollectivePhases(ctx, "load_state")
-    place = os.path.abspath(os.fspath(directory))
-    names, error = attempt(lambda: find_names(like))
-    read = _read_together(ctx, disk, phases, place, error, partial(_read, ctx, disk, like, names, strict))
-    prepared, error = attempt(lambda: _prepare(read, like, names))
+    place: str = os.path.abspath(os.fspath(directory))
+    names = find_names(like)
+    read = _read_together(ctx, disk, phases, place, partial(_read, ctx, disk, like, names, strict))
+    prepared, error = attempt(lambda: _prepare(read, like))
     phases.gather("decode", "", error)
     assert prepared is not None
     value, pending, writes = prepared
     undo: list[Callable[[], None]] = []
     may_refuse = [one for one in pending if not is_sure(one)]
-    _, error = attempt(lambda: _take_up(may_refuse, cast("Names", names), undo))
+    _, error = attempt(lambda: _take_up(may_refuse, names, undo))
     try:
         phases.gather("take up", "", error)
     except BaseException:
@@ -123,7 +123,7 @@ def load_state(
         write()
     for one in pending:
         if is_sure(one):
-            take_up(one, cast("Names", names))
+            take_up(one, names)
     if random_state and read.manifest.random is not None:
         _restore_random(ctx, read)
     phases.gather("loaded", "")
@@ -177,19 +177,12 @@ def _read_together(
     disk: Disk,
     phases: CollectivePhases,
     place: str,
-    error: Exception | None,
     read: Callable[[OpenCheckpoint], _Read],
 ) -> _Read:
-    """Let every rank read its part of one checkpoint, although another program may replace or remove it."""
-    is_main = ctx.is_local_main_process if ctx.project.save_on_each_node else ctx.is_main_process
+    """Let every rank read its part of one checkpoint, though another program may replace or remove it."""
     for _ in range(_ATTEMPTS):
-        path = None
-        if is_main and error is None:
-            path, error = attempt(lambda: locate(disk, place))
-        said = phases.gather("find", json.dumps([ctx.world.node_rank, path]), error)
-        paths = {node: path for node, path in map(json.loads, said) if path is not None}
-        path = paths[ctx.world.node_rank if ctx.project.save_on_each_node else json.loads(said[0])[0]]
-        found, error = attempt(partial(read_checkpoint, disk, cast("str", path), read))
+        path = _find_together(ctx, disk, phases, place)
+        found, error = attempt(partial(read_checkpoint, disk, path, read))
         if isinstance(error, NoCheckpointError):
             error = None  # it was there a moment ago; all look again
         identity = "" if found is None else found.manifest.identity
@@ -200,6 +193,21 @@ def _read_together(
         f"load_state: {place} changes all the time: another program replaces or removes checkpoints there "
         "while this one reads. Load from a directory of its own."
     )
+
+
+def _find_together(ctx: Context, disk: Disk, phases: CollectivePhases, place: str) -> str:
+    """Let all ranks choose the same checkpoint: as rank 0 finds it, or the newest that all nodes have."""
+    if not ctx.project.save_on_each_node:
+        path, error = attempt(lambda: locate(disk, place)) if ctx.is_main_process else ("", None)
+        return phases.gather("find", path or "", error)[0]
+    own, error = attempt(lambda: parts_below(disk, place)) if ctx.is_local_main_process else ([], None)
+    said = json.dumps([ctx.world.node_rank, ctx.is_local_main_process, own])
+    heard = [json.loads(one) for one in phases.gather("find", said, error)]
+    by_node = {node: parts for node, is_main, parts in heard if is_main}
+    identity = common([by_node[node] for node in sorted(by_node)], place)
+    if identity is None:
+        return locate(disk, place)  # which says what is there instead
+    return dict(by_node[ctx.world.node_rank])[identity]
 
 
 @paused_collection()
@@ -270,11 +278,8 @@ def _read_tensors(
 
 
 @paused_collection()
-def _prepare(
-    read: _Read, like: Any, names: Names | None
-) -> tuple[Any, list[Pending], list[Callable[[], None]]]:
+def _prepare(read: _Read, like: Any) -> tuple[Any, list[Pending], list[Callable[[], None]]]:
     """Build the new tree, and list what is to be done to the objects in the old one."""
-    del names
     pending: list[Pending] = []
 
     def remember(path: str, thing: Any, state: Any) -> Any:
@@ -323,7 +328,7 @@ def settled(like: Any, value: Any, writes: list[Callable[[], None]]) -> Any:
             return parts
         kind = cast("Any", type(cast("object", value)))
         return kind._make(parts) if hasattr(kind, "_make") else kind(parts)
-    return value
+    return cast("Any", value)
 
 
 def _take_up(pending: Sequence[Pending], names: Names, undo: list[Callable[[], None]]) -> None:
@@ -333,7 +338,8 @@ def _take_up(pending: Sequence[Pending], names: Names, undo: list[Callable[[], N
         try:
             take_up(one, names)
         except Exception as error:
-            error.add_note(f"raised while {one.path!r} took up its state; everything is brought back")
+            if hasattr(error, "add_note"):  # Python 3.11
+                cast("Any", error).add_note(f"raised while {one.path!r} took up its state")
             raise
 
 

@@ -316,7 +316,10 @@ def _rows_for(box: Box) -> tuple[torch.Tensor, int]:
     first = box.offset[0] if box.offset else 0
     if box.into is not None and tuple(box.into.shape) == rows:
         return box.into.detach(), first
-    return torch.empty(rows, dtype=getattr(torch, box.dtype), device="cpu"), first
+    dtype: torch.dtype = getattr(torch, box.dtype)
+    # torch warns of new tensors of complex32, and not of views.
+    plain = torch.float32 if dtype == torch.complex32 else dtype
+    return torch.empty(rows, dtype=plain, device="cpu").view(dtype).view(rows), first
 
 
 def _chunks(box: Box, entries: Mapping[str, Entry], rows: torch.Tensor, first: int) -> Iterator[_Chunk]:
