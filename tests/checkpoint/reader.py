@@ -433,6 +433,9 @@ class _Document:
         return getattr(torch, node["text"].removeprefix("torch."))
 
     def numpy_(self, node: Any) -> Any:
+        if "text" in node:
+            text = self.value(node["text"])
+            return numpy.str_(text) if isinstance(text, str) else numpy.bytes_(text)
         dtype = _numpy_dtype(node["dtype"])
         content = base64.b64decode(node["base64"])
         return numpy.ndarray((), dtype, content)[()] if content else numpy.empty((), dtype)[()]
