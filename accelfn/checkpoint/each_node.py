@@ -54,8 +54,8 @@ def common(parts: Sequence[Sequence[Sequence[str]]], directory: str) -> str | No
     """
     if not any(parts):
         return None
-    everywhere = set.intersection(*({identity for identity, _ in own} for own in parts))
-    shared = [identity for identity, _ in parts[0] if identity in everywhere]
+    others = [{identity for identity, _ in own} for own in parts[1:]]
+    shared = [identity for identity, _ in parts[0] if all(identity in own for own in others)]
     if not shared:
         counts = ", ".join(f"{len(own)} on node {node}" for node, own in enumerate(parts))
         raise NoCheckpointError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -14,7 +15,7 @@ from accelfn.checkpoint.by_rank import document_of
 from accelfn.checkpoint.disk import Disk
 from accelfn.checkpoint.document import decode
 from accelfn.checkpoint.each_node import common, parts_below
-from accelfn.checkpoint.find import OpenCheckpoint, read_checkpoint
+from accelfn.checkpoint.find import OpenCheckpoint, locate, read_checkpoint
 from accelfn.checkpoint.fit import compare, describe_like
 from accelfn.checkpoint.fit import targets as leaf_targets
 from accelfn.checkpoint.manifest import MANIFEST, Json, Manifest
