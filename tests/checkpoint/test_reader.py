@@ -72,9 +72,9 @@ def test_each_rank_has_its_own(ranks: list[Any]) -> None:
         own = [{"tree": tree, "both": torch.arange(3), "step": rank} for rank, tree in enumerate(ranks)]
         run_ranks(lambda ctx: af.save_state(ctx, place, own[ctx.rank]), 2)
         found = [read(place, rank, CLASSES) for rank in range(3)]
-        assert same(found[:2], own)
-        assert same(found[2], own[0])
-        assert same(found[0], af.load_tree(place))
+        assert same(own, found[:2])
+        assert same(own[0], found[2])
+        assert same(own[0], af.load_tree(place))
 
 
 def test_tensors_that_share_memory_share_it_again(tmp_path: Path) -> None:
