@@ -1,5 +1,6 @@
 """A reader that knows only the page of the format reads what the package writes, and sees flipped bits."""
 
+import shutil
 import tempfile
 from collections import deque
 from collections.abc import Callable
@@ -194,7 +195,10 @@ def test_files_that_are_missing_extra_or_cut_off_are_noticed(tmp_path: Path) -> 
 def test_after_a_crash_the_replaced_one_is_read(tmp_path: Path) -> None:
     for number in range(3):
         place = af.save_tree(tmp_path / "at", {"number": number})
-        place.rename(tmp_path / f"kept{number}")
-        (tmp_path / f"kept{number}").rename(tmp_path / f".at.replaced-{'0' * 12}-1-0000000{number}")
-    (tmp_path / f".at.staging-{'0' * 12}-1-00000000").mkdir()
+        shutil.copytree(place, tmp_path / f"copy{number}")
+    shutil.rmtree(tmp_path / "at")
+    shutil.copytree(tmp_path / "copy0", tmp_path / f".at.staging-{'0' * 12}-1-00000000")
+    for number in range(3):  # the names are in another order than the generations
+        left = tmp_path / f".at.replaced-{'0' * 12}-1-0000000{9 - number}"
+        (tmp_path / f"copy{number}").rename(left)
     assert read(tmp_path / "at") == {"number": 2} == af.load_tree(tmp_path / "at")
