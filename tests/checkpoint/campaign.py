@@ -1,7 +1,7 @@
 """Kill a program while it saves, over and over, and look each time whether anything was lost.
 
-``python -m tests.checkpoint.campaign`` does it 200 times and prints what it saw. A trial is a program of one or
-two ranks that saves one state after the other, to one place or to a new one each time with the older ones
+``python -m tests.checkpoint.campaign`` does it 200 times and prints what it saw. A trial is a program of one
+or two ranks that saves one state after the other, to one place or to a new one each time with the older ones
 removed. It is killed (SIGKILL, with all its processes) after a random time. Then the newest checkpoint must
 load, be bit-equal to the state of its step, and be no older than the last step that the program was told is
 committed. The next trial goes on in the same directory, with whatever the killed one left behind.
