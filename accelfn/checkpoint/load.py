@@ -299,7 +299,7 @@ def _prepare(read: _Read, like: Any) -> tuple[Any, list[Pending], list[Callable[
 
     value = decode(read.document, read.tensors, like=like, restore=remember)
     writes: list[Callable[[], None]] = []
-    return settled(like, value, writes), sorted(pending, key=order_of), writes
+    return _settled(like, value, writes), sorted(pending, key=order_of), writes
 
 
 def _write(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -307,7 +307,7 @@ def _write(target: torch.Tensor, source: torch.Tensor) -> None:
         local_of(target).copy_(local_of(source))
 
 
-def settled(like: Any, value: Any, writes: list[Callable[[], None]]) -> Any:
+def _settled(like: Any, value: Any, writes: list[Callable[[], None]]) -> Any:
     """Put loaded tensors where ``like`` has theirs: on their devices, or into parameters and generators.
 
     What is to be written into is only listed, as calls.
@@ -328,13 +328,13 @@ def settled(like: Any, value: Any, writes: list[Callable[[], None]]) -> Any:
     if isinstance(like, dict) and isinstance(value, dict):
         theirs = cast("dict[Any, Any]", like)
         for key, one in cast("dict[Any, Any]", value).items():
-            value[key] = settled(theirs.get(key), one, writes)
+            value[key] = _settled(theirs.get(key), one, writes)
         return cast("Any", value)
     if isinstance(value, (list, tuple)) and isinstance(like, (list, tuple)):
         parts = list(cast("Sequence[Any]", value))
         kin = list(cast("Sequence[Any]", like))
         if len(parts) == len(kin):
-            parts = [settled(one, other, writes) for one, other in zip(kin, parts, strict=True)]
+            parts = [_settled(one, other, writes) for one, other in zip(kin, parts, strict=True)]
         if isinstance(value, list):
             return parts
         kind = cast("Any", type(cast("object", value)))
