@@ -232,32 +232,33 @@ class Accelerator(Facts, Extras, Saving, LaterParts):
         Returns:
             The object itself for one, a tuple for several, in the order given.
         """
+        prepared = [*args, *named.values()]
+        self._check_to_prepare(prepared, named, device_placement)
+        places = device_placement or [None] * len(prepared)
+        # Schedules last, since their optimizers may stand behind them.
+        for index in sorted(range(len(prepared)), key=lambda index: isinstance(prepared[index], LRScheduler)):
+            prepared[index] = self._prepare_one(prepared[index], places[index])
+        self.checkpoint_names(**dict(zip(named, prepared[len(args) :], strict=True)))
+        return prepared[0] if len(prepared) == 1 else tuple(prepared)
+
+    def _check_to_prepare(
+        self, items: Sequence[Any], named: Mapping[str, Any], device_placement: Sequence[bool] | None
+    ) -> None:
+        if not items:
+            raise TypeError("prepare: got nothing to prepare. Pass a model, an optimizer, a loader, ...")
+        if device_placement is not None and len(device_placement) != len(items):
+            raise ValueError(
+                f"device_placement needs one entry for each object: got {len(device_placement)} for "
+                f"{len(items)} objects."
+            )
+        kinds = (nn.Module, Optimizer, LRScheduler, AcceleratedScheduler)
         for name, item in named.items():
-            if not self._is_to_prepare(item):
+            if not isinstance(item, kinds) and not self._is_loader(item):
                 raise TypeError(
                     f"prepare: {name} is of {type(item).__name__}, and names are for models, optimizers, "
                     "loaders and schedules. If it is to be saved, pass it to register_for_checkpointing."
                 )
-        num_unnamed, args = len(args), (*args, *named.values())
-        if not args:
-            raise TypeError("prepare: got nothing to prepare. Pass a model, an optimizer, a loader, ...")
-        if device_placement is not None and len(device_placement) != len(args):
-            raise ValueError(
-                f"device_placement needs one entry for each object: got {len(device_placement)} for "
-                f"{len(args)} objects."
-            )
-        check_parameters(args)
-        places = device_placement or [None] * len(args)
-        # Schedules last, since their optimizers may stand behind them.
-        prepared = list(args)
-        for index in sorted(range(len(args)), key=lambda index: isinstance(args[index], LRScheduler)):
-            prepared[index] = self._prepare_one(args[index], places[index])
-        self.checkpoint_names(**dict(zip(named, prepared[num_unnamed:], strict=True)))
-        return prepared[0] if len(prepared) == 1 else tuple(prepared)
-
-    def _is_to_prepare(self, item: Any) -> bool:
-        kinds = (nn.Module, Optimizer, LRScheduler, AcceleratedScheduler)
-        return isinstance(item, kinds) or self._is_loader(item)
+        check_parameters(items)
 
     def _is_loader(self, item: Any) -> bool:
         loaders = (DataLoader, data.PreparedDataLoader, AcceleratedDataLoader)

@@ -17,7 +17,7 @@ from accelfn.checkpoint.by_rank import document_of
 from accelfn.checkpoint.disk import REAL_DISK, Disk
 from accelfn.checkpoint.document import decode
 from accelfn.checkpoint.each_node import common, parts_below
-from accelfn.checkpoint.find import OpenCheckpoint, locate, read_checkpoint
+from accelfn.checkpoint.find import OpenCheckpoint, check_names, locate, read_checkpoint
 from accelfn.checkpoint.fit import compare, describe_like
 from accelfn.checkpoint.fit import targets as leaf_targets
 from accelfn.checkpoint.manifest import MANIFEST, Json, Manifest
@@ -85,8 +85,8 @@ def load_state(
 
     Modules, optimizers, schedulers, loaders and whatever else has ``load_state_dict`` are loaded in place,
     and so are generators, and parameters that stand in the tree by themselves. Everything else comes back as
-    new values in the tree that is returned: tensors (on the device where ``like`` has theirs), numbers,
-    records.
+    new values in the tree that is returned: tensors (on the device where ``like`` has theirs, or on the CPU
+    where that is the meta device), numbers, records.
 
     Every byte that is needed is read and verified first, on all ranks. Whatever is raised, on any rank,
     nothing was changed on any of them.
@@ -112,7 +112,7 @@ def load_state(
 
     Raises:
         NoCheckpointError: There is no committed checkpoint.
-        DamagedCheckpointError: Its bytes aren't those that were written.
+        DamagedCheckpointError: Its bytes or files aren't those that were written.
         CheckpointMismatchError: Leaves are missing, extra, misshapen or of another dtype; all, by path.
         NotAvailableError: A newer version of accelfn has written it.
         RemoteRankError: One of these happened on another rank.
@@ -167,12 +167,13 @@ def load_tree(path: str | os.PathLike[str], like: Any = None, *, namespace: str 
 
     Raises:
         NoCheckpointError: There is no committed checkpoint.
-        DamagedCheckpointError: Its bytes aren't those that were written.
+        DamagedCheckpointError: Its bytes or files aren't those that were written.
         CheckpointMismatchError: It doesn't fit ``like``.
     """
     disk = Disk()
 
     def read(found: OpenCheckpoint) -> tuple[Json, dict[str, torch.Tensor]]:
+        check_names(disk, found)
         document = _document(found.manifest, 0)
         if like is not None:
             rows = compare(document, describe_like(like, namespace=namespace))
@@ -257,15 +258,10 @@ def find_checkpoint(ctx: Context, directory: str | os.PathLike[str]) -> Path:
 
 
 @paused_collection()
-def _read(
-    ctx: Context,
-    disk: Disk,
-    like: Any,
-    asked: _Asked,
-    found: OpenCheckpoint,
-) -> _Read:
+def _read(ctx: Context, disk: Disk, like: Any, asked: _Asked, found: OpenCheckpoint) -> _Read:
     """Check that a checkpoint fits, and read what of it is for this rank."""
     manifest, names = found.manifest, asked.names
+    check_names(disk, found)  # so that all ranks say what is missing, and not only those that need it
     if writes_here(ctx):
         check_attachments(disk, found)
     document = choose_part(_document(manifest, ctx.rank), like, asked.may_leave)
@@ -328,7 +324,7 @@ def _read_tensors(
         ends.append(len(boxes))
         plans.append((name, target, overlaps))
     parts = read_boxes(disk, found.folder, found.manifest, boxes)
-    starts = [0, *ends[:-1]]
+    starts = [0, *ends][:-1]  # none where no tensor is wanted
     return {
         name: join_overlaps(found.manifest.tensors[name], target, overlaps, parts[start:end])
         for (name, target, overlaps), start, end in zip(plans, starts, ends, strict=True)
@@ -370,6 +366,8 @@ def _settled(like: Any, value: Any, writes: list[Callable[[], None]]) -> Any:
             return like
         return value
     if isinstance(like, torch.Tensor) and isinstance(value, torch.Tensor):
+        if like.is_meta:  # only says what form the tensor has
+            return value
         if is_in_place(like):
             writes.append(functools.partial(_write, like, value))
             return like

@@ -245,7 +245,7 @@ def prepare_scheduler(ctx: Context, scheduler: S) -> S:
     Raises:
         ConfigurationError: Another context has prepared its optimizer, or nobody has.
     """
-    # It has no mark of its own: its attributes are its state dict.
+    # The mark of its optimizer serves for both: whatever is set on a scheduler stands in its state dict.
     optimizer: object = scheduler.optimizer
     if not _is_prepared(ctx, optimizer, "optimizer of the scheduler"):
         raise ConfigurationError(
