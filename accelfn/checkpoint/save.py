@@ -246,10 +246,10 @@ def save_tree(path: str | os.PathLike[str], tree: Any, *, namespace: str = "") -
         ValueError: A tensor has no data.
         OSError: It can't be written.
 
-    >>> import tempfile
+    >>> import tempfile, accelfn as af
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     place = save_tree(f"{folder}/state", {"w": torch.arange(3), "step": 7})
-    ...     load_tree(place)
+    ...     af.load_tree(place)
     {'w': tensor([0, 1, 2]), 'step': 7}
     """
     with paused_collection():
@@ -544,7 +544,7 @@ def _write(job: _Job, phases: Phases, disk: Disk) -> Path:
         said = json.dumps([stage.path, stage.generation] if stage is not None else [])
         heard = [json.loads(one) for one in phases.gather("stage", said, error)]
         path, generation = heard[job.main][0], max(one[1] for one in heard if one)
-        written, error = attempt(lambda: [_write_own(job, disk, path), _take_files(job, disk, names, path)])
+        written, error = attempt(lambda: _write_all(job, disk, path, names))
         results = phases.gather("write", json.dumps(written), error)
         old, error = (), None
         if stage is not None:
@@ -604,8 +604,20 @@ def _write_own(job: _Job, disk: Disk, stage: str) -> list[Any] | None:
     return [written.size, written.header_crc32, dict(written.crc32)]
 
 
-def _take_files(job: _Job, disk: Disk, names: Sequence[str], stage: str) -> dict[str, Attachment]:
-    return {} if job.files is None else take_attachments(disk, job.files, names, stage)
+def _write_all(job: _Job, disk: Disk, stage: str, names: Sequence[str]) -> Json:
+    """Write this rank's tensors, move its files, and say what there is of both; ``_said_of`` reads it."""
+    own = _write_own(job, disk, stage)
+    if job.files is None:
+        return own
+    return {"own": own, "attached": take_attachments(disk, job.files, names, stage)}
+
+
+def _said_of(result: str) -> tuple[list[Any] | None, dict[str, Any]]:
+    said: Any = json.loads(result)
+    if not isinstance(said, dict):
+        return said, {}
+    both = cast("dict[str, Any]", said)
+    return both["own"], both["attached"]
 
 
 def _manifest(job: _Job, results: Sequence[str], generation: int) -> Manifest:
@@ -617,7 +629,7 @@ def _manifest(job: _Job, results: Sequence[str], generation: int) -> Manifest:
         range(job.size), key=lambda rank: (job.nodes is not None and job.nodes[rank] != node, rank)
     )
     for rank in order:
-        result, _ = json.loads(results[rank])
+        result, _ = _said_of(results[rank])
         if result is None:
             continue
         size, header_crc32, sums = result
@@ -634,7 +646,7 @@ def _manifest(job: _Job, results: Sequence[str], generation: int) -> Manifest:
         if used or node is None or job.nodes is None or job.nodes[rank] == node:
             at = None if job.nodes is None else job.nodes[rank]
             files[_file_name(rank)] = StoredFile(size, header_crc32, at)
-    attached = json.loads(results[job.main])[1]
+    _, attached = _said_of(results[job.main])
     return Manifest(
         tree=job.tree,
         tensors={

@@ -233,22 +233,31 @@ _METHODS = (
     *_rows(
         "method",
         "save(obj, f, safe_serialization=False)",
-        "save_state(output_dir=None, safe_serialization=True, **save_model_func_kwargs)",
-        "load_state(input_dir=None, **load_model_func_kwargs)",
-        "register_for_checkpointing(*objects)",
         "get_state_dict(model, unwrap=True)",
-        part="checkpoints",
+    ),
+    AskedName(
+        kind="method",
+        documented="save_state(output_dir=None, safe_serialization=True, **save_model_func_kwargs)",
+        note="`asynchronous`, `step`, `metric` and `keep` are keywords; others are refused",
+    ),
+    AskedName(
+        kind="method",
+        documented="load_state(input_dir=None, **load_model_func_kwargs)",
+        note="`strict`, `random_state`, `partial` and `map_location` are keywords; others are refused",
+    ),
+    AskedName(
+        kind="method",
+        documented="register_for_checkpointing(*objects)",
+        note="a keyword is a name: `register_for_checkpointing(ema=ema)`",
     ),
     AskedName(
         kind="method",
         documented="register_save_state_pre_hook(hook)",
-        part="checkpoints",
         note="called as `hook(models, weights, output_dir)`; `_models` itself stays private",
     ),
     AskedName(
         kind="method",
         documented="register_load_state_pre_hook(hook)",
-        part="checkpoints",
         note="called as `hook(models, input_dir)`",
     ),
     *_rows("method", "get_tracker(name, unwrap=False)", part="trackers"),
@@ -315,7 +324,6 @@ _CLASSES = (
         documented="ProjectConfiguration(project_dir=None, logging_dir=None, "
         "automatic_checkpoint_naming=False, total_limit=None, iteration=0, save_on_each_node=False)",
         home="accelfn",
-        note="all but the two folders wait for checkpoints",
     ),
     AskedName(
         kind="class",

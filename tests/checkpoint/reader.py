@@ -112,7 +112,8 @@ def resolve(place: pathlib.Path) -> pathlib.Path:
     for one in place.parent.glob(f".{place.name}.replaced-*"):
         try:
             manifest = _manifest(one)
-            if all((one / name).stat().st_size == size for name, (size, *_) in manifest["files"].items()):
+            files = {**manifest["files"], **manifest.get("attachments", {})}
+            if all((one / name).stat().st_size == size for name, (size, *_) in files.items()):
                 found.append((manifest["generation"], one))
         except (OSError, Damaged):  # noqa: PERF203
             continue
@@ -143,6 +144,19 @@ def _manifest(place: pathlib.Path) -> dict[str, Any]:
     return manifest
 
 
+def _check_attachments(place: pathlib.Path, attachments: dict[str, Any]) -> set[str]:
+    """Check the files of the caller's own; give the paths of all others."""
+    paths = {
+        str(one.relative_to(place)): one for one in place.rglob("*") if one.is_symlink() or not one.is_dir()
+    }
+    for name, (size, sums) in attachments.items():
+        _check(name in paths and not paths[name].is_symlink(), "an attached file")
+        content = paths[name].read_bytes()
+        chunks = [content[start : start + CHUNK_BYTES] for start in range(0, size, CHUNK_BYTES)]
+        _check(len(content) == size and [*map(zlib.crc32, chunks)] == sums, "bytes of an attached file")
+    return set(paths) - set(attachments)
+
+
 def _all(place: pathlib.Path) -> tuple[dict[str, Any], dict[tuple[str, str], bytes]]:
     """Read the manifest and the bytes of all entries, by file and key."""
     manifest = _manifest(place)
@@ -153,7 +167,7 @@ def _all(place: pathlib.Path) -> tuple[dict[str, Any], dict[tuple[str, str], byt
             _check(key not in expected[file], "two pieces in one entry")
             expected[file][key] = (*_form(dtype, box), sums)
     here = {name for name, (_, _, node) in manifest["files"].items() if node in (None, manifest["node"])}
-    there = set(os.listdir(place)) - {"manifest.json"}
+    there = _check_attachments(place, manifest.get("attachments", {})) - {"manifest.json"}
     _check(here <= there <= set(manifest["files"]), "files")
     entries: dict[tuple[str, str], bytes] = {}
     for name in there:

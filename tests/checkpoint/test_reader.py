@@ -165,8 +165,11 @@ def test_classes_that_nobody_knows_stand_for_themselves(tmp_path: Path) -> None:
 
 
 def test_a_flipped_bit_anywhere_is_noticed(tmp_path: Path) -> None:
-    place = af.save_tree(tmp_path / "at", {"w": torch.arange(5), "n": [1, "two"]})
-    for file in sorted(place.iterdir()):
+    (tmp_path / "own" / "inner").mkdir(parents=True)
+    (tmp_path / "own" / "inner" / "file").write_bytes(b"mine")
+    tree = {"w": torch.arange(5), "n": [1, "two"]}
+    place = af.save_state(Context(), tmp_path / "at", tree, files=tmp_path / "own")
+    for file in sorted(path for path in place.rglob("*") if path.is_file()):
         content = file.read_bytes()
         for at in range(len(content)):
             file.write_bytes(bytes([*content[:at], content[at] ^ (1 << at % 8), *content[at + 1 :]]))
