@@ -16,40 +16,33 @@ class Held(Generic[T]):
 
     def __init__(self) -> None:
         """Begin with none."""
-        self._things: dict[int, weakref.ref[T]] = {}
-        self._names: dict[int, str] = {}
+        self._things: dict[int, tuple[weakref.ref[T], str | None]] = {}
 
     def add(self, thing: T, name: str | None = None) -> None:
         """Remember a thing until nobody else holds it. With ``name``, it is called so from now on."""
-        number, things, names = id(thing), self._things, self._names
-        before = things.get(number)
-        if before is None or before() is not thing:
+        number, things = id(thing), self._things
 
-            def forget(gone: weakref.ref[T]) -> None:
-                if things.get(number) is gone:
-                    del things[number]
-                    names.pop(number, None)  # the next thing may get this number
+        def forget(gone: weakref.ref[T]) -> None:
+            if number in things and things[number][0] is gone:
+                del things[number]
 
-            names.pop(number, None)
-            things[number] = weakref.ref(thing, forget)
-        if name is not None:
-            names[number] = name
+        # The name goes with the thing: the next one may get the same number.
+        things[number] = weakref.ref(thing, forget), name or self.name_of(thing)
 
     def clear(self) -> None:
         """Forget all."""
         self._things.clear()
-        self._names.clear()
 
     def name_of(self, thing: T) -> str | None:
         """Give the name of a thing that is here; None where it has none."""
-        return self._names.get(id(thing)) if thing in self else None
+        return self._things[id(thing)][1] if thing in self else None
 
     def __contains__(self, thing: object) -> bool:
-        reference = self._things.get(id(thing))
-        return reference is not None and reference() is thing
+        found = self._things.get(id(thing))
+        return found is not None and found[0]() is thing
 
     def __iter__(self) -> Iterator[T]:
-        found = [reference() for reference in tuple(self._things.values())]
+        found = [reference() for reference, _ in tuple(self._things.values())]
         return iter([thing for thing in found if thing is not None])
 
     def __reduce__(self) -> tuple[type[Held[T]], tuple[()]]:

@@ -192,7 +192,12 @@ def test_a_save_changes_nothing_in_the_run(tmp_path: Path) -> None:
                 optimizer.zero_grad()
                 if saves:  # between the steps of the two
                     accelerator.save_state(tmp_path / "at")
-        return {**first.state_dict(), **{f"2.{name}": value for name, value in second.state_dict().items()}}
+        weights = {
+            f"{number}.{name}": value
+            for number, one in enumerate((first, second))
+            for name, value in one.state_dict().items()
+        }
+        return {**weights, "scale": accelerator._scaling.state.scale}  # pyright: ignore[reportPrivateUsage]
 
     handlers = [GradScalerKwargs(init_scale=2.0**14, growth_interval=1)]
     found = [
@@ -326,6 +331,7 @@ def test_a_name_goes_with_its_object_and_not_with_its_number() -> None:
         del model
     assert again  # otherwise nothing was tried
     model = accelerator.prepare(teacher=nn.Linear(1, 1))
+    assert accelerator.models.name_of(accelerator.prepare(model)) == "teacher"
     accelerator.free_memory()
     assert [*accelerator.models] == []
     assert accelerator.models.name_of(accelerator.prepare(model)) is None
