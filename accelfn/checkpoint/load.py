@@ -12,7 +12,7 @@ import torch
 
 from accelfn.checkpoint.background import finish_background
 from accelfn.checkpoint.by_rank import document_of
-from accelfn.checkpoint.disk import Disk
+from accelfn.checkpoint.disk import REAL_DISK, Disk
 from accelfn.checkpoint.document import decode
 from accelfn.checkpoint.find import OpenCheckpoint, locate, read_checkpoint
 from accelfn.checkpoint.fit import compare, describe_like
@@ -44,7 +44,7 @@ from accelfn.data import LoaderState
 from accelfn.data.place import read_state
 from accelfn.errors import CheckpointError, CheckpointMismatchError, DamagedCheckpointError, NoCheckpointError
 
-__all__ = ("load_state", "load_tree")
+__all__ = ("StoredParts", "load_state", "load_tree", "read_parts")
 
 T = TypeVar("T")
 
@@ -58,6 +58,15 @@ class _Read(NamedTuple):
     manifest: Manifest
     document: Json
     tensors: Mapping[str, torch.Tensor]
+
+
+class StoredParts(NamedTuple):
+    """Documents of a checkpoint, and the tensors that they name: whole, verified, on the CPU."""
+
+    path: str
+    manifest: Manifest
+    documents: list[Json]
+    tensors: dict[str, torch.Tensor]
 
 
 def load_state(
@@ -169,6 +178,35 @@ def load_tree(path: str | os.PathLike[str], like: Any = None, *, namespace: str 
         return decode(document, tensors, like=like, namespace=namespace)
 
 
+def read_parts(
+    directory: str | os.PathLike[str],
+    choose: Callable[[Manifest], Sequence[Json]],
+    *,
+    disk: Disk = REAL_DISK,
+) -> StoredParts:
+    """Read some documents of a checkpoint, with their tensors and no others.
+
+    Ranks: local.
+
+    Args:
+        directory: A checkpoint, or a directory of checkpoints: then the newest in it.
+        choose: Gives the documents for a manifest; without parts by rank, see ``document_of``.
+        disk: The operations on files.
+
+    Raises:
+        NoCheckpointError: There is no committed checkpoint.
+        DamagedCheckpointError: Its bytes aren't those that were written.
+    """
+
+    def read(found: OpenCheckpoint) -> StoredParts:
+        documents = list(choose(found.manifest))
+        tensors = _read_tensors(disk, found, dict.fromkeys(_named(documents)))
+        return StoredParts(found.path, found.manifest, documents, tensors)
+
+    with paused_collection():
+        return read_checkpoint(disk, directory, read)
+
+
 # --- reading -------------------------------------------------------------------------------------
 
 
@@ -258,7 +296,7 @@ def _read_tensors(
         ends.append(len(boxes))
         plans.append((name, target, overlaps))
     parts = read_boxes(disk, found.folder, found.manifest, boxes)
-    starts = [0, *ends[:-1]]
+    starts = [0, *ends][: len(ends)]  # none where there are no tensors
     return {
         name: join_overlaps(found.manifest.tensors[name], target, overlaps, parts[start:end])
         for (name, target, overlaps), start, end in zip(plans, starts, ends, strict=True)
