@@ -14,6 +14,7 @@ from accelfn.checkpoint.background import finish_background
 from accelfn.checkpoint.by_rank import document_of
 from accelfn.checkpoint.disk import REAL_DISK, Disk
 from accelfn.checkpoint.document import decode
+from accelfn.checkpoint.each_node import common, parts_below
 from accelfn.checkpoint.find import OpenCheckpoint, locate, read_checkpoint
 from accelfn.checkpoint.fit import compare, describe_like
 from accelfn.checkpoint.fit import targets as leaf_targets
@@ -217,16 +218,10 @@ def _read_together(
     place: str,
     read: Callable[[OpenCheckpoint], _Read],
 ) -> _Read:
-    """Let every rank read its part of one checkpoint, although another program may replace or remove it."""
-    is_main = ctx.is_local_main_process if ctx.project.save_on_each_node else ctx.is_main_process
+    """Let every rank read its part of one checkpoint, though another program may replace or remove it."""
     for _ in range(_ATTEMPTS):
-        path, error = None, None
-        if is_main:
-            path, error = attempt(lambda: locate(disk, place))
-        said = phases.gather("find", json.dumps([ctx.world.node_rank, path]), error)
-        paths = {node: path for node, path in map(json.loads, said) if path is not None}
-        path = paths[ctx.world.node_rank if ctx.project.save_on_each_node else json.loads(said[0])[0]]
-        found, error = attempt(partial(read_checkpoint, disk, cast("str", path), read))
+        path = _find_together(ctx, disk, phases, place)
+        found, error = attempt(partial(read_checkpoint, disk, path, read))
         if isinstance(error, NoCheckpointError):
             error = None  # it was there a moment ago; all look again
         identity = "" if found is None else found.manifest.identity
@@ -237,6 +232,21 @@ def _read_together(
         f"load_state: {place} changes all the time: another program replaces or removes checkpoints there "
         "while this one reads. Load from a directory of its own."
     )
+
+
+def _find_together(ctx: Context, disk: Disk, phases: CollectivePhases, place: str) -> str:
+    """Let all ranks choose the same checkpoint: as rank 0 finds it, or the newest that all nodes have."""
+    if not ctx.project.save_on_each_node:
+        path, error = attempt(lambda: locate(disk, place)) if ctx.is_main_process else ("", None)
+        return phases.gather("find", path or "", error)[0]
+    own, error = attempt(lambda: parts_below(disk, place)) if ctx.is_local_main_process else ([], None)
+    said = json.dumps([ctx.world.node_rank, ctx.is_local_main_process, own])
+    heard = [json.loads(one) for one in phases.gather("find", said, error)]
+    by_node = {node: parts for node, is_main, parts in heard if is_main}
+    identity = common([by_node[node] for node in sorted(by_node)], place)
+    if identity is None:
+        return locate(disk, place)  # which says what is there instead
+    return dict(by_node[ctx.world.node_rank])[identity]
 
 
 @paused_collection()

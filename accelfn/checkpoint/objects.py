@@ -237,7 +237,9 @@ def find_states(node: Json, like: Any, path: str = "") -> Iterator[Stored]:
         find = {**named, **dict(enumerate(parts))}.get
     else:
         entry: Any = cast("Any", optree).register_pytree_node.get(type(like))
-        inner: dict[Any, Any] = {} if entry is None else dict(enumerate(entry.flatten_func(like)[0]))
+        inner: dict[Any, Any] = (
+            {} if entry is None else dict(enumerate(list[Any](entry.flatten_func(like)[0])))
+        )
         find = inner.get
         children = Children(list(range(len(children.nodes))), children.nodes)
     for key, child in zip(children.keys, children.nodes, strict=True):

@@ -17,19 +17,28 @@ import torch
 from accelfn import __version__
 from accelfn.checkpoint.background import HostMemory, SaveHandle, begin_background, finish_background
 from accelfn.checkpoint.by_rank import join_documents, renamed
-from accelfn.checkpoint.commit import Stage, abandon, begin_stage, check_target, make_nonce, publish
-from accelfn.checkpoint.disk import Disk, write_file
+from accelfn.checkpoint.commit import (
+    Stage,
+    abandon,
+    begin_stage,
+    check_target,
+    make_nonce,
+    put_back,
+    put_in_place,
+    remove_replaced,
+    write_manifest,
+)
+from accelfn.checkpoint.disk import Disk
 from accelfn.checkpoint.document import encode
+from accelfn.checkpoint.each_node import common, parts_at
 from accelfn.checkpoint.keep import Keep, prune_checkpoints
 from accelfn.checkpoint.manifest import (
     CHUNK_BYTES,
-    MANIFEST,
     Json,
     Manifest,
     Piece,
     StoredFile,
     StoredTensor,
-    format_manifest,
 )
 from accelfn.checkpoint.objects import find_names, state_of
 from accelfn.checkpoint.pause import paused_collection
@@ -40,6 +49,7 @@ from accelfn.checkpoint.tensor_file import memory_of, new_entry, write_tensors
 from accelfn.comm import attempt
 from accelfn.context import Context, news
 from accelfn.context.config import GuardMode
+from accelfn.errors import NoCheckpointError
 from accelfn.training import ScalerState
 from accelfn.tree.digest import digest_tensors
 
@@ -458,34 +468,52 @@ def _local(tensor: Any) -> torch.Tensor:
 def _write(job: _Job, phases: Phases, disk: Disk) -> Path:
     """Write this rank's part, and commit when all ranks have written theirs."""
     stage: Stage | None = None
-    is_main = job.rank == job.main
+    is_main, error = job.rank == job.main, None
     try:
+        if job.nodes is not None:
+            _settle_nodes(job, phases, disk)
         if is_main:
             stage, error = attempt(lambda: begin_stage(disk, job.directory, job.nonce))
-        else:
-            error = None
         said = json.dumps([stage.path, stage.generation] if stage is not None else [])
         heard = [json.loads(one) for one in phases.gather("stage", said, error)]
         path, generation = heard[job.main][0], max(one[1] for one in heard if one)
         written, error = attempt(lambda: _write_own(job, disk, path))
         results = phases.gather("write", json.dumps(written), error)
-        error = None
+        old, error = (), None
         if stage is not None:
-            content = format_manifest(_manifest(job, results, generation))
-            _, error = attempt(lambda: write_file(disk, os.path.join(path, MANIFEST), content))
+            manifest = _manifest(job, results, generation)
+            _, error = attempt(lambda: write_manifest(disk, stage, manifest))
         if job.nodes is not None:
             # Every node is ready before one of them commits: each still has its old one if another fails.
             phases.gather("ready", "", error)
         if stage is not None and error is None:
-            _, error = attempt(lambda: publish(disk, stage))
+            old, error = attempt(lambda: put_in_place(disk, stage))
+            if error is None and job.nodes is None:
+                remove_replaced(disk, old or ())
         phases.gather("commit", "", error)
     except BaseException:
         if stage is not None:
             abandon(disk, stage)
         raise
+    if is_main and job.nodes is not None:
+        remove_replaced(disk, old or ())
     if is_main and job.keep is not None:
         prune_checkpoints(job.directory.parent, job.keep)
     return job.directory
+
+
+def _settle_nodes(job: _Job, phases: Phases, disk: Disk) -> None:
+    """Let all nodes have the same checkpoint before a new one replaces it: a crash may have left two."""
+    is_main, place = job.rank == job.main, str(job.directory)
+    parts, error = attempt(lambda: parts_at(disk, place) if is_main else [])
+    heard = [json.loads(one) for one in phases.gather("nodes", json.dumps(parts), error)]
+    mains = sorted({(job.nodes or ())[rank]: rank for rank in reversed(range(job.size))}.values())
+    try:
+        identity = common([heard[rank] for rank in mains], place)
+    except NoCheckpointError:
+        return  # nothing is left that a new one could take from anybody
+    if is_main and identity is not None:
+        put_back(disk, place, dict(parts or ())[identity])
 
 
 def _file_name(rank: int) -> str:

@@ -26,7 +26,7 @@ _SLICE_BYTES = 1 << 24
 # Smaller tensors are collected, so that thousands of them don't take a system call each.
 _SMALL_BYTES = 1 << 18
 # Elements of a tensor that isn't contiguous, at a time: of each, its place takes eight bytes meanwhile.
-_PIECE_ELEMENTS = 1 << 20
+_PIECE_ELEMENTS = 1 << 18
 
 
 class NewEntry(NamedTuple):
@@ -119,14 +119,16 @@ def _write_slices(
     helper: ThreadPoolExecutor,
 ) -> int:
     """Write the head and all tensors in their order; put the checksums into ``found``."""
-    end = 0
+    end = started = 0
     small = bytearray(head)
 
     def put(content: memoryview) -> None:
-        nonlocal end
+        nonlocal end, started
         write_all(disk, descriptor, content, end)
-        disk.start_writing(descriptor, end, len(content))
         end += len(content)
+        if end - started >= _SLICE_BYTES:  # not for less: small requests to a disk cost more than they save
+            disk.start_writing(descriptor, started, end - started)
+            started = end
 
     def flush() -> None:
         nonlocal small
