@@ -13,7 +13,7 @@ from accelfn.checkpoint.commit import leftover_path, make_nonce
 from accelfn.checkpoint.disk import REAL_DISK, Disk, make_folders, naming, remove_flat, write_file
 from accelfn.checkpoint.header import stored_form
 from accelfn.checkpoint.tensor_file import new_entry, write_tensors
-from accelfn.checkpoint.weights import parse_size, plan_weights
+from accelfn.checkpoint.weights_plan import parse_size, plan_weights
 
 __all__ = ("write_weights",)
 
