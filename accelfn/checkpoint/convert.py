@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,7 @@ _CLASSES = (
     *(("loader", "loaders", "torch.utils.data.dataloader:DataLoader"),),
     *(("custom", "custom", "builtins:object"),),
 )
+_PLACES = re.compile(r"(model|optimizer|scheduler|sampler|loader)(_[1-9]\d*)?|custom_\d+|scaler|step")
 _SINGLE = ("scaler", "step", "random")
 _SCALER_OPTIONS = ("growth_factor", "backoff_factor", "growth_interval")
 
@@ -339,7 +341,15 @@ def _to_folder(
 
     stored = read_parts(source, choose)
     tree, *random = (decode(document, stored.tensors) for document in stored.documents)
-    parts = tuple(tree)
+    parts: tuple[str, ...] = tuple(tree)
+    default_of = {path: default for default, path in names.items()}
+    odd = [path for path in parts if not _PLACES.fullmatch(default_of.get(path, path))]
+    if odd:
+        raise ValueError(
+            f"convert_checkpoint: a folder of Accelerate has no place for {', '.join(map(repr, odd))}. Say "
+            f"which of its parts they are, as in names={{'custom_0': {odd[0]!r}}}, or leave them out: "
+            f"leave_out={odd!r}."
+        )
     if random:
         tree["random"] = to_accelerate_random(random)
     folder = write_accelerate(target, to_accelerate(tree, names=names, scaler=scaler))

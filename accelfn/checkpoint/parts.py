@@ -15,7 +15,7 @@ class Part(NamedTuple):
     """A part of a stored tree.
 
     Attributes:
-        path: As users write it: keys with slashes between them; "" is the whole tree.
+        path: Keys with slashes between them; "" is the whole tree.
         node: Its document.
     """
 
@@ -76,7 +76,7 @@ def _find(node: Json, path: str, at: str) -> Part | None:
     if isinstance(node, dict) and node.get("$") == "by_rank":
         values = cast("list[Json]", node.get("values"))
         return next((found for one in values if (found := _find(one, path, at)) is not None), None)
-    children = children_of(node, f"/{at}")
+    children = children_of(node, at)
     if children is None:
         return None
     for key, child in zip(children.keys, children.nodes, strict=True):
@@ -85,9 +85,10 @@ def _find(node: Json, path: str, at: str) -> Part | None:
             if found is not None:
                 return found
             continue
-        for text in {str(key), step("", key)[1:]}:
+        place = step(at, key)
+        for text in (step("", key)[1:], str(key)):
             if path == text or path.startswith(f"{text}/"):
-                found = _find(child, path[len(text) + 1 :], f"{at}/{text}")
+                found = _find(child, path[len(text) + 1 :], place)
                 if found is not None:
                     return found
     return None
