@@ -47,7 +47,7 @@ def _verify_one(directory: str) -> int:
     except DamagedCheckpointError as error:
         print(f"{directory}\n  DAMAGED: {error}")
         return 1
-    print(place)
+    print(_shown(place, directory))
     width = max(len(one.name) for one in files)
     sizes = [size_text(one.size) for one in files]
     for one, size in zip(files, sizes, strict=True):
@@ -118,6 +118,11 @@ def _list(options: argparse.Namespace) -> int:
     return 0
 
 
+def _shown(path: str | os.PathLike[str], given: str) -> str:
+    """Write a path as the user writes such paths: from the root, or from the working directory."""
+    return os.fspath(path) if os.path.isabs(given) else os.path.relpath(path)
+
+
 def _or_dash(value: object) -> str:
     return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
@@ -175,7 +180,7 @@ def _show(options: argparse.Namespace) -> int:
         facts += [f"saved by {ranks} of {manifest.created_by}"]
         facts += [f"{files} of tensors, {size_text(manifest.num_bytes)}"]
         kinds = ", ".join(random_kinds(manifest))
-        print(f"{path}\n{'; '.join(facts)}")
+        print(f"{_shown(path, options.directory)}\n{'; '.join(facts)}")
         print(f"random states of {ranks}: {kinds}" if kinds else "no random states")
     holder = row._replace(children=(row._replace(name=part.path),)) if part.path or not row.children else row
     for line in draw_rows(holder, everything=options.all):
@@ -222,7 +227,7 @@ def _convert(options: argparse.Namespace) -> int:
         max_shard_size=options.max_shard_size,
         overwrite=options.overwrite,
     )
-    print(f"{made.path}: {', '.join(made.parts)}")
+    print(f"{_shown(made.path, options.target)}: {', '.join(made.parts)}")
     for note in made.notes:
         print(f"note: {note}")
     return 0
