@@ -167,12 +167,14 @@ def load_tree(path: str | os.PathLike[str], like: Any = None, *, namespace: str 
     disk = Disk()
 
     def read(found: OpenCheckpoint) -> tuple[Json, dict[str, torch.Tensor]]:
-        document = document_of(found.manifest.tree, 0)
+        document = _document(found.manifest, 0)
         if like is not None:
             rows = compare(document, describe_like(like, namespace=namespace))
             if rows:
                 raise CheckpointMismatchError(f"load_tree: {found.path} does not fit the tree.", rows)
-        return document, _read_tensors(disk, found, dict.fromkeys(_named(document)))
+        alone = found.manifest.world_size == 1 and found.manifest.random is None
+        names = found.manifest.tensors if alone else _named(document)
+        return document, _read_tensors(disk, found, dict.fromkeys(names))
 
     with paused_collection():
         document, tensors = read_checkpoint(disk, path, read)
@@ -253,7 +255,7 @@ def _find_together(ctx: Context, disk: Disk, phases: CollectivePhases, place: st
 def _read(ctx: Context, disk: Disk, like: Any, names: Names, strict: bool, found: OpenCheckpoint) -> _Read:
     """Check that a checkpoint fits, and read what of it is for this rank."""
     manifest = found.manifest
-    document = document_of(manifest.tree, ctx.rank)
+    document = _document(manifest, ctx.rank)
     stored = list(find_states(document, like))
     wished = describe_like(like, convert=lambda path, thing: state_of(thing, names))
     rows = [*compare(document, wished)]
@@ -273,6 +275,10 @@ def _read(ctx: Context, disk: Disk, like: Any, names: Names, strict: bool, found
     random = document_of(manifest.random, ctx.rank)
     wanted.update(dict.fromkeys(_named(random)))
     return _Read(manifest, document, _read_tensors(disk, found, wanted))
+
+
+def _document(manifest: Manifest, rank: int) -> Json:
+    return manifest.tree if manifest.world_size == 1 else document_of(manifest.tree, rank)
 
 
 def _named(document: Json) -> Iterator[str]:
@@ -306,7 +312,7 @@ def _read_tensors(
         ends.append(len(boxes))
         plans.append((name, target, overlaps))
     parts = read_boxes(disk, found.folder, found.manifest, boxes)
-    starts = [0, *ends][: len(ends)]  # none where there are no tensors
+    starts = [0, *ends][:-1]  # none where no tensor is wanted
     return {
         name: join_overlaps(found.manifest.tensors[name], target, overlaps, parts[start:end])
         for (name, target, overlaps), start, end in zip(plans, starts, ends, strict=True)

@@ -45,6 +45,7 @@ from accelfn.checkpoint.pause import paused_collection
 from accelfn.checkpoint.phases import BoardPhases, CollectivePhases, Phases
 from accelfn.checkpoint.plan import Box, Held, SavePlan, Write, plan_save
 from accelfn.checkpoint.random_state import random_states
+from accelfn.checkpoint.stored_dtype import dtype_name
 from accelfn.checkpoint.tensor_file import memory_of, new_entry, write_tensors
 from accelfn.comm import attempt
 from accelfn.context import Context, news
@@ -302,20 +303,18 @@ def _is_scaler(value: Any) -> bool:
 
 
 def _held(tensors: Mapping[str, torch.Tensor], content: Mapping[str, str]) -> dict[str, Held]:
-    return {
-        name: Held(
-            str(tensor.dtype).removeprefix("torch."),
-            tuple(tensor.shape),
-            tensor.dtype.itemsize,
-            _boxes(tensor),
-            content.get(name, ""),
-        )
-        for name, tensor in tensors.items()
-    }
+    kinds = {one: (dtype_name(one), one.itemsize) for one in {tensor.dtype for tensor in tensors.values()}}
+    held: dict[str, Held] = {}
+    for name, tensor in tensors.items():
+        dtype, itemsize = kinds[tensor.dtype]
+        held[name] = Held(dtype, tuple(tensor.shape), itemsize, _boxes(tensor), content.get(name, ""))
+    return held
 
 
 def _boxes(tensor: torch.Tensor) -> tuple[Box, ...] | None:
     """Say which parts of a tensor that is cut over ranks lie here; None of one that isn't cut."""
+    if type(tensor) is torch.Tensor:  # asking it for what it doesn't have takes long
+        return None
     chunks = getattr(tensor, "__create_chunk_list__", None)
     if chunks is None:
         return None
@@ -415,7 +414,7 @@ def _agree_on(
         described=described,
         plan=plan,
         entries=tuple(
-            (_key(write), _local(own.tensors[write.name]), own.sums.get(write.name))
+            (_key(write, described), _local(own.tensors[write.name]), own.sums.get(write.name))
             for write in plan.writes[world.rank]
         ),
     )
@@ -452,9 +451,14 @@ def _heard(held: Mapping[str, Sequence[Any]]) -> dict[str, Held]:
     }
 
 
-def _key(write: Write) -> str:
+def _key(write: Write, described: Mapping[str, Held]) -> str:
     """Name an entry of a file: as the tensor, with the place of its box where it is cut."""
-    return write.stored if write.box is None else f"{write.stored}@{','.join(map(str, write.box.offset))}"
+    if write.box is None:
+        return write.stored
+    key = f"{write.stored}@{','.join(map(str, write.box.offset))}"
+    while key in described:  # a tensor that somebody has called so
+        key += "'"
+    return key
 
 
 def _local(tensor: Any) -> torch.Tensor:
@@ -523,7 +527,10 @@ def _file_name(rank: int) -> str:
 def _write_own(job: _Job, disk: Disk, stage: str) -> list[Any] | None:
     if not job.entries:
         return None
-    entries = [new_entry(key, tensor)._replace(crc32=sums) for key, tensor, sums in job.entries]
+    entries = [
+        new_entry(key, tensor) if sums is None else new_entry(key, tensor)._replace(crc32=sums)
+        for key, tensor, sums in job.entries
+    ]
     written = write_tensors(disk, os.path.join(stage, _file_name(job.rank)), entries, {"format": "pt"})
     return [written.size, written.header_crc32, dict(written.crc32)]
 
@@ -549,7 +556,7 @@ def _manifest(job: _Job, results: Sequence[str], generation: int) -> Manifest:
             used = True
             one = job.described[write.stored]
             box = write.box or Box((0,) * len(one.shape), one.shape)
-            key = _key(write)
+            key = _key(write, job.described)
             known[write.box] = Piece(_file_name(rank), key, box.offset, box.shape, tuple(sums[key]))
         if used or node is None or job.nodes is None or job.nodes[rank] == node:
             at = None if job.nodes is None else job.nodes[rank]

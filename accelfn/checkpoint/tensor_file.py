@@ -1,7 +1,7 @@
 """Write tensors to a safetensors file, with checksums.
 
 The bytes go to the system in slices from where they lie, and a second thread hashes each slice meanwhile, so
-the checksums cost next to nothing.
+the checksums cost little.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import NamedTuple
 import torch
 
 from accelfn.checkpoint.disk import Disk, naming, write_all
-from accelfn.checkpoint.header import Entry, format_header, stored_form
+from accelfn.checkpoint.header import Entry, format_header
 from accelfn.checkpoint.manifest import CHUNK_BYTES
+from accelfn.checkpoint.stored_dtype import stored_form
 from accelfn.tree.digest import split_flat
 
 __all__ = ("NewEntry", "Written", "memory_of", "new_entry", "write_tensors")
@@ -63,7 +64,7 @@ class Written(NamedTuple):
 
 def new_entry(key: str, tensor: torch.Tensor) -> NewEntry:
     """Give a tensor the dtype and shape under which safetensors stores it."""
-    form = stored_form(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+    form = stored_form(tensor.dtype, tensor.shape)
     return NewEntry(key, *form, tensor)
 
 
@@ -191,7 +192,12 @@ def _parts(source: torch.Tensor | bytes | bytearray | memoryview) -> Iterator[me
         for start in range(0, len(content), _SLICE_BYTES):
             yield content[start : start + _SLICE_BYTES]
         return
-    if not source.numel():
+    size = source.numel() * source.dtype.itemsize
+    if not size:
+        return
+    plain = source.device.type == "cpu" and source.is_contiguous() and not source.is_conj()
+    if size <= _SLICE_BYTES and plain and not source.is_neg():
+        yield memory_of(source)  # most tensors are small, and cutting them takes longer than writing them
         return
     # A size of an element is a power of two, so these sizes divide that of a chunk.
     elements = _SLICE_BYTES // source.dtype.itemsize
