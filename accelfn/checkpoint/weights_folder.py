@@ -11,7 +11,7 @@ import torch
 
 from accelfn.checkpoint.commit import leftover_path, make_nonce
 from accelfn.checkpoint.disk import REAL_DISK, Disk, make_folders, naming, remove_flat, write_file
-from accelfn.checkpoint.header import stored_form
+from accelfn.checkpoint.stored_dtype import SAFETENSORS_NAMES
 from accelfn.checkpoint.tensor_file import new_entry, write_tensors
 from accelfn.checkpoint.weights_plan import parse_size, plan_weights
 
@@ -46,7 +46,7 @@ def write_weights(
         ValueError: safetensors has no such dtype, or the size has another form. All tensors are listed.
         OSError: It can't be written, or something stands there. Nothing is left behind.
     """
-    odd = [name for name, tensor in tensors.items() if not _is_known(tensor)]
+    odd = [name for name, tensor in tensors.items() if tensor.dtype not in SAFETENSORS_NAMES]
     if odd:
         listed = ", ".join(f"{name} ({tensors[name].dtype})" for name in odd[:5])
         raise ValueError(
@@ -78,9 +78,3 @@ def write_weights(
             remove_flat(disk, stage)
         raise
     return tuple(files)
-
-
-def _is_known(tensor: torch.Tensor) -> bool:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    form = stored_form(dtype, tuple(tensor.shape))
-    return form[1] == tuple(tensor.shape)
