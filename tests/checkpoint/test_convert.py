@@ -153,6 +153,9 @@ def test_a_run_of_accelerate_goes_on_here(saved: tuple[Path, dict[str, Any]], tm
     )
     report = verify_checkpoint(made.path)
     assert (report.step, report.world_size, report.files) == (7, 1, ("tensors-00000.safetensors",))
+    # As save_state names them, so that a second model beside this one changes nothing.
+    first = load_tree(made.path)["optimizer"]["groups"][0]["params"]
+    assert first == ["model/0.weight", "model/2.weight"]
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         objects = build()

@@ -228,7 +228,9 @@ def test_long_parts_are_cut(tmp_path: Path, read: Read) -> None:
     assert len(shown(place, read, "--all")) == len(lines) - 1 + 312
     for size, expected in ((12, 12), (13, 13), (14, 13)):  # "1 more" says no less than the row itself
         place = save(tmp_path, 2, many={f"n{index}": torch.ones(1) for index in range(size)})
-        assert len(shown(place, read, "many")) == 1 + expected
+        lines = shown(place, read, "many")
+        assert len(lines) == 1 + expected
+        assert lines[-1].endswith("more") == (size > 13)
 
 
 def test_what_differs_between_ranks_is_marked(tmp_path: Path, read: Read) -> None:
