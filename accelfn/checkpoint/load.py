@@ -12,7 +12,7 @@ import torch
 
 from accelfn.checkpoint.background import finish_background
 from accelfn.checkpoint.by_rank import document_of
-from accelfn.checkpoint.disk import Disk
+from accelfn.checkpoint.disk import REAL_DISK, Disk
 from accelfn.checkpoint.document import decode
 from accelfn.checkpoint.each_node import common, parts_below
 from accelfn.checkpoint.find import OpenCheckpoint, check_names, locate, read_checkpoint
@@ -45,7 +45,7 @@ from accelfn.data import LoaderState
 from accelfn.data.place import read_state
 from accelfn.errors import CheckpointError, CheckpointMismatchError, DamagedCheckpointError, NoCheckpointError
 
-__all__ = ("load_state", "load_tree")
+__all__ = ("StoredParts", "load_state", "load_tree", "read_parts", "settled")
 
 T = TypeVar("T")
 
@@ -59,6 +59,15 @@ class _Read(NamedTuple):
     manifest: Manifest
     document: Json
     tensors: Mapping[str, torch.Tensor]
+
+
+class StoredParts(NamedTuple):
+    """Documents of a checkpoint, and the tensors that they name: whole, verified, on the CPU."""
+
+    path: str
+    manifest: Manifest
+    documents: list[Json]
+    tensors: dict[str, torch.Tensor]
 
 
 def load_state(
@@ -171,6 +180,35 @@ def load_tree(path: str | os.PathLike[str], like: Any = None, *, namespace: str 
     with paused_collection():
         document, tensors = read_checkpoint(disk, path, read)
         return decode(document, tensors, like=like, namespace=namespace)
+
+
+def read_parts(
+    directory: str | os.PathLike[str],
+    choose: Callable[[Manifest], Sequence[Json]],
+    *,
+    disk: Disk = REAL_DISK,
+) -> StoredParts:
+    """Read some documents of a checkpoint, with their tensors and no others.
+
+    Ranks: local.
+
+    Args:
+        directory: A checkpoint, or a directory of checkpoints: then the newest in it.
+        choose: Gives the documents for a manifest; without parts by rank, see ``document_of``.
+        disk: The operations on files.
+
+    Raises:
+        NoCheckpointError: There is no committed checkpoint.
+        DamagedCheckpointError: Its bytes aren't those that were written.
+    """
+
+    def read(found: OpenCheckpoint) -> StoredParts:
+        documents = list(choose(found.manifest))
+        tensors = _read_tensors(disk, found, dict.fromkeys(_named(documents)))
+        return StoredParts(found.path, found.manifest, documents, tensors)
+
+    with paused_collection():
+        return read_checkpoint(disk, directory, read)
 
 
 # --- reading -------------------------------------------------------------------------------------
