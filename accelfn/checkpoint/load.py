@@ -241,7 +241,12 @@ def _find_together(ctx: Context, disk: Disk, phases: CollectivePhases, place: st
     """Let all ranks choose the same checkpoint: as rank 0 finds it, or the newest that all nodes have."""
     if not ctx.project.save_on_each_node:
         path, error = attempt(lambda: locate(disk, place)) if ctx.is_main_process else ("", None)
-        return phases.gather("find", path or "", error)[0]
+        absent = str(error) if isinstance(error, NoCheckpointError) else None
+        said = json.dumps([path, absent])
+        path, absent = json.loads(phases.gather("find", said, None if absent else error)[0])
+        if absent is not None:  # on every rank, as programs ask whether there is one
+            raise NoCheckpointError(absent)
+        return path
     own, error = attempt(lambda: parts_below(disk, place)) if ctx.is_local_main_process else ([], None)
     said = json.dumps([ctx.world.node_rank, ctx.is_local_main_process, own])
     heard = [json.loads(one) for one in phases.gather("find", said, error)]
