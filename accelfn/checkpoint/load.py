@@ -45,7 +45,7 @@ from accelfn.data import LoaderState
 from accelfn.data.place import read_state
 from accelfn.errors import CheckpointError, CheckpointMismatchError, DamagedCheckpointError, NoCheckpointError
 
-__all__ = ("StoredParts", "load_state", "load_tree", "read_parts", "settled")
+__all__ = ("StoredParts", "load_state", "load_tree", "read_parts")
 
 T = TypeVar("T")
 
