@@ -11,7 +11,6 @@ import os
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -20,13 +19,13 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-import accelfn.checkpoint as checkpoint
 import accelfn.comm as comm
 import accelfn.data as data
 import accelfn.training as training
 from accelfn.accelerator.extras import Extras
 from accelfn.accelerator.facts import Facts
 from accelfn.accelerator.held import Held
+from accelfn.accelerator.hooks import Hooks
 from accelfn.accelerator.later import LaterParts
 from accelfn.accelerator.proxies import (
     AcceleratedDataLoader,
@@ -35,6 +34,7 @@ from accelfn.accelerator.proxies import (
     Block,
     unwrap_optimizer,
 )
+from accelfn.accelerator.saving import Saving
 from accelfn.accelerator.scaling import Scaling
 from accelfn.context import Context, close_context, init_context
 from accelfn.context.config import (
@@ -92,7 +92,7 @@ def _check_compat(compat: object) -> None:
         )
 
 
-class Accelerator(Facts, Extras, LaterParts):
+class Accelerator(Facts, Extras, Saving, LaterParts):
     """Train with Accelerate's method names.
 
     Takes the arguments of :func:`accelfn.init_context`; ``context`` builds it over one that exists, such as
@@ -207,6 +207,10 @@ class Accelerator(Facts, Extras, LaterParts):
         self.compat = compat
         self._trigger = comm.TriggerState()
         self._scaling = Scaling(self.context, self.optimizers)
+        self._registered: dict[str, Any] = {}
+        self._save_hooks = Hooks()
+        self._load_hooks = Hooks()
+        self._next_number = self.context.project.iteration
 
     # --- the window ------------------------------------------------------------------------------
 
@@ -217,26 +221,48 @@ class Accelerator(Facts, Extras, LaterParts):
 
     # --- prepare ---------------------------------------------------------------------------------
 
-    def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
+    def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None, **named: Any) -> Any:
         """Prepare models, optimizers, loaders and schedulers; see :func:`accelfn.prepare`.
+
+        Args:
+            *args: What to prepare. Anything else is given back as it is.
+            device_placement: One for each object: whether it is brought to the device.
+            **named: The same, with a name: what it is called in checkpoints.
 
         Returns:
             The object itself for one, a tuple for several, in the order given.
         """
-        if not args:
+        prepared = [*args, *named.values()]
+        self._check_to_prepare(prepared, named, device_placement)
+        places = device_placement or [None] * len(prepared)
+        # Schedules last, since their optimizers may stand behind them.
+        for index in sorted(range(len(prepared)), key=lambda index: isinstance(prepared[index], LRScheduler)):
+            prepared[index] = self._prepare_one(prepared[index], places[index])
+        self.checkpoint_names(**dict(zip(named, prepared[len(args) :], strict=True)))
+        return prepared[0] if len(prepared) == 1 else tuple(prepared)
+
+    def _check_to_prepare(
+        self, items: Sequence[Any], named: Mapping[str, Any], device_placement: Sequence[bool] | None
+    ) -> None:
+        if not items:
             raise TypeError("prepare: got nothing to prepare. Pass a model, an optimizer, a loader, ...")
-        if device_placement is not None and len(device_placement) != len(args):
+        if device_placement is not None and len(device_placement) != len(items):
             raise ValueError(
                 f"device_placement needs one entry for each object: got {len(device_placement)} for "
-                f"{len(args)} objects."
+                f"{len(items)} objects."
             )
-        check_parameters(args)
-        places = device_placement or [None] * len(args)
-        # Schedules last, since their optimizers may stand behind them.
-        prepared = list(args)
-        for index in sorted(range(len(args)), key=lambda index: isinstance(args[index], LRScheduler)):
-            prepared[index] = self._prepare_one(args[index], places[index])
-        return prepared[0] if len(prepared) == 1 else tuple(prepared)
+        kinds = (nn.Module, Optimizer, LRScheduler, AcceleratedScheduler)
+        for name, item in named.items():
+            if not isinstance(item, kinds) and not self._is_loader(item):
+                raise TypeError(
+                    f"prepare: {name} is of {type(item).__name__}, and names are for models, optimizers, "
+                    "loaders and schedules. If it is to be saved, pass it to register_for_checkpointing."
+                )
+        check_parameters(items)
+
+    def _is_loader(self, item: Any) -> bool:
+        loaders = (DataLoader, data.PreparedDataLoader, AcceleratedDataLoader)
+        return isinstance(item, (*loaders, *self.dataloader_config.custom_classes))
 
     def _prepare_one(self, item: Any, device_placement: bool | None) -> Any:
         if isinstance(item, nn.Module):
@@ -247,8 +273,7 @@ class Accelerator(Facts, Extras, LaterParts):
             return self.prepare_scheduler(item)
         if isinstance(item, AcceleratedScheduler):
             return self.prepare_scheduler(item)
-        loaders = (DataLoader, data.PreparedDataLoader, AcceleratedDataLoader)
-        if isinstance(item, (*loaders, *self.dataloader_config.custom_classes)):
+        if self._is_loader(item):
             return self.prepare_data_loader(cast("DataLoader[Any]", item), device_placement)
         return item
 
@@ -530,17 +555,7 @@ class Accelerator(Facts, Extras, LaterParts):
         self._trigger, fired = comm.check_trigger(self.context, self._trigger)
         return fired
 
-    # --- saving and ending -----------------------------------------------------------------------
-
-    def save_model(
-        self,
-        model: nn.Module,
-        save_directory: str | os.PathLike[str],
-        max_shard_size: int | str = "10GB",
-        safe_serialization: bool = True,
-    ) -> tuple[Path, ...]:
-        """Write a model's weights; see :func:`accelfn.save_model`."""
-        return checkpoint.save_model(self.context, model, save_directory, max_shard_size, safe_serialization)
+    # --- ending ----------------------------------------------------------------------------------
 
     def close(self) -> None:
         """End what the constructor started; see :func:`accelfn.close_context`."""

@@ -111,11 +111,6 @@ class Facts:
         return self.context.project.logging_dir
 
     @property
-    def save_iteration(self) -> int:
-        """Number of the next checkpoint that is named by itself."""
-        return self.context.project.iteration
-
-    @property
     def should_save_model(self) -> bool:
         """Whether this rank is the one of its node that writes a model's weights."""
         return self.context.is_local_main_process

@@ -5,19 +5,16 @@ A part that comes takes its methods from here.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import nn
 
 from accelfn.errors import NotAvailableError
 
 __all__ = ("LaterParts",)
 
-_FILES = "Until then write weights with save_model, and what is your own on the main process alone."
 _TRACKING = "Until then call the tracker's own package on the main process."
 _MESH = "Until then all ranks hold the whole model, and process_index is the place among them."
 
@@ -35,43 +32,6 @@ class LaterParts:
     Questions that have a true answer without the part are answered; everything else raises
     ``NotAvailableError``.
     """
-
-    # --- checkpoints -----------------------------------------------------------------------------
-
-    def save_state(
-        self,
-        output_dir: str | os.PathLike[str] | None = None,
-        safe_serialization: bool = True,
-        **save_model_func_kwargs: Any,
-    ) -> Any:
-        """Write the state of all that was prepared: not in this version."""
-        raise _refuse("save_state", "checkpoints", _FILES)
-
-    def load_state(
-        self, input_dir: str | os.PathLike[str] | None = None, **load_model_func_kwargs: Any
-    ) -> None:
-        """Read what ``save_state`` wrote: not in this version."""
-        raise _refuse("load_state", "checkpoints", _FILES)
-
-    def register_for_checkpointing(self, *objects: Any) -> None:
-        """Let ``save_state`` and ``load_state`` take further objects: not in this version."""
-        raise _refuse("register_for_checkpointing", "checkpoints", _FILES)
-
-    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> Any:
-        """Call ``hook(models, weights, output_dir)`` before a state is written: not in this version."""
-        raise _refuse("register_save_state_pre_hook", "checkpoints", _FILES)
-
-    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> Any:
-        """Call ``hook(models, input_dir)`` before a state is read: not in this version."""
-        raise _refuse("register_load_state_pre_hook", "checkpoints", _FILES)
-
-    def save(self, obj: Any, f: str | os.PathLike[str] | Any, safe_serialization: bool = False) -> None:
-        """Write one object once per machine: not in this version."""
-        raise _refuse("save", "checkpoints", _FILES)
-
-    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
-        """Give the whole state of a model that may be sharded: not in this version."""
-        raise _refuse("get_state_dict", "checkpoints", "Until then call unwrap_model(model).state_dict().")
 
     # --- trackers --------------------------------------------------------------------------------
 

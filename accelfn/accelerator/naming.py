@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch import nn
 from torch.optim import Optimizer
@@ -12,77 +12,75 @@ from accelfn.errors import ConfigurationError
 from accelfn.training import unwrap_model
 from accelfn.training.prepare import parameters_of
 
-__all__ = ("name_things", "of_loader", "of_model", "of_optimizer", "of_scheduler")
+__all__ = ("describe_loader", "describe_model", "describe_optimizer", "describe_scheduler", "name_things")
 
 T = TypeVar("T")
 
 
 def name_things(
-    kind: str, things: Iterable[T], given: Mapping[int, str], describe: Callable[[T], str]
+    kind: str, things: Iterable[T], given: Callable[[T], str | None], describe: Callable[[T], str]
 ) -> dict[str, T]:
     """Name each of some things: as it was named, else by its kind, else by what it is. Pure.
 
     Args:
         kind: Such as ``"model"``: the name of the only one that has none.
         things: In any order.
-        given: Names by ``id``.
+        given: Gives the name that a thing was given, or None.
         describe: Says what a thing is, in a way that doesn't depend on when it was prepared.
 
     Raises:
         ConfigurationError: Two would have one name.
 
-    >>> name_things("loader", [[1, 2], [3]], {}, lambda loader: str(len(loader)))
+    >>> name_things("loader", [[1, 2], [3]], lambda loader: None, lambda loader: str(len(loader)))
     {'loader.2': [1, 2], 'loader.1': [3]}
     """
-    things = list(things)
-    nameless = [thing for thing in things if id(thing) not in given]
+    names = [(given(thing), thing) for thing in things]
+    is_alone = sum(name is None for name, _ in names) == 1
     named: dict[str, T] = {}
-    for thing in things:
-        name = given.get(id(thing))
+    for name, thing in names:
         if name is None:
-            name = kind if len(nameless) == 1 else f"{kind}.{describe(thing)}"
+            name = kind if is_alone else f"{kind}.{describe(thing)}"
         if name in named:
             raise ConfigurationError(
-                f"Two prepared objects would both be saved as {name!r}, and nothing but their order tells "
-                "them apart. Name them where they are prepared, as in prepare(teacher=..., student=...), or "
-                "with checkpoint_names(teacher=..., student=...)."
+                f"Two prepared objects ({kind}) would both be saved as {name!r}, and nothing but their order "
+                "tells them apart. Name them where they are prepared, as in prepare(teacher=..., "
+                "student=...), or with checkpoint_names(teacher=..., student=...)."
             )
         named[name] = thing
     return named
 
 
-def of_model(model: nn.Module) -> str:
+def describe_model(model: nn.Module) -> str:
     """Say what a model is: its class."""
     return type(unwrap_model(model, keep_torch_compile=False)).__name__
 
 
-def of_optimizer(models: Mapping[str, nn.Module]) -> Callable[[Optimizer], str]:
-    """Say which models an optimizer changes."""
+def describe_optimizer(models: Mapping[str, nn.Module]) -> Callable[[Optimizer], str]:
+    """Give what says which models an optimizer changes."""
 
     def describe(optimizer: Optimizer) -> str:
         own = parameters_of(optimizer)
         found = [name for name, model in models.items() if own & {id(one) for one in model.parameters()}]
-        return "+".join(found) or type(optimizer).__name__
+        return "+".join(sorted(found)) or type(optimizer).__name__
 
     return describe
 
 
-def of_scheduler(optimizers: Mapping[str, Optimizer]) -> Callable[[Any], str]:
-    """Say whose learning rate a schedule sets."""
+def describe_scheduler(optimizers: Mapping[str, Optimizer]) -> Callable[[Any], str]:
+    """Give what says whose learning rate a prepared schedule sets."""
 
     def describe(scheduler: Any) -> str:
-        found = [name for name, optimizer in optimizers.items() if _real(scheduler.optimizer) is optimizer]
+        own: Any = scheduler.optimizer
+        inner = cast("dict[str, Any]", vars(own)).get(
+            "optimizer", own
+        )  # a prepared one stands for the one inside
+        found = [name for name, optimizer in optimizers.items() if optimizer is inner]
         return "+".join(found) or type(scheduler.scheduler).__name__
 
     return describe
 
 
-def _real(optimizer: Any) -> Any:
-    return vars(optimizer).get("optimizer", optimizer)
-
-
-def of_loader(loader: Any) -> str:
-    """Say what a loader reads: the class of its dataset, and how much there is of it."""
+def describe_loader(loader: Any) -> str:
+    """Say what a prepared loader reads: the class of its dataset, and how many samples there are."""
     prepared = loader.loader
-    dataset: Any = getattr(prepared, "dataset", None)
-    return f"{type(dataset).__name__}.{prepared.reader.length}"
+    return f"{type(getattr(prepared, 'dataset', prepared)).__name__}.{prepared.reader.length}"

@@ -207,7 +207,10 @@ class AcceleratedDataLoader(Generic[T]):
 
     def skip_first_batches(self, num_batches: int = 0) -> AcceleratedDataLoader[T]:
         """Give a loader without the first batches; see :func:`accelfn.skip_first_batches`."""
-        return AcceleratedDataLoader(self._accelerator, skip_first_batches(self.loader, num_batches))
+        loaders = self._accelerator.loaders
+        rest = AcceleratedDataLoader(self._accelerator, skip_first_batches(self.loader, num_batches))
+        loaders.add(rest, loaders.name_of(self))
+        return rest
 
     def __len__(self) -> int:
         return len(self.loader)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import json
 import os
 import re
-from collections.abc import Callable, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, Literal, cast, overload
 
 import torch
 from torch import nn
@@ -15,24 +17,32 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 import accelfn.checkpoint as checkpoint
-import accelfn.comm as comm
 from accelfn.accelerator.held import Held
-from accelfn.accelerator.naming import name_things, of_loader, of_model, of_optimizer, of_scheduler
+from accelfn.accelerator.hooks import Hooks, add_hook, run_load_hooks, run_save_hooks
+from accelfn.accelerator.naming import (
+    describe_loader,
+    describe_model,
+    describe_optimizer,
+    describe_scheduler,
+    name_things,
+)
 from accelfn.accelerator.scaling import Scaling
+from accelfn.checkpoint.phases import CollectivePhases
+from accelfn.comm import attempt
 from accelfn.context import Context
 from accelfn.errors import ConfigurationError
 
 __all__ = ("Saving",)
 
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
-_PLACES = (None, "cpu", "on_device")
+_MAP_LOCATIONS = (None, "cpu", "on_device")
 
 
 class Saving:
     """What an Accelerator does with checkpoints.
 
     What is saved goes by names: the keyword that an object was prepared or registered with, else its kind
-    (``model``, ``optimizer``, ...) where it is the only one, else what tells it apart.
+    (``model``, ``optimizer``, ...) where it is the only one of it, else what tells it apart.
     """
 
     context: Context
@@ -43,259 +53,386 @@ class Saving:
     step: int
     _scaling: Scaling
     _registered: dict[str, Any]
-    _names: dict[int, str]
-    _save_hooks: dict[int, Callable[..., None]]
-    _load_hooks: dict[int, Callable[..., None]]
-    _iteration: int
+    _save_hooks: Hooks
+    _load_hooks: Hooks
+    _next_number: int
 
     @property
     def save_iteration(self) -> int:
         """Number of the next checkpoint that is named by itself, unless there are later ones already."""
-        return self._iteration
+        return self._next_number
+
+    # --- what is saved ---------------------------------------------------------------------------
 
     def checkpoint_names(self, **objects: Any) -> None:
         """Say how prepared objects are called in checkpoints, where several are of one kind.
 
-        Also ``prepare`` takes objects by keyword, and names them so.
+        ``prepare`` takes objects by keyword, too, and names them so. A name goes with its object.
 
         Raises:
-            ValueError: One of them was not prepared.
+            ValueError: One of them was not prepared. None of them is named then.
         """
-        known = {id(thing) for held in self._held() for thing in held}
+        found: list[tuple[Held[Any], Any, str]] = []
         for name, thing in objects.items():
             inner = getattr(thing, "optimizer", thing) if isinstance(thing, Optimizer) else thing
-            if id(inner) not in known:
+            held = next((held for held in self._all_held() if inner in held), None)
+            if held is None:
                 raise ValueError(
-                    f"checkpoint_names: {name} was not prepared. Pass what prepare gave back; what isn't to "
-                    "be prepared is registered with register_for_checkpointing."
+                    f"checkpoint_names: {name} was not prepared. Pass what prepare gave back; what needs no "
+                    "preparing has its name from register_for_checkpointing(name=object)."
                 )
-            self._names[id(inner)] = name
+            found.append((held, inner, name))
+        for held, inner, name in found:
+            held.add(inner, name)
 
     def register_for_checkpointing(self, *objects: Any, **named: Any) -> None:
         """Let ``save_state`` and ``load_state`` take further objects, by keyword or by their class's name.
 
+        They are kept alive by it.
+
         Raises:
-            ValueError: Objects without ``state_dict`` and ``load_state_dict``: all of them, and nothing is
-                registered. Or two would have one name.
+            ValueError: Objects without ``state_dict`` and ``load_state_dict``, all of which are named; or two
+                would have one name. Nothing is registered then.
         """
         asked = [*((type(one).__name__, one) for one in objects), *named.items()]
         wrong = [
             f"{name} ({one!r:.60})"
             for name, one in asked
-            if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict"))
+            if not all(callable(getattr(one, method, None)) for method in ("state_dict", "load_state_dict"))
         ]
         if wrong:
             raise ValueError(
                 "register_for_checkpointing: objects need state_dict and load_state_dict, and these lack "
                 f"one: {', '.join(wrong)}. Nothing was registered."
             )
-        fresh = dict(self._registered)
+        registered = dict(self._registered)
         for name, one in asked:
-            if fresh.setdefault(name, one) is not one:
+            if registered.setdefault(name, one) is not one:
                 raise ValueError(
                     f"register_for_checkpointing: two objects would be saved as {name!r}. Name them, as in "
                     "register_for_checkpointing(first=..., second=...). Nothing was registered."
                 )
-        self._registered.update(fresh)
+        self._registered = registered
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Call ``hook(models, weights, output_dir)`` on every rank before ``save_state`` writes.
 
-        What it puts into ``output_dir`` becomes part of the checkpoint. ``weights`` are the state dicts of
-        the models; those that it takes out of the list aren't saved.
+        ``output_dir`` is a directory beside the checkpoint to be. What hooks put into it, also in directories
+        of its own, becomes part of the checkpoint. ``weights`` are the state dicts of the models. A model is
+        not saved when the hook takes its state dict out of the list on the main process.
 
         Returns:
             A handle; ``remove()`` takes the hook away.
         """
-        return _added(self._save_hooks, hook)
+        return add_hook(self._save_hooks, hook)
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Call ``hook(models, input_dir)`` on every rank before ``load_state`` reads.
 
-        Models that it takes out of the list aren't loaded.
+        The files in ``input_dir`` are verified. A model that the hook takes out of the list isn't loaded.
 
         Returns:
             A handle; ``remove()`` takes the hook away.
         """
-        return _added(self._load_hooks, hook)
+        return add_hook(self._load_hooks, hook)
 
+    # --- saving and loading ----------------------------------------------------------------------
+
+    @overload
     def save_state(
         self,
         output_dir: str | os.PathLike[str] | None = None,
         safe_serialization: bool = True,
+        *,
+        asynchronous: Literal[False] = False,
+        step: int | None = None,
+        metric: float | None = None,
+        keep: checkpoint.Keep | None = None,
+        **save_model_func_kwargs: Any,
+    ) -> Path: ...
+    @overload
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        *,
+        asynchronous: Literal[True],
+        step: int | None = None,
+        metric: float | None = None,
+        keep: checkpoint.Keep | None = None,
+        **save_model_func_kwargs: Any,
+    ) -> checkpoint.SaveHandle: ...
+    @overload
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        *,
+        asynchronous: bool,
+        step: int | None = None,
+        metric: float | None = None,
+        keep: checkpoint.Keep | None = None,
+        **save_model_func_kwargs: Any,
+    ) -> Path | checkpoint.SaveHandle: ...
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        *,
+        asynchronous: bool = False,
+        step: int | None = None,
+        metric: float | None = None,
+        keep: checkpoint.Keep | None = None,
         **save_model_func_kwargs: Any,
     ) -> Path | checkpoint.SaveHandle:
         """Save all that was prepared or registered, as one checkpoint; see :func:`accelfn.save_state`.
 
+        Ranks: every rank.
+
         Args:
-            output_dir: The checkpoint. None with ``automatic_checkpoint_naming``: the next one in
+            output_dir: The checkpoint. With ``automatic_checkpoint_naming`` None: the next one in
                 ``checkpoints`` of the project's folder, of which ``total_limit`` are kept.
-            safe_serialization: Otherwise each model's weights are beside it in ``pytorch_model.bin`` (with
-                the name of the model, where there are several) for other programs too.
-            **save_model_func_kwargs: ``asynchronous``, ``step``, ``metric`` and ``keep`` of
-                :func:`accelfn.save_state`.
+            safe_serialization: False puts the models' weights into it once more, for other programs, pickled:
+                ``pytorch_model.bin``, or ``pytorch_model_NAME.bin`` where there are several.
+            asynchronous: Write in the background.
+            step: What you count. With automatic naming it is the checkpoint's number.
+            metric: What you measure, for keeping the best.
+            keep: Which other checkpoints stay; instead of ``total_limit``.
+            **save_model_func_kwargs: Nothing takes any: an error that names them.
 
         Returns:
-            The checkpoint's path on every rank; a handle with ``asynchronous=True``.
+            The checkpoint's path, on every rank; a handle with ``asynchronous``.
 
         Raises:
-            ConfigurationError: Neither a directory nor automatic naming, or both; or names are missing.
-            Exception: As :func:`accelfn.save_state`.
+            ConfigurationError: Neither a directory nor automatic naming, or both; nothing was prepared; or
+                objects need names.
+            TypeError: Other keywords.
+            Exception: As :func:`accelfn.save_state` does, and whatever a hook raises.
         """
-        options = dict(save_model_func_kwargs)
-        unknown = sorted(options.keys() - {"asynchronous", "step", "metric", "keep"})
-        if unknown:
-            raise TypeError(f"save_state: nothing takes {', '.join(unknown)}.")
-        number = None
-        if self.context.project.automatic_checkpoint_naming:
-            if output_dir is not None:
-                raise ConfigurationError(
-                    "save_state: automatic_checkpoint_naming chooses the directory, and output_dir was given "
-                    f"too: {os.fspath(output_dir)!r}. Leave one of the two out."
-                )
-            number, output_dir = self._next()
+        phases = CollectivePhases(self.context, "save_state")
+
+        def prepare() -> tuple[int, dict[str, Any]]:
+            _refuse_unknown("save_state", save_model_func_kwargs)
+            return self._choose_number(output_dir, step), self._tree()
+
+        chosen, error = attempt(prepare)
+        said = phases.gather("number", json.dumps(chosen and chosen[0]), error)
+        number, tree = cast("tuple[int, dict[str, Any]]", chosen)
+        if output_dir is None:
+            # The disk may look different from other ranks.
+            numbers = [json.loads(one) for one in said]
+            number = max(numbers) if self.context.project.save_on_each_node else numbers[0]
             limit = self.context.project.total_limit
-            options.setdefault("keep", None if limit is None else checkpoint.Keep(last=limit))
-            options.setdefault("step", number)
-        elif output_dir is None:
-            raise ConfigurationError(
-                "save_state: needs a directory. Pass output_dir, or ProjectConfiguration(project_dir=..., "
-                "automatic_checkpoint_naming=True)."
-            )
-        tree = self._tree()
-        with self._files(Path(output_dir).expanduser(), tree, safe_serialization) as files:
+            target, step = self._folder("save_state") / f"checkpoint_{number}", number
+            keep = checkpoint.Keep(last=limit) if keep is None and limit is not None else keep
+        else:
+            target = Path(output_dir).expanduser()
+        tree["loop"]["next_number"] = number + 1
+        with self._files(target, tree["models"], safe_serialization) as files:
             saved = checkpoint.save_state(
-                self.context, Path(output_dir).expanduser(), tree, files=files, **options
+                self.context, target, tree, asynchronous, step=step, metric=metric, keep=keep, files=files
             )
-        self._iteration = (self._iteration if number is None else number) + 1
+        self._next_number = number + 1
         return saved
 
     def load_state(
         self,
         input_dir: str | os.PathLike[str] | None = None,
         load_kwargs: Mapping[str, Any] | None = None,
+        *,
+        strict: bool = True,
+        random_state: bool = True,
+        partial: bool | Sequence[str] = False,
+        map_location: str | None = None,
         **load_model_func_kwargs: Any,
     ) -> None:
         """Load all that was prepared or registered; see :func:`accelfn.load_state`.
 
+        Prepared loaders go on where they were, so nothing is to be skipped by hand. Gradients at hand, which
+        are of other weights, are cleared.
+
+        Ranks: every rank.
+
         Args:
-            input_dir: A checkpoint, or a directory of checkpoints for the newest in it. None with
-                ``automatic_checkpoint_naming``: the newest of the project.
-            load_kwargs: Nothing here needs them; for programs that pass some.
-            **load_model_func_kwargs: ``strict``; ``random_state``; ``map_location`` (``"cpu"``,
-                ``"on_device"`` or None) changes nothing, since everything is read to the CPU and put where it
-                belongs.
+            input_dir: A checkpoint, or a directory of checkpoints for the newest in it. With
+                ``automatic_checkpoint_naming`` None: the newest of the project.
+            load_kwargs: For torch.load, which isn't used: ``{"weights_only": ...}`` or nothing.
+            strict: Refuse models whose state dict has other names.
+            random_state: Whether to restore random states.
+            partial: What of the checkpoint needn't be prepared here: True for all of it, or paths such as
+                ``["optimizers", "models/critic"]``.
+            map_location: ``"cpu"``, ``"on_device"`` or None. Everything is read to the CPU and put where it
+                belongs in any case.
+            **load_model_func_kwargs: Nothing takes any: an error that names them.
 
         Raises:
-            ConfigurationError: Neither a directory nor automatic naming.
-            TypeError: Another ``map_location``, or another keyword.
-            Exception: As :func:`accelfn.load_state`.
+            ConfigurationError: Neither a directory nor automatic naming, or objects need names.
+            TypeError: Another ``map_location``, or other keywords.
+            Exception: As :func:`accelfn.load_state` does, and whatever a hook raises. Nothing was changed,
+                but by hooks.
         """
-        del load_kwargs
-        options = dict(load_model_func_kwargs)
-        place = options.pop("map_location", None)
-        unknown = sorted(options.keys() - {"strict", "random_state"})
-        if unknown or not (place is None or isinstance(place, str)) or place not in _PLACES:
-            raise TypeError(
-                "load_state: map_location must be None, 'cpu' or 'on_device', and strict and random_state "
-                f"are the other options: got {load_model_func_kwargs}."
-            )
-        if input_dir is None:
-            if not self.context.project.automatic_checkpoint_naming:
+        phases = CollectivePhases(self.context, "load_state")
+
+        def prepare() -> tuple[Path, dict[str, Any]]:
+            others = set(load_kwargs or {}) - {"weights_only"}
+            _refuse_unknown("load_state", {**load_model_func_kwargs, **dict.fromkeys(others)})
+            if map_location not in _MAP_LOCATIONS:
+                raise TypeError(
+                    f"load_state: map_location must be None, 'cpu' or 'on_device', got {map_location!r}."
+                )
+            if input_dir is None and not self.context.project.automatic_checkpoint_naming:
                 raise ConfigurationError(
                     "load_state: needs a directory. Pass input_dir, or ProjectConfiguration(project_dir=..., "
                     "automatic_checkpoint_naming=True) as when it was saved."
                 )
-            input_dir = self._folder()
-        path = checkpoint.find_checkpoint(self.context, Path(input_dir).expanduser())
-        tree = self._tree()
-        models = list(tree["models"].values())
-        for hook in tuple(self._load_hooks.values()):
-            hook(models, str(path))
-        kept = {id(model) for model in models}
-        left_out = [f"models/{name}" for name, model in tree["models"].items() if id(model) not in kept]
-        tree["models"] = {name: model for name, model in tree["models"].items() if id(model) in kept}
-        loaded = checkpoint.load_state(self.context, path, tree, ignore=left_out, **options)
-        self.step = loaded["loop"]["step"]
-        self._scaling.restore(loaded["scaler"])
-        match = _NUMBERED.fullmatch(path.name)
-        self._iteration = loaded["loop"]["iteration"] if match is None else int(match[1]) + 1
+            folder = self._folder("load_state") if input_dir is None else Path(input_dir).expanduser()
+            return folder, self._tree(is_to_load=True)
 
-    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+        chosen, error = attempt(prepare)
+        phases.gather("place", "", error)
+        place, tree = cast("tuple[Path, dict[str, Any]]", chosen)
+        if self._load_hooks:
+            place = checkpoint.find_checkpoint(self.context, place)
+            models: dict[str, nn.Module] = tree["models"]
+            left, error = attempt(lambda: run_load_hooks(self._load_hooks, models, place))
+            phases.gather("hooks", "", error)
+            tree["models"] = left = left or {}
+            if partial is not True:
+                partial = [*(partial or ()), *(f"models/{name}" for name in models if name not in left)]
+        loaded = checkpoint.load_state(
+            self.context, place, tree, strict=strict, random_state=random_state, partial=partial
+        )
+        for one in (*self.models, *self.optimizers):
+            one.zero_grad()
+        loop = loaded["loop"]
+        self.step, self._next_number = loop["step"], loop["next_number"]
+        if loop["scales_loss"] and self.context.precision.scales_loss:
+            self._scaling.restore(loaded["scaler"])
+
+    def save(self, obj: Any, f: str | os.PathLike[str] | BinaryIO, safe_serialization: bool = False) -> None:
         """Write one object once per machine; see :func:`accelfn.checkpoint.save_object`."""
         checkpoint.save_object(self.context, obj, f, safe_serialization)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> tuple[Path, ...]:
+        """Write a model's weights; see :func:`accelfn.save_model`."""
+        return checkpoint.save_model(self.context, model, save_directory, max_shard_size, safe_serialization)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
         """Give the whole state of a model, also of one that is cut over ranks.
 
-        See :func:`accelfn.get_state_dict`.
+        See :func:`accelfn.checkpoint.get_state_dict`.
         """
         return checkpoint.get_state_dict(self.context, model, unwrap)
 
     # --- inside ----------------------------------------------------------------------------------
 
-    def _held(self) -> tuple[Held[Any], ...]:
+    def _all_held(self) -> tuple[Held[Any], ...]:
         return self.models, self.optimizers, self.schedulers, self.loaders
 
-    def _tree(self) -> dict[str, Any]:
+    def _tree(self, *, is_to_load: bool = False) -> dict[str, Any]:
         """Give all that is saved, by name."""
-        names = self._names
-        models = name_things("model", self.models, names, of_model)
-        optimizers = name_things("optimizer", self.optimizers, names, of_optimizer(models))
+        if not self._registered and not any(thing for held in self._all_held() for thing in [*held]):
+            raise ConfigurationError(
+                f"{'load' if is_to_load else 'save'}_state: nothing was prepared or registered, or nobody "
+                "holds it any more. Keep what prepare gave back."
+            )
+        named: dict[str, dict[str, Any]] | None = None
+        with suppress(ConfigurationError):
+            named = self._named()
+        if named is None:
+            gc.collect()  # objects that nobody holds any more may still wait for it
+            named = self._named()
+        return {
+            **named,
+            "objects": dict(self._registered),
+            "scaler": self._scaling.settled(self.context),
+            "loop": {
+                "step": self.step,
+                "next_number": self._next_number,
+                "scales_loss": self.context.precision.scales_loss,
+            },
+        }
+
+    def _named(self) -> dict[str, dict[str, Any]]:
+        """Give all that was prepared, by kind and name."""
+        models = name_things("model", self.models, self.models.name_of, describe_model)
+        describe = describe_optimizer(models)
+        optimizers = name_things("optimizer", self.optimizers, self.optimizers.name_of, describe)
+        describe = describe_scheduler(optimizers)
         return {
             "models": models,
             "optimizers": optimizers,
-            "schedulers": name_things("scheduler", self.schedulers, names, of_scheduler(optimizers)),
-            "loaders": name_things("loader", self.loaders, names, of_loader),
-            "objects": dict(self._registered),
-            "scaler": self._scaling.begin_loss(self.context),
-            "loop": {"step": self.step, "iteration": self._iteration},
+            "schedulers": name_things("scheduler", self.schedulers, self.schedulers.name_of, describe),
+            "loaders": name_things("loader", self._passes(), self.loaders.name_of, describe_loader),
         }
 
-    def _folder(self) -> Path:
+    def _passes(self) -> list[Any]:
+        """Give a loader for each place in some data: what skips batches of another has that one's place."""
+        found: list[Any] = []
+        for one in self.loaders:
+            if not any(one.loader.shares_place(other.loader) for other in found):
+                found.append(one)
+        return found
+
+    def _folder(self, operation: str) -> Path:
         folder = self.context.project.project_dir
         if folder is None:
             raise ConfigurationError(
-                "automatic_checkpoint_naming needs a folder: ProjectConfiguration(project_dir=...)."
+                f"{operation}: automatic_checkpoint_naming needs a folder: "
+                "ProjectConfiguration(project_dir=...)."
             )
         return Path(folder).expanduser() / "checkpoints"
 
-    def _next(self) -> tuple[int, Path]:
+    def _choose_number(self, output_dir: object, step: int | None) -> int:
         """Choose the next number: above all that there are, so that a run that resumes can go on saving."""
-        folder, number = self._folder(), self._iteration
-
-        def look() -> int:
-            names = os.listdir(folder) if folder.is_dir() else []
-            taken = [int(match[1]) for name in names if (match := _NUMBERED.fullmatch(name))]
-            return max([number, *(one + 1 for one in taken)])
-
-        found, error = comm.attempt(look)
-        numbers = comm.agree_on(self.context, "save_state", found, error)
-        number = max(numbers) if self.context.project.save_on_each_node else numbers[0]
-        return number, folder / f"checkpoint_{number}"
+        if not self.context.project.automatic_checkpoint_naming:
+            if output_dir is None:
+                raise ConfigurationError(
+                    "save_state: needs a directory. Pass output_dir, or "
+                    "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)."
+                )
+            return self._next_number
+        if output_dir is not None or step is not None:
+            raise ConfigurationError(
+                "save_state: automatic_checkpoint_naming chooses the directory and its number, and "
+                f"{'step' if output_dir is None else 'output_dir'} was given too. Leave one of the two out."
+            )
+        folder = self._folder("save_state")
+        names = os.listdir(folder) if folder.is_dir() else []
+        taken = [int(match[1]) for name in names if (match := _NUMBERED.fullmatch(name))]
+        return max([self._next_number, *(number + 1 for number in taken)])
 
     @contextmanager
-    def _files(self, target: Path, tree: dict[str, Any], safe_serialization: bool) -> Any:
-        """Give the directory of what hooks write and of weights in other forms; None where there is none."""
-        if safe_serialization and not self._save_hooks:
+    def _files(
+        self, target: Path, models: dict[str, nn.Module], is_safe: bool
+    ) -> Generator[Path | None, None, None]:
+        """Give the directory of what hooks write and of pickled weights; None where there is nothing.
+
+        Models that hooks don't want to be saved are taken out of ``models``.
+        """
+        if is_safe and not self._save_hooks:
             yield None
             return
-        with checkpoint.shared_folder(self.context, target) as folder:
-            models: dict[str, nn.Module] = tree["models"]
-            weights = {name: checkpoint.get_state_dict(self.context, model) for name, model in models.items()}
-            left = list(weights.values())
-            for hook in tuple(self._save_hooks.values()):
-                hook(list(models.values()), left, str(folder))
-            kept = {id(one) for one in left}
-            tree["models"] = {name: model for name, model in models.items() if id(weights[name]) in kept}
-            if not safe_serialization:
-                for name in tree["models"]:
-                    suffix = "" if len(models) == 1 else f"_{name}"
-                    checkpoint.save_object(self.context, weights[name], folder / f"pytorch_model{suffix}.bin")
+        phases = CollectivePhases(self.context, "save_state")
+        with checkpoint.folder_for_files(self.context, target) as folder:
+            kept, error = attempt(lambda: run_save_hooks(self._save_hooks, models, folder))
+            # Many hooks take weights out on the main process alone, where they save them.
+            names = json.loads(phases.gather("hooks", json.dumps(kept), error)[0])
+            for name in models.keys() - set(names):
+                del models[name]
+            for name, model in models.items() if not is_safe else ():
+                file = "pytorch_model.bin" if len(models) == 1 else f"pytorch_model_{name}.bin"
+                weights = checkpoint.get_state_dict(self.context, model)
+                checkpoint.save_object(self.context, weights, folder / file)
             yield folder
 
 
-def _added(hooks: dict[int, Callable[..., None]], hook: Callable[..., None]) -> RemovableHandle:
-    handle = RemovableHandle(hooks)
-    hooks[handle.id] = hook
-    return handle
+def _refuse_unknown(operation: str, options: Mapping[str, Any]) -> None:
+    if options:
+        raise TypeError(f"{operation}: nothing here takes {', '.join(sorted(options))}.")

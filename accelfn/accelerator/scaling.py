@@ -40,6 +40,21 @@ class Scaling:
         """The state that the next loss is scaled by."""
         return self._state
 
+    def settled(self, ctx: Context) -> ScalerState:
+        """Give the state for another loss, as the steps since the latest one make it. Changes nothing."""
+        if not self._stepped:
+            return self._state
+        state = self._state
+        if ctx.precision.scales_loss:
+            found = torch.stack([one.found_inf for one in self._stepped.values()]).max()
+            state = training.update_scaler(ctx, state._replace(found_inf=found))
+        return state._replace(weight=None)
+
+    def restore(self, state: ScalerState) -> None:
+        """Go on from a state that was saved. What is known of gradients at hand is forgotten."""
+        self._state = state
+        self._unscaled, self._stepped, self._latest = {}, {}, {}
+
     def begin_loss(self, ctx: Context) -> ScalerState:
         """Follow the steps since the latest loss, and give the state for another one."""
         if self._stepped:  # only where there is something to divide by
@@ -52,11 +67,9 @@ class Scaling:
                     "losses that have weights, which are divided once for all. Let all step before the next "
                     "loss, or use the functions, with a ScalerState for each optimizer."
                 )
+            self._state = self.settled(ctx)
             if ctx.precision.scales_loss:
-                found = torch.stack([state.found_inf for state in self._stepped.values()]).max()
-                self._state = training.update_scaler(ctx, before._replace(found_inf=found))
                 training.rescale_gradients(waiting, before, self._state)
-            self._state = self._state._replace(weight=None)
             self._stepped, self._unscaled = {}, {}
         return self._state
 

@@ -3,11 +3,12 @@
 from accelfn.checkpoint.accelerate_format import AccelerateState, read_accelerate
 from accelfn.checkpoint.accelerate_tree import from_accelerate, to_accelerate
 from accelfn.checkpoint.accelerate_writing import write_accelerate
+from accelfn.checkpoint.attachments import folder_for_files
 from accelfn.checkpoint.background import SaveHandle
 from accelfn.checkpoint.convert import Conversion, convert_checkpoint
 from accelfn.checkpoint.find import find_checkpoints, latest_checkpoint
 from accelfn.checkpoint.keep import Keep, plan_retention, prune_checkpoints
-from accelfn.checkpoint.load import load_state, load_tree
+from accelfn.checkpoint.load import find_checkpoint, load_state, load_tree
 from accelfn.checkpoint.preemption import EXIT_PREEMPTED, STOP_SIGNALS, PreemptionGuard, preemption
 from accelfn.checkpoint.save import save_state, save_tree
 from accelfn.checkpoint.verify import CheckpointReport, verify_checkpoint
@@ -31,8 +32,10 @@ __all__ = (
     "WeightsFiles",
     "WeightsPlan",
     "convert_checkpoint",
+    "find_checkpoint",
     "find_checkpoints",
     "find_weights",
+    "folder_for_files",
     "from_accelerate",
     "get_state_dict",
     "latest_checkpoint",

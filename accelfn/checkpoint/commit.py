@@ -23,9 +23,10 @@ import platform
 import re
 import secrets
 import time
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 from accelfn.checkpoint.disk import (
     Disk,
@@ -34,10 +35,11 @@ from accelfn.checkpoint.disk import (
     naming,
     opened,
     read_file,
-    remove_flat,
+    remove_tree,
+    walk,
     write_file,
 )
-from accelfn.checkpoint.manifest import MANIFEST, Manifest, format_manifest, parse_head
+from accelfn.checkpoint.manifest import MANIFEST, Manifest, format_manifest, is_own_name, parse_head
 from accelfn.errors import CheckpointError, DamagedCheckpointError, NotAvailableError
 
 __all__ = (
@@ -49,6 +51,7 @@ __all__ = (
     "check_free",
     "check_target",
     "clean",
+    "find_extra",
     "find_leftovers",
     "find_missing",
     "is_complete",
@@ -71,11 +74,12 @@ MAX_MANIFEST_BYTES = 1 << 30
 _MAX_NAME_BYTES = 255
 _DAY_S = 86_400.0
 _LEFTOVER = re.compile(
-    r"\.(?P<name>.+)\.(?P<kind>staging|replaced|trash)-"
+    r"\.(?P<name>.+)\.(?P<kind>staging|files|replaced|trash)-"
     r"(?P<host>[0-9a-f]{12})-(?P<pid>[0-9]{1,10})-(?P<random>[0-9a-f]{8})",
     re.DOTALL,
 )
-_OURS = re.compile(r"manifest\.json|tensors-[0-9]{5,}\.safetensors")
+
+_Kind: TypeAlias = Literal["staging", "files", "replaced", "trash"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,14 +105,14 @@ class Leftover(NamedTuple):
     Attributes:
         path: Where it is.
         name: Of the checkpoint.
-        kind: What it was to be.
+        kind: What it was to be; ``files`` are to become part of a checkpoint, see ``attachments``.
         host: Of its writer.
         pid: Of its writer.
     """
 
     path: str
     name: str
-    kind: Literal["staging", "replaced", "trash"]
+    kind: _Kind
     host: str
     pid: int
 
@@ -140,7 +144,7 @@ def parse_leftover(parent: str, name: str) -> Leftover | None:
     match = _LEFTOVER.fullmatch(name)
     if match is None:
         return None
-    kind: Literal["staging", "replaced", "trash"] = match["kind"]  # pyright: ignore[reportAssignmentType]
+    kind: _Kind = match["kind"]  # pyright: ignore[reportAssignmentType]
     return Leftover(os.path.join(parent, name), match["name"], kind, match["host"], int(match["pid"]))
 
 
@@ -149,7 +153,7 @@ def is_leftover(name: str) -> bool:
     return _LEFTOVER.fullmatch(name) is not None
 
 
-def leftover_path(directory: str, kind: Literal["staging", "replaced", "trash"], nonce: str) -> str:
+def leftover_path(directory: str, kind: _Kind, nonce: str) -> str:
     """Give the path beside ``directory`` for a purpose. Pure."""
     parent, name = os.path.split(directory)
     return os.path.join(parent, f".{name}.{kind}-{nonce}")
@@ -203,7 +207,41 @@ def find_missing(disk: Disk, path: str, head: Manifest) -> str | None:
                 return name
             if status.size != file.size:
                 return name
+    for name, file in sorted(head.attachments.items()):
+        try:
+            status = disk.status(os.path.join(path, name))
+        except (FileNotFoundError, NotADirectoryError):
+            return name
+        if (status.kind, status.size) != ("file", file.size):
+            return name
     return None
+
+
+def find_extra(disk: Disk, path: str, names: Iterable[str], known: Collection[str]) -> list[str]:
+    """List what is in a checkpoint's directory besides what belongs there.
+
+    Args:
+        disk: To look at.
+        path: Of the directory.
+        names: What is in it.
+        known: The files that belong there, by path. Directories do that have some of them in them.
+
+    Returns:
+        Paths from there, in order.
+    """
+    folders = {name[:place] for name in known for place, text in enumerate(name) if text == "/"}
+    extra: list[str] = []
+    for name in sorted(names):
+        if name in folders and disk.status(os.path.join(path, name)).kind == "directory":
+            found = walk(disk, os.path.join(path, name), f"{name}/")
+            extra += [
+                inner
+                for inner, status in found
+                if inner not in (folders if status.kind == "directory" else known)
+            ]
+        elif name not in known:
+            extra.append(name)
+    return extra
 
 
 def check_target(disk: Disk, directory: str | os.PathLike[str]) -> None:
@@ -253,7 +291,8 @@ def _target(disk: Disk, directory: str | os.PathLike[str]) -> _Target:
         head = read_head(disk, path)
     except (DamagedCheckpointError, NotAvailableError):
         head = None  # a damaged one may be replaced, if there is nothing else in it
-    others = [one for one in names if not _OURS.fullmatch(one) and not (head and one in head.files)]
+    known = {*filter(is_own_name, names), *((*head.files, *head.attachments) if head else ())}
+    others = find_extra(disk, path, names, known)
     if MANIFEST not in names or others:
         shown = ", ".join((others or names)[:5]) + (", ..." if len(others or names) > 5 else "")
         raise CheckpointError(
@@ -328,7 +367,7 @@ def write_manifest(disk: Disk, stage: Stage, manifest: Manifest) -> None:
 def abandon(disk: Disk, stage: Stage) -> None:
     """Remove a stage as far as that is possible; what stays is recognised by the next save."""
     with suppress(OSError):
-        remove_flat(disk, stage.path)
+        remove_tree(disk, stage.path)
 
 
 def publish(disk: Disk, stage: Stage) -> None:
@@ -378,7 +417,7 @@ def remove_replaced(disk: Disk, paths: tuple[str, ...]) -> None:
     """Remove what was replaced. What can't be removed stays for the next save to remove."""
     for path in paths:
         with suppress(OSError):
-            remove_flat(disk, path)
+            remove_tree(disk, path)
 
 
 def put_back(disk: Disk, directory: str, path: str) -> None:
@@ -394,7 +433,7 @@ def put_back(disk: Disk, directory: str, path: str) -> None:
     disk.rename(path, directory)
     disk.sync_folder(os.path.dirname(directory))
     with suppress(OSError):
-        remove_flat(disk, trash)
+        remove_tree(disk, trash)
 
 
 def _take_back(disk: Disk, stage: Stage, moved: str) -> None:
@@ -432,7 +471,7 @@ def clean(disk: Disk, parent: str, name: str | None = None) -> tuple[str, ...]:
         disk.sync_folder(parent)
         for one in doomed:
             with suppress(OSError):
-                remove_flat(disk, one.path)
+                remove_tree(disk, one.path)
                 removed.append(one.path)
     return tuple(removed)
 

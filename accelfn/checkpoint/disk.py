@@ -12,7 +12,7 @@ import os
 import shutil
 import stat
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -31,7 +31,8 @@ __all__ = (
     "opened",
     "read_exactly",
     "read_file",
-    "remove_flat",
+    "remove_tree",
+    "walk",
     "write_all",
     "write_file",
 )
@@ -110,8 +111,17 @@ def _names(folder: Folder) -> list[str]:
 
 
 def _open_file(folder: Folder, name: str) -> int:
+    return _open_existing(folder, name, os.O_RDONLY)
+
+
+def _open_to_sync(folder: Folder, name: str) -> int:
+    # Windows syncs only what may be written to.
+    return _open_existing(folder, name, os.O_RDWR if os.name == "nt" else os.O_RDONLY)
+
+
+def _open_existing(folder: Folder, name: str, flags: int) -> int:
     # Without O_NONBLOCK, opening a named pipe would wait for ever.
-    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    flags |= getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     if not hasattr(os, "O_NOFOLLOW") and os.path.islink(os.path.join(folder.path, name)):
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), os.path.join(folder.path, name))
     flags |= getattr(os, "O_NOFOLLOW", 0)
@@ -163,13 +173,14 @@ class Disk:
         close: Closes a file's descriptor.
         sync_folder: Returns when the directory's names will survive a power cut.
         make_folder: Makes a directory; fails where something is already.
-        rename: Gives a directory or file another name in the same directory.
+        rename: Gives a directory or file another name, in the same directory or another one of the disk.
         remove_file: Removes a name that is no directory.
         remove_folder: Removes an empty directory.
         open_folder: Opens a directory to read in it.
         close_folder: Closes it again.
         names: What is in an open directory, in any order.
         open_file: Opens a file to read; a link isn't followed.
+        open_to_sync: Opens a file that others have written, to read it and to sync it; a link isn't followed.
         status: What stands at a path.
         status_of: The same for a descriptor.
         read: Fills memory from a place of a file; gives the number of bytes, 0 at the end.
@@ -191,6 +202,7 @@ class Disk:
     close_folder: Callable[[Folder], None] = _close_folder
     names: Callable[[Folder], list[str]] = _names
     open_file: Callable[[Folder, str], int] = _open_file
+    open_to_sync: Callable[[Folder, str], int] = _open_to_sync
     status: Callable[[str], Status] = _status
     status_of: Callable[[int], Status] = _status_of
     read: Callable[[int, memoryview, int], int] = _read
@@ -258,7 +270,7 @@ def read_exactly(disk: Disk, descriptor: int, target: memoryview, place: int) ->
     return True
 
 
-def open_regular(disk: Disk, folder: Folder, name: str) -> tuple[int, int]:
+def open_regular(disk: Disk, folder: Folder, name: str, *, to_sync: bool = False) -> tuple[int, int]:
     """Open a file of a checkpoint; give its descriptor and its size.
 
     Raises:
@@ -266,7 +278,7 @@ def open_regular(disk: Disk, folder: Folder, name: str) -> tuple[int, int]:
         DamagedCheckpointError: It is a link, a directory or something else that isn't a plain file.
     """
     try:
-        descriptor = disk.open_file(folder, name)
+        descriptor = (disk.open_to_sync if to_sync else disk.open_file)(folder, name)
     except OSError as error:
         # What systems say of a link that they were told not to follow, and of a directory or a socket.
         if error.errno in (errno.ELOOP, errno.EMLINK, errno.EISDIR, errno.ENXIO):
@@ -337,15 +349,34 @@ def make_folders(disk: Disk, path: str) -> None:
             disk.sync_folder(os.path.dirname(one))
 
 
-def remove_flat(disk: Disk, path: str) -> None:
-    """Remove a directory and the files in it. What vanishes meanwhile is no error; a directory in it is."""
+def walk(disk: Disk, path: str, below: str = "") -> Iterator[tuple[str, Status]]:
+    """Give all that is in a directory and in those below it, by path from there with ``/`` between names.
+
+    A directory comes before what is in it. Links are given, and not followed.
+    """
+    with opened(disk, path) as folder:
+        names = sorted(disk.names(folder))
+    for name in names:
+        place = os.path.join(path, name)
+        status = disk.status(place)
+        yield below + name, status
+        if status.kind == "directory":
+            yield from walk(disk, place, f"{below}{name}/")
+
+
+def remove_tree(disk: Disk, path: str) -> None:
+    """Remove a directory and all in it; of links only themselves. What vanishes meanwhile is no error."""
     try:
         with opened(disk, path) as folder:
             names = sorted(disk.names(folder))
     except FileNotFoundError:
         return
     for name in names:
+        place = os.path.join(path, name)
         with suppress(FileNotFoundError):
-            disk.remove_file(os.path.join(path, name))
+            if disk.status(place).kind == "directory":
+                remove_tree(disk, place)
+            else:
+                disk.remove_file(place)
     with suppress(FileNotFoundError):
         disk.remove_folder(path)

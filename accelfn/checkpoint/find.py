@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeVar
 
 from accelfn.checkpoint.commit import (
     MAX_MANIFEST_BYTES,
+    find_extra,
     find_leftovers,
     find_missing,
     is_complete,
@@ -325,7 +326,7 @@ def check_names(disk: Disk, checkpoint: OpenCheckpoint) -> tuple[str, ...]:
     """
     manifest = checkpoint.manifest
     there = set(disk.names(checkpoint.folder)) - {MANIFEST}
-    extra = sorted(there - manifest.files.keys())
+    extra = find_extra(disk, checkpoint.path, there, {*manifest.files, *manifest.attachments})
     if extra:
         raise DamagedCheckpointError(
             f"{checkpoint.path} has {', '.join(extra[:5])}, which its manifest doesn't name. Move that away, "
@@ -339,4 +340,4 @@ def check_names(disk: Disk, checkpoint: OpenCheckpoint) -> tuple[str, ...]:
                 "copy, or an older checkpoint.",
                 name,
             )
-    return tuple(sorted(there))
+    return tuple(sorted(there & manifest.files.keys()))

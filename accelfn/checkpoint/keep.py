@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from accelfn.checkpoint.commit import Leftover, clean, find_leftovers, is_dead, leftover_path, make_nonce
-from accelfn.checkpoint.disk import REAL_DISK, Disk, naming, remove_flat
+from accelfn.checkpoint.disk import REAL_DISK, Disk, naming, remove_tree
 from accelfn.checkpoint.find import Found, scan
 from accelfn.errors import ConfigurationError
 
@@ -159,5 +159,5 @@ def prune_checkpoints(
                 disk.sync_folder(parent)
     for _, moved in trash:
         with suppress(OSError):  # it is no checkpoint any more; the next removal takes the rest
-            remove_flat(disk, moved)
+            remove_tree(disk, moved)
     return tuple(Path(path) for path in doomed)

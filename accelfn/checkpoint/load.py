@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
+from accelfn.checkpoint.attachments import check_attachments, writes_here
 from accelfn.checkpoint.background import finish_background
 from accelfn.checkpoint.by_rank import document_of
 from accelfn.checkpoint.disk import REAL_DISK, Disk
@@ -35,6 +37,7 @@ from accelfn.checkpoint.objects import (
     targets,
 )
 from accelfn.checkpoint.overlap import Overlap, find_overlaps, join_overlaps, local_of
+from accelfn.checkpoint.partial import choose_part, may_leave_out
 from accelfn.checkpoint.pause import paused_collection
 from accelfn.checkpoint.phases import CollectivePhases
 from accelfn.checkpoint.random_state import restore_random_states
@@ -45,7 +48,7 @@ from accelfn.data import LoaderState
 from accelfn.data.place import read_state
 from accelfn.errors import CheckpointError, CheckpointMismatchError, DamagedCheckpointError, NoCheckpointError
 
-__all__ = ("StoredParts", "load_state", "load_tree", "read_parts")
+__all__ = ("StoredParts", "find_checkpoint", "load_state", "load_tree", "read_parts")
 
 T = TypeVar("T")
 
@@ -70,6 +73,14 @@ class StoredParts(NamedTuple):
     tensors: dict[str, torch.Tensor]
 
 
+class _Asked(NamedTuple):
+    """What the tree to load into asks for."""
+
+    names: Names
+    strict: bool
+    may_leave: Callable[[str], bool]
+
+
 def load_state(
     ctx: Context,
     directory: str | os.PathLike[str],
@@ -77,6 +88,7 @@ def load_state(
     *,
     strict: bool = True,
     random_state: bool = True,
+    partial: bool | Sequence[str] = False,
 ) -> T:
     """Take up the state that :func:`accelfn.save_state` has saved, on any number of ranks.
 
@@ -100,6 +112,9 @@ def load_state(
             such as numbers and lists of numbers, may have any form: they come back as they were saved.
         strict: Refuse modules whose state dict has other names. Otherwise what is missing keeps its values.
         random_state: Whether to restore the random number generators of this process.
+        partial: What of the checkpoint ``like`` needn't have: True for all of it, as when a program that
+            evaluates wants the model alone; or a list of paths, such as ``["optimizer", "models/critic"]``.
+            It is left out, and not read. What ``like`` has must be there in any case.
 
     Returns:
         ``like``, with new records.
@@ -113,16 +128,16 @@ def load_state(
     """
     finish_background(ctx)
     disk, phases = Disk(), CollectivePhases(ctx, "load_state")
-    place: str = os.path.abspath(os.fspath(directory))
-    names = find_names(like)
-    read = _read_together(ctx, disk, phases, place, partial(_read, ctx, disk, like, names, strict))
+    place = os.path.abspath(directory)
+    asked = _Asked(find_names(like), strict, may_leave_out(partial))
+    read = _read_together(ctx, disk, phases, place, lambda found: _read(ctx, disk, like, asked, found))
     prepared, error = attempt(lambda: _prepare(read, like))
     phases.gather("decode", "", error)
     assert prepared is not None
     value, pending, writes = prepared
     undo: list[Callable[[], None]] = []
     may_refuse = [one for one in pending if not is_sure(one)]
-    _, error = attempt(lambda: _take_up(may_refuse, names, undo))
+    _, error = attempt(lambda: _take_up(may_refuse, asked.names, undo))
     try:
         phases.gather("take up", "", error)
     except BaseException:
@@ -133,7 +148,7 @@ def load_state(
         write()
     for one in pending:
         if is_sure(one):
-            take_up(one, names)
+            take_up(one, asked.names)
     if random_state and read.manifest.random is not None:
         _restore_random(ctx, read)
     phases.gather("loaded", "")
@@ -224,7 +239,7 @@ def _read_together(
     """Let every rank read its part of one checkpoint, though another program may replace or remove it."""
     for _ in range(_ATTEMPTS):
         path = _find_together(ctx, disk, phases, place)
-        found, error = attempt(partial(read_checkpoint, disk, path, read))
+        found, error = attempt(functools.partial(read_checkpoint, disk, path, read))
         if isinstance(error, NoCheckpointError):
             error = None  # it was there a moment ago; all look again
         identity = "" if found is None else found.manifest.identity
@@ -257,20 +272,53 @@ def _find_together(ctx: Context, disk: Disk, phases: CollectivePhases, place: st
     return dict(by_node[ctx.world.node_rank])[identity]
 
 
+def find_checkpoint(ctx: Context, directory: str | os.PathLike[str]) -> Path:
+    """Say which checkpoint :func:`accelfn.load_state` would load, for reading the files in it.
+
+    The files that the caller of ``save_state`` had put into it are verified.
+
+    Ranks: every rank of ``ctx``; the same on each, or on each of a node where
+    ``ProjectConfiguration.save_on_each_node`` is set.
+
+    Args:
+        ctx: The world.
+        directory: A checkpoint, or a directory of checkpoints: then the newest in it.
+
+    Raises:
+        NoCheckpointError: There is no committed checkpoint.
+        DamagedCheckpointError: The files aren't what was written.
+        NotAvailableError: A newer version of accelfn has written it.
+        RemoteRankError: One of these happened on another rank.
+    """
+    finish_background(ctx)
+    disk, phases = REAL_DISK, CollectivePhases(ctx, "find_checkpoint")
+    path = _find_together(ctx, disk, phases, os.path.abspath(directory))
+    error = None
+    if writes_here(ctx):
+        _, error = attempt(lambda: read_checkpoint(disk, path, functools.partial(check_attachments, disk)))
+    phases.gather("check", "", error)
+    return Path(path)
+
+
 @paused_collection()
-def _read(ctx: Context, disk: Disk, like: Any, names: Names, strict: bool, found: OpenCheckpoint) -> _Read:
+def _read(ctx: Context, disk: Disk, like: Any, asked: _Asked, found: OpenCheckpoint) -> _Read:
     """Check that a checkpoint fits, and read what of it is for this rank."""
-    manifest = found.manifest
+    manifest, names = found.manifest, asked.names
     check_names(disk, found)  # so that all ranks say what is missing, and not only those that need it
-    document = _document(manifest, ctx.rank)
+    if writes_here(ctx):
+        check_attachments(disk, found)
+    document = choose_part(_document(manifest, ctx.rank), like, asked.may_leave)
     stored = list(find_states(document, like))
     wished = describe_like(like, convert=lambda path, thing: state_of(thing, names))
     rows = [*compare(document, wished)]
-    rows += [row for one in stored for row in misfits(one, names, strict=strict)]
+    rows += [row for one in stored for row in misfits(one, names, strict=asked.strict)]
     if rows:
         count = "1 leaf" if len(rows) == 1 else f"{len(rows)} leaves"
+        # Only where that alone would help.
+        extra = all(row.wanted == "nothing" for row in rows)
+        advice = " To load a part of it, pass partial=True, or the paths to leave out." if extra else ""
         raise CheckpointMismatchError(
-            f"load_state: {found.path} does not fit the tree in {count}. Nothing was changed.", rows
+            f"load_state: {found.path} does not fit the tree in {count}. Nothing was changed.{advice}", rows
         )
     wanted: dict[str, torch.Tensor | None] = dict.fromkeys(_named(document))
     for one in leaf_targets(document, wished):
@@ -357,14 +405,14 @@ def _settled(like: Any, value: Any, writes: list[Callable[[], None]]) -> Any:
     """
     if isinstance(like, torch.Generator) and isinstance(value, torch.Generator):
         if like.device == value.device:
-            writes.append(partial(like.set_state, value.get_state()))  # pyright: ignore[reportArgumentType]
+            writes.append(functools.partial(like.set_state, value.get_state()))  # pyright: ignore[reportArgumentType]
             return like
         return value
     if isinstance(like, torch.Tensor) and isinstance(value, torch.Tensor):
         if like.is_meta:  # only says what form the tensor has
             return value
         if is_in_place(like):
-            writes.append(partial(_write, like, value))
+            writes.append(functools.partial(_write, like, value))
             return like
         moved = value if value.device == like.device else value.detach().to(like.device)
         return moved.requires_grad_() if value.requires_grad and not moved.requires_grad else moved

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import ntpath
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias, cast
 
 from accelfn.errors import DamagedCheckpointError, NotAvailableError
@@ -21,12 +22,14 @@ __all__ = (
     "FORMAT",
     "MANIFEST",
     "VERSION",
+    "Attachment",
     "Json",
     "Manifest",
     "Piece",
     "StoredFile",
     "StoredTensor",
     "format_manifest",
+    "is_own_name",
     "parse_head",
     "parse_manifest",
 )
@@ -40,6 +43,7 @@ MANIFEST = "manifest.json"
 CHUNK_BYTES = 1 << 26
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_OWN_NAME = re.compile(r"manifest\.json|tensors-[0-9]{5,}\.safetensors")
 
 
 class Piece(NamedTuple):
@@ -88,6 +92,23 @@ class StoredFile(NamedTuple):
     node: int | None = None
 
 
+class Attachment(NamedTuple):
+    """A file that the caller has put into the checkpoint.
+
+    Attributes:
+        size: In bytes.
+        crc32: Of each ``CHUNK_BYTES``, in order; empty where the file is.
+    """
+
+    size: int
+    crc32: tuple[int, ...]
+
+
+def is_own_name(name: str) -> bool:
+    """Say whether a file of this name in a checkpoint is its manifest, or one of tensors. Pure."""
+    return _OWN_NAME.fullmatch(name) is not None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """All that a checkpoint says of itself.
@@ -99,6 +120,7 @@ class Manifest:
         identity: The same text in the parts of one checkpoint on several nodes, and in no other checkpoint's.
         tensors: By the name that the document calls them by.
         files: By name.
+        attachments: Files of the caller's own on this disk, by path in the checkpoint, with ``/`` in it.
         step: What the caller counts, such as optimizer steps; None where nothing was said.
         metric: What the caller measured, for keeping the best; None where nothing was said.
         world_size: Ranks that saved it.
@@ -111,6 +133,7 @@ class Manifest:
     tree: Json
     tensors: Mapping[str, StoredTensor]
     files: Mapping[str, StoredFile]
+    attachments: Mapping[str, Attachment] = field(default_factory=dict[str, Attachment])
     random: Json = None
     identity: str = ""
     step: int | None = None
@@ -134,6 +157,7 @@ def format_manifest(manifest: Manifest) -> bytes:
 
 
 def _line(manifest: Manifest) -> bytes:
+    attached = {name: list(file) for name, file in sorted(manifest.attachments.items())}
     head = {
         "format": FORMAT,
         "version": VERSION,
@@ -147,6 +171,7 @@ def _line(manifest: Manifest) -> bytes:
         "generation": manifest.generation,
         "chunk_bytes": CHUNK_BYTES,
         "files": {name: list(file) for name, file in sorted(manifest.files.items())},
+        **({"attachments": attached} if attached else {}),
         "tensors": {
             name: [one.dtype, one.shape, [list(piece) for piece in one.pieces]]
             for name, one in sorted(manifest.tensors.items())
@@ -218,6 +243,10 @@ def _manifest(said: Mapping[str, Any], place: str) -> Manifest:
             tree=said["tree"],
             tensors={name: _tensor(one) for name, one in said["tensors"].items()},
             files={name: StoredFile(*one) for name, one in said["files"].items()},
+            attachments={
+                name: Attachment(size, tuple(crc32))
+                for name, (size, crc32) in said.get("attachments", {}).items()
+            },
             random=said["random"],
             identity=said["identity"],
             step=said["step"],
@@ -265,6 +294,7 @@ def _check(manifest: Manifest, place: str) -> None:
         node = 0 if file.node is None else file.node
         if not all(map(_is_count, (file.size, file.header_crc32, node))):
             raise _unsound(place, f"file {name!r} has {tuple(file)}")
+    _check_attachments(manifest.attachments, place)
     seen: set[tuple[str, str]] = set()
     for name, one in manifest.tensors.items():
         if not all(map(_is_count, one.shape)) or not isinstance(cast("object", one.dtype), str):
@@ -276,6 +306,19 @@ def _check(manifest: Manifest, place: str) -> None:
             if (piece.file, piece.key) in seen:
                 raise _unsound(place, f"tensor {name!r} has an entry that is another's: {piece.key!r}")
             seen.add((piece.file, piece.key))
+
+
+def _check_attachments(attachments: Mapping[str, Attachment], place: str) -> None:
+    for name, one in attachments.items():
+        parts = name.split("/")
+        inside = not {"", ".", ".."}.intersection(parts) and not {"\\", "\0"}.intersection(name)
+        # A drive of Windows would lead out of the checkpoint there.
+        if not inside or ntpath.splitdrive(name)[0] or is_own_name(parts[0]):
+            raise _unsound(place, f"{name!r} is no path of an attached file")
+        if any("/".join(parts[:count]) in attachments for count in range(1, len(parts))):
+            raise _unsound(place, f"attached file {name!r} lies in another one")
+        if not all(map(_is_count, (one.size, *one.crc32))) or len(one.crc32) != -(-one.size // CHUNK_BYTES):
+            raise _unsound(place, f"attached file {name!r} has {one.size!r} bytes, and other checksums")
 
 
 def _is_count(number: object) -> bool:

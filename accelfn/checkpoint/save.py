@@ -7,6 +7,7 @@ import json
 import os
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast, overload
@@ -15,6 +16,13 @@ import optree
 import torch
 
 from accelfn import __version__
+from accelfn.checkpoint.attachments import (
+    find_attachments,
+    make_leftover_folder,
+    move_content,
+    take_attachments,
+    writes_here,
+)
 from accelfn.checkpoint.background import HostMemory, SaveHandle, begin_background, finish_background
 from accelfn.checkpoint.by_rank import join_documents, renamed
 from accelfn.checkpoint.commit import (
@@ -28,12 +36,13 @@ from accelfn.checkpoint.commit import (
     remove_replaced,
     write_manifest,
 )
-from accelfn.checkpoint.disk import Disk
+from accelfn.checkpoint.disk import Disk, remove_tree
 from accelfn.checkpoint.document import encode
 from accelfn.checkpoint.each_node import common, parts_at
 from accelfn.checkpoint.keep import Keep, prune_checkpoints
 from accelfn.checkpoint.manifest import (
     CHUNK_BYTES,
+    Attachment,
     Json,
     Manifest,
     Piece,
@@ -90,6 +99,9 @@ class _Job(NamedTuple):
     random: Json
     described: Mapping[str, Held]  # by stored name
     plan: SavePlan
+    files: str | None  # directory of files that become part of the checkpoint, on the ranks that have one
+    any_files: bool  # whether any rank has one
+    owns_files: bool  # whether that directory is of this save
     entries: tuple[tuple[str, torch.Tensor, tuple[int, ...] | None], ...]
 
 
@@ -103,6 +115,7 @@ def save_state(
     step: int | None = None,
     metric: float | None = None,
     keep: Keep | None = None,
+    files: str | os.PathLike[str] | None = None,
 ) -> Path: ...
 @overload
 def save_state(
@@ -114,6 +127,7 @@ def save_state(
     step: int | None = None,
     metric: float | None = None,
     keep: Keep | None = None,
+    files: str | os.PathLike[str] | None = None,
 ) -> SaveHandle: ...
 @overload
 def save_state(
@@ -125,6 +139,7 @@ def save_state(
     step: int | None = None,
     metric: float | None = None,
     keep: Keep | None = None,
+    files: str | os.PathLike[str] | None = None,
 ) -> Path | SaveHandle: ...
 def save_state(
     ctx: Context,
@@ -135,6 +150,7 @@ def save_state(
     step: int | None = None,
     metric: float | None = None,
     keep: Keep | None = None,
+    files: str | os.PathLike[str] | None = None,
 ) -> Path | SaveHandle:
     """Save the state of a run as one checkpoint, so that no crash can lose it.
 
@@ -161,6 +177,11 @@ def save_state(
         step: What you count, such as optimizer steps: says which checkpoint is the newest.
         metric: What you measure, for keeping the best.
         keep: Which checkpoints beside this one stay, once it is committed; None keeps all.
+        files: A directory of the main process (of that of each node, with ``save_on_each_node``), on the disk
+            of the checkpoint, such as :func:`accelfn.checkpoint.folder_for_files` makes. What is in it
+            becomes part of the checkpoint: files, in directories too, under their names. They are moved, not
+            copied, so they are gone from there, and after an error they may be lost. Nothing may write to
+            them any more.
 
     Returns:
         The checkpoint's path; with ``asynchronous`` a handle, whose ``result()`` gives it.
@@ -168,7 +189,8 @@ def save_state(
     Raises:
         TypeError: Something in the tree has no plain form: all such leaves, by path.
         ValueError: A tensor has no data, or the directory can be none, such as one that holds other files.
-        CheckpointError: Ranks hold different cuts of a tensor.
+        CheckpointError: Ranks hold different cuts of a tensor; or among ``files`` are links, or names that
+            the checkpoint's own files have.
         OSError: It can't be written: no space, no right to.
         RemoteRankError: One of these happened on another rank.
         MismatchError: A rank called something else.
@@ -176,14 +198,17 @@ def save_state(
     finish_background(ctx)
     path = Path(os.path.abspath(os.fspath(directory)))
     own, error = attempt(lambda: _look(ctx, path, tree, is_copied=asynchronous, step=step, metric=metric))
+    taken = os.path.abspath(files) if files is not None and writes_here(ctx) else None
     phases = CollectivePhases(ctx, "save_state")
     each_node = ctx.project.save_on_each_node
     options = [None if each_node else str(path), step, metric, repr(keep), asynchronous]
-    job, error = attempt(lambda: _agree_on(ctx, phases, path, own, error, options, step, metric, keep))
+    job, error = attempt(lambda: _agree_on(ctx, phases, path, own, error, options, step, metric, keep, taken))
     if job is None:
         raise cast("Exception", error)
     if not asynchronous:
         return _write(job, phases, Disk())
+    if job.any_files:
+        job = _set_aside(job, phases, Disk())
 
     def prepare(memory: HostMemory) -> Any:
         copies = memory.copies([tensor for _, tensor, _ in job.entries])
@@ -247,6 +272,9 @@ def save_tree(path: str | os.PathLike[str], tree: Any, *, namespace: str = "") -
         random=None,
         described=described,
         plan=SavePlan((writes,), ({},)),
+        files=None,
+        any_files=False,
+        owns_files=False,
         entries=tuple((write.stored, encoded.tensors[write.name], None) for write in writes),
     )
     return _write(job, CollectivePhases(Context(), "save_tree"), Disk())
@@ -369,11 +397,16 @@ def _agree_on(
     step: int | None,
     metric: float | None,
     keep: Keep | None,
+    files: str | None,
 ) -> _Job:
     """Let all ranks know what the others hold, and plan who writes what."""
     world = ctx.world
-    head, details = ("", "") if own is None else _said(own, world.node_rank, world.local_rank)
-    heads = [json.loads(one) for one in phases.gather(f"begin {json.dumps(options)}", head, error)]
+    head, details = {}, ""
+    if own is not None:
+        head, details = _said(own, world.node_rank, world.local_rank)
+        head["files"] = files is not None
+    texts = phases.gather(f"begin {json.dumps(options)}", json.dumps(head), error)
+    heads = [json.loads(one) for one in texts]
     assert own is not None  # otherwise gather has raised
     documents, held = [own.tree] * world.size, [own.held] * world.size
     if len({one["details"] for one in heads}) > 1:
@@ -413,6 +446,9 @@ def _agree_on(
         random=join_documents(randoms),
         described=described,
         plan=plan,
+        files=files,
+        any_files=any(one["files"] for one in heads),
+        owns_files=False,
         entries=tuple(
             (_key(write, described), _local(own.tensors[write.name]), own.sums.get(write.name))
             for write in plan.writes[world.rank]
@@ -420,7 +456,7 @@ def _agree_on(
     )
 
 
-def _said(own: _Own, node: int, local_rank: int) -> tuple[str, str]:
+def _said(own: _Own, node: int, local_rank: int) -> tuple[dict[str, Any], str]:
     """Give what is said in any case, and what is said only where ranks differ."""
     whole = {name: one for name, one in own.held.items() if one.boxes is None}
     cut = {name: one for name, one in own.held.items() if one.boxes is not None}
@@ -435,7 +471,7 @@ def _said(own: _Own, node: int, local_rank: int) -> tuple[str, str]:
         "local_rank": local_rank,
         "nonce": make_nonce(),
     }
-    return json.dumps(head), details
+    return head, details
 
 
 def _heard(held: Mapping[str, Sequence[Any]]) -> dict[str, Held]:
@@ -449,6 +485,29 @@ def _heard(held: Mapping[str, Sequence[Any]]) -> dict[str, Held]:
         )
         for name, (dtype, shape, itemsize, boxes, content) in held.items()
     }
+
+
+def _set_aside(job: _Job, phases: CollectivePhases, disk: Disk) -> _Job:
+    """Move the files to a directory of the save's own, since the caller goes on."""
+    own: str | None = None
+
+    def move() -> None:
+        nonlocal own
+        if job.files is not None:
+            find_attachments(disk, job.files)
+            own = make_leftover_folder(disk, str(job.directory))
+            move_content(disk, job.files, own)
+            disk.remove_folder(job.files)
+
+    _, error = attempt(move)
+    try:
+        phases.gather("files", "", error)
+    except BaseException:
+        if own is not None:
+            with suppress(OSError):
+                remove_tree(disk, own)
+        raise
+    return job._replace(files=own, owns_files=own is not None)
 
 
 def _key(write: Write, described: Mapping[str, Held]) -> str:
@@ -472,16 +531,20 @@ def _local(tensor: Any) -> torch.Tensor:
 def _write(job: _Job, phases: Phases, disk: Disk) -> Path:
     """Write this rank's part, and commit when all ranks have written theirs."""
     stage: Stage | None = None
+    names: tuple[str, ...] = ()
     is_main, error = job.rank == job.main, None
     try:
         if job.nodes is not None:
             _settle_nodes(job, phases, disk)
-        if is_main:
+        if job.files is not None:
+            found, error = attempt(lambda: find_attachments(disk, cast("str", job.files)))
+            names = found or ()
+        if is_main and error is None:
             stage, error = attempt(lambda: begin_stage(disk, job.directory, job.nonce))
         said = json.dumps([stage.path, stage.generation] if stage is not None else [])
         heard = [json.loads(one) for one in phases.gather("stage", said, error)]
         path, generation = heard[job.main][0], max(one[1] for one in heard if one)
-        written, error = attempt(lambda: _write_own(job, disk, path))
+        written, error = attempt(lambda: [_write_own(job, disk, path), _take_files(job, disk, names, path)])
         results = phases.gather("write", json.dumps(written), error)
         old, error = (), None
         if stage is not None:
@@ -498,7 +561,13 @@ def _write(job: _Job, phases: Phases, disk: Disk) -> Path:
     except BaseException:
         if stage is not None:
             abandon(disk, stage)
+        if job.owns_files:
+            with suppress(OSError):
+                remove_tree(disk, cast("str", job.files))
         raise
+    if job.files is not None:
+        with suppress(OSError):  # somebody has put something into it again
+            disk.remove_folder(job.files)
     if is_main and job.nodes is not None:
         remove_replaced(disk, old or ())
     if is_main and job.keep is not None:
@@ -535,6 +604,10 @@ def _write_own(job: _Job, disk: Disk, stage: str) -> list[Any] | None:
     return [written.size, written.header_crc32, dict(written.crc32)]
 
 
+def _take_files(job: _Job, disk: Disk, names: Sequence[str], stage: str) -> dict[str, Attachment]:
+    return {} if job.files is None else take_attachments(disk, job.files, names, stage)
+
+
 def _manifest(job: _Job, results: Sequence[str], generation: int) -> Manifest:
     files: dict[str, StoredFile] = {}
     pieces: dict[str, dict[Box | None, Piece]] = {}
@@ -544,7 +617,7 @@ def _manifest(job: _Job, results: Sequence[str], generation: int) -> Manifest:
         range(job.size), key=lambda rank: (job.nodes is not None and job.nodes[rank] != node, rank)
     )
     for rank in order:
-        result = json.loads(results[rank])
+        result, _ = json.loads(results[rank])
         if result is None:
             continue
         size, header_crc32, sums = result
@@ -561,6 +634,7 @@ def _manifest(job: _Job, results: Sequence[str], generation: int) -> Manifest:
         if used or node is None or job.nodes is None or job.nodes[rank] == node:
             at = None if job.nodes is None else job.nodes[rank]
             files[_file_name(rank)] = StoredFile(size, header_crc32, at)
+    attached = json.loads(results[job.main])[1]
     return Manifest(
         tree=job.tree,
         tensors={
@@ -568,6 +642,7 @@ def _manifest(job: _Job, results: Sequence[str], generation: int) -> Manifest:
             for name, found in pieces.items()
         },
         files=files,
+        attachments={name: Attachment(size, tuple(sums)) for name, (size, sums) in attached.items()},
         random=job.random,
         # Of all that was written, so that equal states give equal bytes.
         identity=hashlib.sha256(json.dumps([list(results), generation, job.step]).encode()).hexdigest()[:32],

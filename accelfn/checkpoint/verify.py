@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from accelfn.checkpoint.attachments import check_attachments
 from accelfn.checkpoint.disk import REAL_DISK, Disk
 from accelfn.checkpoint.find import OpenCheckpoint, check_names, read_checkpoint
 from accelfn.checkpoint.manifest import MANIFEST
@@ -23,7 +24,8 @@ class CheckpointReport:
     Attributes:
         path: Its directory.
         files: Names of its files of tensors that are in the directory.
-        num_bytes: Of these files, all of which were read.
+        attachments: Paths of the files in it that the caller had put there.
+        num_bytes: Of all these files, all of which were read.
         num_tensors: In the checkpoint as a whole.
         step: What its writer counted; None where nothing was said.
         metric: What its writer measured; None where nothing was said.
@@ -35,6 +37,7 @@ class CheckpointReport:
 
     path: Path
     files: tuple[str, ...]
+    attachments: tuple[str, ...]
     num_bytes: int
     num_tensors: int
     step: int | None
@@ -49,7 +52,8 @@ def verify_checkpoint(directory: str | os.PathLike[str], *, disk: Disk = REAL_DI
     """Check that a checkpoint is, bit for bit, what was written.
 
     That is: the manifest and its checksum; that all files are there and no others; of each file the length,
-    the header and every byte of every tensor. Memory for it is a few MB.
+    the header and every byte of every tensor, and every byte of files that the caller had put there. Memory
+    for it is a few MB.
 
     Where nodes have disks of their own, the files of another node are checked if they are there.
 
@@ -75,10 +79,13 @@ def verify_checkpoint(directory: str | os.PathLike[str], *, disk: Disk = REAL_DI
         expected = expected_entries(manifest)
         for name in names:
             verify_tensor_file(disk, checkpoint.folder, name, manifest.files[name], expected[name])
+        check_attachments(disk, checkpoint)
         return CheckpointReport(
             path=Path(checkpoint.path),
             files=names,
-            num_bytes=sum(manifest.files[name].size for name in names),
+            attachments=tuple(sorted(manifest.attachments)),
+            num_bytes=sum(manifest.files[name].size for name in names)
+            + sum(one.size for one in manifest.attachments.values()),
             num_tensors=len(manifest.tensors),
             step=manifest.step,
             metric=manifest.metric,

@@ -10,7 +10,7 @@ from contextlib import suppress
 import torch
 
 from accelfn.checkpoint.commit import leftover_path, make_nonce
-from accelfn.checkpoint.disk import REAL_DISK, Disk, make_folders, naming, remove_flat, write_file
+from accelfn.checkpoint.disk import REAL_DISK, Disk, make_folders, naming, remove_tree, write_file
 from accelfn.checkpoint.stored_dtype import SAFETENSORS_NAMES
 from accelfn.checkpoint.tensor_file import new_entry, write_tensors
 from accelfn.checkpoint.weights_plan import parse_size, plan_weights
@@ -75,6 +75,6 @@ def write_weights(
         disk.sync_folder(os.path.dirname(path))
     except BaseException:
         with suppress(OSError):
-            remove_flat(disk, stage)
+            remove_tree(disk, stage)
         raise
     return tuple(files)

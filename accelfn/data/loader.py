@@ -186,6 +186,10 @@ class PreparedDataLoader(Generic[T]):
             stream=place.latest.stream or own.stream,
         )
 
+    def shares_place(self, other: PreparedDataLoader[Any]) -> bool:
+        """Whether both go through the same passes, as what skips batches of a loader does."""
+        return self._place is other._place
+
     def go_to(self, state: LoaderState) -> None:
         """Let the next pass begin where ``state`` was taken; see :func:`accelfn.restore_loader`."""
         remembering, stream = self._remembering(), state.stream

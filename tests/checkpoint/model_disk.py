@@ -25,7 +25,7 @@ class Killed(BaseException):
 class Operation(NamedTuple):
     """One entry of the log. Of a change of names, ``inode`` is what the name stands for."""
 
-    kind: str  # create, write, sync, sync_folder, mkdir, rename, unlink, rmdir, acknowledged
+    kind: str  # create, write, sync, sync_folder, mkdir, link, rename, unlink, rmdir, acknowledged
     inode: int
     folder: int = 0
     name: str = ""
@@ -41,7 +41,7 @@ Contents = dict[int, bytes]  # by file
 def apply_names(names: Names, one: Operation) -> None:
     """Carry out one change of names, as far as what it changes is there."""
     here = names.setdefault(one.folder, {})
-    if one.kind in ("create", "mkdir"):
+    if one.kind in ("create", "mkdir", "link"):
         here[one.name] = one.inode
     else:
         if here.get(one.name) == one.inode:
@@ -80,6 +80,7 @@ class Model:
             close_folder=lambda folder: None,
             names=lambda folder: list(self.names[folder.descriptor or 0]),
             open_file=self.open_file,
+            open_to_sync=self.open_file,
             status=lambda path: self.status_of(self.find(path)),
             status_of=self.status_of,
             read=self.read,
@@ -159,11 +160,14 @@ class Model:
         self._step("rename")
         folder, name = self._split(source)
         other, new = self._split(target)
-        assert folder == other
         inode = self.find(source)
-        if new in self.names[folder] and self.names.get(self.names[folder][new]):
+        if new in self.names[other] and self.names.get(self.names[other][new]):
             raise OSError(errno.ENOTEMPTY, "not empty", target)
-        self._change(Operation("rename", inode, folder, name, new))
+        if folder == other:
+            self._change(Operation("rename", inode, folder, name, new))
+        else:  # each directory by itself may lose its part of it
+            self._change(Operation("link", inode, other, new))
+            self._change(Operation("unlink", inode, folder, name))
 
     def remove_file(self, path: str) -> None:
         self._step("unlink")
@@ -188,10 +192,12 @@ class Model:
         return Folder(path, inode)
 
     def open_file(self, folder: Folder, name: str) -> int:
-        here = self.names[folder.descriptor or 0]
-        if name not in here:
-            raise FileNotFoundError(errno.ENOENT, "not there", name)
-        return here[name]
+        inode = folder.descriptor or 0
+        for part in name.split("/"):
+            if part not in self.names[inode]:
+                raise FileNotFoundError(errno.ENOENT, "not there", name)
+            inode = self.names[inode][part]
+        return inode
 
     def status_of(self, descriptor: int) -> Status:
         if descriptor in self.names:

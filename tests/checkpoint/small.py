@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
+from accelfn.checkpoint.attachments import find_attachments, take_attachments
 from accelfn.checkpoint.commit import abandon, begin_stage, make_nonce, publish, write_manifest
 from accelfn.checkpoint.disk import REAL_DISK, Disk
 from accelfn.checkpoint.find import OpenCheckpoint, read_checkpoint
@@ -37,11 +38,17 @@ def write_stage(disk: Disk, path: str, ranks: tuple[Tensors, ...], **fields: obj
 
 
 def save_small(
-    directory: str | os.PathLike[str], *ranks: Tensors, disk: Disk = REAL_DISK, **fields: object
+    directory: str | os.PathLike[str],
+    *ranks: Tensors,
+    disk: Disk = REAL_DISK,
+    files: str | None = None,
+    **fields: object,
 ) -> None:
-    """Save a checkpoint as one process would for all ranks."""
+    """Save a checkpoint as one process would for all ranks, with the files of a directory in it."""
     stage = begin_stage(disk, directory, make_nonce())
     try:
+        if files is not None:
+            fields["attachments"] = take_attachments(disk, files, find_attachments(disk, files), stage.path)
         manifest = write_stage(disk, stage.path, ranks, generation=stage.generation, **fields)
         write_manifest(disk, stage, manifest)
     except BaseException:

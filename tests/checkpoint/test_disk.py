@@ -16,7 +16,8 @@ from accelfn.checkpoint.disk import (
     open_regular,
     opened,
     read_file,
-    remove_flat,
+    remove_tree,
+    walk,
     write_file,
 )
 from accelfn.errors import DamagedCheckpointError
@@ -84,17 +85,17 @@ def test_missing_directories_are_made_and_each_is_synced(tmp_path: Path) -> None
     assert synced == [str(tmp_path), str(tmp_path / "a")]
 
 
-def test_a_directory_is_removed_with_its_files_but_not_with_others_in_it(tmp_path: Path) -> None:
-    (tmp_path / "x").mkdir()
-    (tmp_path / "x" / "file").write_bytes(b"")
-    (tmp_path / "x" / "link").symlink_to(tmp_path)
-    remove_flat(REAL_DISK, str(tmp_path / "x"))
-    remove_flat(REAL_DISK, str(tmp_path / "x"))
-    assert list(tmp_path.iterdir()) == []
+def test_a_directory_is_removed_with_all_in_it_but_not_what_links_lead_to(tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "mine").write_bytes(b"")
     (tmp_path / "x" / "inner").mkdir(parents=True)
-    with pytest.raises(OSError, match="inner"):
-        remove_flat(REAL_DISK, str(tmp_path / "x"))
-    assert (tmp_path / "x" / "inner").is_dir()
+    (tmp_path / "x" / "inner" / "file").write_bytes(b"")
+    (tmp_path / "x" / "inner" / "link").symlink_to(tmp_path / "kept")
+    assert [name for name, _ in walk(REAL_DISK, str(tmp_path / "x"))] == ["inner", "inner/file", "inner/link"]
+    remove_tree(REAL_DISK, str(tmp_path / "x"))
+    remove_tree(REAL_DISK, str(tmp_path / "x"))
+    assert os.listdir(tmp_path) == ["kept"]
+    assert (tmp_path / "kept" / "mine").exists()
 
 
 def test_what_stands_at_a_path_is_told_without_following_links(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from accelfn.checkpoint.commit import clean
+from accelfn.checkpoint.disk import make_folders
 from accelfn.checkpoint.find import find_checkpoints
 from accelfn.checkpoint.keep import Keep, prune_checkpoints
 from accelfn.checkpoint.verify import verify_checkpoint
@@ -16,13 +17,14 @@ from tests.checkpoint.model_disk import Killed, Model, Operation, crashes, settl
 from tests.checkpoint.small import save_small
 
 HERE = "/runs/all/here"
+FILES = "/runs/files"
 Outcome = frozenset[int | None]  # steps of checkpoints; None for no checkpoint
 
 
 class Scenario(NamedTuple):
     """What is done to a disk, and what may be found on it after a power cut."""
 
-    before: Sequence[str]  # checkpoints that are there, of steps 0, 1, ...
+    before: Sequence[str]  # checkpoints that are there, of steps 0, 1, ...; FILES for a directory of files
     act: Callable[[Model], None]
     until: Mapping[str, Outcome]  # before the end is acknowledged
     after: Mapping[str, Outcome]
@@ -48,6 +50,16 @@ def prune(model: Model) -> None:
 
 def one_prune(model: Model) -> None:
     prune(model)
+    acknowledge(model)
+
+
+def save_with_files(model: Model) -> None:
+    """A save takes over a file that somebody has written and not synced."""
+    disk = model.disk()
+    descriptor = disk.create(f"{FILES}/inner/config")
+    disk.write(descriptor, memoryview(b"five"), 0)
+    disk.close(descriptor)
+    save_small(HERE, {"a": torch.tensor(5)}, disk=disk, step=5, files=FILES)
     acknowledge(model)
 
 
@@ -105,6 +117,10 @@ SCENARIOS = {
     ),
     "replacing": Scenario((HERE,), one_save, {HERE: outcome(0, 5)}, {HERE: outcome(5)}),
     "replacing twice": Scenario((HERE,), then(one_save, one_save), {HERE: outcome(0, 5)}, {HERE: outcome(5)}),
+    "with files": Scenario((FILES,), save_with_files, {HERE: outcome(None, 5)}, {HERE: outcome(5)}),
+    "replacing, with files": Scenario(
+        (HERE, FILES), save_with_files, {HERE: outcome(0, 5)}, {HERE: outcome(5)}
+    ),
     "killed before its last sync, then tidied up": Scenario(
         (HERE,), then(killed_at("sync_folder", one_save), tidy), {HERE: outcome(0, 5)}, {}
     ),
@@ -127,7 +143,10 @@ SCENARIOS = {
 def disk_with(names: Sequence[str]) -> Model:
     model = Model()
     for step, name in enumerate(names):
-        save(model, name, step)
+        if name == FILES:
+            make_folders(model.disk(), f"{FILES}/inner")
+        else:
+            save(model, name, step)
     return settled(model)
 
 

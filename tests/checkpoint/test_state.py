@@ -515,3 +515,70 @@ def test_any_world_takes_up_what_any_other_saved(sizes: list[int]) -> None:
                 assert torch.equal(loaded["a"], value["a"])
                 assert loaded["b"][1] == "text"
                 assert loaded["n"] == number + 2
+
+
+# --- a part of it --------------------------------------------------------------------------------
+
+
+def test_a_program_that_evaluates_takes_the_model_alone(tmp_path: Path) -> None:
+    loop = new_loop()
+    loop.train(2)
+    af.save_state(
+        Context(), tmp_path / "at", {**loop.tree, "epoch": 3, "nested": {"a": torch.ones(2), "b": 1}}
+    )
+    model = new_loop().model
+    with pytest.raises(CheckpointMismatchError, match="pass partial=True"):
+        af.load_state(Context(), tmp_path / "at", {"model": model})
+    loaded = af.load_state(
+        Context(), tmp_path / "at", {"model": model, "nested": {"b": 0}}, partial=True, random_state=False
+    )
+    assert loaded == {"model": model, "nested": {"b": 1}}
+    assert repr(model.state_dict()) == repr(loop.model.state_dict())
+
+
+def test_only_the_parts_that_are_named_may_be_left_out(tmp_path: Path) -> None:
+    tree: dict[str, Any] = {"models": {"a": nn.Linear(1, 1), "b": nn.Linear(1, 1)}, "x": torch.ones(1)}
+    af.save_state(Context(), tmp_path / "at", tree)
+    like: dict[str, Any] = {"models": {"a": nn.Linear(1, 1)}}
+    with pytest.raises(CheckpointMismatchError) as caught:
+        af.load_state(Context(), tmp_path / "at", like, partial=["models/b"])
+    assert [row.path for row in caught.value.rows] == ["x"]
+    af.load_state(Context(), tmp_path / "at", like, partial=["models/b", "x", "nothing"])
+    assert torch.equal(like["models"]["a"].weight, tree["models"]["a"].weight)
+    with pytest.raises(CheckpointMismatchError, match="models/c") as caught:
+        af.load_state(Context(), tmp_path / "at", {"models": {"c": nn.Linear(1, 1)}}, partial=True)
+    assert "partial" not in str(caught.value).partition("\n")[0]
+    with pytest.raises(TypeError, match="list of paths, got 'x'"):
+        af.load_state(Context(), tmp_path / "at", like, partial="x")
+
+
+def test_what_is_shared_with_a_part_that_is_left_out_comes_back(tmp_path: Path) -> None:
+    model, generator = nn.Linear(2, 2), torch.Generator().manual_seed(3)
+    first, rows = torch.arange(6.0), torch.arange(6.0)
+    tree = {
+        "one": {"model": model, "generator": generator, "rows": rows, "first": first},
+        "two": {"model": model, "generator": generator, "rows": rows[2:4], "first": first},
+    }
+    af.save_state(Context(), tmp_path / "at", tree)
+    fresh: dict[str, Any] = {
+        "model": nn.Linear(2, 2),
+        "generator": torch.Generator(),
+        "rows": torch.zeros(2),
+        "first": torch.zeros(6),
+    }
+    loaded: dict[str, Any] = af.load_state(Context(), tmp_path / "at", {"two": fresh}, partial=True)["two"]
+    assert torch.equal(loaded["model"].weight, model.weight)
+    assert torch.equal(loaded["generator"].get_state(), generator.get_state())
+    assert loaded["rows"].tolist() == [2, 3]
+    assert torch.equal(loaded["first"], first)
+
+
+def test_of_what_is_left_out_no_byte_is_read(tmp_path: Path) -> None:
+    at = af.save_state(Context(), tmp_path / "at", {"a": torch.zeros(4), "b": torch.ones(1000)})
+    file = at / "tensors-00000.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content.replace(torch.ones(1000).numpy().tobytes(), bytes(4000)))
+    like = {"a": torch.ones(4)}
+    assert torch.equal(af.load_state(Context(), at, like, partial=True)["a"], torch.zeros(4))
+    with pytest.raises(DamagedCheckpointError):
+        af.load_state(Context(), at, {**like, "b": torch.zeros(1000)})

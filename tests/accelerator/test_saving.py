@@ -1,0 +1,785 @@
+"""Checkpoints of an Accelerator: by name, whole, as the functions write them, and as programs expect them."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownLambdaType=false
+
+import copy
+import gc
+import json
+import os
+import pickle
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR, StepLR
+from torch.utils.data import DataLoader, TensorDataset
+
+import accelfn as af
+from accelfn import Accelerator, Context, DataLoaderConfiguration, GradScalerKwargs, ProjectConfiguration
+from accelfn.errors import (
+    CheckpointMismatchError,
+    ConfigurationError,
+    NoCheckpointError,
+    RemoteRankError,
+)
+from accelfn.testing import run_ranks
+
+Weights = dict[str, torch.Tensor]
+
+
+class Generator(nn.Linear):
+    """A model of its own class."""
+
+
+class Critic(nn.Linear):
+    """Another one."""
+
+
+class Counter:
+    """Something that isn't prepared, and has a state."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.value = state["value"]
+
+
+class Run:
+    """The training loop of the documents, over two epochs of data in batches of two."""
+
+    def __init__(self, ctx: Context, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        generator = torch.Generator().manual_seed(9)
+        model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+        rows = TensorDataset(torch.randn(24, 3, generator=generator), torch.randn(24, 1, generator=generator))
+        loader = DataLoader(rows, batch_size=2, shuffle=True)
+        self.accelerator = Accelerator(context=ctx)
+        self.counter = Counter()
+        self.accelerator.register_for_checkpointing(self.counter)
+        self.model, self.optimizer, self.scheduler, self.loader = self.accelerator.prepare(
+            model, optimizer, StepLR(optimizer, 2, gamma=0.9), loader
+        )
+        self.losses: list[float] = []
+
+    def steps(self) -> Iterator[int]:
+        """Train, and pause after each batch."""
+        number = 0
+        while self.loader.epoch < 2:
+            for x, y in self.loader:
+                with self.accelerator.accumulate(self.model):
+                    with self.accelerator.autocast():
+                        loss = nn.functional.mse_loss(self.model(x), y)
+                    self.accelerator.backward(loss)
+                    if self.accelerator.sync_gradients:
+                        self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
+                    self.optimizer.step()
+                    self.scheduler.step()
+                    self.optimizer.zero_grad()
+                self.losses.append(float(loss.detach()))
+                self.counter.value += 1
+                number += 1
+                yield number
+
+    def weights(self) -> Weights:
+        return {name: value.clone() for name, value in af.unwrap_model(self.model).state_dict().items()}
+
+
+def is_equal(one: Weights, other: Weights) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def stop(steps: Iterator[int], number: int) -> None:
+    next(one for one in steps if one == number)
+
+
+# --- training goes on ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("world", "on"), [(1, "memory"), (2, "memory"), (2, "processes")], ids=["one", "threads", "processes"]
+)
+@pytest.mark.parametrize("mode", ["no", "fp16"])
+def test_a_run_that_is_resumed_amid_an_epoch_goes_on_bit_for_bit(
+    tmp_path: Path, world: int, on: Any, mode: str
+) -> None:
+    def run(ctx: Context) -> tuple[Weights, Weights, list[float], list[float], int, float]:
+        through = Run(ctx)
+        for number in through.steps():
+            if number == 8:  # in the second epoch on two ranks, in the first one on one
+                saved = through.accelerator.save_state(tmp_path / "at")
+                assert saved == tmp_path / "at"
+        again = Run(ctx, seed=5)
+        stop(again.steps(), 3)  # so that there is something to bring back
+        again = Run(ctx, seed=5) if ctx.num_processes == 1 else again
+        again.accelerator.load_state(tmp_path / "at")
+        assert again.counter.value == 8
+        count = sum(1 for _ in again.steps())
+        scale = float(again.accelerator._scaling.state.scale)  # pyright: ignore[reportPrivateUsage]
+        other = float(through.accelerator._scaling.state.scale)  # pyright: ignore[reportPrivateUsage]
+        assert scale == other
+        return (
+            through.weights(),
+            again.weights(),
+            through.losses[8:],
+            again.losses[-count:],
+            len(through.losses),
+            scale,
+        )
+
+    handlers = [GradScalerKwargs(init_scale=2.0**17, growth_interval=2)] if mode == "fp16" else []
+    found = run_ranks(
+        run,
+        world,
+        on=on,
+        mixed_precision=mode,
+        gradient_accumulation_steps=2,
+        kwargs_handlers=handlers,
+        dataloader_config=DataLoaderConfiguration(data_seed=3),
+    )
+    for straight, resumed, losses, again, count, scale in found:
+        assert is_equal(straight, resumed)
+        assert losses == again
+        assert count == 24 // world
+        assert mode == "no" or scale != 2.0**17
+
+
+def test_what_is_written_is_what_the_functions_write(tmp_path: Path) -> None:
+    def run(ctx: Context) -> None:
+        one = Run(ctx)
+        stop(one.steps(), 4)
+        one.accelerator.save_state(tmp_path / "method", step=4)
+        tree = {
+            "models": {"model": one.model},
+            "optimizers": {"optimizer": one.optimizer.optimizer},
+            "schedulers": {"scheduler": one.scheduler},
+            "loaders": {"loader": one.loader},
+            "objects": {"Counter": one.counter},
+            "scaler": af.init_scaler(ctx),
+            "loop": {"step": 0, "next_number": 1, "scales_loss": False},
+        }
+        af.save_state(ctx, tmp_path / "function", tree, step=4)
+
+    run_ranks(run, 2)
+    names = sorted(os.listdir(tmp_path / "method"))
+    assert names == sorted(os.listdir(tmp_path / "function"))
+    for name in names:
+        assert (tmp_path / "method" / name).read_bytes() == (tmp_path / "function" / name).read_bytes()
+
+
+def test_a_save_changes_nothing_in_the_run(tmp_path: Path) -> None:
+    def run(ctx: Context, saves: bool) -> Weights:
+        torch.manual_seed(1)
+        accelerator = Accelerator(context=ctx)
+        first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+        optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (first, second)]
+        first, second, *optimizers = accelerator.prepare(first, second, *optimizers)
+        accelerator.checkpoint_names(first=first, second=second)
+        x = torch.ones(2, 2)
+        for number in range(8):
+            for one, optimizer in zip((first, second), optimizers, strict=True):
+                accelerator.backward(one(x).square().mean() * 3.0**number)
+                optimizer.step()
+                optimizer.zero_grad()
+                if saves:  # between the steps of the two
+                    accelerator.save_state(tmp_path / "at")
+        return {**first.state_dict(), **{f"2.{name}": value for name, value in second.state_dict().items()}}
+
+    handlers = [GradScalerKwargs(init_scale=2.0**14, growth_interval=1)]
+    found = [
+        run_ranks(
+            lambda ctx, saves=saves: run(ctx, saves), 1, mixed_precision="fp16", kwargs_handlers=handlers
+        )[0]
+        for saves in (False, True)
+    ]
+    assert is_equal(*found)
+
+
+def test_a_program_that_skips_batches_saves_the_place_in_the_data(tmp_path: Path) -> None:
+    one = Run(Context())
+    rest = one.accelerator.skip_first_batches(one.loader, 5)
+    batches = iter(rest)
+    next(batches)
+    one.accelerator.save_state(tmp_path / "at")
+    again = Run(Context())
+    again.accelerator.load_state(tmp_path / "at")
+    assert again.loader.consumed == 12
+    assert all(
+        torch.equal(mine, theirs)
+        for pair in zip(again.loader, batches, strict=True)
+        for mine, theirs in zip(*pair, strict=True)
+    )
+
+
+# --- names ---------------------------------------------------------------------------------------
+
+
+def gan(same: bool = False) -> tuple[nn.Module, nn.Module]:
+    kinds = (nn.Linear, nn.Linear) if same else (Generator, Critic)
+    return kinds[0](2, 2), kinds[1](2, 2)
+
+
+def stored_names(path: Path) -> dict[str, list[str]]:
+    tree = json.loads((path / "manifest.json").read_text().partition("\n")[0])["tree"]
+    return {kind: sorted(tree[kind]) for kind in ("models", "optimizers", "schedulers", "loaders", "objects")}
+
+
+def test_two_models_prepared_in_another_order_load_what_is_theirs(tmp_path: Path) -> None:
+    generator, critic = gan()
+    accelerator = Accelerator(context=Context())
+    optimizers = [torch.optim.AdamW(one.parameters()) for one in (generator, critic)]
+    for one, optimizer in zip((generator, critic), optimizers, strict=True):
+        one(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    held = accelerator.prepare(generator, critic, *optimizers)
+    path = accelerator.save_state(tmp_path / "at")
+    assert stored_names(path)["models"] == ["model.Critic", "model.Generator"]
+    assert stored_names(path)["optimizers"] == ["optimizer.model.Critic", "optimizer.model.Generator"]
+    other_generator, other_critic = gan()
+    second = Accelerator(context=Context())
+    others = [torch.optim.AdamW(one.parameters()) for one in (other_critic, other_generator)]
+    again = second.prepare(*others, other_critic, other_generator)
+    second.load_state(tmp_path / "at")
+    assert torch.equal(other_generator.weight, generator.weight)  # pyright: ignore[reportArgumentType]
+    assert torch.equal(other_critic.weight, critic.weight)  # pyright: ignore[reportArgumentType]
+    state = others[1].state[next(other_generator.parameters())]["exp_avg"]
+    assert torch.equal(state, optimizers[0].state[next(generator.parameters())]["exp_avg"])
+    del held, again
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_two_that_only_their_order_tells_apart_need_names(tmp_path: Path, world: int) -> None:
+    def run(ctx: Context) -> list[dict[str, list[str]]]:
+        found: list[dict[str, list[str]]] = []
+        for way in ("prepare", "afterwards"):
+            accelerator = Accelerator(context=ctx)
+            generator, critic = gan(same=True)
+            pair = [torch.optim.SGD(one.parameters()) for one in (generator, critic)]
+            if way == "prepare":
+                optimizer, generator, critic, other = accelerator.prepare(
+                    pair[0], generator=generator, critic=critic, late=pair[1]
+                )
+            else:
+                generator, critic, optimizer, other = accelerator.prepare(generator, critic, *pair)
+                with pytest.raises(ConfigurationError, match=r"checkpoint_names\(teacher=...") as caught:
+                    accelerator.save_state(tmp_path / "at")
+                assert "'model.Linear'" in str(caught.value)
+                accelerator.checkpoint_names(generator=generator, critic=critic, late=other)
+            assert (optimizer.optimizer, other.optimizer) == tuple(pair)
+            assert isinstance(generator, nn.Module)
+            found.append(stored_names(accelerator.save_state(tmp_path / way)))
+        return found
+
+    for ways in run_ranks(run, world):
+        for names in ways:
+            assert names["models"] == ["critic", "generator"]
+            assert names["optimizers"] == ["late", "optimizer"]
+
+
+def test_names_are_for_what_is_prepared() -> None:
+    accelerator = Accelerator(context=Context())
+    with pytest.raises(TypeError, match="config is of dict, and names are for"):
+        accelerator.prepare(config={})
+    model = nn.Linear(1, 1)
+    with pytest.raises(ValueError, match="other was not prepared"):
+        accelerator.checkpoint_names(other=model)
+    prepared = accelerator.prepare(model)
+    with pytest.raises(ValueError, match="other was not prepared"):
+        accelerator.checkpoint_names(first=prepared, other=nn.Linear(1, 1))
+    assert accelerator.models.name_of(prepared) is None  # none was named
+
+
+def test_optimizers_schedules_and_loaders_are_named_by_what_they_are_for(tmp_path: Path) -> None:
+    accelerator = Accelerator(context=Context())
+    generator, critic = gan(same=True)
+    optimizers = [torch.optim.SGD(one.parameters()) for one in (generator, critic)]
+    schedules = [LambdaLR(one, lambda step: 1.0) for one in optimizers]
+    loaders = [DataLoader(TensorDataset(torch.ones(size))) for size in (3, 5)]
+    held = accelerator.prepare(*schedules, *optimizers, *loaders, generator=generator, critic=critic)
+    names = stored_names(accelerator.save_state(tmp_path / "at"))
+    assert names["optimizers"] == ["optimizer.critic", "optimizer.generator"]
+    assert names["schedulers"] == ["scheduler.optimizer.critic", "scheduler.optimizer.generator"]
+    assert names["loaders"] == ["loader.TensorDataset.3", "loader.TensorDataset.5"]
+    assert len(held) == 8
+
+
+def test_a_name_goes_with_its_object_and_not_with_its_number() -> None:
+    accelerator = Accelerator(context=Context())
+    seen: set[int] = set()
+    again = 0
+    for _ in range(50):
+        model = accelerator.prepare(nn.Linear(1, 1))
+        assert accelerator.models.name_of(model) is None
+        again += id(model) in seen
+        seen.add(id(model))
+        accelerator.checkpoint_names(teacher=model)
+        assert accelerator.models.name_of(model) == "teacher"
+        del model
+    assert again  # otherwise nothing was tried
+    model = accelerator.prepare(teacher=nn.Linear(1, 1))
+    accelerator.free_memory()
+    assert [*accelerator.models] == []
+    assert accelerator.models.name_of(accelerator.prepare(model)) is None
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_copy_knows_nothing_of_what_the_original_has_prepared(tmp_path: Path, copied: Any) -> None:
+    accelerator = Accelerator(context=Context())
+    model = accelerator.prepare(teacher=nn.Linear(1, 1))
+    other: Accelerator = copied(accelerator)
+    shares = copied is copy.copy
+    assert [*other.models] == ([model] if shares else [])
+    if not shares:
+        with pytest.raises(ConfigurationError, match="save_state: nothing was prepared"):
+            other.save_state(tmp_path / "at")
+    second = other.prepare(student=nn.Linear(2, 1))
+    other.save_state(tmp_path / "at")
+    assert stored_names(tmp_path / "at")["models"] == (["student", "teacher"] if shares else ["student"])
+    assert second is not model
+
+
+def test_nothing_but_what_is_registered_is_kept_alive(tmp_path: Path) -> None:
+    run = Run(Context())
+    accelerator = run.accelerator
+    gone = [weakref.ref(one) for one in (run.model, run.optimizer, run.scheduler, run.loader)]
+    kept = weakref.ref(run.counter)
+    accelerator.save_state(tmp_path / "at")
+    accelerator.load_state(tmp_path / "at")
+    del run
+    gc.collect()
+    assert [one() for one in gone] == [None] * 4
+    assert kept() is not None
+    accelerator.save_state(tmp_path / "at")
+    assert stored_names(tmp_path / "at") == {
+        "models": [],
+        "optimizers": [],
+        "schedulers": [],
+        "loaders": [],
+        "objects": ["Counter"],
+    }
+
+
+# --- registered objects --------------------------------------------------------------------------
+
+
+def test_objects_that_can_not_be_registered_are_all_named_and_none_is_registered(tmp_path: Path) -> None:
+    accelerator = Accelerator(context=Context())
+    with pytest.raises(ValueError, match=r"int \(3\), wrong \('text'\)"):
+        accelerator.register_for_checkpointing(Counter(), 3, fine=Counter(), wrong="text")
+    with pytest.raises(ValueError, match="two objects would be saved as 'Counter'"):
+        accelerator.register_for_checkpointing(Counter(), Counter())
+    with pytest.raises(ConfigurationError, match="nothing was prepared or registered"):
+        accelerator.save_state(tmp_path / "at")
+    one, other = Counter(), Counter()
+    accelerator.register_for_checkpointing(one, one, other=other)
+    accelerator.register_for_checkpointing(one)
+    with pytest.raises(ValueError, match="'other'"):
+        accelerator.register_for_checkpointing(other=Counter())
+    one.value, other.value = 3, 4
+    path = accelerator.save_state(tmp_path / "at")
+    assert stored_names(path)["objects"] == ["Counter", "other"]
+    one.value = other.value = 0
+    accelerator.load_state(path)
+    assert (one.value, other.value) == (3, 4)
+
+
+# --- where they are ------------------------------------------------------------------------------
+
+
+def project(folder: Path, **options: Any) -> dict[str, Any]:
+    options = {"automatic_checkpoint_naming": True, **options}
+    return {"project_config": ProjectConfiguration(project_dir=str(folder), **options)}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_checkpoints_are_numbered_and_old_ones_go_after_the_new_one_is_there(
+    tmp_path: Path, world: int
+) -> None:
+    def run(ctx: Context) -> tuple[list[str], int, list[str]]:
+        accelerator = Accelerator(context=ctx)
+        model = accelerator.prepare(nn.Linear(1, 1))
+        assert accelerator.save_iteration == 0
+        names = [accelerator.save_state().name for _ in range(12)]
+        accelerator.wait_for_everyone()
+        assert accelerator.save_iteration == 12
+        there = sorted(os.listdir(tmp_path / "checkpoints"))
+        accelerator.wait_for_everyone()
+        # A run that resumes goes on saving; so does one that only uses the old folder.
+        for resumes in (True, False):
+            second = Accelerator(context=ctx)
+            second.prepare(model)
+            if resumes:
+                second.load_state()
+                assert second.save_iteration == 12
+            names.append(second.save_state().name)
+        second.load_state(tmp_path / "checkpoints" / names[-2])
+        names.append(second.save_state().name)
+        accelerator.wait_for_everyone()
+        return names, second.save_iteration, there
+
+    for names, number, there in run_ranks(run, world, **project(tmp_path, total_limit=2)):
+        assert names == [f"checkpoint_{number}" for number in range(15)]
+        assert number == 15
+        assert there == ["checkpoint_10", "checkpoint_11"]
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_13", "checkpoint_14"]
+
+
+def test_the_number_is_the_main_processs_and_on_own_disks_above_that_of_all_nodes(tmp_path: Path) -> None:
+    for number in (3, 7):
+        (tmp_path / f"node{number // 7}" / "checkpoints" / f"checkpoint_{number}").mkdir(parents=True)
+
+    def run(ctx: Context) -> str:
+        folder = tmp_path / f"node{ctx.world.node_rank}"
+        accelerator = Accelerator(context=ctx.replace(**project(folder, save_on_each_node=True)))
+        model = accelerator.prepare(nn.Linear(1, 1))
+        path = accelerator.save_state()
+        assert path.parent.parent == folder
+        accelerator.load_state()
+        del model
+        return path.name
+
+    assert run_ranks(run, 4, num_nodes=2) == ["checkpoint_8"] * 4
+
+
+def test_an_explicit_directory_counts_too_and_options_are_passed_on(tmp_path: Path) -> None:
+    accelerator = Accelerator(context=Context())
+    model = accelerator.prepare(nn.Linear(1, 1))
+    assert accelerator.save_state(tmp_path / "a", step=7, metric=0.5) == tmp_path / "a"
+    assert accelerator.save_iteration == 1
+    report = af.verify_checkpoint(tmp_path / "a")
+    assert (report.step, report.metric) == (7, 0.5)
+    handle = accelerator.save_state(tmp_path / "b", step=8, asynchronous=True, keep=af.Keep(last=1))
+    assert handle.result() == tmp_path / "b"
+    assert os.listdir(tmp_path) == ["b"]
+    before = model.weight.detach().clone()
+    nn.init.zeros_(model.weight)
+    accelerator.load_state(tmp_path)  # a directory of checkpoints
+    assert torch.equal(model.weight, before)
+
+
+def test_home_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    accelerator = Accelerator(context=Context())
+    model = accelerator.prepare(nn.Linear(1, 1))
+    assert accelerator.save_state("~/at") == tmp_path / "at"
+    accelerator.load_state("~/at")
+    del model
+
+
+def test_calls_that_say_nothing_clear_are_errors_on_all_ranks(tmp_path: Path) -> None:
+    def run(ctx: Context) -> None:
+        accelerator = Accelerator(context=ctx)
+        model = accelerator.prepare(nn.Linear(1, 1))
+        with pytest.raises(ConfigurationError, match="save_state: needs a directory"):
+            accelerator.save_state()
+        with pytest.raises(ConfigurationError, match="load_state: needs a directory"):
+            accelerator.load_state()
+        with pytest.raises(TypeError, match="nothing here takes save_latest"):
+            accelerator.save_state(tmp_path / "at", save_latest=True)
+        with pytest.raises(TypeError, match="nothing here takes optimizer"):
+            accelerator.load_state(tmp_path / "at", optimizer=False)
+        with pytest.raises(TypeError, match="nothing here takes pickle_module"):
+            accelerator.load_state(tmp_path / "at", {"pickle_module": pickle, "weights_only": True})
+        for place in ("cuda:0", torch.device("cpu")):
+            with pytest.raises(TypeError, match="map_location must be"):
+                accelerator.load_state(tmp_path / "at", map_location=place)  # pyright: ignore[reportArgumentType]
+        naming = Accelerator(context=ctx.replace(**project(tmp_path)))
+        naming.prepare(model)
+        with pytest.raises(ConfigurationError, match="output_dir was given too"):
+            naming.save_state(tmp_path / "at")
+        with pytest.raises(ConfigurationError, match="step was given too"):
+            naming.save_state(step=3)
+        homeless = Accelerator(
+            context=ctx.replace(project_config=ProjectConfiguration(automatic_checkpoint_naming=True))
+        )
+        homeless.prepare(model)
+        with pytest.raises(ConfigurationError, match="project_dir="):
+            homeless.save_state()
+        kind = NoCheckpointError if ctx.is_main_process else RemoteRankError
+        with pytest.raises(kind):
+            naming.load_state()
+
+    run_ranks(run, 2)
+    assert os.listdir(tmp_path) == []
+
+
+def test_what_one_rank_can_not_name_no_rank_saves(tmp_path: Path) -> None:
+    def run(ctx: Context) -> None:
+        accelerator = Accelerator(context=ctx)
+        models = [
+            accelerator.prepare_model(nn.Linear(1, 1), evaluation_mode=True) for _ in range(1 + ctx.rank)
+        ]
+        with pytest.raises(ConfigurationError if ctx.rank else RemoteRankError, match="Name them"):
+            accelerator.save_state(tmp_path / "at")
+        with pytest.raises(ConfigurationError if ctx.rank else RemoteRankError, match="Name them"):
+            accelerator.load_state(tmp_path / "at")
+        del models
+
+    run_ranks(run, 2)
+
+
+def test_a_folder_of_accelerate_says_how_to_turn_it_into_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "random_states_0.pkl").write_bytes(b"")
+    accelerator = Accelerator(context=Context())
+    model = accelerator.prepare(nn.Linear(1, 1))
+    with pytest.raises(NoCheckpointError, match="accelfn checkpoint convert"):
+        accelerator.load_state(tmp_path)
+    del model
+
+
+def test_options_of_loading(tmp_path: Path) -> None:
+    one = Run(Context())
+    one.accelerator.save_state(tmp_path / "at")
+    accelerator = Accelerator(context=Context())
+    model = accelerator.prepare(copy.deepcopy(one.model))
+    nn.init.zeros_(model[0].weight)
+    with pytest.raises(CheckpointMismatchError, match="partial=True"):
+        accelerator.load_state(tmp_path / "at")
+    state = torch.get_rng_state()
+    accelerator.load_state(
+        tmp_path / "at", {"weights_only": True}, partial=True, random_state=False, map_location="cpu"
+    )
+    assert torch.equal(torch.get_rng_state(), state)
+    assert is_equal(model.state_dict(), one.model.state_dict())
+    del model
+    wider = accelerator.prepare(nn.Sequential(nn.Linear(3, 4)))
+    with pytest.raises(CheckpointMismatchError, match=r"models/model/2\.weight"):
+        accelerator.load_state(tmp_path / "at", partial=True)
+    accelerator.load_state(tmp_path / "at", partial=True, strict=False)
+    assert torch.equal(wider[0].weight, one.model[0].weight)
+
+
+@pytest.mark.parametrize(("before", "after"), [("fp16", "no"), ("no", "fp16"), ("fp16", "fp16")])
+def test_the_loss_scale_comes_back_where_there_is_one(tmp_path: Path, before: str, after: str) -> None:
+    handlers = [GradScalerKwargs(init_scale=2.0**10, growth_interval=1)]
+
+    def prepare(accelerator: Accelerator) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(2, 1)
+        return accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def scale(accelerator: Accelerator) -> float:
+        return float(accelerator._scaling.state.scale)  # pyright: ignore[reportPrivateUsage]
+
+    def run(ctx: Context) -> tuple[float, float]:
+        accelerator = Accelerator(context=ctx)
+        held = prepare(accelerator)
+        accelerator.backward(held[0](torch.ones(1, 2)).mean())
+        held[1].step()
+        accelerator.save_state(tmp_path / "at")
+        second = Accelerator(context=ctx.replace(mixed_precision=after))
+        held = prepare(second)
+        first = scale(second)
+        second.load_state(tmp_path / "at")
+        return first, scale(second)
+
+    ((first, loaded),) = run_ranks(run, 1, mixed_precision=before, kwargs_handlers=handlers)
+    assert first == (2.0**10 if after == "fp16" else 1)
+    assert loaded == (2.0**11 if (before, after) == ("fp16", "fp16") else first)
+
+
+# --- hooks, and files for other programs ---------------------------------------------------------
+
+
+def save_pretrained(model: nn.Module, folder: str) -> None:
+    os.makedirs(folder, exist_ok=True)
+    Path(folder, "config.json").write_text(json.dumps({"kind": type(model).__name__}))
+    af.save_tree(os.path.join(folder, "weights"), dict(af.unwrap_model(model).state_dict()))
+
+
+@pytest.mark.parametrize("automatic", [False, True])
+@pytest.mark.parametrize("world", [1, 2])
+def test_hooks_save_and_load_models_in_folders_of_their_own(
+    tmp_path: Path, world: int, automatic: bool
+) -> None:
+    def hooked(ctx: Context, seed: int) -> tuple[Accelerator, dict[str, nn.Module]]:
+        torch.manual_seed(seed)
+        accelerator = Accelerator(context=ctx)
+        names = {"unet": Generator(2, 2), "text": Critic(2, 2), "plain": nn.Linear(2, 2)}
+        folders = {Generator: "unet", Critic: "text"}
+
+        # As the training scripts of diffusers do it.
+        def save(models: list[nn.Module], weights: list[Weights], output_dir: str) -> None:
+            if accelerator.is_main_process:
+                for index in reversed(range(len(models))):
+                    model = accelerator.unwrap_model(models[index])
+                    if type(model) in folders:
+                        save_pretrained(model, os.path.join(output_dir, folders[type(model)]))  # pyright: ignore[reportArgumentType]
+                        weights.pop(index)
+
+        def load(models: list[nn.Module], input_dir: str) -> None:
+            for index in reversed(range(len(models))):
+                model = accelerator.unwrap_model(models[index])
+                if type(model) in folders:
+                    models.pop(index)
+                    folder = os.path.join(input_dir, folders[type(model)])  # pyright: ignore[reportArgumentType]
+                    kind = json.loads(Path(folder, "config.json").read_text())["kind"]
+                    assert kind == type(model).__name__
+                    model.load_state_dict(af.load_tree(os.path.join(folder, "weights")))
+
+        accelerator.register_save_state_pre_hook(save)
+        accelerator.register_load_state_pre_hook(load)
+        prepared = accelerator.prepare(*names.values())
+        return accelerator, dict(zip(names, prepared, strict=True))
+
+    def run(ctx: Context) -> bool:
+        first, models = hooked(ctx, 1)
+        path = first.save_state(None if automatic else tmp_path / "at")
+        assert stored_names(path)["models"] == ["model.Linear"]
+        second, others = hooked(ctx, 2)
+        second.load_state(None if automatic else path)
+        report = af.verify_checkpoint(path)
+        assert "unet/config.json" in report.attachments
+        assert "text/weights/manifest.json" in report.attachments
+        return all(
+            is_equal(af.unwrap_model(models[name]).state_dict(), af.unwrap_model(others[name]).state_dict())
+            for name in models
+        )
+
+    options = project(tmp_path) if automatic else {}
+    assert run_ranks(run, world, **options) == [True] * world
+    assert os.listdir(tmp_path) == ["checkpoints" if automatic else "at"]
+
+
+def test_hooks_run_in_order_until_they_are_removed(tmp_path: Path) -> None:
+    accelerator = Accelerator(context=Context())
+    model = accelerator.prepare(nn.Linear(1, 1))
+    calls: list[tuple[str, int]] = []
+    handles = [
+        accelerator.register_save_state_pre_hook(
+            lambda models, weights, output_dir, name=name: calls.append((name, len(models) + len(weights)))
+        )
+        for name in ("one", "two")
+    ]
+    load = accelerator.register_load_state_pre_hook(
+        lambda models, input_dir: calls.append((input_dir, len(models)))
+    )
+    path = accelerator.save_state(tmp_path / "at")
+    handles[0].remove()
+    accelerator.save_state(path)
+    accelerator.load_state(tmp_path)
+    load.remove()
+    accelerator.load_state(path)
+    assert calls == [("one", 2), ("two", 2), ("two", 2), (str(path), 1)]
+    assert os.listdir(tmp_path) == ["at"]
+    del model
+
+
+def test_a_model_that_a_hook_does_not_load_may_be_in_the_checkpoint(tmp_path: Path) -> None:
+    accelerator = Accelerator(context=Context())
+    generator, critic = accelerator.prepare(*gan())
+    counter = Counter()
+    accelerator.register_for_checkpointing(counter)
+    accelerator.save_state(tmp_path / "at")
+    before = critic.weight.detach().clone()
+    for one in (generator, critic):
+        nn.init.zeros_(one.weight)
+
+    def leave_generator(models: list[nn.Module], input_dir: str) -> None:
+        models.remove(generator)
+
+    handle = accelerator.register_load_state_pre_hook(leave_generator)
+    accelerator.load_state(tmp_path / "at")
+    assert not generator.weight.any()
+    assert torch.equal(critic.weight, before)
+    other = Accelerator(context=Context())
+    other.prepare(generator, critic)
+    other.register_load_state_pre_hook(leave_generator)
+    with pytest.raises(CheckpointMismatchError, match="objects"):  # only the model may be left out
+        other.load_state(tmp_path / "at")
+    handle.remove()
+
+
+def test_what_a_hook_raises_is_raised_on_all_ranks_and_nothing_is_left(tmp_path: Path) -> None:
+    def run(ctx: Context) -> None:
+        accelerator = Accelerator(context=ctx)
+        model = accelerator.prepare(nn.Linear(1, 1))
+        accelerator.save_state(tmp_path / "at")
+
+        def fail(*_: Any) -> None:
+            if ctx.rank == 1:
+                raise RuntimeError("no more hooks")
+
+        accelerator.register_save_state_pre_hook(fail)
+        accelerator.register_load_state_pre_hook(fail)
+        kind = RuntimeError if ctx.rank == 1 else RemoteRankError
+        with pytest.raises(kind, match="no more hooks"):
+            accelerator.save_state(tmp_path / "at")
+        with pytest.raises(kind, match="no more hooks"):
+            accelerator.load_state(tmp_path / "at")
+        del model
+
+    run_ranks(run, 2)
+    assert os.listdir(tmp_path) == ["at"]
+
+
+@pytest.mark.parametrize("how", ["key", "value", "more"])
+def test_weights_that_a_hook_has_changed_are_an_error(tmp_path: Path, how: str) -> None:
+    accelerator = Accelerator(context=Context())
+    model = accelerator.prepare(nn.Linear(1, 1))
+
+    def change(models: list[nn.Module], weights: list[Weights], output_dir: str) -> None:
+        if how == "key":
+            del weights[0]["bias"]
+        elif how == "value":
+            weights[0]["bias"] = torch.zeros(1)
+        else:
+            weights.append({})
+
+    accelerator.register_save_state_pre_hook(change)
+    with pytest.raises(ConfigurationError, match="a hook has changed the weights"):
+        accelerator.save_state(tmp_path / "at")
+    assert os.listdir(tmp_path) == []
+    del model
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_weights_for_other_programs_are_beside_it(tmp_path: Path, world: int) -> None:
+    def run(ctx: Context) -> list[Weights]:
+        accelerator = Accelerator(context=ctx)
+        torch.manual_seed(0)
+        first = accelerator.prepare(*gan())
+        accelerator.save_state(tmp_path / "two", safe_serialization=False)
+        accelerator.free_memory()
+        one = accelerator.prepare(first[0])
+        path = accelerator.save_state(tmp_path / "one", False)
+        assert af.verify_checkpoint(path).attachments == ("pytorch_model.bin",)
+        accelerator.load_state(path)
+        return [dict(af.unwrap_model(model).state_dict()) for model in (*first, one)]
+
+    generator, critic, one = run_ranks(run, world)[0]
+    for name, weights in (
+        ("two/pytorch_model_model.Generator.bin", generator),
+        ("two/pytorch_model_model.Critic.bin", critic),
+        ("one/pytorch_model.bin", one),
+    ):
+        assert is_equal(torch.load(tmp_path / name, weights_only=True), weights)
+
+
+# --- what calls a function -----------------------------------------------------------------------
+
+
+def test_objects_and_state_dicts(tmp_path: Path) -> None:
+    def run(ctx: Context) -> list[str]:
+        accelerator = Accelerator(context=ctx)
+        model = accelerator.prepare(nn.Linear(1, 1))
+        accelerator.save({"rank": ctx.rank}, tmp_path / "object.pt")
+        accelerator.save(
+            accelerator.get_state_dict(model), tmp_path / "m.safetensors", safe_serialization=True
+        )
+        return sorted(accelerator.get_state_dict(model, unwrap=False))
+
+    plain = ["bias", "weight"]
+    wrapped = [f"module.{name}" for name in plain]
+    assert run_ranks(run, 1) == [plain]
+    assert run_ranks(run, 2, on="processes") == [wrapped] * 2
+    assert torch.load(tmp_path / "object.pt", weights_only=True) == {"rank": 0}
+    assert sorted(load_file(tmp_path / "m.safetensors")) == plain
