@@ -12,7 +12,7 @@ import torch
 
 from accelfn.checkpoint.background import finish_background
 from accelfn.checkpoint.by_rank import document_of
-from accelfn.checkpoint.disk import Disk
+from accelfn.checkpoint.disk import REAL_DISK, Disk
 from accelfn.checkpoint.document import decode
 from accelfn.checkpoint.find import OpenCheckpoint, locate, read_checkpoint
 from accelfn.checkpoint.fit import compare, describe_like
@@ -102,7 +102,7 @@ def load_state(
         RemoteRankError: One of these happened on another rank.
     """
     finish_background(ctx)
-    disk, phases = Disk(), CollectivePhases(ctx, "load_state")
+    disk, phases = REAL_DISK, CollectivePhases(ctx, "load_state")
     place = os.path.abspath(os.fspath(directory))
     names, error = attempt(lambda: find_names(like))
     read = _read_together(ctx, disk, phases, place, error, partial(_read, ctx, disk, like, names, strict))
@@ -154,7 +154,7 @@ def load_tree(path: str | os.PathLike[str], like: Any = None, *, namespace: str 
         DamagedCheckpointError: Its bytes aren't those that were written.
         CheckpointMismatchError: It doesn't fit ``like``.
     """
-    disk = Disk()
+    disk = REAL_DISK
 
     def read(found: OpenCheckpoint) -> tuple[Json, dict[str, torch.Tensor]]:
         document = document_of(found.manifest.tree, 0)

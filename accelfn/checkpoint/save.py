@@ -18,7 +18,7 @@ from accelfn import __version__
 from accelfn.checkpoint.background import HostMemory, SaveHandle, begin_background, finish_background
 from accelfn.checkpoint.by_rank import join_documents, renamed
 from accelfn.checkpoint.commit import Stage, abandon, begin_stage, check_target, make_nonce, publish
-from accelfn.checkpoint.disk import Disk, write_file
+from accelfn.checkpoint.disk import REAL_DISK, Disk, write_file
 from accelfn.checkpoint.document import encode
 from accelfn.checkpoint.keep import Keep, prune_checkpoints
 from accelfn.checkpoint.manifest import (
@@ -172,7 +172,7 @@ def save_state(
     if job is None:
         raise cast("Exception", error)
     if not asynchronous:
-        return _write(job, phases, Disk())
+        return _write(job, phases, REAL_DISK)
 
     def prepare(memory: HostMemory) -> Any:
         copies = memory.copies([tensor for _, tensor, _ in job.entries])
@@ -186,7 +186,7 @@ def save_state(
             patience_s=ctx.guard.long_timeout_s,
             is_hopeless=lambda: news(ctx.collectives.board, ctx.collectives.journal, ctx.rank),
         )
-        return partial(_write, job._replace(entries=entries), board, Disk())
+        return partial(_write, job._replace(entries=entries), board, REAL_DISK)
 
     return begin_background(ctx, path, prepare)
 
@@ -221,7 +221,7 @@ def save_tree(path: str | os.PathLike[str], tree: Any, *, namespace: str = "") -
     described = _held(encoded.tensors, {})
     writes = tuple(Write(name, name, None) for name in described)
     target = Path(os.path.abspath(os.fspath(path)))
-    check_target(Disk(), str(target))
+    check_target(REAL_DISK, str(target))
     job = _Job(
         directory=target,
         step=None,
@@ -238,7 +238,7 @@ def save_tree(path: str | os.PathLike[str], tree: Any, *, namespace: str = "") -
         plan=SavePlan((writes,), ({},)),
         entries=tuple((write.stored, encoded.tensors[write.name], None) for write in writes),
     )
-    return _write(job, CollectivePhases(Context(), "save_tree"), Disk())
+    return _write(job, CollectivePhases(Context(), "save_tree"), REAL_DISK)
 
 
 # --- before anything is written ------------------------------------------------------------------
@@ -253,7 +253,7 @@ def _look(
         raise TypeError(f"save_state: step must be a whole number or None, got {step!r}.")
     if metric is not None and not isinstance(cast("object", metric), (int, float)):
         raise TypeError(f"save_state: metric must be a number or None, got {type(metric).__name__}.")
-    check_target(Disk(), str(path))
+    check_target(REAL_DISK, str(path))
     names = find_names(tree)
     main = encode(_without_gradients(tree), convert=lambda where, thing: state_of(thing, names))
     random = encode(random_states(ctx))
@@ -483,8 +483,11 @@ def _write(job: _Job, phases: Phases, disk: Disk) -> Path:
         if stage is not None:
             abandon(disk, stage)
         raise
-    if is_main and job.keep is not None:
-        prune_checkpoints(job.directory.parent, job.keep)
+    if job.keep is not None:
+        keep, error = job.keep, None
+        if is_main:
+            _, error = attempt(lambda: prune_checkpoints(job.directory.parent, keep, disk=disk))
+        phases.gather("prune", "", error)
     return job.directory
 
 
