@@ -14,7 +14,7 @@ from accelfn.checkpoint.background import finish_background
 from accelfn.checkpoint.by_rank import document_of
 from accelfn.checkpoint.disk import REAL_DISK, Disk
 from accelfn.checkpoint.document import decode
-from accelfn.checkpoint.find import OpenCheckpoint, locate, read_checkpoint
+from accelfn.checkpoint.find import OpenCheckpoint, check_names, locate, read_checkpoint
 from accelfn.checkpoint.fit import compare, describe_like
 from accelfn.checkpoint.fit import targets as leaf_targets
 from accelfn.checkpoint.manifest import MANIFEST, Json, Manifest
@@ -157,6 +157,7 @@ def load_tree(path: str | os.PathLike[str], like: Any = None, *, namespace: str 
     disk = REAL_DISK
 
     def read(found: OpenCheckpoint) -> tuple[Json, dict[str, torch.Tensor]]:
+        check_names(disk, found)
         document = document_of(found.manifest.tree, 0)
         if like is not None:
             rows = compare(document, describe_like(like, namespace=namespace))
@@ -206,6 +207,7 @@ def _read_together(
 def _read(ctx: Context, disk: Disk, like: Any, names: Names, strict: bool, found: OpenCheckpoint) -> _Read:
     """Check that a checkpoint fits, and read what of it is for this rank."""
     manifest = found.manifest
+    check_names(disk, found)
     document = document_of(manifest.tree, ctx.rank)
     stored = list(find_states(document, like))
     wished = describe_like(like, convert=lambda path, thing: state_of(thing, names))

@@ -158,7 +158,8 @@ def save_state(
         TypeError: Something in the tree has no plain form: all such leaves, by path.
         ValueError: A tensor has no data, or the directory can be none, such as one that holds other files.
         CheckpointError: Ranks hold different cuts of a tensor.
-        OSError: It can't be written: no space, no right to.
+        OSError: It can't be written: no space, no right to. Or, with ``keep``, it is committed, and older ones
+            can't be removed.
         RemoteRankError: One of these happened on another rank.
         MismatchError: A rank called something else.
     """
