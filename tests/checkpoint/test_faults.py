@@ -1,4 +1,4 @@
-"""Every operation on the disk fails once: the old checkpoint stays, all ranks hear of it, the next is saved."""
+"""Every operation on the disk fails once: the old checkpoint stays, all ranks hear of it, the next works."""
 
 import errno
 import itertools
