@@ -539,12 +539,8 @@ class Accelerator(Facts, Extras, LaterParts):
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> tuple[Path, ...]:
-        """Write a model's weights as safetensors; see :func:`accelfn.save_model`."""
-        if not safe_serialization:
-            raise NotAvailableError(
-                "save_model writes safetensors: accelfn writes no pickle. Leave safe_serialization True."
-            )
-        return checkpoint.save_model(self.context, model, save_directory, max_shard_size)
+        """Write a model's weights; see :func:`accelfn.save_model`."""
+        return checkpoint.save_model(self.context, model, save_directory, max_shard_size, safe_serialization)
 
     def close(self) -> None:
         """End what the constructor started; see :func:`accelfn.close_context`."""

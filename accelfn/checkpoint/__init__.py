@@ -10,7 +10,11 @@ from accelfn.checkpoint.load import load_state, load_tree
 from accelfn.checkpoint.preemption import EXIT_PREEMPTED, STOP_SIGNALS, PreemptionGuard, preemption
 from accelfn.checkpoint.save import save_state, save_tree
 from accelfn.checkpoint.verify import CheckpointReport, verify_checkpoint
-from accelfn.checkpoint.weights import WeightsPlan, parse_size, plan_weights, save_model
+from accelfn.checkpoint.weights import save_model, save_object
+from accelfn.checkpoint.weights_index import WeightsFiles, find_weights
+from accelfn.checkpoint.weights_load import LoadReport, load_model
+from accelfn.checkpoint.weights_plan import WeightNames, WeightsPlan, parse_size, plan_weights
+from accelfn.checkpoint.weights_state import get_state_dict
 
 __all__ = (
     "EXIT_PREEMPTED",
@@ -18,12 +22,18 @@ __all__ = (
     "AccelerateState",
     "CheckpointReport",
     "Keep",
+    "LoadReport",
     "PreemptionGuard",
     "SaveHandle",
+    "WeightNames",
+    "WeightsFiles",
     "WeightsPlan",
     "find_checkpoints",
+    "find_weights",
     "from_accelerate",
+    "get_state_dict",
     "latest_checkpoint",
+    "load_model",
     "load_state",
     "load_tree",
     "parse_size",
@@ -33,6 +43,7 @@ __all__ = (
     "prune_checkpoints",
     "read_accelerate",
     "save_model",
+    "save_object",
     "save_state",
     "save_tree",
     "to_accelerate",

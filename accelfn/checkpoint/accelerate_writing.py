@@ -14,7 +14,10 @@ from typing import Any, cast
 import torch
 
 from accelfn.checkpoint.accelerate_format import AccelerateState
-from accelfn.checkpoint.weights import flush, plan_weights, write_tensor_file
+from accelfn.checkpoint.disk import REAL_DISK
+from accelfn.checkpoint.tensor_file import new_entry, write_tensors
+from accelfn.checkpoint.weights_files import sync
+from accelfn.checkpoint.weights_plan import plan_weights
 
 __all__ = ("write_accelerate",)
 
@@ -63,13 +66,13 @@ def write_accelerate(directory: str | os.PathLike[str], state: AccelerateState) 
         for name, value in objects.items():
             with open(stage / name, "wb") as file:
                 torch.save(value, file)
-            flush(stage / name)
-        flush(stage)
+            sync(stage / name)
+        sync(stage)
         os.replace(stage, folder)
     except BaseException:
         shutil.rmtree(stage, ignore_errors=True)
         raise
-    flush(folder.parent)
+    sync(folder.parent)
     return folder
 
 
@@ -108,7 +111,8 @@ def _numpy_as_list(state: Mapping[str, Any]) -> dict[str, Any]:
 def _write_model(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     plan = plan_weights(tensors, sys.maxsize)
     ((_, names),) = plan.files
-    write_tensor_file(path, {name: tensors[name] for name in names}, {"format": "pt", **dict(plan.tied)})
+    entries = [new_entry(name, tensors[name]) for name in names]
+    write_tensors(REAL_DISK, str(path), entries, {"format": "pt", **dict(plan.tied)})
 
 
 def _portable(path: str, value: Any) -> Any:

@@ -57,7 +57,10 @@ __all__ = (
     "make_nonce",
     "parse_leftover",
     "publish",
+    "put_back",
+    "put_in_place",
     "read_head",
+    "remove_replaced",
     "write_manifest",
 )
 
@@ -342,10 +345,19 @@ def publish(disk: Disk, stage: Stage) -> None:
         CheckpointError: Meanwhile something else stands where the checkpoint shall be.
         OSError: With the file's name.
     """
+    remove_replaced(disk, put_in_place(disk, stage))
+
+
+def put_in_place(disk: Disk, stage: Stage) -> tuple[str, ...]:
+    """Do what :func:`publish` does, and leave what was replaced beside it.
+
+    Returns:
+        What is to be removed, once the new one counts everywhere.
+    """
     moved = leftover_path(stage.directory, "replaced", stage.nonce)
     try:
         target = _target(disk, stage.directory)
-        old = [moved, *(one.path for one in _replaced(disk, target))]
+        old = (moved, *(one.path for one in _replaced(disk, target)))
         with naming(stage.path):
             disk.sync_folder(stage.path)
         if target.kind == "empty":
@@ -358,9 +370,31 @@ def publish(disk: Disk, stage: Stage) -> None:
     except BaseException:
         _take_back(disk, stage, moved)
         raise
-    for path in old:
-        with suppress(OSError):  # the save is complete; the next one removes what stays
+    return old
+
+
+def remove_replaced(disk: Disk, paths: tuple[str, ...]) -> None:
+    """Remove what was replaced. What can't be removed stays for the next save to remove."""
+    for path in paths:
+        with suppress(OSError):
             remove_flat(disk, path)
+
+
+def put_back(disk: Disk, directory: str, path: str) -> None:
+    """Give ``path``, which was replaced by ``directory``, its name again; what has the name goes.
+
+    For nodes with disks of their own, where the save came to its end on some of them alone.
+    """
+    if path == directory:
+        return
+    trash = leftover_path(directory, "trash", make_nonce())
+    if is_there(disk, directory):
+        disk.rename(directory, trash)
+    disk.rename(path, directory)
+    with naming(os.path.dirname(directory)):
+        disk.sync_folder(os.path.dirname(directory))
+    with suppress(OSError):
+        remove_flat(disk, trash)
 
 
 def _take_back(disk: Disk, stage: Stage, moved: str) -> None:

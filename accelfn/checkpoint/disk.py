@@ -333,7 +333,8 @@ def make_folders(disk: Disk, path: str) -> None:
     for one in reversed(missing):
         with suppress(FileExistsError):  # another rank was quicker
             disk.make_folder(one)
-        disk.sync_folder(os.path.dirname(one))
+        with naming(os.path.dirname(one)):
+            disk.sync_folder(os.path.dirname(one))
 
 
 def remove_flat(disk: Disk, path: str) -> None:

@@ -281,12 +281,10 @@ class Encoder:
         """Store a tensor under its path."""
         name = path[1:] or "tree"
         if name in self.tensors or name == "__metadata__":
-            number = 2
-            while (
-                f"{name}~{number + 1}" in self.tensors
-            ):  # no path has a "~" before another digit than 0 and 1
+            number = 2  # "~0" and "~1" stand for characters
+            while f"{name}~{number}" in self.tensors:
                 number += 1
-            name = f"{name}~{number + 1}"
+            name = f"{name}~{number}"
         node["name"] = name
         self.tensors[name] = tensor
 
@@ -324,8 +322,10 @@ class Encoder:
             tensor = tensor.resolve_conj().resolve_neg()
         if is_distributed(value):
             local: torch.Tensor = cast("Any", tensor).to_local()
-            place = (local.device, local.data_ptr(), local.stride(), str(cast("Any", tensor)._spec))
-            if local.numel() and place in self._distributed:
+            # By the storage, which an empty shard has too: all ranks have to find the same.
+            memory = cast("Any", local.untyped_storage())._cdata, local.storage_offset(), local.stride()
+            place = (memory, str(cast("Any", tensor)._spec))
+            if place in self._distributed:
                 node["name"] = self._distributed[place]
                 return node
             self._keep(tensor, node, path)

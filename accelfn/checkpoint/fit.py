@@ -221,6 +221,8 @@ def _head(node: Json) -> tuple[Any, ...]:
     if not isinstance(node, dict):
         return ("list",)
     kind = node.get("$", "dict")
+    if kind == "dict":
+        return (kind,)  # without "$", all keys are those of the tree
     return (kind, node.get("of") if kind != "object" else None, node.get("layout"), str(node.get("shape")))
 
 

@@ -14,6 +14,7 @@ from accelfn.checkpoint.background import finish_background
 from accelfn.checkpoint.by_rank import document_of
 from accelfn.checkpoint.disk import REAL_DISK, Disk
 from accelfn.checkpoint.document import decode
+from accelfn.checkpoint.each_node import common, parts_below
 from accelfn.checkpoint.find import OpenCheckpoint, check_names, locate, read_checkpoint
 from accelfn.checkpoint.fit import compare, describe_like
 from accelfn.checkpoint.fit import targets as leaf_targets
@@ -103,16 +104,16 @@ def load_state(
     """
     finish_background(ctx)
     disk, phases = REAL_DISK, CollectivePhases(ctx, "load_state")
-    place = os.path.abspath(os.fspath(directory))
-    names, error = attempt(lambda: find_names(like))
-    read = _read_together(ctx, disk, phases, place, error, partial(_read, ctx, disk, like, names, strict))
-    prepared, error = attempt(lambda: _prepare(read, like, names))
+    place: str = os.path.abspath(os.fspath(directory))
+    names = find_names(like)
+    read = _read_together(ctx, disk, phases, place, partial(_read, ctx, disk, like, names, strict))
+    prepared, error = attempt(lambda: _prepare(read, like))
     phases.gather("decode", "", error)
     assert prepared is not None
     value, pending, writes = prepared
     undo: list[Callable[[], None]] = []
     may_refuse = [one for one in pending if not is_sure(one)]
-    _, error = attempt(lambda: _take_up(may_refuse, cast("Names", names), undo))
+    _, error = attempt(lambda: _take_up(may_refuse, names, undo))
     try:
         phases.gather("take up", "", error)
     except BaseException:
@@ -123,7 +124,7 @@ def load_state(
         write()
     for one in pending:
         if is_sure(one):
-            take_up(one, cast("Names", names))
+            take_up(one, names)
     if random_state and read.manifest.random is not None:
         _restore_random(ctx, read)
     phases.gather("loaded", "")
@@ -158,12 +159,14 @@ def load_tree(path: str | os.PathLike[str], like: Any = None, *, namespace: str 
 
     def read(found: OpenCheckpoint) -> tuple[Json, dict[str, torch.Tensor]]:
         check_names(disk, found)
-        document = document_of(found.manifest.tree, 0)
+        document = _document(found.manifest, 0)
         if like is not None:
             rows = compare(document, describe_like(like, namespace=namespace))
             if rows:
                 raise CheckpointMismatchError(f"load_tree: {found.path} does not fit the tree.", rows)
-        return document, _read_tensors(disk, found, dict.fromkeys(_named(document)))
+        alone = found.manifest.world_size == 1 and found.manifest.random is None
+        names = found.manifest.tensors if alone else _named(document)
+        return document, _read_tensors(disk, found, dict.fromkeys(names))
 
     with paused_collection():
         document, tensors = read_checkpoint(disk, path, read)
@@ -178,19 +181,12 @@ def _read_together(
     disk: Disk,
     phases: CollectivePhases,
     place: str,
-    error: Exception | None,
     read: Callable[[OpenCheckpoint], _Read],
 ) -> _Read:
-    """Let every rank read its part of one checkpoint, although another program may replace or remove it."""
-    is_main = ctx.is_local_main_process if ctx.project.save_on_each_node else ctx.is_main_process
+    """Let every rank read its part of one checkpoint, though another program may replace or remove it."""
     for _ in range(_ATTEMPTS):
-        path = None
-        if is_main and error is None:
-            path, error = attempt(lambda: locate(disk, place))
-        said = phases.gather("find", json.dumps([ctx.world.node_rank, path]), error)
-        paths = {node: path for node, path in map(json.loads, said) if path is not None}
-        path = paths[ctx.world.node_rank if ctx.project.save_on_each_node else json.loads(said[0])[0]]
-        found, error = attempt(partial(read_checkpoint, disk, cast("str", path), read))
+        path = _find_together(ctx, disk, phases, place)
+        found, error = attempt(partial(read_checkpoint, disk, path, read))
         if isinstance(error, NoCheckpointError):
             error = None  # it was there a moment ago; all look again
         identity = "" if found is None else found.manifest.identity
@@ -203,12 +199,27 @@ def _read_together(
     )
 
 
+def _find_together(ctx: Context, disk: Disk, phases: CollectivePhases, place: str) -> str:
+    """Let all ranks choose the same checkpoint: as rank 0 finds it, or the newest that all nodes have."""
+    if not ctx.project.save_on_each_node:
+        path, error = attempt(lambda: locate(disk, place)) if ctx.is_main_process else ("", None)
+        return phases.gather("find", path or "", error)[0]
+    own, error = attempt(lambda: parts_below(disk, place)) if ctx.is_local_main_process else ([], None)
+    said = json.dumps([ctx.world.node_rank, ctx.is_local_main_process, own])
+    heard = [json.loads(one) for one in phases.gather("find", said, error)]
+    by_node = {node: parts for node, is_main, parts in heard if is_main}
+    identity = common([by_node[node] for node in sorted(by_node)], place)
+    if identity is None:
+        return locate(disk, place)  # which says what is there instead
+    return dict(by_node[ctx.world.node_rank])[identity]
+
+
 @paused_collection()
 def _read(ctx: Context, disk: Disk, like: Any, names: Names, strict: bool, found: OpenCheckpoint) -> _Read:
     """Check that a checkpoint fits, and read what of it is for this rank."""
     manifest = found.manifest
     check_names(disk, found)
-    document = document_of(manifest.tree, ctx.rank)
+    document = _document(manifest, ctx.rank)
     stored = list(find_states(document, like))
     wished = describe_like(like, convert=lambda path, thing: state_of(thing, names))
     rows = [*compare(document, wished)]
@@ -228,6 +239,10 @@ def _read(ctx: Context, disk: Disk, like: Any, names: Names, strict: bool, found
     random = document_of(manifest.random, ctx.rank)
     wanted.update(dict.fromkeys(_named(random)))
     return _Read(manifest, document, _read_tensors(disk, found, wanted))
+
+
+def _document(manifest: Manifest, rank: int) -> Json:
+    return manifest.tree if manifest.world_size == 1 else document_of(manifest.tree, rank)
 
 
 def _named(document: Json) -> Iterator[str]:
@@ -272,11 +287,8 @@ def _read_tensors(
 
 
 @paused_collection()
-def _prepare(
-    read: _Read, like: Any, names: Names | None
-) -> tuple[Any, list[Pending], list[Callable[[], None]]]:
+def _prepare(read: _Read, like: Any) -> tuple[Any, list[Pending], list[Callable[[], None]]]:
     """Build the new tree, and list what is to be done to the objects in the old one."""
-    del names
     pending: list[Pending] = []
 
     def remember(path: str, thing: Any, state: Any) -> Any:
@@ -325,7 +337,7 @@ def settled(like: Any, value: Any, writes: list[Callable[[], None]]) -> Any:
             return parts
         kind = cast("Any", type(cast("object", value)))
         return kind._make(parts) if hasattr(kind, "_make") else kind(parts)
-    return value
+    return cast("Any", value)
 
 
 def _take_up(pending: Sequence[Pending], names: Names, undo: list[Callable[[], None]]) -> None:
@@ -335,7 +347,8 @@ def _take_up(pending: Sequence[Pending], names: Names, undo: list[Callable[[], N
         try:
             take_up(one, names)
         except Exception as error:
-            error.add_note(f"raised while {one.path!r} took up its state; everything is brought back")
+            if hasattr(error, "add_note"):  # Python 3.11
+                cast("Any", error).add_note(f"raised while {one.path!r} took up its state")
             raise
 
 

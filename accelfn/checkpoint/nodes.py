@@ -61,7 +61,10 @@ def key_text(key: Any) -> str:
     """Name a key of a dict in paths."""
     if isinstance(key, enum.Enum):
         return f"{type(key).__name__}.{key.name}"
-    return str(key)
+    try:
+        return str(key)
+    except ValueError:  # Python writes no int of thousands of digits
+        return type(key).__name__
 
 
 def damaged(path: str, why: str) -> DamagedCheckpointError:

@@ -12,7 +12,7 @@ import dataclasses
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeGuard, cast
 
 import optree
 import torch
@@ -35,6 +35,7 @@ __all__ = (
     "find_states",
     "is_in_place",
     "is_sure",
+    "is_tensor",
     "misfits",
     "order_of",
     "prepare_undo",
@@ -128,7 +129,7 @@ def _loader(thing: Any) -> PreparedDataLoader[Any] | None:
 
 
 def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:
-    return cast("list[dict[str, Any]]", optimizer.param_groups)
+    return optimizer.param_groups
 
 
 def _names_of(optimizer: Optimizer, names: Names) -> list[list[str]]:
@@ -144,7 +145,7 @@ def _names_of(optimizer: Optimizer, names: Names) -> list[list[str]]:
 
 
 def _optimizer_state(optimizer: Optimizer, names: Names) -> dict[str, Any]:
-    packed = cast("dict[str, Any]", optimizer.state_dict())
+    packed: dict[str, Any] = optimizer.state_dict()
     by_group = _names_of(optimizer, names)
     flat = [name for group in by_group for name in group]
     numbers = [number for group in packed["param_groups"] for number in group["params"]]
@@ -164,18 +165,14 @@ def _packed(optimizer: Optimizer, state: Mapping[str, Any], names: Names) -> dic
     number_of = {name: number for number, name in enumerate(name for group in by_group for name in group)}
     known = _Known(number_of)
     groups = [
-        {
-            **{key: value for key, value in group.items() if key != "params"},
-            "params": [number_of[n] for n in own],
-        }
-        for own, group in zip(by_group, state["groups"], strict=True)
+        {**group, "params": [number_of[name] for name in own]}
+        for own, group in zip(by_group, cast("list[dict[str, Any]]", state["groups"]), strict=True)
     ]
-    values = {
-        key if (number := known.find(key)) is None else number: dict(value)
-        if isinstance(value, dict)
-        else value
-        for key, value in state["state"].items()
-    }
+    values: dict[Any, Any] = {}
+    for name, value in cast("Mapping[Any, Any]", state["state"]).items():
+        number = known.find(name)
+        own = dict(cast("dict[str, Any]", value)) if isinstance(value, dict) else value
+        values[name if number is None else number] = own
     return {"state": values, "param_groups": groups, **state.get("others", {})}
 
 
@@ -201,13 +198,14 @@ def tensor_kind(value: Any) -> str:
     """Describe a tensor, or its node in a document; another value by its type."""
     if isinstance(value, torch.Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
-    if _is_tensor(value):
+    if is_tensor(value):
         return f"{value['dtype']} {list(value['shape'])}"
     return "null" if value is None else type(value).__name__
 
 
-def _is_tensor(node: Any) -> bool:
-    return isinstance(node, dict) and node.get("$") == "tensor"
+def is_tensor(node: Any) -> TypeGuard[dict[str, Any]]:
+    """Whether a node of a document is a tensor."""
+    return isinstance(node, dict) and cast("dict[str, Any]", node).get("$") == "tensor"
 
 
 class Stored(NamedTuple):
@@ -238,9 +236,11 @@ def find_states(node: Json, like: Any, path: str = "") -> Iterator[Stored]:
         named = dict(zip(getattr(cast("Any", like), "_fields", ()), parts, strict=False))
         find = {**named, **dict(enumerate(parts))}.get
     else:
-        entry: Any = optree.register_pytree_node.get(type(like))
-        find = {} if entry is None else dict(enumerate(entry.flatten_func(like)[0]))
-        find = find.get
+        entry: Any = cast("Any", optree).register_pytree_node.get(type(like))
+        inner: dict[Any, Any] = (
+            {} if entry is None else dict(enumerate(list[Any](entry.flatten_func(like)[0])))
+        )
+        find = inner.get
         children = Children(list(range(len(children.nodes))), children.nodes)
     for key, child in zip(children.keys, children.nodes, strict=True):
         yield from find_states(child, like if key is None else find(key), step(path, key))
@@ -312,12 +312,14 @@ def _misfits_of_optimizer(stored: Stored, names: Names) -> list[Misfit]:
     parameters, known = _parameters(stored.thing, own)
     for name, values in _items(parts["state"], path).items():
         number = known.find(name)
-        if number is None and isinstance(name, str):
-            rows.append(Misfit(f"{path}/state/{name}", "a state", "no such parameter"))
-        for key, value in _items(values, path).items() if number is not None else ():
+        if number is None:
+            if isinstance(name, str):
+                rows.append(Misfit(f"{path}/state/{name}", "a state", "no such parameter"))
+            continue
+        for key, value in _items(values, path).items():
             shape, size = tuple(parameters[number].shape), parameters[number].numel()
             # What is kept for each element of a parameter has its shape; what is kept for all of it is small.
-            if not _is_tensor(value) or len(value["shape"]) != len(shape) or tuple(value["shape"]) == shape:
+            if not is_tensor(value) or len(value["shape"]) != len(shape) or tuple(value["shape"]) == shape:
                 continue
             if math.prod(value["shape"]) >= size > 1:
                 rows.append(Misfit(f"{path}/state/{name}/{key}", tensor_kind(value), f"shape {shape}"))
@@ -330,20 +332,22 @@ def _parameters(optimizer: Optimizer, by_group: list[list[str]]) -> tuple[list[t
     return parameters, _Known({name: number for number, name in enumerate(flat)})
 
 
-def targets(stored: Stored, names: Names) -> Iterator[tuple[Json, torch.Tensor]]:
+def targets(stored: Stored, names: Names) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
     """Pair the tensors of a state, as nodes, with tensors that say how they are to lie: device, cut."""
     if isinstance(stored.thing, nn.Module):
         own = cast("Mapping[str, Any]", _inner(stored.thing).state_dict())
         for name, node in _items(stored.node, stored.path).items():
-            if _is_tensor(node) and isinstance(own.get(name), torch.Tensor):
+            if is_tensor(node) and isinstance(own.get(name), torch.Tensor):
                 yield node, own[name]
     elif isinstance(stored.thing, Optimizer):
         parameters, known = _parameters(stored.thing, _names_of(stored.thing, names))
         states = _items(_items(stored.node, stored.path)["state"], stored.path)
         for name, values in states.items():
             number = known.find(name)
-            for node in _items(values, stored.path).values() if number is not None else ():
-                if _is_tensor(node) and tuple(node["shape"]) == tuple(parameters[number].shape):
+            if number is None:
+                continue
+            for node in _items(values, stored.path).values():
+                if is_tensor(node) and tuple(node["shape"]) == tuple(parameters[number].shape):
                     yield node, parameters[number]
 
 

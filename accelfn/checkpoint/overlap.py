@@ -46,7 +46,7 @@ def find_overlaps(stored: StoredTensor, target: torch.Tensor | None) -> list[Ove
         target: A tensor that is cut over ranks, whose part on this rank is wanted; any other, or None: the
             whole.
     """
-    cut = getattr(target, "__create_chunk_list__", None)
+    cut = None if target is None else getattr(target, "__create_chunk_list__", None)
     if cut is None:
         return [Overlap(piece, None, None, piece.offset) for piece in stored.pieces]
     # Not at the top: this loads torch.distributed.checkpoint, which few programs need.
@@ -93,6 +93,8 @@ def join_overlaps(
     Returns:
         The whole tensor on the CPU; of a ``target`` that is cut over ranks one cut like it, on its device.
     """
+    if target is None and len(parts) == 1:
+        return parts[0]
     cut: Any = target if hasattr(target, "__create_chunk_list__") else None
     shape = stored.shape if cut is None else tuple(local_of(cut).shape)
     if len(parts) == 1 and tuple(parts[0].shape) == shape:

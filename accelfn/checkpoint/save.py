@@ -17,29 +17,40 @@ import torch
 from accelfn import __version__
 from accelfn.checkpoint.background import HostMemory, SaveHandle, begin_background, finish_background
 from accelfn.checkpoint.by_rank import join_documents, renamed
-from accelfn.checkpoint.commit import Stage, abandon, begin_stage, check_target, make_nonce, publish
-from accelfn.checkpoint.disk import REAL_DISK, Disk, write_file
+from accelfn.checkpoint.commit import (
+    Stage,
+    abandon,
+    begin_stage,
+    check_target,
+    make_nonce,
+    put_back,
+    put_in_place,
+    remove_replaced,
+    write_manifest,
+)
+from accelfn.checkpoint.disk import REAL_DISK, Disk
 from accelfn.checkpoint.document import encode
+from accelfn.checkpoint.each_node import common, parts_at
 from accelfn.checkpoint.keep import Keep, prune_checkpoints
 from accelfn.checkpoint.manifest import (
     CHUNK_BYTES,
-    MANIFEST,
     Json,
     Manifest,
     Piece,
     StoredFile,
     StoredTensor,
-    format_manifest,
 )
 from accelfn.checkpoint.objects import find_names, state_of
 from accelfn.checkpoint.pause import paused_collection
 from accelfn.checkpoint.phases import BoardPhases, CollectivePhases, Phases
 from accelfn.checkpoint.plan import Box, Held, SavePlan, Write, plan_save
 from accelfn.checkpoint.random_state import random_states
+from accelfn.checkpoint.stored_dtype import dtype_name
 from accelfn.checkpoint.tensor_file import memory_of, new_entry, write_tensors
 from accelfn.comm import attempt
 from accelfn.context import Context, news
 from accelfn.context.config import GuardMode
+from accelfn.errors import NoCheckpointError
 from accelfn.training import ScalerState
 from accelfn.tree.digest import digest_tensors
 
@@ -158,8 +169,8 @@ def save_state(
         TypeError: Something in the tree has no plain form: all such leaves, by path.
         ValueError: A tensor has no data, or the directory can be none, such as one that holds other files.
         CheckpointError: Ranks hold different cuts of a tensor.
-        OSError: It can't be written: no space, no right to. Or, with ``keep``, it is committed, and older ones
-            can't be removed.
+        OSError: It can't be written: no space, no right to. Or it is committed, and older ones can't be
+            removed as ``keep`` says.
         RemoteRankError: One of these happened on another rank.
         MismatchError: A rank called something else.
     """
@@ -293,20 +304,18 @@ def _is_scaler(value: Any) -> bool:
 
 
 def _held(tensors: Mapping[str, torch.Tensor], content: Mapping[str, str]) -> dict[str, Held]:
-    return {
-        name: Held(
-            str(tensor.dtype).removeprefix("torch."),
-            tuple(tensor.shape),
-            tensor.dtype.itemsize,
-            _boxes(tensor),
-            content.get(name, ""),
-        )
-        for name, tensor in tensors.items()
-    }
+    kinds = {one: (dtype_name(one), one.itemsize) for one in {tensor.dtype for tensor in tensors.values()}}
+    held: dict[str, Held] = {}
+    for name, tensor in tensors.items():
+        dtype, itemsize = kinds[tensor.dtype]
+        held[name] = Held(dtype, tuple(tensor.shape), itemsize, _boxes(tensor), content.get(name, ""))
+    return held
 
 
 def _boxes(tensor: torch.Tensor) -> tuple[Box, ...] | None:
     """Say which parts of a tensor that is cut over ranks lie here; None of one that isn't cut."""
+    if type(tensor) is torch.Tensor:  # asking it for what it doesn't have takes long
+        return None
     chunks = getattr(tensor, "__create_chunk_list__", None)
     if chunks is None:
         return None
@@ -459,37 +468,57 @@ def _local(tensor: Any) -> torch.Tensor:
 def _write(job: _Job, phases: Phases, disk: Disk) -> Path:
     """Write this rank's part, and commit when all ranks have written theirs."""
     stage: Stage | None = None
-    is_main = job.rank == job.main
+    is_main, error = job.rank == job.main, None
     try:
+        if job.nodes is not None:
+            _settle_nodes(job, phases, disk)
         if is_main:
             stage, error = attempt(lambda: begin_stage(disk, job.directory, job.nonce))
-        else:
-            error = None
         said = json.dumps([stage.path, stage.generation] if stage is not None else [])
         heard = [json.loads(one) for one in phases.gather("stage", said, error)]
         path, generation = heard[job.main][0], max(one[1] for one in heard if one)
         written, error = attempt(lambda: _write_own(job, disk, path))
         results = phases.gather("write", json.dumps(written), error)
-        error = None
+        old, error = (), None
         if stage is not None:
-            content = format_manifest(_manifest(job, results, generation))
-            _, error = attempt(lambda: write_file(disk, os.path.join(path, MANIFEST), content))
+            manifest = _manifest(job, results, generation)
+            _, error = attempt(lambda: write_manifest(disk, stage, manifest))
         if job.nodes is not None:
             # Every node is ready before one of them commits: each still has its old one if another fails.
             phases.gather("ready", "", error)
         if stage is not None and error is None:
-            _, error = attempt(lambda: publish(disk, stage))
+            old, error = attempt(lambda: put_in_place(disk, stage))
+            if error is None and job.nodes is None:
+                remove_replaced(disk, old or ())
         phases.gather("commit", "", error)
     except BaseException:
         if stage is not None:
             abandon(disk, stage)
         raise
+    if is_main and job.nodes is not None:
+        remove_replaced(disk, old or ())
     if job.keep is not None:
         keep, error = job.keep, None
         if is_main:
             _, error = attempt(lambda: prune_checkpoints(job.directory.parent, keep, disk=disk))
         phases.gather("prune", "", error)
     return job.directory
+
+
+def _settle_nodes(job: _Job, phases: Phases, disk: Disk) -> None:
+    """Let all nodes have the same checkpoint before a new one replaces it: a crash may have left two."""
+    is_main, place = job.rank == job.main, str(job.directory)
+    parts, error = attempt(lambda: parts_at(disk, place) if is_main else [])
+    heard = [json.loads(one) for one in phases.gather("nodes", json.dumps(parts), error)]
+    mains = sorted({(job.nodes or ())[rank]: rank for rank in reversed(range(job.size))}.values())
+    try:
+        identity = common([heard[rank] for rank in mains], place)
+    except NoCheckpointError:
+        return  # nothing is left that a new one could take from anybody
+    error = None
+    if is_main and identity is not None:
+        _, error = attempt(lambda: put_back(disk, place, dict(parts or ())[identity]))
+    phases.gather("settled", "", error)
 
 
 def _file_name(rank: int) -> str:
@@ -499,7 +528,10 @@ def _file_name(rank: int) -> str:
 def _write_own(job: _Job, disk: Disk, stage: str) -> list[Any] | None:
     if not job.entries:
         return None
-    entries = [new_entry(key, tensor)._replace(crc32=sums) for key, tensor, sums in job.entries]
+    entries = [
+        new_entry(key, tensor) if sums is None else new_entry(key, tensor)._replace(crc32=sums)
+        for key, tensor, sums in job.entries
+    ]
     written = write_tensors(disk, os.path.join(stage, _file_name(job.rank)), entries, {"format": "pt"})
     return [written.size, written.header_crc32, dict(written.crc32)]
 

@@ -79,6 +79,7 @@ def share(leaves: list[torch.Tensor], nodes: list[dict[str, Any]], tensors: dict
             by_device.setdefault(tensor.device, []).append(index)
         starts.append(start)
         ends.append(end)
+    groups: list[tuple[list[int], int, int]] = []
     for order in by_device.values():
         order.sort(key=starts.__getitem__)
         place = 0
@@ -89,8 +90,10 @@ def share(leaves: list[torch.Tensor], nodes: list[dict[str, Any]], tensors: dict
                 reach = max(reach, ends[order[place]])
                 place += 1
             if place > begin + 1 or not leaves[order[begin]].is_contiguous():
-                members = [_Leaf(leaves[index], nodes[index]) for index in sorted(order[begin:place])]
-                _settle(members, starts[order[begin]], reach, tensors)
+                groups.append((sorted(order[begin:place]), starts[order[begin]], reach))
+    groups.sort()  # by place in the tree: addresses are others in every process
+    for members, begin, reach in groups:
+        _settle([_Leaf(leaves[index], nodes[index]) for index in members], begin, reach, tensors)
 
 
 def _span(tensor: torch.Tensor) -> int:

@@ -1,7 +1,7 @@
 """Write tensors to a safetensors file, with checksums.
 
 The bytes go to the system in slices from where they lie, and a second thread hashes each slice meanwhile, so
-the checksums cost next to nothing.
+the checksums cost little.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SLICE_BYTES = 1 << 24
 # Smaller tensors are collected, so that thousands of them don't take a system call each.
 _SMALL_BYTES = 1 << 18
 # Elements of a tensor that isn't contiguous, at a time: of each, its place takes eight bytes meanwhile.
-_PIECE_ELEMENTS = 1 << 20
+_PIECE_ELEMENTS = 1 << 18
 
 
 class NewEntry(NamedTuple):
@@ -119,14 +119,16 @@ def _write_slices(
     helper: ThreadPoolExecutor,
 ) -> int:
     """Write the head and all tensors in their order; put the checksums into ``found``."""
-    end = 0
+    end = started = 0
     small = bytearray(head)
 
     def put(content: memoryview) -> None:
-        nonlocal end
+        nonlocal end, started
         write_all(disk, descriptor, content, end)
-        disk.start_writing(descriptor, end, len(content))
         end += len(content)
+        if end - started >= _SLICE_BYTES:  # not for less: small requests to a disk cost more than they save
+            disk.start_writing(descriptor, started, end - started)
+            started = end
 
     def flush() -> None:
         nonlocal small
@@ -189,7 +191,12 @@ def _parts(source: torch.Tensor | bytes | bytearray | memoryview) -> Iterator[me
         for start in range(0, len(content), _SLICE_BYTES):
             yield content[start : start + _SLICE_BYTES]
         return
-    if not source.numel():
+    size = source.numel() * source.dtype.itemsize
+    if not size:
+        return
+    plain = source.device.type == "cpu" and source.is_contiguous() and not source.is_conj()
+    if size <= _SLICE_BYTES and plain and not source.is_neg():
+        yield memory_of(source)  # most tensors are small, and cutting them takes longer than writing them
         return
     # A size of an element is a power of two, so these sizes divide that of a chunk.
     elements = _SLICE_BYTES // source.dtype.itemsize

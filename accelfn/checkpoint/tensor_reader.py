@@ -120,8 +120,11 @@ def open_tensor_file(
     try:
         descriptor, size = open_regular(disk, folder, name)
     except FileNotFoundError as error:
+        advice = "Take another copy, or an older checkpoint."
+        if stored.node is not None:
+            advice = f"It was written to the disk of node {stored.node}: copy it from there."
         raise DamagedCheckpointError(
-            f"{path} is missing, and the manifest names it. Take another copy, or an older checkpoint.", name
+            f"{path} is missing, and the manifest names it. {advice}", name
         ) from error
     try:
         if size != stored.size:
@@ -134,6 +137,11 @@ def open_tensor_file(
         if not whole or zlib.crc32(head) != stored.header_crc32:
             _damaged(path, name, "its header isn't what was written")
         entries = check_safetensors_header(bytes(head), size, path).entries
+        # Of another node's file, a node's manifest names only what this node hasn't itself.
+        odd = entries.keys() ^ expected.keys() if stored.node is None else expected.keys() - entries.keys()
+        if odd:
+            listed = ", ".join(map(repr, sorted(odd)[:5]))
+            _damaged(path, name, f"it hasn't the tensors that the manifest says: {listed}")
         _check_entries(path, name, entries, expected)
     except BaseException:
         disk.close(descriptor)
@@ -144,9 +152,6 @@ def open_tensor_file(
 def _check_entries(
     path: str, name: str, entries: Mapping[str, Entry], expected: Mapping[str, Expected]
 ) -> None:
-    if expected.keys() != entries.keys():
-        odd = sorted(expected.keys() ^ entries.keys())
-        _damaged(path, name, f"it hasn't the tensors that the manifest says: {', '.join(map(repr, odd[:5]))}")
     for key, (tensor, dtype, piece) in expected.items():
         entry = entries[key]
         try:
@@ -267,6 +272,7 @@ def verify_tensor_file(
         chunks = [
             _Chunk(expected[key].tensor, expected[key].piece, None, 0, read)
             for key, entry in file.entries.items()
+            if key in expected
             for read in plan_reads(0, entry.stop - entry.start, entry.stop - entry.start)
         ]
         _read_chunks(disk, file, chunks, None)
@@ -316,7 +322,10 @@ def _rows_for(box: Box) -> tuple[torch.Tensor, int]:
     first = box.offset[0] if box.offset else 0
     if box.into is not None and tuple(box.into.shape) == rows:
         return box.into.detach(), first
-    return torch.empty(rows, dtype=getattr(torch, box.dtype), device="cpu"), first
+    dtype: torch.dtype = getattr(torch, box.dtype)
+    # torch warns of new tensors of complex32, and not of views.
+    plain = torch.float32 if dtype == torch.complex32 else dtype
+    return torch.empty(rows, dtype=plain, device="cpu").view(dtype).view(rows), first
 
 
 def _chunks(box: Box, entries: Mapping[str, Entry], rows: torch.Tensor, first: int) -> Iterator[_Chunk]:

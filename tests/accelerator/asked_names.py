@@ -229,11 +229,7 @@ _METHODS = (
         note="another name of `free_memory`",
     ),
     *_rows("method", "verify_device_map(model)"),
-    AskedName(
-        kind="method",
-        documented=("save_model(model, save_directory, max_shard_size='10GB', safe_serialization=True)"),
-        note="`safe_serialization=False` is refused",
-    ),
+    *_rows("method", "save_model(model, save_directory, max_shard_size='10GB', safe_serialization=True)"),
     *_rows(
         "method",
         "save(obj, f, safe_serialization=False)",

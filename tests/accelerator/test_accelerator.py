@@ -3,7 +3,6 @@
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 
 import ast
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import accelfn as af
 import accelfn.accelerator.accelerator as module
 from accelfn import Accelerator, Context, DataLoaderConfiguration, GradScalerKwargs
-from accelfn.errors import ConfigurationError, NotAvailableError
+from accelfn.errors import ConfigurationError
 from accelfn.testing import run_ranks
 
 Weights = dict[str, torch.Tensor]
@@ -295,18 +294,6 @@ def test_its_own_context_is_made_and_closed() -> None:
     accelerator.close()
     with pytest.raises(ConfigurationError, match="contradicts"):
         Accelerator(split_batches=False, dataloader_config=DataLoaderConfiguration(split_batches=True))
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda it: it.save_model(nn.Linear(1, 1), "folder", safe_serialization=False),
-    ],
-    ids=["pickle"],
-)
-def test_what_has_no_machinery_is_refused(call: Callable[[Any], Any]) -> None:
-    with pytest.raises(NotAvailableError):
-        call(Accelerator(context=Context()))
 
 
 def test_an_unknown_name_is_an_error_that_names_it() -> None:

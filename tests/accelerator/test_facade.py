@@ -176,10 +176,11 @@ def test_a_method_gives_what_its_function_gives(name: str, world: int) -> None:
     assert run_ranks(run, world, mixed_precision="bf16") == [True] * world
 
 
-def test_what_is_saved_is_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("safe", [True, False])
+def test_what_is_saved_is_the_same(safe: bool, tmp_path: Path) -> None:
     def run(ctx: Context) -> None:
-        Accelerator(context=ctx).save_model(model(), tmp_path / "method")
-        af.save_model(ctx, model(), tmp_path / "function")
+        Accelerator(context=ctx).save_model(model(), tmp_path / "method", safe_serialization=safe)
+        af.save_model(ctx, model(), tmp_path / "function", safe_serialization=safe)
 
     run_ranks(run, 2)
     files = [sorted(path.name for path in (tmp_path / way).iterdir()) for way in ("method", "function")]

@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,9 +37,9 @@ class Training(NamedTuple):
 
 
 def start_training() -> Training:
-    torch.manual_seed(0)
+    torch.random.manual_seed(0)  # pyright: ignore[reportUnknownMemberType] -- torch leaves it untyped
     model = nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS)))
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer: Any = torch.optim.AdamW(model.parameters())
     model(torch.randn(1, _WIDTH)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -59,7 +60,7 @@ def in_turn(ways: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, 
     return {name: Timing(min(times), statistics.median(times)) for name, times in taken.items()}
 
 
-def saving(folder: Path, rounds: int) -> None:
+def saving(rounds: int, folder: Path) -> None:
     from accelerate import Accelerator
 
     training = start_training()
@@ -112,7 +113,7 @@ def saving(folder: Path, rounds: int) -> None:
     )
 
 
-def loading(folder: Path, rounds: int) -> None:
+def loading(rounds: int, folder: Path) -> None:
     from accelerate import Accelerator
 
     training = start_training()
@@ -211,7 +212,13 @@ def resident() -> int:
 
 def main() -> None:
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 9
-    for part in (lambda to: saving(to, rounds), lambda to: loading(to, rounds), many_leaves, memory):
+    parts: list[Callable[[Path], None]] = [
+        partial(saving, rounds),
+        partial(loading, rounds),
+        many_leaves,
+        memory,
+    ]
+    for part in parts:
         with tempfile.TemporaryDirectory(dir=".", prefix=".bench-") as folder:
             part(Path(folder))
         print(flush=True)

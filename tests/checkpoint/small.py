@@ -23,7 +23,10 @@ def write_stage(disk: Disk, path: str, ranks: tuple[Tensors, ...], **fields: obj
     for rank, mine in enumerate(ranks):
         name = f"tensors-{rank:05d}.safetensors"
         written = write_tensors(
-            disk, os.path.join(path, name), [new_entry(key, one) for key, one in mine.items()], {}
+            disk,
+            os.path.join(path, name),
+            [new_entry(key, one) for key, one in mine.items()],
+            {"format": "pt"},
         )
         files[name] = StoredFile(written.size, written.header_crc32)
         for key, one in mine.items():

@@ -16,7 +16,7 @@ import torch
 import accelfn as af
 from accelfn.checkpoint import Keep, SaveHandle
 from accelfn.context import Context
-from accelfn.errors import RemoteRankError
+from accelfn.errors import NoCheckpointError, RemoteRankError
 from accelfn.testing import run_ranks
 from tests.checkpoint.small import same_bits
 from tests.checkpoint.watched_disk import CHANGES, installed, watched
@@ -181,6 +181,34 @@ def test_whatever_fails_the_old_one_stays_and_the_next_save_works(
     (count, *others) = run_ranks(run, ranks, on="processes") if ranks > 1 else [run(Context())]
     assert others == [count] * (ranks - 1)
     assert count >= (20 if rank == 0 else 3)
+
+
+@pytest.mark.parametrize(("ranks", "rank"), [(1, 0), (2, 0), (2, 1)])
+def test_whatever_fails_in_a_first_save_there_is_none_and_the_next_one_works(
+    tmp_path: Path, ranks: int, rank: int
+) -> None:
+    def run(ctx: Context) -> int:
+        for number in itertools.count():
+            at = tmp_path / str(number) / "deep" / "at"
+            with failing(ctx, rank, number, errno.EIO) as disk:
+                raised = error_of(partial(af.save_state, ctx, at, state(1)))
+            faults = everywhere(ctx, disk.fault)
+            if faults[rank] is None:
+                assert raised is None
+                return number
+            if ctx.rank == rank:
+                check_error(raised, errno.EIO, tmp_path)
+            is_new = faults[rank] == Fault("sync_folder", str(at.parent)) and at.exists()
+            if raised is not None and not is_new:
+                with pytest.raises((NoCheckpointError, RemoteRankError)):
+                    loaded_step(ctx, at)
+            assert not at.parent.exists() or not leftovers(at.parent), faults
+            everywhere(ctx, None)
+            af.save_state(ctx, at, state(2))
+            assert loaded_step(ctx, at) == 2
+        raise AssertionError
+
+    assert run_ranks(run, ranks, on="processes")[0] >= (15 if rank == 0 else 3)
 
 
 def test_a_disk_that_fails_for_good_keeps_the_old_one(tmp_path: Path) -> None:

@@ -305,3 +305,175 @@ def test_saving_needs_no_numpy(tmp_path: Path) -> None:
     )
     assert (done.stdout, done.returncode) == ("1\n", 0), done.stderr
     assert set(load_file(tmp_path / "model.safetensors")) == {"weight", "bias"}
+
+
+@pytest.mark.parametrize(
+    ("options", "files"),
+    [
+        ({"max_shard_size": 8}, ("model-0000{}-of-00002.safetensors", "model.safetensors.index.json")),
+        ({"safe_serialization": False}, ("pytorch_model.bin",)),
+        (
+            {"safe_serialization": False, "max_shard_size": 8},
+            ("pytorch_model-0000{}-of-00002.bin", "pytorch_model.bin.index.json"),
+        ),
+        ({"names": "diffusers"}, ("diffusion_pytorch_model.safetensors",)),
+        (
+            {"names": "diffusers", "max_shard_size": 8},
+            (
+                "diffusion_pytorch_model-0000{}-of-00002.safetensors",
+                "diffusion_pytorch_model.safetensors.index.json",
+            ),
+        ),
+        ({"names": "diffusers", "safe_serialization": False}, ("diffusion_pytorch_model.bin",)),
+    ],
+    ids=str,
+)
+def test_what_the_files_are_called(options: dict[str, Any], files: tuple[str, ...], tmp_path: Path) -> None:
+    expected = (files[0].format(1), files[0].format(2), files[1]) if len(files) > 1 else files
+    model = Bag(**sized(4, 4, 4))
+    for other in ("model.safetensors", "diffusion_pytorch_model.safetensors", "pytorch_model.bin"):
+        (tmp_path / "old").mkdir(exist_ok=True)
+        (tmp_path / "old" / other).write_bytes(b"older")
+    assert [path.name for path in af.save_model(Context(), model, tmp_path / "new", **options)] == list(
+        expected
+    )
+    assert {path.name for path in (tmp_path / "new").iterdir()} == set(expected)
+    af.save_model(Context(), model, tmp_path / "old", **options)
+    kept = (
+        {"model.safetensors", "pytorch_model.bin"}
+        if "names" in options
+        else {"diffusion_pytorch_model.safetensors"}
+    )
+    assert {path.name for path in (tmp_path / "old").iterdir()} == {*expected, *kept}
+
+
+def test_an_index_of_pickled_files_lists_tied_weights_too(tmp_path: Path) -> None:
+    shared = nn.Parameter(torch.ones(4))
+    model = nn.Module()
+    for name, value in (("a", shared), ("b", nn.Parameter(torch.zeros(4))), ("c", shared)):
+        model.register_parameter(name, value)
+    for safe in (True, False):
+        *_, index = af.save_model(Context(), model, tmp_path, 16, safe)
+        weight_map = json.loads(index.read_text())["weight_map"]
+        assert set(weight_map) == ({"a", "b"} if safe else {"a", "b", "c"})
+        assert safe or weight_map["c"] == weight_map["a"] != weight_map["b"]
+
+
+class Wrapped(torch.Tensor):
+    """A tensor that is made of others, as those of quantised models are."""
+
+    part: torch.Tensor
+
+    @staticmethod
+    def __new__(cls: type["Wrapped"], part: torch.Tensor) -> Any:
+        make: Any = torch.Tensor._make_wrapper_subclass
+        made = make(cls, part.shape, dtype=part.dtype)
+        made.part = part
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].part)
+        raise NotImplementedError(function)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (torch.zeros(2).to_sparse(), "w must be dense to be saved"),
+        (torch.zeros(2, dtype=torch.complex128), "w has a dtype that safetensors lacks"),
+        (torch.zeros(2, device="meta"), "w have no data"),
+        (Wrapped(torch.zeros(2)), "w is of a class of its own"),
+    ],
+    ids=["sparse", "dtype", "meta", "wrapped"],
+)
+def test_weights_that_no_file_holds_are_refused_by_name(
+    value: torch.Tensor, said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=f"^save_model: {said}"):
+        af.save_model(Context(), Bag(w=value), tmp_path / "new")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_torch_alone_can_save_is_pickled_where_asked(tmp_path: Path) -> None:
+    value = torch.tensor([1 + 2j], dtype=torch.complex128).conj()
+    (file,) = af.save_model(Context(), Bag(w=value), tmp_path, safe_serialization=False)
+    assert torch.load(file, weights_only=True)["w"].resolve_conj().equal(value.resolve_conj())
+
+
+def test_other_names_are_refused_on_every_rank(tmp_path: Path) -> None:
+    def run(ctx: Context) -> str:
+        names: Any = "other" if ctx.rank == 1 else "diffusers"
+        with pytest.raises((ValueError, RemoteRankError)) as caught:
+            af.save_model(ctx, Bag(w=torch.ones(1)), tmp_path, names=names)
+        return str(caught.value)
+
+    main, other = run_ranks(run, 2)
+    assert other == "names must be 'transformers' or 'diffusers', got 'other'."
+    assert main.startswith("rank 1 failed in save_model: ValueError: names must be")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_that_a_directory_has_is_an_error_before_anything_is_written(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").mkdir()
+    with pytest.raises(IsADirectoryError, match=r"pytorch_model\.bin is a directory"):
+        af.save_model(Context(), nn.Linear(1, 1), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["pytorch_model.bin"]
+
+
+def test_links_are_replaced_and_not_written_through(tmp_path: Path) -> None:
+    (tmp_path / "blob").write_bytes(b"of a cache")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model.safetensors").symlink_to("../blob")
+    (file,) = af.save_model(Context(), nn.Linear(1, 1), tmp_path / "model")
+    assert not file.is_symlink()
+    assert (tmp_path / "blob").read_bytes() == b"of a cache"
+
+
+def test_tensors_lie_at_multiples_of_their_size(tmp_path: Path) -> None:
+    dtypes = (torch.uint8, torch.float64, torch.int16, torch.bool, torch.float32)
+    model = Bag(**{f"t{number}": torch.ones(3, dtype=dtype) for number, dtype in enumerate(dtypes)})
+    (file,) = af.save_model(Context(), model, tmp_path)
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    assert length % 8 == 0
+    for name, said in json.loads(content[8 : 8 + length]).items():
+        if name != "__metadata__":
+            assert said["data_offsets"][0] % model.get_buffer(name).dtype.itemsize == 0
+    assert all(value.eq(1).all() for value in load_file(file).values())
+
+
+# --- the state dict ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_state_dict_of_a_replica_is_its_own_on_every_rank(size: int) -> None:
+    def run(ctx: Context) -> list[str]:
+        model = af.prepare(ctx, nn.Linear(2, 1))
+        state = af.get_state_dict(ctx, model)
+        assert state["weight"].data_ptr() == model.weight.data_ptr()
+        assert not any(value.requires_grad for value in state.values())
+        return list(state)
+
+    assert run_ranks(run, size) == [["weight", "bias"]] * size
+
+
+def test_a_state_that_is_no_tensor_stays_in_the_state_dict() -> None:
+    class Extra(nn.Module):
+        def get_extra_state(self) -> dict[str, int]:
+            return {"steps": 3}
+
+    assert af.get_state_dict(Context(), Extra()) == {"_extra_state": {"steps": 3}}
+
+
+def test_the_state_dict_of_what_is_no_model_is_an_error_of_all() -> None:
+    def run(ctx: Context) -> str:
+        model: Any = nn.Linear(1, 1) if ctx.rank == 0 else 3
+        with pytest.raises((TypeError, RemoteRankError)) as caught:
+            af.get_state_dict(ctx, model)
+        return str(caught.value)
+
+    main, other = run_ranks(run, 2)
+    assert other == "get_state_dict: takes a module, got int."
+    assert main.startswith("rank 1 failed in get_state_dict: TypeError")

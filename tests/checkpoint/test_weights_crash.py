@@ -1,0 +1,303 @@
+"""Whenever a save of a model is cut off, a plain reader finds the old model or the new one."""
+
+import functools
+import io
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import pytest
+import safetensors.torch
+import torch
+from torch import nn
+
+import accelfn as af
+from accelfn import Context
+from accelfn.checkpoint import find_weights
+
+Naming = Literal["transformers", "diffusers"]
+Disk = Mapping[str, bytes]
+
+
+class Bag(nn.Module):
+    def __init__(self, value: int) -> None:
+        super().__init__()
+        for name in "abc":
+            self.register_buffer(name, torch.full((4,), value, dtype=torch.uint8))
+
+
+class Layout(NamedTuple):
+    num_files: int
+    safe: bool
+
+    def save(self, folder: Path, value: int, names: Naming) -> tuple[Path, ...]:
+        size = {1: 12, 2: 8, 3: 4}[self.num_files]
+        return af.save_model(Context(), Bag(value), folder, size, self.safe, names)
+
+
+LAYOUTS = [Layout(num_files, safe) for safe in (True, False) for num_files in (1, 2, 3)]
+ENTRIES: dict[Naming, tuple[str, ...]] = {  # in the order in which each library looks for them
+    "transformers": (
+        *("model.safetensors", "model.safetensors.index.json"),
+        *("pytorch_model.bin", "pytorch_model.bin.index.json"),
+    ),
+    "diffusers": (
+        *("diffusion_pytorch_model.safetensors.index.json", "diffusion_pytorch_model.safetensors"),
+        *("diffusion_pytorch_model.bin.index.json", "diffusion_pytorch_model.bin"),
+    ),
+}
+
+
+@functools.cache
+def read_file(content: bytes, safe: bool) -> dict[str, int]:
+    loaded: dict[str, torch.Tensor] = (
+        safetensors.torch.load(content) if safe else torch.load(io.BytesIO(content), weights_only=True)
+    )
+    for tensor in loaded.values():
+        assert torch.equal(tensor, tensor[0].expand(4))
+    return {name: int(tensor[0]) for name, tensor in loaded.items()}
+
+
+def read(disk: Disk, order: tuple[str, ...]) -> int | None:
+    """Read a model as a plain reader does, and give the number that fills it; None if there is none."""
+    entry = next((name for name in order if name in disk), None)
+    if entry is None:
+        return None
+    safe = "safetensors" in entry
+    if not entry.endswith(".json"):
+        found = read_file(disk[entry], safe)
+    else:
+        weight_map: dict[str, str] = json.loads(disk[entry])["weight_map"]
+        found = {name: read_file(disk[file], safe)[name] for name, file in weight_map.items()}
+    assert sorted(found) == ["a", "b", "c"]
+    assert len(set(found.values())) == 1, f"a mix: {found}"
+    return found["a"]
+
+
+def content(folder: Path) -> Disk:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+class Watch(NamedTuple):
+    """What a save does to a directory.
+
+    Attributes:
+        kills: What is there whenever the program may be killed.
+        cuts: What may be there after a power cut: contents that weren't flushed are lost, and of the names
+            that changed since the directory was flushed any may have changed and any not.
+    """
+
+    kills: list[Disk]
+    cuts: list[Disk]
+
+
+def watched(folder: Path, save: Callable[[], object], patch: pytest.MonkeyPatch) -> Watch:
+    kills: list[Disk] = []
+    cuts: list[Disk] = []
+    durable: dict[str, bytes] = dict(content(folder))
+    pending: list[tuple[str, bytes | None]] = []
+    flushed: set[int] = set()
+    real = {name: getattr(os, name) for name in ("replace", "unlink", "fsync")}
+
+    def look() -> None:
+        kills.append(content(folder))
+        for chosen in itertools.product((True, False), repeat=len(pending)):
+            state = dict(durable)
+            for (name, made), happened in zip(pending, chosen, strict=True):
+                if happened and made is not None:
+                    state[name] = made
+                elif happened:
+                    state.pop(name, None)
+            cuts.append(state)
+
+    def replace(source: Path, target: Path) -> None:
+        is_flushed = os.stat(source).st_ino in flushed
+        pending.append((target.name, source.read_bytes() if is_flushed else b"torn"))
+        real["replace"](source, target)
+        look()
+
+    def unlink(path: Path, **options: Any) -> None:
+        real["unlink"](path, **options)
+        pending.append((Path(path).name, None))
+        look()
+
+    def fsync(descriptor: int) -> None:
+        real["fsync"](descriptor)
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            for name, made in pending:
+                if made is not None:
+                    durable[name] = made
+                else:
+                    durable.pop(name, None)
+            pending.clear()
+        else:
+            flushed.add(os.fstat(descriptor).st_ino)
+        look()
+
+    with patch.context() as patched:
+        patched.setattr(os, "replace", replace)
+        patched.setattr(os, "unlink", unlink)
+        patched.setattr(os, "fsync", fsync)
+        save()
+    look()
+    return Watch(kills, cuts)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="tells files from directories by /proc")
+@pytest.mark.parametrize("names", ENTRIES)
+@pytest.mark.parametrize("new", LAYOUTS, ids=str)
+def test_a_reader_finds_the_old_model_or_the_new_one(
+    new: Layout, names: Naming, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Every reader, whatever it looks for first.
+    orders = list(itertools.permutations(ENTRIES[names]))
+    for number, old in enumerate((None, *LAYOUTS)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        if old is not None:
+            old.save(folder, 1, names)
+        watch = watched(folder, lambda folder=folder: new.save(folder, 2, names), monkeypatch)
+        before = None if old is None else 1
+        for seen in (watch.kills, watch.cuts):
+            for order in orders:
+                found = [read(disk, order) for disk in seen]
+                assert set(found) <= {before, 2}
+                assert {before, 2} <= set(found)  # else this test sees too little
+                assert found[-1] == 2
+        for order in orders:  # once new, always new
+            found = [read(disk, order) for disk in watch.kills]
+            assert found == sorted(found, key=lambda value: value or 0)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="tells files from directories by /proc")
+@pytest.mark.parametrize("names", ENTRIES)
+@pytest.mark.parametrize("new", LAYOUTS, ids=str)
+def test_sets_that_lie_below_another_do_not_come_up(
+    new: Layout, names: Naming, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What other programs leave behind: a stale set of each kind, and the library reads the first of them.
+    (tmp_path / "made").mkdir()
+    for value, old in enumerate((Layout(1, True), Layout(2, True), Layout(1, False), Layout(2, False)), 3):
+        old.save(tmp_path / "made", value, names)
+        for path in (tmp_path / "made").iterdir():
+            path.rename(tmp_path / path.name)
+    (tmp_path / "made").rmdir()
+    order = ENTRIES[names]
+    first = read(content(tmp_path), order)
+    assert first in (3, 4)
+    watch = watched(tmp_path, lambda: new.save(tmp_path, 2, names), monkeypatch)
+    for seen in (watch.kills, watch.cuts):
+        assert {read(disk, order) for disk in seen} == {first, 2}
+
+
+def states(folder: Path, states: list[Disk]) -> Iterator[Path]:
+    for number, disk in enumerate(states):
+        made = folder / f"state{number}"
+        made.mkdir()
+        for name, data in disk.items():
+            (made / name).write_bytes(data)
+        yield made
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="tells files from directories by /proc")
+@pytest.mark.parametrize("old", LAYOUTS, ids=str)
+@pytest.mark.parametrize("new", [Layout(1, True), Layout(3, True), Layout(2, False)], ids=str)
+def test_after_a_kill_the_model_loads_and_the_next_save_tidies_up(
+    old: Layout, new: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "folder"
+    old.save(folder, 1, "transformers")
+    (folder / "config.json").write_text("{}")
+    watch = watched(folder, lambda: new.save(folder, 2, "transformers"), monkeypatch)
+    for made in states(tmp_path, watch.kills):
+        found = find_weights(made)
+        assert len(found.files) in (old.num_files, new.num_files)
+        model = Bag(0)
+        af.load_model(model, made)
+        value = read(content(made), ENTRIES["transformers"])
+        assert [int(one[0]) for one in model.buffers()] == [value] * 3
+        files = new.save(made, 3, "transformers")
+        assert {path.name for path in made.iterdir()} == {"config.json", *(path.name for path in files)}
+        assert read(content(made), ENTRIES["transformers"]) == 3
+
+
+def test_saves_of_several_files_take_turns_with_their_names(tmp_path: Path) -> None:
+    layout = Layout(2, True)
+    found = [[path.name for path in layout.save(tmp_path, value, "transformers")] for value in range(3)]
+    first, second = (["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"], found[1][:2])
+    assert second == ["model-2-00001-of-00002.safetensors", "model-2-00002-of-00002.safetensors"]
+    assert [one[:2] for one in found] == [first, second, first]
+    assert {path.name for path in tmp_path.iterdir()} == set(found[2])
+
+
+def test_one_program_saves_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused: list[OSError] = []
+    real = os.replace
+
+    def replace(source: Path, target: Path) -> None:
+        if not refused:
+            with pytest.raises(BlockingIOError, match="another program or rank is saving") as caught:
+                Layout(1, True).save(tmp_path, 5, "transformers")
+            refused.append(caught.value)
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", replace)
+    Layout(1, True).save(tmp_path, 1, "transformers")
+    assert refused[0].filename == str(tmp_path)
+    Layout(1, True).save(tmp_path, 2, "transformers")
+    assert read(content(tmp_path), ENTRIES["transformers"]) == 2
+
+
+@pytest.mark.parametrize("step", range(12))
+@pytest.mark.parametrize("old", [Layout(1, True), Layout(2, True), Layout(1, False)], ids=str)
+def test_a_disk_that_refuses_any_step_leaves_one_model(
+    old: Layout, step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # By errors and not by kills: what is left is tidy.
+    old.save(tmp_path, 1, "transformers")
+    before = content(tmp_path)
+    calls = itertools.count()
+    real = {name: getattr(os, name) for name in ("replace", "fsync")}
+
+    def refusing(name: str) -> Callable[..., Any]:
+        def refuse(*arguments: Any) -> Any:
+            if next(calls) == step:
+                raise OSError(28, "No space left on device")
+            return real[name](*arguments)
+
+        return refuse
+
+    with monkeypatch.context() as patched:
+        for name in real:
+            patched.setattr(os, name, refusing(name))
+        failed = False
+        try:
+            Layout(2, True).save(tmp_path, 2, "transformers")
+        except OSError as error:
+            failed = error.errno == 28
+    after = content(tmp_path)
+    assert failed == (step < next(calls))
+    assert not [name for name in after if name.startswith(".")]
+    assert read(after, ENTRIES["transformers"]) in ((1, 2) if failed else (2,))
+    if step < 7:  # three files are flushed, the shards renamed and flushed, and the index is next
+        assert after == before
+    Layout(3, True).save(tmp_path, 3, "transformers")
+    assert len(content(tmp_path)) == 4
+
+
+def test_a_full_disk_is_an_error_that_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (file,) = Layout(1, True).save(tmp_path, 1, "transformers")
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    for safe in (True, False):
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fsync", full)
+            with pytest.raises(OSError, match="No space left") as caught:
+                Layout(1, safe).save(tmp_path, 2, "transformers")
+        assert caught.value.filename.startswith(str(tmp_path / (".model" if safe else ".pytorch_model")))
+        assert content(tmp_path).keys() == {file.name}

@@ -1,0 +1,502 @@
+"""Weights come back: into models of accelfn, and through the loaders of other libraries."""
+
+# transformers and torch.load leave their results partly untyped.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+import importlib
+import json
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import accelfn as af
+from accelfn import Context
+from accelfn.checkpoint import LoadReport, find_weights
+from accelfn.errors import CheckpointMismatchError, DamagedCheckpointError, Misfit, NoCheckpointError
+from accelfn.testing import run_ranks
+
+Names = Literal["transformers", "diffusers"]
+
+
+def tied(bias: bool = False) -> nn.ModuleDict:
+    model = nn.ModuleDict({name: nn.Linear(2, 2, bias=bias) for name in "ab"})
+    model["b"].weight = model["a"].weight
+    return model
+
+
+def snapshot(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+# --- back into a model ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("names", ["transformers", "diffusers"])
+@pytest.mark.parametrize("safe", [True, False])
+@given(
+    st.lists(st.sampled_from([(), (0,), (3,), (2, 5), (1, 1, 4)]), min_size=1, max_size=6), st.integers(1, 90)
+)
+def test_a_model_comes_back_bit_for_bit(
+    safe: bool,
+    names: Names,
+    tmp_path_factory: pytest.TempPathFactory,
+    shapes: list[tuple[int, ...]],
+    limit: int,
+) -> None:
+    folder = tmp_path_factory.mktemp("model")
+    dtypes = (torch.float32, torch.bfloat16, torch.int64, torch.bool)
+    model, other = nn.Module(), nn.Module()
+    for number, shape in enumerate(shapes):
+        value = torch.randint(0, 2, shape).to(dtypes[number % 4])
+        model.register_buffer(f"t{number}", value)
+        other.register_buffer(f"t{number}", torch.zeros_like(value))
+    af.save_model(Context(), model, folder, limit, safe, names)
+    places = {name: value.data_ptr() for name, value in other.state_dict().items()}
+    assert af.load_model(other, folder) == LoadReport((), ())
+    assert same(snapshot(model), snapshot(other))
+    assert {name: value.data_ptr() for name, value in other.state_dict().items()} == places
+
+
+@pytest.mark.parametrize("safe", [True, False])
+@pytest.mark.parametrize("limit", [16, 10**6])
+def test_tied_weights_are_stored_once_and_stay_tied(safe: bool, limit: int, tmp_path: Path) -> None:
+    model, other = tied(bias=True), tied(bias=True)
+    files = af.save_model(Context(), model, tmp_path, limit, safe)
+    assert af.load_model(other, tmp_path) == LoadReport((), ())
+    assert same(snapshot(model), snapshot(other))
+    assert other["a"].weight is other["b"].weight
+    if not safe and limit == 10**6:  # not much more than without the second name
+        stored = torch.load(files[0], weights_only=True)
+        assert stored["a.weight"].data_ptr() == stored["b.weight"].data_ptr()
+    apart = nn.ModuleDict({name: nn.Linear(2, 2) for name in "ab"})
+    assert af.load_model(apart, tmp_path) == LoadReport((), ())  # the file says that they are the same
+    assert same(snapshot(model), snapshot(apart))
+
+
+@pytest.mark.parametrize("kept", ["a.weight", "b.weight"])
+def test_whichever_name_of_tied_weights_another_program_kept(kept: str, tmp_path: Path) -> None:
+    value = torch.randn(2, 2)
+    safetensors.torch.save_file({kept: value}, tmp_path / "model.safetensors")
+    model = tied()
+    assert af.load_model(model, tmp_path) == LoadReport((), ())
+    assert torch.equal(snapshot(model)["a.weight"], value)
+
+
+def test_tied_weights_that_differ_in_the_file_are_refused(tmp_path: Path) -> None:
+    stored = {"a.weight": torch.zeros(2, 2), "b.weight": torch.zeros(2, 2)}
+    safetensors.torch.save_file(stored, tmp_path / "model.safetensors")
+    model = tied()
+    af.load_model(model, tmp_path)
+    stored["b.weight"][1, 1] = 1
+    safetensors.torch.save_file(stored, tmp_path / "model.safetensors")
+    with torch.no_grad():
+        model.get_parameter("a.weight").fill_(7)
+    with pytest.raises(CheckpointMismatchError) as caught:
+        af.load_model(model, tmp_path, strict=False)
+    assert caught.value.rows == (Misfit("b.weight", "other values than a.weight", "tied to a.weight"),)
+    assert model.get_parameter("a.weight").eq(7).all()
+
+
+def test_parts_of_one_storage_become_tensors_of_their_own(tmp_path: Path) -> None:
+    base = torch.arange(1000.0)
+    model = nn.Module()
+    for name, part in (
+        ("whole", base),
+        ("head", base[:2]),
+        ("row", base.view(10, 100)[3]),
+        ("step", base[::250]),
+    ):
+        model.register_buffer(name, part)
+    af.save_model(Context(), model, tmp_path / "safe")
+    (file,) = af.save_model(Context(), model, tmp_path / "pickled", safe_serialization=False)
+    assert file.stat().st_size < 8000  # 4000 of the whole, and no storage twice
+    for stored in (
+        safetensors.torch.load_file(tmp_path / "safe" / "model.safetensors"),
+        torch.load(file, weights_only=True),
+    ):
+        assert same(stored, snapshot(model))
+    assert torch.load(file, weights_only=True)["head"].untyped_storage().nbytes() == 8
+
+
+def test_all_that_does_not_fit_is_listed_and_nothing_is_changed(tmp_path: Path) -> None:
+    class Saved(nn.Module):
+        def __init__(self, **tensors: torch.Tensor) -> None:
+            super().__init__()
+            for name, tensor in tensors.items():
+                self.register_buffer(name, tensor)
+
+    af.save_model(
+        Context(),
+        Saved(same=torch.ones(2), shape=torch.ones(2), dtype=torch.ones(2), extra=torch.ones(1)),
+        tmp_path,
+    )
+    model = Saved(
+        same=torch.zeros(2), shape=torch.zeros(3), dtype=torch.zeros(2).bfloat16(), missing=torch.zeros(())
+    )
+    misfits = (
+        Misfit("shape", "float32 (2,)", "float32 (3,)"),
+        Misfit("dtype", "float32 (2,)", "bfloat16 (2,)"),
+    )
+    for strict, rows in (
+        (
+            True,
+            (
+                *misfits,
+                Misfit("missing", "nothing", "float32 ()"),
+                Misfit("extra", "float32 (1,)", "nothing"),
+            ),
+        ),
+        (False, misfits),
+    ):
+        with pytest.raises(CheckpointMismatchError, match="Nothing was changed") as caught:
+            af.load_model(model, tmp_path, strict)
+        assert caught.value.rows == rows
+        assert all(value.eq(0).all() for value in model.buffers())
+    model = Saved(same=torch.zeros(2), shape=torch.zeros(2), missing=torch.zeros(()))
+    assert af.load_model(model, tmp_path, strict=False) == LoadReport(("missing",), ("dtype", "extra"))
+    assert model.get_buffer("same").eq(1).all()
+    assert model.get_buffer("missing").eq(0)
+
+
+def test_a_model_without_memory_is_refused(tmp_path: Path) -> None:
+    af.save_model(Context(), nn.Linear(1, 1), tmp_path)
+    with pytest.raises(ValueError, match=r"weight, bias have no memory \(meta device\)"):
+        af.load_model(nn.Linear(1, 1, device="meta"), tmp_path)
+    with pytest.raises(TypeError, match="takes a module, got str"):
+        af.load_model("model", tmp_path)  # pyright: ignore[reportArgumentType]
+
+
+def test_wrapped_models_are_loaded_under_their_own_names(tmp_path: Path) -> None:
+    def run(ctx: Context) -> bool:
+        model = af.prepare(ctx, nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)))
+        af.save_model(ctx, model, tmp_path)
+        before = snapshot(model)
+        assert list(af.get_state_dict(ctx, model)) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+        assert list(af.get_state_dict(ctx, model, unwrap=False)) == [
+            f"module.{n}" for n in af.get_state_dict(ctx, model)
+        ]
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        af.load_model(model, tmp_path)
+        return same(before, snapshot(model))
+
+    assert run_ranks(run, 2, "processes") == [True, True]
+
+
+def test_wrappers_inside_of_a_model_leave_no_trace(tmp_path: Path) -> None:
+    wrapper = importlib.import_module("torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
+    compiled: Any = torch.compile(nn.Linear(2, 2), backend="eager")
+    model = nn.Sequential(
+        compiled, wrapper.checkpoint_wrapper(nn.Linear(2, 2)), nn.DataParallel(nn.Linear(2, 2)), nn.Module()
+    )
+    model[3].module = nn.Linear(2, 2)  # the user's own name
+    own = [f"{place}.{name}" for place in ("0", "1", "2", "3.module") for name in ("weight", "bias")]
+    state = af.get_state_dict(Context(), model)
+    assert list(state) == own
+    assert state["2.bias"].data_ptr() == model.get_parameter("2.module.bias").data_ptr()
+    (file,) = af.save_model(Context(), model, tmp_path)
+    assert sorted(safetensors.torch.load_file(file)) == sorted(own)
+    before = snapshot(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    af.load_model(model, file)
+    assert same(before, snapshot(model))
+
+
+def test_names_that_only_wrappers_tell_apart_are_refused() -> None:
+    model = nn.Module()
+    model.module = nn.DataParallel(nn.Linear(1, 1, bias=False))
+    model.module.register_parameter("weight", nn.Parameter(torch.ones(1)))
+    with pytest.raises(ValueError, match=r"module\.weight and module\.module\.weight would both be called"):
+        af.get_state_dict(Context(), model)
+
+
+# --- through other libraries ---------------------------------------------------------------------
+
+
+def bert() -> Any:
+    transformers = importlib.import_module("transformers")
+    config = transformers.BertConfig(
+        vocab_size=40,
+        hidden_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=16,
+        max_position_embeddings=12,
+    )
+    return transformers.BertForMaskedLM(config)
+
+
+def gpt() -> Any:
+    transformers = importlib.import_module("transformers")
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=40, n_positions=12, n_embd=8, n_layer=2, n_head=2)
+    )
+
+
+@pytest.mark.parametrize("make", [bert, gpt])
+@pytest.mark.parametrize(("limit", "safe"), [("10GB", True), ("2KB", True), ("10GB", False), ("2KB", False)])
+def test_transformers_loads_it_with_its_ties(
+    make: Callable[[], Any], limit: str, safe: bool, tmp_path: Path
+) -> None:
+    model = make().eval()
+    model.config.save_pretrained(tmp_path)
+    for again in range(2):  # the second time the shards have other names
+        with torch.no_grad():
+            model.get_input_embeddings().weight.add_(again)
+        files = af.save_model(Context(), model, tmp_path, limit, safe)
+        assert (len(files) > 2) == (limit == "2KB")
+        loaded, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
+        assert not info["missing_keys"]
+        assert not info["unexpected_keys"]
+        assert same(snapshot(model), snapshot(loaded))
+        embedding = loaded.get_input_embeddings().weight
+        assert loaded.get_output_embeddings().weight is embedding
+        ours = make()
+        assert af.load_model(ours, tmp_path) == LoadReport((), ())
+        assert same(snapshot(model), snapshot(ours))
+
+
+@pytest.mark.parametrize("limit", ["10GB", "2KB"])
+def test_what_transformers_saves_is_loaded(limit: str, tmp_path: Path) -> None:
+    model, other = gpt(), gpt()
+    model.save_pretrained(tmp_path, max_shard_size=limit)
+    assert (len(find_weights(tmp_path).files) > 1) == (limit == "2KB")
+    assert af.load_model(other, tmp_path) == LoadReport((), ())
+    assert same(snapshot(model), snapshot(other))
+    af.save_model(Context(), model, tmp_path)  # and takes its place
+    assert {path.name for path in tmp_path.iterdir()} <= {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    }
+
+
+def test_stock_safetensors_loads_a_model(tmp_path: Path) -> None:
+    model, other = tied(), tied()
+    (file,) = af.save_model(Context(), model, tmp_path)
+    stock: Any = safetensors.torch
+    assert stock.load_model(other, file) == (set(), [])
+    assert same(snapshot(model), snapshot(other))
+    stock.save_model(model, tmp_path / "theirs.safetensors")
+    other = tied()
+    af.load_model(other, tmp_path / "theirs.safetensors")
+    assert same(snapshot(model), snapshot(other))
+
+
+# --- what no honest save has made ----------------------------------------------------------------
+
+
+INDEX = "model.safetensors.index.json"
+
+
+def sharded(folder: Path) -> dict[str, Any]:
+    af.save_model(Context(), nn.Linear(2, 2), folder, max_shard_size=8)
+    return json.loads((folder / INDEX).read_text())
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("../model.safetensors", "/etc/passwd.safetensors", "a/b.safetensors", "a\\b.safetensors", ".."),
+        *("C:model.safetensors", "model\0.safetensors", "", ".", ".hidden.safetensors", "x\n.safetensors"),
+        *("pytorch_model.bin", INDEX, "gone.safetensors", "x" * 300 + ".safetensors", "folder.safetensors"),
+        *(None, 3, ["model.safetensors"], "out.safetensors", "circle.safetensors", "pipe.safetensors"),
+    ],
+    ids=repr,
+)
+def test_an_index_that_names_what_is_not_a_file_beside_it(name: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    index = sharded(folder)
+    outside = tmp_path / "model.safetensors"
+    safetensors.torch.save_file({"bias": torch.ones(2)}, outside)
+    (folder / "folder.safetensors").mkdir()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({}))
+    (folder / ".hidden.safetensors").write_bytes(outside.read_bytes())
+    (folder / "out.safetensors").symlink_to(outside)
+    (folder / "circle.safetensors").symlink_to(folder / "circle.safetensors")
+    os.mkfifo(folder / "pipe.safetensors")
+    index["weight_map"]["bias"] = name
+    (folder / INDEX).write_text(json.dumps(index))
+    model = nn.Linear(2, 2)
+    before = snapshot(model)
+    with pytest.raises(DamagedCheckpointError) as caught:
+        af.load_model(model, folder)
+    assert caught.value.file == INDEX
+    assert INDEX in str(caught.value) or str(folder) in str(caught.value)
+    assert same(before, snapshot(model))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "[]", "{", "null", "{}", '{"weight_map": {}}', '{"weight_map": []}', "\xff", "[" * 10**5),
+        '{"weight_map": {"w": "a.safetensors", "w": "b.safetensors"}}',
+    ],
+    ids=lambda text: text[:20],
+)
+def test_an_index_that_is_none(text: str, tmp_path: Path) -> None:
+    (tmp_path / INDEX).write_bytes(text.encode("latin-1"))
+    with pytest.raises(DamagedCheckpointError, match=r"index\.json"):
+        find_weights(tmp_path)
+
+
+def test_links_within_the_directory_and_of_the_hubs_cache_are_followed(tmp_path: Path) -> None:
+    repository = tmp_path / "models--name"
+    snapshot_folder, blobs = repository / "snapshots" / "0123", repository / "blobs"
+    sharded(snapshot_folder)
+    blobs.mkdir()
+    for number, path in enumerate(sorted(snapshot_folder.iterdir())):
+        path.rename(blobs / str(number))
+        path.symlink_to(Path("../../blobs") / str(number))
+    assert len(find_weights(snapshot_folder).files) == 2
+    af.load_model(nn.Linear(2, 2), snapshot_folder)
+    (tmp_path / "link").symlink_to(snapshot_folder)
+    assert find_weights(tmp_path / "link").is_safe
+    inside = snapshot_folder / "other.safetensors"
+    (snapshot_folder / "model.safetensors").symlink_to(inside.name)
+    safetensors.torch.save_file({}, inside)
+    assert find_weights(snapshot_folder).files == ("model.safetensors",)
+    (snapshot_folder / "model.safetensors").unlink()
+    (snapshot_folder / "model.safetensors").symlink_to("../../../secret")
+    (tmp_path / "secret").write_bytes(inside.read_bytes())
+    with pytest.raises(DamagedCheckpointError, match="leads out of the directory"):
+        find_weights(snapshot_folder)
+    (snapshot_folder / "model.safetensors").unlink()
+    snapshot_folder.parent.rename(repository / "elsewhere")  # only the hub's cache has its blobs there
+    with pytest.raises(DamagedCheckpointError, match="leads out of the directory"):
+        find_weights(repository / "elsewhere" / "0123")
+
+
+def test_what_is_found_where(tmp_path: Path) -> None:
+    with pytest.raises(NoCheckpointError, match="doesn't exist"):
+        find_weights(tmp_path / "gone")
+    with pytest.raises(NoCheckpointError, match="has no weights"):
+        find_weights(tmp_path)
+    model = nn.Linear(2, 2)
+    (tmp_path / "apart").mkdir()
+    af.save_model(Context(), model, tmp_path / "apart")
+    (file,) = af.save_model(Context(), model, tmp_path, safe_serialization=False)
+    assert find_weights(tmp_path).files == find_weights(file).files == ("pytorch_model.bin",)
+    (tmp_path / "apart" / "model.safetensors").rename(tmp_path / "model.safetensors")
+    assert find_weights(tmp_path).files == ("model.safetensors",)  # before any that is pickled
+    index = af.save_model(Context(), model, tmp_path / "many", max_shard_size=8)[-1]
+    assert find_weights(index) == find_weights(tmp_path / "many")
+    assert find_weights(index).weight_map is not None
+    af.save_model(Context(), model, tmp_path, names="diffusers")
+    with pytest.raises(
+        ValueError, match=r"has model\.safetensors and diffusion_pytorch_model\.safetensors: pass"
+    ):
+        find_weights(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="no file of weights by its name"):
+        find_weights(tmp_path / "config.json")
+
+
+def test_shards_of_two_saves_are_told_apart(tmp_path: Path) -> None:
+    sharded(tmp_path)
+    safetensors.torch.save_file({"other": torch.ones(2)}, tmp_path / "model-00002-of-00002.safetensors")
+    with pytest.raises(DamagedCheckpointError, match="lacks bias, which the index says is in it"):
+        af.load_model(nn.Linear(2, 2), tmp_path)
+
+
+def test_what_a_file_has_beside_the_index_is_left_out(tmp_path: Path) -> None:
+    sharded(tmp_path)
+    both = {"bias": torch.ones(2), "weight": torch.full((2, 2), 9.0), "other": torch.ones(1)}
+    safetensors.torch.save_file(both, tmp_path / "model-00002-of-00002.safetensors")
+    model = nn.Linear(2, 2)
+    assert af.load_model(model, tmp_path) == LoadReport((), ())
+    assert model.bias.eq(1).all()
+    assert model.weight.ne(9).all()
+
+
+def safe_file(header: Any, data: bytes = b"") -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def entry(shape: Any = (2,), start: int = 0, stop: int = 8, dtype: Any = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(b"", b"1234567", (2**63).to_bytes(8, "little"), (10**8 + 1).to_bytes(8, "little") + b"{}"),
+        *(safe_file(b"{}x"), safe_file(b"[]"), safe_file(b"\xff{}"), safe_file([1]), safe_file({"w": 3})),
+        safe_file({"w": entry()}, bytes(7)),
+        safe_file({"w": entry()}, bytes(9)),
+        safe_file({"w": entry(), "v": entry(start=4, stop=12)}, bytes(12)),
+        safe_file({"w": entry(), "v": entry(start=12, stop=20)}, bytes(20)),
+        safe_file({"w": entry(stop=12)}, bytes(12)),
+        safe_file({"w": entry(shape=[-2])}, bytes(8)),
+        safe_file({"w": entry(shape=[True, 2])}, bytes(8)),
+        safe_file({"w": entry(shape=[2**62, 4])}, bytes(8)),
+        safe_file({"w": entry(dtype="F99")}, bytes(8)),
+        safe_file({"w": entry(dtype=None)}, bytes(8)),
+        safe_file({"w": entry(), "__metadata__": {"a": 1}}, bytes(8)),
+        safe_file({"w": entry(), "__metadata__": "a"}, bytes(8)),
+        safe_file(b'{"w":%b,"w":%b}' % ((json.dumps(entry()).encode(),) * 2), bytes(8)),
+        pickle.dumps({"w": 1}),
+    ],
+)
+def test_a_safetensors_file_that_is_none(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    model = nn.Module()
+    model.register_buffer("w", torch.ones(2))
+    with pytest.raises(DamagedCheckpointError) as caught:
+        af.load_model(model, tmp_path, strict=False)
+    assert caught.value.file == "model.safetensors"
+    assert model.get_buffer("w").eq(1).all()
+
+
+class Harm:
+    """Would run code where it is unpickled."""
+
+    def __init__(self, sign: str) -> None:
+        self.sign = sign
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (os.mkdir, (self.sign,))
+
+
+@pytest.mark.parametrize("what", ["harm", "list", "number", "key", "sparse", "text", "cut", "legacy harm"])
+def test_a_pickled_file_that_is_no_dict_of_tensors_is_refused(what: str, tmp_path: Path) -> None:
+    sign = tmp_path / "sign"
+    made: dict[str, Any] = {
+        "harm": {"w": torch.zeros(2), "x": Harm(str(sign))},
+        "list": [torch.zeros(2)],
+        "number": {"w": 3},
+        "key": {1: torch.zeros(2)},
+        "sparse": {"w": torch.zeros(2).to_sparse()},
+        "cut": {"w": torch.zeros(2)},
+    }
+    file = tmp_path / "pytorch_model.bin"
+    if what in made:
+        torch.save(made[what], file)
+    else:
+        file.write_bytes(pickle.dumps(Harm(str(sign))) if what == "legacy harm" else b"no zip")
+    if what == "cut":
+        file.write_bytes(file.read_bytes()[:-30])
+    model = nn.Module()
+    model.register_buffer("w", torch.ones(2))
+    with pytest.raises(DamagedCheckpointError) as caught:
+        af.load_model(model, tmp_path)
+    assert caught.value.file == file.name
+    assert not sign.exists()
+    assert model.get_buffer("w").eq(1).all()

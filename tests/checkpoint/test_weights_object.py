@@ -1,0 +1,134 @@
+"""``save_object`` writes once, whole or not at all."""
+
+# torch leaves tolist partly untyped.
+# pyright: reportUnknownMemberType=false
+
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import accelfn as af
+from accelfn import Context
+from accelfn.checkpoint import save_object
+from accelfn.errors import RemoteRankError
+from accelfn.testing import run_ranks
+
+TENSORS = {
+    "small": torch.tensor([True, False, True]),
+    "turned": torch.arange(6.0).view(2, 3).t(),
+    "scalar": torch.tensor(3),
+    "conjugate": torch.tensor([1 + 2j]).conj(),
+}
+
+
+@pytest.mark.parametrize("on", ["memory", "processes"])
+def test_an_object_is_written_once_and_there_for_all(on: Any, tmp_path: Path) -> None:
+    def run(ctx: Context) -> tuple[bool, bool]:
+        save_object(ctx, {"rank": ctx.rank, "list": [1, 2]}, tmp_path / "object.pt")
+        save_object(ctx, TENSORS, str(tmp_path / "tensors.safetensors"), safe_serialization=True)
+        found = torch.load(tmp_path / "object.pt", weights_only=True)
+        stored = load_file(tmp_path / "tensors.safetensors")
+        return found == {"rank": 0, "list": [1, 2]}, all(
+            torch.equal(stored[name], value) for name, value in TENSORS.items()
+        )
+
+    assert run_ranks(run, 2, on) == [(True, True)] * 2
+    assert {path.name for path in tmp_path.iterdir()} == {"object.pt", "tensors.safetensors"}
+
+
+def test_tensors_that_share_data_are_all_stored(tmp_path: Path) -> None:
+    value = torch.arange(4.0)
+    save_object(
+        Context(), {"a": value, "b": value, "part": value[1:]}, tmp_path / "x", safe_serialization=True
+    )
+    assert {name: one.tolist() for name, one in load_file(tmp_path / "x").items()} == {
+        "a": [0, 1, 2, 3],
+        "b": [0, 1, 2, 3],
+        "part": [1, 2, 3],
+    }
+
+
+def test_a_file_object_takes_what_torch_saves() -> None:
+    files = [io.BytesIO(), io.BytesIO()]
+
+    def run(ctx: Context) -> None:
+        save_object(ctx, [ctx.rank], files[ctx.rank])
+
+    run_ranks(run, 2)
+    assert torch.load(io.BytesIO(files[0].getvalue()), weights_only=True) == [0]
+    assert files[1].getvalue() == b""
+    with pytest.raises(TypeError, match="safetensors need a path, got BytesIO"):
+        save_object(Context(), TENSORS, files[0], safe_serialization=True)
+
+
+def test_each_node_writes_where_asked(tmp_path: Path) -> None:
+    def run(ctx: Context) -> None:
+        save_object(ctx, ctx.rank, tmp_path / f"{ctx.world.node_rank}.pt")
+
+    run_ranks(run, 4, num_nodes=2, project_config=af.ProjectConfiguration(save_on_each_node=True))
+    assert [torch.load(tmp_path / f"{node}.pt", weights_only=True) for node in range(2)] == [0, 2]
+
+
+class Unwilling:
+    def __reduce__(self) -> Any:
+        raise RuntimeError("no")
+
+
+@pytest.mark.parametrize(
+    ("obj", "safe", "error", "said"),
+    [
+        ([1], True, TypeError, "hold a dict of tensors by name, got list"),
+        ({"a": 1}, True, TypeError, "hold a dict of tensors by name, got dict"),
+        ({1: torch.ones(1)}, True, TypeError, "hold a dict of tensors by name, got dict"),
+        ({"w": torch.ones(1, device="meta")}, True, ValueError, "'w' must be a plain dense tensor with data"),
+        ({"w": torch.ones(2).to_sparse()}, True, ValueError, "'w' must be a plain dense tensor with data"),
+        ({"w": torch.ones(2, dtype=torch.complex128)}, True, ValueError, "of a dtype that safetensors knows"),
+        (Unwilling(), False, RuntimeError, "no"),
+    ],
+    ids=["list", "number", "key", "meta", "sparse", "dtype", "unwilling"],
+)
+def test_what_cannot_be_written_leaves_the_old_file_and_reaches_all(
+    obj: Any, safe: bool, error: type[Exception], said: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+
+    def run(ctx: Context) -> str:
+        with pytest.raises((error, RemoteRankError)) as caught:
+            save_object(ctx, obj, path, safe)
+        assert said in str(caught.value)
+        return type(caught.value).__name__
+
+    assert run_ranks(run, 2) == [error.__name__, "RemoteRankError"]
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("refused", ["fsync", "replace"])
+@pytest.mark.parametrize("safe", [True, False])
+def test_a_full_disk_leaves_the_old_file(
+    refused: str, safe: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+
+    def fails(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, refused, fails)
+        with pytest.raises(OSError, match="No space left"):
+            save_object(Context(), {"w": torch.ones(2)}, path, safe)
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_directory_that_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError) as caught:
+        save_object(Context(), 1, tmp_path / "gone" / "file")
+    assert str(tmp_path / "gone") in str(caught.value)
