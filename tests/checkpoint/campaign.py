@@ -21,6 +21,7 @@ import struct
 import sys
 import tempfile
 import time
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -37,7 +38,7 @@ from accelfn.errors import NoCheckpointError
 from accelfn.testing import processes, run_ranks
 from tests.checkpoint.watched_disk import CHANGES, installed, watched
 
-__all__ = ("PHASES", "Killed", "Place", "Report", "kill_while_saving", "state_of_step")
+__all__ = ("PHASES", "Killed", "Place", "Report", "fork", "kill_while_saving", "state_of_step")
 
 Place = Literal["replaced", "rotated"]
 Killed = Literal["program", "rank"]
@@ -223,7 +224,7 @@ def _run_and_kill(folder: Path, trial: _Trial, times: list[float]) -> tuple[list
         error, None where none did.
     """
     reader, writer = os.pipe()
-    child = os.fork()
+    child = fork()
     if child == 0:  # nothing of the parent's may run here, so it ends without unwinding
         try:
             os.close(reader)
@@ -263,6 +264,13 @@ def _run_and_kill(folder: Path, trial: _Trial, times: list[float]) -> tuple[list
     return told, None if error_s is None or killed_s is None else error_s - killed_s
 
 
+def fork() -> int:
+    """Fork this process, whatever threads it has: the child uses none of them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of it
+        return os.fork()
+
+
 def _hear(reader: int) -> _Word | None:
     """Hear one word of the program; None when all its processes have ended."""
     ready, _, _ = select.select([reader], [], [], _PATIENCE_S)
@@ -284,6 +292,7 @@ def _kill(pid: int, trial: _Trial) -> None:
 
 
 def _be_program(folder: Path, trial: _Trial, writer: int) -> None:
+    torch.set_num_threads(1)  # torch's own threads weren't forked
     program = os.getpid()
     setattr(processes, "_GRACE_S", _PATIENCE_S)  # noqa: B010 -- it is this program's own copy
 

@@ -125,6 +125,8 @@ def fail_at_every_operation(
     for step in range(old + 1):
         save(step)
     for number in itertools.count():
+        before = set(os.listdir(folder))
+        everywhere(ctx, None)
         with failing(ctx, rank, number, code) as disk:
             raised = error_of(partial(save, old + 1, asks=number % 2 == 0))
         (fault,) = (one for one, at in everywhere(ctx, (disk.fault, ctx.rank)) if at == rank)
@@ -146,6 +148,7 @@ def fail_at_every_operation(
                 assert isinstance(raised, RemoteRankError), where
                 assert raised.rank == rank, where
             assert now in (old, old + 1), where
+            assert now == old + 1 or before == set(os.listdir(folder)), where
             if now == old + 1:  # nobody knows whether the disk has it, or only older ones weren't removed
                 assert rotated or (fault.kind, fault.path) == ("sync_folder", str(folder)), where
         assert not [name for name in leftovers(folder) if ".staging-" in name], where
