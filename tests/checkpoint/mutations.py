@@ -467,12 +467,13 @@ def main() -> None:
     """Plant all bugs, print a table, and fail where one wasn't found."""
     parser = argparse.ArgumentParser(description="Plant bugs, and see whether the tests find them.")
     parser.add_argument("--only", default="", help="those with this text in their name or module")
+    parser.add_argument("--bugs-only", action="store_true", help="don't try first that the tests pass")
     options = parser.parse_args()
     chosen = [one for one in MUTATIONS if options.only in f"{one.module}: {one.name}"]
     outcomes: list[Outcome] = []
     every = tuple(dict.fromkeys(node for one in chosen for node in one.tests))
-    (sound,) = run_mutations([Mutation("nothing", "save", every, ())])
-    if sound.verdict != "NOT FOUND":
+    nothing = Mutation("nothing", "save", every, ())
+    if not options.bugs_only and run_mutations([nothing])[0].verdict != "NOT FOUND":
         sys.exit("Without any bug these tests must pass, and they don't.")
     print("| module | bug | | s |", "| --- | --- | --- | --- |", sep="\n")
     for one in chosen:
