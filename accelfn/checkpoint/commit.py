@@ -52,6 +52,7 @@ __all__ = (
     "find_leftovers",
     "find_missing",
     "is_complete",
+    "is_dead",
     "is_leftover",
     "leftover_path",
     "make_nonce",
@@ -423,7 +424,7 @@ def clean(disk: Disk, parent: str, name: str | None = None) -> tuple[str, ...]:
     Returns:
         The paths that are gone. What can't be removed stays.
     """
-    doomed = [one for one in find_leftovers(disk, parent, name) if _is_dead(disk, one)]
+    doomed = [one for one in find_leftovers(disk, parent, name) if is_dead(disk, one)]
     if not doomed:
         return ()
     removed: list[str] = []
@@ -437,7 +438,8 @@ def clean(disk: Disk, parent: str, name: str | None = None) -> tuple[str, ...]:
     return tuple(removed)
 
 
-def _is_dead(disk: Disk, one: Leftover) -> bool:
+def is_dead(disk: Disk, one: Leftover) -> bool:
+    """Say whether nobody works on what a save or a removal left, and nobody needs it."""
     if one.kind == "trash":
         return True
     if one.kind == "replaced":

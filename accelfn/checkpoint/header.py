@@ -10,9 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, NoReturn, TypeAlias, cast
-
-import torch
+from typing import Any, NamedTuple, NoReturn, cast
 
 from accelfn.errors import DamagedCheckpointError
 
@@ -23,7 +21,6 @@ __all__ = (
     "check_length",
     "check_safetensors_header",
     "format_header",
-    "stored_form",
 )
 
 # As in the stock readers. A header of 40,000 tensors with long names has about 8 MB.
@@ -41,30 +38,6 @@ _BITS = MappingProxyType(
         **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
         **dict.fromkeys(("I32", "U32", "F32"), 32),
         **dict.fromkeys(("C64", "F64", "I64", "U64"), 64),
-    }
-)
-# Torch's dtypes that safetensors has too.
-_STORED = MappingProxyType(
-    {
-        "bool": "BOOL",
-        "uint8": "U8",
-        "int8": "I8",
-        "uint16": "U16",
-        "int16": "I16",
-        "uint32": "U32",
-        "int32": "I32",
-        "uint64": "U64",
-        "int64": "I64",
-        "float16": "F16",
-        "bfloat16": "BF16",
-        "float32": "F32",
-        "float64": "F64",
-        "complex64": "C64",
-        "float8_e4m3fn": "F8_E4M3",
-        "float8_e4m3fnuz": "F8_E4M3FNUZ",
-        "float8_e5m2": "F8_E5M2",
-        "float8_e5m2fnuz": "F8_E5M2FNUZ",
-        "float8_e8m0fnu": "F8_E8M0",
     }
 )
 
@@ -95,35 +68,6 @@ class Header(NamedTuple):
 
     entries: Mapping[str, Entry]
     metadata: Mapping[str, str]
-
-
-_Form: TypeAlias = "tuple[str, tuple[int, ...]]"
-
-
-def stored_form(dtype: str, shape: Sequence[int]) -> _Form:
-    """Give the safetensors dtype and shape under which a tensor's bytes are stored.
-
-    complex128 is two numbers of ``F64``, two elements of float4 share a byte, and what safetensors lacks is
-    stored as bytes; each of these has one more dimension than the tensor.
-
-    Args:
-        dtype: As torch names it, such as ``"bfloat16"``.
-        shape: Of the tensor.
-
-    Raises:
-        ValueError: torch has no such dtype.
-
-    >>> stored_form("complex128", (3,)), stored_form("float32", ())
-    (('F64', (3, 2)), ('F32', ()))
-    """
-    if dtype in _STORED:
-        return _STORED[dtype], tuple(shape)
-    if dtype == "complex128":
-        return "F64", (*shape, 2)
-    known = getattr(torch, dtype, None)
-    if not isinstance(known, torch.dtype) or str(known) != f"torch.{dtype}":
-        raise ValueError(f"stored_form: dtype must be one of torch's, such as 'float32', got {dtype!r}.")
-    return ("F4", (*shape, 2)) if dtype == "float4_e2m1fn_x2" else ("U8", (*shape, known.itemsize))
 
 
 def format_header(

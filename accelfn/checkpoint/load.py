@@ -45,7 +45,7 @@ from accelfn.data import LoaderState
 from accelfn.data.place import read_state
 from accelfn.errors import CheckpointError, CheckpointMismatchError, DamagedCheckpointError, NoCheckpointError
 
-__all__ = ("load_state", "load_tree")
+__all__ = ("StoredParts", "load_state", "load_tree", "read_parts")
 
 T = TypeVar("T")
 
@@ -61,6 +61,15 @@ class _Read(NamedTuple):
     tensors: Mapping[str, torch.Tensor]
 
 
+class StoredParts(NamedTuple):
+    """Documents of a checkpoint, and the tensors that they name: whole, verified, on the CPU."""
+
+    path: str
+    manifest: Manifest
+    documents: list[Json]
+    tensors: dict[str, torch.Tensor]
+
+
 def load_state(
     ctx: Context,
     directory: str | os.PathLike[str],
@@ -73,8 +82,8 @@ def load_state(
 
     Modules, optimizers, schedulers, loaders and whatever else has ``load_state_dict`` are loaded in place,
     and so are generators, and parameters that stand in the tree by themselves. Everything else comes back as
-    new values in the tree that is returned: tensors (on the device where ``like`` has theirs), numbers,
-    records.
+    new values in the tree that is returned: tensors (on the device where ``like`` has theirs, or on the CPU
+    where that is the meta device), numbers, records.
 
     Every byte that is needed is read and verified first, on all ranks. Whatever is raised, on any rank,
     nothing was changed on any of them.
@@ -97,7 +106,7 @@ def load_state(
 
     Raises:
         NoCheckpointError: There is no committed checkpoint.
-        DamagedCheckpointError: Its bytes aren't those that were written.
+        DamagedCheckpointError: Its bytes or files aren't those that were written.
         CheckpointMismatchError: Leaves are missing, extra, misshapen or of another dtype; all, by path.
         NotAvailableError: A newer version of accelfn has written it.
         RemoteRankError: One of these happened on another rank.
@@ -152,7 +161,7 @@ def load_tree(path: str | os.PathLike[str], like: Any = None, *, namespace: str 
 
     Raises:
         NoCheckpointError: There is no committed checkpoint.
-        DamagedCheckpointError: Its bytes aren't those that were written.
+        DamagedCheckpointError: Its bytes or files aren't those that were written.
         CheckpointMismatchError: It doesn't fit ``like``.
     """
     disk = REAL_DISK
@@ -171,6 +180,35 @@ def load_tree(path: str | os.PathLike[str], like: Any = None, *, namespace: str 
     with paused_collection():
         document, tensors = read_checkpoint(disk, path, read)
         return decode(document, tensors, like=like, namespace=namespace)
+
+
+def read_parts(
+    directory: str | os.PathLike[str],
+    choose: Callable[[Manifest], Sequence[Json]],
+    *,
+    disk: Disk = REAL_DISK,
+) -> StoredParts:
+    """Read some documents of a checkpoint, with their tensors and no others.
+
+    Ranks: local.
+
+    Args:
+        directory: A checkpoint, or a directory of checkpoints: then the newest in it.
+        choose: Gives the documents for a manifest; without parts by rank, see ``document_of``.
+        disk: The operations on files.
+
+    Raises:
+        NoCheckpointError: There is no committed checkpoint.
+        DamagedCheckpointError: Its bytes aren't those that were written.
+    """
+
+    def read(found: OpenCheckpoint) -> StoredParts:
+        documents = list(choose(found.manifest))
+        tensors = _read_tensors(disk, found, dict.fromkeys(_named(documents)))
+        return StoredParts(found.path, found.manifest, documents, tensors)
+
+    with paused_collection():
+        return read_checkpoint(disk, directory, read)
 
 
 # --- reading -------------------------------------------------------------------------------------
@@ -203,7 +241,12 @@ def _find_together(ctx: Context, disk: Disk, phases: CollectivePhases, place: st
     """Let all ranks choose the same checkpoint: as rank 0 finds it, or the newest that all nodes have."""
     if not ctx.project.save_on_each_node:
         path, error = attempt(lambda: locate(disk, place)) if ctx.is_main_process else ("", None)
-        return phases.gather("find", path or "", error)[0]
+        absent = str(error) if isinstance(error, NoCheckpointError) else None
+        said = json.dumps([path, absent])
+        path, absent = json.loads(phases.gather("find", said, None if absent else error)[0])
+        if absent is not None:  # on every rank, as programs ask whether there is one
+            raise NoCheckpointError(absent)
+        return path
     own, error = attempt(lambda: parts_below(disk, place)) if ctx.is_local_main_process else ([], None)
     said = json.dumps([ctx.world.node_rank, ctx.is_local_main_process, own])
     heard = [json.loads(one) for one in phases.gather("find", said, error)]
@@ -218,7 +261,7 @@ def _find_together(ctx: Context, disk: Disk, phases: CollectivePhases, place: st
 def _read(ctx: Context, disk: Disk, like: Any, names: Names, strict: bool, found: OpenCheckpoint) -> _Read:
     """Check that a checkpoint fits, and read what of it is for this rank."""
     manifest = found.manifest
-    check_names(disk, found)
+    check_names(disk, found)  # so that all ranks say what is missing, and not only those that need it
     document = _document(manifest, ctx.rank)
     stored = list(find_states(document, like))
     wished = describe_like(like, convert=lambda path, thing: state_of(thing, names))
@@ -276,7 +319,7 @@ def _read_tensors(
         ends.append(len(boxes))
         plans.append((name, target, overlaps))
     parts = read_boxes(disk, found.folder, found.manifest, boxes)
-    starts = [0, *ends[:-1]]
+    starts = [0, *ends][:-1]  # none where no tensor is wanted
     return {
         name: join_overlaps(found.manifest.tensors[name], target, overlaps, parts[start:end])
         for (name, target, overlaps), start, end in zip(plans, starts, ends, strict=True)
@@ -299,7 +342,7 @@ def _prepare(read: _Read, like: Any) -> tuple[Any, list[Pending], list[Callable[
 
     value = decode(read.document, read.tensors, like=like, restore=remember)
     writes: list[Callable[[], None]] = []
-    return settled(like, value, writes), sorted(pending, key=order_of), writes
+    return _settled(like, value, writes), sorted(pending, key=order_of), writes
 
 
 def _write(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -307,7 +350,7 @@ def _write(target: torch.Tensor, source: torch.Tensor) -> None:
         local_of(target).copy_(local_of(source))
 
 
-def settled(like: Any, value: Any, writes: list[Callable[[], None]]) -> Any:
+def _settled(like: Any, value: Any, writes: list[Callable[[], None]]) -> Any:
     """Put loaded tensors where ``like`` has theirs: on their devices, or into parameters and generators.
 
     What is to be written into is only listed, as calls.
@@ -318,6 +361,8 @@ def settled(like: Any, value: Any, writes: list[Callable[[], None]]) -> Any:
             return like
         return value
     if isinstance(like, torch.Tensor) and isinstance(value, torch.Tensor):
+        if like.is_meta:  # only says what form the tensor has
+            return value
         if is_in_place(like):
             writes.append(partial(_write, like, value))
             return like
@@ -326,13 +371,13 @@ def settled(like: Any, value: Any, writes: list[Callable[[], None]]) -> Any:
     if isinstance(like, dict) and isinstance(value, dict):
         theirs = cast("dict[Any, Any]", like)
         for key, one in cast("dict[Any, Any]", value).items():
-            value[key] = settled(theirs.get(key), one, writes)
+            value[key] = _settled(theirs.get(key), one, writes)
         return cast("Any", value)
     if isinstance(value, (list, tuple)) and isinstance(like, (list, tuple)):
         parts = list(cast("Sequence[Any]", value))
         kin = list(cast("Sequence[Any]", like))
         if len(parts) == len(kin):
-            parts = [settled(one, other, writes) for one, other in zip(kin, parts, strict=True)]
+            parts = [_settled(one, other, writes) for one, other in zip(kin, parts, strict=True)]
         if isinstance(value, list):
             return parts
         kind = cast("Any", type(cast("object", value)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard, cast
@@ -78,6 +79,7 @@ def find_names(tree: Any) -> Names:
         path = "/".join(str(part).replace("~", "~0").replace("/", "~1") for part in parts)
         if isinstance(leaf, nn.Module):
             modules.append(path)
+            _reshard(leaf)
             for name, parameter in _inner(leaf).named_parameters(remove_duplicate=False):
                 names.setdefault(id(parameter), f"{path}/{name}" if path else name)
                 tensors.append(parameter)
@@ -85,6 +87,19 @@ def find_names(tree: Any) -> Names:
             names.setdefault(id(leaf), path)
             tensors.append(leaf)
     return Names(names, tuple(modules), tuple(tensors))
+
+
+def _reshard(module: nn.Module) -> None:
+    """Let modules under FSDP2 have the parameters again that their optimizer steps.
+
+    After a forward pass without a backward pass they still hold gathered ones, which are other tensors.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:  # nobody has called fully_shard
+        return
+    for one in module.modules():
+        if isinstance(one, fsdp.FSDPModule):
+            cast("Any", one).reshard()
 
 
 def _inner(module: nn.Module) -> nn.Module:
@@ -278,8 +293,12 @@ def _misfits_of_module(stored: Stored, strict: bool) -> list[Misfit]:
             if strict:
                 kind = tensor_kind((own if name in own else found)[name])
                 rows.append(Misfit(place, *(("nothing", kind) if name in own else (kind, "nothing"))))
-        elif isinstance(own[name], torch.Tensor) and tensor_kind(own[name]) != tensor_kind(found[name]):
-            rows.append(Misfit(place, tensor_kind(found[name]), tensor_kind(own[name])))
+        elif isinstance(own[name], torch.Tensor):
+            kind, wanted = tensor_kind(found[name]), tensor_kind(own[name])
+            if own[name].is_meta:
+                wanted += " on the meta device; give the module memory with to_empty(device=...) first"
+            if kind != wanted:
+                rows.append(Misfit(place, kind, wanted))
     return rows
 
 
@@ -346,7 +365,9 @@ def targets(stored: Stored, names: Names) -> Iterator[tuple[dict[str, Any], torc
             number = known.find(name)
             if number is None:
                 continue
-            for node in _items(values, stored.path).values():
+            for key, node in _items(values, stored.path).items():
+                if key == "step":  # is never cut as its parameter is, even if that is a single number too
+                    continue
                 if is_tensor(node) and tuple(node["shape"]) == tuple(parameters[number].shape):
                     yield node, parameters[number]
 

@@ -14,7 +14,7 @@ import torch
 from accelfn.checkpoint.manifest import Piece, StoredTensor
 from accelfn.checkpoint.stored_dtype import copyable, dtype_from_name
 
-__all__ = ("Overlap", "find_overlaps", "join_overlaps", "local_of")
+__all__ = ("Overlap", "find_overlaps", "join_overlaps", "join_parts", "local_of")
 
 
 class Overlap(NamedTuple):
@@ -97,16 +97,7 @@ def join_overlaps(
         return parts[0]
     cut: Any = target if hasattr(target, "__create_chunk_list__") else None
     shape = stored.shape if cut is None else tuple(local_of(cut).shape)
-    if len(parts) == 1 and tuple(parts[0].shape) == shape:
-        whole = parts[0]
-    else:
-        whole = torch.empty(shape, dtype=dtype_from_name(stored.dtype), device="cpu")
-        plain = copyable(whole)
-        for one, part in zip(overlaps, parts, strict=True):
-            place = tuple(
-                slice(start, start + size) for start, size in zip(one.target, part.shape, strict=True)
-            )
-            plain[place].copy_(copyable(part))
+    whole = join_parts(stored.dtype, shape, overlaps, parts)
     if cut is None:
         return whole
     from torch.distributed.tensor import DTensor
@@ -119,3 +110,17 @@ def join_overlaps(
         shape=cut.shape,
         stride=cut.stride(),
     )
+
+
+def join_parts(
+    dtype: str, shape: tuple[int, ...], overlaps: Sequence[Overlap], parts: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """Put parts into the one tensor that they make up, on the CPU; a part that is all of it is given back."""
+    if len(parts) == 1 and tuple(parts[0].shape) == shape:
+        return parts[0]
+    whole = torch.empty(shape, dtype=dtype_from_name(dtype), device="cpu")
+    plain = copyable(whole)
+    for one, part in zip(overlaps, parts, strict=True):
+        place = tuple(slice(start, start + size) for start, size in zip(one.target, part.shape, strict=True))
+        plain[place].copy_(copyable(part))
+    return whole

@@ -415,7 +415,7 @@ def _agree_on(
         described=described,
         plan=plan,
         entries=tuple(
-            (_key(write), _local(own.tensors[write.name]), own.sums.get(write.name))
+            (_key(write, described), _local(own.tensors[write.name]), own.sums.get(write.name))
             for write in plan.writes[world.rank]
         ),
     )
@@ -452,9 +452,14 @@ def _heard(held: Mapping[str, Sequence[Any]]) -> dict[str, Held]:
     }
 
 
-def _key(write: Write) -> str:
+def _key(write: Write, described: Mapping[str, Held]) -> str:
     """Name an entry of a file: as the tensor, with the place of its box where it is cut."""
-    return write.stored if write.box is None else f"{write.stored}@{','.join(map(str, write.box.offset))}"
+    if write.box is None:
+        return write.stored
+    key = f"{write.stored}@{','.join(map(str, write.box.offset))}"
+    while key in described:  # a tensor that somebody has called so
+        key += "'"
+    return key
 
 
 def _local(tensor: Any) -> torch.Tensor:
@@ -557,7 +562,7 @@ def _manifest(job: _Job, results: Sequence[str], generation: int) -> Manifest:
             used = True
             one = job.described[write.stored]
             box = write.box or Box((0,) * len(one.shape), one.shape)
-            key = _key(write)
+            key = _key(write, job.described)
             known[write.box] = Piece(_file_name(rank), key, box.offset, box.shape, tuple(sums[key]))
         if used or node is None or job.nodes is None or job.nodes[rank] == node:
             at = None if job.nodes is None else job.nodes[rank]

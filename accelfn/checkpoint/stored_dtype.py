@@ -1,30 +1,29 @@
-"""How a dtype of torch lies in a safetensors file, and back.
+"""How a dtype of torch lies in a safetensors file.
 
-Most dtypes are known to safetensors, and lie there as they are, so that any reader can have them. complex128
-lies as F64 with a last dimension of 2. All others (such as float8_e8m0fnu, float4_e2m1fn_x2, complex32, bits8
-and uint4) lie as U8, with a last dimension of their size in bytes. What they are is then said by the
+Most dtypes are known to safetensors, and lie there as they are, so that any reader can have them. Some lie as
+others, with one more dimension: complex128 is two numbers of F64, two elements of float4 share a byte, and
+what safetensors lacks (such as complex32, bits8 and uint4) is bytes. What they are is then said by the
 manifest, which names every dtype as torch does.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import MappingProxyType
 
 import torch
 
 __all__ = (
-    "as_stored",
+    "SAFETENSORS_NAMES",
     "contiguous_copy",
     "copyable",
     "dtype_from_name",
     "dtype_name",
-    "from_stored",
     "is_storable",
-    "stored_name",
-    "stored_shape",
+    "stored_form",
 )
 
-_KNOWN = MappingProxyType(
+SAFETENSORS_NAMES = MappingProxyType(
     {
         torch.float64: "F64",
         torch.float32: "F32",
@@ -44,6 +43,7 @@ _KNOWN = MappingProxyType(
         torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
         torch.float8_e5m2: "F8_E5M2",
         torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+        torch.float8_e8m0fnu: "F8_E8M0",
     }
 )
 # An element of a quantized dtype has no value without the scale beside it.
@@ -82,29 +82,26 @@ def is_storable(dtype: torch.dtype) -> bool:
     return dtype not in _QUANTIZED
 
 
-def stored_name(dtype: torch.dtype) -> str:
-    """Name the dtype that ``dtype`` has in a safetensors file.
+def stored_form(dtype: torch.dtype, shape: Sequence[int]) -> tuple[str, tuple[int, ...]]:
+    """Give the safetensors dtype and shape under which a tensor's bytes are stored.
 
-    >>> stored_name(torch.float16), stored_name(torch.complex128), stored_name(torch.float8_e8m0fnu)
-    ('F16', 'F64', 'U8')
+    Args:
+        dtype: Of the tensor.
+        shape: Of the tensor.
+
+    >>> stored_form(torch.complex128, (3,)), stored_form(torch.float32, ())
+    (('F64', (3, 2)), ('F32', ()))
     """
-    return "F64" if dtype == torch.complex128 else _KNOWN.get(dtype, "U8")
-
-
-def stored_shape(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Give the shape that a tensor has in a safetensors file.
-
-    >>> stored_shape(torch.float16, (3,)), stored_shape(torch.complex128, (3,))
-    ((3,), (3, 2))
-    """
-    if dtype in _KNOWN:
-        return tuple(shape)
-    return (*shape, 2 if dtype == torch.complex128 else dtype.itemsize)
+    if dtype in SAFETENSORS_NAMES:
+        return SAFETENSORS_NAMES[dtype], tuple(shape)
+    if dtype == torch.complex128:
+        return "F64", (*shape, 2)
+    return ("F4", (*shape, 2)) if dtype == torch.float4_e2m1fn_x2 else ("U8", (*shape, dtype.itemsize))
 
 
 def copyable(tensor: torch.Tensor) -> torch.Tensor:
     """View a tensor as a dtype that torch can copy: sub-byte dtypes have no such kernel."""
-    if tensor.dtype in _KNOWN or tensor.dtype == torch.complex128:
+    if tensor.dtype in SAFETENSORS_NAMES or tensor.dtype == torch.complex128:
         return tensor
     return tensor.view(_SAME_SIZE[tensor.dtype.itemsize])
 
@@ -113,58 +110,3 @@ def contiguous_copy(tensor: torch.Tensor) -> torch.Tensor:
     """Copy a tensor of any dtype into fresh contiguous memory."""
     plain = copyable(tensor)
     return plain.clone(memory_format=torch.contiguous_format).view(tensor.dtype)
-
-
-def as_stored(tensor: torch.Tensor) -> torch.Tensor:
-    """View a tensor as the safetensors dtype and shape that it is stored with.
-
-    Args:
-        tensor: Of any storable dtype. Its memory is copied only where it isn't contiguous, or is marked as
-            conjugated or negated.
-
-    Returns:
-        A contiguous tensor of :func:`stored_shape`.
-
-    Raises:
-        ValueError: The dtype is quantized.
-    """
-    dtype = tensor.dtype
-    if dtype in _QUANTIZED:
-        raise ValueError(f"a tensor of {dtype} has no value by itself. Store tensor.dequantize() instead.")
-    plain = tensor.detach()
-    if plain.is_conj() or plain.is_neg():
-        plain = plain.resolve_conj().resolve_neg()
-    if dtype in _KNOWN:
-        return plain.contiguous()
-    if dtype == torch.complex128:
-        return torch.view_as_real(plain.contiguous())
-    return copyable(plain).contiguous().unsqueeze(-1).view(torch.uint8)
-
-
-def from_stored(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """View what :func:`as_stored` gave as ``dtype`` again, in the same memory wherever that is possible.
-
-    Args:
-        tensor: As it lies in the file.
-        dtype: What it was.
-
-    Raises:
-        ValueError: No tensor of ``dtype`` is stored with this dtype and shape.
-    """
-    if not is_storable(dtype) or tensor.dtype != _stored_dtype(dtype):
-        raise ValueError(f"{tensor.dtype} isn't how {dtype} is stored")
-    if dtype in _KNOWN:
-        return tensor
-    last = 2 if dtype == torch.complex128 else dtype.itemsize
-    if not tensor.dim() or tensor.shape[-1] != last:
-        raise ValueError(f"{dtype} is stored with a last dimension of {last}, not {tuple(tensor.shape)}")
-    step = dtype.itemsize // tensor.dtype.itemsize
-    if not tensor.is_contiguous() or tensor.storage_offset() % step:
-        tensor = contiguous_copy(tensor)  # a view of larger elements has to start and step by whole ones
-    return tensor.view(dtype).squeeze(-1)
-
-
-def _stored_dtype(dtype: torch.dtype) -> torch.dtype:
-    if dtype in _KNOWN:
-        return dtype
-    return torch.float64 if dtype == torch.complex128 else torch.uint8

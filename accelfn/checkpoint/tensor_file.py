@@ -15,8 +15,9 @@ from typing import NamedTuple
 import torch
 
 from accelfn.checkpoint.disk import Disk, naming, write_all
-from accelfn.checkpoint.header import Entry, format_header, stored_form
+from accelfn.checkpoint.header import Entry, format_header
 from accelfn.checkpoint.manifest import CHUNK_BYTES
+from accelfn.checkpoint.stored_dtype import stored_form
 from accelfn.tree.digest import split_flat
 
 __all__ = ("NewEntry", "Written", "memory_of", "new_entry", "write_tensors")
@@ -63,7 +64,7 @@ class Written(NamedTuple):
 
 def new_entry(key: str, tensor: torch.Tensor) -> NewEntry:
     """Give a tensor the dtype and shape under which safetensors stores it."""
-    form = stored_form(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+    form = stored_form(tensor.dtype, tensor.shape)
     return NewEntry(key, *form, tensor)
 
 

@@ -15,8 +15,9 @@ from typing import NamedTuple, NoReturn, cast
 import torch
 
 from accelfn.checkpoint.disk import Disk, Folder, naming, open_regular, read_exactly
-from accelfn.checkpoint.header import Entry, check_length, check_safetensors_header, stored_form
+from accelfn.checkpoint.header import Entry, check_length, check_safetensors_header
 from accelfn.checkpoint.manifest import CHUNK_BYTES, Manifest, Piece, StoredFile
+from accelfn.checkpoint.stored_dtype import dtype_from_name, stored_form
 from accelfn.checkpoint.tensor_file import memory_of
 from accelfn.errors import DamagedCheckpointError
 
@@ -155,7 +156,7 @@ def _check_entries(
     for key, (tensor, dtype, piece) in expected.items():
         entry = entries[key]
         try:
-            form = stored_form(dtype, piece.shape)
+            form = stored_form(dtype_from_name(dtype), piece.shape)
         except ValueError as error:
             raise DamagedCheckpointError(
                 f"{path}: tensor {tensor!r} has a dtype that this torch doesn't know, {dtype!r}.", name

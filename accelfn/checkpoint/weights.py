@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from accelfn.checkpoint.weights_files import (
-    DTYPE_NAMES,
+    SAFETENSORS_NAMES,
     Entry,
     Staged,
     holding,
@@ -174,7 +174,7 @@ def _tensors(model: nn.Module, safe: bool) -> dict[str, torch.Tensor]:
         "is of a class of its own, which the files can't hold. Convert it to a plain tensor first",
     )
     _refuse(
-        [name for name, value in tensors.items() if safe and value.dtype not in DTYPE_NAMES],
+        [name for name, value in tensors.items() if safe and value.dtype not in SAFETENSORS_NAMES],
         "has a dtype that safetensors lacks. Convert it, or pass safe_serialization=False",
     )
     return tensors
@@ -248,7 +248,7 @@ def _save(
 
 
 def _large_first(names: Iterable[str], tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    return sorted(names, key=lambda name: -tensors[name].dtype.itemsize)
+    return sorted(names, key=lambda name: (-tensors[name].dtype.itemsize, name))  # as format_header has them
 
 
 def _held(
@@ -321,7 +321,7 @@ def _require_tensors(obj: object) -> dict[str, torch.Tensor]:
         if (
             value.layout != torch.strided
             or value.is_meta
-            or value.dtype not in DTYPE_NAMES
+            or value.dtype not in SAFETENSORS_NAMES
             or not has_bytes(value)
         ):
             raise ValueError(

@@ -18,21 +18,20 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
-import json
 import os
 import re
 import sys
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
+from accelfn.checkpoint.header import format_header
+from accelfn.checkpoint.stored_dtype import SAFETENSORS_NAMES
 from accelfn.checkpoint.weights_plan import WeightNaming, entry_names, names_of
 
 __all__ = (
-    "DTYPE_NAMES",
     "Entry",
     "Staged",
     "holding",
@@ -46,30 +45,6 @@ __all__ = (
     "write_text",
 )
 
-# As safetensors names them.
-DTYPE_NAMES = MappingProxyType(
-    {
-        torch.bool: "BOOL",
-        torch.uint8: "U8",
-        torch.int8: "I8",
-        torch.int16: "I16",
-        torch.int32: "I32",
-        torch.int64: "I64",
-        torch.uint16: "U16",
-        torch.uint32: "U32",
-        torch.uint64: "U64",
-        torch.float16: "F16",
-        torch.bfloat16: "BF16",
-        torch.float32: "F32",
-        torch.float64: "F64",
-        torch.complex64: "C64",
-        torch.float8_e4m3fn: "F8_E4M3",
-        torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
-        torch.float8_e5m2: "F8_E5M2",
-        torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
-        torch.float8_e8m0fnu: "F8_E8M0",
-    }
-)
 _PARTIAL = re.compile(r"\.(?P<name>.+)\.\d+\.partial")
 _WRITE_BYTES = 1 << 26  # at a time
 
@@ -99,7 +74,7 @@ def write_tensors(
 
     Args:
         path: Must not exist yet.
-        entries: Those with the largest elements first, so that all lie at multiples of their size.
+        entries: In the order of ``header.format_header``.
         values: One tensor for each entry, in the same order; of any layout in memory, on any device.
         metadata: Of the file.
 
@@ -107,7 +82,10 @@ def write_tensors(
         OSError: The file can't be written; it names the file.
     """
     with _creating(path) as file:
-        file.write(_header(entries, metadata))
+        forms = [(entry.name, SAFETENSORS_NAMES[entry.dtype], entry.shape) for entry in entries]
+        head, places = format_header(forms, metadata)
+        assert list(places) == [entry.name for entry in entries]
+        file.write(head)
         for entry in entries:
             value = next(values)
             if (value.dtype, tuple(value.shape)) != (entry.dtype, entry.shape):
@@ -137,29 +115,6 @@ def write_text(path: Path, text: str) -> None:
     """
     with _creating(path) as file:
         file.write(text.encode())
-
-
-def _header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
-    said: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    start = 0
-    for entry in entries:
-        stop = start + entry.dtype.itemsize * _volume(entry.shape)
-        said[entry.name] = {
-            "dtype": DTYPE_NAMES[entry.dtype],
-            "shape": entry.shape,
-            "data_offsets": (start, stop),
-        }
-        start = stop
-    text = json.dumps(said, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
-def _volume(shape: tuple[int, ...]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
 
 
 def _write_bytes(file: BinaryIO, value: torch.Tensor) -> None:

@@ -6,16 +6,17 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
 
+from accelfn.checkpoint.header import Header, check_length, check_safetensors_header
 from accelfn.checkpoint.weights_plan import WeightNaming, entry_names
 from accelfn.errors import DamagedCheckpointError, NoCheckpointError
 
-__all__ = ("StoredWeight", "WeightsFiles", "find_weights", "read_header")
+__all__ = ("WeightsFiles", "find_weights", "read_header")
 
 _NAMINGS: tuple[WeightNaming, ...] = ("transformers", "diffusers")
 # Of real models by far the largest index has some megabytes, and so has the largest header.
@@ -46,19 +47,6 @@ class WeightsFiles:
     def paths(self) -> tuple[Path, ...]:
         """Of the files."""
         return tuple(self.directory / file for file in self.files)
-
-
-@dataclass(frozen=True, slots=True)
-class StoredWeight:
-    """What the header of a safetensors file says of a tensor.
-
-    Attributes:
-        dtype: As safetensors names it, such as ``"F32"``.
-        shape: Of the tensor.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
 
 
 def find_weights(path: str | os.PathLike[str]) -> WeightsFiles:
@@ -183,37 +171,14 @@ def _is_blob(home: Path, target: Path) -> bool:
     return home.parent.name == "snapshots" and target.parent == home.parent.parent / "blobs"
 
 
-def read_header(path: Path) -> tuple[dict[str, StoredWeight], dict[str, str]]:
+def read_header(path: Path) -> Header:
     """Read what a safetensors file says of its tensors, and check it before anything is read by it.
-
-    Returns:
-        The tensors by name, and the metadata.
 
     Raises:
         DamagedCheckpointError: It is no sound safetensors file.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > min(size - 8, _MAX_JSON_BYTES):
-            raise DamagedCheckpointError(f"{path} is cut off, or no safetensors file.", path.name)
-        said = _parse(file.read(length), path)
-    metadata: object = said.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not _are_texts(cast("dict[str, object]", metadata).values()):
-        raise DamagedCheckpointError(f"{path}: its metadata are no texts.", path.name)
-    return {name: _weight(name, one, path) for name, one in said.items()}, cast("dict[str, str]", metadata)
-
-
-def _are_texts(values: Iterable[object]) -> bool:
-    return all(isinstance(value, str) for value in values)
-
-
-def _weight(name: str, said: object, path: Path) -> StoredWeight:
-    # What safetensors checks itself when it opens the file isn't checked again: offsets, and what they hold.
-    one = cast("dict[str, Any]", said) if isinstance(said, dict) else {}
-    dtype, shape = one.get("dtype"), one.get("shape")
-    if not isinstance(dtype, str) or not isinstance(shape, list):
-        raise DamagedCheckpointError(f"{path}: what it says of {name!r} is no dtype and shape.", path.name)
-    if not all(type(size) is int and size >= 0 for size in cast("list[object]", shape)):
-        raise DamagedCheckpointError(f"{path}: {name!r} has the shape {shape}.", path.name)
-    return StoredWeight(dtype, tuple(cast("list[int]", shape)))
+        start = file.read(8)
+        head = start + file.read(check_length(start, size, str(path)) - len(start))
+    return check_safetensors_header(head, size, str(path))

@@ -14,7 +14,7 @@ import safetensors
 import torch
 from torch import nn
 
-from accelfn.checkpoint.weights_files import DTYPE_NAMES
+from accelfn.checkpoint.stored_dtype import SAFETENSORS_NAMES
 from accelfn.checkpoint.weights_index import WeightsFiles, find_weights, read_header
 from accelfn.checkpoint.weights_plan import tied_by
 from accelfn.checkpoint.weights_state import is_spread, is_tensor, own_names, require_module
@@ -24,7 +24,7 @@ from accelfn.training import unwrap_model
 __all__ = ("LoadReport", "load_model")
 
 _LOAD = "load_model"
-_DTYPES = MappingProxyType({name: dtype for dtype, name in DTYPE_NAMES.items()})
+_DTYPES = MappingProxyType({name: dtype for dtype, name in SAFETENSORS_NAMES.items()})
 
 
 class LoadReport(NamedTuple):

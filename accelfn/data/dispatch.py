@@ -224,7 +224,7 @@ class _Steps:
         steps: Iterator[tuple[list[Any], None]] | None = None
         if self._loader is not None and lists is not None:
             self._batches.begin(lists)
-            batches = begin_reading(self._loader)
+            batches = begin_reading(self._loader, goes_on=start > 0)
             steps = ((self.dealer.parts(plan, step, batches), None) for step in range(plan.num_steps))
         own = plan.num_batches(self._ctx.rank)
 

@@ -102,7 +102,7 @@ class OwnReader(Remembering, Generic[T]):
             self._followed.recalled = stream
         elif stream is not None:
             self._source.load_state_dict(stream)
-        batches: Any = begin_reading(self._source)
+        batches: Any = begin_reading(self._source, goes_on=start > 0)
         total = self.count(0)
         for number, batch in enumerate(batches, begin + 1):
             if number <= start:

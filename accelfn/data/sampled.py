@@ -178,7 +178,7 @@ class BatchedReader(Remembering, Generic[T]):
             share_of_batches, plan, rank=rank, lengths=lengths, ends=list(accumulate(lengths))
         )
         shares = map(share_at, range(plan.num_batches(rank)))
-        batches = zip(begin_reading(self._loader), shares, strict=True)
+        batches = zip(begin_reading(self._loader, goes_on=plan.start > 0), shares, strict=True)
         return Pass(plan.counts, batches, share_at=share_at, evened_by=EVENED)
 
 
@@ -213,7 +213,7 @@ def _planned_pass(
         batches.begin(lambda: _lists_of(plan, rank, take))
     share_at = functools.partial(share_of, plan, rank=rank)
     shares = shares_of(plan, rank)
-    batched = zip(begin_reading(loader), shares, strict=True)
+    batched = zip(begin_reading(loader, goes_on=plan.start > 0), shares, strict=True)
     return Pass(plan.counts, batched, share_at=share_at, evened_by=EVENED_OR_DROPPED)
 
 

@@ -18,6 +18,8 @@ from multiprocessing.sharedctypes import RawValue
 from types import FrameType
 from typing import Any, NamedTuple
 
+import torch
+
 __all__ = ("Hold", "SignalHolder", "StartWorker", "begin_reading", "held_signals")
 
 
@@ -91,8 +93,26 @@ def _stay(holds: tuple[Hold, ...], parent: int, number: int, frame: FrameType | 
         os._exit(0)  # as torch's own handler does when the rank has sent it
 
 
-def begin_reading(loader: Any) -> Any:
-    """Begin a pass over a DataLoader, which starts its workers as :class:`StartWorker` does."""
+def begin_reading(loader: Any, *, goes_on: bool = False) -> Any:
+    """Begin a pass over a DataLoader, which starts its workers as :class:`StartWorker` does.
+
+    Torch draws a number as a pass begins. One that goes on in an epoch leaves the program's generator as it
+    is: its number was drawn when the epoch began, before the state was taken that the program has now.
+
+    Args:
+        loader: To read from.
+        goes_on: Whether samples of the epoch have been read before.
+    """
+    if not goes_on or loader.generator is not None:  # the user's own, which is brought back with the sampler
+        return _begin(loader)
+    before = torch.get_rng_state()
+    try:
+        return _begin(loader)
+    finally:
+        torch.set_rng_state(before)
+
+
+def _begin(loader: Any) -> Any:
     then = loader.worker_init_fn
     if not loader.num_workers or isinstance(then, StartWorker):
         return iter(loader)

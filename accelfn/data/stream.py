@@ -118,7 +118,7 @@ class StreamReader(Remembering, Generic[T]):
         own, at = self._take_recalled()
         recalled = own.stream if own.stream is not None and self.can_recall(own.stream) else None
         seen = Seen()
-        pieces = self._pieces(recalled, at)
+        pieces = self._pieces(recalled, at, start > 0)
         self._to_end = None if self._is_own else weakref.ref(pieces)
         first = start
         if self._is_stateful and recalled is not None:
@@ -153,14 +153,14 @@ class StreamReader(Remembering, Generic[T]):
         for _ in left:
             pass
 
-    def _pieces(self, recalled: State | None, at: int) -> Generator[Piece, None, None]:
+    def _pieces(self, recalled: State | None, at: int, goes_on: bool) -> Generator[Piece, None, None]:
         if not self._is_stateful:
             self._grouped.recall(recalled, at)
-            yield from begin_reading(self._loader)
+            yield from begin_reading(self._loader, goes_on=goes_on)
             return
         if recalled is not None:
             self._loader.load_state_dict(recalled)
-        pieces: Any = begin_reading(self._loader)
+        pieces: Any = begin_reading(self._loader, goes_on=goes_on)
         for piece in pieces:
             yield piece._replace(stream=pieces.state_dict())
 

@@ -243,16 +243,15 @@ def prepare_scheduler(ctx: Context, scheduler: S) -> S:
         scheduler: Of an optimizer that was prepared before, or is in the same call of :func:`prepare`.
 
     Raises:
-        ConfigurationError: Another context has prepared it, or nobody has prepared its optimizer.
+        ConfigurationError: Another context has prepared its optimizer, or nobody has.
     """
-    if not _is_prepared(ctx, scheduler, "scheduler"):
-        optimizer: object = scheduler.optimizer
-        if not _is_prepared(ctx, optimizer, "optimizer of the scheduler"):
-            raise ConfigurationError(
-                f"the {type(optimizer).__name__} that {type(scheduler).__name__} moves was not prepared. "
-                "Prepare it before, or in the same call."
-            )
-        setattr(scheduler, _MARK, mark_of(ctx))
+    # The mark of its optimizer serves for both: whatever is set on a scheduler stands in its state dict.
+    optimizer: object = scheduler.optimizer
+    if not _is_prepared(ctx, optimizer, "optimizer of the scheduler"):
+        raise ConfigurationError(
+            f"the {type(optimizer).__name__} that {type(scheduler).__name__} moves was not prepared. "
+            "Prepare it before, or in the same call."
+        )
     return scheduler
 
 

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, cast
 
 import numpy
 import pytest
-import safetensors.torch
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -20,7 +19,7 @@ from accelfn.checkpoint.document import Encoded, decode, encode
 from accelfn.checkpoint.fit import compare, describe_like, targets
 from accelfn.checkpoint.nodes import LEAVES
 from accelfn.checkpoint.plain import PLAIN_KINDS
-from accelfn.checkpoint.stored_dtype import as_stored, from_stored
+from accelfn.checkpoint.stored_dtype import contiguous_copy
 from accelfn.errors import (
     CheckpointError,
     CheckpointMismatchError,
@@ -45,11 +44,9 @@ MANY = settings(suppress_health_check=[HealthCheck.too_slow])
 
 
 def written(encoded: Encoded) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Bring a document through JSON and its tensors through a file, into fresh memory."""
+    """Bring a document through JSON and its tensors into fresh memory."""
     document = json.loads(json.dumps(encoded.document, allow_nan=False))
-    stored = {name: as_stored(tensor).clone() for name, tensor in encoded.tensors.items()}
-    file = safetensors.torch.load(safetensors.torch.save(stored))
-    return document, {name: from_stored(file[name], encoded.tensors[name].dtype) for name in stored}
+    return document, {name: contiguous_copy(tensor) for name, tensor in encoded.tensors.items()}
 
 
 def through(tree: Any, like: Any = None) -> Any:

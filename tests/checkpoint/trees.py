@@ -151,7 +151,8 @@ def same_array(one: Any, other: Any) -> bool:
     facts = [(item.dtype, item.shape, item.flags.writeable) for item in (one, other)]
     order = [(item.flags.c_contiguous, item.flags.f_contiguous) for item in (one, other)]
     dense = any(order[0]) <= (order[0] == order[1])  # gaps are squeezed out, and what is dense stays so
-    return facts[0] == facts[1] and dense and one.tobytes() == other.tobytes()
+    turned = any(step < 0 for step in one.strides)  # torch has no such strides, also where they lead nowhere
+    return facts[0] == facts[1] and (dense or turned) and one.tobytes() == other.tobytes()
 
 
 # --- strategies ----------------------------------------------------------------------------------

@@ -208,6 +208,35 @@ def test_in_the_same_world_the_batches_themselves_are_what_they_would_have_been(
         assert through == parts
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_pass_that_goes_on_leaves_random_numbers_to_the_program(workers: int, stream: bool) -> None:
+    def new() -> Any:
+        data: Any = Streamed(8) if stream else torch.arange(8)
+        return prepare_data_loader(Context(), DataLoader(data, batch_size=2, num_workers=workers))
+
+    loader = new()
+    drawn: list[float] = []
+    state, place = torch.get_rng_state(), loader_state(loader)
+    for epoch in range(2):
+        for step, _ in enumerate(loader):
+            drawn.append(float(torch.rand(())))
+            if (epoch, step) == (0, 1):
+                state, place = torch.get_rng_state(), loader_state(loader)
+    again = new()
+    torch.set_rng_state(state)
+    restore_loader(again, place)
+    assert [float(torch.rand(())) for _ in range(2) for _ in again] == drawn[2:]
+
+
+class Streamed(IterableDataset[Any]):
+    def __init__(self, num: int) -> None:
+        self.num = num
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.num))
+
+
 def test_the_seed_travels_with_the_state() -> None:
     def state(seed: int) -> tuple[LoaderState, PreparedDataLoader[Any]]:
         ctx = Context().replace(dataloader_config=DataLoaderConfiguration(data_seed=seed))

@@ -133,3 +133,10 @@ def test_what_is_unwrapped_into_full_precision_can_be_prepared_again() -> None:
     x = torch.rand(2, 4)
     assert not torch.equal(plain(x), model(x))
     assert torch.equal(af.prepare_model(ctx, plain)(x), model(x))
+
+
+def test_nothing_is_added_to_what_a_scheduler_says_of_its_state() -> None:
+    model, optimizer, scheduler, _ = parts()
+    before = scheduler.state_dict()
+    af.prepare(Context(), model, optimizer, scheduler)
+    assert scheduler.state_dict() == before

@@ -1,0 +1,113 @@
+"""One model in many layouts over processes, for tests: whole, replicated, cut by rows, cut by tensor."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import accelfn as af
+from accelfn.context import Context
+
+# Worlds of processes fork from here, and each of them would import these by itself.
+for _module in ("torch._dynamo", "torch.distributed.checkpoint"):
+    importlib.import_module(_module)
+
+__all__ = ("OPTIMIZERS", "Layout", "Odd", "laid_out", "mesh_of", "step", "whole")
+
+
+class Layout(NamedTuple):
+    """How a model lies on the ranks of a world."""
+
+    kind: str  # ddp, fsdp, tp, or both of the latter
+    shape: tuple[int, ...]  # of the mesh: replicas and shards, or shards and parts of tensors
+
+    @property
+    def size(self) -> int:
+        return functools.reduce(lambda one, other: one * other, self.shape)
+
+    def __str__(self) -> str:
+        return f"{self.kind}-{'x'.join(map(str, self.shape))}"
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "sgd": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "adamw": functools.partial(torch.optim.AdamW, lr=0.1, foreach=False),
+    "fused": functools.partial(torch.optim.AdamW, lr=0.1, fused=True),
+}
+
+
+class Odd(nn.Module):
+    """Nothing in it can be divided by 2, 3 or 4; it has all that a model may have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 5)
+        self.up = nn.Linear(5, 7)
+        self.down = nn.Linear(7, 5)
+        self.norm = nn.LayerNorm(5)
+        self.narrow = nn.Linear(5, 1, dtype=torch.bfloat16)  # with rows for one rank alone
+        self.frozen = nn.Parameter(torch.randn(3), requires_grad=False)
+        self.head = nn.Linear(5, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("mean", torch.randn(5))
+        self.register_buffer("count", torch.tensor(3))
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+
+def mesh_of(layout: Layout) -> DeviceMesh:
+    names = {"ddp": ("shard",), "fsdp": ("shard",), "hsdp": ("replica", "shard"), "tp": ("tensor",)}
+    return init_device_mesh("cpu", layout.shape, mesh_dim_names=names.get(layout.kind, ("shard", "tensor")))
+
+
+def laid_out(ctx: Context, layout: Layout, seed: int) -> nn.Module:
+    """Make the model and lay it out. Ranks: every rank of ``ctx``."""
+    torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]
+    model = Odd()
+    if layout.kind == "ddp":
+        return af.prepare(ctx, model)
+    mesh = mesh_of(layout)
+    if "tp" in layout.kind:
+        tensor = mesh["tensor"]
+        plan: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(model, tensor, plan)
+        distribute_module(model, tensor)
+        model.head.weight = model.embed.weight
+        if layout.kind == "tp":
+            return model
+    cut = mesh["shard"] if "tp" in layout.kind else mesh
+    fully_shard(model.narrow, mesh=cut)
+    fully_shard(model, mesh=cut)
+    return model
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, num: int = 1) -> None:
+    """Make steps with gradients that are a function of the parameters, in any layout alike."""
+    for _ in range(num):
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.grad = parameter.detach().sin()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Give all tensors of a model and its optimizer as they are without any cut. Ranks: every rank."""
+    inner = af.unwrap_model(model)
+    found = {f"model/{name}": value for name, value in inner.state_dict().items()}
+    for name, parameter in inner.named_parameters():
+        state = cast("dict[str, Any]", optimizer.state.get(parameter, {}))
+        found.update({f"optimizer/{name}/{key}": value for key, value in state.items()})
+    return {name: _whole(value) for name, value in found.items() if isinstance(value, torch.Tensor)}
+
+
+def _whole(value: torch.Tensor) -> torch.Tensor:
+    return (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
