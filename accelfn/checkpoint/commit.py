@@ -431,7 +431,8 @@ def put_back(disk: Disk, directory: str, path: str) -> None:
     if is_there(disk, directory):
         disk.rename(directory, trash)
     disk.rename(path, directory)
-    disk.sync_folder(os.path.dirname(directory))
+    with naming(os.path.dirname(directory)):
+        disk.sync_folder(os.path.dirname(directory))
     with suppress(OSError):
         remove_tree(disk, trash)
 

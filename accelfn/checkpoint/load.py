@@ -127,7 +127,7 @@ def load_state(
         RemoteRankError: One of these happened on another rank.
     """
     finish_background(ctx)
-    disk, phases = Disk(), CollectivePhases(ctx, "load_state")
+    disk, phases = REAL_DISK, CollectivePhases(ctx, "load_state")
     place = os.path.abspath(directory)
     asked = _Asked(find_names(like), strict, may_leave_out(partial))
     read = _read_together(ctx, disk, phases, place, lambda found: _read(ctx, disk, like, asked, found))
@@ -179,7 +179,7 @@ def load_tree(path: str | os.PathLike[str], like: Any = None, *, namespace: str 
         DamagedCheckpointError: Its bytes or files aren't those that were written.
         CheckpointMismatchError: It doesn't fit ``like``.
     """
-    disk = Disk()
+    disk = REAL_DISK
 
     def read(found: OpenCheckpoint) -> tuple[Json, dict[str, torch.Tensor]]:
         check_names(disk, found)
