@@ -5,6 +5,7 @@ from accelfn.checkpoint.accelerate_tree import from_accelerate, to_accelerate
 from accelfn.checkpoint.accelerate_writing import write_accelerate
 from accelfn.checkpoint.attachments import folder_for_files
 from accelfn.checkpoint.background import SaveHandle
+from accelfn.checkpoint.convert import Conversion, convert_checkpoint
 from accelfn.checkpoint.find import find_checkpoints, latest_checkpoint
 from accelfn.checkpoint.keep import Keep, plan_retention, prune_checkpoints
 from accelfn.checkpoint.load import find_checkpoint, load_state, load_tree
@@ -22,6 +23,7 @@ __all__ = (
     "STOP_SIGNALS",
     "AccelerateState",
     "CheckpointReport",
+    "Conversion",
     "Keep",
     "LoadReport",
     "PreemptionGuard",
@@ -29,6 +31,7 @@ __all__ = (
     "WeightNames",
     "WeightsFiles",
     "WeightsPlan",
+    "convert_checkpoint",
     "find_checkpoint",
     "find_checkpoints",
     "find_weights",

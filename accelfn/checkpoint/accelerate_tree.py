@@ -20,7 +20,7 @@ from accelfn.checkpoint.optimizer_names import ModelNames, name_parameters
 from accelfn.context.config import GradScalerKwargs
 from accelfn.training import ScalerState, unwrap_model
 
-__all__ = ("from_accelerate", "to_accelerate")
+__all__ = ("Like", "from_accelerate", "to_accelerate")
 
 Like: TypeAlias = "Mapping[str, nn.Module | Optimizer | Sequence[str]]"
 
@@ -257,7 +257,9 @@ def _named_optimizer(state: Mapping[str, Any], ordered: Mapping[Any, str]) -> di
         }
         for group in state["param_groups"]
     ]
-    return {"state": {ordered[key]: value for key, value in state["state"].items()}, "groups": groups}
+    others = {key: value for key, value in state.items() if key not in ("state", "param_groups")}
+    named = {"state": {ordered[key]: value for key, value in state["state"].items()}, "groups": groups}
+    return {**named, **({"others": others} if others else {})}
 
 
 def _numbered_optimizer(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -282,6 +284,7 @@ def _numbered_optimizer(state: Mapping[str, Any]) -> dict[str, Any]:
             number: state["state"][name] for name, number in number_of.items() if name in state["state"]
         },
         "param_groups": groups,
+        **state.get("others", {}),
     }
 
 

@@ -55,6 +55,7 @@ __all__ = (
     "find_leftovers",
     "find_missing",
     "is_complete",
+    "is_dead",
     "is_leftover",
     "leftover_path",
     "make_nonce",
@@ -430,7 +431,8 @@ def put_back(disk: Disk, directory: str, path: str) -> None:
     if is_there(disk, directory):
         disk.rename(directory, trash)
     disk.rename(path, directory)
-    disk.sync_folder(os.path.dirname(directory))
+    with naming(os.path.dirname(directory)):
+        disk.sync_folder(os.path.dirname(directory))
     with suppress(OSError):
         remove_tree(disk, trash)
 
@@ -461,7 +463,7 @@ def clean(disk: Disk, parent: str, name: str | None = None) -> tuple[str, ...]:
     Returns:
         The paths that are gone. What can't be removed stays.
     """
-    doomed = [one for one in find_leftovers(disk, parent, name) if _is_dead(disk, one)]
+    doomed = [one for one in find_leftovers(disk, parent, name) if is_dead(disk, one)]
     if not doomed:
         return ()
     removed: list[str] = []
@@ -475,7 +477,8 @@ def clean(disk: Disk, parent: str, name: str | None = None) -> tuple[str, ...]:
     return tuple(removed)
 
 
-def _is_dead(disk: Disk, one: Leftover) -> bool:
+def is_dead(disk: Disk, one: Leftover) -> bool:
+    """Say whether nobody works on what a save or a removal left, and nobody needs it."""
     if one.kind == "trash":
         return True
     if one.kind == "replaced":

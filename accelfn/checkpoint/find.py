@@ -96,18 +96,22 @@ def resolve(disk: Disk, directory: str | os.PathLike[str]) -> str:
     """
     path = os.path.abspath(directory)
     parent, name = os.path.split(path)
-    if is_there(disk, os.path.join(path, MANIFEST)):
-        return path
-    found: list[tuple[int, str]] = []
-    for one in find_leftovers(disk, parent, name):
-        head = is_complete(disk, one.path) if one.kind == "replaced" else None
-        if head is not None:
-            found.append((head.generation, one.path))
-    if found:
-        return max(found)[1]
-    # A save may have ended between the two looks.
-    if is_there(disk, os.path.join(path, MANIFEST)):
-        return path
+    looks = 0
+    # While another program saves again and again, each of several looks may come between two of its renames.
+    for _ in range(_MAX_ATTEMPTS):
+        if is_there(disk, os.path.join(path, MANIFEST)):
+            return path
+        leftovers = find_leftovers(disk, parent, name)
+        found: list[tuple[int, str]] = []
+        for one in leftovers:
+            head = is_complete(disk, one.path) if one.kind == "replaced" else None
+            if head is not None:
+                found.append((head.generation, one.path))
+        if found:
+            return max(found)[1]
+        looks = 0 if leftovers else looks + 1
+        if looks == 2:
+            break
     raise _nothing(disk, path)
 
 
@@ -161,13 +165,29 @@ def scan(disk: Disk, directory: str | os.PathLike[str]) -> tuple[list[Found], li
         NotADirectoryError: It is a file.
     """
     parent = os.path.abspath(directory)
+    names = _names(disk, parent)
+    attempt = 1
+    while True:
+        found, broken, is_sure = _look_at(disk, parent, names)
+        before, names = names, set[str]() if is_sure else _names(disk, parent)
+        if is_sure or names == before or attempt == _MAX_ATTEMPTS:
+            return _ordered(found), broken
+        attempt += 1
+
+
+def _names(disk: Disk, parent: str) -> set[str]:
     with opened(disk, parent) as folder:
-        names = set(disk.names(folder))
+        return set(disk.names(folder))
+
+
+def _look_at(disk: Disk, parent: str, names: set[str]) -> tuple[list[Found], list[Broken], bool]:
+    """List what is sound and what is damaged of ``names``, and say whether nothing was removed meanwhile."""
     leftovers = [one for name in names if (one := parse_leftover(parent, name)) is not None]
     candidates = {name for name in names if not is_leftover(name)}
     candidates |= {one.name for one in leftovers if one.kind == "replaced"}
     found: list[Found] = []
     broken: list[Broken] = []
+    is_sure = True
     for name in sorted(candidates):
         path = os.path.join(parent, name)
         try:
@@ -176,6 +196,7 @@ def scan(disk: Disk, directory: str | os.PathLike[str]) -> tuple[list[Found], li
             resolved = resolve(disk, path)
             modified_s = disk.status(os.path.join(resolved, MANIFEST)).modified_s
         except FileNotFoundError:  # it is no checkpoint, or was removed meanwhile
+            is_sure = False
             continue
         try:
             head = read_head(disk, resolved)
@@ -188,7 +209,9 @@ def scan(disk: Disk, directory: str | os.PathLike[str]) -> tuple[list[Found], li
                 broken.append(Broken(path, modified_s, DamagedCheckpointError(why, missing)))
             elif head is not None:
                 found.append(Found(path, resolved, head.step, head.metric, head.generation, modified_s))
-    return _ordered(found), broken
+            else:
+                is_sure = False
+    return found, broken, is_sure and not broken
 
 
 def _ordered(found: Sequence[Found]) -> list[Found]:
@@ -267,11 +290,19 @@ def locate(disk: Disk, directory: str | os.PathLike[str]) -> str:
         NoCheckpointError: There is neither.
         DamagedCheckpointError: As ``latest_checkpoint`` says.
     """
-    try:
-        return resolve(disk, directory)
-    except NoCheckpointError:
-        # That of the newest says the same where there is none.
-        return resolve(disk, latest_checkpoint(directory, disk=disk))
+    attempt = 1
+    while True:
+        try:
+            return resolve(disk, directory)
+        except NoCheckpointError:
+            # That of the newest says the same where there is none.
+            newest = latest_checkpoint(directory, disk=disk)
+        try:
+            return resolve(disk, newest)
+        except NoCheckpointError:  # another program has removed it, since there is a newer one
+            if attempt == _MAX_ATTEMPTS:
+                raise
+        attempt += 1
 
 
 def read_checkpoint(
@@ -302,7 +333,8 @@ def read_checkpoint(
                 manifest = parse_manifest(content, os.path.join(path, MANIFEST))
                 return read(OpenCheckpoint(path, folder, manifest))
         except (FileNotFoundError, DamagedCheckpointError):
-            if attempt == _MAX_ATTEMPTS or _standing(disk, path) == before:
+            is_the_same = before is not None and _standing(disk, path) == before
+            if attempt == _MAX_ATTEMPTS or is_the_same:
                 raise
         attempt += 1
 

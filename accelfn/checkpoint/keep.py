@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from accelfn.checkpoint.commit import clean, find_leftovers, leftover_path, make_nonce
+from accelfn.checkpoint.commit import Leftover, clean, find_leftovers, is_dead, leftover_path, make_nonce
 from accelfn.checkpoint.disk import REAL_DISK, Disk, naming, remove_tree
-from accelfn.checkpoint.find import scan
+from accelfn.checkpoint.find import Found, scan
 from accelfn.errors import ConfigurationError
 
-__all__ = ("Keep", "plan_retention", "prune_checkpoints")
+__all__ = ("Keep", "PrunePlan", "plan_prune", "plan_retention", "prune_checkpoints")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +82,42 @@ def plan_retention(checkpoints: Sequence[tuple[int, float | None]], keep: Keep) 
     return tuple(sorted(stay))
 
 
+class PrunePlan(NamedTuple):
+    """What a removal would do.
+
+    Attributes:
+        stay: Checkpoints that a rule wants, or that are just being replaced; oldest first.
+        remove: Checkpoints that go; oldest first.
+        dead: What dead saves and removals left, which goes too.
+    """
+
+    stay: tuple[Found, ...]
+    remove: tuple[Found, ...]
+    dead: tuple[Leftover, ...]
+
+
+def plan_prune(directory: str | os.PathLike[str], keep: Keep, *, disk: Disk = REAL_DISK) -> PrunePlan:
+    """Say what :func:`prune_checkpoints` would remove. Nothing is changed.
+
+    Ranks: any; nothing is exchanged.
+
+    Raises:
+        FileNotFoundError: There is no such directory.
+    """
+    parent = os.path.abspath(directory)
+    found, _ = scan(disk, parent)
+    leftovers = find_leftovers(disk, parent)
+    dead = tuple(one for one in leftovers if is_dead(disk, one))
+    busy = {one.name for one in leftovers if one not in dead and one.kind != "trash"}
+    wanted = set(plan_retention([(one.number, one.metric) for one in found], keep))
+    stay = {index for index, one in enumerate(found) if index in wanted or os.path.basename(one.path) in busy}
+    return PrunePlan(
+        stay=tuple(one for index, one in enumerate(found) if index in stay),
+        remove=tuple(one for index, one in enumerate(found) if index not in stay),
+        dead=dead,
+    )
+
+
 def prune_checkpoints(
     directory: str | os.PathLike[str], keep: Keep, *, disk: Disk = REAL_DISK
 ) -> tuple[Path, ...]:
@@ -107,14 +143,10 @@ def prune_checkpoints(
     """
     parent = os.path.abspath(directory)
     clean(disk, parent)
-    found, _ = scan(disk, parent)
-    stay = set(plan_retention([(one.number, one.metric) for one in found], keep))
-    busy = {one.name for one in find_leftovers(disk, parent) if one.kind != "trash"}
-    doomed = [
-        one.path
-        for index, one in enumerate(found)
-        if index not in stay and os.path.basename(one.path) not in busy
-    ]
+    plan = plan_prune(parent, keep, disk=disk)
+    # What couldn't be cleaned away is as good as busy.
+    left = {one.name for one in plan.dead if one.kind != "trash"}
+    doomed = [one.path for one in plan.remove if os.path.basename(one.path) not in left]
     nonce = make_nonce()
     trash = [(path, leftover_path(path, "trash", nonce)) for path in doomed]
     try:

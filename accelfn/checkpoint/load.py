@@ -48,7 +48,7 @@ from accelfn.data import LoaderState
 from accelfn.data.place import read_state
 from accelfn.errors import CheckpointError, CheckpointMismatchError, DamagedCheckpointError, NoCheckpointError
 
-__all__ = ("find_checkpoint", "load_state", "load_tree")
+__all__ = ("StoredParts", "find_checkpoint", "load_state", "load_tree", "read_parts")
 
 T = TypeVar("T")
 
@@ -62,6 +62,15 @@ class _Read(NamedTuple):
     manifest: Manifest
     document: Json
     tensors: Mapping[str, torch.Tensor]
+
+
+class StoredParts(NamedTuple):
+    """Documents of a checkpoint, and the tensors that they name: whole, verified, on the CPU."""
+
+    path: str
+    manifest: Manifest
+    documents: list[Json]
+    tensors: dict[str, torch.Tensor]
 
 
 class _Asked(NamedTuple):
@@ -118,7 +127,7 @@ def load_state(
         RemoteRankError: One of these happened on another rank.
     """
     finish_background(ctx)
-    disk, phases = Disk(), CollectivePhases(ctx, "load_state")
+    disk, phases = REAL_DISK, CollectivePhases(ctx, "load_state")
     place = os.path.abspath(directory)
     asked = _Asked(find_names(like), strict, may_leave_out(partial))
     read = _read_together(ctx, disk, phases, place, lambda found: _read(ctx, disk, like, asked, found))
@@ -170,7 +179,7 @@ def load_tree(path: str | os.PathLike[str], like: Any = None, *, namespace: str 
         DamagedCheckpointError: Its bytes or files aren't those that were written.
         CheckpointMismatchError: It doesn't fit ``like``.
     """
-    disk = Disk()
+    disk = REAL_DISK
 
     def read(found: OpenCheckpoint) -> tuple[Json, dict[str, torch.Tensor]]:
         check_names(disk, found)
@@ -186,6 +195,35 @@ def load_tree(path: str | os.PathLike[str], like: Any = None, *, namespace: str 
     with paused_collection():
         document, tensors = read_checkpoint(disk, path, read)
         return decode(document, tensors, like=like, namespace=namespace)
+
+
+def read_parts(
+    directory: str | os.PathLike[str],
+    choose: Callable[[Manifest], Sequence[Json]],
+    *,
+    disk: Disk = REAL_DISK,
+) -> StoredParts:
+    """Read some documents of a checkpoint, with their tensors and no others.
+
+    Ranks: local.
+
+    Args:
+        directory: A checkpoint, or a directory of checkpoints: then the newest in it.
+        choose: Gives the documents for a manifest; without parts by rank, see ``document_of``.
+        disk: The operations on files.
+
+    Raises:
+        NoCheckpointError: There is no committed checkpoint.
+        DamagedCheckpointError: Its bytes aren't those that were written.
+    """
+
+    def read(found: OpenCheckpoint) -> StoredParts:
+        documents = list(choose(found.manifest))
+        tensors = _read_tensors(disk, found, dict.fromkeys(_named(documents)))
+        return StoredParts(found.path, found.manifest, documents, tensors)
+
+    with paused_collection():
+        return read_checkpoint(disk, directory, read)
 
 
 # --- reading -------------------------------------------------------------------------------------
@@ -218,7 +256,12 @@ def _find_together(ctx: Context, disk: Disk, phases: CollectivePhases, place: st
     """Let all ranks choose the same checkpoint: as rank 0 finds it, or the newest that all nodes have."""
     if not ctx.project.save_on_each_node:
         path, error = attempt(lambda: locate(disk, place)) if ctx.is_main_process else ("", None)
-        return phases.gather("find", path or "", error)[0]
+        absent = str(error) if isinstance(error, NoCheckpointError) else None
+        said = json.dumps([path, absent])
+        path, absent = json.loads(phases.gather("find", said, None if absent else error)[0])
+        if absent is not None:  # on every rank, as programs ask whether there is one
+            raise NoCheckpointError(absent)
+        return path
     own, error = attempt(lambda: parts_below(disk, place)) if ctx.is_local_main_process else ([], None)
     said = json.dumps([ctx.world.node_rank, ctx.is_local_main_process, own])
     heard = [json.loads(one) for one in phases.gather("find", said, error)]

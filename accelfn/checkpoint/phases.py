@@ -83,22 +83,33 @@ class BoardPhases(NamedTuple):
         # A key serves every save: it is only written over when all ranks have left the phase behind, which
         # they have said in a later one.
         self.board.post(self._key(phase, self.rank), json.dumps([self.number, failed, said]))
+        # Every rank is heard before anything is raised: whoever raises may remove what others still write to.
+        heard: list[tuple[list[str] | None, str]] = []
+        try:
+            heard += [
+                (failed, said) if rank == self.rank else self._hear(phase, rank) for rank in range(self.size)
+            ]
+        except Exception:
+            if error is None:
+                raise
         if error is not None:
             raise error
-        return [said if rank == self.rank else self._hear(phase, rank) for rank in range(self.size)]
+        for rank, (failed, _) in enumerate(heard):
+            if failed is not None:
+                raise RemoteRankError(rank, failed[0], failed[1], self.operation)
+        return [said for _, said in heard]
 
     def _key(self, phase: str, rank: int) -> str:
         return f"save/{phase}/{rank}"
 
-    def _hear(self, phase: str, rank: int) -> str:
+    def _hear(self, phase: str, rank: int) -> tuple[list[str] | None, str]:
+        """Wait for what a rank says of a phase: its error, or what came of it."""
         end = time.monotonic() + self.patience_s
         while True:
             text = self.board.read(self._key(phase, rank))
             number, failed, said = json.loads(text) if text else ("", None, "")
             if number == self.number:
-                if failed is not None:
-                    raise RemoteRankError(rank, failed[0], failed[1], self.operation)
-                return said
+                return failed, said
             reason = self.is_hopeless()
             if reason is not None:
                 raise reason

@@ -36,7 +36,7 @@ from accelfn.checkpoint.commit import (
     remove_replaced,
     write_manifest,
 )
-from accelfn.checkpoint.disk import Disk, remove_tree
+from accelfn.checkpoint.disk import REAL_DISK, Disk, remove_tree
 from accelfn.checkpoint.document import encode
 from accelfn.checkpoint.each_node import common, parts_at
 from accelfn.checkpoint.keep import Keep, prune_checkpoints
@@ -191,7 +191,8 @@ def save_state(
         ValueError: A tensor has no data, or the directory can be none, such as one that holds other files.
         CheckpointError: Ranks hold different cuts of a tensor; or among ``files`` are links, or names that
             the checkpoint's own files have.
-        OSError: It can't be written: no space, no right to.
+        OSError: It can't be written: no space, no right to. Or it is committed, and older ones can't be
+            removed as ``keep`` says.
         RemoteRankError: One of these happened on another rank.
         MismatchError: A rank called something else.
     """
@@ -206,9 +207,9 @@ def save_state(
     if job is None:
         raise cast("Exception", error)
     if not asynchronous:
-        return _write(job, phases, Disk())
+        return _write(job, phases, REAL_DISK)
     if job.any_files:
-        job = _set_aside(job, phases, Disk())
+        job = _set_aside(job, phases, REAL_DISK)
 
     def prepare(memory: HostMemory) -> Any:
         copies = memory.copies([tensor for _, tensor, _ in job.entries])
@@ -222,7 +223,7 @@ def save_state(
             patience_s=ctx.guard.long_timeout_s,
             is_hopeless=lambda: news(ctx.collectives.board, ctx.collectives.journal, ctx.rank),
         )
-        return partial(_write, job._replace(entries=entries), board, Disk())
+        return partial(_write, job._replace(entries=entries), board, REAL_DISK)
 
     return begin_background(ctx, path, prepare)
 
@@ -257,7 +258,7 @@ def save_tree(path: str | os.PathLike[str], tree: Any, *, namespace: str = "") -
     described = _held(encoded.tensors, {})
     writes = tuple(Write(name, name, None) for name in described)
     target = Path(os.path.abspath(os.fspath(path)))
-    check_target(Disk(), str(target))
+    check_target(REAL_DISK, str(target))
     job = _Job(
         directory=target,
         step=None,
@@ -277,7 +278,7 @@ def save_tree(path: str | os.PathLike[str], tree: Any, *, namespace: str = "") -
         owns_files=False,
         entries=tuple((write.stored, encoded.tensors[write.name], None) for write in writes),
     )
-    return _write(job, CollectivePhases(Context(), "save_tree"), Disk())
+    return _write(job, CollectivePhases(Context(), "save_tree"), REAL_DISK)
 
 
 # --- before anything is written ------------------------------------------------------------------
@@ -292,7 +293,7 @@ def _look(
         raise TypeError(f"save_state: step must be a whole number or None, got {step!r}.")
     if metric is not None and not isinstance(cast("object", metric), (int, float)):
         raise TypeError(f"save_state: metric must be a number or None, got {type(metric).__name__}.")
-    check_target(Disk(), str(path))
+    check_target(REAL_DISK, str(path))
     names = find_names(tree)
     main = encode(_without_gradients(tree), convert=lambda where, thing: state_of(thing, names))
     random = encode(random_states(ctx))
@@ -570,8 +571,11 @@ def _write(job: _Job, phases: Phases, disk: Disk) -> Path:
             disk.remove_folder(job.files)
     if is_main and job.nodes is not None:
         remove_replaced(disk, old or ())
-    if is_main and job.keep is not None:
-        prune_checkpoints(job.directory.parent, job.keep)
+    if job.keep is not None:
+        keep, error = job.keep, None
+        if is_main:
+            _, error = attempt(lambda: prune_checkpoints(job.directory.parent, keep, disk=disk))
+        phases.gather("prune", "", error)
     return job.directory
 
 
@@ -585,8 +589,10 @@ def _settle_nodes(job: _Job, phases: Phases, disk: Disk) -> None:
         identity = common([heard[rank] for rank in mains], place)
     except NoCheckpointError:
         return  # nothing is left that a new one could take from anybody
+    error = None
     if is_main and identity is not None:
-        put_back(disk, place, dict(parts or ())[identity])
+        _, error = attempt(lambda: put_back(disk, place, dict(parts or ())[identity]))
+    phases.gather("settled", "", error)
 
 
 def _file_name(rank: int) -> str:

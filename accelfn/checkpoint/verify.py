@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from accelfn.checkpoint.attachments import check_attachments
 from accelfn.checkpoint.disk import REAL_DISK, Disk
 from accelfn.checkpoint.find import OpenCheckpoint, check_names, read_checkpoint
+from accelfn.checkpoint.manifest import MANIFEST
 from accelfn.checkpoint.tensor_reader import expected_entries, verify_tensor_file
+from accelfn.errors import DamagedCheckpointError
 
-__all__ = ("CheckpointReport", "verify_checkpoint")
+__all__ = ("CheckpointReport", "FileReport", "verify_checkpoint", "verify_files")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,3 +96,85 @@ def verify_checkpoint(directory: str | os.PathLike[str], *, disk: Disk = REAL_DI
         )
 
     return read_checkpoint(disk, directory, check)
+
+
+class FileReport(NamedTuple):
+    """What a file of a checkpoint is.
+
+    Attributes:
+        name: In the checkpoint.
+        size: In bytes, as the manifest has it; of the manifest itself, and of a file too many, as it is.
+        error: What is wrong with it; "" where it is sound.
+        node: On whose disk it lies, where it isn't here.
+    """
+
+    name: str
+    size: int
+    error: str = ""
+    node: int | None = None
+
+
+def verify_files(
+    directory: str | os.PathLike[str], *, disk: Disk = REAL_DISK
+) -> tuple[Path, tuple[FileReport, ...]]:
+    """Check a checkpoint as :func:`verify_checkpoint` does, and go on after a file that is damaged.
+
+    Ranks: any; nothing is exchanged.
+
+    Args:
+        directory: The checkpoint, or a directory with checkpoints, of which the newest is checked.
+        disk: The operations on files.
+
+    Returns:
+        The checkpoint's directory, and its files: the manifest first.
+
+    Raises:
+        NoCheckpointError: There is none; with what is there instead.
+        DamagedCheckpointError: The manifest can't be read, so that nothing is known of the other files.
+        NotAvailableError: A newer version of accelfn has written it.
+        OSError: A file can't be read.
+    """
+    place = Path(directory)
+    rows: list[FileReport] = []
+
+    def check(checkpoint: OpenCheckpoint) -> None:
+        nonlocal place
+        place = Path(checkpoint.path)
+        rows[:] = _check_each(disk, checkpoint)
+        error = next((row.error for row in rows if row.error), None)
+        if error is not None:  # looked at again, where another program has replaced the checkpoint meanwhile
+            raise DamagedCheckpointError(error)
+
+    try:
+        read_checkpoint(disk, directory, check)
+    except DamagedCheckpointError:
+        if not rows:
+            raise
+    return place, tuple(rows)
+
+
+def _check_each(disk: Disk, checkpoint: OpenCheckpoint) -> list[FileReport]:
+    manifest = checkpoint.manifest
+    expected = expected_entries(manifest)
+    there = set(disk.names(checkpoint.folder))
+
+    def size_of(name: str) -> int:
+        return disk.status(os.path.join(checkpoint.path, name)).size
+
+    rows = [FileReport(MANIFEST, size_of(MANIFEST))]
+    for name, file in sorted(manifest.files.items()):
+        error, node = "", None
+        if name in there:
+            try:
+                verify_tensor_file(disk, checkpoint.folder, name, file, expected[name])
+            except DamagedCheckpointError as found:
+                error = str(found)
+        elif file.node in (None, manifest.node):
+            error = f"{os.path.join(checkpoint.path, name)} is missing, and the manifest names it."
+        else:
+            node = file.node
+        rows.append(FileReport(name, file.size, error, node))
+    for name in sorted(there - manifest.files.keys() - {MANIFEST}):
+        why = f"{os.path.join(checkpoint.path, name)} is there, and the manifest doesn't name it."
+        rows.append(FileReport(name, size_of(name), why))
+    return rows

@@ -1,10 +1,13 @@
 """Kill a program while it saves, over and over, and look each time whether anything was lost.
 
-``python -m tests.checkpoint.campaign`` does it 200 times and prints what it saw. A trial is a program of one
+``python -m tests.checkpoint.campaign`` does it 240 times and prints what it saw. A trial is a program of one
 or two ranks that saves one state after the other, to one place or to a new one each time with the older ones
-removed. It is killed (SIGKILL, with all its processes) after a random time. Then the newest checkpoint must
-load, be bit-equal to the state of its step, and be no older than the last step that the program was told is
-committed. The next trial goes on in the same directory, with whatever the killed one left behind.
+removed. It is killed (SIGKILL), with all its processes or only one rank of two: either some time into a save,
+or just before one of the changes that a rank makes to the disk, so that short phases are hit as well as long
+ones. Where one rank is left, it must raise an error within seconds. Then the newest checkpoint must load, be
+bit-equal to the state of its step, and be no older than the last step that the program was told is committed;
+and reading must leave the directory as it was. The next trial goes on in the same directory, with whatever
+the killed one left behind.
 """
 
 import argparse
@@ -13,43 +16,92 @@ import random
 import select
 import shutil
 import signal
+import statistics
 import struct
 import sys
 import tempfile
 import time
+import warnings
 from collections import Counter
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, NoReturn, cast
 
 import torch
 
 import accelfn as af
 from accelfn.checkpoint import Keep
 from accelfn.context import Context
-from accelfn.testing import run_ranks
+from accelfn.errors import NoCheckpointError
+from accelfn.testing import processes, run_ranks
+from tests.checkpoint.watched_disk import CHANGES, installed, watched
 
-__all__ = ("Place", "Report", "kill_while_saving", "state_of_step")
+__all__ = ("PHASES", "Killed", "Place", "Report", "fork", "kill_while_saving", "state_of_step")
 
 Place = Literal["replaced", "rotated"]
+Killed = Literal["program", "rank"]
 
-_STEP = struct.Struct("<q")
-_PATIENCE_S = 60.0
+# By what is on the disk after a kill and wasn't there before the trial.
+PHASES = (
+    "no trace",  # between saves, or the rank that was left has tidied up
+    "tensors half written",
+    "all written, nothing renamed",
+    "between the two renames",
+    "renamed, old one still there",
+    "older one half removed",
+)
+_PATIENCE_S = 30.0
+_LAST = "last"
 
 
-class Report(NamedTuple):
+class _Word(NamedTuple):
+    """What a rank tells the campaign, through a pipe."""
+
+    kind: str  # b: it begins; c: a step is committed; k: it kills; e: it got an error
+    rank: int
+    number: int  # of the process, or the step
+    time_s: float
+
+    def sent(self, writer: int) -> None:
+        os.write(writer, _WORD.pack(self.kind.encode(), *self[1:]))
+
+
+_WORD = struct.Struct("<cqqd")
+
+
+class _Trial(NamedTuple):
+    """One program and its end."""
+
+    first: int  # step
+    ranks: int
+    place: Place
+    background: bool
+    victim: int | None  # rank; None for all of them
+    saves: int  # that are awaited before it is killed
+    change: int | None  # the rank kills just before this change to the disk after them; None: by the clock
+    part: float  # of the time that a save takes, for the clock
+    watching: int  # the rank whose changes are counted
+
+
+@dataclass
+class Report:
     """What a campaign saw."""
 
-    kills: int
-    saves: int  # that were told to be committed
-    during: Counter[str]  # by what was found beside the checkpoints after the kill
-    lost: tuple[str, ...]  # what must never be
+    kills: int = 0
+    saves: int = 0  # that were told to be committed
+    phases: Counter[str] = field(default_factory=Counter[str])
+    lost: list[str] = field(default_factory=list[str])  # what must never be
+    told_after_s: list[float] = field(default_factory=list[float])  # ranks that were left
 
 
 def state_of_step(step: int) -> dict[str, Any]:
-    """Give a state that differs in every tensor from that of any other step; about 3 MB."""
+    """Give a state that differs in every tensor from that of another step: 2.4 MB, every other one 24 kB."""
     generator = torch.Generator().manual_seed(step)
+    size = 200_000 if step % 2 else 2_000
     return {
-        "weights": {str(number): torch.randn(200_000, generator=generator) for number in range(3)},
+        "weights": {str(number): torch.randn(size, generator=generator) for number in range(3)},
         "half": torch.randn(1001, generator=generator).bfloat16(),
         "count": torch.tensor(step),
         "step": step,
@@ -57,53 +109,99 @@ def state_of_step(step: int) -> dict[str, Any]:
 
 
 def kill_while_saving(
-    folder: Path, kills: int, *, ranks: int, place: Place, seed: int = 0, background: bool = False
+    folder: Path,
+    kills: int,
+    *,
+    ranks: int,
+    place: Place,
+    killed: Killed = "program",
+    background: bool = False,
+    seed: int = 0,
+    changes: Sequence[int] = (),
 ) -> Report:
     """Run trials one after the other in one directory.
 
     Args:
         folder: Of the checkpoints.
-        kills: Trials.
+        kills: Trials; every other one is killed by the clock.
         ranks: Of the program.
         place: Whether each save replaces the one before, or has a directory of its own.
-        seed: Of the times at which programs are killed.
+        killed: What is killed: the program with all its ranks, or one of its ranks.
         background: Whether the program saves in the background.
+        seed: Of the moments at which programs are killed.
+        changes: The changes of the main rank to the disk at which the trials are killed, one after the other,
+            instead of at random.
     """
     chance = random.Random(seed)
-    step, saves = 0, 0
-    lost: list[str] = []
-    during: Counter[str] = Counter()
+    report = Report()
+    times = [0.05]  # seconds that saves took
+    step = 0
     for number in range(kills):
-        told = _run_and_kill(folder, step, ranks, place, chance.uniform(0.0, 0.12), background)
-        saves += len(told)
+        watching = 0 if changes else chance.randrange(ranks)
+        # Of a save, the main rank makes about 17 changes to the disk, any other one 3 to 6.
+        change = chance.randrange(18 if watching == 0 else 5) if number % 2 else None
+        trial = _Trial(
+            first=step,
+            ranks=ranks,
+            place=place,
+            background=background,
+            victim=watching if killed == "rank" else None,
+            saves=chance.randrange(3),
+            change=changes[number % len(changes)] if changes else change,
+            part=chance.uniform(0.0, 1.1),
+            watching=watching,
+        )
+        before = set(os.listdir(folder))
+        told, seconds = _run_and_kill(folder, trial, times)
+        report.kills += 1
+        report.saves += len(told)
+        report.phases[_phase(folder, before, place)] += 1
+        if trial.victim is not None:
+            if seconds is None:
+                report.lost.append(f"trial {number}: the rank that was left was told nothing ({trial})")
+                return report
+            report.told_after_s.append(seconds)
         acknowledged = max([*told, step - 1])
-        during.update({_leftover(name) for name in os.listdir(folder) if name.startswith(".")} or {"nothing"})
-        found = _newest(folder, acknowledged)
+        there = _listing(folder)
+        found = _newest(folder, acknowledged, place)
+        if _listing(folder) != there:
+            found = "reading has changed the directory"
         if isinstance(found, str):
-            lost.append(f"trial {number}: {found}")
-            return Report(number + 1, saves, during, tuple(lost))
+            report.lost.append(f"trial {number}: {found} ({trial})")
+            return report
         step = found + 1
-    return Report(kills, saves, during, tuple(lost))
+    return report
 
 
-def _leftover(name: str) -> str:
-    return next((kind for kind in ("staging", "replaced", "trash") if kind in name), "something else")
+def _phase(folder: Path, before: set[str], place: Place) -> str:
+    """Say where the save was that was killed."""
+    new = [name for name in os.listdir(folder) if name.startswith(".") and name not in before]
+    if any(".replaced-" in name for name in new):
+        return PHASES[4] if place == "replaced" and (folder / _LAST).exists() else PHASES[3]
+    if any(".trash-" in name for name in new):
+        return PHASES[5]
+    stages = [name for name in new if ".staging-" in name]
+    if stages:
+        return PHASES[2] if (folder / stages[0] / "manifest.json").exists() else PHASES[1]
+    return PHASES[0]
 
 
-def _newest(folder: Path, acknowledged: int) -> int | str:
+def _listing(folder: Path) -> list[tuple[str, int, int, int]]:
+    paths = sorted(folder.rglob("*"))
+    return [(str(path), one.st_ino, one.st_size, one.st_mtime_ns) for path in paths if (one := path.lstat())]
+
+
+def _newest(folder: Path, acknowledged: int, place: Place) -> int | str:
     """Give the step of the newest checkpoint, or what is wrong with it."""
     try:
-        found = cast("dict[str, Any]", af.load_tree(folder / "last" if _replaces(folder) else folder))
+        found = cast("dict[str, Any]", af.load_tree(folder / _LAST if place == "replaced" else folder))
     except Exception as error:  # noqa: BLE001 -- any is a finding
-        return -1 if acknowledged < 0 else f"step {acknowledged} was committed, and now: {error!r}"
+        is_none_yet = acknowledged < 0 and isinstance(error, NoCheckpointError)
+        return -1 if is_none_yet else f"step {acknowledged} was committed, and now: {error!r}"
     step = found["step"]
     if step < acknowledged:
         return f"step {acknowledged} was committed, and step {step} is the newest"
     return step if _same(found, state_of_step(step)) else f"step {step} isn't what was saved"
-
-
-def _replaces(folder: Path) -> bool:
-    return any("last" in name for name in os.listdir(folder))
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -115,97 +213,197 @@ def _same(one: Any, other: Any) -> bool:
     return one == other
 
 
-def _run_and_kill(
-    folder: Path, step: int, ranks: int, place: Place, delay_s: float, background: bool
-) -> list[int]:
-    """Fork a program, kill it some time after its first save began, and give the steps it was told of."""
+# --- the campaign's side -------------------------------------------------------------------------
+
+
+def _run_and_kill(folder: Path, trial: _Trial, times: list[float]) -> tuple[list[int], float | None]:
+    """Fork a program and have it killed.
+
+    Returns:
+        The steps that it was told are committed; and after how many seconds the rank that was left got an
+        error, None where none did.
+    """
     reader, writer = os.pipe()
-    child = os.fork()
+    child = fork()
     if child == 0:  # nothing of the parent's may run here, so it ends without unwinding
         try:
             os.close(reader)
             os.setsid()
-            _save_on_and_on(folder, step, ranks, place, writer, background)
+            _be_program(folder, trial, writer)
         finally:
             os._exit(1)
     os.close(writer)
     told: list[int] = []
+    pids: dict[int, int] = {}
+    last_s = killed_s = error_s = None
     try:
-        _read_step(reader)  # it begins
-        time.sleep(delay_s)
-        os.killpg(child, signal.SIGKILL)
-        while (found := _read_step(reader)) is not None:
-            told.append(found)
+        while (word := _hear(reader)) is not None:
+            if word.kind == "b":
+                pids[word.rank] = word.number
+            elif word.kind == "c":
+                told.append(word.number)
+                if last_s is not None and killed_s is None:
+                    times.append(word.time_s - last_s)
+                last_s = word.time_s
+            elif word.kind == "k":
+                killed_s = word.time_s
+            elif killed_s is not None:
+                error_s = word.time_s
+            if (
+                trial.change is None
+                and killed_s is None
+                and (len(pids), len(told)) == (trial.ranks, trial.saves)
+            ):
+                time.sleep(trial.part * statistics.median(times[-9:]))
+                killed_s = time.monotonic()
+                _kill(child if trial.victim is None else pids[trial.victim], trial)
     finally:
+        os.killpg(child, signal.SIGKILL)  # not yet waited for, so the number is still its own
         os.waitpid(child, 0)
         os.close(reader)
-    return told
+    return told, None if error_s is None or killed_s is None else error_s - killed_s
 
 
-def _read_step(reader: int) -> int | None:
-    """Read one word of the program; None when all its processes have ended."""
+def fork() -> int:
+    """Fork this process, whatever threads it has: the child uses none of them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of it
+        return os.fork()
+
+
+def _hear(reader: int) -> _Word | None:
+    """Hear one word of the program; None when all its processes have ended."""
     ready, _, _ = select.select([reader], [], [], _PATIENCE_S)
-    content = os.read(reader, _STEP.size) if ready else b""
-    return _STEP.unpack(content)[0] if len(content) == _STEP.size else None
+    content = os.read(reader, _WORD.size) if ready else b""
+    if len(content) != _WORD.size:
+        return None
+    kind, rank, number, time_s = _WORD.unpack(content)
+    return _Word(kind.decode(), rank, number, time_s)
 
 
-def _save_on_and_on(
-    folder: Path, first: int, ranks: int, place: Place, writer: int, background: bool
-) -> None:
-    def program(ctx: Context) -> None:
-        if ctx.is_main_process:
-            os.write(writer, _STEP.pack(-1))
-        for step in range(first, first + 1000):
-            at = folder / ("last" if place == "replaced" else f"step-{step}")
-            keep = None if place == "replaced" else Keep(last=2)
-            if background:
-                af.save_state(ctx, at, state_of_step(step), True, step=step, keep=keep).result()
-            else:
-                af.save_state(ctx, at, state_of_step(step), step=step, keep=keep)
-            if ctx.is_main_process:
-                os.write(writer, _STEP.pack(step))
-
-    if ranks == 1:
-        program(Context())
+def _kill(pid: int, trial: _Trial) -> None:
+    if trial.victim is None:
+        os.killpg(pid, signal.SIGKILL)
     else:
-        run_ranks(program, ranks, on="processes")
+        os.kill(pid, signal.SIGKILL)
+
+
+# --- the program's side --------------------------------------------------------------------------
+
+
+def _be_program(folder: Path, trial: _Trial, writer: int) -> None:
+    torch.set_num_threads(1)  # torch's own threads weren't forked
+    program = os.getpid()
+    setattr(processes, "_GRACE_S", _PATIENCE_S)  # noqa: B010 -- it is this program's own copy
+
+    def be_rank(ctx: Context) -> None:
+        _Word("b", ctx.rank, os.getpid(), time.monotonic()).sent(writer)
+        saves = changes = 0
+
+        def watch(kind: str, path: str) -> None:
+            nonlocal changes
+            del path
+            if saves < trial.saves or kind not in CHANGES:
+                return
+            if changes == trial.change:
+                _Word("k", ctx.rank, 0, time.monotonic()).sent(writer)
+                _kill(program if trial.victim is None else os.getpid(), trial)
+                _wait_for_the_end()
+            changes += 1
+
+        watches = trial.change is not None and ctx.rank == trial.watching
+        with installed(watched(watch)) if watches else nullcontext():
+            for step in range(trial.first, trial.first + 1000):
+                _save(ctx, folder, trial, step)
+                saves += 1
+                if ctx.is_main_process:
+                    _Word("c", 0, step, time.monotonic()).sent(writer)
+
+    def told(ctx: Context) -> None:
+        try:
+            be_rank(ctx)
+        except Exception:
+            _Word("e", ctx.rank, 0, time.monotonic()).sent(writer)
+            raise
+
+    if trial.ranks == 1:
+        told(Context())
+    else:
+        run_ranks(told, trial.ranks, on="processes")
+
+
+def _wait_for_the_end() -> NoReturn:
+    while True:
+        time.sleep(1.0)
+
+
+def _save(ctx: Context, folder: Path, trial: _Trial, step: int) -> None:
+    at = folder / (_LAST if trial.place == "replaced" else f"step-{step}")
+    keep = None if trial.place == "replaced" else Keep(last=2)
+    if not trial.background:
+        af.save_state(ctx, at, state_of_step(step), step=step, keep=keep)
+        return
+    handle = af.save_state(ctx, at, state_of_step(step), True, step=step, keep=keep)
+    while True:  # the training goes on meanwhile, in which ranks meet
+        done = af.reduce(ctx, torch.tensor(int(handle.done())), "min")
+        if done.item():
+            break
+    handle.result()
+
+
+# --- the command ---------------------------------------------------------------------------------
 
 
 def main() -> None:
+    """Run a campaign, print its table, and fail where anything was lost or a phase was never hit."""
     parser = argparse.ArgumentParser(description="Kill programs while they save, and look what is lost.")
-    parser.add_argument("--kills", type=int, default=200, help="trials in all (200)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--kills", type=int, default=240, help="trials in all (240)")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments of the kills")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    kinds: list[tuple[int, Place, bool]] = [
-        (ranks, place, background)
-        for ranks in (1, 2)
+    programs: tuple[tuple[int, Killed], ...] = ((1, "program"), (2, "program"), (2, "rank"))
+    kinds: list[tuple[int, Place, bool, Killed]] = [
+        (ranks, place, background, killed)
+        for ranks, killed in programs
         for place in ("replaced", "rotated")
         for background in (False, True)
     ]
-    print("| ranks | place | saved | killed | committed saves | beside the checkpoints, after kills | lost |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
-    failed = False
-    for ranks, place, background in kinds:
+    headings = ("ranks", "killed", "place", "saved", "kills", "committed saves", *PHASES, "lost")
+    print(f"| {' | '.join(headings)} |", f"|{' --- |' * len(headings)}", sep="\n")
+    sums: Counter[str] = Counter()
+    seconds: list[float] = []
+    for number, (ranks, place, background, killed) in enumerate(kinds):
         with tempfile.TemporaryDirectory() as folder:
             report = kill_while_saving(
                 Path(folder),
                 -(-options.kills // len(kinds)),
                 ranks=ranks,
                 place=place,
-                seed=options.seed,
+                killed=killed,
                 background=background,
+                seed=options.seed + number,
             )
             if report.lost:  # to be looked at
                 shutil.copytree(folder, f"{folder}-lost")
-                print(*report.lost, f"{folder}-lost", sep="\n")
-                failed = True
-        seen = ", ".join(f"{kind} {number}" for kind, number in sorted(report.during.items()))
-        how = "in the background" if background else "waiting"
-        print(
-            f"| {ranks} | {place} | {how} | {report.kills} | {report.saves} | {seen} | {len(report.lost)} |"
+                print(*report.lost, f"{folder}-lost", sep="\n", file=sys.stderr)
+        row = (
+            *(ranks, "all" if killed == "program" else "one rank", place),
+            *("in the background" if background else "waiting", report.kills, report.saves),
+            *(report.phases[phase] for phase in PHASES),
+            len(report.lost),
         )
-    sys.exit(failed)
+        print(f"| {' | '.join(map(str, row))} |", flush=True)
+        sums.update(report.phases)
+        sums.update({"kills": report.kills, "saves": report.saves, "lost": len(report.lost)})
+        seconds += report.told_after_s
+    total = (sums["kills"], sums["saves"], *(sums[phase] for phase in PHASES), sums["lost"])
+    print(f"| all | | | | {' | '.join(map(str, total))} |")
+    if seconds:
+        print(f"\nA rank that was left raised an error after {max(seconds) * 1000:.0f} ms at the latest.")
+    missed = [phase for phase in PHASES if not sums[phase]]
+    if missed:
+        print(f"\nNo kill came: {', '.join(missed)}.")
+    sys.exit(bool(sums["lost"] or missed))
 
 
 if __name__ == "__main__":

@@ -415,7 +415,7 @@ def test_there_is_nothing_to_load(tmp_path: Path) -> None:
         af.load_state(Context(), tmp_path / "at", NOTHING)
 
     def run(ctx: Context) -> None:
-        with pytest.raises(NoCheckpointError if ctx.rank == 0 else RemoteRankError):
+        with pytest.raises(NoCheckpointError, match="no such directory"):
             af.load_state(ctx, tmp_path / "at", NOTHING)
 
     run_ranks(run, 2)

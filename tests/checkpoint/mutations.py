@@ -1,0 +1,490 @@
+"""Plant a bug in a copy of the package, and see that the tests which are there for it find it.
+
+``python -m tests.checkpoint.mutations`` plants them all, one at a time, and prints a table. A bug is a change
+of a text that stands exactly once in a module; with each go the tests that must fail because of it.
+"""
+
+import argparse
+import importlib
+import os
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ("MUTATIONS", "ROOT", "Mutation", "Outcome", "plant", "run_mutations")
+
+ROOT = Path(__file__).parents[2]
+_HERE = "tests/checkpoint/"
+_LONGEST_S = 300.0
+# Taken into memory once, for all the runs of pytest that are forked.
+_HEAVY = ("pytest", "hypothesis", "numpy", "torch", "torch.distributed", "optree", "safetensors.torch")
+
+
+class Mutation(NamedTuple):
+    """A bug.
+
+    Attributes:
+        name: What it is.
+        module: Of ``accelfn.checkpoint``.
+        tests: That find it, as pytest names them.
+        changes: Pairs of what stands in the module, once, and what is to stand there instead.
+    """
+
+    name: str
+    module: str
+    tests: tuple[str, ...]
+    changes: tuple[tuple[str, str], ...]
+
+
+class Outcome(NamedTuple):
+    """What came of the tests."""
+
+    verdict: str  # found, NOT FOUND, or what else ended them
+    seconds: float
+
+
+def _bug(name: str, module: str, tests: str, *texts: str) -> Mutation:
+    nodes = tuple(_HERE + one for one in tests.split())
+    return Mutation(name, module, nodes, tuple(zip(texts[::2], texts[1::2], strict=True)))
+
+
+_POWER = "test_power_loss.py::test_old_or_new_is_there_whole_after_any_power_cut"
+_ORDER = "test_save_order.py::test_a_power_cut_at_any_instant_leaves_the_old_one_or_the_new_one"
+_FAULT = "test_faults.py::test_whatever_fails_the_old_one_stays_and_the_next_save_works"
+_HARM = "test_bad_input.py::test_a_manifest_that_was_made_to_harm"
+
+MUTATIONS = (
+    # Durability.
+    _bug(
+        "tensors aren't synced",
+        "tensor_file",
+        f"{_ORDER}[first-1]",
+        "            disk.sync(descriptor)\n",
+        "            pass\n",
+    ),
+    _bug(
+        "the manifest isn't synced",
+        "disk",
+        f"{_ORDER}[first-1]",
+        "            disk.sync(descriptor)\n        finally",
+        "            pass\n        finally",
+    ),
+    _bug(
+        "the stage isn't synced",
+        "commit",
+        f"{_ORDER}[first-1] {_ORDER}[replaced-1]",
+        "disk.sync_folder(stage.path)",
+        "pass",
+    ),
+    _bug(
+        "the parent isn't synced after the rename",
+        "commit",
+        f"{_ORDER}[first-1] {_ORDER}[replaced-1]",
+        "            disk.sync_folder(target.parent)",
+        "            pass",
+    ),
+    _bug(
+        "new directories aren't synced",
+        "disk",
+        f"{_POWER}[first]",
+        "            disk.sync_folder(os.path.dirname(one))\n",
+        "            pass\n",
+    ),
+    _bug(
+        "removed names aren't synced before the files go",
+        "keep",
+        f"{_POWER}[prune]",
+        "                disk.sync_folder(parent)",
+        "                pass",
+    ),
+    _bug(
+        "leftovers go before the renames that made them are durable",
+        "commit",
+        _POWER,
+        "        disk.sync_folder(parent)\n        for one in doomed",
+        "        for one in doomed",
+    ),
+    # Order.
+    _bug(
+        "renamed before the manifest is written",
+        "save",
+        f"{_ORDER}[first-1] {_ORDER}[first-2]",
+        "            _, error = attempt(lambda: write_manifest(disk, stage, manifest))\n",
+        "            old, error = attempt(lambda: put_in_place(disk, stage))\n"
+        "            here = stage.__class__(path=stage.directory, directory=stage.directory, "
+        "nonce=stage.nonce, generation=0)\n"
+        "            write_manifest(disk, here, manifest)\n",
+        "            old, error = attempt(lambda: put_in_place(disk, stage))\n            if error",
+        "            if error",
+    ),
+    _bug(
+        "the manifest before the tensors",
+        "save",
+        f"{_FAULT}[2-1-replaced-waiting]",
+        '        results = phases.gather("write", json.dumps(written), error)\n',
+        "        results = [json.dumps([0, 0, {_key(one): [] for one in own}]) for own in job.plan.writes]\n",
+    ),
+    _bug(
+        "what failed on one rank while writing is swallowed",
+        "save",
+        f"{_FAULT}[2-1-replaced-waiting] {_FAULT}[1-0-replaced-waiting]",
+        'phases.gather("write", json.dumps(written), error)',
+        'phases.gather("write", json.dumps(written))',
+    ),
+    _bug(
+        "what failed while committing is swallowed",
+        "save",
+        f"{_FAULT}[2-0-replaced-waiting]",
+        'phases.gather("commit", "", error)',
+        'phases.gather("commit", "")',
+    ),
+    _bug(
+        "what failed while removing older ones is told on one rank",
+        "save",
+        f"{_FAULT}[2-0-rotated-waiting]",
+        'phases.gather("prune", "", error)',
+        'phases.gather("prune", "")',
+    ),
+    _bug(
+        "a rank that failed doesn't wait for those that still write",
+        "phases",
+        "test_save_order.py::test_what_fails_on_one_rank_is_removed_when_the_others_write_no_more",
+        "        heard: list[tuple[list[str] | None, str]] = []\n",
+        "        if error is not None:\n            raise error\n"
+        "        heard: list[tuple[list[str] | None, str]] = []\n",
+    ),
+    _bug(
+        "the old one is removed before the rename",
+        "commit",
+        f"{_ORDER}[replaced-1]",
+        "            disk.rename(target.path, moved)",
+        "            remove_flat(disk, target.path)",
+    ),
+    _bug(
+        "the old one isn't brought back",
+        "commit",
+        f"{_FAULT}[1-0-replaced-waiting]",
+        "            disk.rename(moved, stage.directory)",
+        "            pass",
+    ),
+    _bug(
+        "the stage of a save that failed stays",
+        "commit",
+        f"{_FAULT}[1-0-replaced-waiting]",
+        "        remove_flat(disk, stage.path)",
+        "        pass",
+    ),
+    _bug(
+        "older ones are removed before the commit",
+        "save",
+        f"{_FAULT}[1-0-rotated-waiting]",
+        "            old, error = attempt(lambda: put_in_place(disk, stage))\n",
+        "            if job.keep is not None:\n"
+        "                from accelfn.checkpoint.find import find_checkpoints\n"
+        "                import shutil\n"
+        "                for one in find_checkpoints(job.directory.parent)[: 1 - (job.keep.last or 1)]:\n"
+        "                    shutil.rmtree(one)\n"
+        "            old, error = attempt(lambda: put_in_place(disk, stage))\n",
+    ),
+    _bug(
+        "the newest is removed",
+        "keep",
+        "test_state.py::test_a_directory_of_checkpoints_gives_the_newest test_keep.py",
+        "set(order[-max(keep.last or 1, 1) :])",
+        "set(order[: max(keep.last or 1, 1)])",
+    ),
+    # Names and leftovers.
+    _bug(
+        "the nonce names no process",
+        "commit",
+        "test_faults.py::test_a_disk_that_fails_for_good_keeps_the_old_one",
+        'f"{_host()}-{os.getpid()}-',
+        'f"{_host()}-1-',
+    ),
+    _bug(
+        "a stage that is being written is removed",
+        "commit",
+        "test_save_order.py::test_a_stage_of_a_program_that_runs_is_left_alone",
+        "return not _is_running(one.pid)",
+        "return True",
+    ),
+    _bug(
+        "a stage counts as committed",
+        "find",
+        "test_bad_input.py::test_a_stage_counts_for_nothing_however_complete",
+        'is_complete(disk, one.path) if one.kind == "replaced" else None',
+        'is_complete(disk, one.path) if one.kind != "trash" else None',
+    ),
+    _bug(
+        "what is being replaced isn't found between the renames",
+        "find",
+        "test_campaign.py::test_a_kill_in_every_phase_of_a_save_loses_nothing",
+        "            return max(found)[1]",
+        "            pass",
+    ),
+    _bug(
+        "a checkpoint that is removed meanwhile counts as damaged",
+        "find",
+        "test_bad_input.py::test_a_checkpoint_that_is_removed_while_it_is_looked_at_is_not_damaged",
+        "        if is_sure or names == before or attempt == _MAX_ATTEMPTS:\n",
+        "        if True:\n",
+    ),
+    # Verification.
+    _bug(
+        "checksums of tensors aren't compared",
+        "tensor_reader",
+        "test_bad_input.py::test_every_byte_counts",
+        "if crc32 != chunk.piece.crc32[read.number]:",
+        "if crc32 < 0:",
+    ),
+    _bug(
+        "the checksum of the header isn't compared",
+        "tensor_reader",
+        "test_bad_input.py::test_every_byte_counts",
+        "if not whole or zlib.crc32(head) != stored.header_crc32:",
+        "if not whole:",
+    ),
+    _bug(
+        "the checksum of the manifest isn't compared",
+        "manifest",
+        "test_bad_input.py::test_every_byte_counts",
+        'if rest != hashlib.sha256(line).hexdigest().encode() + b"\\n":',
+        "if len(rest) != 65:",
+    ),
+    _bug(
+        "files that the manifest doesn't name are ignored",
+        "find",
+        "test_bad_input.py::test_a_file_that_is_missing_and_one_too_many",
+        "    if extra:\n",
+        "    if extra and False:\n",
+    ),
+    _bug(
+        "links are followed",
+        "disk",
+        "test_bad_input.py::test_something_else_than_a_file",
+        '    flags |= getattr(os, "O_NOFOLLOW", 0)\n',
+        "",
+    ),
+    _bug(
+        "a named pipe is waited for",
+        "disk",
+        "test_bad_input.py::test_something_else_than_a_file",
+        'if status.kind != "file":',
+        'if status.kind == "link":',
+    ),
+    _bug(
+        "boxes may overlap",
+        "manifest",
+        "test_bad_input.py::test_pieces_that_overlap_leave_no_memory_of_others_to_be_read",
+        'raise _unsound(place, f"pieces of tensor {name!r} overlap")',
+        "continue",
+    ),
+    _bug(
+        "any name of a file will do",
+        "manifest",
+        _HARM,
+        "if not _FILE_NAME.fullmatch(name) or name == MANIFEST:",
+        "if name == MANIFEST:",
+    ),
+    # Loading: all or nothing.
+    _bug(
+        "parameters are written into before all ranks have agreed",
+        "load",
+        "test_save_order.py::test_nothing_is_written_into_before_all_ranks_have_agreed",
+        '        phases.gather("take up", "", error)\n',
+        '        for write in writes:\n            write()\n        phases.gather("take up", "", error)\n',
+    ),
+    _bug(
+        "the random state is restored before all ranks have agreed",
+        "load",
+        "test_save_order.py::test_nothing_is_written_into_before_all_ranks_have_agreed",
+        "    undo: list[Callable[[], None]] = []\n    may_refuse",
+        "    _restore_random(ctx, read)\n    undo: list[Callable[[], None]] = []\n    may_refuse",
+    ),
+    _bug(
+        "modules are written into before what may refuse was asked",
+        "load",
+        "test_save_order.py::test_nothing_is_written_into_before_all_ranks_have_agreed",
+        "    may_refuse = [one for one in pending if not is_sure(one)]\n",
+        "    may_refuse = [one for one in pending if not is_sure(one)]\n"
+        "    for one in pending:\n        if is_sure(one):\n            take_up(one, names)\n",
+    ),
+    _bug(
+        "objects that took up their state keep it when another refuses",
+        "load",
+        "test_state.py::test_an_object_that_refuses_on_one_rank_leaves_all_ranks_as_they_were",
+        "            step()\n        raise",
+        "            pass\n        raise",
+    ),
+    # What is kept.
+    _bug(
+        "tensors that share memory are stored apart",
+        "sharing",
+        "test_save_order.py::test_tensors_that_share_memory_do_so_again_and_lie_there_once",
+        "    groups.sort()",
+        "    groups.clear()",
+    ),
+    _bug(
+        "strides are forgotten",
+        "sharing",
+        "test_save_order.py::test_tensors_that_share_memory_do_so_again_and_lie_there_once",
+        '                    nodes[index]["stride"] = list(packed)',
+        "                    pass",
+    ),
+    _bug(
+        "every rank gets the values of rank 0",
+        "by_rank",
+        "test_state.py::test_a_tensor_that_is_equal_everywhere_is_written_once_and_others_are_kept",
+        "number = of[rank % len(of)]",
+        "number = of[0]",
+    ),
+    _bug(
+        "of tensors that differ between ranks one is kept",
+        "save",
+        "test_state.py::test_a_tensor_that_is_equal_everywhere_is_written_once_and_others_are_kept",
+        'found[name] = "crc32:" + ",".join(map(str, sums[name]))',
+        'found[name] = "crc32:"',
+    ),
+    _bug(
+        "states of an optimizer go by number instead of by name",
+        "objects",
+        "test_state.py::test_neither_the_order_of_objects_nor_of_parameters_matters",
+        '    for name, value in cast("Mapping[Any, Any]", state["state"]).items():\n',
+        '    for place, (name, value) in enumerate(cast("Mapping[Any, Any]", state["state"]).items()):\n',
+        "values[name if number is None else number] = own",
+        "values[name if number is None else place] = own",
+    ),
+    _bug(
+        "in the background the state goes on changing",
+        "background",
+        "test_state.py::test_in_the_background_the_state_of_the_moment_is_saved",
+        "        return copies\n",
+        "        return [tensor.detach().contiguous() for tensor in tensors]\n",
+    ),
+    _bug(
+        "nobody is told what went wrong in the background",
+        "background",
+        "test_state.py::test_an_error_in_the_background_is_told_by_the_handle_or_at_the_next_save "
+        f"{_FAULT}[1-0-replaced-background]",
+        "        if self._error is not None and not self._was_told:\n",
+        "        if False:\n",
+    ),
+)
+
+
+def plant(mutation: Mutation, package: Path) -> None:
+    """Change a copy of the package.
+
+    Args:
+        mutation: The bug.
+        package: Directory ``accelfn`` of the copy.
+
+    Raises:
+        ValueError: A text stands there not at all, or more than once.
+    """
+    file = package / "checkpoint" / f"{mutation.module}.py"
+    text = file.read_text()
+    for old, new in mutation.changes:
+        if text.count(old) != 1:
+            raise ValueError(f"{mutation.name!r}: {text.count(old)} times in {file.name}: {old!r}")
+        text = text.replace(old, new)
+    file.write_text(text)
+
+
+def run_mutations(mutations: Sequence[Mutation]) -> list[Outcome]:
+    """Plant bugs one at a time and run their tests, each in a process forked from this one.
+
+    Nothing of accelfn may have been imported here.
+    """
+    assert "accelfn" not in sys.modules
+    for name in _HEAVY:
+        importlib.import_module(name)
+    return [_run(one) for one in mutations]
+
+
+def _run(mutation: Mutation) -> Outcome:
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        for name in ("accelfn", "tests"):
+            shutil.copytree(ROOT / name, copy / name)
+        shutil.copy(ROOT / "pyproject.toml", copy)
+        plant(mutation, copy / "accelfn")
+        code = _forked(mutation.tests, copy)
+        if code not in (0, 1) or (code and not mutation.changes):
+            print((copy / "said.txt").read_text(errors="replace"), file=sys.stderr)
+        verdict = {0: "NOT FOUND", 1: "found"}.get(code, f"pytest ended with {code}")
+    return Outcome(verdict, time.monotonic() - start)
+
+
+def _forked(tests: Sequence[str], folder: Path) -> int:
+    """Run pytest in a fork, and give its exit status; -1 where it takes too long."""
+    child = os.fork()
+    if child == 0:
+        code = 70
+        try:
+            os.setsid()
+            said = os.open(folder / "said.txt", os.O_RDWR | os.O_CREAT)
+            for descriptor in range(3):
+                os.dup2(said, descriptor)
+            os.chdir(folder)
+            sys.path[:] = [str(folder), *(one for one in sys.path if one not in ("", str(ROOT)))]
+            for name in [one for one in sys.modules if one.partition(".")[0] == "tests"]:
+                del sys.modules[name]
+            options = (
+                "-x",
+                "-q",
+                "--assert=plain",
+                "-p",
+                "no:cacheprovider",
+                "--no-header",
+                f"--rootdir={folder}",
+            )
+            code = int(importlib.import_module("pytest").main([*options, *tests]))
+        except BaseException:  # noqa: BLE001 -- the fork ends here, whatever happens
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    end = time.monotonic() + _LONGEST_S
+    while time.monotonic() < end:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.02)
+    os.killpg(child, 9)
+    os.waitpid(child, 0)
+    return -1
+
+
+def main() -> None:
+    """Plant all bugs, print a table, and fail where one wasn't found."""
+    parser = argparse.ArgumentParser(description="Plant bugs, and see whether the tests find them.")
+    parser.add_argument("--only", default="", help="those with this text in their name or module")
+    parser.add_argument("--bugs-only", action="store_true", help="don't try first that the tests pass")
+    options = parser.parse_args()
+    chosen = [one for one in MUTATIONS if options.only in f"{one.module}: {one.name}"]
+    outcomes: list[Outcome] = []
+    every = tuple(dict.fromkeys(node for one in chosen for node in one.tests))
+    nothing = Mutation("nothing", "save", every, ())
+    if not options.bugs_only and run_mutations([nothing])[0].verdict != "NOT FOUND":
+        sys.exit("Without any bug these tests must pass, and they don't.")
+    print("| module | bug | | s |", "| --- | --- | --- | --- |", sep="\n")
+    for one in chosen:
+        outcomes += run_mutations([one])
+        print(
+            f"| {one.module} | {one.name} | {outcomes[-1].verdict} | {outcomes[-1].seconds:.1f} |", flush=True
+        )
+    found = sum(one.verdict == "found" for one in outcomes)
+    print(f"\n{found} of {len(chosen)} bugs were found.")
+    sys.exit(found != len(chosen))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,319 @@
+"""Every operation on the disk fails once: the old checkpoint stays, all ranks hear of it, the next works."""
+
+import errno
+import itertools
+import os
+import subprocess
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import pytest
+import torch
+
+import accelfn as af
+from accelfn.checkpoint import Keep, SaveHandle
+from accelfn.context import Context
+from accelfn.errors import NoCheckpointError, RemoteRankError
+from accelfn.testing import run_ranks
+from tests.checkpoint.small import same_bits
+from tests.checkpoint.watched_disk import CHANGES, installed, watched
+
+ERRORS = (errno.ENOSPC, errno.EIO, errno.EACCES)
+READINGS = ("open_folder", "open_file")
+# Their errors carry no name of a file, as those of calls that take a descriptor.
+BY_DESCRIPTOR = ("write", "sync", "sync_folder")
+
+
+class Fault(NamedTuple):
+    """What failed."""
+
+    kind: str
+    path: str
+
+
+class Failing:
+    """Lets one operation on a disk fail, or all from then on."""
+
+    def __init__(self, number: int, code: int, *, for_good: bool = False) -> None:
+        self.left = number
+        self.code = code
+        self.for_good = for_good
+        self.fault: Fault | None = None
+
+    def __call__(self, kind: str, path: str) -> None:
+        assert kind in (*CHANGES, *READINGS)
+        if self.left == 0:
+            self.fault = Fault(kind, path)
+        self.left -= 1
+        if self.left == -1 or (self.for_good and self.left < 0 and self.fault is not None):
+            name = () if kind in BY_DESCRIPTOR else (path,)
+            raise OSError(self.code, os.strerror(self.code), *name)
+
+
+@contextmanager
+def failing(ctx: Context, rank: int, number: int, code: int) -> Generator[Failing, None, None]:
+    watcher = Failing(number if ctx.rank == rank else -1, code)
+    with installed(watched(watcher)):
+        yield watcher
+
+
+def state(step: int, size: int = 5_000) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(step)
+    return {**{str(name): torch.randn(size, generator=generator) for name in range(3)}, "step": step}
+
+
+def check(found: Any, step: int) -> None:
+    wanted = state(step, found["0"].numel())
+    assert found["step"] == step
+    assert all(same_bits(found[str(name)], wanted[str(name)]) for name in range(3))
+
+
+def error_of(act: Callable[[], object]) -> Exception | None:
+    try:
+        act()
+    except Exception as error:  # noqa: BLE001 -- looked at by the caller
+        return error
+    return None
+
+
+def check_error(raised: Exception | None, code: int, folder: Path) -> None:
+    """Check that an error, where there is one, is the disk's, and names a file."""
+    if raised is not None:
+        assert isinstance(raised, OSError), raised
+        assert raised.errno == code
+        assert str(raised.filename).startswith(str(folder))
+
+
+def loaded_step(ctx: Context, folder: Path) -> int:
+    found = af.load_state(ctx, folder, state(0))
+    check(found, found["step"])
+    return found["step"]
+
+
+def leftovers(folder: Path) -> list[str]:
+    return [name for name in os.listdir(folder) if name.startswith(".")]
+
+
+def everywhere(ctx: Context, value: object) -> list[Any]:
+    return af.gather_object(ctx, [value]) if ctx.num_processes > 1 else [value]
+
+
+def fail_at_every_operation(
+    ctx: Context, folder: Path, rank: int, code: int, *, rotated: bool, background: bool
+) -> int:
+    """Save with the first, second, ... operation of a rank failing, until a save comes through.
+
+    Returns:
+        How many operations failed.
+    """
+
+    def save(step: int, *, asks: bool = True) -> None:
+        at = folder / (f"step-{step}" if rotated else "at")
+        keep = Keep(last=2) if rotated else None
+        handle = af.save_state(ctx, at, state(step), background, step=step, keep=keep)
+        if isinstance(handle, SaveHandle):
+            if asks:
+                handle.result()
+            else:
+                af.load_state(ctx, folder, state(0))  # which tells what went wrong before
+
+    here = folder if rotated else folder / "at"
+    old = 2
+    for step in range(old + 1):
+        save(step)
+    for number in itertools.count():
+        before = set(os.listdir(folder))
+        everywhere(ctx, None)
+        with failing(ctx, rank, number, code) as disk:
+            raised = error_of(partial(save, old + 1, asks=number % 2 == 0))
+        (fault,) = (one for one, at in everywhere(ctx, (disk.fault, ctx.rank)) if at == rank)
+        kinds = everywhere(ctx, None if raised is None else type(raised).__name__)
+        if fault is None:
+            assert kinds == [None] * ctx.num_processes
+            return number
+        where = f"{number}: {fault}"
+        now = loaded_step(ctx, here)
+        if None in kinds:
+            # Only the removal of what isn't needed any more may fail without a word.
+            assert kinds == [None] * ctx.num_processes, where
+            assert ".replaced-" in fault.path or ".trash-" in fault.path, where
+            assert now == old + 1, where
+        else:
+            if ctx.rank == rank:
+                check_error(raised, code, folder)
+            else:
+                assert isinstance(raised, RemoteRankError), where
+                assert raised.rank == rank, where
+            assert now in (old, old + 1), where
+            assert now == old + 1 or before == set(os.listdir(folder)), where
+            if now == old + 1:  # nobody knows whether the disk has it, or only older ones weren't removed
+                assert rotated or (fault.kind, fault.path) == ("sync_folder", str(folder)), where
+        assert not [name for name in leftovers(folder) if ".staging-" in name], where
+        everywhere(ctx, None)  # all have looked
+        old += 2
+        save(old)
+        assert loaded_step(ctx, here) == old, where
+        assert [name for name in leftovers(folder) if name] == [], where
+        if rotated:
+            assert len(os.listdir(folder)) == 2, where
+        for one in af.find_checkpoints(folder):
+            af.verify_checkpoint(one)
+        everywhere(ctx, None)
+    raise AssertionError
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["waiting", "background"])
+@pytest.mark.parametrize("rotated", [False, True], ids=["replaced", "rotated"])
+@pytest.mark.parametrize(("ranks", "rank"), [(1, 0), (2, 0), (2, 1)])
+def test_whatever_fails_the_old_one_stays_and_the_next_save_works(
+    tmp_path: Path, ranks: int, rank: int, rotated: bool, background: bool
+) -> None:
+    def run(ctx: Context) -> int:
+        counts = {
+            fail_at_every_operation(
+                ctx, tmp_path / str(code), rank, code, rotated=rotated, background=background
+            )
+            for code in ERRORS
+        }
+        assert len(counts) == 1
+        return counts.pop()
+
+    (count, *others) = run_ranks(run, ranks, on="processes") if ranks > 1 else [run(Context())]
+    assert others == [count] * (ranks - 1)
+    assert count >= (20 if rank == 0 else 3)
+
+
+@pytest.mark.parametrize(("ranks", "rank"), [(1, 0), (2, 0), (2, 1)])
+def test_whatever_fails_in_a_first_save_there_is_none_and_the_next_one_works(
+    tmp_path: Path, ranks: int, rank: int
+) -> None:
+    def run(ctx: Context) -> int:
+        for number in itertools.count():
+            at = tmp_path / str(number) / "deep" / "at"
+            with failing(ctx, rank, number, errno.EIO) as disk:
+                raised = error_of(partial(af.save_state, ctx, at, state(1)))
+            faults = everywhere(ctx, disk.fault)
+            if faults[rank] is None:
+                assert raised is None
+                return number
+            if ctx.rank == rank:
+                check_error(raised, errno.EIO, tmp_path)
+            is_new = faults[rank] == Fault("sync_folder", str(at.parent)) and at.exists()
+            if raised is not None and not is_new:
+                with pytest.raises((NoCheckpointError, RemoteRankError)):
+                    loaded_step(ctx, at)
+            assert not at.parent.exists() or not leftovers(at.parent), faults
+            everywhere(ctx, None)
+            af.save_state(ctx, at, state(2))
+            assert loaded_step(ctx, at) == 2
+        raise AssertionError
+
+    assert run_ranks(run, ranks, on="processes")[0] >= (15 if rank == 0 else 3)
+
+
+def test_a_disk_that_fails_for_good_keeps_the_old_one(tmp_path: Path) -> None:
+    def run(ctx: Context) -> int:
+        af.save_state(ctx, tmp_path / "at", state(1), step=1)
+        for number in itertools.count():
+            disk = Failing(number, errno.EIO, for_good=True)
+            with installed(watched(disk)):
+                raised = error_of(lambda: af.save_state(ctx, tmp_path / "at", state(2), step=2))
+            check_error(raised, errno.EIO, tmp_path)
+            assert loaded_step(ctx, tmp_path / "at") in (1, 2)
+            af.save_state(ctx, tmp_path / "at", state(1), step=1)
+            assert loaded_step(ctx, tmp_path / "at") == 1
+            if disk.fault is None:
+                return number
+        raise AssertionError
+
+    assert run_ranks(run, 1, on="processes")[0] > 20
+    # The program has ended, so that the stages that it couldn't remove are known to be of no use to it.
+    assert leftovers(tmp_path)
+    af.save_state(Context(), tmp_path / "at", state(3))
+    assert os.listdir(tmp_path) == ["at"]
+
+
+def test_whatever_fails_a_tree_of_before_stays(tmp_path: Path) -> None:
+    at = tmp_path / "at"
+    af.save_tree(at, state(1))
+    for number in itertools.count():
+        disk = Failing(number, ERRORS[number % 3])
+        with installed(watched(disk)):
+            raised = error_of(lambda: af.save_tree(at, state(2)))
+        check_error(raised, ERRORS[number % 3], tmp_path)
+        is_new = raised is None or disk.fault == Fault("sync_folder", str(tmp_path))
+        check(af.load_tree(at), 2 if is_new else 1)
+        assert not [name for name in leftovers(tmp_path) if ".staging-" in name]
+        af.save_tree(at, state(1))
+        check(af.load_tree(at), 1)
+        assert os.listdir(tmp_path) == ["at"]
+        if disk.fault is None:
+            assert number > 20
+            return
+
+
+# --- disks that are full indeed ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["waiting", "background"])
+def test_a_rank_that_may_write_no_more_bytes(tmp_path: Path, background: bool) -> None:
+    resource = pytest.importorskip("resource")
+
+    def save(ctx: Context, step: int, size: int) -> None:
+        handle = af.save_state(ctx, tmp_path / "at", state(step, size), background)
+        if isinstance(handle, SaveHandle):
+            handle.result()
+
+    def run(ctx: Context) -> None:
+        save(ctx, 1, 5_000)
+        if ctx.rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, resource.RLIM_INFINITY))
+        with pytest.raises(OSError if ctx.rank == 1 else RemoteRankError, match="tensors-00001") as caught:
+            save(ctx, 2, 200_000)
+        if ctx.rank == 1:
+            assert cast("OSError", caught.value).errno == errno.EFBIG
+        assert loaded_step(ctx, tmp_path / "at") == 1
+        save(ctx, 3, 5_000)
+        assert loaded_step(ctx, tmp_path / "at") == 3
+
+    run_ranks(run, 2, on="processes")
+    assert os.listdir(tmp_path) == ["at"]
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["waiting", "background"])
+def test_a_full_disk(tmp_path: Path, background: bool) -> None:
+    def save(ctx: Context, step: int, size: int) -> None:
+        handle = af.save_state(ctx, tmp_path / "at", state(step, size), background)
+        if isinstance(handle, SaveHandle):
+            handle.result()
+
+    def run(ctx: Context) -> None:
+        save(ctx, 1, 5_000)
+        with pytest.raises((OSError, RemoteRankError), match=os.strerror(errno.ENOSPC)):
+            save(ctx, 2, 500_000)
+        assert loaded_step(ctx, tmp_path / "at") == 1
+        assert not leftovers(tmp_path)
+        ctx.collectives.barrier()
+        save(ctx, 3, 5_000)
+        assert loaded_step(ctx, tmp_path / "at") == 3
+
+    with small_disk(tmp_path):
+        run_ranks(run, 2, on="processes")
+        assert os.listdir(tmp_path) == ["at"]
+
+
+@contextmanager
+def small_disk(folder: Path) -> Generator[None, None, None]:
+    """Mount a disk of 2 MB; skip the test where that isn't allowed."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "accelfn-test", str(folder)]
+    try:
+        subprocess.run(mount, check=True, capture_output=True, timeout=10)
+    except (OSError, subprocess.SubprocessError):
+        pytest.skip("a small disk can't be mounted here")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(folder)], check=True, timeout=10)

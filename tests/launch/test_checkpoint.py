@@ -1,0 +1,490 @@
+"""``accelfn checkpoint`` as a user runs it."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import accelfn as af
+from accelfn.checkpoint import AccelerateState, load_state, save_state, save_tree, write_accelerate
+from accelfn.launch.main import main
+from accelfn.testing import run_ranks
+
+ROOT = Path(__file__).parents[2]
+
+Read = Callable[[], str]
+
+
+@pytest.fixture
+def read(capsys: pytest.CaptureFixture[str]) -> Read:
+    return lambda: capsys.readouterr().out
+
+
+def run(*argv: object) -> int:
+    return main(["checkpoint", *map(str, argv)])
+
+
+def save(folder: Path, step: int, metric: float = 0.5, **more: Any) -> Path:
+    tree = {"model": {"w": torch.arange(6.0).view(2, 3), "b": torch.ones(2)}, "epoch": step, **more}
+    return save_state(af.Context(), folder / f"step_{step}", tree, step=step, metric=metric)
+
+
+def damage(place: Path) -> None:
+    file = place / "tensors-00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+KILLED = """
+import sys
+from accelfn.checkpoint.commit import begin_stage, make_nonce
+from accelfn.checkpoint.disk import Disk
+print(begin_stage(Disk(), sys.argv[1], make_nonce()).path)
+"""
+
+
+def dead_stage(folder: Path, name: str = "step_9") -> Path:
+    """Make what a save leaves that was killed on this machine."""
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(folder / name)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return Path(done.stdout.strip())
+
+
+# --- verify --------------------------------------------------------------------------------------
+
+
+def test_a_sound_checkpoint_is_ok_file_by_file(tmp_path: Path, read: Read) -> None:
+    save(tmp_path, 1)
+    place = save(tmp_path, 2)
+    for directory in (place, tmp_path):  # the newest
+        assert run("verify", directory) == 0
+        first, manifest, tensors = read().splitlines()
+        assert first == str(place)
+        assert re.fullmatch(r"  manifest\.json +\d\.\d kB  OK", manifest)
+        assert re.fullmatch(r"  tensors-00000\.safetensors +\d+\.\d kB  OK", tensors)
+    assert run("verify", tmp_path, "--all") == 0
+    assert [line for line in read().splitlines() if line[0] != " "] == [str(tmp_path / "step_1"), str(place)]
+
+
+def test_all_that_is_damaged_is_said(tmp_path: Path, read: Read) -> None:
+    place = save(tmp_path, 1)
+    save(tmp_path, 2)
+    damage(place)
+    (place / "notes.txt").write_text("mine")
+    assert run("verify", place) == 1
+    lines = read().splitlines()
+    assert re.fullmatch(r"  manifest\.json .*OK", lines[1])
+    assert re.match(r"  tensors-00000\.safetensors .*DAMAGED: .*tensor '#random", lines[2])
+    assert re.match(r"  notes\.txt .*DAMAGED: .*the manifest doesn't name it", lines[3])
+    assert run("verify", tmp_path, "--all") == 1
+    assert "step_2\n  manifest.json" in read()
+    assert run("verify", tmp_path) == 0
+    (place / "tensors-00000.safetensors").unlink()
+    assert run("verify", place) == 1
+    assert "is missing, and the manifest names it" in read()
+    (place / "manifest.json").write_text("{}")
+    assert run("verify", place) == 1
+    assert "DAMAGED: " in read()
+
+
+def test_a_place_without_checkpoints_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("verify", tmp_path) == 2
+    assert "the directory is empty" in capsys.readouterr().err
+    assert run("verify", tmp_path, "--all") == 2
+    assert "there is no checkpoint of accelfn in it" in capsys.readouterr().err
+
+
+# --- list ----------------------------------------------------------------------------------------
+
+
+def test_the_table_has_the_checkpoints_and_what_else_is_there(tmp_path: Path, read: Read) -> None:
+    save(tmp_path, 10, 0.25)
+    save(tmp_path, 9)
+    save_tree(tmp_path / "best", {"w": torch.ones(2)})
+    damage(save(tmp_path, 11))
+    (tmp_path / "step_11" / "tensors-00000.safetensors").unlink()
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "logs").mkdir()
+    write_accelerate(tmp_path / "theirs", AccelerateState(random=({"torch_manual_seed": torch.ones(2)},)))
+    stage = dead_stage(tmp_path)
+    assert run("list", tmp_path) == 0
+    head, *rows = read().splitlines()
+    assert head.split() == ["name", "step", "metric", "ranks", "size", "written"]
+    cells = {row.split()[0]: row.split() for row in rows[:3]}
+    assert [cells["step_10"][1:4], cells["step_9"][1:4]] == [["10", "0.25", "1"], ["9", "0.5", "1"]]
+    assert cells["best"][1:4] == ["-", "-", "1"]
+    assert re.fullmatch(r"\d+(\.\d)? k?B \d{4}-\d\d-\d\d \d\d:\d\d:\d\d", " ".join(cells["best"][4:]))
+    assert rows[3].startswith("damaged: step_11: ")
+    hint = "turn it into one with `accelfn checkpoint convert`"
+    assert rows[4:] == [
+        f"unfinished: {stage.name} (left by a dead save)",
+        "no checkpoint: logs (the directory is empty)",
+        "no checkpoint: notes.txt (a file)",
+        f"no checkpoint: theirs (it is a checkpoint of Accelerate; {hint})",
+    ]
+    assert run("list", tmp_path, "--json") == 0
+    told = json.loads(read())
+    assert {one["name"]: (one["step"], one["metric"]) for one in told["checkpoints"]} == {
+        "best": (None, None),
+        "step_9": (9, 0.5),
+        "step_10": (10, 0.25),
+    }
+    assert told["leftovers"] == [{"name": stage.name, "kind": "staging", "dead": True}]
+    assert [one["name"] for one in told["damaged"]] == ["step_11"]
+    assert [one["name"] for one in told["others"]] == ["logs", "notes.txt", "theirs"]
+
+
+def test_an_empty_directory_is_listed_too(tmp_path: Path, read: Read) -> None:
+    assert run("list", tmp_path) == 0
+    assert read() == f"no checkpoint in {tmp_path}\n"
+
+
+# --- show ----------------------------------------------------------------------------------------
+
+
+def shown(place: Path, read: Read, *more: str) -> list[str]:
+    assert run("show", place, *more) == 0
+    return read().splitlines()
+
+
+def test_the_tree_is_shown_with_types_and_sizes(tmp_path: Path, read: Read) -> None:
+    layer: Any = nn.Linear(3, 2)
+    optimizer: Any = torch.optim.SGD(layer.parameters(), 0.1, momentum=0.9)
+    layer(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    weight = torch.ones(2)
+    tree: dict[str, Any] = {
+        "net": layer,
+        "optimizer": optimizer,
+        "epoch": 3,
+        "place": (1, float("inf"), torch.bfloat16),
+        "text": "x" * 100,
+        "twice": [weight, weight],
+        "empty": {},
+        "none": None,
+    }
+    place = save_state(af.Context(), tmp_path / "run", tree, step=7, metric=0.25)
+    lines = shown(place, read)
+    assert lines[0] == str(place)
+    assert re.fullmatch(
+        r"step 7; metric 0\.25; saved by 1 rank of accelfn \S+; 1 file of tensors, \d+\.\d kB", lines[1]
+    )
+    assert re.fullmatch(r"random states of 1 rank: python, torch(, numpy)?", lines[2])
+    assert lines[3:11] == [
+        "net        Linear, 2 tensors, 32 B",
+        "  weight  float32 [2, 3], 24 B",
+        "  bias    float32 [2], 8 B",
+        "optimizer  SGD, 2 tensors, 32 B",
+        "  state   2 tensors, 32 B",
+        "    net/weight  1 tensor, 24 B",
+        "      momentum_buffer  float32 [2, 3], 24 B",
+        "    net/bias    1 tensor, 8 B",
+    ]
+    assert "      lr              0.1" in lines
+    assert lines[-8:] == [
+        "epoch      3",
+        "place      (1, inf, torch.bfloat16)",
+        f"text       {repr('x' * 100)[:57]}... (102 characters)",
+        "twice      list of 2, 1 tensor, 8 B",
+        "  0  float32 [2], 8 B",
+        "  1  same as twice/0",
+        "empty      {}",
+        "none       None",
+    ]
+    # The tensors aren't read.
+    damage(place)
+    assert shown(place, read)[3:] == lines[3:]
+
+
+def test_a_part_is_found_by_its_path_however_slashes_are_written(tmp_path: Path, read: Read) -> None:
+    state = {"net/weight": {"step": torch.ones(())}, "net": {"weight": 1}}
+    place = save(tmp_path, 1, optimizer={"state": state, "lr": 0.1})
+    for path in ("optimizer/state/net/weight/step", "optimizer/state/net~1weight/step"):
+        assert shown(place, read, path) == ["optimizer/state/net~1weight/step  float32 [], 4 B"]
+    assert shown(place, read, "optimizer/lr") == ["optimizer/lr  0.1"]
+    assert run("show", place, "optimizer/nope") == 2
+
+
+def test_long_parts_are_cut(tmp_path: Path, read: Read) -> None:
+    place = save(tmp_path, 1, many={f"n{index}": torch.ones(1) for index in range(324)})
+    lines = shown(place, read)
+    assert lines[-1] == "  ... and 312 more"
+    assert lines[-2].startswith("  n11 ")
+    assert len(shown(place, read, "--all")) == len(lines) - 1 + 312
+    for size, expected in ((12, 12), (13, 13), (14, 13)):  # "1 more" says no less than the row itself
+        place = save(tmp_path, 2, many={f"n{index}": torch.ones(1) for index in range(size)})
+        lines = shown(place, read, "many")
+        assert len(lines) == 1 + expected
+        assert lines[-1].endswith("more") == (size > 13)
+
+
+def test_what_differs_between_ranks_is_marked(tmp_path: Path, read: Read) -> None:
+    def save_all(ctx: af.Context) -> None:
+        own = torch.full((2,), float(ctx.rank))
+        part = {"a": torch.ones(ctx.rank % 2 + 1), "b": (ctx.rank, 5)}
+        tree = {"own": own, "rank": ctx.rank, "odd": ctx.rank % 2, "part": part, "same": torch.ones(1)}
+        save_state(ctx, tmp_path / "run", tree)
+
+    run_ranks(save_all, 3, on="memory")
+    lines = shown(tmp_path / "run", read)
+    assert re.fullmatch(r"random states of 3 ranks: python, torch(, numpy)?", lines[2])
+    assert lines[3:] == [
+        "own   float32 [2], 24 B, of its own on 3 ranks",
+        "rank  0 (rank 0), 1 (rank 1), 2 (rank 2)",
+        "odd   0 (ranks 0, 2), 1 (rank 1)",
+        "part  2 tensors, 12 B",
+        "  a  2 tensors, 12 B, of its own on 3 ranks",
+        "    ranks 0, 2  float32 [1], 4 B",
+        "    rank 1      float32 [2], 8 B",
+        "  b  (0, 5) (rank 0), (1, 5) (rank 1), (2, 5) (rank 2)",
+        "same  float32 [1], 4 B",
+    ]
+    assert run("show", tmp_path / "run", "--json") == 0
+    told = json.loads(read())
+    assert told["world_size"] == 3
+    leaves = {one["path"]: one for one in told["leaves"]}
+    assert leaves["rank"] == {"path": "rank", "kind": "value", "by_rank": [0, 1, 2]}
+    assert leaves["odd"]["by_rank"] == [0, 1, 0]
+    assert leaves["own"] == {
+        "path": "own",
+        "kind": "tensor",
+        "dtype": "float32",
+        "shape": [2],
+        "bytes": 8,
+        "ranks": 3,
+    }
+
+
+def test_the_json_is_the_essence_of_the_manifest(tmp_path: Path, read: Read) -> None:
+    place = save(tmp_path, 4, 0.5, dtype=torch.float16)
+    assert run("show", tmp_path, "--json") == 0
+    told = json.loads(read())
+    assert told.pop("files") == {
+        "tensors-00000.safetensors": os.path.getsize(place / "tensors-00000.safetensors")
+    }
+    assert told.pop("created_by").startswith("accelfn ")
+    assert {"python", "torch"} <= set(told.pop("random"))
+    tensor = {"kind": "tensor", "dtype": "float32"}
+    assert told == {
+        "path": str(place),
+        "step": 4,
+        "metric": 0.5,
+        "world_size": 1,
+        "num_nodes": 1,
+        "generation": 0,
+        "leaves": [
+            {"path": "model/w", **tensor, "shape": [2, 3], "bytes": 24},
+            {"path": "model/b", **tensor, "shape": [2], "bytes": 8},
+            {"path": "epoch", "kind": "value", "value": 4},
+            {"path": "dtype", "kind": "value", "value": "torch.float16"},
+        ],
+    }
+
+
+# --- prune ---------------------------------------------------------------------------------------
+
+
+def test_the_plan_is_printed_and_done(tmp_path: Path, read: Read) -> None:
+    for step, metric in ((10, 0.1), (20, 0.9), (30, 0.5), (40, 0.4)):
+        save(tmp_path, step, metric)
+    stage = dead_stage(tmp_path)
+    rules = ("--last", "1", "--every=20", "--best", "1", "--mode", "min")
+    plan = [
+        "keep    step_10",
+        "keep    step_20",
+        "keep    step_40",
+        "remove  step_30",
+        f"remove  {stage.name} (left by a dead save)",
+    ]
+    assert run("prune", tmp_path, *rules, "--dry-run") == 0
+    assert read().splitlines() == [*plan, "nothing was removed: --dry_run"]
+    assert (tmp_path / "step_30").is_dir()
+    assert stage.is_dir()
+    assert run("prune", tmp_path, *rules) == 0
+    assert read().splitlines() == [*plan, "removed 1 checkpoint and 1 leftover"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_10", "step_20", "step_40"]
+
+
+def test_without_a_rule_only_leftovers_go(tmp_path: Path, read: Read) -> None:
+    save(tmp_path, 1)
+    save(tmp_path, 2)
+    stage = dead_stage(tmp_path)
+    assert run("prune", tmp_path) == 0
+    assert read().splitlines()[-1] == "removed 0 checkpoints and 1 leftover"
+    assert not stage.exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_1", "step_2"]
+
+
+# --- convert -------------------------------------------------------------------------------------
+
+FACTORY = """
+import torch
+
+def build_model():
+    return torch.nn.Linear(3, 3)
+
+def build_all():
+    model = build_model()
+    return {"net": model, "opt": torch.optim.SGD([{"params": [model.bias]}, {"params": [model.weight]}], 0.1)}
+
+def build_nothing():
+    return 3
+"""
+
+
+def train() -> tuple[nn.Linear, torch.optim.Optimizer]:
+    model = nn.Linear(3, 3)
+    optimizer: Any = torch.optim.SGD(
+        [{"params": [model.bias]}, {"params": [model.weight]}], 0.1, momentum=0.9
+    )
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def test_a_folder_of_accelerate_is_converted_with_the_users_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, optimizer = train()
+    # Without a state, shapes tell nothing.
+    bare: dict[str, Any] = {**optimizer.state_dict(), "state": {}}
+    state = AccelerateState(models=(dict(model.state_dict()),), optimizers=(bare,))
+    folder = write_accelerate(tmp_path / "theirs", state)
+    (tmp_path / "users_training.py").write_text(FACTORY)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "users_training", raising=False)
+    before = list(sys.path)
+    names = ("--name", "model=net", "--name=optimizer=opt")
+    assert run("convert", folder, "here", "--to", "accelfn", *names) == 2
+    assert "On the command line like is --model." in capsys.readouterr().err
+    for given, said in (
+        ("net=users_training:build_model", "it isn't certain"),  # two groups
+        ("users_training:build_nothing", "the function gave int, and must give a module, or a dict"),
+        ("users_training:nope", "the module users_training has no function 'nope'"),
+        ("no_such_module:build", "there is no module 'no_such_module' here"),
+        ("net=users_training:build_all", "the function gave dict, and must give a module."),
+    ):
+        assert run("convert", folder, "here", "--to", "accelfn", *names, "--model", given) == 2
+        assert said in capsys.readouterr().err
+    assert not Path("here").exists()
+    given = ("--model", "users_training:build_all", "--step", "7")
+    assert run("convert", folder, "here", "--to", "accelfn", *names, *given) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "here: net, opt",
+        "note: There are no random states in it: generators go on as they are when it is loaded.",
+    ]
+    assert sys.path == before
+    other, fresh = train()
+    load_state(af.Context(), "here", {"net": other, "opt": fresh})
+    assert torch.equal(other.weight, model.weight)
+    assert str(fresh.state_dict()) == str(bare)
+
+
+def test_a_checkpoint_is_converted_for_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = save(tmp_path, 1)
+    theirs, bare = tmp_path / "theirs", tmp_path / "bare"
+    assert run("convert", place, theirs, "--to", "accelerate") == 2
+    said = capsys.readouterr().err
+    assert "has no place for 'epoch'" in said
+    assert said.endswith("On the command line names is --name, leave_out is --leave_out.\n")
+    assert run("convert", place, theirs, "--to", "accelerate", "--leave-out", "epoch") == 0
+    assert capsys.readouterr().out == f"{theirs}: model\n"
+    assert {"model.safetensors", "random_states_0.pkl"} <= {path.name for path in theirs.iterdir()}
+    assert run("convert", place, bare, "--to", "safetensors", "--max-shard-size", "24B") == 0
+    assert "model-00001-of-00002.safetensors" in capsys.readouterr().out
+    assert run("convert", place, bare, "--to", "safetensors") == 2
+    assert "is there already" in capsys.readouterr().err
+    assert run("convert", theirs, place, "--to", "accelfn") == 2
+    assert run("convert", theirs, place, "--to", "accelfn", "--overwrite") == 0
+
+
+def test_a_damaged_source_has_a_status_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = save(tmp_path, 1)
+    damage(place)
+    assert run("convert", place, tmp_path / "new", "--to", "accelerate", "--leave_out", "epoch") == 1
+    assert "accelfn checkpoint convert: damaged: " in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+# --- bad input -----------------------------------------------------------------------------------
+
+BAD: tuple[tuple[tuple[str, ...], str], ...] = (
+    ((), "the following arguments are required: command"),
+    (("look",), "invalid choice: 'look'"),
+    (("verify",), "the following arguments are required: DIRECTORY"),
+    (("verify", "/no/such"), "/no/such: there is no such directory"),
+    (("list", "pyproject.toml"), "pyproject.toml: it is a file"),
+    (("show", ".", "--nonsense"), "--nonsense"),
+    (("prune", ".", "--last", "0"), "--last must be at least 1, got 0"),
+    (("prune", ".", "--best", "2"), "--best needs --mode"),
+    (("prune", ".", "--mode", "low"), "invalid choice: 'low'"),
+    (("convert", ".", "new"), "--to"),
+    (("convert", ".", "new", "--to", "accelfn", "--name", "model"), "--name must be OLD=NEW"),
+    (
+        ("convert", ".", "new", "--to", "accelfn", "--model", "train"),
+        "--model must be [NAME=]MODULE:FUNCTION",
+    ),
+)
+
+
+@pytest.mark.parametrize(("argv", "said"), BAD, ids=str)
+def test_bad_input_is_said_in_one_sentence(
+    argv: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as stopped:
+        run(*argv)
+    assert stopped.value.code == 2
+    assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("action", ["list", "prune"])
+def test_a_checkpoint_is_no_directory_of_checkpoints(
+    action: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = save(tmp_path, 1)
+    with pytest.raises(SystemExit):
+        run(action, place)
+    assert "is a checkpoint itself" in capsys.readouterr().err
+
+
+PROBE = """
+import json, sys
+from accelfn.launch.main import main
+for argv in json.loads(sys.argv[1]):
+    try:
+        main(["checkpoint", *argv])
+    except SystemExit as stop:
+        heavy = sorted({"torch", "optree", "safetensors", "numpy"} & set(sys.modules))
+        print(f"\\nstatus={stop.code} heavy={heavy}")
+"""
+
+
+def test_help_and_bad_input_answer_without_torch() -> None:
+    helps = [["--help"], *([action, "--help"] for action in ("verify", "list", "show", "prune", "convert"))]
+    bad = [list(argv) for argv, _ in BAD]
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, json.dumps([*helps, *bad])],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    ends = [line for line in done.stdout.splitlines() if line.startswith("status=")]
+    assert ends == ["status=0 heavy=[]"] * len(helps) + ["status=2 heavy=[]"] * len(bad)
