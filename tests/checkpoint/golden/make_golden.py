@@ -11,6 +11,7 @@ import enum
 import fractions
 import math
 import pathlib
+import shutil
 import random
 import sys
 import time
@@ -249,6 +250,7 @@ def main() -> None:
     """Make all of this version."""
     if CURRENT.exists() and "--again" not in sys.argv:
         raise SystemExit(f"{CURRENT} is there. Before its version is released, --again makes it anew.")
+    shutil.rmtree(CURRENT, ignore_errors=True)  # a checkpoint that replaces another one says so
     af.save_tree(CURRENT / "tree", new_tree(), namespace=NAMESPACE)
     make_run(CURRENT / "run")
 
