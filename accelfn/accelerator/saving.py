@@ -27,7 +27,7 @@ from accelfn.accelerator.naming import (
     name_things,
 )
 from accelfn.accelerator.scaling import Scaling
-from accelfn.checkpoint.phases import CollectivePhases
+from accelfn.checkpoint.state.phases import CollectivePhases
 from accelfn.comm import attempt
 from accelfn.context import Context
 from accelfn.errors import ConfigurationError

@@ -1,22 +1,22 @@
 """A tree on disk, and when it is time to write it."""
 
-from accelfn.checkpoint.accelerate_format import AccelerateState, read_accelerate
-from accelfn.checkpoint.accelerate_tree import from_accelerate, to_accelerate
-from accelfn.checkpoint.accelerate_writing import write_accelerate
-from accelfn.checkpoint.attachments import folder_for_files
-from accelfn.checkpoint.background import SaveHandle
-from accelfn.checkpoint.convert import Conversion, convert_checkpoint
-from accelfn.checkpoint.find import find_checkpoints, latest_checkpoint
-from accelfn.checkpoint.keep import Keep, plan_retention, prune_checkpoints
-from accelfn.checkpoint.load import find_checkpoint, load_state, load_tree
+from accelfn.checkpoint.accelerate.reading import AccelerateState, read_accelerate
+from accelfn.checkpoint.accelerate.tree import from_accelerate, to_accelerate
+from accelfn.checkpoint.accelerate.writing import write_accelerate
+from accelfn.checkpoint.conversion.convert import Conversion, convert_checkpoint
+from accelfn.checkpoint.files.find import find_checkpoints, latest_checkpoint
+from accelfn.checkpoint.files.keep import Keep, plan_retention, prune_checkpoints
+from accelfn.checkpoint.files.verify import CheckpointReport, verify_checkpoint
 from accelfn.checkpoint.preemption import EXIT_PREEMPTED, STOP_SIGNALS, PreemptionGuard, preemption
-from accelfn.checkpoint.save import save_state, save_tree
-from accelfn.checkpoint.verify import CheckpointReport, verify_checkpoint
-from accelfn.checkpoint.weights import save_model, save_object
-from accelfn.checkpoint.weights_index import WeightsFiles, find_weights
-from accelfn.checkpoint.weights_load import LoadReport, load_model
-from accelfn.checkpoint.weights_plan import WeightNames, WeightsPlan, parse_size, plan_weights
-from accelfn.checkpoint.weights_state import get_state_dict
+from accelfn.checkpoint.state.attachments import folder_for_files
+from accelfn.checkpoint.state.background import SaveHandle
+from accelfn.checkpoint.state.load import find_checkpoint, load_state, load_tree
+from accelfn.checkpoint.state.save import save_state, save_tree
+from accelfn.checkpoint.weights.index import WeightsFiles, find_weights
+from accelfn.checkpoint.weights.load import LoadReport, load_model
+from accelfn.checkpoint.weights.plan import WeightNames, WeightsPlan, parse_size, plan_weights
+from accelfn.checkpoint.weights.save import save_model, save_object
+from accelfn.checkpoint.weights.state import get_state_dict
 
 __all__ = (
     "EXIT_PREEMPTED",

@@ -17,13 +17,13 @@ from typing import Any, cast
 import torch
 
 from accelfn.checkpoint import Keep, convert_checkpoint, prune_checkpoints
-from accelfn.checkpoint.commit import find_leftovers, is_dead, is_leftover, read_head
-from accelfn.checkpoint.disk import REAL_DISK
-from accelfn.checkpoint.find import read_checkpoint, resolve, scan
-from accelfn.checkpoint.keep import plan_prune
-from accelfn.checkpoint.manifest import MANIFEST
-from accelfn.checkpoint.parts import find_part
-from accelfn.checkpoint.verify import verify_files
+from accelfn.checkpoint.conversion.parts import find_part
+from accelfn.checkpoint.files.commit import find_leftovers, is_dead, is_leftover, read_head
+from accelfn.checkpoint.files.disk import REAL_DISK
+from accelfn.checkpoint.files.find import read_checkpoint, resolve, scan
+from accelfn.checkpoint.files.keep import plan_prune
+from accelfn.checkpoint.files.manifest import MANIFEST
+from accelfn.checkpoint.files.verify import verify_files
 from accelfn.errors import DamagedCheckpointError, NoCheckpointError
 from accelfn.launch.outline import draw_rows, outline, random_kinds, row_leaves, size_text
 

@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
-from accelfn.checkpoint.by_rank import document_of
-from accelfn.checkpoint.keys import read_key
-from accelfn.checkpoint.manifest import Json, Manifest
-from accelfn.checkpoint.nodes import LEAVES, children_of, key_text, step
-from accelfn.checkpoint.plain import PLAIN_KINDS, read_plain
-from accelfn.checkpoint.stored_dtype import dtype_from_name
+from accelfn.checkpoint.document.keys import read_key
+from accelfn.checkpoint.document.nodes import LEAVES, children_of, key_text, step
+from accelfn.checkpoint.document.plain import PLAIN_KINDS, read_plain
+from accelfn.checkpoint.files.manifest import Json, Manifest
+from accelfn.checkpoint.files.stored_dtype import dtype_from_name
+from accelfn.checkpoint.state.by_rank import document_of
 
 __all__ = ("Row", "draw_rows", "outline", "random_kinds", "row_leaves", "size_text")
 

@@ -53,58 +53,58 @@ def _bug(name: str, module: str, tests: str, *texts: str) -> Mutation:
     return Mutation(name, module, nodes, tuple(zip(texts[::2], texts[1::2], strict=True)))
 
 
-_POWER = "test_power_loss.py::test_old_or_new_is_there_whole_after_any_power_cut"
-_ORDER = "test_save_order.py::test_a_power_cut_at_any_instant_leaves_the_old_one_or_the_new_one"
-_FAULT = "test_faults.py::test_whatever_fails_the_old_one_stays_and_the_next_save_works"
-_HARM = "test_bad_input.py::test_a_manifest_that_was_made_to_harm"
+_POWER = "files/test_power_loss.py::test_old_or_new_is_there_whole_after_any_power_cut"
+_ORDER = "state/test_save_order.py::test_a_power_cut_at_any_instant_leaves_the_old_one_or_the_new_one"
+_FAULT = "state/test_faults.py::test_whatever_fails_the_old_one_stays_and_the_next_save_works"
+_HARM = "state/test_bad_input.py::test_a_manifest_that_was_made_to_harm"
 
 MUTATIONS = (
     # Durability.
     _bug(
         "tensors aren't synced",
-        "tensor_file",
+        "files/tensor_file",
         f"{_ORDER}[first-1]",
         "            disk.sync(descriptor)\n",
         "            pass\n",
     ),
     _bug(
         "the manifest isn't synced",
-        "disk",
+        "files/disk",
         f"{_ORDER}[first-1]",
         "            disk.sync(descriptor)\n        finally",
         "            pass\n        finally",
     ),
     _bug(
         "the stage isn't synced",
-        "commit",
+        "files/commit",
         f"{_ORDER}[first-1] {_ORDER}[replaced-1]",
         "disk.sync_folder(stage.path)",
         "pass",
     ),
     _bug(
         "the parent isn't synced after the rename",
-        "commit",
+        "files/commit",
         f"{_ORDER}[first-1] {_ORDER}[replaced-1]",
         "            disk.sync_folder(target.parent)",
         "            pass",
     ),
     _bug(
         "new directories aren't synced",
-        "disk",
+        "files/disk",
         f"{_POWER}[first]",
         "            disk.sync_folder(os.path.dirname(one))\n",
         "            pass\n",
     ),
     _bug(
         "removed names aren't synced before the files go",
-        "keep",
+        "files/keep",
         f"{_POWER}[prune]",
         "                disk.sync_folder(parent)",
         "                pass",
     ),
     _bug(
         "leftovers go before the renames that made them are durable",
-        "commit",
+        "files/commit",
         _POWER,
         "        disk.sync_folder(parent)\n        for one in doomed",
         "        for one in doomed",
@@ -112,7 +112,7 @@ MUTATIONS = (
     # Order.
     _bug(
         "renamed before the manifest is written",
-        "save",
+        "state/save",
         f"{_ORDER}[first-1] {_ORDER}[first-2]",
         "            _, error = attempt(lambda: write_manifest(disk, stage, manifest))\n",
         "            old, error = attempt(lambda: put_in_place(disk, stage))\n"
@@ -124,68 +124,68 @@ MUTATIONS = (
     ),
     _bug(
         "the manifest before the tensors",
-        "save",
+        "state/save",
         f"{_FAULT}[2-1-replaced-waiting]",
         '        results = phases.gather("write", json.dumps(written), error)\n',
         "        results = [json.dumps([0, 0, {_key(one): [] for one in own}]) for own in job.plan.writes]\n",
     ),
     _bug(
         "what failed on one rank while writing is swallowed",
-        "save",
+        "state/save",
         f"{_FAULT}[2-1-replaced-waiting] {_FAULT}[1-0-replaced-waiting]",
         'phases.gather("write", json.dumps(written), error)',
         'phases.gather("write", json.dumps(written))',
     ),
     _bug(
         "what failed while committing is swallowed",
-        "save",
+        "state/save",
         f"{_FAULT}[2-0-replaced-waiting]",
         'phases.gather("commit", "", error)',
         'phases.gather("commit", "")',
     ),
     _bug(
         "what failed while removing older ones is told on one rank",
-        "save",
+        "state/save",
         f"{_FAULT}[2-0-rotated-waiting]",
         'phases.gather("prune", "", error)',
         'phases.gather("prune", "")',
     ),
     _bug(
         "a rank that failed doesn't wait for those that still write",
-        "phases",
-        "test_save_order.py::test_what_fails_on_one_rank_is_removed_when_the_others_write_no_more",
+        "state/phases",
+        "state/test_save_order.py::test_what_fails_on_one_rank_is_removed_when_the_others_write_no_more",
         "        heard: list[tuple[list[str] | None, str]] = []\n",
         "        if error is not None:\n            raise error\n"
         "        heard: list[tuple[list[str] | None, str]] = []\n",
     ),
     _bug(
         "the old one is removed before the rename",
-        "commit",
+        "files/commit",
         f"{_ORDER}[replaced-1]",
         "            disk.rename(target.path, moved)",
         "            remove_flat(disk, target.path)",
     ),
     _bug(
         "the old one isn't brought back",
-        "commit",
+        "files/commit",
         f"{_FAULT}[1-0-replaced-waiting]",
         "            disk.rename(moved, stage.directory)",
         "            pass",
     ),
     _bug(
         "the stage of a save that failed stays",
-        "commit",
+        "files/commit",
         f"{_FAULT}[1-0-replaced-waiting]",
         "        remove_flat(disk, stage.path)",
         "        pass",
     ),
     _bug(
         "older ones are removed before the commit",
-        "save",
+        "state/save",
         f"{_FAULT}[1-0-rotated-waiting]",
         "            old, error = attempt(lambda: put_in_place(disk, stage))\n",
         "            if job.keep is not None:\n"
-        "                from accelfn.checkpoint.find import find_checkpoints\n"
+        "                from accelfn.checkpoint.files.find import find_checkpoints\n"
         "                import shutil\n"
         "                for one in find_checkpoints(job.directory.parent)[: 1 - (job.keep.last or 1)]:\n"
         "                    shutil.rmtree(one)\n"
@@ -193,100 +193,100 @@ MUTATIONS = (
     ),
     _bug(
         "the newest is removed",
-        "keep",
-        "test_state.py::test_a_directory_of_checkpoints_gives_the_newest test_keep.py",
+        "files/keep",
+        "state/test_state.py::test_a_directory_of_checkpoints_gives_the_newest files/test_keep.py",
         "set(order[-max(keep.last or 1, 1) :])",
         "set(order[: max(keep.last or 1, 1)])",
     ),
     # Names and leftovers.
     _bug(
         "the nonce names no process",
-        "commit",
-        "test_faults.py::test_a_disk_that_fails_for_good_keeps_the_old_one",
+        "files/commit",
+        "state/test_faults.py::test_a_disk_that_fails_for_good_keeps_the_old_one",
         'f"{_host()}-{os.getpid()}-',
         'f"{_host()}-1-',
     ),
     _bug(
         "a stage that is being written is removed",
-        "commit",
-        "test_save_order.py::test_a_stage_of_a_program_that_runs_is_left_alone",
+        "files/commit",
+        "state/test_save_order.py::test_a_stage_of_a_program_that_runs_is_left_alone",
         "return not _is_running(one.pid)",
         "return True",
     ),
     _bug(
         "a stage counts as committed",
-        "find",
-        "test_bad_input.py::test_a_stage_counts_for_nothing_however_complete",
+        "files/find",
+        "state/test_bad_input.py::test_a_stage_counts_for_nothing_however_complete",
         'is_complete(disk, one.path) if one.kind == "replaced" else None',
         'is_complete(disk, one.path) if one.kind != "trash" else None',
     ),
     _bug(
         "what is being replaced isn't found between the renames",
-        "find",
+        "files/find",
         "test_campaign.py::test_a_kill_in_every_phase_of_a_save_loses_nothing",
         "            return max(found)[1]",
         "            pass",
     ),
     _bug(
         "a checkpoint that is removed meanwhile counts as damaged",
-        "find",
-        "test_bad_input.py::test_a_checkpoint_that_is_removed_while_it_is_looked_at_is_not_damaged",
+        "files/find",
+        "state/test_bad_input.py::test_a_checkpoint_that_is_removed_while_it_is_looked_at_is_not_damaged",
         "        if is_sure or names == before or attempt == _MAX_ATTEMPTS:\n",
         "        if True:\n",
     ),
     # Verification.
     _bug(
         "checksums of tensors aren't compared",
-        "tensor_reader",
-        "test_bad_input.py::test_every_byte_counts",
+        "files/tensor_reader",
+        "state/test_bad_input.py::test_every_byte_counts",
         "if crc32 != chunk.piece.crc32[read.number]:",
         "if crc32 < 0:",
     ),
     _bug(
         "the checksum of the header isn't compared",
-        "tensor_reader",
-        "test_bad_input.py::test_every_byte_counts",
+        "files/tensor_reader",
+        "state/test_bad_input.py::test_every_byte_counts",
         "if not whole or zlib.crc32(head) != stored.header_crc32:",
         "if not whole:",
     ),
     _bug(
         "the checksum of the manifest isn't compared",
-        "manifest",
-        "test_bad_input.py::test_every_byte_counts",
+        "files/manifest",
+        "state/test_bad_input.py::test_every_byte_counts",
         'if rest != hashlib.sha256(line).hexdigest().encode() + b"\\n":',
         "if len(rest) != 65:",
     ),
     _bug(
         "files that the manifest doesn't name are ignored",
-        "find",
-        "test_bad_input.py::test_a_file_that_is_missing_and_one_too_many",
+        "files/find",
+        "state/test_bad_input.py::test_a_file_that_is_missing_and_one_too_many",
         "    if extra:\n",
         "    if extra and False:\n",
     ),
     _bug(
         "links are followed",
-        "disk",
-        "test_bad_input.py::test_something_else_than_a_file",
+        "files/disk",
+        "state/test_bad_input.py::test_something_else_than_a_file",
         '    flags |= getattr(os, "O_NOFOLLOW", 0)\n',
         "",
     ),
     _bug(
         "a named pipe is waited for",
-        "disk",
-        "test_bad_input.py::test_something_else_than_a_file",
+        "files/disk",
+        "state/test_bad_input.py::test_something_else_than_a_file",
         'if status.kind != "file":',
         'if status.kind == "link":',
     ),
     _bug(
         "boxes may overlap",
-        "manifest",
-        "test_bad_input.py::test_pieces_that_overlap_leave_no_memory_of_others_to_be_read",
+        "files/manifest",
+        "state/test_bad_input.py::test_pieces_that_overlap_leave_no_memory_of_others_to_be_read",
         'raise _unsound(place, f"pieces of tensor {name!r} overlap")',
         "continue",
     ),
     _bug(
         "any name of a file will do",
-        "manifest",
+        "files/manifest",
         _HARM,
         "if not _FILE_NAME.fullmatch(name) or name == MANIFEST:",
         "if name == MANIFEST:",
@@ -294,66 +294,66 @@ MUTATIONS = (
     # Loading: all or nothing.
     _bug(
         "parameters are written into before all ranks have agreed",
-        "load",
-        "test_save_order.py::test_nothing_is_written_into_before_all_ranks_have_agreed",
+        "state/load",
+        "state/test_save_order.py::test_nothing_is_written_into_before_all_ranks_have_agreed",
         '        phases.gather("take up", "", error)\n',
         '        for write in writes:\n            write()\n        phases.gather("take up", "", error)\n',
     ),
     _bug(
         "the random state is restored before all ranks have agreed",
-        "load",
-        "test_save_order.py::test_nothing_is_written_into_before_all_ranks_have_agreed",
+        "state/load",
+        "state/test_save_order.py::test_nothing_is_written_into_before_all_ranks_have_agreed",
         "    undo: list[Callable[[], None]] = []\n    may_refuse",
         "    _restore_random(ctx, read)\n    undo: list[Callable[[], None]] = []\n    may_refuse",
     ),
     _bug(
         "modules are written into before what may refuse was asked",
-        "load",
-        "test_save_order.py::test_nothing_is_written_into_before_all_ranks_have_agreed",
+        "state/load",
+        "state/test_save_order.py::test_nothing_is_written_into_before_all_ranks_have_agreed",
         "    may_refuse = [one for one in pending if not is_sure(one)]\n",
         "    may_refuse = [one for one in pending if not is_sure(one)]\n"
         "    for one in pending:\n        if is_sure(one):\n            take_up(one, names)\n",
     ),
     _bug(
         "objects that took up their state keep it when another refuses",
-        "load",
-        "test_state.py::test_an_object_that_refuses_on_one_rank_leaves_all_ranks_as_they_were",
+        "state/load",
+        "state/test_state.py::test_an_object_that_refuses_on_one_rank_leaves_all_ranks_as_they_were",
         "            step()\n        raise",
         "            pass\n        raise",
     ),
     # What is kept.
     _bug(
         "tensors that share memory are stored apart",
-        "sharing",
-        "test_save_order.py::test_tensors_that_share_memory_do_so_again_and_lie_there_once",
+        "document/sharing",
+        "state/test_save_order.py::test_tensors_that_share_memory_do_so_again_and_lie_there_once",
         "    groups.sort()",
         "    groups.clear()",
     ),
     _bug(
         "strides are forgotten",
-        "sharing",
-        "test_save_order.py::test_tensors_that_share_memory_do_so_again_and_lie_there_once",
+        "document/sharing",
+        "state/test_save_order.py::test_tensors_that_share_memory_do_so_again_and_lie_there_once",
         '                    nodes[index]["stride"] = list(packed)',
         "                    pass",
     ),
     _bug(
         "every rank gets the values of rank 0",
-        "by_rank",
-        "test_state.py::test_a_tensor_that_is_equal_everywhere_is_written_once_and_others_are_kept",
+        "state/by_rank",
+        "state/test_state.py::test_a_tensor_that_is_equal_everywhere_is_written_once_and_others_are_kept",
         "number = of[rank % len(of)]",
         "number = of[0]",
     ),
     _bug(
         "of tensors that differ between ranks one is kept",
-        "save",
-        "test_state.py::test_a_tensor_that_is_equal_everywhere_is_written_once_and_others_are_kept",
+        "state/save",
+        "state/test_state.py::test_a_tensor_that_is_equal_everywhere_is_written_once_and_others_are_kept",
         'found[name] = "crc32:" + ",".join(map(str, sums[name]))',
         'found[name] = "crc32:"',
     ),
     _bug(
         "states of an optimizer go by number instead of by name",
-        "objects",
-        "test_state.py::test_neither_the_order_of_objects_nor_of_parameters_matters",
+        "state/objects",
+        "state/test_state.py::test_neither_the_order_of_objects_nor_of_parameters_matters",
         '    for name, value in cast("Mapping[Any, Any]", state["state"]).items():\n',
         '    for place, (name, value) in enumerate(cast("Mapping[Any, Any]", state["state"]).items()):\n',
         "values[name if number is None else number] = own",
@@ -361,15 +361,15 @@ MUTATIONS = (
     ),
     _bug(
         "in the background the state goes on changing",
-        "background",
-        "test_state.py::test_in_the_background_the_state_of_the_moment_is_saved",
+        "state/background",
+        "state/test_state.py::test_in_the_background_the_state_of_the_moment_is_saved",
         "        return copies\n",
         "        return [tensor.detach().contiguous() for tensor in tensors]\n",
     ),
     _bug(
         "nobody is told what went wrong in the background",
-        "background",
-        "test_state.py::test_an_error_in_the_background_is_told_by_the_handle_or_at_the_next_save "
+        "state/background",
+        "state/test_state.py::test_an_error_in_the_background_is_told_by_the_handle_or_at_the_next_save "
         f"{_FAULT}[1-0-replaced-background]",
         "        if self._error is not None and not self._was_told:\n",
         "        if False:\n",

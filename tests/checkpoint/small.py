@@ -6,13 +6,13 @@ from collections.abc import Mapping
 
 import torch
 
-from accelfn.checkpoint.attachments import find_attachments, take_attachments
-from accelfn.checkpoint.commit import abandon, begin_stage, make_nonce, publish, write_manifest
-from accelfn.checkpoint.disk import REAL_DISK, Disk
-from accelfn.checkpoint.find import OpenCheckpoint, read_checkpoint
-from accelfn.checkpoint.manifest import Manifest, Piece, StoredFile, StoredTensor
-from accelfn.checkpoint.tensor_file import new_entry, write_tensors
-from accelfn.checkpoint.tensor_reader import Box, read_boxes
+from accelfn.checkpoint.files.commit import abandon, begin_stage, make_nonce, publish, write_manifest
+from accelfn.checkpoint.files.disk import REAL_DISK, Disk
+from accelfn.checkpoint.files.find import OpenCheckpoint, read_checkpoint
+from accelfn.checkpoint.files.manifest import Manifest, Piece, StoredFile, StoredTensor
+from accelfn.checkpoint.files.tensor_file import new_entry, write_tensors
+from accelfn.checkpoint.files.tensor_reader import Box, read_boxes
+from accelfn.checkpoint.state.attachments import find_attachments, take_attachments
 
 Tensors = Mapping[str, torch.Tensor]
 

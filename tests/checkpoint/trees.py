@@ -16,7 +16,7 @@ import optree
 import torch
 from hypothesis import strategies as st
 
-from accelfn.checkpoint.stored_dtype import contiguous_copy, copyable, is_storable
+from accelfn.checkpoint.files.stored_dtype import contiguous_copy, copyable, is_storable
 from accelfn.comm.wire import as_bytes
 
 np = cast("Any", numpy)  # its stubs leave much open

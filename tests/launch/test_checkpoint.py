@@ -46,8 +46,8 @@ def damage(place: Path) -> None:
 
 KILLED = """
 import sys
-from accelfn.checkpoint.commit import begin_stage, make_nonce
-from accelfn.checkpoint.disk import Disk
+from accelfn.checkpoint.files.commit import begin_stage, make_nonce
+from accelfn.checkpoint.files.disk import Disk
 print(begin_stage(Disk(), sys.argv[1], make_nonce()).path)
 """
 

@@ -11,8 +11,8 @@ import enum
 import fractions
 import math
 import pathlib
-import shutil
 import random
+import shutil
 import sys
 import time
 import uuid

@@ -1,0 +1,1 @@
+"""Folders that Hugging Face Accelerate writes and reads."""

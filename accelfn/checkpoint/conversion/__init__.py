@@ -1,0 +1,1 @@
+"""Checkpoints turned into others."""

@@ -1,0 +1,1 @@
+"""The bytes on disk: files of tensors, the manifest, and how a checkpoint appears, is found and goes."""

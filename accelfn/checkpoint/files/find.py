@@ -1,0 +1,375 @@
+"""Find what counts as a checkpoint now: under its name, after a crash, or the newest of several."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from accelfn.checkpoint.files.commit import (
+    MAX_MANIFEST_BYTES,
+    find_extra,
+    find_leftovers,
+    find_missing,
+    is_complete,
+    is_leftover,
+    parse_leftover,
+    read_head,
+)
+from accelfn.checkpoint.files.disk import REAL_DISK, Disk, Folder, Status, is_there, opened, read_file
+from accelfn.checkpoint.files.manifest import MANIFEST, Manifest, parse_manifest
+from accelfn.errors import CheckpointError, DamagedCheckpointError, NoCheckpointError, NotAvailableError
+
+__all__ = (
+    "Broken",
+    "Found",
+    "OpenCheckpoint",
+    "check_names",
+    "find_checkpoints",
+    "latest_checkpoint",
+    "locate",
+    "read_checkpoint",
+    "resolve",
+    "scan",
+)
+
+_T = TypeVar("_T")
+# Each new attempt means that a save replaced the checkpoint while it was read.
+_MAX_ATTEMPTS = 10
+
+
+class Found(NamedTuple):
+    """A committed checkpoint in a directory of checkpoints.
+
+    Attributes:
+        path: Its directory; after a crash it may be gone, and ``resolve`` says where the checkpoint is.
+        resolved: Where it is now.
+        step: What its manifest says.
+        metric: What its manifest says.
+        generation: What its manifest says.
+        modified_s: When its manifest was written, by the clock of the disk.
+        number: Its place among the others, as ``scan`` orders them: step, number in the name, or index.
+    """
+
+    path: str
+    resolved: str
+    step: int | None
+    metric: float | None
+    generation: int
+    modified_s: float
+    number: int = 0
+
+
+class Broken(NamedTuple):
+    """A checkpoint whose manifest can't be read, or that hasn't all its files."""
+
+    path: str
+    modified_s: float
+    error: CheckpointError | NotAvailableError
+
+
+class OpenCheckpoint(NamedTuple):
+    """A checkpoint while it is read.
+
+    Attributes:
+        path: Where it was found.
+        folder: To open its files in, whatever its name becomes meanwhile.
+        manifest: Of it.
+    """
+
+    path: str
+    folder: Folder
+    manifest: Manifest
+
+
+def resolve(disk: Disk, directory: str | os.PathLike[str]) -> str:
+    """Say which directory holds the checkpoint ``directory`` now.
+
+    That is ``directory`` itself; or, where a crash or a running save has left no checkpoint of that name, the
+    newest complete one that was being replaced.
+
+    Raises:
+        NoCheckpointError: There is none; with what is there instead.
+    """
+    path = os.path.abspath(directory)
+    parent, name = os.path.split(path)
+    looks = 0
+    # While another program saves again and again, each of several looks may come between two of its renames.
+    for _ in range(_MAX_ATTEMPTS):
+        if is_there(disk, os.path.join(path, MANIFEST)):
+            return path
+        leftovers = find_leftovers(disk, parent, name)
+        found: list[tuple[int, str]] = []
+        for one in leftovers:
+            head = is_complete(disk, one.path) if one.kind == "replaced" else None
+            if head is not None:
+                found.append((head.generation, one.path))
+        if found:
+            return max(found)[1]
+        looks = 0 if leftovers else looks + 1
+        if looks == 2:
+            break
+    raise _nothing(disk, path)
+
+
+def _nothing(disk: Disk, path: str) -> NoCheckpointError:
+    """Make the error that says what is there instead of a checkpoint."""
+    parent, name = os.path.split(path)
+    stages = [one.path for one in find_leftovers(disk, parent, name) if one.kind == "staging"]
+    try:
+        with opened(disk, path) as folder:
+            names = sorted(disk.names(folder))
+    except FileNotFoundError:
+        if stages:
+            why = f"only an unfinished save of it is there, {stages[0]}, which is of no use"
+        else:
+            why = "there is no such directory"
+    except NotADirectoryError:
+        why = "it is a file"
+    else:
+        why = _describe(names)
+        if stages and not names:
+            why += f"; an unfinished save of it is there, {stages[0]}, which is of no use"
+    return NoCheckpointError(errno.ENOENT, f"there is no checkpoint of accelfn: {why}", path)
+
+
+def _describe(names: Sequence[str]) -> str:
+    """Say what a directory without a manifest seems to be. Pure.
+
+    >>> _describe(["model.safetensors", "random_states_0.pkl"])
+    'it is a checkpoint of Accelerate; turn it into one with `accelfn checkpoint convert`'
+    """
+    if any(re.fullmatch(r"random_states_\d+\.pkl", name) for name in names):
+        return "it is a checkpoint of Accelerate; turn it into one with `accelfn checkpoint convert`"
+    if ".metadata" in names or any(name.endswith(".distcp") for name in names):
+        return "it is a checkpoint of torch.distributed.checkpoint"
+    if any(re.fullmatch(r"model.*\.safetensors(\.index\.json)?", name) for name in names):
+        return "it holds the weights of a model, and no state of a training"
+    if not names:
+        return "the directory is empty"
+    shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+    return f"the directory has no {MANIFEST}, but {shown}"
+
+
+def scan(disk: Disk, directory: str | os.PathLike[str]) -> tuple[list[Found], list[Broken]]:
+    """List the committed checkpoints in a directory, oldest first, and those that are damaged.
+
+    They are ordered by step where every one has a step, else by the last whole number in the name where every
+    name has one, else by when the manifest was written; equal ones by generation and name.
+
+    Raises:
+        FileNotFoundError: There is no such directory.
+        NotADirectoryError: It is a file.
+    """
+    parent = os.path.abspath(directory)
+    names = _names(disk, parent)
+    attempt = 1
+    while True:
+        found, broken, is_sure = _look_at(disk, parent, names)
+        before, names = names, set[str]() if is_sure else _names(disk, parent)
+        if is_sure or names == before or attempt == _MAX_ATTEMPTS:
+            return _ordered(found), broken
+        attempt += 1
+
+
+def _names(disk: Disk, parent: str) -> set[str]:
+    with opened(disk, parent) as folder:
+        return set(disk.names(folder))
+
+
+def _look_at(disk: Disk, parent: str, names: set[str]) -> tuple[list[Found], list[Broken], bool]:
+    """List what is sound and what is damaged of ``names``, and say whether nothing was removed meanwhile."""
+    leftovers = [one for name in names if (one := parse_leftover(parent, name)) is not None]
+    candidates = {name for name in names if not is_leftover(name)}
+    candidates |= {one.name for one in leftovers if one.kind == "replaced"}
+    found: list[Found] = []
+    broken: list[Broken] = []
+    is_sure = True
+    for name in sorted(candidates):
+        path = os.path.join(parent, name)
+        try:
+            if name in names and disk.status(path).kind != "directory":
+                continue
+            resolved = resolve(disk, path)
+            modified_s = disk.status(os.path.join(resolved, MANIFEST)).modified_s
+        except FileNotFoundError:  # it is no checkpoint, or was removed meanwhile
+            is_sure = False
+            continue
+        try:
+            head = read_head(disk, resolved)
+            missing = find_missing(disk, resolved, head) if head is not None else None
+        except (DamagedCheckpointError, NotAvailableError) as error:
+            broken.append(Broken(path, modified_s, error))
+        else:
+            if missing is not None:
+                why = f"{os.path.join(path, missing)} is missing, or not as long as it was written."
+                broken.append(Broken(path, modified_s, DamagedCheckpointError(why, missing)))
+            elif head is not None:
+                found.append(Found(path, resolved, head.step, head.metric, head.generation, modified_s))
+            else:
+                is_sure = False
+    return found, broken, is_sure and not broken
+
+
+def _ordered(found: Sequence[Found]) -> list[Found]:
+    steps = [one.step for one in found]
+    numbers = [_number(os.path.basename(one.path)) for one in found]
+    for keys in (steps, numbers):
+        known = [key for key in keys if key is not None]
+        if len(known) == len(found):
+            numbered = [one._replace(number=key) for one, key in zip(found, known, strict=True)]
+            return sorted(numbered, key=lambda one: (one.number, one.generation, one.path))
+    by_time = sorted(found, key=lambda one: (one.modified_s, one.generation, one.path))
+    return [one._replace(number=index) for index, one in enumerate(by_time)]
+
+
+def _number(name: str) -> int | None:
+    numbers = re.findall(r"[0-9]{1,18}", name)
+    return int(numbers[-1]) if numbers else None
+
+
+def find_checkpoints(directory: str | os.PathLike[str], *, disk: Disk = REAL_DISK) -> tuple[Path, ...]:
+    """List the committed checkpoints in a directory, oldest first.
+
+    They are ordered by step where every one has a step, else by the last whole number in the name where every
+    name has one, else by when they were written. Unfinished saves and other things aren't listed, nor is a
+    checkpoint whose manifest is damaged or that hasn't all its files.
+
+    Ranks: any; nothing is exchanged, so let one rank decide.
+
+    Args:
+        directory: In which the checkpoints are.
+        disk: The operations on files.
+
+    Returns:
+        Their directories. Where a crash came while one was replaced, the directory itself may be missing, and
+        loading from its path gives the old one all the same.
+
+    Raises:
+        FileNotFoundError: There is no such directory.
+        NotADirectoryError: It is a file.
+    """
+    return tuple(Path(one.path) for one in scan(disk, directory)[0])
+
+
+def latest_checkpoint(directory: str | os.PathLike[str], *, disk: Disk = REAL_DISK) -> Path:
+    """Give the newest of the committed checkpoints in a directory, in the order of ``find_checkpoints``.
+
+    Ranks: any; nothing is exchanged, so let one rank decide.
+
+    Args:
+        directory: In which the checkpoints are.
+        disk: The operations on files.
+
+    Raises:
+        NoCheckpointError: There is none; with what is there instead.
+        DamagedCheckpointError: The one that was written last has a damaged manifest or not all its files, so
+            that taking an older one would lose work without a word. Remove it, or pass the one to take by
+            its own path.
+    """
+    path = os.path.abspath(directory)
+    try:
+        found, broken = scan(disk, path)
+    except (FileNotFoundError, NotADirectoryError):
+        raise _nothing(disk, path) from None
+    newest = max(broken, key=lambda one: one.modified_s, default=None)
+    if newest is not None and all(one.modified_s <= newest.modified_s for one in found):
+        raise newest.error
+    if not found:
+        raise _nothing(disk, path)
+    return Path(found[-1].path)
+
+
+def locate(disk: Disk, directory: str | os.PathLike[str]) -> str:
+    """Say which directory to read: ``directory`` as a checkpoint, else the newest one in it.
+
+    Raises:
+        NoCheckpointError: There is neither.
+        DamagedCheckpointError: As ``latest_checkpoint`` says.
+    """
+    attempt = 1
+    while True:
+        try:
+            return resolve(disk, directory)
+        except NoCheckpointError:
+            # That of the newest says the same where there is none.
+            newest = latest_checkpoint(directory, disk=disk)
+        try:
+            return resolve(disk, newest)
+        except NoCheckpointError:  # another program has removed it, since there is a newer one
+            if attempt == _MAX_ATTEMPTS:
+                raise
+        attempt += 1
+
+
+def read_checkpoint(
+    disk: Disk, directory: str | os.PathLike[str], read: Callable[[OpenCheckpoint], _T]
+) -> _T:
+    """Open a checkpoint, or the newest one in a directory, and give what ``read`` gives for it.
+
+    Where another program replaces or removes the checkpoint meanwhile, ``read`` is called again on what is
+    there then.
+
+    Args:
+        disk: To read from.
+        directory: The checkpoint, or the directory with checkpoints.
+        read: Reads what it needs, and changes nothing else.
+
+    Raises:
+        NoCheckpointError: There is none; with what is there instead.
+        DamagedCheckpointError: Of the manifest, or of ``read``.
+        NotAvailableError: A newer version of accelfn has written it.
+    """
+    attempt = 1
+    while True:
+        path = locate(disk, directory)
+        before = _standing(disk, path)
+        try:
+            with opened(disk, path) as folder:
+                content = read_file(disk, folder, MANIFEST, MAX_MANIFEST_BYTES)
+                manifest = parse_manifest(content, os.path.join(path, MANIFEST))
+                return read(OpenCheckpoint(path, folder, manifest))
+        except (FileNotFoundError, DamagedCheckpointError):
+            is_the_same = before is not None and _standing(disk, path) == before
+            if attempt == _MAX_ATTEMPTS or is_the_same:
+                raise
+        attempt += 1
+
+
+def _standing(disk: Disk, path: str) -> Status | None:
+    """Give what changes when a directory is moved away, or when files in it are removed."""
+    try:
+        return disk.status(path)
+    except FileNotFoundError:
+        return None
+
+
+def check_names(disk: Disk, checkpoint: OpenCheckpoint) -> tuple[str, ...]:
+    """Check that in a checkpoint's directory is what its manifest says, and nothing else.
+
+    Returns:
+        The files of tensors that are there, in order. Those of other nodes needn't be.
+
+    Raises:
+        DamagedCheckpointError: A file is missing, or there is one more.
+    """
+    manifest = checkpoint.manifest
+    there = set(disk.names(checkpoint.folder)) - {MANIFEST}
+    extra = find_extra(disk, checkpoint.path, there, {*manifest.files, *manifest.attachments})
+    if extra:
+        raise DamagedCheckpointError(
+            f"{checkpoint.path} has {', '.join(extra[:5])}, which its manifest doesn't name. Move that away, "
+            "or take another checkpoint.",
+            extra[0],
+        )
+    for name, file in sorted(manifest.files.items()):
+        if name not in there and file.node in (None, manifest.node):
+            raise DamagedCheckpointError(
+                f"{os.path.join(checkpoint.path, name)} is missing, and the manifest names it. Take another "
+                "copy, or an older checkpoint.",
+                name,
+            )
+    return tuple(sorted(there & manifest.files.keys()))

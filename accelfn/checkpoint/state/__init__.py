@@ -1,0 +1,1 @@
+"""The state of a run: who brings what, who writes what, and how it is taken up."""

@@ -1,0 +1,450 @@
+"""Take up the state of a run: everything is read and verified on all ranks before anything is changed."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+
+from accelfn.checkpoint.document.document import decode
+from accelfn.checkpoint.document.fit import compare, describe_like
+from accelfn.checkpoint.document.fit import targets as leaf_targets
+from accelfn.checkpoint.document.nodes import LEAVES
+from accelfn.checkpoint.files.disk import REAL_DISK, Disk
+from accelfn.checkpoint.files.find import OpenCheckpoint, check_names, locate, read_checkpoint
+from accelfn.checkpoint.files.manifest import MANIFEST, Json, Manifest
+from accelfn.checkpoint.files.tensor_reader import Box, read_boxes
+from accelfn.checkpoint.state.attachments import check_attachments, writes_here
+from accelfn.checkpoint.state.background import finish_background
+from accelfn.checkpoint.state.by_rank import document_of
+from accelfn.checkpoint.state.each_node import common, parts_below
+from accelfn.checkpoint.state.objects import (
+    Names,
+    Pending,
+    find_names,
+    find_states,
+    is_in_place,
+    is_sure,
+    misfits,
+    order_of,
+    prepare_undo,
+    state_of,
+    take_up,
+    targets,
+)
+from accelfn.checkpoint.state.overlap import Overlap, find_overlaps, join_overlaps, local_of
+from accelfn.checkpoint.state.partial import choose_part, may_leave_out
+from accelfn.checkpoint.state.pause import paused_collection
+from accelfn.checkpoint.state.phases import CollectivePhases
+from accelfn.checkpoint.state.random_state import restore_random_states
+from accelfn.comm import attempt
+from accelfn.context import Context
+from accelfn.data import LoaderState
+from accelfn.data.place import read_state
+from accelfn.errors import CheckpointError, CheckpointMismatchError, DamagedCheckpointError, NoCheckpointError
+
+__all__ = ("StoredParts", "find_checkpoint", "load_state", "load_tree", "read_parts")
+
+T = TypeVar("T")
+
+# How often a checkpoint may vanish between finding and opening it, since another program prunes.
+_ATTEMPTS = 5
+
+
+class _Read(NamedTuple):
+    """What a checkpoint has for this rank, read and verified."""
+
+    manifest: Manifest
+    document: Json
+    tensors: Mapping[str, torch.Tensor]
+
+
+class StoredParts(NamedTuple):
+    """Documents of a checkpoint, and the tensors that they name: whole, verified, on the CPU."""
+
+    path: str
+    manifest: Manifest
+    documents: list[Json]
+    tensors: dict[str, torch.Tensor]
+
+
+class _Asked(NamedTuple):
+    """What the tree to load into asks for."""
+
+    names: Names
+    strict: bool
+    may_leave: Callable[[str], bool]
+
+
+def load_state(
+    ctx: Context,
+    directory: str | os.PathLike[str],
+    like: T,
+    *,
+    strict: bool = True,
+    random_state: bool = True,
+    partial: bool | Sequence[str] = False,
+) -> T:
+    """Take up the state that :func:`accelfn.save_state` has saved, on any number of ranks.
+
+    Modules, optimizers, schedulers, loaders and whatever else has ``load_state_dict`` are loaded in place,
+    and so are generators, and parameters that stand in the tree by themselves. Everything else comes back as
+    new values in the tree that is returned: tensors (on the device where ``like`` has theirs, or on the CPU
+    where that is the meta device), numbers, records.
+
+    Every byte that is needed is read and verified first, on all ranks. Whatever is raised, on any rank,
+    nothing was changed on any of them.
+
+    Of another world size, replicated tensors and the place in the data come back as they were; cut tensors
+    (DTensor) in whatever cut ``like`` has them; and what each rank had for itself goes to the ranks in turn.
+
+    Ranks: every rank of ``ctx``. Returns when all ranks have taken up their part.
+
+    Args:
+        ctx: The world.
+        directory: A checkpoint, or a directory of checkpoints: then the newest in it.
+        like: A tree of the same names as the one that was saved. Parts of it without tensors and objects,
+            such as numbers and lists of numbers, may have any form: they come back as they were saved.
+        strict: Refuse modules whose state dict has other names. Otherwise what is missing keeps its values.
+        random_state: Whether to restore the random number generators of this process.
+        partial: What of the checkpoint ``like`` needn't have: True for all of it, as when a program that
+            evaluates wants the model alone; or a list of paths, such as ``["optimizer", "models/critic"]``.
+            It is left out, and not read. What ``like`` has must be there in any case.
+
+    Returns:
+        ``like``, with new records.
+
+    Raises:
+        NoCheckpointError: There is no committed checkpoint.
+        DamagedCheckpointError: Its bytes or files aren't those that were written.
+        CheckpointMismatchError: Leaves are missing, extra, misshapen or of another dtype; all, by path.
+        NotAvailableError: A newer version of accelfn has written it.
+        RemoteRankError: One of these happened on another rank.
+    """
+    finish_background(ctx)
+    disk, phases = REAL_DISK, CollectivePhases(ctx, "load_state")
+    place = os.path.abspath(directory)
+    asked = _Asked(find_names(like), strict, may_leave_out(partial))
+    read = _read_together(ctx, disk, phases, place, lambda found: _read(ctx, disk, like, asked, found))
+    prepared, error = attempt(lambda: _prepare(read, like))
+    phases.gather("decode", "", error)
+    assert prepared is not None
+    value, pending, writes = prepared
+    undo: list[Callable[[], None]] = []
+    may_refuse = [one for one in pending if not is_sure(one)]
+    _, error = attempt(lambda: _take_up(may_refuse, asked.names, undo))
+    try:
+        phases.gather("take up", "", error)
+    except BaseException:
+        for step in reversed(undo):
+            step()
+        raise
+    for write in writes:
+        write()
+    for one in pending:
+        if is_sure(one):
+            take_up(one, asked.names)
+    if random_state and read.manifest.random is not None:
+        _restore_random(ctx, read)
+    phases.gather("loaded", "")
+    return cast("T", value)
+
+
+def load_tree(path: str | os.PathLike[str], like: Any = None, *, namespace: str = "") -> Any:
+    """Load a tree that :func:`save_tree` has saved, or that of any checkpoint.
+
+    Every byte is verified before anything is handed out. Nothing is imported and no code is run for a file:
+    classes of named tuples, enums and registered nodes are those of ``like``, or else those that the program
+    has imported already.
+
+    Ranks: local. Of a checkpoint of several ranks, what rank 0 had.
+
+    Args:
+        path: A checkpoint, or a directory of checkpoints: then the newest in it.
+        like: A tree of the same structure. Objects in it that have ``load_state_dict`` are loaded in place;
+            everything else comes back as new values. None takes the tree as it was saved, with the states of
+            objects as dicts.
+        namespace: Of optree, where nodes of your own are registered in one.
+
+    Returns:
+        The tree. Tensors are on the CPU.
+
+    Raises:
+        NoCheckpointError: There is no committed checkpoint.
+        DamagedCheckpointError: Its bytes or files aren't those that were written.
+        CheckpointMismatchError: It doesn't fit ``like``.
+    """
+    disk = REAL_DISK
+
+    def read(found: OpenCheckpoint) -> tuple[Json, dict[str, torch.Tensor]]:
+        check_names(disk, found)
+        document = _document(found.manifest, 0)
+        if like is not None:
+            rows = compare(document, describe_like(like, namespace=namespace))
+            if rows:
+                raise CheckpointMismatchError(f"load_tree: {found.path} does not fit the tree.", rows)
+        alone = found.manifest.world_size == 1 and found.manifest.random is None
+        names = found.manifest.tensors if alone else _named(document)
+        return document, _read_tensors(disk, found, dict.fromkeys(names))
+
+    with paused_collection():
+        document, tensors = read_checkpoint(disk, path, read)
+        return decode(document, tensors, like=like, namespace=namespace)
+
+
+def read_parts(
+    directory: str | os.PathLike[str],
+    choose: Callable[[Manifest], Sequence[Json]],
+    *,
+    disk: Disk = REAL_DISK,
+) -> StoredParts:
+    """Read some documents of a checkpoint, with their tensors and no others.
+
+    Ranks: local.
+
+    Args:
+        directory: A checkpoint, or a directory of checkpoints: then the newest in it.
+        choose: Gives the documents for a manifest; without parts by rank, see ``document_of``.
+        disk: The operations on files.
+
+    Raises:
+        NoCheckpointError: There is no committed checkpoint.
+        DamagedCheckpointError: Its bytes aren't those that were written.
+    """
+
+    def read(found: OpenCheckpoint) -> StoredParts:
+        documents = list(choose(found.manifest))
+        tensors = _read_tensors(disk, found, dict.fromkeys(_named(documents)))
+        return StoredParts(found.path, found.manifest, documents, tensors)
+
+    with paused_collection():
+        return read_checkpoint(disk, directory, read)
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
+def _read_together(
+    ctx: Context,
+    disk: Disk,
+    phases: CollectivePhases,
+    place: str,
+    read: Callable[[OpenCheckpoint], _Read],
+) -> _Read:
+    """Let every rank read its part of one checkpoint, though another program may replace or remove it."""
+    for _ in range(_ATTEMPTS):
+        path = _find_together(ctx, disk, phases, place)
+        found, error = attempt(functools.partial(read_checkpoint, disk, path, read))
+        if isinstance(error, NoCheckpointError):
+            error = None  # it was there a moment ago; all look again
+        identity = "" if found is None else found.manifest.identity
+        identities = phases.gather("read", identity, error)
+        if found is not None and len(set(identities)) == 1:
+            return found
+    raise CheckpointError(
+        f"load_state: {place} changes all the time: another program replaces or removes checkpoints there "
+        "while this one reads. Load from a directory of its own."
+    )
+
+
+def _find_together(ctx: Context, disk: Disk, phases: CollectivePhases, place: str) -> str:
+    """Let all ranks choose the same checkpoint: as rank 0 finds it, or the newest that all nodes have."""
+    if not ctx.project.save_on_each_node:
+        path, error = attempt(lambda: locate(disk, place)) if ctx.is_main_process else ("", None)
+        absent = str(error) if isinstance(error, NoCheckpointError) else None
+        said = json.dumps([path, absent])
+        path, absent = json.loads(phases.gather("find", said, None if absent else error)[0])
+        if absent is not None:  # on every rank, as programs ask whether there is one
+            raise NoCheckpointError(absent)
+        return path
+    own, error = attempt(lambda: parts_below(disk, place)) if ctx.is_local_main_process else ([], None)
+    said = json.dumps([ctx.world.node_rank, ctx.is_local_main_process, own])
+    heard = [json.loads(one) for one in phases.gather("find", said, error)]
+    by_node = {node: parts for node, is_main, parts in heard if is_main}
+    identity = common([by_node[node] for node in sorted(by_node)], place)
+    if identity is None:
+        return locate(disk, place)  # which says what is there instead
+    return dict(by_node[ctx.world.node_rank])[identity]
+
+
+def find_checkpoint(ctx: Context, directory: str | os.PathLike[str]) -> Path:
+    """Say which checkpoint :func:`accelfn.load_state` would load, for reading the files in it.
+
+    The files that the caller of ``save_state`` had put into it are verified.
+
+    Ranks: every rank of ``ctx``; the same on each, or on each of a node where
+    ``ProjectConfiguration.save_on_each_node`` is set.
+
+    Args:
+        ctx: The world.
+        directory: A checkpoint, or a directory of checkpoints: then the newest in it.
+
+    Raises:
+        NoCheckpointError: There is no committed checkpoint.
+        DamagedCheckpointError: The files aren't what was written.
+        NotAvailableError: A newer version of accelfn has written it.
+        RemoteRankError: One of these happened on another rank.
+    """
+    finish_background(ctx)
+    disk, phases = REAL_DISK, CollectivePhases(ctx, "find_checkpoint")
+    path = _find_together(ctx, disk, phases, os.path.abspath(directory))
+    error = None
+    if writes_here(ctx):
+        _, error = attempt(lambda: read_checkpoint(disk, path, functools.partial(check_attachments, disk)))
+    phases.gather("check", "", error)
+    return Path(path)
+
+
+@paused_collection()
+def _read(ctx: Context, disk: Disk, like: Any, asked: _Asked, found: OpenCheckpoint) -> _Read:
+    """Check that a checkpoint fits, and read what of it is for this rank."""
+    manifest, names = found.manifest, asked.names
+    check_names(disk, found)  # so that all ranks say what is missing, and not only those that need it
+    if writes_here(ctx):
+        check_attachments(disk, found)
+    document = choose_part(_document(manifest, ctx.rank), like, asked.may_leave)
+    stored = list(find_states(document, like))
+    wished = describe_like(like, convert=lambda path, thing: state_of(thing, names))
+    rows = [*compare(document, wished)]
+    rows += [row for one in stored for row in misfits(one, names, strict=asked.strict)]
+    if rows:
+        count = "1 leaf" if len(rows) == 1 else f"{len(rows)} leaves"
+        # Only where that alone would help.
+        extra = all(row.wanted == "nothing" for row in rows)
+        advice = " To load a part of it, pass partial=True, or the paths to leave out." if extra else ""
+        raise CheckpointMismatchError(
+            f"load_state: {found.path} does not fit the tree in {count}. Nothing was changed.{advice}", rows
+        )
+    wanted: dict[str, torch.Tensor | None] = dict.fromkeys(_named(document))
+    for one in leaf_targets(document, wished):
+        if one.whole and isinstance(one.leaf, torch.Tensor):
+            wanted[one.name] = one.leaf
+    for one in stored:
+        for node, target in targets(one, names):
+            wanted[node["name"]] = target
+    random = document_of(manifest.random, ctx.rank)
+    wanted.update(dict.fromkeys(_named(random)))
+    return _Read(manifest, document, _read_tensors(disk, found, wanted))
+
+
+def _document(manifest: Manifest, rank: int) -> Json:
+    return manifest.tree if manifest.world_size == 1 else document_of(manifest.tree, rank)
+
+
+def _named(document: Json) -> Iterator[str]:
+    """Give the names of the stored tensors that a document has need of."""
+    if isinstance(document, list):
+        for one in document:
+            yield from _named(one)
+    elif isinstance(document, dict):
+        name = document.get("name")
+        if document.get("$") in LEAVES and isinstance(name, str):
+            yield name
+        for one in document.values():
+            yield from _named(one)
+
+
+def _read_tensors(
+    disk: Disk, found: OpenCheckpoint, wanted: Mapping[str, torch.Tensor | None]
+) -> dict[str, torch.Tensor]:
+    """Read tensors, whole or in the cut of those that they are for."""
+    boxes: list[Box] = []
+    ends: list[int] = []
+    plans: list[tuple[str, torch.Tensor | None, list[Overlap]]] = []
+    for name, target in wanted.items():
+        one = found.manifest.tensors.get(name)
+        if one is None:
+            raise DamagedCheckpointError(
+                f"{found.path} has no tensor {name!r}, and its tree has need of it.", MANIFEST
+            )
+        overlaps = find_overlaps(one, target)
+        boxes += [Box(name, one.dtype, lap.piece, lap.offset, lap.shape) for lap in overlaps]
+        ends.append(len(boxes))
+        plans.append((name, target, overlaps))
+    parts = read_boxes(disk, found.folder, found.manifest, boxes)
+    starts = [0, *ends][:-1]  # none where no tensor is wanted
+    return {
+        name: join_overlaps(found.manifest.tensors[name], target, overlaps, parts[start:end])
+        for (name, target, overlaps), start, end in zip(plans, starts, ends, strict=True)
+    }
+
+
+# --- taking up -----------------------------------------------------------------------------------
+
+
+@paused_collection()
+def _prepare(read: _Read, like: Any) -> tuple[Any, list[Pending], list[Callable[[], None]]]:
+    """Build the new tree, and list what is to be done to the objects in the old one."""
+    pending: list[Pending] = []
+
+    def remember(path: str, thing: Any, state: Any) -> Any:
+        if isinstance(thing, LoaderState):
+            return read_state(state)
+        pending.append(Pending(path, thing, state))
+        return thing
+
+    value = decode(read.document, read.tensors, like=like, restore=remember)
+    writes: list[Callable[[], None]] = []
+    return _settled(like, value, writes), sorted(pending, key=order_of), writes
+
+
+def _write(target: torch.Tensor, source: torch.Tensor) -> None:
+    with torch.no_grad():
+        local_of(target).copy_(local_of(source))
+
+
+def _settled(like: Any, value: Any, writes: list[Callable[[], None]]) -> Any:
+    """Put loaded tensors where ``like`` has theirs: on their devices, or into parameters and generators.
+
+    What is to be written into is only listed, as calls.
+    """
+    if isinstance(like, torch.Generator) and isinstance(value, torch.Generator):
+        if like.device == value.device:
+            writes.append(functools.partial(like.set_state, value.get_state()))  # pyright: ignore[reportArgumentType]
+            return like
+        return value
+    if isinstance(like, torch.Tensor) and isinstance(value, torch.Tensor):
+        if like.is_meta:  # only says what form the tensor has
+            return value
+        if is_in_place(like):
+            writes.append(functools.partial(_write, like, value))
+            return like
+        moved = value if value.device == like.device else value.detach().to(like.device)
+        return moved.requires_grad_() if value.requires_grad and not moved.requires_grad else moved
+    if isinstance(like, dict) and isinstance(value, dict):
+        theirs = cast("dict[Any, Any]", like)
+        for key, one in cast("dict[Any, Any]", value).items():
+            value[key] = _settled(theirs.get(key), one, writes)
+        return cast("Any", value)
+    if isinstance(value, (list, tuple)) and isinstance(like, (list, tuple)):
+        parts = list(cast("Sequence[Any]", value))
+        kin = list(cast("Sequence[Any]", like))
+        if len(parts) == len(kin):
+            parts = [_settled(one, other, writes) for one, other in zip(kin, parts, strict=True)]
+        if isinstance(value, list):
+            return parts
+        kind = cast("Any", type(cast("object", value)))
+        return kind._make(parts) if hasattr(kind, "_make") else kind(parts)
+    return cast("Any", value)
+
+
+def _take_up(pending: Sequence[Pending], names: Names, undo: list[Callable[[], None]]) -> None:
+    """Let objects take up their states, those that may refuse first."""
+    for one in pending:
+        undo.append(prepare_undo(one))
+        try:
+            take_up(one, names)
+        except Exception as error:
+            if hasattr(error, "add_note"):  # Python 3.11
+                cast("Any", error).add_note(f"raised while {one.path!r} took up its state")
+            raise
+
+
+def _restore_random(ctx: Context, read: _Read) -> None:
+    states = decode(document_of(read.manifest.random, ctx.rank), read.tensors)
+    restore_random_states(ctx, states, is_own=ctx.rank < read.manifest.world_size)

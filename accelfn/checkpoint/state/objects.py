@@ -1,0 +1,485 @@
+"""What the objects of a training loop are in a checkpoint: plain trees; and how such a tree is taken up.
+
+A module is its state dict without any wrapper's prefix; an optimizer is the state of each parameter by the
+parameter's name, so that neither the order of parameters nor a wrapper matters; a loader is its
+``LoaderState``. Whatever else has ``state_dict`` and ``load_state_dict`` speaks for itself.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeGuard, cast
+
+import optree
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from accelfn.checkpoint.document.decoder import is_object
+from accelfn.checkpoint.document.nodes import Children, children_of, step
+from accelfn.checkpoint.files.manifest import Json
+from accelfn.data import LoaderState, PreparedDataLoader
+from accelfn.data.place import read_state
+from accelfn.errors import Misfit
+from accelfn.training import unwrap_model
+
+__all__ = (
+    "Names",
+    "Pending",
+    "Stored",
+    "find_names",
+    "find_states",
+    "is_in_place",
+    "is_sure",
+    "is_tensor",
+    "misfits",
+    "order_of",
+    "prepare_undo",
+    "state_of",
+    "take_up",
+    "targets",
+    "tensor_kind",
+)
+
+
+class Names(NamedTuple):
+    """How parameters are called.
+
+    Attributes:
+        by_identity: Name of each tensor, by ``id``.
+        modules: Paths of the modules in the tree.
+        tensors: Keeps what the numbers stand for.
+    """
+
+    by_identity: Mapping[int, str]
+    modules: tuple[str, ...]
+    tensors: tuple[torch.Tensor, ...]
+
+
+class Pending(NamedTuple):
+    """An object, and the state that it is to take up: read and verified."""
+
+    path: str
+    thing: Any
+    state: Any
+
+
+def find_names(tree: Any) -> Names:
+    """Name the parameters of all modules in a tree, and its own tensors, by their paths."""
+    names: dict[int, str] = {}
+    modules: list[str] = []
+    tensors: list[torch.Tensor] = []
+    paths, leaves, _ = optree.tree_flatten_with_path(tree, none_is_leaf=True)
+    for parts, leaf in zip(paths, leaves, strict=True):
+        path = "/".join(str(part).replace("~", "~0").replace("/", "~1") for part in parts)
+        if isinstance(leaf, nn.Module):
+            modules.append(path)
+            _reshard(leaf)
+            for name, parameter in _inner(leaf).named_parameters(remove_duplicate=False):
+                names.setdefault(id(parameter), f"{path}/{name}" if path else name)
+                tensors.append(parameter)
+        elif isinstance(leaf, torch.Tensor):
+            names.setdefault(id(leaf), path)
+            tensors.append(leaf)
+    return Names(names, tuple(modules), tuple(tensors))
+
+
+def _reshard(module: nn.Module) -> None:
+    """Let modules under FSDP2 have the parameters again that their optimizer steps.
+
+    After a forward pass without a backward pass they still hold gathered ones, which are other tensors.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:  # nobody has called fully_shard
+        return
+    for one in module.modules():
+        if isinstance(one, fsdp.FSDPModule):
+            cast("Any", one).reshard()
+
+
+def _inner(module: nn.Module) -> nn.Module:
+    return unwrap_model(module, keep_torch_compile=False)
+
+
+def state_of(thing: Any, names: Names) -> Any:
+    """Give what a checkpoint keeps of an object: a tree of tensors and plain values.
+
+    Returns:
+        NotImplemented where the object is none that is known here.
+
+    Raises:
+        TypeError: The object has to be prepared first.
+    """
+    if isinstance(thing, nn.Module):
+        return dict(_inner(thing).state_dict())
+    if isinstance(thing, Optimizer):
+        return _optimizer_state(thing, names)
+    loader = _loader(thing)
+    if loader is not None:
+        return _values(loader.place())
+    if isinstance(thing, LoaderState):
+        return _values(thing)
+    if isinstance(thing, torch.utils.data.DataLoader) and not hasattr(cast("Any", thing), "state_dict"):
+        raise TypeError(
+            "is a DataLoader that nobody prepared, and says nothing of its place. Prepare it first"
+        )
+    return NotImplemented
+
+
+def _values(state: LoaderState) -> dict[str, Any]:
+    return {one.name: getattr(state, one.name) for one in dataclasses.fields(state)}
+
+
+def _loader(thing: Any) -> PreparedDataLoader[Any] | None:
+    if isinstance(thing, PreparedDataLoader):
+        return cast("PreparedDataLoader[Any]", thing)
+    # Of what was set on it, and not what it passes on: proxies of a loader have it as `loader`.
+    inner = getattr(thing, "__dict__", {}).get("loader")
+    return cast("PreparedDataLoader[Any]", inner) if isinstance(inner, PreparedDataLoader) else None
+
+
+def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return optimizer.param_groups
+
+
+def _names_of(optimizer: Optimizer, names: Names) -> list[list[str]]:
+    """Name the parameters of an optimizer, by group; those of no module by their number."""
+    count = 0
+    found: list[list[str]] = []
+    for group in _groups(optimizer):
+        found.append([])
+        for parameter in group["params"]:
+            found[-1].append(names.by_identity.get(id(parameter), f"#{count}"))
+            count += 1
+    return found
+
+
+def _optimizer_state(optimizer: Optimizer, names: Names) -> dict[str, Any]:
+    packed: dict[str, Any] = optimizer.state_dict()
+    by_group = _names_of(optimizer, names)
+    flat = [name for group in by_group for name in group]
+    numbers = [number for group in packed["param_groups"] for number in group["params"]]
+    called = dict(zip(numbers, flat, strict=True))
+    groups = [
+        {"params": own, **{key: value for key, value in group.items() if key != "params"}}
+        for own, group in zip(by_group, packed["param_groups"], strict=True)
+    ]
+    others = {key: value for key, value in packed.items() if key not in ("state", "param_groups")}
+    state = {called.get(number, number): value for number, value in packed["state"].items()}
+    return {"state": state, "groups": groups, **({"others": others} if others else {})}
+
+
+def _packed(optimizer: Optimizer, state: Mapping[str, Any], names: Names) -> dict[str, Any]:
+    """Give an optimizer's state as torch takes it: by number, in the order that the parameters have now."""
+    by_group = _names_of(optimizer, names)
+    number_of = {name: number for number, name in enumerate(name for group in by_group for name in group)}
+    known = _Known(number_of)
+    groups = [
+        {**group, "params": [number_of[name] for name in own]}
+        for own, group in zip(by_group, cast("list[dict[str, Any]]", state["groups"]), strict=True)
+    ]
+    values: dict[Any, Any] = {}
+    for name, value in cast("Mapping[Any, Any]", state["state"]).items():
+        number = known.find(name)
+        own = dict(cast("dict[str, Any]", value)) if isinstance(value, dict) else value
+        values[name if number is None else number] = own
+    return {"state": values, "param_groups": groups, **state.get("others", {})}
+
+
+class _Known:
+    """Finds parameters by their name, or by the end of it where the checkpoint has one model alone."""
+
+    def __init__(self, number_of: Mapping[str, int]) -> None:
+        self._number_of = dict(number_of)
+        ends: dict[str, list[int]] = {}
+        for name, number in number_of.items():
+            ends.setdefault(name.rpartition("/")[2], []).append(number)
+        self._ends = ends
+
+    def find(self, name: object) -> int | None:
+        if not isinstance(name, str):
+            return None
+        found = self._number_of.get(name)
+        ends = self._ends.get(name.rpartition("/")[2], ())
+        return ends[0] if found is None and len(ends) == 1 else found
+
+
+def tensor_kind(value: Any) -> str:
+    """Describe a tensor, or its node in a document; another value by its type."""
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    if is_tensor(value):
+        return f"{value['dtype']} {list(value['shape'])}"
+    return "null" if value is None else type(value).__name__
+
+
+def is_tensor(node: Any) -> TypeGuard[dict[str, Any]]:
+    """Whether a node of a document is a tensor."""
+    return isinstance(node, dict) and cast("dict[str, Any]", node).get("$") == "tensor"
+
+
+class Stored(NamedTuple):
+    """The state of an object in a document, and the object of the same place in the tree to load into."""
+
+    path: str
+    thing: Any
+    node: Json
+
+
+def find_states(node: Json, like: Any, path: str = "") -> Iterator[Stored]:
+    """Pair the states of objects in a document with the objects of a tree to load into.
+
+    Raises:
+        DamagedCheckpointError: The document is malformed.
+    """
+    if isinstance(node, dict) and node.get("$") == "object":
+        if is_object(like):
+            yield Stored(path[1:], like, node.get("state"))
+        return
+    children = children_of(node, path)
+    if children is None or like is None:
+        return
+    if isinstance(like, Mapping):
+        find = cast("Mapping[Any, Any]", like).get
+    elif isinstance(like, (list, tuple, deque)):
+        parts = list(cast("Sequence[Any]", like))
+        named = dict(zip(getattr(cast("Any", like), "_fields", ()), parts, strict=False))
+        find = {**named, **dict(enumerate(parts))}.get
+    else:
+        entry: Any = cast("Any", optree).register_pytree_node.get(type(like))
+        inner: dict[Any, Any] = (
+            {} if entry is None else dict(enumerate(list[Any](entry.flatten_func(like)[0])))
+        )
+        find = inner.get
+        children = Children(list(range(len(children.nodes))), children.nodes)
+    for key, child in zip(children.keys, children.nodes, strict=True):
+        yield from find_states(child, like if key is None else find(key), step(path, key))
+
+
+def _items(node: Json, path: str) -> dict[Any, Json]:
+    """Give what a dict of a document has, by key."""
+    children = children_of(node, path)
+    is_dict = isinstance(node, dict) and node.get("$") in (None, "dict")
+    return dict(zip(children.keys, children.nodes, strict=True)) if children is not None and is_dict else {}
+
+
+def misfits(stored: Stored, names: Names, *, strict: bool) -> list[Misfit]:
+    """Say what of a state does not fit its object. Of objects that speak for themselves nothing is known.
+
+    Args:
+        stored: The state and the object.
+        names: Of the tree to load into.
+        strict: Whether what is missing or extra in a module counts.
+    """
+    if isinstance(stored.thing, nn.Module):
+        return _misfits_of_module(stored, strict)
+    if isinstance(stored.thing, Optimizer):
+        return _misfits_of_optimizer(stored, names)
+    return []
+
+
+def _misfits_of_module(stored: Stored, strict: bool) -> list[Misfit]:
+    path, found = stored.path, _items(stored.node, stored.path)
+    own = cast("Mapping[str, Any]", _inner(stored.thing).state_dict())
+    rows: list[Misfit] = []
+    for name in (*own, *(name for name in found if name not in own)):
+        place = f"{path}/{name}"
+        if name not in own or name not in found:
+            if strict:
+                kind = tensor_kind((own if name in own else found)[name])
+                rows.append(Misfit(place, *(("nothing", kind) if name in own else (kind, "nothing"))))
+        elif isinstance(own[name], torch.Tensor):
+            kind, wanted = tensor_kind(found[name]), tensor_kind(own[name])
+            if own[name].is_meta:
+                wanted += " on the meta device; give the module memory with to_empty(device=...) first"
+            if kind != wanted:
+                rows.append(Misfit(place, kind, wanted))
+    return rows
+
+
+def _misfits_of_optimizer(stored: Stored, names: Names) -> list[Misfit]:
+    path, parts = stored.path, _items(stored.node, stored.path)
+    if not isinstance(parts.get("groups"), list) or "state" not in parts:
+        return [Misfit(path, "another object", "the state of an optimizer")]
+    own = _names_of(stored.thing, names)
+    groups = [_items(group, path) for group in cast("list[Json]", parts["groups"])]
+    if len(groups) != len(own):
+        return [Misfit(f"{path}/groups", f"{len(groups)} groups", f"{len(own)} groups")]
+    rows: list[Misfit] = []
+    for number, (group, wanted) in enumerate(zip(groups, own, strict=True)):
+        known = _Known({name: place for place, name in enumerate(wanted)})
+        called = cast("list[str]", group.get("params") or [])
+        found = [known.find(name) for name in called]
+        place = f"{path}/groups/{number}"
+        rows += [
+            Misfit(place, f"parameter {name}", "nothing")
+            for name, index in zip(called, found, strict=True)
+            if index is None
+        ]
+        rows += [
+            Misfit(place, "nothing", f"parameter {name}")
+            for index, name in enumerate(wanted)
+            if index not in found
+        ]
+    if rows:
+        return rows
+    parameters, known = _parameters(stored.thing, own)
+    for name, values in _items(parts["state"], path).items():
+        number = known.find(name)
+        if number is None:
+            if isinstance(name, str):
+                rows.append(Misfit(f"{path}/state/{name}", "a state", "no such parameter"))
+            continue
+        for key, value in _items(values, path).items():
+            shape, size = tuple(parameters[number].shape), parameters[number].numel()
+            # What is kept for each element of a parameter has its shape; what is kept for all of it is small.
+            if not is_tensor(value) or len(value["shape"]) != len(shape) or tuple(value["shape"]) == shape:
+                continue
+            if math.prod(value["shape"]) >= size > 1:
+                rows.append(Misfit(f"{path}/state/{name}/{key}", tensor_kind(value), f"shape {shape}"))
+    return rows
+
+
+def _parameters(optimizer: Optimizer, by_group: list[list[str]]) -> tuple[list[torch.Tensor], _Known]:
+    parameters = [parameter for group in _groups(optimizer) for parameter in group["params"]]
+    flat = [name for group in by_group for name in group]
+    return parameters, _Known({name: number for number, name in enumerate(flat)})
+
+
+def targets(stored: Stored, names: Names) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
+    """Pair the tensors of a state, as nodes, with tensors that say how they are to lie: device, cut."""
+    if isinstance(stored.thing, nn.Module):
+        own = cast("Mapping[str, Any]", _inner(stored.thing).state_dict())
+        for name, node in _items(stored.node, stored.path).items():
+            if is_tensor(node) and isinstance(own.get(name), torch.Tensor):
+                yield node, own[name]
+    elif isinstance(stored.thing, Optimizer):
+        parameters, known = _parameters(stored.thing, _names_of(stored.thing, names))
+        states = _items(_items(stored.node, stored.path)["state"], stored.path)
+        for name, values in states.items():
+            number = known.find(name)
+            if number is None:
+                continue
+            for key, node in _items(values, stored.path).items():
+                if key == "step":  # is never cut as its parameter is, even if that is a single number too
+                    continue
+                if is_tensor(node) and tuple(node["shape"]) == tuple(parameters[number].shape):
+                    yield node, parameters[number]
+
+
+def is_in_place(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of a tree is written into, since others hold it: whatever an optimizer may step."""
+    return isinstance(tensor, nn.Parameter) or (tensor.requires_grad and tensor.is_leaf)
+
+
+def order_of(pending: Pending) -> int:
+    """Say when an object takes up its state: schedules after optimizers, which bring rates with them."""
+    return 0 if isinstance(pending.thing, Optimizer) else 1
+
+
+def is_sure(pending: Pending) -> bool:
+    """Whether an object can't refuse its state: a module whose parameters and buffers are written into."""
+    return isinstance(pending.thing, nn.Module) and _is_plain(_inner(pending.thing))
+
+
+def prepare_undo(pending: Pending) -> Callable[[], None]:
+    """Remember what an object is now, and give what brings it back."""
+    thing = pending.thing
+    if isinstance(thing, Optimizer):
+        # load_state_dict puts new tensors in the place of the old ones, so the old ones need no copy.
+        owner = _real(thing)
+        state = dict(cast("Mapping[Any, Any]", owner.state))
+        groups = [dict(group) for group in _groups(owner)]
+
+        def undo_optimizer() -> None:
+            owner.state.clear()
+            owner.state.update(state)
+            for group, before in zip(_groups(owner), groups, strict=True):
+                group.clear()
+                group.update(before)
+
+        return undo_optimizer
+    if isinstance(thing, nn.Module):
+        inner = _inner(thing)
+        before = _copied(inner.state_dict())
+        return lambda: cast("None", inner.load_state_dict(before))
+    loader = _loader(thing)
+    if loader is not None:
+        place = loader.place()
+        return lambda: loader.go_to(place)
+    before = _copied(thing.state_dict())
+    return lambda: thing.load_state_dict(before)
+
+
+def _copied(state: Any) -> Any:
+    return copy.deepcopy(state)
+
+
+def _real(optimizer: Optimizer) -> Optimizer:
+    """Give the optimizer that holds the state: a proxy passes on what it is asked."""
+    inner = vars(optimizer).get("optimizer")
+    return inner if isinstance(inner, Optimizer) else optimizer
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a module's state dict is its own parameters and buffers, so that they can be written into."""
+    own = {
+        _address(value)
+        for values in (module.named_parameters(remove_duplicate=False), module.named_buffers())
+        for _, value in values
+    }
+    return all(
+        isinstance(value, torch.Tensor) and _address(value) in own for value in module.state_dict().values()
+    )
+
+
+def _address(tensor: torch.Tensor) -> tuple[int, torch.Size]:
+    return _local(tensor).data_ptr(), _local(tensor).shape
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def take_up(pending: Pending, names: Names) -> None:
+    """Let an object take up its state. Its tensors are fresh, verified, and laid out as the object's own."""
+    thing, state = pending.thing, pending.state
+    if isinstance(thing, Optimizer):
+        _take_up_optimizer(_real(thing), state, names)
+        return
+    if isinstance(thing, nn.Module):
+        inner = _inner(thing)
+        own = cast("Mapping[str, Any]", inner.state_dict())
+        state = {name: value for name, value in state.items() if name in own}
+        if not _is_plain(inner):
+            inner.load_state_dict(state, strict=False)
+            return
+        with torch.no_grad():
+            for name, value in state.items():
+                _local(own[name]).copy_(_local(value))
+        return
+    loader = _loader(thing)
+    if loader is not None:
+        loader.go_to(read_state(state))
+        return
+    thing.load_state_dict(state)
+
+
+def _take_up_optimizer(optimizer: Optimizer, state: Mapping[str, Any], names: Names) -> None:
+    packed = _packed(optimizer, state, names)
+    optimizer.load_state_dict(packed)
+    # torch casts states to the dtype of their parameter, which loses bits of a float32 state of bfloat16.
+    parameters = [parameter for group in _groups(optimizer) for parameter in group["params"]]
+    for number, stored in packed["state"].items():
+        held = optimizer.state.get(parameters[number]) if isinstance(number, int) else None
+        if not isinstance(held, dict) or not isinstance(stored, dict):
+            continue
+        for key, value in cast("dict[str, Any]", stored).items():
+            now = cast("dict[str, Any]", held).get(key)
+            if isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor) and now.dtype != value.dtype:
+                held[key] = value.to(now.device)

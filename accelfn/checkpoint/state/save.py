@@ -1,0 +1,674 @@
+"""Save the state of a run: what all ranks hold, as one checkpoint that appears whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, cast, overload
+
+import optree
+import torch
+
+from accelfn import __version__
+from accelfn.checkpoint.document.document import encode
+from accelfn.checkpoint.files.commit import (
+    Stage,
+    abandon,
+    begin_stage,
+    check_target,
+    make_nonce,
+    put_back,
+    put_in_place,
+    remove_replaced,
+    write_manifest,
+)
+from accelfn.checkpoint.files.disk import REAL_DISK, Disk, remove_tree
+from accelfn.checkpoint.files.keep import Keep, prune_checkpoints
+from accelfn.checkpoint.files.manifest import (
+    CHUNK_BYTES,
+    Attachment,
+    Json,
+    Manifest,
+    Piece,
+    StoredFile,
+    StoredTensor,
+)
+from accelfn.checkpoint.files.stored_dtype import dtype_name
+from accelfn.checkpoint.files.tensor_file import memory_of, new_entry, write_tensors
+from accelfn.checkpoint.state.attachments import (
+    find_attachments,
+    make_leftover_folder,
+    move_content,
+    take_attachments,
+    writes_here,
+)
+from accelfn.checkpoint.state.background import HostMemory, SaveHandle, begin_background, finish_background
+from accelfn.checkpoint.state.by_rank import join_documents, renamed
+from accelfn.checkpoint.state.each_node import common, parts_at
+from accelfn.checkpoint.state.objects import find_names, state_of
+from accelfn.checkpoint.state.pause import paused_collection
+from accelfn.checkpoint.state.phases import BoardPhases, CollectivePhases, Phases
+from accelfn.checkpoint.state.plan import Box, Held, SavePlan, Write, plan_save
+from accelfn.checkpoint.state.random_state import random_states
+from accelfn.comm import attempt
+from accelfn.context import Context, news
+from accelfn.context.config import GuardMode
+from accelfn.errors import NoCheckpointError
+from accelfn.training import ScalerState
+from accelfn.tree.digest import digest_tensors
+
+__all__ = ("save_state", "save_tree")
+
+# In the background, of larger tensors only samples are compared between ranks: looking at every byte would
+# hold up the training for as long as copying them.
+_COMPARED_WHOLE = 1 << 20
+_SAMPLES = 16
+_SAMPLE_BYTES = 1 << 12
+
+
+class _Own(NamedTuple):
+    """What this rank brings to a save."""
+
+    tree: Json
+    random: Json
+    tensors: Mapping[str, torch.Tensor]  # DTensors among them
+    held: Mapping[str, Held]
+    random_held: Mapping[str, Held]
+    sums: Mapping[str, tuple[int, ...]]  # checksums that are known already
+
+
+class _Job(NamedTuple):
+    """What is left of a save once all ranks know who writes what."""
+
+    directory: Path
+    step: int | None
+    metric: float | None
+    keep: Keep | None
+    rank: int
+    main: int  # the rank that makes the directory of this rank's node
+    nonce: str
+    nodes: tuple[int, ...] | None  # by rank, where nodes have disks of their own
+    size: int
+    tree: Json
+    random: Json
+    described: Mapping[str, Held]  # by stored name
+    plan: SavePlan
+    files: str | None  # directory of files that become part of the checkpoint, on the ranks that have one
+    any_files: bool  # whether any rank has one
+    owns_files: bool  # whether that directory is of this save
+    entries: tuple[tuple[str, torch.Tensor, tuple[int, ...] | None], ...]
+
+
+@overload
+def save_state(
+    ctx: Context,
+    directory: str | os.PathLike[str],
+    tree: Any,
+    asynchronous: Literal[False] = False,
+    *,
+    step: int | None = None,
+    metric: float | None = None,
+    keep: Keep | None = None,
+    files: str | os.PathLike[str] | None = None,
+) -> Path: ...
+@overload
+def save_state(
+    ctx: Context,
+    directory: str | os.PathLike[str],
+    tree: Any,
+    asynchronous: Literal[True],
+    *,
+    step: int | None = None,
+    metric: float | None = None,
+    keep: Keep | None = None,
+    files: str | os.PathLike[str] | None = None,
+) -> SaveHandle: ...
+@overload
+def save_state(
+    ctx: Context,
+    directory: str | os.PathLike[str],
+    tree: Any,
+    asynchronous: bool,
+    *,
+    step: int | None = None,
+    metric: float | None = None,
+    keep: Keep | None = None,
+    files: str | os.PathLike[str] | None = None,
+) -> Path | SaveHandle: ...
+def save_state(
+    ctx: Context,
+    directory: str | os.PathLike[str],
+    tree: Any,
+    asynchronous: bool = False,
+    *,
+    step: int | None = None,
+    metric: float | None = None,
+    keep: Keep | None = None,
+    files: str | os.PathLike[str] | None = None,
+) -> Path | SaveHandle:
+    """Save the state of a run as one checkpoint, so that no crash can lose it.
+
+    ``directory`` is the checkpoint. It appears by one rename, when every file of it is written and durable;
+    one that is there already is replaced, and until the new one is complete the old one stays. Whatever goes
+    wrong, on any rank, the old one is still there and every rank raises.
+
+    Modules, optimizers, schedulers and loaders are saved by what they are, anything else that has
+    ``state_dict`` and ``load_state_dict`` by what it says. Tensors and plain values, in any containers, are
+    saved as they are. The states of the random number generators of every rank are saved with them. A tensor
+    that is equal on all ranks is written once; where ranks differ, each one's is kept. Tensors that are cut
+    over ranks (DTensor) are written by those that hold them.
+
+    Ranks: every rank of ``ctx``. Returns when the checkpoint is committed, on all ranks.
+
+    Args:
+        ctx: The world.
+        directory: Of the checkpoint; the ones above it are made where they are missing. The same on every
+            rank, on a disk that they share, unless ``ProjectConfiguration.save_on_each_node`` is set: then
+            each node has its part on its own disk.
+        tree: What to save, by names: any tree.
+        asynchronous: Copy the state to host memory and write it in the background. The copy is complete when
+            this returns. One save at a time: the next one waits for it.
+        step: What you count, such as optimizer steps: says which checkpoint is the newest.
+        metric: What you measure, for keeping the best.
+        keep: Which checkpoints beside this one stay, once it is committed; None keeps all.
+        files: A directory of the main process (of that of each node, with ``save_on_each_node``), on the disk
+            of the checkpoint, such as :func:`accelfn.checkpoint.folder_for_files` makes. What is in it
+            becomes part of the checkpoint: files, in directories too, under their names. They are moved, not
+            copied, so they are gone from there, and after an error they may be lost. Nothing may write to
+            them any more.
+
+    Returns:
+        The checkpoint's path; with ``asynchronous`` a handle, whose ``result()`` gives it.
+
+    Raises:
+        TypeError: Something in the tree has no plain form: all such leaves, by path.
+        ValueError: A tensor has no data, or the directory can be none, such as one that holds other files.
+        CheckpointError: Ranks hold different cuts of a tensor; or among ``files`` are links, or names that
+            the checkpoint's own files have.
+        OSError: It can't be written: no space, no right to. Or it is committed, and older ones can't be
+            removed as ``keep`` says.
+        RemoteRankError: One of these happened on another rank.
+        MismatchError: A rank called something else.
+    """
+    finish_background(ctx)
+    path = Path(os.path.abspath(os.fspath(directory)))
+    own, error = attempt(lambda: _look(ctx, path, tree, is_copied=asynchronous, step=step, metric=metric))
+    taken = os.path.abspath(files) if files is not None and writes_here(ctx) else None
+    phases = CollectivePhases(ctx, "save_state")
+    each_node = ctx.project.save_on_each_node
+    options = [None if each_node else str(path), step, metric, repr(keep), asynchronous]
+    job, error = attempt(lambda: _agree_on(ctx, phases, path, own, error, options, step, metric, keep, taken))
+    if job is None:
+        raise cast("Exception", error)
+    if not asynchronous:
+        return _write(job, phases, REAL_DISK)
+    if job.any_files:
+        job = _set_aside(job, phases, REAL_DISK)
+
+    def prepare(memory: HostMemory) -> Any:
+        copies = memory.copies([tensor for _, tensor, _ in job.entries])
+        entries = tuple((key, copy, sums) for (key, _, sums), copy in zip(job.entries, copies, strict=True))
+        board = BoardPhases(
+            board=ctx.collectives.board,
+            rank=ctx.rank,
+            size=ctx.num_processes,
+            operation="save_state",
+            number=str(ctx.collectives.journal.number),
+            patience_s=ctx.guard.long_timeout_s,
+            is_hopeless=lambda: news(ctx.collectives.board, ctx.collectives.journal, ctx.rank),
+        )
+        return partial(_write, job._replace(entries=entries), board, REAL_DISK)
+
+    return begin_background(ctx, path, prepare)
+
+
+def save_tree(path: str | os.PathLike[str], tree: Any, *, namespace: str = "") -> Path:
+    """Save a tree as a checkpoint of its own: tensors in safetensors, everything else in JSON, no pickle.
+
+    Ranks: local; one rank alone writes to a directory.
+
+    Args:
+        path: Directory of the checkpoint, as for :func:`accelfn.save_state`.
+        tree: Any optree tree of tensors, arrays and plain values, and of objects that have ``state_dict`` and
+            ``load_state_dict``. Tensors that share memory share it again when it is loaded.
+        namespace: Of optree, where nodes of your own are registered in one.
+
+    Returns:
+        The path.
+
+    Raises:
+        TypeError: Something in the tree has no plain form: all such leaves, by path.
+        ValueError: A tensor has no data.
+        OSError: It can't be written.
+
+    >>> import tempfile, accelfn as af
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     place = save_tree(f"{folder}/state", {"w": torch.arange(3), "step": 7})
+    ...     af.load_tree(place)
+    {'w': tensor([0, 1, 2]), 'step': 7}
+    """
+    with paused_collection():
+        encoded = encode(tree, namespace=namespace)
+    described = _held(encoded.tensors, {})
+    writes = tuple(Write(name, name, None) for name in described)
+    target = Path(os.path.abspath(os.fspath(path)))
+    check_target(REAL_DISK, str(target))
+    job = _Job(
+        directory=target,
+        step=None,
+        metric=None,
+        keep=None,
+        rank=0,
+        main=0,
+        nonce=make_nonce(),
+        nodes=None,
+        size=1,
+        tree=encoded.document,
+        random=None,
+        described=described,
+        plan=SavePlan((writes,), ({},)),
+        files=None,
+        any_files=False,
+        owns_files=False,
+        entries=tuple((write.stored, encoded.tensors[write.name], None) for write in writes),
+    )
+    return _write(job, CollectivePhases(Context(), "save_tree"), REAL_DISK)
+
+
+# --- before anything is written ------------------------------------------------------------------
+
+
+@paused_collection()
+def _look(
+    ctx: Context, path: Path, tree: Any, *, is_copied: bool, step: int | None, metric: float | None
+) -> _Own:
+    """Read all that this rank brings; nothing is written."""
+    if step is not None and type(cast("object", step)) is not int:
+        raise TypeError(f"save_state: step must be a whole number or None, got {step!r}.")
+    if metric is not None and not isinstance(cast("object", metric), (int, float)):
+        raise TypeError(f"save_state: metric must be a number or None, got {type(metric).__name__}.")
+    check_target(REAL_DISK, str(path))
+    names = find_names(tree)
+    main = encode(_without_gradients(tree), convert=lambda where, thing: state_of(thing, names))
+    random = encode(random_states(ctx))
+    prefix = "#random"
+    while any(name.startswith(f"{prefix}/") for name in main.tensors):
+        prefix = f"#{prefix}"
+    called = {name: f"{prefix}/{name}" for name in random.tensors}
+    random_tensors = {called[name]: tensor for name, tensor in random.tensors.items()}
+    sums: dict[str, tuple[int, ...]] = {}
+    compares = ctx.num_processes > 1 and ctx.guard.mode != GuardMode.OFF
+    content = _contents(main.tensors, sums, is_copied=is_copied) if compares else {}
+    random_content = _contents(random_tensors, sums, is_copied=False) if ctx.num_processes > 1 else {}
+    return _Own(
+        tree=main.document,
+        random=renamed(random.document, called),
+        tensors={**main.tensors, **random_tensors},
+        held=_held(main.tensors, content),
+        random_held=_held(random_tensors, random_content),
+        sums=sums,
+    )
+
+
+def _without_gradients(tree: Any) -> Any:
+    """Forget what scaler states know of the gradients at hand, which are in no checkpoint."""
+    if not any(isinstance(one, ScalerState) for one in optree.tree_leaves(tree, is_leaf=_is_scaler)):
+        return tree
+
+    def forget(leaf: Any) -> Any:
+        return leaf._replace(unscaled=(), weight=None) if isinstance(leaf, ScalerState) else leaf
+
+    return optree.tree_map(forget, tree, is_leaf=_is_scaler)
+
+
+def _is_scaler(value: Any) -> bool:
+    return isinstance(value, ScalerState)
+
+
+def _held(tensors: Mapping[str, torch.Tensor], content: Mapping[str, str]) -> dict[str, Held]:
+    kinds = {one: (dtype_name(one), one.itemsize) for one in {tensor.dtype for tensor in tensors.values()}}
+    held: dict[str, Held] = {}
+    for name, tensor in tensors.items():
+        dtype, itemsize = kinds[tensor.dtype]
+        held[name] = Held(dtype, tuple(tensor.shape), itemsize, _boxes(tensor), content.get(name, ""))
+    return held
+
+
+def _boxes(tensor: torch.Tensor) -> tuple[Box, ...] | None:
+    """Say which parts of a tensor that is cut over ranks lie here; None of one that isn't cut."""
+    if type(tensor) is torch.Tensor:  # asking it for what it doesn't have takes long
+        return None
+    chunks = getattr(tensor, "__create_chunk_list__", None)
+    if chunks is None:
+        return None
+    boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks()]
+    return tuple(box for box in boxes if all(box.shape) or not tensor.numel())
+
+
+def _contents(
+    tensors: Mapping[str, torch.Tensor], sums: dict[str, tuple[int, ...]], *, is_copied: bool
+) -> dict[str, str]:
+    """Give for each whole tensor a text that differs where any of its bits does."""
+    found: dict[str, str] = {}
+    digested: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if _boxes(tensor) is not None:
+            continue
+        size = tensor.numel() * tensor.dtype.itemsize
+        if is_copied and size > _COMPARED_WHOLE:
+            digested[name] = _samples(tensor)
+        elif tensor.device.type == "cpu" and tensor.is_contiguous():
+            memory = memory_of(tensor)
+            sums[name] = tuple(
+                zlib.crc32(memory[start : start + CHUNK_BYTES]) for start in range(0, size, CHUNK_BYTES)
+            )
+            found[name] = "crc32:" + ",".join(map(str, sums[name]))
+        else:
+            digested[name] = tensor
+    rows = cast("list[list[int]]", digest_tensors(list(digested.values())).tolist()) if digested else []  # pyright: ignore[reportUnknownMemberType]
+    found.update({name: f"digest:{row}" for name, row in zip(digested, rows, strict=True)})
+    return found
+
+
+def _samples(tensor: torch.Tensor) -> torch.Tensor:
+    """Give some parts of a large tensor, spread over all of it."""
+    flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach().flatten()
+    length = max(1, _SAMPLE_BYTES // tensor.dtype.itemsize)
+    step = (flat.numel() - length) // (_SAMPLES - 1)
+    return flat.as_strided((_SAMPLES, length), (step, 1), flat.storage_offset()).contiguous()
+
+
+# --- who writes what -----------------------------------------------------------------------------
+
+
+@paused_collection()
+def _agree_on(
+    ctx: Context,
+    phases: CollectivePhases,
+    path: Path,
+    own: _Own | None,
+    error: Exception | None,
+    options: Sequence[object],
+    step: int | None,
+    metric: float | None,
+    keep: Keep | None,
+    files: str | None,
+) -> _Job:
+    """Let all ranks know what the others hold, and plan who writes what."""
+    world = ctx.world
+    head, details = {}, ""
+    if own is not None:
+        head, details = _said(own, world.node_rank, world.local_rank)
+        head["files"] = files is not None
+    texts = phases.gather(f"begin {json.dumps(options)}", json.dumps(head), error)
+    heads = [json.loads(one) for one in texts]
+    assert own is not None  # otherwise gather has raised
+    documents, held = [own.tree] * world.size, [own.held] * world.size
+    if len({one["details"] for one in heads}) > 1:
+        every = [json.loads(one) for one in phases.gather("details", details)]
+        documents = [one["tree"] for one in every]
+        held = [_heard(one["held"]) for one in every]
+    for rank, one in enumerate(heads):
+        boxes = {name: tuple(Box(*map(tuple, box)) for box in found) for name, found in one["boxes"].items()}
+        held[rank] = {
+            **{
+                name: tensor._replace(boxes=boxes[name]) if name in boxes else tensor
+                for name, tensor in held[rank].items()
+            },
+            **_heard(one["random_held"]),
+        }
+    nodes = tuple(one["node"] for one in heads) if ctx.project.save_on_each_node else None
+    plan = plan_save(held, nodes)
+    described = {
+        plan.names[rank].get(name, name): tensor
+        for rank, tensors in enumerate(held)
+        for name, tensor in tensors.items()
+    }
+    mains = {one["node"]: rank for rank, one in enumerate(heads) if one["local_rank"] == 0}
+    trees = [renamed(one, plan.names[rank]) for rank, one in enumerate(documents)]
+    randoms = [renamed(one["random"], plan.names[rank]) for rank, one in enumerate(heads)]
+    return _Job(
+        directory=path,
+        step=step,
+        metric=metric,
+        keep=keep,
+        rank=world.rank,
+        main=0 if nodes is None else mains[world.node_rank],
+        nonce=heads[0]["nonce"],
+        nodes=nodes,
+        size=world.size,
+        tree=join_documents(trees),
+        random=join_documents(randoms),
+        described=described,
+        plan=plan,
+        files=files,
+        any_files=any(one["files"] for one in heads),
+        owns_files=False,
+        entries=tuple(
+            (_key(write, described), _local(own.tensors[write.name]), own.sums.get(write.name))
+            for write in plan.writes[world.rank]
+        ),
+    )
+
+
+def _said(own: _Own, node: int, local_rank: int) -> tuple[dict[str, Any], str]:
+    """Give what is said in any case, and what is said only where ranks differ."""
+    whole = {name: one for name, one in own.held.items() if one.boxes is None}
+    cut = {name: one for name, one in own.held.items() if one.boxes is not None}
+    plain = {**whole, **{name: one._replace(boxes=()) for name, one in cut.items()}}
+    details = json.dumps({"tree": own.tree, "held": plain})
+    head = {
+        "details": hashlib.sha256(details.encode()).hexdigest(),
+        "boxes": {name: one.boxes for name, one in cut.items()},
+        "random": own.random,
+        "random_held": own.random_held,
+        "node": node,
+        "local_rank": local_rank,
+        "nonce": make_nonce(),
+    }
+    return head, details
+
+
+def _heard(held: Mapping[str, Sequence[Any]]) -> dict[str, Held]:
+    return {
+        name: Held(
+            dtype,
+            tuple(shape),
+            itemsize,
+            None if boxes is None else tuple(Box(*map(tuple, box)) for box in boxes),
+            content,
+        )
+        for name, (dtype, shape, itemsize, boxes, content) in held.items()
+    }
+
+
+def _set_aside(job: _Job, phases: CollectivePhases, disk: Disk) -> _Job:
+    """Move the files to a directory of the save's own, since the caller goes on."""
+    own: str | None = None
+
+    def move() -> None:
+        nonlocal own
+        if job.files is not None:
+            find_attachments(disk, job.files)
+            own = make_leftover_folder(disk, str(job.directory))
+            move_content(disk, job.files, own)
+            disk.remove_folder(job.files)
+
+    _, error = attempt(move)
+    try:
+        phases.gather("files", "", error)
+    except BaseException:
+        if own is not None:
+            with suppress(OSError):
+                remove_tree(disk, own)
+        raise
+    return job._replace(files=own, owns_files=own is not None)
+
+
+def _key(write: Write, described: Mapping[str, Held]) -> str:
+    """Name an entry of a file: as the tensor, with the place of its box where it is cut."""
+    if write.box is None:
+        return write.stored
+    key = f"{write.stored}@{','.join(map(str, write.box.offset))}"
+    while key in described:  # a tensor that somebody has called so
+        key += "'"
+    return key
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+# --- writing, in the caller's thread or another --------------------------------------------------
+
+
+@paused_collection()
+def _write(job: _Job, phases: Phases, disk: Disk) -> Path:
+    """Write this rank's part, and commit when all ranks have written theirs."""
+    stage: Stage | None = None
+    names: tuple[str, ...] = ()
+    is_main, error = job.rank == job.main, None
+    try:
+        if job.nodes is not None:
+            _settle_nodes(job, phases, disk)
+        if job.files is not None:
+            found, error = attempt(lambda: find_attachments(disk, cast("str", job.files)))
+            names = found or ()
+        if is_main and error is None:
+            stage, error = attempt(lambda: begin_stage(disk, job.directory, job.nonce))
+        said = json.dumps([stage.path, stage.generation] if stage is not None else [])
+        heard = [json.loads(one) for one in phases.gather("stage", said, error)]
+        path, generation = heard[job.main][0], max(one[1] for one in heard if one)
+        written, error = attempt(lambda: _write_all(job, disk, path, names))
+        results = phases.gather("write", json.dumps(written), error)
+        old, error = (), None
+        if stage is not None:
+            manifest = _manifest(job, results, generation)
+            _, error = attempt(lambda: write_manifest(disk, stage, manifest))
+        if job.nodes is not None:
+            # Every node is ready before one of them commits: each still has its old one if another fails.
+            phases.gather("ready", "", error)
+        if stage is not None and error is None:
+            old, error = attempt(lambda: put_in_place(disk, stage))
+            if error is None and job.nodes is None:
+                remove_replaced(disk, old or ())
+        phases.gather("commit", "", error)
+    except BaseException:
+        if stage is not None:
+            abandon(disk, stage)
+        if job.owns_files:
+            with suppress(OSError):
+                remove_tree(disk, cast("str", job.files))
+        raise
+    if job.files is not None:
+        with suppress(OSError):  # somebody has put something into it again
+            disk.remove_folder(job.files)
+    if is_main and job.nodes is not None:
+        remove_replaced(disk, old or ())
+    if job.keep is not None:
+        keep, error = job.keep, None
+        if is_main:
+            _, error = attempt(lambda: prune_checkpoints(job.directory.parent, keep, disk=disk))
+        phases.gather("prune", "", error)
+    return job.directory
+
+
+def _settle_nodes(job: _Job, phases: Phases, disk: Disk) -> None:
+    """Let all nodes have the same checkpoint before a new one replaces it: a crash may have left two."""
+    is_main, place = job.rank == job.main, str(job.directory)
+    parts, error = attempt(lambda: parts_at(disk, place) if is_main else [])
+    heard = [json.loads(one) for one in phases.gather("nodes", json.dumps(parts), error)]
+    mains = sorted({(job.nodes or ())[rank]: rank for rank in reversed(range(job.size))}.values())
+    try:
+        identity = common([heard[rank] for rank in mains], place)
+    except NoCheckpointError:
+        return  # nothing is left that a new one could take from anybody
+    error = None
+    if is_main and identity is not None:
+        _, error = attempt(lambda: put_back(disk, place, dict(parts or ())[identity]))
+    phases.gather("settled", "", error)
+
+
+def _file_name(rank: int) -> str:
+    return f"tensors-{rank:05d}.safetensors"
+
+
+def _write_own(job: _Job, disk: Disk, stage: str) -> list[Any] | None:
+    if not job.entries:
+        return None
+    entries = [
+        new_entry(key, tensor) if sums is None else new_entry(key, tensor)._replace(crc32=sums)
+        for key, tensor, sums in job.entries
+    ]
+    written = write_tensors(disk, os.path.join(stage, _file_name(job.rank)), entries, {"format": "pt"})
+    return [written.size, written.header_crc32, dict(written.crc32)]
+
+
+def _write_all(job: _Job, disk: Disk, stage: str, names: Sequence[str]) -> Json:
+    """Write this rank's tensors, move its files, and say what there is of both; ``_said_of`` reads it."""
+    own = _write_own(job, disk, stage)
+    if job.files is None:
+        return own
+    return {"own": own, "attached": take_attachments(disk, job.files, names, stage)}
+
+
+def _said_of(result: str) -> tuple[list[Any] | None, dict[str, Any]]:
+    said: Any = json.loads(result)
+    if not isinstance(said, dict):
+        return said, {}
+    both = cast("dict[str, Any]", said)
+    return both["own"], both["attached"]
+
+
+def _manifest(job: _Job, results: Sequence[str], generation: int) -> Manifest:
+    files: dict[str, StoredFile] = {}
+    pieces: dict[str, dict[Box | None, Piece]] = {}
+    node = None if job.nodes is None else job.nodes[job.rank]
+    # This node's own pieces first: of a box that several nodes have, each reads its own.
+    order = sorted(
+        range(job.size), key=lambda rank: (job.nodes is not None and job.nodes[rank] != node, rank)
+    )
+    for rank in order:
+        result, _ = _said_of(results[rank])
+        if result is None:
+            continue
+        size, header_crc32, sums = result
+        used = False
+        for write in job.plan.writes[rank]:
+            known = pieces.setdefault(write.stored, {})
+            if write.box in known:
+                continue
+            used = True
+            one = job.described[write.stored]
+            box = write.box or Box((0,) * len(one.shape), one.shape)
+            key = _key(write, job.described)
+            known[write.box] = Piece(_file_name(rank), key, box.offset, box.shape, tuple(sums[key]))
+        if used or node is None or job.nodes is None or job.nodes[rank] == node:
+            at = None if job.nodes is None else job.nodes[rank]
+            files[_file_name(rank)] = StoredFile(size, header_crc32, at)
+    _, attached = _said_of(results[job.main])
+    return Manifest(
+        tree=job.tree,
+        tensors={
+            name: StoredTensor(job.described[name].dtype, job.described[name].shape, tuple(found.values()))
+            for name, found in pieces.items()
+        },
+        files=files,
+        attachments={name: Attachment(size, tuple(sums)) for name, (size, sums) in attached.items()},
+        random=job.random,
+        # Of all that was written, so that equal states give equal bytes.
+        identity=hashlib.sha256(json.dumps([list(results), generation, job.step]).encode()).hexdigest()[:32],
+        step=job.step,
+        metric=job.metric,
+        world_size=job.size,
+        num_nodes=1 if job.nodes is None else len(set(job.nodes)),
+        node=node,
+        generation=generation,
+        created_by=f"accelfn {__version__}",
+    )

@@ -1,0 +1,1 @@
+"""A model's weights, in the layout that the ecosystem reads."""

@@ -1,0 +1,545 @@
+"""How a checkpoint appears, what it never replaces, and where it is looked for."""
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from accelfn.checkpoint import find_checkpoints, latest_checkpoint, verify_checkpoint
+from accelfn.checkpoint.files.commit import (
+    begin_stage,
+    check_free,
+    clean,
+    is_leftover,
+    leftover_path,
+    make_nonce,
+    parse_leftover,
+    publish,
+)
+from accelfn.checkpoint.files.disk import REAL_DISK, Disk
+from accelfn.checkpoint.files.find import OpenCheckpoint, locate, read_checkpoint, resolve
+from accelfn.checkpoint.files.manifest import (
+    Manifest,
+    Piece,
+    StoredFile,
+    StoredTensor,
+    format_manifest,
+    parse_head,
+    parse_manifest,
+)
+from accelfn.checkpoint.files.tensor_reader import Box, read_boxes
+from accelfn.errors import CheckpointError, DamagedCheckpointError, NoCheckpointError
+from tests.checkpoint.small import load_small, save_small
+
+
+def save(directory: Path, value: int, *, disk: Disk = REAL_DISK, step: int | None = None) -> None:
+    save_small(directory, {"x": torch.tensor(value)}, {"y": torch.ones(5)}, disk=disk, step=step)
+
+
+def value(directory: Path) -> int:
+    return int(load_small(directory)["x"])
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def dead_nonce() -> str:
+    """Give a nonce of a process of this machine that has ended."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        process.wait()
+    host, _, random = make_nonce().split("-")
+    return f"{host}-{process.pid}-{random}"
+
+
+# --- appearing -----------------------------------------------------------------------------------
+
+
+def test_a_save_leaves_nothing_but_the_checkpoint(tmp_path: Path) -> None:
+    for number in range(3):
+        save(tmp_path / "above" / "here", number)
+        assert value(tmp_path / "above" / "here") == number
+        assert names(tmp_path / "above") == ["here"]
+        assert verify_checkpoint(tmp_path / "above" / "here").generation == number
+
+
+def test_an_empty_directory_may_become_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    save(tmp_path / "here", 4)
+    assert value(tmp_path / "here") == 4
+
+
+def test_a_damaged_checkpoint_may_be_replaced(tmp_path: Path) -> None:
+    save(tmp_path / "here", 1)
+    (tmp_path / "here" / "manifest.json").write_bytes(b"")
+    save(tmp_path / "here", 2)
+    assert value(tmp_path / "here") == 2
+
+
+@pytest.mark.parametrize("spelling", ["{}/here/", "{}/here/../here", "{}/./here"])
+def test_a_directory_may_be_spelled_in_any_way(tmp_path: Path, spelling: str) -> None:
+    save(Path(spelling.format(tmp_path)), 1)
+    assert names(tmp_path) == ["here"]
+    assert resolve(REAL_DISK, spelling.format(tmp_path)) == str(tmp_path / "here")
+
+
+def test_a_relative_directory_is_one_of_the_current_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save(Path("here"), 3)
+    assert value(tmp_path / "here") == value(Path("here")) == 3
+
+
+# --- refusing ------------------------------------------------------------------------------------
+
+
+def as_file(path: Path) -> None:
+    path.write_text("mine")
+
+
+def as_link(path: Path) -> None:
+    (path.parent / "real").mkdir()
+    path.symlink_to(path.parent / "real")
+
+
+def as_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def with_notes(path: Path) -> None:
+    path.mkdir()
+    (path / "notes.txt").write_text("mine")
+
+
+def with_notes_in_a_checkpoint(path: Path) -> None:
+    save(path, 1)
+    (path / "notes.txt").write_text("mine")
+
+
+def with_a_directory_in_a_checkpoint(path: Path) -> None:
+    save(path, 1)
+    (path / "inner").mkdir()
+
+
+def with_tensors_only(path: Path) -> None:
+    path.mkdir()
+    (path / "tensors-00000.safetensors").write_text("mine")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (as_file, "it is a file"),
+        (as_link, "it is a link"),
+        (as_pipe, "it is neither file nor directory"),
+        (with_notes, r"more in it than a checkpoint: notes\.txt"),
+        (with_notes_in_a_checkpoint, r"more in it than a checkpoint: notes\.txt"),
+        (with_a_directory_in_a_checkpoint, r"more in it than a checkpoint: inner"),
+        (with_tensors_only, r"more in it than a checkpoint: tensors-00000\.safetensors"),
+    ],
+)
+def test_what_is_not_ours_is_never_replaced(
+    tmp_path: Path, make: Callable[[Path], None], message: str
+) -> None:
+    make(tmp_path / "here")
+    before = names(tmp_path)
+    with pytest.raises(CheckpointError, match=f"here can't be replaced by a checkpoint.*{message}"):
+        save(tmp_path / "here", 2)
+    assert names(tmp_path) == before
+    # And no more where it appears only while the save is on its way.
+    shutil.rmtree(tmp_path / "here") if make not in (as_file, as_link, as_pipe) else (
+        tmp_path / "here"
+    ).unlink()
+    shutil.rmtree(tmp_path / "real", ignore_errors=True)
+    stage = begin_stage(REAL_DISK, tmp_path / "here", make_nonce())
+    make(tmp_path / "here")
+    with pytest.raises(CheckpointError, match=message):
+        publish(REAL_DISK, stage)
+    assert names(tmp_path) == before
+
+
+def test_a_mount_point_is_not_replaced(tmp_path: Path) -> None:
+    save(tmp_path / "here", 1)
+
+    def status(path: str) -> Any:
+        found = REAL_DISK.status(path)
+        return found._replace(device=found.device + path.endswith("here"))
+
+    with pytest.raises(CheckpointError, match="it is a mount point"):
+        save(tmp_path / "here", 2, disk=replace(REAL_DISK, status=status))
+    with pytest.raises(CheckpointError, match="it has no name"):
+        save(Path("/"), 2)
+    assert value(tmp_path / "here") == 1
+
+
+@pytest.mark.parametrize("letter", ["x", "é"])
+def test_a_name_that_leaves_no_room_for_a_stage_is_refused(tmp_path: Path, letter: str) -> None:
+    with pytest.raises(CheckpointError, match=r"Take a name that is (\d+) bytes shorter") as caught:
+        save(tmp_path / (letter * (250 // len(letter.encode()))), 1)
+    too_many = int(str(caught.value).partition("that is ")[2].split()[0])
+    assert names(tmp_path) == []
+    fitting = letter * ((250 - too_many) // len(letter.encode()))
+    save(tmp_path / fitting, 1)
+    save(tmp_path / fitting, 2)
+    assert value(tmp_path / fitting) == 2
+
+
+def test_a_parent_that_is_a_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(NotADirectoryError, match="file"):
+        save(tmp_path / "file" / "here", 1)
+
+
+def test_a_parent_that_may_not_be_written_to_is_named(tmp_path: Path) -> None:
+    def refuse(path: str) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", path)
+
+    save(tmp_path / "here", 1)
+    with pytest.raises(PermissionError, match=r"Permission denied.*\.here\.staging-"):
+        save(tmp_path / "here", 2, disk=replace(REAL_DISK, make_folder=refuse))
+    assert names(tmp_path) == ["here"]
+
+
+def test_a_full_disk_is_known_beforehand(tmp_path: Path) -> None:
+    def free_bytes(path: str) -> int:
+        return 100
+
+    disk = replace(REAL_DISK, free_bytes=free_bytes)
+    check_free(disk, tmp_path / "not" / "there", 100)
+    with pytest.raises(OSError, match=r"needs 101 bytes beside .* and 100 are free") as caught:
+        check_free(disk, tmp_path / "not" / "there", 101)
+    assert caught.value.errno == errno.ENOSPC
+    check_free(REAL_DISK, tmp_path, 1)
+
+
+# --- failing -------------------------------------------------------------------------------------
+
+CHANGES = ("create", "write", "sync", "sync_folder", "make_folder", "rename", "remove_file", "remove_folder")
+
+
+class Fault:
+    """A real disk that fails at one operation, and counts them."""
+
+    def __init__(self, number: int, code: int, *, for_good: bool) -> None:
+        self.count = 0
+        self.kinds: list[str] = []
+
+        def wrap(kind: str) -> Callable[..., Any]:
+            real = getattr(REAL_DISK, kind)
+
+            def act(*arguments: Any) -> Any:
+                self.kinds.append(kind)
+                self.count += 1
+                if self.count == number + 1 or (for_good and self.count > number):
+                    # As the system: what is called with a path names it, what has a descriptor can't.
+                    path = arguments[0] if isinstance(arguments[0], str) and kind != "sync_folder" else None
+                    raise OSError(code, os.strerror(code), path)
+                return real(*arguments)
+
+            return act
+
+        self.disk = replace(REAL_DISK, **{kind: wrap(kind) for kind in CHANGES})
+
+
+def outcome(act: Callable[[], None]) -> OSError | None:
+    try:
+        act()
+    except OSError as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize("for_good", [False, True])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize("old", [False, True])
+def test_a_disk_that_fails_anywhere_leaves_the_old_checkpoint(
+    tmp_path: Path, old: bool, code: int, for_good: bool
+) -> None:
+    number = 0
+    while True:
+        parent = tmp_path / str(number)
+        if old:
+            save(parent / "here", 1)
+        fault = Fault(number, code, for_good=for_good)
+        error = outcome(lambda: save(parent / "here", 2, disk=fault.disk))  # noqa: B023 - called at once
+        if error is None:
+            assert value(parent / "here") == 2
+        else:
+            assert error.errno == code
+            assert error.filename is not None
+            renames = fault.kinds[:number].count("rename")
+            committed = renames == 1 + old and fault.kinds[number] == "sync_folder"
+            if committed or old:
+                assert value(parent / "here") == (2 if committed else 1)
+                assert verify_checkpoint(parent / "here")
+            else:
+                with pytest.raises(NoCheckpointError):
+                    value(parent / "here")
+        if parent.exists():
+            assert all(is_leftover(name) or name == "here" for name in names(parent))
+            if not for_good and fault.kinds[number : number + 1] == ["write"]:
+                assert names(parent) == (["here"] if old else [])
+        save(parent / "here", 3)
+        assert value(parent / "here") == 3
+        if fault.count <= number:
+            break
+        number += 1
+    assert number > 10
+
+
+# --- what is left behind -------------------------------------------------------------------------
+
+
+def test_names_of_leftovers_are_told_apart() -> None:
+    nonce = make_nonce()
+    for kind in ("staging", "replaced", "trash"):
+        path = leftover_path("/a/my.run", kind, nonce)
+        found = parse_leftover("/a", path.removeprefix("/a/"))
+        assert found is not None
+        assert (found.path, found.name, found.kind, found.pid) == (path, "my.run", kind, os.getpid())
+    for name in (
+        "here",
+        ".here",
+        ".here.staging",
+        ".here.staging-1",
+        f"here.staging-{nonce}",
+        f".here.old-{nonce}",
+    ):
+        assert parse_leftover("/a", name) is None
+    with pytest.raises(CheckpointError, match="unfinished saves have such names"):
+        begin_stage(REAL_DISK, f"/a/.here.trash-{nonce}", nonce)
+
+
+def test_the_next_save_removes_what_dead_ones_left_and_nothing_else(tmp_path: Path) -> None:
+    here = tmp_path / "here"
+    save(here, 1)
+    dead = Path(begin_stage(REAL_DISK, here, dead_nonce()).path)
+    (dead / "tensors-00000.safetensors").write_bytes(b"part")
+    alive = Path(begin_stage(REAL_DISK, here, make_nonce()).path)
+    assert not dead.exists()
+    others = [
+        f".here.staging-{'0' * 12}-1-{'a' * 8}",  # of another machine, and new
+        f".elsewhere.staging-{dead_nonce()}",
+        ".here.staging-of-mine",
+    ]
+    for name in others:
+        (tmp_path / name).mkdir()
+    old = tmp_path / f".here.staging-{'0' * 12}-2-{'a' * 8}"
+    old.mkdir()
+    os.utime(old, (time.time() - 100_000, time.time() - 100_000))
+    save(here, 2)
+    assert names(tmp_path) == sorted(["here", alive.name, *others])
+    assert clean(REAL_DISK, str(tmp_path)) == (str(tmp_path / others[1]),)
+
+
+def killed_between_renames(here: Path) -> Path:
+    """Leave what a save leaves that is killed between its renames; give where the old checkpoint is."""
+    stage = begin_stage(REAL_DISK, here, dead_nonce())
+    replaced = Path(leftover_path(str(here), "replaced", stage.nonce))
+    here.rename(replaced)
+    return replaced
+
+
+def test_a_replaced_checkpoint_is_found_until_the_new_one_is_there(tmp_path: Path) -> None:
+    here = tmp_path / "here"
+    save(here, 1)
+    replaced = killed_between_renames(here)
+    assert resolve(REAL_DISK, here) == str(replaced)
+    assert value(here) == 1
+    assert find_checkpoints(tmp_path) == (here,)
+    assert value(tmp_path) == 1
+    clean(REAL_DISK, str(tmp_path))
+    assert names(tmp_path) == [replaced.name]
+    save(here, 2)
+    assert value(here) == 2
+    assert names(tmp_path) == ["here"]
+    assert verify_checkpoint(here).generation == 1
+
+
+def test_of_several_replaced_ones_the_newest_whole_one_counts(tmp_path: Path) -> None:
+    here = tmp_path / "here"
+    for number in range(4):
+        save(here, number)
+        shutil.copytree(here, tmp_path / str(number))
+    shutil.rmtree(here)
+    for number in range(4):
+        (tmp_path / str(number)).rename(leftover_path(str(here), "replaced", make_nonce()))
+    assert value(here) == 3
+    newest = Path(resolve(REAL_DISK, here))
+    (newest / "tensors-00001.safetensors").unlink()
+    assert value(here) == 2
+
+
+def test_a_stage_never_counts_however_complete(tmp_path: Path) -> None:
+    save(tmp_path / "here", 1)
+    (tmp_path / "here").rename(leftover_path(str(tmp_path / "here"), "staging", make_nonce()))
+    with pytest.raises(NoCheckpointError, match=r"only an unfinished save of it is there.*\.here\.staging-"):
+        resolve(REAL_DISK, tmp_path / "here")
+    assert find_checkpoints(tmp_path) == ()
+
+
+# --- finding -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "there is no such directory: '.*here'"),
+        ([], "the directory is empty"),
+        (["random_states_0.pkl", "optimizer.bin"], "a checkpoint of Accelerate.*accelfn checkpoint convert"),
+        ([".metadata", "__0_0.distcp"], r"a checkpoint of torch\.distributed\.checkpoint"),
+        (["model.safetensors", "config.json"], "the weights of a model"),
+        (["a", "b"], r"has no manifest\.json, but a, b"),
+    ],
+)
+def test_where_there_is_no_checkpoint_the_error_says_what_is_there(
+    tmp_path: Path, content: list[str] | None, message: str
+) -> None:
+    if content is not None:
+        (tmp_path / "here").mkdir()
+        for name in content:
+            (tmp_path / "here" / name).write_bytes(b"")
+    for act in (verify_checkpoint, latest_checkpoint, value):
+        with pytest.raises(NoCheckpointError, match=message):
+            act(tmp_path / "here")
+
+
+def test_a_file_is_no_checkpoint(tmp_path: Path) -> None:
+    save(tmp_path / "here", 1)
+    with pytest.raises(NoCheckpointError, match="it is a file"):
+        verify_checkpoint(tmp_path / "here" / "manifest.json")
+
+
+def test_checkpoints_are_ordered_by_step_then_by_name_then_by_time(tmp_path: Path) -> None:
+    for name, step in (("b", 9), ("a", 10), ("c", 1)):
+        save(tmp_path / "steps" / name, 0, step=step)
+    assert [path.name for path in find_checkpoints(tmp_path / "steps")] == ["c", "b", "a"]
+    assert latest_checkpoint(tmp_path / "steps") == tmp_path / "steps" / "a"
+    for name, step in (("at-10", None), ("at-9", 50), ("run-3-at-1", None)):
+        save(tmp_path / "numbers" / name, 0, step=step)
+    assert [path.name for path in find_checkpoints(tmp_path / "numbers")] == ["run-3-at-1", "at-9", "at-10"]
+    for age, name in enumerate(("x", "at-1", "last")):
+        save(tmp_path / "times" / name, 0)
+        os.utime(tmp_path / "times" / name / "manifest.json", (1000 - age, 1000 - age))
+    assert [path.name for path in find_checkpoints(tmp_path / "times")] == ["last", "at-1", "x"]
+    assert locate(REAL_DISK, tmp_path / "times") == str(tmp_path / "times" / "x")
+
+
+def test_other_things_and_links_are_no_checkpoints(tmp_path: Path) -> None:
+    save(tmp_path / "one", 1)
+    (tmp_path / "latest").symlink_to("one")
+    (tmp_path / "file").write_bytes(b"")
+    (tmp_path / "empty").mkdir()
+    begin_stage(REAL_DISK, tmp_path / "two", make_nonce())
+    assert find_checkpoints(tmp_path) == (tmp_path / "one",)
+    # A link that is passed by name is followed.
+    assert value(tmp_path / "latest") == 1
+
+
+def test_a_damaged_newest_one_is_an_error_and_an_older_one_is_not(tmp_path: Path) -> None:
+    for step in range(3):
+        save(tmp_path / f"at-{step}", step, step=step)
+        os.utime(tmp_path / f"at-{step}" / "manifest.json", (1000 + step, 1000 + step))
+    (tmp_path / "at-1" / "tensors-00000.safetensors").unlink()
+    assert latest_checkpoint(tmp_path) == tmp_path / "at-2"
+    (tmp_path / "at-2" / "manifest.json").write_bytes(b"{}\n")
+    with pytest.raises(DamagedCheckpointError, match=r"at-2/manifest\.json is damaged"):
+        latest_checkpoint(tmp_path)
+    assert find_checkpoints(tmp_path) == (tmp_path / "at-0",)
+
+
+def test_a_missing_directory_has_no_checkpoints_to_list(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        find_checkpoints(tmp_path / "absent")
+
+
+# --- reading while others write ------------------------------------------------------------------
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_again(tmp_path: Path) -> None:
+    save(tmp_path / "here", 1)
+    calls: list[int] = []
+
+    def read(checkpoint: OpenCheckpoint) -> int:
+        calls.append(checkpoint.manifest.generation)
+        if len(calls) == 1:
+            save(tmp_path / "here", 2)
+        box = Box("x", "int64", checkpoint.manifest.tensors["x"].pieces[0])
+        return int(read_boxes(REAL_DISK, checkpoint.folder, checkpoint.manifest, [box])[0])
+
+    assert read_checkpoint(REAL_DISK, tmp_path / "here", read) == 2
+    assert calls == [0, 1]
+
+
+def test_a_file_that_is_really_missing_is_not_looked_for_again(tmp_path: Path) -> None:
+    save(tmp_path / "here", 1)
+    calls: list[int] = []
+
+    def read(checkpoint: OpenCheckpoint) -> None:
+        calls.append(1)
+        raise DamagedCheckpointError("a file is missing", "x")
+
+    with pytest.raises(DamagedCheckpointError):
+        read_checkpoint(REAL_DISK, tmp_path / "here", read)
+    assert calls == [1]
+
+
+def test_readers_always_find_a_whole_checkpoint_while_another_thread_saves(tmp_path: Path) -> None:
+    save(tmp_path / "here", 0)
+    done = threading.Event()
+    seen: list[int] = []
+    errors: list[BaseException] = []
+
+    def watch() -> None:
+        try:
+            while not done.is_set():
+                verify_checkpoint(tmp_path / "here")
+                seen.append(value(tmp_path / "here"))
+        except BaseException as error:  # noqa: BLE001 - shown below
+            errors.append(error)
+
+    # In place of fsync, so that there are many saves in little time.
+    def nothing(what: object) -> None:
+        pass
+
+    disk = replace(REAL_DISK, sync=nothing, sync_folder=nothing)
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    for number in range(1, 60):
+        save(tmp_path / "here", number, disk=disk)
+    done.set()
+    watcher.join()
+    assert errors == []
+    assert seen == sorted(seen)
+    assert value(tmp_path / "here") == 59
+
+
+def test_the_head_of_a_manifest_is_that_of_the_whole_one() -> None:
+    for text in ("plain", ',"tensors":', '"', '\\","tensors":{}', ',\\"tensors\\":'):
+        whole = Manifest(
+            tree={text: text},
+            tensors={text: StoredTensor("int8", (1,), (Piece("f", text, (0,), (1,), (5,)),))},
+            files={"f": StoredFile(9, 7, 0)},
+            step=4,
+            metric=0.25,
+            num_nodes=2,
+            node=0,
+            generation=3,
+            created_by=text,
+        )
+        content = format_manifest(whole)
+        assert parse_manifest(content) == whole
+        assert parse_head(content) == replace(whole, tree=None, tensors={})
+        with pytest.raises(DamagedCheckpointError):
+            parse_head(content.replace(b"int8", b"int4"))

@@ -1,0 +1,109 @@
+"""Which checkpoints stay, and that only the others go."""
+
+import math
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accelfn.checkpoint import Keep, find_checkpoints, plan_retention, prune_checkpoints, verify_checkpoint
+from accelfn.checkpoint.files.commit import make_nonce
+from accelfn.errors import ConfigurationError
+from tests.checkpoint.small import save_small
+
+counts = st.none() | st.integers(1, 4)
+modes = st.sampled_from(["min", "max"])
+keeps = st.builds(Keep, last=counts, every=counts, best=counts, mode=modes)
+metrics = st.none() | st.floats(allow_nan=True)
+lists = st.lists(st.tuples(st.integers(0, 12), metrics), max_size=8)
+
+
+def slow_retention(checkpoints: list[tuple[int, float | None]], keep: Keep) -> set[int]:
+    """Say the same, rule by rule, by counting for each checkpoint how many are better."""
+    if (keep.last, keep.every, keep.best) == (None, None, None):
+        return set(range(len(checkpoints)))
+    stay: set[int] = set()
+    for index, (step, metric) in enumerate(checkpoints):
+        newer = sum((other, place) > (step, index) for place, (other, _) in enumerate(checkpoints))
+        if newer < (keep.last or 1) or (keep.every and step % keep.every == 0):
+            stay.add(index)
+        if keep.best and metric is not None and not math.isnan(metric):
+            better = 0
+            for place, (other, score) in enumerate(checkpoints):
+                if score is not None and not math.isnan(score):
+                    ahead = score < metric if keep.mode == "min" else score > metric
+                    better += ahead or (score == metric and (other, place) > (step, index))
+            if better < keep.best:
+                stay.add(index)
+    return stay
+
+
+@given(lists, keeps)
+def test_those_stay_that_a_rule_wants(checkpoints: list[tuple[int, float | None]], keep: Keep) -> None:
+    assert plan_retention(checkpoints, keep) == tuple(sorted(slow_retention(checkpoints, keep)))
+
+
+def test_of_equal_metrics_the_newer_stays_and_no_number_is_never_best() -> None:
+    scores = [(1, 0.5), (2, 0.5), (3, math.nan), (4, None), (5, 0.9), (6, math.nan)]
+    assert plan_retention(scores, Keep(best=1)) == (1, 5)
+    assert plan_retention(scores, Keep(best=2)) == (0, 1, 5)
+    assert plan_retention(scores, Keep(best=1, mode="max")) == (4, 5)
+    assert plan_retention(scores, Keep(best=5)) == (0, 1, 4, 5)
+    assert plan_retention(scores[:1] + scores[2:3] + scores[1:2], Keep(best=1)) == (1, 2)
+
+
+@given(lists, keeps)
+def test_the_newest_always_stays_and_pruning_twice_is_pruning_once(
+    checkpoints: list[tuple[int, float | None]], keep: Keep
+) -> None:
+    stay = plan_retention(checkpoints, keep)
+    if checkpoints:
+        assert max(range(len(checkpoints)), key=lambda index: (checkpoints[index][0], index)) in stay
+    rest = [checkpoints[index] for index in stay]
+    assert plan_retention(rest, keep) == tuple(range(len(rest)))
+
+
+@pytest.mark.parametrize("name", ["last", "every", "best"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, True])
+def test_a_rule_that_makes_no_sense_is_refused(name: str, value: object) -> None:
+    with pytest.raises(ConfigurationError, match=f"{name} must be a whole number from 1 on"):
+        Keep(**{name: value})  # pyright: ignore[reportArgumentType]
+
+
+def test_an_unknown_mode_is_refused() -> None:
+    mode: Literal["min"] = "best"  # pyright: ignore[reportAssignmentType]
+    with pytest.raises(ConfigurationError, match="mode must be 'min' or 'max', got 'best'"):
+        Keep(mode=mode)
+
+
+def test_the_others_are_removed_and_what_stays_is_whole(tmp_path: Path) -> None:
+    for step, metric in enumerate([0.5, 0.1, 0.4, 0.3]):
+        save_small(tmp_path / f"at-{step}", {"x": torch.tensor(step)}, step=step, metric=metric)
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "more").mkdir()
+    removed = prune_checkpoints(tmp_path, Keep(last=1, best=1))
+    assert removed == (tmp_path / "at-0", tmp_path / "at-2")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["at-1", "at-3", "more", "notes.txt"]
+    assert all(verify_checkpoint(path) for path in find_checkpoints(tmp_path))
+    assert prune_checkpoints(tmp_path, Keep(last=1, best=1)) == ()
+
+
+def test_what_is_damaged_or_in_work_is_left_alone_and_does_not_count(tmp_path: Path) -> None:
+    for step in range(5):
+        save_small(tmp_path / f"at-{step}", {"x": torch.tensor(step)}, step=step)
+    (tmp_path / "at-4" / "manifest.json").write_bytes(b"{}")
+    (tmp_path / "at-3" / "tensors-00000.safetensors").unlink()
+    working = tmp_path / f".at-1.staging-{make_nonce()}"
+    working.mkdir()
+    assert prune_checkpoints(tmp_path, Keep(last=1)) == (tmp_path / "at-0",)
+    assert {path.name for path in tmp_path.iterdir()} == {"at-1", "at-2", "at-3", "at-4", working.name}
+
+
+def test_without_a_rule_nothing_goes(tmp_path: Path) -> None:
+    for step in range(3):
+        save_small(tmp_path / f"at-{step}", {"x": torch.tensor(step)})
+    assert prune_checkpoints(tmp_path, Keep()) == ()
+    assert len(find_checkpoints(tmp_path)) == 3

@@ -1,0 +1,268 @@
+"""Files of the caller's own in a checkpoint: whole with it, checked with it, gone with it."""
+
+import json
+import os
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import accelfn as af
+from accelfn import ProjectConfiguration
+from accelfn.checkpoint import find_checkpoint, folder_for_files
+from accelfn.checkpoint.files.commit import clean, leftover_path
+from accelfn.checkpoint.files.disk import REAL_DISK
+from accelfn.checkpoint.files.manifest import Attachment, Manifest, format_manifest, parse_manifest
+from accelfn.context import Context
+from accelfn.errors import CheckpointError, DamagedCheckpointError, RemoteRankError
+from accelfn.testing import run_ranks
+
+FILES = {"notes.txt": b"best so far", "unet/config.json": b"{}", "unet/deep/empty": b"", "text/vocab": b"abc"}
+NONCE = "0" * 12 + "-1-" + "0" * 8
+
+
+def write_files(folder: Path, files: dict[str, bytes] | None = None) -> Path:
+    for name, content in (FILES if files is None else files).items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def tree_of(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and not path.name.startswith(("manifest", "tensors-"))
+    }
+
+
+def save(folder: Path, files: dict[str, bytes] | None = None) -> Path:
+    """Save a small checkpoint with files in it."""
+    source = write_files(folder / "source", files)
+    return af.save_state(Context(), folder / "at", {"w": torch.arange(3)}, files=source)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_files_become_part_of_the_checkpoint(tmp_path: Path, asynchronous: bool) -> None:
+    source = write_files(tmp_path / "source")
+    (source / "hollow" / "inner").mkdir(parents=True)
+    saved = af.save_state(Context(), tmp_path / "at", {"step": 3}, asynchronous, files=source)
+    if isinstance(saved, af.SaveHandle):
+        assert not source.exists()  # the caller may use the name again at once
+        saved = saved.result()
+    assert tree_of(saved) == FILES
+    assert not (saved / "hollow").exists()
+    assert os.listdir(tmp_path) == ["at"]
+    report = af.verify_checkpoint(saved)
+    assert report.attachments == tuple(sorted(FILES))
+    assert report.num_bytes >= sum(map(len, FILES.values()))
+    assert af.load_state(Context(), saved, {"step": 0}) == {"step": 3}
+    assert find_checkpoint(Context(), tmp_path) == saved
+
+
+def test_all_ranks_may_write_and_all_find_it(tmp_path: Path) -> None:
+    def run(ctx: Context) -> dict[str, bytes]:
+        with folder_for_files(ctx, tmp_path / "at") as folder:
+            write_files(folder, {f"rank{ctx.rank}": b"1"})
+            af.save_state(ctx, tmp_path / "at", {"rank": ctx.rank}, files=folder)
+        return tree_of(find_checkpoint(ctx, tmp_path / "at"))
+
+    assert run_ranks(run, 3) == [{f"rank{rank}": b"1" for rank in range(3)}] * 3
+    assert os.listdir(tmp_path) == ["at"]
+
+
+def test_each_node_has_its_own_files(tmp_path: Path) -> None:
+    project = ProjectConfiguration(save_on_each_node=True)
+
+    def run(ctx: Context) -> dict[str, bytes]:
+        place = tmp_path / f"node{ctx.world.node_rank}" / "at"
+        with folder_for_files(ctx, place) as folder:
+            write_files(folder, {f"rank{ctx.rank}": b"1"})
+            af.save_state(ctx, place, {"w": torch.arange(4)}, files=folder)
+        af.load_state(ctx, place, {"w": torch.zeros(4, dtype=torch.int64)})
+        af.verify_checkpoint(place)
+        return tree_of(find_checkpoint(ctx, place))
+
+    found = run_ranks(run, 4, project_config=project, num_nodes=2)
+    assert found == [{"rank0": b"1", "rank1": b"1"}] * 2 + [{"rank2": b"1", "rank3": b"1"}] * 2
+
+
+def test_a_checkpoint_is_replaced_and_removed_with_its_files(tmp_path: Path) -> None:
+    save(tmp_path)
+    at = save(tmp_path, {"unet": b"a file now"})
+    assert tree_of(at) == {"unet": b"a file now"}
+    (at / "link").symlink_to(tmp_path)
+    with pytest.raises(CheckpointError, match="more in it than a checkpoint: link"):
+        save(tmp_path)
+    (at / "link").unlink()
+    for step in range(3):
+        af.save_state(
+            Context(),
+            tmp_path / "all" / f"{step}",
+            {},
+            step=step,
+            keep=af.Keep(last=1),
+            files=write_files(tmp_path / "source"),
+        )
+    assert os.listdir(tmp_path / "all") == ["2"]
+
+
+def test_somebody_elses_files_below_are_not_removed(tmp_path: Path) -> None:
+    at = save(tmp_path)
+    (at / "unet" / "thesis.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match=r"unet/thesis\.txt"):
+        save(tmp_path)
+    with pytest.raises(DamagedCheckpointError, match=r"unet/thesis\.txt, which its manifest doesn't name"):
+        af.verify_checkpoint(at)
+    assert (at / "unet" / "thesis.txt").read_text() == "mine"
+
+
+def test_a_folder_of_a_dead_program_is_removed_and_links_in_it_are_not_followed(tmp_path: Path) -> None:
+    kept = write_files(tmp_path / "kept")
+    dead = Path(leftover_path(str(tmp_path / "at"), "files", NONCE))
+    write_files(dead)
+    (dead / "unet" / "link").symlink_to(kept)
+    os.utime(dead, (0, 0))  # of another machine: after a day
+    with folder_for_files(Context(), tmp_path / "at") as folder:
+        assert folder.parent == tmp_path
+        assert clean(REAL_DISK, str(tmp_path)) == (str(dead),)
+        assert folder.exists()
+    assert tree_of(kept) == FILES
+    assert os.listdir(tmp_path) == ["kept"]
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "tensors-00000.safetensors", "manifest.json/inner"])
+def test_names_that_a_checkpoint_has_itself_are_refused_on_all_ranks(tmp_path: Path, name: str) -> None:
+    write_files(tmp_path / "source", {name: b"mine"})
+
+    def run(ctx: Context) -> None:
+        kind = CheckpointError if ctx.is_main_process else RemoteRankError
+        with pytest.raises(kind, match="of its own"):
+            af.save_state(ctx, tmp_path / "at", {}, files=tmp_path / "source")
+
+    run_ranks(run, 2)
+    assert (tmp_path / "source" / name).read_bytes() == b"mine"
+    assert os.listdir(tmp_path) == ["source"]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_links_and_pipes_are_refused_and_stay(tmp_path: Path, asynchronous: bool) -> None:
+    source = write_files(tmp_path / "source")
+    (source / "text" / "odd").symlink_to("vocab")
+    with pytest.raises(CheckpointError, match=r"text/odd can't .*: it is a link"):
+        af.save_state(Context(), tmp_path / "at", {}, asynchronous, files=source)
+    (source / "text" / "odd").unlink()
+    os.mkfifo(source / "text" / "odd")
+    with pytest.raises(CheckpointError, match="it is no plain file"):
+        af.save_state(Context(), tmp_path / "at", {}, asynchronous, files=source)
+    assert os.listdir(tmp_path) == ["source"]
+    with pytest.raises(OSError, match="absent"):
+        af.save_state(Context(), tmp_path / "at", {}, asynchronous, files=tmp_path / "absent")
+
+
+@given(name=st.sampled_from(["notes.txt", "unet/config.json", "text/vocab"]), kind=st.integers(0, 3))
+def test_damage_is_found_by_all_that_read(name: str, kind: int) -> None:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as place:
+        path = save(Path(place)) / name
+        content = path.read_bytes()
+        if kind == 0:
+            path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+        elif kind == 1:
+            path.write_bytes(content + b"x")
+        elif kind == 2:
+            path.rename(Path(place) / "elsewhere")
+            path.symlink_to(Path(place) / "elsewhere")
+        else:
+            path.unlink()
+        for read in (
+            lambda: af.verify_checkpoint(f"{place}/at"),
+            lambda: find_checkpoint(Context(), f"{place}/at"),
+            lambda: af.load_state(Context(), f"{place}/at", {"w": torch.zeros(3, dtype=torch.int64)}),
+        ):
+            with pytest.raises(DamagedCheckpointError) as caught:
+                read()
+            assert caught.value.file == name
+
+
+def test_damage_is_an_error_on_all_ranks_that_load(tmp_path: Path) -> None:
+    (save(tmp_path) / "notes.txt").write_bytes(b"best so fat")
+
+    def run(ctx: Context) -> None:
+        kind = DamagedCheckpointError if ctx.is_main_process else RemoteRankError
+        with pytest.raises(kind, match=r"notes\.txt is damaged"):
+            af.load_state(ctx, tmp_path / "at", {"w": torch.zeros(3, dtype=torch.int64)})
+
+    run_ranks(run, 2)
+
+
+def test_a_checkpoint_that_lacks_files_is_none_of_a_directory(tmp_path: Path) -> None:
+    at = save(tmp_path)
+    assert af.find_checkpoints(tmp_path) == (at,)
+    (at / "unet" / "config.json").write_bytes(b"{} ")
+    assert af.find_checkpoints(tmp_path) == ()
+
+
+# --- the manifest --------------------------------------------------------------------------------
+
+
+def manifest_with(attachments: Any) -> bytes:
+    return format_manifest(Manifest(tree=None, tensors={}, files={}, attachments=attachments))
+
+
+def test_the_manifest_keeps_them() -> None:
+    found = {"a/b.txt": Attachment(3, (zlib.crc32(b"abc"),)), "ümläut \ud800": Attachment(0, ())}
+    content = manifest_with(found)
+    assert parse_manifest(content).attachments == found
+    said = json.loads(content.partition(b"\n")[0])["attachments"]
+    assert said["a/b.txt"] == [3, [891568578]]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "/etc/passwd",
+        "../up",
+        "a/../b",
+        "a//b",
+        "a/",
+        "./a",
+        "a\\b",
+        "a\0",
+        "C:a",
+        "manifest.json",
+        "tensors-00007.safetensors",
+    ],
+)
+def test_paths_that_lead_elsewhere_are_refused(name: str) -> None:
+    with pytest.raises(DamagedCheckpointError, match="is no path of an attached file"):
+        parse_manifest(manifest_with({name: Attachment(0, ())}))
+
+
+@pytest.mark.parametrize(
+    "attachments",
+    [
+        {"a": Attachment(0, ()), "a/b": Attachment(0, ())},
+        {"a": Attachment(1, ())},
+        {"a": Attachment(-1, ())},
+        {"a": Attachment(1, (-1,))},
+        {"a": Attachment(0, (1,))},
+        {"a": Attachment((1 << 26) + 1, (1,))},
+        {"a": (True, (1,))},
+        {"a": 7},
+    ],
+)
+def test_what_says_nothing_sound_is_refused(attachments: Any) -> None:
+    content = json.loads(manifest_with({}).partition(b"\n")[0])
+    content["attachments"] = attachments
+    import hashlib
+
+    line = json.dumps(content).encode()
+    with pytest.raises(DamagedCheckpointError):
+        parse_manifest(line + b"\n" + hashlib.sha256(line).hexdigest().encode() + b"\n")

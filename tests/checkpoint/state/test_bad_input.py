@@ -1,0 +1,394 @@
+"""A checkpoint that isn't what was written, or was made to harm: refused, and nothing is changed by it."""
+
+import hashlib
+import json
+import os
+import pickle
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+import accelfn as af
+from accelfn.checkpoint import Keep
+from accelfn.checkpoint.files.commit import begin_stage, leftover_path, make_nonce, write_manifest
+from accelfn.checkpoint.files.disk import REAL_DISK
+from accelfn.context import Context
+from accelfn.errors import (
+    CheckpointError,
+    DamagedCheckpointError,
+    NoCheckpointError,
+    NotAvailableError,
+)
+from accelfn.testing import run_ranks
+from tests.checkpoint.campaign import fork
+from tests.checkpoint.small import write_stage
+from tests.checkpoint.state.test_faults import check, state
+from tests.checkpoint.watched_disk import watched
+
+MANIFEST = "manifest.json"
+TENSORS = "tensors-00000.safetensors"
+Change = Callable[[dict[str, Any]], object]
+
+
+def saved(path: Path, value: float = 1.0) -> Path:
+    """Save a state that has something of everything."""
+    model = nn.Linear(3, 2)
+    nn.init.constant_(model.weight, value)
+    tree = {"model": model, "own": torch.full((4,), value), "free": nn.Parameter(torch.ones(2)), "step": 1}
+    return af.save_state(Context(), path, tree)
+
+
+def bits(tree: dict[str, Any]) -> str:
+    return repr((tree["model"].state_dict(), tree["own"], tree["free"], tree["step"], torch.get_rng_state()))
+
+
+def refused(path: Path, kinds: type[Exception] | tuple[type[Exception], ...] = DamagedCheckpointError) -> str:
+    """Check that nothing takes up what is at ``path``, and that trying to changes nothing."""
+    like = {"model": nn.Linear(3, 2), "own": torch.zeros(4), "free": nn.Parameter(torch.zeros(2)), "step": 0}
+    before, there = bits(like), listing(path)
+    with pytest.raises(kinds) as caught:
+        af.load_state(Context(), path, like)
+    for read in (af.load_tree, af.verify_checkpoint):
+        with pytest.raises(kinds):
+            read(path)
+    assert bits(like) == before
+    assert listing(path) == there
+    return str(caught.value)
+
+
+def listing(path: Path) -> list[tuple[str, int, int]]:
+    return [(str(one), one.lstat().st_mtime_ns, one.lstat().st_size) for one in sorted(path.rglob("*"))]
+
+
+def rewrite(path: Path, change: Change) -> None:
+    """Change what a manifest says, and give it the checksum of that."""
+    manifest = path / MANIFEST
+    said = json.loads(manifest.read_bytes().partition(b"\n")[0])
+    change(said)
+    seal(manifest, json.dumps(said).encode())
+
+
+def seal(manifest: Path, line: bytes) -> None:
+    manifest.write_bytes(line + b"\n" + hashlib.sha256(line).hexdigest().encode() + b"\n")
+
+
+# --- damage --------------------------------------------------------------------------------------
+
+
+def test_every_byte_counts(tmp_path: Path) -> None:
+    path = af.save_tree(tmp_path / "at", {"a": torch.arange(5), "b": torch.ones(2, 2), "name": "x"})
+    unnoticed: list[tuple[str, int]] = []
+    for file in sorted(path.iterdir()):
+        content = file.read_bytes()
+        for place in range(len(content)):
+            changed = bytearray(content)
+            changed[place] ^= 1 << place % 8
+            file.write_bytes(changed)
+            for read in (af.verify_checkpoint, af.load_tree):
+                try:
+                    read(path)
+                except DamagedCheckpointError:
+                    continue
+                unnoticed.append((file.name, place))
+        file.write_bytes(content)
+    assert unnoticed == []
+    af.verify_checkpoint(path)
+
+
+@pytest.mark.parametrize("name", [MANIFEST, TENSORS])
+def test_a_file_that_is_cut_off_or_goes_on(tmp_path: Path, name: str) -> None:
+    path = saved(tmp_path / "at")
+    content = (path / name).read_bytes()
+    for length in (0, 1, 7, 8, 9, len(content) // 2, len(content) - 66, len(content) - 1):
+        (path / name).write_bytes(content[:length])
+        assert name in refused(path)
+    (path / name).write_bytes(content + b"\0")
+    assert name in refused(path)
+
+
+def test_a_file_that_is_missing_and_one_too_many(tmp_path: Path) -> None:
+    path = saved(tmp_path / "at")
+    extra = path / "tensors-00001.safetensors"
+    shutil.copy(path / TENSORS, extra)
+    assert extra.name in refused(path)
+    extra.unlink()
+    (path / ".hidden").write_text("")
+    assert ".hidden" in refused(path)
+    (path / ".hidden").unlink()
+    kept = (path / TENSORS).read_bytes()
+    (path / TENSORS).unlink()
+    assert "is missing" in refused(path)
+    (path / TENSORS).write_bytes(kept)
+    (path / MANIFEST).unlink()
+    assert "no manifest.json" in refused(path, NoCheckpointError)
+
+
+@pytest.mark.parametrize("name", [MANIFEST, TENSORS])
+def test_a_file_of_another_checkpoint_of_the_same_shapes(tmp_path: Path, name: str) -> None:
+    one, other = saved(tmp_path / "one"), saved(tmp_path / "other", 2.0)
+    assert (one / TENSORS).stat().st_size == (other / TENSORS).stat().st_size
+    shutil.copy(other / name, one / name)
+    assert "aren't what was written" in refused(one)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no named pipes")
+@pytest.mark.parametrize("name", [MANIFEST, TENSORS])
+def test_something_else_than_a_file(tmp_path: Path, name: str) -> None:
+    path = saved(tmp_path / "at")
+    elsewhere = tmp_path / "elsewhere"
+    (path / name).rename(elsewhere)
+    (path / name).symlink_to(elsewhere)
+    assert "must be a plain file" in refused(path)
+    (path / name).unlink()
+    (path / name).symlink_to("/dev/zero")
+    assert "must be a plain file" in refused(path)
+    (path / name).unlink()
+    os.mkfifo(path / name)
+    assert "must be a plain file" in refused(path)
+    (path / name).unlink()
+    (path / name).mkdir()
+    assert "must be a plain file" in refused(path)
+
+
+# --- made to harm --------------------------------------------------------------------------------
+
+
+class Bomb:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.marker),)
+
+
+@pytest.mark.parametrize("name", [MANIFEST, TENSORS])
+@pytest.mark.parametrize("protocol", [0, 2, 5, "torch"])
+def test_no_pickle_goes_off(tmp_path: Path, name: str, protocol: int | str) -> None:
+    path, marker = saved(tmp_path / "at"), tmp_path / "marker"
+    if isinstance(protocol, str):
+        torch.save(Bomb(marker), path / name)
+    else:
+        (path / name).write_bytes(pickle.dumps(Bomb(marker), protocol))
+    refused(path)
+    content = (path / name).read_bytes()
+    if name == MANIFEST:  # sealed, so that the checksum is right
+        seal(path / MANIFEST, content.partition(b"\n")[0])
+    else:
+        rewrite(path, lambda said: said["files"].update({TENSORS: [len(content), 0, None]}))
+    refused(path)
+    assert not marker.exists()
+
+
+def renamed(name: str) -> Change:
+    """Let the manifest call its file of tensors by another name."""
+
+    def change(said: dict[str, Any]) -> None:
+        said["files"] = {name: said["files"][TENSORS]}
+        for tensor in said["tensors"].values():
+            tensor[2] = [[name, *piece[1:]] for piece in tensor[2]]
+
+    return change
+
+
+def pieces(*boxes: tuple[list[int], list[int]]) -> Change:
+    """Let the manifest say that a tensor of four elements lies in other boxes."""
+
+    def change(said: dict[str, Any]) -> None:
+        (file, key, _, _, crc32) = said["tensors"]["own"][2][0]
+        said["tensors"]["own"][2] = [
+            [file, f"{key}{number or ''}", *box, crc32] for number, box in enumerate(boxes)
+        ]
+
+    return change
+
+
+def field(*path: str | int, value: Any) -> Change:
+    """Let the manifest have another value somewhere."""
+
+    def change(said: dict[str, Any]) -> None:
+        here: Any = said
+        for key in path[:-1]:
+            here = here[key]
+        here[path[-1]] = value
+
+    return change
+
+
+OWN = ("tensors", "own")
+HARMFUL: dict[str, Change] = {
+    **{
+        f"file {name[:20]!r}": renamed(name)
+        for name in (
+            *("../x", "/etc/passwd", "a\0b", "x" * 5000, "", ".", "..", "a/b", "a\\b", "ä", ".x", "-x\n"),
+            *(MANIFEST, "../at/" + TENSORS, "./" + TENSORS, "\ud800"),
+        )
+    },
+    "pieces overlap": pieces(([0], [3]), ([2], [1])),
+    "pieces overlap, all": pieces(([0], [2]), ([0], [2])),
+    "pieces leave a gap": pieces(([0], [1]), ([3], [1])),
+    "no piece": pieces(),
+    "a piece outside": pieces(([1], [4])),
+    "a piece before": pieces(([-1], [4])),
+    "a piece of another form": pieces(([0, 0], [2, 2])),
+    "a part of a number": pieces(([0.0], [4])),  # pyright: ignore[reportArgumentType]
+    "huge": lambda said: said["tensors"].update(own=["float32", [1 << 60], said["tensors"]["own"][2]]),
+    "huge, the piece too": lambda said: said["tensors"].update(
+        own=["float32", [1 << 60], [[TENSORS, "own", [0], [1 << 60], [0]]]]
+    ),
+    "another shape": lambda said: said["tensors"].update(
+        own=["float32", [2, 2], [[TENSORS, "own", [0, 0], [2, 2], said["tensors"]["own"][2][0][4]]]]
+    ),
+    "another dtype": field(*OWN, 0, value="int32"),
+    "no dtype": field(*OWN, 0, value="load"),
+    "a dtype of no text": field(*OWN, 0, value=3),
+    "another's entry": field(*OWN, 2, 0, 1, value="free"),
+    "no checksum": field(*OWN, 2, 0, 4, value=[]),
+    "checksums": field(*OWN, 2, 0, 4, value=[0, 0]),
+    "another checksum": field(*OWN, 2, 0, 4, value=[0]),
+    "a checksum of no number": field(*OWN, 2, 0, 4, value=["0"]),
+    "file too small": field("files", TENSORS, 0, value=10),
+    "file negative": field("files", TENSORS, 0, value=-1),
+    "header": field("files", TENSORS, 1, value=0),
+    "no files": field("files", value={}),
+    "a list of files": field("files", value=[]),
+    "no tensors": field("tensors", value={}),
+    "an entry that no tensor has": lambda said: said["tensors"].pop("own"),
+    "version 0": field("version", value=0),
+    "version as text": field("version", value="1"),
+    "another format": field("format", value="zip"),
+    "chunk_bytes": field("chunk_bytes", value=1),
+    "world_size": field("world_size", value=0),
+    "generation": field("generation", value=-1),
+    "step": field("step", value="1"),
+    "metric": field("metric", value="1"),
+    "unknown kind": field("tree", "own", value={"$": "evil"}),
+    "class": field(
+        "tree", "own", value={"$": "node", "of": "os:system", "metadata": None, "children": ["x"]}
+    ),
+    "enum": field("tree", "own", value={"$": "enum", "of": "subprocess:Popen", "name": "x"}),
+    "nothing before it": field("tree", "own", value={"$": "again", "id": 7}),
+    "no such tensor": field("tree", "own", "name", value="other"),
+    "by rank": field("tree", "own", value={"$": "by_rank", "values": [], "of": []}),
+    "by rank, negative": field("tree", "own", value={"$": "by_rank", "values": [1], "of": [-1]}),
+    "random by rank": field("random", value={"$": "by_rank", "values": [], "of": [3]}),
+}
+
+
+@pytest.mark.parametrize("name", HARMFUL)
+def test_a_manifest_that_was_made_to_harm(tmp_path: Path, name: str) -> None:
+    path = saved(tmp_path / "at")
+    shutil.copy(path / TENSORS, tmp_path / "x")  # where one of them points to
+    rewrite(path, HARMFUL[name])
+    like = {"model": nn.Linear(3, 2), "own": torch.zeros(4), "free": nn.Parameter(torch.zeros(2)), "step": 0}
+    before = bits(like)
+    said = "is no name of a file of tensors" if name.startswith("file '") else "."
+    with pytest.raises(CheckpointError, match=said):
+        af.load_state(Context(), path, like)
+    assert bits(like) == before
+
+
+def test_pieces_that_overlap_leave_no_memory_of_others_to_be_read(tmp_path: Path) -> None:
+    path = af.save_tree(tmp_path / "at", {"x": torch.ones(2), "y": torch.ones(2)})
+
+    def change(said: dict[str, Any]) -> None:
+        (x, y) = (said["tensors"][name][2][0] for name in "xy")
+        said["tensors"] = {"x": ["float32", [4], [x, y]]}  # each at 0, so that nothing is at 2
+        said["tree"].pop("y")
+
+    rewrite(path, change)
+    for read in (af.load_tree, af.verify_checkpoint):
+        with pytest.raises(DamagedCheckpointError, match="overlap"):
+            read(path)
+
+
+@pytest.mark.parametrize("opening", [b'{"tree":[', b"["])
+def test_a_manifest_that_nests_without_end(tmp_path: Path, opening: bytes) -> None:
+    path = saved(tmp_path / "at")
+    seal(path / MANIFEST, opening * 200_000)
+    refused(path)
+    rewrite_deep = json.loads((saved(tmp_path / "other") / MANIFEST).read_bytes().partition(b"\n")[0])
+    line = json.dumps({**rewrite_deep, "tree": "HERE"}).replace('"HERE"', "[" * 20_000 + "]" * 20_000)
+    seal(path / MANIFEST, line.encode())
+    refused(path)
+
+
+def test_a_manifest_of_a_version_to_come(tmp_path: Path) -> None:
+    path = saved(tmp_path / "at")
+    rewrite(path, field("version", value=2))
+    assert "Update accelfn" in refused(path, NotAvailableError)
+
+
+# --- while it is read ----------------------------------------------------------------------------
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_looked_at_is_not_damaged(tmp_path: Path) -> None:
+    af.save_tree(tmp_path / "step-1", {"a": torch.ones(2)})
+    old = leftover_path(str(tmp_path / "step-1"), "trash", make_nonce())
+
+    def watch(kind: str, path: str) -> None:
+        if kind == "open_file" and path.endswith("step-1/manifest.json") and not os.path.exists(old):
+            af.save_tree(tmp_path / "step-2", {"a": torch.zeros(2)})
+            os.rename(tmp_path / "step-1", old)
+
+    assert af.latest_checkpoint(tmp_path, disk=watched(watch)) == tmp_path / "step-2"
+    assert os.path.exists(old)
+
+
+def test_a_stage_counts_for_nothing_however_complete(tmp_path: Path) -> None:
+    stage = begin_stage(REAL_DISK, tmp_path / "at", make_nonce())
+    write_manifest(REAL_DISK, stage, write_stage(REAL_DISK, stage.path, ({"a": torch.ones(2)},)))
+    for place in (tmp_path / "at", tmp_path):
+        with pytest.raises(NoCheckpointError):
+            af.load_tree(place)
+
+
+def in_another_program(act: Callable[[], object]) -> int:
+    child = fork()
+    if child == 0:
+        try:
+            torch.set_num_threads(1)  # torch's own threads weren't forked
+            act()
+        finally:
+            os._exit(0)
+    return child
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the other program is forked")
+@pytest.mark.parametrize("rotated", [False, True], ids=["replaced", "rotated"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_each_load_is_whole_while_another_program_saves_and_removes(
+    tmp_path: Path, ranks: int, rotated: bool
+) -> None:
+    def save(step: int) -> None:
+        at = tmp_path / (f"step-{step}" if rotated else "at")
+        af.save_state(Context(), at, state(step), step=step, keep=Keep(last=1) if rotated else None)
+
+    def load(ctx: Context) -> int | None:
+        try:
+            found = af.load_state(ctx, tmp_path if rotated else tmp_path / "at", state(0))
+        except CheckpointError as error:
+            if "changes all the time" not in str(error):
+                raise
+            return None
+        check(found, cast("int", found["step"]))
+        return found["step"]
+
+    save(0)
+    child = in_another_program(lambda: [save(step) for step in range(1, 60)])
+    steps: list[list[int | None]] = []
+    end = time.monotonic() + 60
+    while os.waitpid(child, os.WNOHANG) == (0, 0) and time.monotonic() < end:
+        steps.append(run_ranks(load, ranks))
+    whole = [one[0] for one in steps if one[0] is not None]
+    assert all(len(set(one)) == 1 for one in steps)
+    assert whole == sorted(whole)
+    assert whole
+    assert run_ranks(load, ranks) == [59] * ranks

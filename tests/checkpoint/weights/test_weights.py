@@ -1,0 +1,479 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+
+import accelfn as af
+from accelfn import Context
+from accelfn.checkpoint import WeightsPlan, parse_size, plan_weights
+from accelfn.errors import MismatchError, RemoteRankError, ReplicaDriftError
+from accelfn.testing import run_ranks
+
+ROOT = Path(__file__).parents[3]
+
+
+class Bag(nn.Module):
+    """Holds the given tensors as buffers."""
+
+    def __init__(self, **tensors: torch.Tensor) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor)
+
+
+def sized(*sizes: int) -> dict[str, torch.Tensor]:
+    return {f"t{number}": torch.zeros(size, dtype=torch.uint8) for number, size in enumerate(sizes)}
+
+
+def names(plan: WeightsPlan) -> list[str]:
+    return ["".join(name[1:] for name in inside) for _, inside in plan.files]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "limit", "expected"),
+    [
+        ((4, 4, 4), 12, ["012"]),
+        ((4, 4, 4), 11, ["01", "2"]),
+        ((4, 9, 1, 4), 5, ["0", "1", "23"]),
+        ((9, 9), 5, ["0", "1"]),
+        ((9, 1), 5, ["0", "1"]),
+        ((), 5, [""]),
+    ],
+)
+def test_files_are_filled_in_order(sizes: tuple[int, ...], limit: int, expected: list[str]) -> None:
+    plan = plan_weights(sized(*sizes), limit)
+    assert names(plan) == expected
+    assert plan.total_bytes == sum(sizes)
+    if len(expected) == 1:
+        assert plan.files[0][0] == "model.safetensors"
+    else:
+        count = len(expected)
+        assert [file for file, _ in plan.files] == [
+            f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)
+        ]
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.integers(1, 20))
+def test_a_file_is_within_the_limit_or_holds_one_tensor(sizes: list[int], limit: int) -> None:
+    tensors = sized(*sizes)
+    plan = plan_weights(tensors, limit)
+    assert [name for _, inside in plan.files for name in inside] == list(tensors)
+    for _, inside in plan.files:
+        filled = [tensors[name].numel() for name in inside]
+        assert sum(filled) <= limit or sum(one > 0 for one in filled) == 1
+
+
+def test_the_very_same_data_is_stored_once_and_overlapping_data_twice() -> None:
+    base = torch.arange(6.0)
+    plan = plan_weights({"a": base, "part": base[:3], "b": base.view(6), "two": base.view(2, 3)}, 10**6)
+    assert plan.tied == (("b", "a"),)
+    assert plan.files == (("model.safetensors", ("a", "part", "two")),)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        *((1, 1), (10**18 + 1, 10**18 + 1), ("5B", 5), ("1KB", 1000), ("2 mb", 2_000_000)),
+        *(("1.5GB", 1_500_000_000), ("1tb", 10**12), (" 10GB ", 10**10), ("1.005KB", 1005)),
+    ],
+)
+def test_sizes_are_in_powers_of_1000(text: int | str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["10GiB", "GB", "", "-1KB", "1 K", "ten", "0KB", 0, -5, "1e3KB"])
+def test_other_sizes_are_refused(text: int | str) -> None:
+    with pytest.raises(ValueError, match="max_shard_size must be"):
+        parse_size(text)
+
+
+DTYPES = (
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32),
+    *(torch.uint64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64),
+    *(torch.float8_e4m3fn, torch.float8_e5m2),
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_written_is_read_by_stock_safetensors(dtype: torch.dtype, tmp_path: Path) -> None:
+    bits = torch.randint(0, 2, (3, 4, 16), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    value = bits.view(dtype) if dtype != torch.bool else bits.bool()
+    model = Bag(plain=value, strided=value.transpose(0, 1), scalar=value[0, 0, 0], empty=value[:0])
+    (file,) = af.save_model(Context(), model, tmp_path)
+    found = load_file(file)
+    assert set(found) == {"plain", "strided", "scalar", "empty"}
+    for name, tensor in model.state_dict().items():
+        assert found[name].dtype == dtype
+        assert found[name].shape == tensor.shape
+        assert (
+            found[name]
+            .contiguous()
+            .view(-1)
+            .view(torch.uint8)
+            .equal(tensor.contiguous().view(-1).view(torch.uint8))
+        )
+
+
+def test_the_bytes_of_a_small_file_are_known(tmp_path: Path) -> None:
+    (file,) = af.save_model(Context(), Bag(w=torch.tensor([[1.0, 2.0], [3.0, 4.0]])), tmp_path)
+    header = b'{"__metadata__":{"format":"pt"},"w":{"dtype":"F32","shape":[2,2],"data_offsets":[0,16]}}'
+    data = bytes.fromhex("0000803f000000400000404000008040")
+    assert file.read_bytes() == len(header).to_bytes(8, "little") + header + data
+
+
+def test_ties_are_recorded(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
+    model["b"].weight = model["a"].weight
+    (file,) = af.save_model(Context(), model, tmp_path)
+    with safe_open(file, "pt") as opened:
+        assert list(opened.keys()) == ["a.weight"]
+        assert opened.metadata() == {"format": "pt", "b.weight": "a.weight"}
+
+
+def test_several_files_have_an_index_and_older_files_go(tmp_path: Path) -> None:
+    other = tmp_path / "other.safetensors"
+    other.write_bytes(b"mine")
+    (tmp_path / ".model.safetensors.1.partial").write_bytes(b"left by a save that was killed")
+    model = Bag(**sized(4, 4, 4))
+    files = af.save_model(Context(), model, tmp_path, max_shard_size=8)
+    index = tmp_path / "model.safetensors.index.json"
+    first, second = (f"model-0000{number}-of-00002.safetensors" for number in (1, 2))
+    assert files == (tmp_path / first, tmp_path / second, index)
+    assert json.loads(index.read_text()) == {
+        "metadata": {"total_size": 12},
+        "weight_map": {"t0": first, "t1": first, "t2": second},
+    }
+    assert index.read_text().endswith("\n")
+    assert {file.name for file in tmp_path.iterdir()} == {first, second, index.name, other.name}
+    af.save_model(Context(), model, tmp_path)
+    assert {file.name for file in tmp_path.iterdir()} == {"model.safetensors", other.name}
+
+
+def test_a_failed_save_leaves_the_old_file_and_tells_every_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (file,) = af.save_model(Context(), Bag(w=torch.zeros(2)), tmp_path)
+    before = file.read_bytes()
+
+    def fails(source: Any, target: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", fails)
+
+    def run(ctx: Context) -> str:
+        with pytest.raises((OSError, RemoteRankError)) as caught:
+            af.save_model(ctx, Bag(w=torch.ones(2)), tmp_path, max_shard_size="1KB")
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+    main, other = run_ranks(run, 2)
+    assert main.startswith("OSError: [Errno 28]")
+    assert other.startswith("RemoteRankError: rank 0 failed in save_model: OSError: [Errno 28]")
+    assert file.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.parametrize("below", ["file", "file/below"])
+def test_a_directory_that_cannot_be_is_refused(below: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("text")
+    with pytest.raises(NotADirectoryError):
+        af.save_model(Context(), Bag(w=torch.ones(1)), tmp_path / below)
+    assert (tmp_path / "file").read_text() == "text"
+
+
+def test_what_has_no_data_or_is_no_tensor_is_refused(tmp_path: Path) -> None:
+    class Extra(nn.Module):
+        def get_extra_state(self) -> dict[str, int]:
+            return {"steps": 3}
+
+    with pytest.raises(ValueError, match=r"^save_model: weight, bias have no data"):
+        af.save_model(Context(), nn.Linear(1, 1, device="meta"), tmp_path)
+    with pytest.raises(ValueError, match="_extra_state in the state dict is no tensor"):
+        af.save_model(Context(), Extra(), tmp_path)
+    with pytest.raises(ValueError, match="max_shard_size"):
+        af.save_model(Context(), nn.Linear(1, 1), tmp_path, "10GiB")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("on", ["memory", "processes"])
+def test_every_rank_learns_the_files_and_names_are_the_models_own(on: Any, tmp_path: Path) -> None:
+    def run(ctx: Context) -> tuple[Path, ...]:
+        model = af.prepare(ctx, nn.Linear(2, 1))
+        return af.save_model(ctx, model, tmp_path / "new" / "folder", max_shard_size=8)
+
+    first, second = run_ranks(run, 2, on, mixed_precision="bf16")
+    assert first == second
+    assert [file.exists() for file in first] == [True] * 3
+    assert set(load_file(first[0])) == {"weight"}
+
+
+def drifted(ctx: Context) -> nn.Module:
+    """Give a prepared model of which one weight of rank 1 is one step of its dtype further."""
+    model = af.prepare(ctx, nn.Linear(3, 2))
+    if ctx.rank == 1:
+        weight = next(model.parameters())
+        with torch.no_grad():
+            weight[1, 2] = torch.nextafter(weight[1, 2], torch.tensor(9.0))
+    return model
+
+
+@pytest.mark.parametrize(("on", "size"), [("memory", 2), ("memory", 3), ("processes", 2)])
+def test_ranks_that_have_drifted_apart_write_nothing(on: Any, size: int, tmp_path: Path) -> None:
+    (file,) = af.save_model(Context(), nn.Linear(3, 2), tmp_path / "old")
+    before = file.read_bytes()
+
+    def run(ctx: Context) -> list[str]:
+        model = drifted(ctx)
+        errors: list[str] = []
+        for name in ("old", "new"):
+            with pytest.raises(ReplicaDriftError) as caught:
+                af.save_model(ctx, model, tmp_path / name)
+            errors.append(str(caught.value))
+        return errors
+
+    found = run_ranks(run, size, on)
+    assert found == [found[0]] * size
+    for text in found[0]:
+        assert "model['weight']" in text
+        assert "1 of 6" in text
+    assert file.read_bytes() == before
+    assert [path.name for path in tmp_path.rglob("*")] == ["old", file.name]
+
+
+@pytest.mark.parametrize("guard", [af.Guard(check_replicas_before_saving=False), "off"], ids=["alone", "all"])
+def test_drift_is_not_looked_for_where_it_is_switched_off(guard: af.Guard | str, tmp_path: Path) -> None:
+    def run(ctx: Context) -> None:
+        af.save_model(ctx, drifted(ctx), tmp_path)
+
+    run_ranks(run, 2, guard=guard)
+    assert set(load_file(tmp_path / "model.safetensors")) == {"weight", "bias"}
+
+
+def test_running_statistics_may_differ(tmp_path: Path) -> None:
+    def run(ctx: Context) -> None:
+        model = af.prepare(ctx, nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
+        cast("torch.Tensor", cast("nn.BatchNorm1d", model[1]).running_mean).fill_(ctx.rank + 1)
+        af.save_model(ctx, model, tmp_path)
+
+    run_ranks(run, 2)
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["1.running_mean"], torch.ones(2))
+
+
+def test_other_models_are_a_mismatch_and_nothing_is_written(tmp_path: Path) -> None:
+    def run(ctx: Context) -> str:
+        with pytest.raises(MismatchError) as caught:
+            af.save_model(ctx, nn.Linear(2 + ctx.rank, 1), tmp_path / "new")
+        return str(caught.value)
+
+    first, second = run_ranks(run, 2)
+    assert first == second
+    assert "weight" in first
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_no_model_on_one_rank_is_an_error_of_all_before_anything_is_compared(tmp_path: Path) -> None:
+    def run(ctx: Context) -> str:
+        model: Any = nn.Linear(1, 1) if ctx.rank == 0 else "model"
+        with pytest.raises((TypeError, RemoteRankError)) as caught:
+            af.save_model(ctx, model, tmp_path / "new")
+        return f"{type(caught.value).__name__}: {caught.value}"
+
+    first, second = run_ranks(run, 2)
+    assert second == "TypeError: save_model: takes a module, got str."
+    assert first.startswith("RemoteRankError: rank 1 failed in save_model: TypeError")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_saving_needs_no_numpy(tmp_path: Path) -> None:
+    program = (
+        "import sys; sys.modules['numpy'] = None\n"
+        "import warnings; warnings.simplefilter('ignore')\n"
+        "import torch, accelfn as af\n"
+        "print(len(af.save_model(af.Context(), torch.nn.Linear(2, 2), sys.argv[1])))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (done.stdout, done.returncode) == ("1\n", 0), done.stderr
+    assert set(load_file(tmp_path / "model.safetensors")) == {"weight", "bias"}
+
+
+@pytest.mark.parametrize(
+    ("options", "files"),
+    [
+        ({"max_shard_size": 8}, ("model-0000{}-of-00002.safetensors", "model.safetensors.index.json")),
+        ({"safe_serialization": False}, ("pytorch_model.bin",)),
+        (
+            {"safe_serialization": False, "max_shard_size": 8},
+            ("pytorch_model-0000{}-of-00002.bin", "pytorch_model.bin.index.json"),
+        ),
+        ({"names": "diffusers"}, ("diffusion_pytorch_model.safetensors",)),
+        (
+            {"names": "diffusers", "max_shard_size": 8},
+            (
+                "diffusion_pytorch_model-0000{}-of-00002.safetensors",
+                "diffusion_pytorch_model.safetensors.index.json",
+            ),
+        ),
+        ({"names": "diffusers", "safe_serialization": False}, ("diffusion_pytorch_model.bin",)),
+    ],
+    ids=str,
+)
+def test_what_the_files_are_called(options: dict[str, Any], files: tuple[str, ...], tmp_path: Path) -> None:
+    expected = (files[0].format(1), files[0].format(2), files[1]) if len(files) > 1 else files
+    model = Bag(**sized(4, 4, 4))
+    for other in ("model.safetensors", "diffusion_pytorch_model.safetensors", "pytorch_model.bin"):
+        (tmp_path / "old").mkdir(exist_ok=True)
+        (tmp_path / "old" / other).write_bytes(b"older")
+    assert [path.name for path in af.save_model(Context(), model, tmp_path / "new", **options)] == list(
+        expected
+    )
+    assert {path.name for path in (tmp_path / "new").iterdir()} == set(expected)
+    af.save_model(Context(), model, tmp_path / "old", **options)
+    kept = (
+        {"model.safetensors", "pytorch_model.bin"}
+        if "names" in options
+        else {"diffusion_pytorch_model.safetensors"}
+    )
+    assert {path.name for path in (tmp_path / "old").iterdir()} == {*expected, *kept}
+
+
+def test_an_index_of_pickled_files_lists_tied_weights_too(tmp_path: Path) -> None:
+    shared = nn.Parameter(torch.ones(4))
+    model = nn.Module()
+    for name, value in (("a", shared), ("b", nn.Parameter(torch.zeros(4))), ("c", shared)):
+        model.register_parameter(name, value)
+    for safe in (True, False):
+        *_, index = af.save_model(Context(), model, tmp_path, 16, safe)
+        weight_map = json.loads(index.read_text())["weight_map"]
+        assert set(weight_map) == ({"a", "b"} if safe else {"a", "b", "c"})
+        assert safe or weight_map["c"] == weight_map["a"] != weight_map["b"]
+
+
+class Wrapped(torch.Tensor):
+    """A tensor that is made of others, as those of quantised models are."""
+
+    part: torch.Tensor
+
+    @staticmethod
+    def __new__(cls: type["Wrapped"], part: torch.Tensor) -> Any:
+        make: Any = torch.Tensor._make_wrapper_subclass
+        made = make(cls, part.shape, dtype=part.dtype)
+        made.part = part
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.detach.default:
+            return cls(args[0].part)
+        raise NotImplementedError(function)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (torch.zeros(2).to_sparse(), "w must be dense to be saved"),
+        (torch.zeros(2, dtype=torch.complex128), "w has a dtype that safetensors lacks"),
+        (torch.zeros(2, device="meta"), "w have no data"),
+        (Wrapped(torch.zeros(2)), "w is of a class of its own"),
+    ],
+    ids=["sparse", "dtype", "meta", "wrapped"],
+)
+def test_weights_that_no_file_holds_are_refused_by_name(
+    value: torch.Tensor, said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=f"^save_model: {said}"):
+        af.save_model(Context(), Bag(w=value), tmp_path / "new")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_torch_alone_can_save_is_pickled_where_asked(tmp_path: Path) -> None:
+    value = torch.tensor([1 + 2j], dtype=torch.complex128).conj()
+    (file,) = af.save_model(Context(), Bag(w=value), tmp_path, safe_serialization=False)
+    assert torch.load(file, weights_only=True)["w"].resolve_conj().equal(value.resolve_conj())
+
+
+def test_other_names_are_refused_on_every_rank(tmp_path: Path) -> None:
+    def run(ctx: Context) -> str:
+        names: Any = "other" if ctx.rank == 1 else "diffusers"
+        with pytest.raises((ValueError, RemoteRankError)) as caught:
+            af.save_model(ctx, Bag(w=torch.ones(1)), tmp_path, names=names)
+        return str(caught.value)
+
+    main, other = run_ranks(run, 2)
+    assert other == "names must be 'transformers' or 'diffusers', got 'other'."
+    assert main.startswith("rank 1 failed in save_model: ValueError: names must be")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_name_that_a_directory_has_is_an_error_before_anything_is_written(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").mkdir()
+    with pytest.raises(IsADirectoryError, match=r"pytorch_model\.bin is a directory"):
+        af.save_model(Context(), nn.Linear(1, 1), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["pytorch_model.bin"]
+
+
+def test_links_are_replaced_and_not_written_through(tmp_path: Path) -> None:
+    (tmp_path / "blob").write_bytes(b"of a cache")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "model.safetensors").symlink_to("../blob")
+    (file,) = af.save_model(Context(), nn.Linear(1, 1), tmp_path / "model")
+    assert not file.is_symlink()
+    assert (tmp_path / "blob").read_bytes() == b"of a cache"
+
+
+def test_tensors_lie_at_multiples_of_their_size(tmp_path: Path) -> None:
+    dtypes = (torch.uint8, torch.float64, torch.int16, torch.bool, torch.float32)
+    model = Bag(**{f"t{number}": torch.ones(3, dtype=dtype) for number, dtype in enumerate(dtypes)})
+    (file,) = af.save_model(Context(), model, tmp_path)
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    assert length % 8 == 0
+    for name, said in json.loads(content[8 : 8 + length]).items():
+        if name != "__metadata__":
+            assert said["data_offsets"][0] % model.get_buffer(name).dtype.itemsize == 0
+    assert all(value.eq(1).all() for value in load_file(file).values())
+
+
+# --- the state dict ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_state_dict_of_a_replica_is_its_own_on_every_rank(size: int) -> None:
+    def run(ctx: Context) -> list[str]:
+        model = af.prepare(ctx, nn.Linear(2, 1))
+        state = af.get_state_dict(ctx, model)
+        assert state["weight"].data_ptr() == model.weight.data_ptr()
+        assert not any(value.requires_grad for value in state.values())
+        return list(state)
+
+    assert run_ranks(run, size) == [["weight", "bias"]] * size
+
+
+def test_a_state_that_is_no_tensor_stays_in_the_state_dict() -> None:
+    class Extra(nn.Module):
+        def get_extra_state(self) -> dict[str, int]:
+            return {"steps": 3}
+
+    assert af.get_state_dict(Context(), Extra()) == {"_extra_state": {"steps": 3}}
+
+
+def test_the_state_dict_of_what_is_no_model_is_an_error_of_all() -> None:
+    def run(ctx: Context) -> str:
+        model: Any = nn.Linear(1, 1) if ctx.rank == 0 else 3
+        with pytest.raises((TypeError, RemoteRankError)) as caught:
+            af.get_state_dict(ctx, model)
+        return str(caught.value)
+
+    main, other = run_ranks(run, 2)
+    assert other == "get_state_dict: takes a module, got int."
+    assert main.startswith("rank 1 failed in get_state_dict: TypeError")
