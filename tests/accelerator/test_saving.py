@@ -56,10 +56,10 @@ class Counter:
 class Run:
     """The training loop of the documents, over two epochs of data in batches of two."""
 
-    def __init__(self, ctx: Context, seed: int = 0) -> None:
+    def __init__(self, ctx: Context, seed: int = 0, dropout: float = 0.0) -> None:
         torch.manual_seed(seed)
         generator = torch.Generator().manual_seed(9)
-        model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
+        model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(dropout), nn.Linear(4, 1))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
         rows = TensorDataset(torch.randn(24, 3, generator=generator), torch.randn(24, 1, generator=generator))
         loader = DataLoader(rows, batch_size=2, shuffle=True)
@@ -113,14 +113,15 @@ def test_a_run_that_is_resumed_amid_an_epoch_goes_on_bit_for_bit(
     tmp_path: Path, world: int, on: Any, mode: str
 ) -> None:
     def run(ctx: Context) -> tuple[Weights, Weights, list[float], list[float], int, float]:
-        through = Run(ctx)
+        dropout = 0.0 if on == "memory" and world > 1 else 0.5  # threads draw from one generator
+        through = Run(ctx, dropout=dropout)
         for number in through.steps():
             if number == 8:  # in the second epoch on two ranks, in the first one on one
                 saved = through.accelerator.save_state(tmp_path / "at")
                 assert saved == tmp_path / "at"
-        again = Run(ctx, seed=5)
+        again = Run(ctx, 5, dropout)
         stop(again.steps(), 3)  # so that there is something to bring back
-        again = Run(ctx, seed=5) if ctx.num_processes == 1 else again
+        again = Run(ctx, 5, dropout) if ctx.num_processes == 1 else again
         again.accelerator.load_state(tmp_path / "at")
         assert again.counter.value == 8
         count = sum(1 for _ in again.steps())
@@ -510,8 +511,7 @@ def test_calls_that_say_nothing_clear_are_errors_on_all_ranks(tmp_path: Path) ->
         homeless.prepare(model)
         with pytest.raises(ConfigurationError, match="project_dir="):
             homeless.save_state()
-        kind = NoCheckpointError if ctx.is_main_process else RemoteRankError
-        with pytest.raises(kind):
+        with pytest.raises(NoCheckpointError):
             naming.load_state()
 
     run_ranks(run, 2)

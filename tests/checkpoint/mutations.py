@@ -163,7 +163,7 @@ MUTATIONS = (
         "files/commit",
         f"{_ORDER}[replaced-1]",
         "            disk.rename(target.path, moved)",
-        "            remove_flat(disk, target.path)",
+        "            remove_tree(disk, target.path)",
     ),
     _bug(
         "the old one isn't brought back",
@@ -176,7 +176,7 @@ MUTATIONS = (
         "the stage of a save that failed stays",
         "files/commit",
         f"{_FAULT}[1-0-replaced-waiting]",
-        "        remove_flat(disk, stage.path)",
+        "        remove_tree(disk, stage.path)",
         "        pass",
     ),
     _bug(
