@@ -43,7 +43,7 @@ MANIFEST = "manifest.json"
 CHUNK_BYTES = 1 << 26
 
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-_OWN_NAME = re.compile(r"manifest\.json|tensors-[0-9]{5,}\.safetensors")
+_OWN_NAME = re.compile(r"manifest\.json|tensors-[0-9]{5,}(-[0-9]+)?\.safetensors")
 
 
 class Piece(NamedTuple):

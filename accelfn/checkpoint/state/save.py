@@ -15,51 +15,36 @@ from typing import Any, Literal, NamedTuple, cast, overload
 import optree
 import torch
 
-from accelfn import __version__
 from accelfn.checkpoint.document.document import encode
 from accelfn.checkpoint.files.commit import (
-    Stage,
-    abandon,
-    begin_stage,
     check_target,
     make_nonce,
-    put_back,
-    put_in_place,
-    remove_replaced,
-    write_manifest,
 )
 from accelfn.checkpoint.files.disk import REAL_DISK, Disk, remove_tree
-from accelfn.checkpoint.files.keep import Keep, prune_checkpoints
+from accelfn.checkpoint.files.keep import Keep
 from accelfn.checkpoint.files.manifest import (
     CHUNK_BYTES,
-    Attachment,
     Json,
-    Manifest,
-    Piece,
-    StoredFile,
-    StoredTensor,
 )
 from accelfn.checkpoint.files.stored_dtype import dtype_name
-from accelfn.checkpoint.files.tensor_file import memory_of, new_entry, write_tensors
+from accelfn.checkpoint.files.tensor_file import memory_of
 from accelfn.checkpoint.state.attachments import (
     find_attachments,
     make_leftover_folder,
     move_content,
-    take_attachments,
     writes_here,
 )
 from accelfn.checkpoint.state.background import HostMemory, SaveHandle, begin_background, finish_background
 from accelfn.checkpoint.state.by_rank import join_documents, renamed
-from accelfn.checkpoint.state.each_node import common, parts_at
 from accelfn.checkpoint.state.objects import find_names, state_of
 from accelfn.checkpoint.state.pause import paused_collection
-from accelfn.checkpoint.state.phases import BoardPhases, CollectivePhases, Phases
+from accelfn.checkpoint.state.phases import BoardPhases, CollectivePhases
 from accelfn.checkpoint.state.plan import Box, Held, SavePlan, Write, plan_save
 from accelfn.checkpoint.state.random_state import random_states
+from accelfn.checkpoint.state.writing import Job, entry_key, write_job
 from accelfn.comm import attempt
 from accelfn.context import Context, news
 from accelfn.context.config import GuardMode
-from accelfn.errors import NoCheckpointError
 from accelfn.training import ScalerState
 from accelfn.tree.digest import digest_tensors
 
@@ -81,28 +66,6 @@ class _Own(NamedTuple):
     held: Mapping[str, Held]
     random_held: Mapping[str, Held]
     sums: Mapping[str, tuple[int, ...]]  # checksums that are known already
-
-
-class _Job(NamedTuple):
-    """What is left of a save once all ranks know who writes what."""
-
-    directory: Path
-    step: int | None
-    metric: float | None
-    keep: Keep | None
-    rank: int
-    main: int  # the rank that makes the directory of this rank's node
-    nonce: str
-    nodes: tuple[int, ...] | None  # by rank, where nodes have disks of their own
-    size: int
-    tree: Json
-    random: Json
-    described: Mapping[str, Held]  # by stored name
-    plan: SavePlan
-    files: str | None  # directory of files that become part of the checkpoint, on the ranks that have one
-    any_files: bool  # whether any rank has one
-    owns_files: bool  # whether that directory is of this save
-    entries: tuple[tuple[str, torch.Tensor, tuple[int, ...] | None], ...]
 
 
 @overload
@@ -207,7 +170,7 @@ def save_state(
     if job is None:
         raise cast("Exception", error)
     if not asynchronous:
-        return _write(job, phases, REAL_DISK)
+        return write_job(job, phases, REAL_DISK)
     if job.any_files:
         job = _set_aside(job, phases, REAL_DISK)
 
@@ -223,7 +186,7 @@ def save_state(
             patience_s=ctx.guard.long_timeout_s,
             is_hopeless=lambda: news(ctx.collectives.board, ctx.collectives.journal, ctx.rank),
         )
-        return partial(_write, job._replace(entries=entries), board, REAL_DISK)
+        return partial(write_job, job._replace(entries=entries), board, REAL_DISK)
 
     return begin_background(ctx, path, prepare)
 
@@ -259,7 +222,7 @@ def save_tree(path: str | os.PathLike[str], tree: Any, *, namespace: str = "") -
     writes = tuple(Write(name, name, None) for name in described)
     target = Path(os.path.abspath(os.fspath(path)))
     check_target(REAL_DISK, str(target))
-    job = _Job(
+    job = Job(
         directory=target,
         step=None,
         metric=None,
@@ -267,6 +230,7 @@ def save_tree(path: str | os.PathLike[str], tree: Any, *, namespace: str = "") -
         rank=0,
         main=0,
         nonce=make_nonce(),
+        threads=os.cpu_count() or 1,
         nodes=None,
         size=1,
         tree=encoded.document,
@@ -278,7 +242,7 @@ def save_tree(path: str | os.PathLike[str], tree: Any, *, namespace: str = "") -
         owns_files=False,
         entries=tuple((write.stored, encoded.tensors[write.name], None) for write in writes),
     )
-    return _write(job, CollectivePhases(Context(), "save_tree"), REAL_DISK)
+    return write_job(job, CollectivePhases(Context(), "save_tree"), REAL_DISK)
 
 
 # --- before anything is written ------------------------------------------------------------------
@@ -399,7 +363,7 @@ def _agree_on(
     metric: float | None,
     keep: Keep | None,
     files: str | None,
-) -> _Job:
+) -> Job:
     """Let all ranks know what the others hold, and plan who writes what."""
     world = ctx.world
     head, details = {}, ""
@@ -433,7 +397,7 @@ def _agree_on(
     mains = {one["node"]: rank for rank, one in enumerate(heads) if one["local_rank"] == 0}
     trees = [renamed(one, plan.names[rank]) for rank, one in enumerate(documents)]
     randoms = [renamed(one["random"], plan.names[rank]) for rank, one in enumerate(heads)]
-    return _Job(
+    return Job(
         directory=path,
         step=step,
         metric=metric,
@@ -441,6 +405,7 @@ def _agree_on(
         rank=world.rank,
         main=0 if nodes is None else mains[world.node_rank],
         nonce=heads[0]["nonce"],
+        threads=max(1, (os.cpu_count() or 1) // world.local_size),
         nodes=nodes,
         size=world.size,
         tree=join_documents(trees),
@@ -451,7 +416,7 @@ def _agree_on(
         any_files=any(one["files"] for one in heads),
         owns_files=False,
         entries=tuple(
-            (_key(write, described), _local(own.tensors[write.name]), own.sums.get(write.name))
+            (entry_key(write, described), _local(own.tensors[write.name]), own.sums.get(write.name))
             for write in plan.writes[world.rank]
         ),
     )
@@ -488,7 +453,7 @@ def _heard(held: Mapping[str, Sequence[Any]]) -> dict[str, Held]:
     }
 
 
-def _set_aside(job: _Job, phases: CollectivePhases, disk: Disk) -> _Job:
+def _set_aside(job: Job, phases: CollectivePhases, disk: Disk) -> Job:
     """Move the files to a directory of the save's own, since the caller goes on."""
     own: str | None = None
 
@@ -511,164 +476,5 @@ def _set_aside(job: _Job, phases: CollectivePhases, disk: Disk) -> _Job:
     return job._replace(files=own, owns_files=own is not None)
 
 
-def _key(write: Write, described: Mapping[str, Held]) -> str:
-    """Name an entry of a file: as the tensor, with the place of its box where it is cut."""
-    if write.box is None:
-        return write.stored
-    key = f"{write.stored}@{','.join(map(str, write.box.offset))}"
-    while key in described:  # a tensor that somebody has called so
-        key += "'"
-    return key
-
-
 def _local(tensor: Any) -> torch.Tensor:
     return getattr(tensor, "_local_tensor", tensor)
-
-
-# --- writing, in the caller's thread or another --------------------------------------------------
-
-
-@paused_collection()
-def _write(job: _Job, phases: Phases, disk: Disk) -> Path:
-    """Write this rank's part, and commit when all ranks have written theirs."""
-    stage: Stage | None = None
-    names: tuple[str, ...] = ()
-    is_main, error = job.rank == job.main, None
-    try:
-        if job.nodes is not None:
-            _settle_nodes(job, phases, disk)
-        if job.files is not None:
-            found, error = attempt(lambda: find_attachments(disk, cast("str", job.files)))
-            names = found or ()
-        if is_main and error is None:
-            stage, error = attempt(lambda: begin_stage(disk, job.directory, job.nonce))
-        said = json.dumps([stage.path, stage.generation] if stage is not None else [])
-        heard = [json.loads(one) for one in phases.gather("stage", said, error)]
-        path, generation = heard[job.main][0], max(one[1] for one in heard if one)
-        written, error = attempt(lambda: _write_all(job, disk, path, names))
-        results = phases.gather("write", json.dumps(written), error)
-        old, error = (), None
-        if stage is not None:
-            manifest = _manifest(job, results, generation)
-            _, error = attempt(lambda: write_manifest(disk, stage, manifest))
-        if job.nodes is not None:
-            # Every node is ready before one of them commits: each still has its old one if another fails.
-            phases.gather("ready", "", error)
-        if stage is not None and error is None:
-            old, error = attempt(lambda: put_in_place(disk, stage))
-            if error is None and job.nodes is None:
-                remove_replaced(disk, old or ())
-        phases.gather("commit", "", error)
-    except BaseException:
-        if stage is not None:
-            abandon(disk, stage)
-        if job.owns_files:
-            with suppress(OSError):
-                remove_tree(disk, cast("str", job.files))
-        raise
-    if job.files is not None:
-        with suppress(OSError):  # somebody has put something into it again
-            disk.remove_folder(job.files)
-    if is_main and job.nodes is not None:
-        remove_replaced(disk, old or ())
-    if job.keep is not None:
-        keep, error = job.keep, None
-        if is_main:
-            _, error = attempt(lambda: prune_checkpoints(job.directory.parent, keep, disk=disk))
-        phases.gather("prune", "", error)
-    return job.directory
-
-
-def _settle_nodes(job: _Job, phases: Phases, disk: Disk) -> None:
-    """Let all nodes have the same checkpoint before a new one replaces it: a crash may have left two."""
-    is_main, place = job.rank == job.main, str(job.directory)
-    parts, error = attempt(lambda: parts_at(disk, place) if is_main else [])
-    heard = [json.loads(one) for one in phases.gather("nodes", json.dumps(parts), error)]
-    mains = sorted({(job.nodes or ())[rank]: rank for rank in reversed(range(job.size))}.values())
-    try:
-        identity = common([heard[rank] for rank in mains], place)
-    except NoCheckpointError:
-        return  # nothing is left that a new one could take from anybody
-    error = None
-    if is_main and identity is not None:
-        _, error = attempt(lambda: put_back(disk, place, dict(parts or ())[identity]))
-    phases.gather("settled", "", error)
-
-
-def _file_name(rank: int) -> str:
-    return f"tensors-{rank:05d}.safetensors"
-
-
-def _write_own(job: _Job, disk: Disk, stage: str) -> list[Any] | None:
-    if not job.entries:
-        return None
-    entries = [
-        new_entry(key, tensor) if sums is None else new_entry(key, tensor)._replace(crc32=sums)
-        for key, tensor, sums in job.entries
-    ]
-    written = write_tensors(disk, os.path.join(stage, _file_name(job.rank)), entries, {"format": "pt"})
-    return [written.size, written.header_crc32, dict(written.crc32)]
-
-
-def _write_all(job: _Job, disk: Disk, stage: str, names: Sequence[str]) -> Json:
-    """Write this rank's tensors, move its files, and say what there is of both; ``_said_of`` reads it."""
-    own = _write_own(job, disk, stage)
-    if job.files is None:
-        return own
-    return {"own": own, "attached": take_attachments(disk, job.files, names, stage)}
-
-
-def _said_of(result: str) -> tuple[list[Any] | None, dict[str, Any]]:
-    said: Any = json.loads(result)
-    if not isinstance(said, dict):
-        return said, {}
-    both = cast("dict[str, Any]", said)
-    return both["own"], both["attached"]
-
-
-def _manifest(job: _Job, results: Sequence[str], generation: int) -> Manifest:
-    files: dict[str, StoredFile] = {}
-    pieces: dict[str, dict[Box | None, Piece]] = {}
-    node = None if job.nodes is None else job.nodes[job.rank]
-    # This node's own pieces first: of a box that several nodes have, each reads its own.
-    order = sorted(
-        range(job.size), key=lambda rank: (job.nodes is not None and job.nodes[rank] != node, rank)
-    )
-    for rank in order:
-        result, _ = _said_of(results[rank])
-        if result is None:
-            continue
-        size, header_crc32, sums = result
-        used = False
-        for write in job.plan.writes[rank]:
-            known = pieces.setdefault(write.stored, {})
-            if write.box in known:
-                continue
-            used = True
-            one = job.described[write.stored]
-            box = write.box or Box((0,) * len(one.shape), one.shape)
-            key = _key(write, job.described)
-            known[write.box] = Piece(_file_name(rank), key, box.offset, box.shape, tuple(sums[key]))
-        if used or node is None or job.nodes is None or job.nodes[rank] == node:
-            at = None if job.nodes is None else job.nodes[rank]
-            files[_file_name(rank)] = StoredFile(size, header_crc32, at)
-    _, attached = _said_of(results[job.main])
-    return Manifest(
-        tree=job.tree,
-        tensors={
-            name: StoredTensor(job.described[name].dtype, job.described[name].shape, tuple(found.values()))
-            for name, found in pieces.items()
-        },
-        files=files,
-        attachments={name: Attachment(size, tuple(sums)) for name, (size, sums) in attached.items()},
-        random=job.random,
-        # Of all that was written, so that equal states give equal bytes.
-        identity=hashlib.sha256(json.dumps([list(results), generation, job.step]).encode()).hexdigest()[:32],
-        step=job.step,
-        metric=job.metric,
-        world_size=job.size,
-        num_nodes=1 if job.nodes is None else len(set(job.nodes)),
-        node=node,
-        generation=generation,
-        created_by=f"accelfn {__version__}",
-    )
