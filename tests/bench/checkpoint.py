@@ -46,12 +46,16 @@ def start_training() -> Training:
     return Training(model, optimizer)
 
 
-def in_turn(ways: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, Timing]:
-    """Time each way once a round, each round beginning with another; the disk at rest before each."""
+def in_turn(
+    ways: Mapping[str, Callable[[], object]], rounds: int, tidy: Callable[[], object] | None = None
+) -> dict[str, Timing]:
+    """Time each way once a round, each round beginning with another; the disk tidied and at rest before."""
     taken: dict[str, list[float]] = {name: [] for name in ways}
     names = list(ways)
     for number in range(rounds + 1):
         for name in names[number % len(names) :] + names[: number % len(names)]:
+            if tidy is not None:
+                tidy()
             os.sync()
             start = time.perf_counter()
             ways[name]()
@@ -71,9 +75,11 @@ def saving(rounds: int, folder: Path) -> None:
     numbers = iter(range(1_000_000))
 
     def fresh(name: str) -> Path:
-        for old in folder.glob(f"{name}-*"):
-            shutil.rmtree(old) if old.is_dir() else old.unlink()
         return folder / f"{name}-{next(numbers)}"
+
+    def tidy() -> None:
+        for old in folder.iterdir():
+            shutil.rmtree(old) if old.is_dir() else old.unlink()
 
     def write_plainly() -> None:
         with open(fresh("plain"), "wb") as file:
@@ -93,6 +99,7 @@ def saving(rounds: int, folder: Path) -> None:
             "plain write, fsync": write_synced,
         },
         rounds,
+        tidy,
     )
     print_against("accelfn, save_state", times)
     del prepared
@@ -104,6 +111,7 @@ def saving(rounds: int, folder: Path) -> None:
         handle = af.save_state(ctx, fresh("background"), training.tree, asynchronous=True)
         stalls.append(time.perf_counter() - start)
         handle.result()
+        tidy()
         os.sync()
     stall = Timing(min(stalls[1:]), statistics.median(stalls[1:]))
     whole = times["accelfn, save_state"]
