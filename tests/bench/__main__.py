@@ -13,7 +13,7 @@ def main() -> None:
     exact = [*two[:-1], "tests.bench.exact"]
     data = [*two[:-1], "tests.bench.data"]
     training = [*two[:-1], "tests.bench.training"]
-    alone = ([*run, f"tests.bench.{name}"] for name in ("training", "local", "campaign"))
+    alone = ([*run, f"tests.bench.{name}"] for name in ("training", "local", "checkpoint", "campaign"))
     for command in (two, guard, exact, data, training, *alone):
         subprocess.run(command, env=environment, check=True)
         print(flush=True)
