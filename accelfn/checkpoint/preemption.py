@@ -33,6 +33,8 @@ class PreemptionGuard:
 
     Attributes:
         signals: Those it listens to; none outside of the process's main thread.
+        is_leaving: Whether this rank of several ends with ``exit``. Then SIGTERM is ignored for good, since
+            launchers send it to all ranks as soon as the first one has ended.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class PreemptionGuard:
         self._end = clock() + time_limit_s
         self._is_asked = False  # on this rank
         self._is_agreed = False  # on every rank
+        self.is_leaving = False
 
     def request_stop(self) -> None:
         """Ask all ranks to stop, as a signal does. Ranks: any; the others learn of it in ``should_stop``.
@@ -84,6 +87,7 @@ class PreemptionGuard:
         """
         if self._ctx.world.size > 1:
             agree(self._ctx, Call("preemption.exit", takes_long=True))
+            self.is_leaving = True
         raise SystemExit(EXIT_PREEMPTED)
 
 
@@ -183,7 +187,11 @@ def preemption(
     finally:
         for number, handler in handlers.items():
             handler.is_open = False
-            if signal.getsignal(number) is handler:  # else somebody has set another since, who has to undo it
+            if guard.is_leaving and number == signal.SIGTERM:
+                signal.signal(number, signal.SIG_IGN)
+            elif (
+                signal.getsignal(number) is handler
+            ):  # else somebody has set another since, who has to undo it
                 # None: what was there wasn't set by Python, which can't set it again.
                 signal.signal(number, handler.outer() or signal.SIG_DFL)
         hold.is_on.value = 0

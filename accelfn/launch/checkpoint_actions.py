@@ -134,7 +134,7 @@ def _what(path: str) -> str:
     try:
         resolve(REAL_DISK, path)
     except NoCheckpointError as error:
-        return str(error.strerror).rpartition(": ")[2]
+        return str(error).rpartition(": ")[2].removesuffix(".")
     return "a directory"
 
 

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
@@ -28,6 +28,14 @@ from accelfn.testing import Where, run_ranks
 
 ROOT = Path(__file__).parents[2]
 Handler = Callable[[int, FrameType | None], Any]
+
+
+@pytest.fixture(autouse=True)
+def interruptible() -> Iterator[None]:
+    """Take SIGINT as in a terminal: the suite may run in the background, where it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 # --- the answer ----------------------------------------------------------------------------------

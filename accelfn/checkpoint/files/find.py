@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -133,7 +132,7 @@ def _nothing(disk: Disk, path: str) -> NoCheckpointError:
         why = _describe(names)
         if stages and not names:
             why += f"; an unfinished save of it is there, {stages[0]}, which is of no use"
-    return NoCheckpointError(errno.ENOENT, f"there is no checkpoint of accelfn: {why}", path)
+    return NoCheckpointError(f"{path} is no checkpoint of accelfn: {why}.")
 
 
 def _describe(names: Sequence[str]) -> str:

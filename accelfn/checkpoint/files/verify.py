@@ -55,7 +55,8 @@ def verify_checkpoint(directory: str | os.PathLike[str], *, disk: Disk = REAL_DI
     the header and every byte of every tensor, and every byte of files that the caller had put there. Memory
     for it is a few MB.
 
-    Where nodes have disks of their own, the files of another node are checked if they are there.
+    Where nodes have disks of their own, the files of another node are checked if they are there. What the
+    tree means isn't looked at: that a manifest was made to harm is found when it is loaded.
 
     Ranks: any; nothing is exchanged.
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -77,6 +77,12 @@ class SaveHandle:
         self._wait()
         if self._error is not None and not self._was_told:
             self._was_told = True
+            error: Any = self._error
+            if hasattr(error, "add_note"):  # Python 3.11
+                error.add_note(
+                    f"This stopped the save to {self.directory} in the background, whose result nobody asked "
+                    "for. What was called now wasn't begun: call it again."
+                )
             raise self._error
 
     def _wait(self, timeout: float | None = None) -> bool:

@@ -36,6 +36,7 @@ from accelfn.checkpoint.state.objects import (
     state_of,
     take_up,
     targets,
+    untied,
 )
 from accelfn.checkpoint.state.overlap import Overlap, find_overlaps, join_overlaps, local_of
 from accelfn.checkpoint.state.partial import choose_part, may_leave_out
@@ -389,6 +390,11 @@ def _prepare(read: _Read, like: Any) -> tuple[Any, list[Pending], list[Callable[
         return thing
 
     value = decode(read.document, read.tensors, like=like, restore=remember)
+    rows = [row for one in pending for row in untied(one)]
+    if rows:
+        raise CheckpointMismatchError(
+            "load_state: weights that are one in a module were saved apart. Nothing was changed.", rows
+        )
     writes: list[Callable[[], None]] = []
     return _settled(like, value, writes), sorted(pending, key=order_of), writes
 

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from accelfn.checkpoint.document.decoder import is_object
 from accelfn.checkpoint.document.nodes import Children, children_of, step
 from accelfn.checkpoint.files.manifest import Json
+from accelfn.checkpoint.files.stored_dtype import contiguous_copy
 from accelfn.data import LoaderState, PreparedDataLoader
 from accelfn.data.place import read_state
 from accelfn.errors import Misfit
@@ -44,7 +45,12 @@ __all__ = (
     "take_up",
     "targets",
     "tensor_kind",
+    "untied",
 )
+
+
+# Where the class of what steps isn't known: of a proxy around it, and of what another program has saved.
+_ANY_OPTIMIZER = ("", "AcceleratedOptimizer", "Optimizer")
 
 
 class Names(NamedTuple):
@@ -229,6 +235,7 @@ class Stored(NamedTuple):
     path: str
     thing: Any
     node: Json
+    kind: str = ""  # name of the class that was saved
 
 
 def find_states(node: Json, like: Any, path: str = "") -> Iterator[Stored]:
@@ -239,7 +246,9 @@ def find_states(node: Json, like: Any, path: str = "") -> Iterator[Stored]:
     """
     if isinstance(node, dict) and node.get("$") == "object":
         if is_object(like):
-            yield Stored(path[1:], like, node.get("state"))
+            spelled = node.get("of")
+            kind = spelled.rpartition(":")[2].rpartition(".")[2] if isinstance(spelled, str) else ""
+            yield Stored(path[1:], like, node.get("state"), kind)
         return
     children = children_of(node, path)
     if children is None or like is None:
@@ -306,6 +315,10 @@ def _misfits_of_optimizer(stored: Stored, names: Names) -> list[Misfit]:
     path, parts = stored.path, _items(stored.node, stored.path)
     if not isinstance(parts.get("groups"), list) or "state" not in parts:
         return [Misfit(path, "another object", "the state of an optimizer")]
+    kind = type(_real(stored.thing)).__name__
+    if stored.kind not in (kind, *_ANY_OPTIMIZER):
+        # torch would take up most of the one into the other, and fail or compute something else later.
+        return [Misfit(path, stored.kind, kind)]
     own = _names_of(stored.thing, names)
     groups = [_items(group, path) for group in cast("list[Json]", parts["groups"])]
     if len(groups) != len(own):
@@ -380,6 +393,30 @@ def is_in_place(tensor: torch.Tensor) -> bool:
 def order_of(pending: Pending) -> int:
     """Say when an object takes up its state: schedules after optimizers, which bring rates with them."""
     return 0 if isinstance(pending.thing, Optimizer) else 1
+
+
+def untied(pending: Pending) -> list[Misfit]:
+    """Say which weights are one in a module, and were saved with different values: one would be lost."""
+    if not isinstance(pending.thing, nn.Module):
+        return []
+    state = cast("Mapping[str, Any]", pending.state)
+    own = cast("Mapping[str, Any]", _inner(pending.thing).state_dict())
+    first: dict[Any, str] = {}
+    rows: list[Misfit] = []
+    for name, value in own.items():
+        if not isinstance(value, torch.Tensor) or name not in state or not _local(value).numel():
+            continue
+        same = first.setdefault(_address(value), name)
+        if same != name and not _same_bits(_local(state[same]), _local(state[name])):
+            rows.append(Misfit(f"{pending.path}/{name}", f"other values than {same}", f"tied to {same}"))
+    return rows
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.data_ptr() == other.data_ptr() or one.shape != other.shape:
+        return one.shape == other.shape
+    bits = [contiguous_copy(each).view(-1).view(torch.uint8) for each in (one, other)]
+    return torch.equal(*bits)
 
 
 def is_sure(pending: Pending) -> bool:

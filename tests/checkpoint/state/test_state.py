@@ -582,3 +582,42 @@ def test_of_what_is_left_out_no_byte_is_read(tmp_path: Path) -> None:
     assert torch.equal(af.load_state(Context(), at, like, partial=True)["a"], torch.zeros(4))
     with pytest.raises(DamagedCheckpointError):
         af.load_state(Context(), at, {**like, "b": torch.zeros(1000)})
+
+
+def test_an_optimizer_of_another_class_is_refused_by_name(tmp_path: Path) -> None:
+    loop = new_loop()
+    loop.train(1)
+    af.save_state(Context(), tmp_path / "at", loop.tree)
+    other = new_loop(torch.optim.SGD, momentum=0.9)
+    before = other.bits()
+    with pytest.raises(CheckpointMismatchError) as caught:
+        af.load_state(Context(), tmp_path / "at", other.tree)
+    assert caught.value.rows == (Misfit("optimizer", "AdamW", "SGD"),)
+    assert other.bits() == before
+
+
+class Tied(nn.Module):
+    """Two layers that may have one weight."""
+
+    def __init__(self, is_tied: bool) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+        if is_tied:
+            self.outer.weight = self.inner.weight
+
+
+def test_weights_that_were_saved_apart_are_not_put_into_one(tmp_path: Path) -> None:
+    apart = Tied(False)
+    af.save_state(Context(), tmp_path / "at", {"model": apart})
+    model = Tied(True)
+    before = model.inner.weight.tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    with pytest.raises(CheckpointMismatchError, match=r"tied to inner\.weight") as caught:
+        af.load_state(Context(), tmp_path / "at", {"model": model})
+    assert [row.path for row in caught.value.rows] == ["model/outer.weight"]
+    assert model.inner.weight.tolist() == before  # pyright: ignore[reportUnknownMemberType]
+    with torch.no_grad():
+        apart.outer.weight.copy_(apart.inner.weight.fill_(float("nan")))  # equal bits, and no number
+    af.save_state(Context(), tmp_path / "at", {"model": apart})
+    af.load_state(Context(), tmp_path / "at", {"model": model})
+    assert model.outer.weight is model.inner.weight
+    assert model.inner.weight.isnan().all()
