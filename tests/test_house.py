@@ -42,9 +42,10 @@ FLOORS = (
     ("context",),
     ("tree",),
     ("comm",),
-    ("data", "parallel", "bigmodel", "tracking", "testing"),
+    ("data", "parallel", "tracking", "testing"),
     ("training",),
     ("checkpoint",),
+    ("bigmodel",),
     ("accelerator",),
     ("launch",),
 )

@@ -1,0 +1,3 @@
+"""Accelerate's hooks, as thin faces of the stream and of torch's own hooks."""
+
+__all__: tuple[str, ...] = ()
