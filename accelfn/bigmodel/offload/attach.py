@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
-from typing_extensions import ParamSpec
 
 from accelfn.bigmodel.offload.blocks import has_forward
 from accelfn.bigmodel.offload.move import input_device, moved
 from accelfn.bigmodel.offload.stream import Stream
+from accelfn.bigmodel.offload.uncompiled import uncompiled
 
-__all__ = ("Attached", "attach_moves", "attach_return", "attach_stream", "uncompiled")
-
-P = ParamSpec("P")
-T = TypeVar("T")
+__all__ = ("Attached", "attach_moves", "attach_return", "attach_stream")
 
 
 @dataclass(slots=True, eq=False)
@@ -112,8 +108,13 @@ class _Scope:
     stream: Stream
     attached: Attached
 
+    @uncompiled
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        _enter_scope(self.stream, module)
+        # torch runs no hooks after a KeyboardInterrupt. Then this thread still seems to be amid that pass.
+        last = self.stream.entered_last
+        if last is not None and not _is_running(last, 2 if last is module else 1):
+            self.stream.abandon()
+        self.stream.enter_scope(module)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +124,11 @@ class _ScopeEnd:
     stream: Stream
     attached: Attached
 
+    @uncompiled
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        _leave_scope(self.stream, self.attached)
+        self.stream.leave_scope()
+        if self.attached.whole and self.attached.guards:
+            self.stream.while_idle(self.attached.remove_needless_guards)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +139,10 @@ class _Entry:
     block: int
     whole: set[int]
 
+    @uncompiled
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        _enter(self.stream, self.block, self.whole)
+        self.whole.add(self.block)
+        self.stream.enter(self.block)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +152,9 @@ class _Exit:
     stream: Stream
     block: int
 
+    @uncompiled
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        _leave(self.stream, self.block)
+        self.stream.leave(self.block)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +164,9 @@ class _Guard:
     stream: Stream
     block: int
 
+    @uncompiled
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        _enter(self.stream, self.block, None)
+        self.stream.enter(self.block)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +176,9 @@ class _Move:
     device: torch.device
     skip_keys: tuple[str, ...]
 
+    @uncompiled
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return _moved_inputs(args, kwargs, self.device, self.skip_keys)
+        return moved(args, self.device, self.skip_keys), moved(kwargs, self.device, self.skip_keys)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,50 +187,10 @@ class _Return:
 
     skip_keys: tuple[str, ...]
 
+    @uncompiled
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         device = input_device(args, kwargs)
         return output if device is None else moved(output, device, self.skip_keys)
-
-
-def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
-    """Keep torch.compile out of a function and of all that it calls.
-
-    As ``torch.compiler.disable`` does, which would import the compiler, and that takes seconds.
-    """
-    frames = vars(torch._C)["_dynamo"].eval_frame
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        before: Any = frames.set_eval_frame(None)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            frames.set_eval_frame(before)
-
-    frames.skip_code(call.__code__)  # else the compiler follows it up to the line that turns it off
-    vars(call)["_torchdynamo_disable"] = True
-    return call
-
-
-@uncompiled
-def _enter(stream: Stream, block: int, whole: set[int] | None) -> None:
-    if whole is not None:
-        whole.add(block)
-    stream.enter(block)
-
-
-@uncompiled
-def _leave(stream: Stream, block: int) -> None:
-    stream.leave(block)
-
-
-@uncompiled
-def _enter_scope(stream: Stream, module: nn.Module) -> None:
-    # torch runs no hooks after a KeyboardInterrupt. Then this thread still seems to be amid that pass.
-    last = stream.entered_last
-    if last is not None and not _is_running(last, 2 if last is module else 1):
-        stream.abandon()
-    stream.enter_scope(module)
 
 
 def _is_running(module: nn.Module, times: int) -> bool:
@@ -234,15 +203,3 @@ def _is_running(module: nn.Module, times: int) -> bool:
         times -= name == "_call_impl" and frame.f_locals.get("self") is module
         frame = frame.f_back
     return not times
-
-
-@uncompiled
-def _leave_scope(stream: Stream, attached: Attached) -> None:
-    stream.leave_scope()
-    if attached.whole and attached.guards:
-        stream.while_idle(attached.remove_needless_guards)
-
-
-@uncompiled
-def _moved_inputs(args: Any, kwargs: Any, device: torch.device, skip_keys: tuple[str, ...]) -> Any:
-    return moved(args, device, skip_keys), moved(kwargs, device, skip_keys)
