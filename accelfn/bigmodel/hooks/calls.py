@@ -1,11 +1,15 @@
-"""What a hook remembers between the beginning and the end of one forward."""
+"""Calls of modules that are running, and what hooks remember of them."""
 
 from __future__ import annotations
 
+import inspect
 import threading
+from types import FrameType
 from typing import Any, Generic, TypeVar
 
-__all__ = ("CallStack",)
+from torch import nn
+
+__all__ = ("CallStack", "is_running")
 
 T = TypeVar("T")
 
@@ -18,6 +22,11 @@ class CallStack(Generic[T]):
 
     def __init__(self) -> None:
         self._local = threading.local()
+
+    @property
+    def depth(self) -> int:
+        """Number of forwards that have begun on this thread and not ended."""
+        return len(self._values())
 
     def push(self, value: T) -> None:
         """Remember ``value`` for the forward that begins."""
@@ -36,3 +45,15 @@ class CallStack(Generic[T]):
         if found is None:
             found = self._local.values = []
         return found
+
+
+def is_running(module: nn.Module, times: int) -> bool:
+    """Whether this thread is within ``times`` calls of ``module`` at this moment, or more."""
+    frame: FrameType | None = inspect.currentframe()
+    while frame is not None and times:
+        name = frame.f_code.co_name
+        if name.startswith("torch_dynamo_resume"):  # compiled code doesn't show whom it runs
+            return True
+        times -= name == "_call_impl" and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return not times

@@ -13,8 +13,8 @@ from accelfn.bigmodel.hooks.moves import (
     is_on,
     module_tensors,
     move_module,
-    move_tree,
 )
+from accelfn.bigmodel.offload.move import moved
 from accelfn.bigmodel.places import Place, PlaceLike, check_device, is_simulated, read_place
 
 __all__ = ("CpuOffload", "UserCpuOffloadHook", "cpu_offload_with_hook")
@@ -66,7 +66,7 @@ class CpuOffload(ModelHook):
         if self.prev_module_hook is not None:
             self.prev_module_hook.offload()
         self._bring(module, self._place)
-        return move_tree((args, kwargs), self.execution_device)
+        return moved(args, self.execution_device), moved(kwargs, self.execution_device)
 
     def _bring(self, module: nn.Module, place: Place) -> None:
         device = check_device(place)

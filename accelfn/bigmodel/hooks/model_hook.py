@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from accelfn.bigmodel.hooks.calls import CallStack
+from accelfn.bigmodel.hooks.calls import CallStack, is_running
+from accelfn.bigmodel.offload.uncompiled import uncompiled
 
 __all__ = (
     "ModelHook",
@@ -231,7 +232,7 @@ class _Around:
         """Stand before and after the forward of ``module``."""
         self._handles = (
             module.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True),
-            module.register_forward_hook(self.after, with_kwargs=True, always_call=True),
+            module.register_forward_hook(self.after, always_call=True),
         )
 
     def disconnect(self) -> None:
@@ -239,30 +240,23 @@ class _Around:
         for handle in self._handles:
             handle.remove()
 
+    @uncompiled
     def before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Run ``pre_forward``. A compiler leaves it as it is, and compiles what comes after it."""
-        if torch.compiler.is_dynamo_compiling():
-            return _outside(self._before)(module, args, kwargs)
-        return self._before(module, args, kwargs)
-
-    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Run ``post_forward``, or ``after_error`` where torch calls it for an exception."""
-        if torch.compiler.is_dynamo_compiling():
-            return _outside(self._after)(module, output)
-        return self._after(module, output)
-
-    def _before(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Run ``pre_forward``."""
         hook = hook_of(module)
         if hook is None:
             return None
+        # torch runs no hooks after a KeyboardInterrupt. Then a call that is long over still seems to run.
+        while self._calls.depth and not is_running(module, self._calls.depth + 1):
+            self._end_by_error(module)
         self._calls.push((hook, sys.exc_info()[1]))
         return _before(hook, module, args, kwargs)
 
-    def _after(self, module: nn.Module, output: Any) -> Any:
+    @uncompiled
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Run ``post_forward``, or ``after_error`` where torch calls it for an exception."""
         call = self._calls.pop()
         if call is None:  # another pre-hook raised before ours had its turn
             return None
@@ -272,6 +266,11 @@ class _Around:
             return hook.post_forward(module, output)
         hook.after_error(module)
         return None
+
+    def _end_by_error(self, module: nn.Module) -> None:
+        call = self._calls.pop()
+        if call is not None:
+            call[0].after_error(module)
 
 
 class _WithoutGradient:
@@ -320,12 +319,6 @@ def _before(
             f"{type(given).__name__}. End it with `return args, kwargs`."
         )
     return tuple(cast("list[Any]", new_args)), dict(cast("Mapping[str, Any]", new_kwargs))
-
-
-def _outside(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let the compiler call ``function`` instead of compiling it."""
-    # torch doesn't say which of the several things it returns
-    return cast("Any", torch.compiler).disable(function)
 
 
 def _give_back(begun: list[ModelHook], module: nn.Module) -> None:

@@ -375,6 +375,29 @@ def test_a_hook_whose_turn_never_came_is_not_told() -> None:
     assert events == ["a.init", "a.pre", "a.error"]
 
 
+def test_an_interrupted_call_ends_before_the_next_one_begins() -> None:
+    # torch runs no hooks then
+    events: list[str] = []
+    module = add_hook_to_module(Failing(KeyboardInterrupt()), Recorder("a", events))
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            module(X)
+    vars(module)["error"] = None
+    module(X)
+    assert events[1:] == ["a.pre", "a.error", "a.pre", "a.error", "a.pre", "a.post"]
+
+
+def test_a_module_may_call_itself() -> None:
+    class Halving(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self(x / 2) if x > 1 else x
+
+    events: list[str] = []
+    module = add_hook_to_module(Halving(), Recorder("a", events))
+    assert module(torch.tensor(4.0)) == 1
+    assert events[1:] == ["a.pre"] * 3 + ["a.post"] * 3
+
+
 def test_gradients_are_on_again_after_an_interruption() -> None:
     module = add_hook_to_module(Failing(KeyboardInterrupt()), WithoutGradient())
     with pytest.raises(KeyboardInterrupt):
