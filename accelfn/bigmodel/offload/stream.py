@@ -205,11 +205,27 @@ class Stream:
     def abandon(self) -> None:
         """Forget what this thread has entered and never left, as after an interrupt amid a forward pass."""
         while self._thread.entered:
-            left = self._thread.entered[-1].block
-            if left < 0:
-                self.leave_scope()
-            else:
-                self.leave(left)
+            self._leave_last()
+
+    @property
+    def mark(self) -> object:
+        """What this thread has entered last, to come back to by :meth:`abandon_since`; None if nothing."""
+        return self._thread.entered[-1] if self._thread.entered else None
+
+    def abandon_since(self, mark: object) -> None:
+        """Forget what this thread has entered since a :attr:`mark` was the last, and that too.
+
+        Nothing happens if it was left already.
+        """
+        while any(one is mark for one in self._thread.entered):
+            self._leave_last()
+
+    def _leave_last(self) -> None:
+        left = self._thread.entered[-1].block
+        if left < 0:
+            self.leave_scope()
+        else:
+            self.leave(left)
 
     @property
     def entered_last(self) -> nn.Module | None:
