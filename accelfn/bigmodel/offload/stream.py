@@ -11,20 +11,20 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from accelfn.bigmodel.offload.blocks import Block
+from accelfn.bigmodel.offload.blocks import Block, Slot
 from accelfn.bigmodel.offload.gradients import Refetched, connect, refetching
 from accelfn.bigmodel.offload.link import Arrival, Link
 from accelfn.bigmodel.offload.links import open_link
 from accelfn.bigmodel.offload.packing import Packing, is_packable, is_packed, pack, plan_packing, unpack
 from accelfn.bigmodel.places import Place
 
-__all__ = ("Stream",)
+__all__ = ("Stream", "StreamFacts")
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -50,6 +50,26 @@ class _Entered:
     block: int  # or -1 for a scope
     module: nn.Module
     saving: saved_tensors_hooks | None = None
+
+
+class StreamFacts(NamedTuple):
+    """What travels to a device.
+
+    Attributes:
+        place: The device.
+        num_blocks: How many blocks the weights are.
+        num_bytes: Of all of them.
+        bound_bytes: Most bytes that are on the device at a time for one thread.
+        peak_blocks: Most blocks that were there, or underway, at a time until now.
+        peak_bytes: Most bytes of them.
+    """
+
+    place: Place
+    num_blocks: int
+    num_bytes: int
+    bound_bytes: int
+    peak_blocks: int
+    peak_bytes: int
 
 
 class _Thread(threading.local):
@@ -138,6 +158,22 @@ class Stream:
         with self._lock:
             return tuple(self._held)
 
+    def facts(self) -> StreamFacts:
+        """Say what travels, and how much of it was underway or there at a time."""
+        sizes = [
+            plan_packing([tensor for tensor in map(Slot.read, block.slots) if is_packable(tensor)]).num_bytes
+            for block in self.blocks
+        ]
+        around = [self._is_around(block) for block in self.blocks]
+        own = sum(size for size, is_around in zip(sizes, around, strict=True) if is_around)
+        others = sorted(size for size, is_around in zip(sizes, around, strict=True) if not is_around)
+        bound = own + sum(others[-self.num_ahead - 1 :])
+        return StreamFacts(self.place, len(self.blocks), sum(sizes), bound, self.peak_blocks, self.peak_bytes)
+
+    def _is_around(self, block: Block) -> bool:
+        inner = {other.module for other in self.blocks if other is not block}
+        return any(module in inner for module in block.module.modules())
+
     def enter_scope(self, module: nn.Module) -> None:
         """Begin the forward pass of a module that has blocks below it: they are fetched ahead within it."""
         self._thread.entered.append(_Entered(-1, module))
@@ -169,10 +205,8 @@ class Stream:
             if grads:
                 self._require_leaves(self.blocks[block])
             self._learn(block)
-            held = self._held.get(block)
-            if held is None:
-                held = self._begin(block)
-            self._tend(self._following(self._next, block) if self._scopes else ())
+            self._tend(self._following(self._next, block) if self._scopes else (), block)
+            held = self._held[block]
         if self._link.in_place or again:
             return
         self._arrive(block, held)
@@ -268,14 +302,14 @@ class Stream:
             at = order.get(at)
         return tuple(found)
 
-    def _tend(self, wanted: Sequence[int] | None) -> None:
-        """Let go what nobody uses or wants, then begin what this thread wants next."""
+    def _tend(self, wanted: Sequence[int] | None, now: int | None = None) -> None:
+        """Let go what nobody uses or wants, then begin what this thread needs now, and what it wants next."""
         if wanted is not None:
             self._wanted[threading.get_ident()] = tuple(wanted)
         keep = {block for blocks in self._wanted.values() for block in blocks} | set(self._users)
         for block in [block for block in self._held if block not in keep]:
             self._let_go(block)
-        for block in wanted or ():
+        for block in (*(() if now is None else (now,)), *(wanted or ())):
             if block not in self._held:
                 self._begin(block)
 
@@ -398,14 +432,11 @@ class Stream:
     def _fetch_again(self, part: Refetched) -> torch.Tensor:
         block = part.block
         with self._lock:
-            held = self._held.get(block)
-            if held is None:
-                held = self._begin(block)
-                try:
-                    _after_backward(self._end_backward)
-                    self._tend((block, *self._following(self._previous, block)))
-                except RuntimeError:  # someone reads a saved tensor outside of backward
-                    self._held.pop(block)
+            if block not in self._held:
+                self._tend((block, *self._following(self._previous, block)))
+            held = self._held[block]
+            if not _after_backward(self._end_backward):  # someone reads a saved tensor by hand
+                self._end_backward()
         if held.versions != part.versions:
             self._end_backward()
             raise RuntimeError(
@@ -421,10 +452,14 @@ class Stream:
             self._tend(None)
 
 
-def _after_backward(work: Callable[[], None]) -> None:
-    """Do something at the end of the backward pass that runs; RuntimeError if none does."""
+def _after_backward(work: Callable[[], None]) -> bool:
+    """Do something at the end of the backward pass that runs; False if none does."""
     engine: Any = vars(torch.autograd.Variable)["_execution_engine"]  # as DDP and FSDP do
-    engine.queue_callback(work)
+    try:
+        engine.queue_callback(work)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _versions(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
