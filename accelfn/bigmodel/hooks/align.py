@@ -30,7 +30,7 @@ class AlignDevicesHook(ModelHook):
 
     Without ``offload`` its tensors are moved there once. With ``offload`` they rest in the host's memory, as
     real parameters: ``state_dict()``, pickling, and training see them. During a forward the module holds
-    copies on the device, and gradients arrive on the parameters at rest. On the CPU these are used themselves.
+    copies on the device, and gradients arrive on the parameters at rest. On the CPU these are used.
 
     Args:
         execution_device: Where the module computes: a number, ``"cuda:1"``, ``"cpu"``, or ``"cpu:0"``, which
@@ -168,6 +168,13 @@ class AlignDevicesHook(ModelHook):
     def stream(self) -> Stream | None:
         """What brings its block; None without ``offload``, or without a module."""
         return self._stream
+
+    def fetch(self) -> dict[Slot, torch.Tensor]:
+        """Give the values of those tensors that the module doesn't hold between its forwards."""
+        if self.at_rest is None:
+            return {}
+        block = self.at_rest.block
+        return {block.slots[position]: source() for position, source in block.sources.items()}
 
     def share(self, shared: SharedStream) -> None:
         """Have the block travel in a stream with those of other hooks. Before the hook is added."""

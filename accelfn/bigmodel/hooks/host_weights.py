@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
+from accelfn.bigmodel.hooks.prefixed import Prefixed
 from accelfn.bigmodel.offload.blocks import Block, Slot, slots_of
 
 __all__ = ("AtRest", "Replaced", "lay_to_rest", "move_in_place", "travelling")
@@ -99,8 +100,8 @@ def lay_to_rest(
         empty = [key for key, slot in slots.items() if slot.read().is_meta]
         if empty:
             raise ValueError(
-                f"AlignDevicesHook: {_listed(empty)} of the {type(module).__name__} are on the meta device and "
-                "have no values. Pass weights_map, or load the weights first (load_checkpoint_in_model)."
+                f"AlignDevicesHook: {_listed(empty)} of the {type(module).__name__} are on the meta device "
+                "and have no values. Pass weights_map, or load the weights first (load_checkpoint_in_model)."
             )
         for slot in slots.values():
             move_in_place(slot.read(), torch.device("cpu"))
@@ -129,7 +130,7 @@ def lay_to_rest(
 
 def _is_held(weights_map: Mapping[str, Any]) -> bool:
     """Whether the values of a mapping may become a module's own memory, as they stay what they are."""
-    return isinstance(weights_map, dict)
+    return _is_held(weights_map.whole) if isinstance(weights_map, Prefixed) else isinstance(weights_map, dict)
 
 
 def move_in_place(tensor: torch.Tensor, device: torch.device) -> None:

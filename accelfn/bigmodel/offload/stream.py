@@ -42,6 +42,7 @@ class _Held:
     copies: tuple[torch.Tensor, ...] = ()  # of the packed ones
     counts: tuple[int, ...] = ()  # of changes of the copies, when they were made
     hung: tuple[torch.Tensor, ...] = ()  # by slot: what hangs there now; empty at rest
+    rest: tuple[torch.Tensor, ...] = ()  # by slot: what hung there before
     guard: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -393,6 +394,8 @@ class Stream:
             held.opaque[place] if position < 0 else copies[position]
             for place, position in enumerate(held.positions)
         )
+        if not held.rest:
+            held.rest = tuple(slot.read() for slot in self.blocks[block].slots)
         for slot, tensor in zip(self.blocks[block].slots, held.hung, strict=True):
             slot.write(tensor)
 
@@ -401,8 +404,8 @@ class Stream:
         one = self.blocks[block]
         for place, (slot, hung) in enumerate(zip(one.slots, held.hung, strict=True)):
             if slot.read() is hung:  # else the module has hung something of its own there, which stays
-                slot.write(held.hosts[place] if place not in one.sources else _meta_like(hung))
-        held.hung = ()
+                slot.write(held.rest[place] if place in one.sources else held.hosts[place])
+        held.hung = held.rest = ()
         first = {
             position: held.hosts[place] for place, position in reversed(tuple(enumerate(held.positions)))
         }
@@ -464,10 +467,6 @@ def _after_backward(work: Callable[[], None]) -> bool:
 
 def _versions(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     return tuple(0 if tensor.is_inference() else tensor._version for tensor in tensors)
-
-
-def _meta_like(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.nn.Parameter(tensor.detach().to("meta"), requires_grad=tensor.requires_grad)
 
 
 def _pin(block: Block) -> None:
