@@ -39,9 +39,9 @@ class AlignDevicesHook(ModelHook):
         io_same_device: Give outputs back on the device of the first tensor among the arguments.
         weights_map: Values of offloaded tensors, by their names within the module; None keeps those that the
             module has. The tensors of a dict become the parameters' memory: without a copy if their dtype is
-            the parameter's, so that training writes into them. Any other mapping is asked anew for each
-            forward; the module holds meta tensors meanwhile, and a forward that would have to keep gradients
-            of them is refused.
+            the parameter's, so that training writes into them. Any other mapping is asked for parameters
+            anew at each forward; the module holds meta tensors meanwhile, and a forward that would have to
+            keep gradients of them is refused.
         offload_buffers: Let buffers travel too. Otherwise they are moved to the device once, as are those
             that aren't in the state_dict.
         place_submodules: All this for the tensors of the modules inside of it too.

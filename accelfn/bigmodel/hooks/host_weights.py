@@ -89,7 +89,7 @@ def lay_to_rest(
         slots: Of the tensors, by their names within the module. Changed.
         weights_map: Their values, by the same names; None keeps those that the module holds. A dict's tensors
             become the parameters' memory, without a copy if they have the parameter's dtype. Any other
-            mapping is asked at each forward.
+            mapping is asked for parameters at each forward, and once for buffers.
         installed: What took the place of tensors without values, by their ``id``: tied ones stay tied. Grows.
 
     Raises:
@@ -113,13 +113,15 @@ def lay_to_rest(
             f"AlignDevicesHook: weights_map has no {_listed(missing)}, which the {type(module).__name__} "
             "needs. Its keys are the names of tensors within the module that has the hook."
         )
+    # Modules write into their buffers, so these are always held.
+    is_held = _is_held(weights_map)
+    held = {key: slot for key, slot in slots.items() if is_held or not slot.is_parameter}
+    values = {key: _on_host(weights_map[key], slot.read(), key) for key, slot in held.items()}
     sources: dict[int, Any] = {}
-    if _is_held(weights_map):
-        values = {key: _on_host(weights_map[key], slot.read(), key) for key, slot in slots.items()}
-        for key, slot in slots.items():
+    for position, (key, slot) in enumerate(slots.items()):
+        if key in values:
             _install(slot, values[key], installed)
-    else:
-        for position, (key, slot) in enumerate(slots.items()):
+        else:
             current = slot.read()
             empty = _like(current, current.detach().to("meta"))
             slot.write(empty)

@@ -409,10 +409,19 @@ class Stream:
         first = {
             position: held.hosts[place] for place, position in reversed(tuple(enumerate(held.positions)))
         }
+        # Batch normalisation writes into its buffers without counting it as a change.
+        uncounted = {
+            position
+            for slot, position in zip(one.slots, held.positions, strict=True)
+            if not slot.is_parameter and slot.owner.training
+        }
         for position, (copy, count) in enumerate(zip(held.copies, held.counts, strict=True)):
-            if copy._version != count:
+            host = first[position]
+            if copy._version != count or (
+                position in uncounted and not torch.equal(copy.to(host.device), host)
+            ):
                 with torch.no_grad():
-                    first[position].copy_(copy)
+                    host.copy_(copy)
 
     def _require_leaves(self, block: Block) -> None:
         for place in block.sources:
