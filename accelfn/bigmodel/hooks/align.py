@@ -81,6 +81,7 @@ class AlignDevicesHook(ModelHook):
         self.skip_keys = (skip_keys,) if isinstance(skip_keys, str) else tuple(skip_keys or ())
         self.tied_params_map = tied_params_map
         self.at_rest: AtRest | None = None
+        self._name = ""
         self._shared: SharedStream | None = None
         self._stream: Stream | None = None
         self._position = 0
@@ -99,7 +100,8 @@ class AlignDevicesHook(ModelHook):
             return module
         installed: dict[int, Replaced] = {} if self._shared is None else self._shared.installed
         self._check_staying(module, stays)
-        self.at_rest = lay_to_rest("", module, travels, self.weights_map, installed)
+        name = self._name or type(module).__name__
+        self.at_rest = lay_to_rest(name, module, travels, self.weights_map, installed)
         self._place(module, stays)
         if self._shared is None:
             self.use(Stream((self.at_rest.block,), self.stream_place, num_ahead=0), 0)
@@ -176,8 +178,9 @@ class AlignDevicesHook(ModelHook):
         block = self.at_rest.block
         return {block.slots[position]: source() for position, source in block.sources.items()}
 
-    def share(self, shared: SharedStream) -> None:
-        """Have the block travel in a stream with those of other hooks. Before the hook is added."""
+    def share(self, shared: SharedStream, name: str) -> None:
+        """Have the block, named ``name``, travel with those of other hooks. Before the hook is added."""
+        self._name = name
         self._shared = shared
         shared.hooks.append(self)
 

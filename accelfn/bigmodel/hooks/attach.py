@@ -170,7 +170,7 @@ class _Plan:
             skip_keys=self.skip_keys,
             **options,
         )
-        hook.share(self.shared)
+        hook.share(self.shared, name)
         add_hook_to_module(module, hook, append=True)
 
 
