@@ -10,7 +10,16 @@ from typing import NamedTuple, cast
 import torch
 from torch import nn
 
-__all__ = ("Block", "BlockNames", "Slot", "has_forward", "plan_blocks", "read_block", "slots_of")
+__all__ = (
+    "Block",
+    "BlockNames",
+    "Slot",
+    "has_forward",
+    "named_modules",
+    "plan_blocks",
+    "read_block",
+    "slots_of",
+)
 
 
 class Slot(NamedTuple):
@@ -76,10 +85,14 @@ class BlockNames(NamedTuple):
     leaves: tuple[str, ...]
 
 
+def named_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Give all modules of a module and their names, itself as ``""`` first, each under its first name."""
+    return cast("Iterator[tuple[str, nn.Module]]", module.named_modules())
+
+
 def slots_of(module: nn.Module) -> Iterator[tuple[str, Slot]]:
     """Give the full names and slots of all tensors below a module, tied ones under each of their names."""
-    owners = cast("Iterator[tuple[str, nn.Module]]", module.named_modules())
-    for prefix, owner in owners:
+    for prefix, owner in named_modules(module):
         dot = f"{prefix}." if prefix else ""
         for is_parameter in (True, False):
             for key, tensor in _store(owner, is_parameter).items():

@@ -11,20 +11,33 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from accelfn.bigmodel.offload.blocks import Block
+from accelfn.bigmodel.offload.blocks import Block, Slot
 from accelfn.bigmodel.offload.gradients import Refetched, connect, refetching
 from accelfn.bigmodel.offload.link import Arrival, Link
 from accelfn.bigmodel.offload.links import open_link
 from accelfn.bigmodel.offload.packing import Packing, is_packable, is_packed, pack, plan_packing, unpack
 from accelfn.bigmodel.places import Place
 
-__all__ = ("Stream",)
+__all__ = ("Stream", "StreamFacts")
+
+
+_NOTHING = Packing(0, ())
+_LASTING = (
+    "blocks",
+    "place",
+    "num_ahead",
+    "cache_bytes",
+    "peak_blocks",
+    "peak_bytes",
+    "_next",
+    "_previous",
+)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -32,12 +45,12 @@ class _Held:
     """A block on its way to the device, or there."""
 
     hosts: tuple[torch.Tensor, ...]  # by slot, as they hang at rest
-    positions: tuple[int, ...]  # by slot: of the tensor among the packed ones, or -1
-    packing: Packing
-    packed: tuple[torch.Tensor, ...]  # each once
-    opaque: dict[int, torch.Tensor]  # by slot: those that move by their own `to`
-    arrival: Arrival
-    versions: tuple[int, ...]
+    positions: tuple[int, ...] = ()  # by slot: of the tensor among the packed ones, or -1
+    packing: Packing = _NOTHING
+    packed: tuple[torch.Tensor, ...] = ()  # each once
+    opaque: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])  # by slot: not packed
+    arrival: Arrival | None = None
+    versions: tuple[int, ...] = ()
     memory: torch.Tensor | None = None
     copies: tuple[torch.Tensor, ...] = ()  # of the packed ones
     counts: tuple[int, ...] = ()  # of changes of the copies, when they were made
@@ -50,6 +63,26 @@ class _Entered:
     block: int  # or -1 for a scope
     module: nn.Module
     saving: saved_tensors_hooks | None = None
+
+
+class StreamFacts(NamedTuple):
+    """What travels to a device.
+
+    Attributes:
+        place: The device.
+        num_blocks: How many blocks the weights are.
+        num_bytes: Of all of them.
+        bound_bytes: Most bytes that are on the device at a time for one thread.
+        peak_blocks: Most blocks that were there, or underway, at a time until now.
+        peak_bytes: Most bytes of them.
+    """
+
+    place: Place
+    num_blocks: int
+    num_bytes: int
+    bound_bytes: int
+    peak_blocks: int
+    peak_bytes: int
 
 
 class _Thread(threading.local):
@@ -74,6 +107,8 @@ class Stream:
         blocks: In the order in which they will probably be used.
         place: Where they are used.
         num_ahead: How many blocks are fetched ahead while one is used.
+        cache_bytes: Where weights are used as they lie in files: how many bytes of them stay in memory after
+            use. The first blocks stay, so that a pass over all finds them there again.
         link: Carries the blocks; None opens the one to the place.
 
     Attributes:
@@ -82,19 +117,27 @@ class Stream:
     """
 
     def __init__(
-        self, blocks: Sequence[Block], place: Place, *, num_ahead: int = 1, link: Link | None = None
+        self,
+        blocks: Sequence[Block],
+        place: Place,
+        *,
+        num_ahead: int = 1,
+        cache_bytes: int = 0,
+        link: Link | None = None,
     ) -> None:
         if num_ahead < 0:
             raise ValueError(f"num_ahead must not be negative, got {num_ahead}. 0 fetches nothing ahead.")
         self.blocks = tuple(blocks)
         self.place = place
         self.num_ahead = num_ahead
+        self.cache_bytes = cache_bytes
         self.peak_blocks = 0
         self.peak_bytes = 0
         last = len(self.blocks) - 1
         self._next = {block: block + 1 for block in range(last)}
         self._previous = {block + 1: block for block in range(last)}
         self._begin_life(link)
+        self._make_ready()
 
     def _begin_life(self, link: Link | None) -> None:
         self._link = link if link is not None else open_link(self.place, self.num_ahead)
@@ -105,9 +148,18 @@ class Stream:
         self._scopes = 0
         self._wanted: dict[int, tuple[int, ...]] = {}  # by thread: blocks that it will need next
         self._addresses: dict[int, int] = {}  # of memory on the device: the block
+        self._stays = frozenset[int]()
+        self._was_read: set[int] = set()  # of those that stay
+        self._is_ready = False
+
+    def _make_ready(self) -> None:
+        """Do what needs the modules, which a copy of this stream doesn't have yet while it is made."""
+        if self._link.in_place:
+            self._stays = self._plan_cache()
         if self._link.needs_pinned:
             for block in self.blocks:
                 _pin(block)
+        self._is_ready = True
 
     # --- copies of the model ---
 
@@ -118,8 +170,7 @@ class Stream:
                     "the model can't be copied or pickled while a forward pass runs: its modules hold copies "
                     "of their weights on a device. Do it between two passes."
                 )
-            kept = ("blocks", "place", "num_ahead", "peak_blocks", "peak_bytes", "_next", "_previous")
-            return {name: getattr(self, name) for name in kept}
+            return {name: getattr(self, name) for name in _LASTING}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -137,6 +188,35 @@ class Stream:
         """Positions of the blocks that are on the device or underway now."""
         with self._lock:
             return tuple(self._held)
+
+    def _plan_cache(self) -> frozenset[int]:
+        stays: set[int] = set()
+        total = 0
+        for position, size in enumerate(self._sizes()):
+            total += size
+            if total <= self.cache_bytes:
+                stays.add(position)
+        return frozenset(stays)
+
+    def _sizes(self) -> list[int]:
+        return [
+            plan_packing([tensor for tensor in map(Slot.read, block.slots) if is_packable(tensor)]).num_bytes
+            for block in self.blocks
+        ]
+
+    def facts(self) -> StreamFacts:
+        """Say what travels, and how much of it was underway or there at a time."""
+        sizes = self._sizes()
+        around = [self._is_around(block) for block in self.blocks]
+        own = sum(size for size, is_around in zip(sizes, around, strict=True) if is_around)
+        others = sorted(size for size, is_around in zip(sizes, around, strict=True) if not is_around)
+        cached = sum(sizes[block] for block in self._stays)
+        bound = min(sum(sizes), own + sum(others[-self.num_ahead - 1 :]) + cached)
+        return StreamFacts(self.place, len(self.blocks), sum(sizes), bound, self.peak_blocks, self.peak_bytes)
+
+    def _is_around(self, block: Block) -> bool:
+        inner = {other.module for other in self.blocks if other is not block}
+        return any(module in inner for module in block.module.modules())
 
     def enter_scope(self, module: nn.Module) -> None:
         """Begin the forward pass of a module that has blocks below it: they are fetched ahead within it."""
@@ -166,13 +246,13 @@ class Stream:
         self._thread.entered.append(entered)
         with self._lock:
             self._users[block] += 1
+            if not self._is_ready:
+                self._make_ready()
             if grads:
                 self._require_leaves(self.blocks[block])
             self._learn(block)
-            held = self._held.get(block)
-            if held is None:
-                held = self._begin(block)
-            self._tend(self._following(self._next, block) if self._scopes else ())
+            self._tend(self._following(self._next, block) if self._scopes else (), block)
+            held = self._held[block]
         if self._link.in_place or again:
             return
         self._arrive(block, held)
@@ -198,8 +278,7 @@ class Stream:
                 held = self._held.get(block)
                 if held is not None and held.hung:
                     self._take_down(block, held)
-            following = self._following(self._next, block) if self._scopes else ()
-            self._tend(following)
+            self._tend(self._following(self._next, block) if self._scopes else ())
         self._rest()
 
     def abandon(self) -> None:
@@ -252,14 +331,14 @@ class Stream:
             at = order.get(at)
         return tuple(found)
 
-    def _tend(self, wanted: Sequence[int] | None) -> None:
-        """Let go what nobody uses or wants, then begin what this thread wants next."""
+    def _tend(self, wanted: Sequence[int] | None, now: int | None = None) -> None:
+        """Let go what nobody uses or wants, then begin what this thread needs now, and what it wants next."""
         if wanted is not None:
             self._wanted[threading.get_ident()] = tuple(wanted)
         keep = {block for blocks in self._wanted.values() for block in blocks} | set(self._users)
         for block in [block for block in self._held if block not in keep]:
             self._let_go(block)
-        for block in wanted or ():
+        for block in (*(() if now is None else (now,)), *(wanted or ())):
             if block not in self._held:
                 self._begin(block)
 
@@ -267,7 +346,8 @@ class Stream:
         held = self._held.pop(block)
         if held.memory is not None:
             self._addresses.pop(held.memory.untyped_storage().data_ptr(), None)
-        self._link.release(held.hosts)
+        if block not in self._stays:
+            self._link.release(held.hosts)
 
     def _begin(self, block: int) -> _Held:
         """Begin to carry a block; the lock is held."""
@@ -282,6 +362,11 @@ class Stream:
                     f"{slot.key!r} of block {one.name!r} has no values: it is on the meta device. Load the "
                     "weights before the model runs (load_checkpoint_in_model)."
                 )
+        if block in self._stays:
+            if block in self._was_read:
+                held = self._held[block] = _Held(hosts=hosts)
+                return held
+            self._was_read.add(block)
         packed: list[torch.Tensor] = []
         opaque: dict[int, torch.Tensor] = {}
         positions: list[int] = []
@@ -315,6 +400,7 @@ class Stream:
         with held.guard:
             if held.memory is None:
                 try:
+                    assert held.arrival is not None
                     memory = held.arrival()
                 except BaseException:
                     with self._lock:
@@ -382,14 +468,11 @@ class Stream:
     def _fetch_again(self, part: Refetched) -> torch.Tensor:
         block = part.block
         with self._lock:
-            held = self._held.get(block)
-            if held is None:
-                held = self._begin(block)
-                try:
-                    _after_backward(self._end_backward)
-                    self._tend((block, *self._following(self._previous, block)))
-                except RuntimeError:  # someone reads a saved tensor outside of backward
-                    self._held.pop(block)
+            if block not in self._held:
+                self._tend((block, *self._following(self._previous, block)))
+            held = self._held[block]
+            if not _after_backward(self._end_backward):  # someone reads a saved tensor by hand
+                self._end_backward()
         if held.versions != part.versions:
             self._end_backward()
             raise RuntimeError(
@@ -405,10 +488,14 @@ class Stream:
             self._tend(None)
 
 
-def _after_backward(work: Callable[[], None]) -> None:
-    """Do something at the end of the backward pass that runs; RuntimeError if none does."""
+def _after_backward(work: Callable[[], None]) -> bool:
+    """Do something at the end of the backward pass that runs; False if none does."""
     engine: Any = vars(torch.autograd.Variable)["_execution_engine"]  # as DDP and FSDP do
-    engine.queue_callback(work)
+    try:
+        engine.queue_callback(work)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _versions(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
