@@ -1,0 +1,429 @@
+"""Spread a model over devices, the host's memory and the disk, and let it run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+from torch import nn
+
+from accelfn.bigmodel.load.mapped import mapped_from
+from accelfn.bigmodel.offload.attach import Attached, attach_moves, attach_return, attach_stream
+from accelfn.bigmodel.offload.blocks import (
+    Slot,
+    has_forward,
+    named_modules,
+    plan_blocks,
+    read_block,
+    slots_of,
+)
+from accelfn.bigmodel.offload.dispatch_plan import DispatchPlan, plan_dispatch, read_map
+from accelfn.bigmodel.offload.folder import write_mapped
+from accelfn.bigmodel.offload.stream import Stream, StreamFacts
+from accelfn.bigmodel.places import Place, PlaceLike, check_device, read_place
+
+__all__ = ("cpu_offload", "disk_offload", "dispatch_model", "read_offload", "undispatch")
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+_NAME = "_accelfn_dispatched"
+
+
+def dispatch_model(
+    model: ModelT,
+    device_map: Mapping[str, PlaceLike],
+    main_device: PlaceLike | None = None,
+    state_dict: Mapping[str, torch.Tensor] | None = None,
+    offload_dir: str | os.PathLike[str] | None = None,
+    offload_index: Mapping[str, Mapping[str, Any]] | None = None,
+    offload_buffers: bool = False,
+    skip_keys: str | Sequence[str] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+    force_hooks: bool = False,
+    *,
+    num_ahead: int = 1,
+) -> ModelT:
+    """Spread a model's weights as a device map says, and let its forward find them. In place.
+
+    At rest each module holds its real weights where the map puts them: on a device, in the host's memory, or
+    mapped from a file. ``state_dict()``, ``deepcopy``, pickling, optimizers and ``save_model`` see these.
+    What lies on the host or the disk is used on the main device: block by block it is brought there, the
+    next while the last one is computed, and let go afterwards. Where the main device is the CPU, it is used
+    where it lies. Gradients arrive on the weights at rest.
+
+    Ranks: local; each calls it for its own model.
+
+    Args:
+        model: Any. It may be on the meta device where ``state_dict`` or the offload folder has its values.
+        device_map: Place of each module by name: see :data:`Place`; ``""`` is the whole model.
+        main_device: Where inputs come to. None takes the first accelerator of the map, else the CPU.
+        state_dict: Values for what lies on the CPU. They are used as they are, without a copy.
+        offload_dir: Where weights for the disk are written, in safetensors files; with ``offload_index``, or
+            an ``index.json`` in it, weights that the model has no values of are read from there. Not needed
+            for weights that :func:`load_checkpoint_in_model` has mapped.
+        offload_index: As Accelerate's ``index.json`` has it.
+        offload_buffers: Whether buffers of the host and the disk travel with the weights; else they lie on
+            the main device. What modules write into them is kept either way.
+        skip_keys: Names of keyword arguments, and keys of dicts within inputs and outputs, that aren't moved.
+        preload_module_classes: Names of classes that travel as a whole; so do ``model._no_split_modules``.
+        force_hooks: Move inputs even if the whole model is on one device.
+        num_ahead: How many blocks are fetched ahead. On the device are at most as many blocks and one more,
+            and the own weights of the modules around them.
+
+    Returns:
+        The same model, with ``hf_device_map`` set.
+
+    Raises:
+        ValueError: The map names a module that doesn't exist, misses one, or has a place that this machine
+            lacks; weights have no values; or something is to lie on the disk and there is no ``offload_dir``.
+            Nothing was changed.
+        OSError: The folder can't be written.
+    """
+    places = read_map(device_map)
+    main = None if main_device is None else _device_place(main_device, "main_device")
+    options = _Options(
+        offload_buffers=offload_buffers,
+        skip_keys=_names(skip_keys),
+        whole_classes=(*_names(preload_module_classes), *_names(getattr(model, "_no_split_modules", None))),
+        num_ahead=num_ahead,
+        force_hooks=force_hooks,
+    )
+    sources = _Sources(state_dict or {}, offload_dir, offload_index)
+    _spread(model, places, main, sources, options)
+    cast("Any", model).hf_device_map = dict(device_map)
+    return model
+
+
+def cpu_offload(
+    model: ModelT,
+    execution_device: PlaceLike | None = None,
+    offload_buffers: bool = False,
+    state_dict: Mapping[str, torch.Tensor] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+    *,
+    num_ahead: int = 1,
+) -> ModelT:
+    """Keep all weights of a model in the host's memory, and bring them to a device block by block. In place.
+
+    Ranks: local.
+
+    Args:
+        model: Any.
+        execution_device: Where it runs; None takes the device of its first parameter. On the CPU nothing has
+            to travel, and forward costs what it costs without.
+        offload_buffers: As in :func:`dispatch_model`.
+        state_dict: As in :func:`dispatch_model`.
+        preload_module_classes: As in :func:`dispatch_model`.
+        num_ahead: As in :func:`dispatch_model`.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: Weights have no values, or this machine lacks the device. Nothing was changed.
+    """
+    options = _Options(
+        offload_buffers=offload_buffers,
+        whole_classes=(*_names(preload_module_classes), *_names(getattr(model, "_no_split_modules", None))),
+        num_ahead=num_ahead,
+    )
+    _spread(model, {"": "cpu"}, _execution(model, execution_device), _Sources(state_dict or {}), options)
+    return model
+
+
+def disk_offload(
+    model: ModelT,
+    offload_dir: str | os.PathLike[str],
+    execution_device: PlaceLike | None = None,
+    offload_buffers: bool = False,
+    preload_module_classes: Sequence[str] | None = None,
+    *,
+    num_ahead: int = 1,
+) -> ModelT:
+    """Keep all weights of a model on the disk, and bring them to a device block by block. In place.
+
+    Weights that are mapped from files already stay there. Others are written to the folder, in a safetensors
+    file. A model on the meta device is read from the ``index.json`` of the folder, as Accelerate writes it.
+
+    Ranks: local; each needs a folder of its own.
+
+    Args:
+        model: Any.
+        offload_dir: The folder; it is made if it isn't there.
+        execution_device: As in :func:`cpu_offload`.
+        offload_buffers: As in :func:`dispatch_model`.
+        preload_module_classes: As in :func:`dispatch_model`.
+        num_ahead: As in :func:`dispatch_model`.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: Weights have no values, or this machine lacks the device. Nothing was changed.
+        OSError: The folder can't be written.
+    """
+    options = _Options(
+        offload_buffers=offload_buffers,
+        whole_classes=(*_names(preload_module_classes), *_names(getattr(model, "_no_split_modules", None))),
+        num_ahead=num_ahead,
+    )
+    _spread(model, {"": "disk"}, _execution(model, execution_device), _Sources({}, offload_dir), options)
+    return model
+
+
+def undispatch(model: nn.Module) -> None:
+    """Take off what :func:`dispatch_model` and its like have attached. The weights stay where they lie.
+
+    Ranks: local.
+
+    Args:
+        model: Any; one that wasn't dispatched is left alone.
+    """
+    found = vars(model).pop(_NAME, None)
+    if found is None:
+        return
+    for attached in cast("_Dispatched", found).attached:
+        attached.remove()
+    vars(model).pop("_apply", None)
+    vars(model).pop("hf_device_map", None)
+
+
+def read_offload(model: nn.Module) -> tuple[StreamFacts, ...]:
+    """Say of an offloaded model what travels, and how much of it was on a device at a time.
+
+    Ranks: local.
+
+    Args:
+        model: Any.
+
+    Returns:
+        For each device to which weights travel; nothing for a model whose weights don't.
+    """
+    found = vars(model).get(_NAME)
+    return () if found is None else tuple(stream.facts() for stream in cast("_Dispatched", found).streams)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    offload_buffers: bool = False
+    skip_keys: tuple[str, ...] = ()
+    whole_classes: tuple[str, ...] = ()
+    num_ahead: int = 1
+    force_hooks: bool = False
+
+
+class _Sources(NamedTuple):
+    """Where values come from that the model itself doesn't have."""
+
+    state_dict: Mapping[str, torch.Tensor]
+    folder: str | os.PathLike[str] | None = None
+    entries: Mapping[str, Mapping[str, Any]] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Dispatched:
+    """What hangs on a dispatched model."""
+
+    attached: list[Attached] = field(default_factory=list[Attached])
+    streams: list[Stream] = field(default_factory=list[Stream])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Apply:
+    """Stands for a dispatched model's ``_apply``: ``to``, ``cuda``, ``half`` and the like go through it."""
+
+    model: nn.Module
+    devices: tuple[torch.device, ...]
+    has_disk: bool
+
+    def __call__(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        for device in self.devices:
+            probe = torch.empty(0, device=device)
+            result = function(probe)
+            if result.device != probe.device:
+                raise RuntimeError(
+                    "this model's weights are spread by a device map, so it can't be moved to "
+                    f"{result.device}. Call accelfn.bigmodel.undispatch(model) first, or dispatch it anew "
+                    "with another map."
+                )
+            if self.has_disk and result.dtype != probe.dtype:
+                raise RuntimeError(
+                    f"this model has weights on the disk, which can't become {result.dtype} without being "
+                    "read as a whole. Pass dtype= where they are loaded, or call "
+                    "accelfn.bigmodel.undispatch(model) first."
+                )
+        apply: Any = getattr(type(self.model), "_apply")  # noqa: B009 - torch has no public name for it
+        return apply(self.model, function, recurse)
+
+
+def _names(said: str | Iterable[str] | None) -> tuple[str, ...]:
+    return () if said is None else (said,) if isinstance(said, str) else tuple(said)
+
+
+def _device_place(said: PlaceLike, what: str) -> Place:
+    place = read_place(said, what)
+    check_device(place, what)
+    return place
+
+
+def _execution(model: nn.Module, said: PlaceLike | None) -> Place:
+    if said is not None:
+        return _device_place(said, "execution_device")
+    first = next(model.parameters(), None)
+    return "cpu" if first is None or first.is_meta else read_place(first.device)
+
+
+def _spread(
+    model: nn.Module, places: Mapping[str, Place], main: Place | None, sources: _Sources, options: _Options
+) -> None:
+    slots = dict(slots_of(model))
+    ties = _ties(slots)
+    plan = plan_dispatch(
+        {name: slot.is_parameter for name, slot in slots.items()},
+        places,
+        ties,
+        main=main,
+        offload_buffers=options.offload_buffers,
+    )
+    values = _values(slots, plan, sources)
+    undispatch(model)
+    _settle(slots, plan, values)
+    dispatched = _attach(model, plan, places, options)
+    vars(model)[_NAME] = dispatched
+    spread = {lies.at for lies in plan.lies.values()}
+    if dispatched.streams or len(spread) > 1:
+        devices = {check_device(lies.at if lies.at != "disk" else "cpu") for lies in plan.lies.values()}
+        vars(model)["_apply"] = _Apply(model, tuple(sorted(devices, key=str)), "disk" in spread)
+
+
+def _ties(slots: Mapping[str, Slot]) -> tuple[tuple[str, ...], ...]:
+    groups: dict[int, list[str]] = {}
+    for name, slot in slots.items():
+        groups.setdefault(id(slot.read()), []).append(name)
+    return tuple(tuple(group) for group in groups.values() if len(group) > 1)
+
+
+def _values(slots: Mapping[str, Slot], plan: DispatchPlan, sources: _Sources) -> dict[str, torch.Tensor]:
+    """Find values of what has none, and put on the disk what isn't there; the model isn't changed."""
+    values: dict[str, torch.Tensor] = {}
+    on_disk = set(plan.at("disk"))
+    for name, slot in slots.items():
+        given = sources.state_dict.get(name)
+        if given is not None and not given.is_meta and (slot.read().is_meta or plan.lies[name].at == "cpu"):
+            values[name] = given
+    _check_values(slots, values)
+    to_write: dict[int, tuple[str, torch.Tensor]] = {}
+    for name, slot in slots.items():
+        tensor = values.get(name, slot.read())
+        if name in on_disk and tensor.numel() and not tensor.is_meta and mapped_from(tensor) is None:
+            to_write.setdefault(id(slot.read()), (name, tensor))
+    if to_write:
+        first = next(iter(to_write.values()))[0]
+        if sources.folder is None:
+            raise ValueError(
+                f"device_map puts {len(to_write)} tensors on the disk that lie in memory now, {first!r} "
+                "among them, and there is no offload_dir. Pass one, or load the weights with "
+                "load_checkpoint_and_dispatch, which uses a safetensors checkpoint where it lies."
+            )
+        values.update(write_mapped(sources.folder, dict(to_write.values())))
+    return values
+
+
+def _check_values(slots: Mapping[str, Slot], values: Mapping[str, torch.Tensor]) -> None:
+    """Refuse values of another shape, and tensors without any."""
+    for name, value in values.items():
+        now = slots[name].read()
+        if value.shape != now.shape:
+            raise ValueError(
+                f"{name!r} has shape {tuple(now.shape)} in the model, and {tuple(value.shape)} in what was "
+                "given. Pass the weights of this model."
+            )
+    tied = {id(slots[name].read()) for name in values}
+    bare = [name for name, slot in slots.items() if slot.read().is_meta and id(slot.read()) not in tied]
+    if bare:
+        more = f" and {len(bare) - 5} more" if len(bare) > 5 else ""
+        raise ValueError(
+            f"{', '.join(map(repr, bare[:5]))}{more} have no values: they are on the meta device. Load "
+            "them with load_checkpoint_and_dispatch, or pass state_dict=."
+        )
+
+
+def _settle(slots: Mapping[str, Slot], plan: DispatchPlan, values: Mapping[str, torch.Tensor]) -> None:
+    """Put every tensor where it lies."""
+    # By the tensor itself: tied names stay one tensor wherever they lie together.
+    settled: dict[tuple[int, torch.device], torch.Tensor] = {}
+    given = {id(slots[name].read()): value for name, value in values.items()}
+    before = {name: slot.read() for name, slot in slots.items()}
+    for name, slot in slots.items():
+        now = before[name]
+        at = plan.lies[name].at
+        device = check_device("cpu" if at == "disk" else at)
+        key = (id(now), device)
+        if key not in settled:
+            value = given.get(id(now))
+            alone = sum(1 for one in settled if one[0] == id(now)) == 0
+            settled[key] = _settled(now, value if value is not None else now, device, reuse=alone)
+        if settled[key] is not now:
+            slot.write(settled[key])
+
+
+def _settled(now: torch.Tensor, value: torch.Tensor, device: torch.device, *, reuse: bool) -> torch.Tensor:
+    """Give a tensor its value on a device: the same object where it can be, so that optimizers know it."""
+    if value is now and now.device == device:
+        return now
+    data = value.detach().to(device)
+    if reuse and not now.is_meta and type(now) in (torch.Tensor, nn.Parameter):
+        now.data = data
+        return now
+    if not isinstance(now, nn.Parameter):
+        return data
+    kind = cast("Any", type(now))
+    made = kind(data, requires_grad=now.requires_grad) if kind is nn.Parameter else now.to(device)
+    vars(made).update({key: one for key, one in vars(now).items() if key not in vars(made)})
+    return made
+
+
+def _attach(
+    model: nn.Module, plan: DispatchPlan, places: Mapping[str, Place], options: _Options
+) -> _Dispatched:
+    dispatched = _Dispatched()
+    travelling: dict[Place, list[str]] = {}
+    for name, lies in plan.lies.items():
+        if lies.travels:
+            travelling.setdefault(lies.used, []).append(name)
+    for place, leaves in travelling.items():
+        blocks = [read_block(model, one) for one in plan_blocks(model, leaves, options.whole_classes)]
+        stream = Stream(blocks, place, num_ahead=options.num_ahead)
+        dispatched.streams.append(stream)
+        dispatched.attached.append(attach_stream(model, stream))
+    devices = {check_device(lies.used) for lies in plan.lies.values()} | {check_device(plan.main)}
+    if len(set(places.values())) > 1 or travelling or options.force_hooks:
+        dispatched.attached.extend(_attach_moves(model, plan, devices, options))
+    return dispatched
+
+
+def _attach_moves(
+    model: nn.Module, plan: DispatchPlan, devices: set[torch.device], options: _Options
+) -> list[Attached]:
+    """Let inputs come to where each module computes, and outputs go back to where the model's came from."""
+    if devices == {torch.device("cpu")}:
+        return []  # simulated devices are the CPU
+    uses: dict[str, set[Place]] = {}
+    for name, lies in plan.lies.items():
+        parts = name.split(".")
+        for depth in range(len(parts)):
+            uses.setdefault(".".join(parts[:depth]), set()).add(lies.used)
+    attached: list[Attached] = []
+    for name, module in named_modules(model):
+        used = uses.get(name, set())
+        if module is not model and has_forward(module) and len(used) == 1:
+            # Within one that is on one device as a whole, only those that others may call by themselves.
+            above = uses[name.rpartition(".")[0]]
+            if len(above) > 1 or any(True for _ in module.parameters(recurse=False)):
+                attached.append(attach_moves(module, check_device(next(iter(used))), options.skip_keys))
+    attached.append(attach_moves(model, check_device(plan.main), options.skip_keys))
+    attached.append(attach_return(model, options.skip_keys))
+    return attached

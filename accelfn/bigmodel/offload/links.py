@@ -1,0 +1,74 @@
+"""The links that exist: within the host's memory, from mapped files, and to an accelerator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from accelfn.bigmodel.load.mapped import drop_pages, read_ahead
+from accelfn.bigmodel.offload.accelerator_link import accelerator_link
+from accelfn.bigmodel.offload.link import Arrival, Link, Worker
+from accelfn.bigmodel.offload.packing import Packing, pack
+from accelfn.bigmodel.places import Place, check_device, is_simulated
+
+__all__ = ("mapped_link", "open_link", "thread_link")
+
+# A thread is told and heard in about 50 us; a copy of less than this takes no longer.
+_INLINE_BYTES = 1 << 18
+
+
+def open_link(place: Place, num_ahead: int) -> Link:
+    """Give the link to a place.
+
+    Args:
+        place: Where tensors are used: an accelerator, a simulated device, or the CPU itself (where tensors
+            that are mapped from files are used as they are).
+        num_ahead: How many blocks are underway at most while one is used.
+
+    Raises:
+        ValueError: This machine has no such device.
+    """
+    device = check_device(place, "execution_device")
+    if is_simulated(place):
+        return thread_link()
+    return mapped_link() if place == "cpu" else accelerator_link(device, num_ahead)
+
+
+def thread_link() -> Link:
+    """Copy each block into fresh memory of the host, in a thread: what simulated devices use."""
+    worker = Worker("accelfn-offload")
+
+    def begin(hosts: Sequence[torch.Tensor], packing: Packing) -> Arrival:
+        def carry() -> torch.Tensor:
+            # Tensors of inference mode couldn't be used in training later, and the mode is the caller's.
+            with torch.inference_mode(False), torch.no_grad():
+                memory = torch.empty(packing.num_bytes, dtype=torch.uint8)
+                pack(hosts, packing, memory)
+            return memory
+
+        if packing.num_bytes <= _INLINE_BYTES:
+            memory = carry()
+            return lambda: memory
+        future = worker.submit(carry)
+
+        return future.result
+
+    return Link(device=torch.device("cpu"), begin=begin)
+
+
+def mapped_link() -> Link:
+    """Use weights where they are mapped: their pages are read ahead in a thread, and let go after use."""
+    worker = Worker("accelfn-read-ahead")
+    nothing = torch.empty(0, dtype=torch.uint8)
+
+    def begin(hosts: Sequence[torch.Tensor], packing: Packing) -> Arrival:
+        kept = tuple(hosts)
+        worker.submit(lambda: read_ahead(kept))
+        return lambda: nothing
+
+    def release(hosts: Sequence[torch.Tensor]) -> None:
+        kept = tuple(hosts)
+        worker.submit(lambda: drop_pages(kept))
+
+    return Link(device=torch.device("cpu"), begin=begin, release=release, in_place=True)

@@ -1,0 +1,267 @@
+"""What a planner has to know of a model: its modules, and name, size and kind of each tensor. No values."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+__all__ = ("LeafKind", "LeafShape", "ModelShape", "ModuleShape", "read_shape", "shape_from_leaves")
+
+LeafKind: TypeAlias = Literal["parameter", "buffer", "temporary"]
+"""A parameter, a buffer that a state dict holds, or one that it doesn't (``persistent=False``)."""
+
+# Of what a file has only the names, numbered modules of one list are of one class, as far as can be told.
+_NUMBER = re.compile(r"\d+")
+
+
+class LeafShape(NamedTuple):
+    """A tensor of a model.
+
+    Attributes:
+        name: From the root, such as ``"layers.0.weight"``.
+        num_bytes: That it takes as it is.
+        numel: Elements.
+        dtype: Of an element; None where torch has none of that kind.
+        kind: What it is to its module.
+        tie: Number of the group of names that are this one tensor; None if it has one name.
+        is_plain: Whether it could be stored with another dtype: not, if it is made of other tensors, as those
+            of quantised layers are.
+    """
+
+    name: str
+    num_bytes: int
+    numel: int
+    dtype: torch.dtype | None
+    kind: LeafKind = "parameter"
+    tie: int | None = None
+    is_plain: bool = True
+
+
+class ModuleShape(NamedTuple):
+    """A module of a model.
+
+    Attributes:
+        name: From the root, which is ``""``.
+        class_name: By which ``no_split_module_classes`` finds it.
+        parameters: Its own, in order.
+        children: Modules right below it, in order; one that is registered twice stands here twice.
+        buffers: Its own, in order.
+    """
+
+    name: str
+    class_name: str
+    parameters: tuple[LeafShape, ...] = ()
+    children: tuple[ModuleShape, ...] = ()
+    buffers: tuple[LeafShape, ...] = ()
+
+    def modules(self) -> Iterator[ModuleShape]:
+        """Give the module and all below it, each before its children."""
+        left: list[ModuleShape] = [self]
+        while left:
+            module = left.pop()
+            yield module
+            left.extend(reversed(module.children))
+
+    def leaves(self) -> Iterator[LeafShape]:
+        """Give all tensors in the order of a plan: parameters of a module, its children, its buffers."""
+        left: list[ModuleShape | tuple[LeafShape, ...]] = [self]
+        while left:
+            one = left.pop()
+            if isinstance(one, ModuleShape):
+                left += (one.buffers, *reversed(one.children), one.parameters)
+            else:
+                yield from one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """A model without its values.
+
+    Attributes:
+        root: The whole model.
+        ties: Groups of names that are one tensor each, every group in the order of the model.
+        no_split_classes: Classes that the model itself doesn't want to be spread over places.
+    """
+
+    root: ModuleShape
+    ties: tuple[tuple[str, ...], ...] = ()
+    no_split_classes: tuple[str, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors as they are; what has several names counts once."""
+        seen: set[int] = set()
+        total = 0
+        for leaf in self.root.leaves():
+            if leaf.tie is None or leaf.tie not in seen:
+                total += leaf.num_bytes
+            if leaf.tie is not None:
+                seen.add(leaf.tie)
+        return total
+
+
+def read_shape(model: nn.Module) -> ModelShape:
+    """Read what a planner has to know of a model, which may lie on the meta device.
+
+    Ranks: local. No value is read.
+
+    Args:
+        model: Any module. What stands in it under several names is one tensor.
+
+    Raises:
+        TypeError: ``model`` is no module.
+        ValueError: A lazy layer doesn't know its shape yet.
+    """
+    if not isinstance(cast("object", model), nn.Module):
+        raise TypeError(f"read_shape: takes a module, got {type(model).__name__}.")
+    reader = _Reader()
+    root = reader.read(model)
+    ties = reader.ties()
+    number_of = {name: number for number, names in enumerate(ties) for name in names}
+    if ties:
+        root = _map_leaves(root, lambda leaf: leaf._replace(tie=number_of.get(leaf.name)))
+    return ModelShape(root=root, ties=ties, no_split_classes=_no_split_of(model))
+
+
+def shape_from_leaves(leaves: Iterable[LeafShape], ties: Iterable[Iterable[str]] = ()) -> ModelShape:
+    """Make the shape of a model from the names of its tensors, such as those of a file.
+
+    A file says neither the classes of modules nor in which order they run. So names are ordered, by numbers
+    where there are some, and a numbered module is of a class that is called after its list: ``layers.0`` and
+    ``layers.1`` are of ``"layers.*"``.
+
+    Args:
+        leaves: In any order. What they say of ties is replaced.
+        ties: Groups of names that are one tensor each.
+
+    Raises:
+        ValueError: A name is given twice, or is that of a module too.
+
+    >>> sizes = {"layers.10.weight": 8, "layers.9.weight": 8, "bias": 4}
+    >>> leaves = [LeafShape(name, size, size // 4, torch.float32) for name, size in sizes.items()]
+    >>> [module.name for module in shape_from_leaves(leaves).root.modules()]
+    ['', 'layers', 'layers.9', 'layers.10']
+    """
+    groups = tuple(tuple(names) for names in ties)
+    tie_of = {name: number for number, names in enumerate(groups) for name in names}
+    tree: dict[str, Any] = {}
+    for leaf in leaves:
+        *path, last = leaf.name.split(".")
+        node: Any = tree
+        for part in path:
+            node = node.setdefault(part, {})
+            if isinstance(node, LeafShape):
+                raise ValueError(f"{node.name} can't be a tensor and hold {leaf.name}.")
+        if last in node:
+            raise ValueError(f"{leaf.name} is given twice, or is a module's name too.")
+        node[last] = leaf._replace(tie=tie_of.get(leaf.name))
+    lost = sorted(tie_of.keys() - {leaf.name for leaf in _build("", "", tree).leaves()})
+    if lost:
+        raise ValueError(f"{lost[0]} is said to be tied, and there is no such tensor.")
+    return ModelShape(root=_build("", "", tree), ties=groups)
+
+
+class _Reader:
+    """Walks a model; the only state is which tensors have been seen."""
+
+    def __init__(self) -> None:
+        self._names: dict[int, list[str]] = {}
+
+    def ties(self) -> tuple[tuple[str, ...], ...]:
+        """Give the groups of names that are one tensor each."""
+        return tuple(tuple(names) for names in self._names.values() if len(names) > 1)
+
+    def read(self, model: nn.Module, name: str = "") -> ModuleShape:
+        """Read a module and all below it."""
+        prefix = f"{name}." if name else ""
+        # torch's own iterators leave out what is registered twice.
+        module: Any = model
+        temporary: set[str] = module._non_persistent_buffers_set
+        return ModuleShape(
+            name,
+            type(model).__name__,
+            tuple(
+                self._leaf(prefix + key, tensor, "parameter")
+                for key, tensor in cast("dict[str, torch.Tensor | None]", module._parameters).items()
+                if tensor is not None
+            ),
+            tuple(
+                self.read(child, prefix + key)
+                for key, child in cast("dict[str, nn.Module | None]", module._modules).items()
+                if child is not None
+            ),
+            tuple(
+                self._leaf(prefix + key, tensor, "temporary" if key in temporary else "buffer")
+                for key, tensor in cast("dict[str, torch.Tensor | None]", module._buffers).items()
+                if tensor is not None
+            ),
+        )
+
+    def _leaf(self, name: str, tensor: torch.Tensor, kind: LeafKind) -> LeafShape:
+        if is_lazy(tensor):
+            raise ValueError(
+                f"{name} has no shape yet: run the model on a batch once, or give the layer its size."
+            )
+        # By the object: tensors of the meta device have no memory that could be compared.
+        self._names.setdefault(id(tensor), []).append(name)
+        numel = tensor.numel()
+        if is_traceable_wrapper_subclass(tensor):
+            return LeafShape(name, _bytes_inside(tensor), numel, tensor.dtype, kind, None, False)
+        return LeafShape(name, numel * tensor.dtype.itemsize, numel, tensor.dtype, kind)
+
+
+def _bytes_inside(tensor: Any) -> int:
+    """Count the bytes of the tensors that a tensor is made of."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return tensor.numel() * tensor.dtype.itemsize
+    names, _ = cast("tuple[list[str], object]", tensor.__tensor_flatten__())
+    return sum(_bytes_inside(getattr(tensor, name)) for name in names)
+
+
+def _no_split_of(model: nn.Module) -> tuple[str, ...]:
+    """Collect what the model, or a model inside of it, says of its blocks."""
+    found: dict[str, None] = {}
+    for module in model.modules():
+        said: object = getattr(module, "_no_split_modules", None) or ()
+        names = (said,) if isinstance(said, str) else cast("Iterable[str]", said)
+        found.update(dict.fromkeys(sorted(names) if isinstance(names, (set, frozenset)) else names))
+    return tuple(found)
+
+
+def _map_leaves(module: ModuleShape, change: Callable[[LeafShape], LeafShape]) -> ModuleShape:
+    return ModuleShape(
+        module.name,
+        module.class_name,
+        tuple(map(change, module.parameters)),
+        tuple(_map_leaves(child, change) for child in module.children),
+        tuple(map(change, module.buffers)),
+    )
+
+
+def _build(name: str, class_name: str, tree: dict[str, Any]) -> ModuleShape:
+    prefix = f"{name}." if name else ""
+    listed = f"{name.rpartition('.')[2]}.*" if name else "*"
+    leaves: list[LeafShape] = []
+    children: list[ModuleShape] = []
+    for key in sorted(tree, key=_natural):
+        one = tree[key]
+        if isinstance(one, LeafShape):
+            leaves.append(one)
+        else:
+            kind = listed if _NUMBER.fullmatch(key) else key
+            children.append(_build(prefix + key, kind, one))
+    return ModuleShape(name, class_name, tuple(leaves), tuple(children))
+
+
+def _natural(key: str) -> list[tuple[int, int, str]]:
+    """Order ``"9"`` before ``"10"``, and names by letters."""
+    return [
+        (0, int(part), part) if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d+)", key) if part
+    ]

@@ -1,0 +1,172 @@
+"""Models that commands are told of: a folder, a file of weights, or a function that builds one."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import sys
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from accelfn.bigmodel.plan.shape import LeafShape, ModelShape, read_shape, shape_from_leaves
+from accelfn.checkpoint.files.header import Entry
+from accelfn.checkpoint.files.stored_dtype import SAFETENSORS_NAMES
+from accelfn.checkpoint.weights.index import find_weights, read_header
+from accelfn.errors import DamagedCheckpointError, MissingExtraError, NoCheckpointError
+
+__all__ = ("build_on_meta", "read_source")
+
+_DTYPES = MappingProxyType({name: dtype for dtype, name in SAFETENSORS_NAMES.items()})
+_FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+
+
+def read_source(source: str | os.PathLike[str]) -> ModelShape:
+    """Read the shape of a model that a command is told of. No weight is read, and no memory is taken for it.
+
+    Ranks: local. Effect: imports the module of a factory, or transformers, and runs what builds the model.
+
+    Args:
+        source: A folder with a ``config.json`` of transformers; a folder or a file of safetensors, or an
+            index; or ``module:factory``, a function without arguments that gives a module. The module is
+            looked for in the working directory too.
+
+    Raises:
+        ValueError: It is none of them, the folder's configuration names no known model, or the function
+            doesn't give a module.
+        MissingExtraError: transformers is needed and not installed.
+        NoCheckpointError: The folder has neither a configuration nor weights.
+        DamagedCheckpointError: A file of weights isn't sound.
+    """
+    text = os.fspath(source)
+    path = Path(text)
+    if path.is_dir():
+        if (path / "config.json").is_file():
+            return read_shape(_from_config(path))
+        return _from_files(path)
+    if path.exists():
+        return _from_files(path)
+    if _FACTORY.fullmatch(text):
+        return read_shape(build_on_meta(text))
+    raise ValueError(
+        f"{text!r}: there is no such file or folder. Pass a folder with a config.json, a safetensors file or "
+        "index, or MODULE:FUNCTION, such as train:build_model."
+    )
+
+
+def build_on_meta(source: str) -> nn.Module:
+    """Call the function that ``module:factory`` names, with the meta device as that of new tensors.
+
+    Ranks: local. Effect: imports the module.
+
+    Raises:
+        ValueError: There is no such module or function, or it doesn't give a module.
+    """
+    module_name, _, function_name = source.partition(":")
+    with _importing_from_here():
+        try:
+            found: Any = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+                raise  # of what the user's module imports
+            raise ValueError(
+                f"{source}: there is no module {error.name!r} here ({os.getcwd()}) or among the installed "
+                "ones."
+            ) from error
+        for part in function_name.split("."):
+            found = getattr(found, part, None)
+        if not callable(found):
+            raise ValueError(f"{source}: the module {module_name} has no function {function_name!r}.")
+        with torch.device("meta"):
+            built: object = cast("Callable[[], object]", found)()
+    if not isinstance(built, nn.Module):
+        raise ValueError(f"{source}: the function gave {type(built).__name__}, and must give a module.")
+    return built
+
+
+@contextmanager
+def _importing_from_here() -> Generator[None, None, None]:
+    """Find modules in the working directory, as ``python script.py`` would."""
+    here = str(Path.cwd())
+    sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        if here in sys.path:
+            sys.path.remove(here)
+
+
+def _from_config(folder: Path) -> nn.Module:
+    """Build the model that a configuration describes, by the class that it names."""
+    try:
+        transformers: Any = importlib.import_module("transformers")
+    except ImportError as error:
+        raise MissingExtraError(
+            f"{folder}/config.json describes a model of transformers, which isn't installed: "
+            "pip install 'accelfn[bigmodel]'. Or pass the file of weights instead of its folder."
+        ) from error
+    try:
+        config: Any = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"{folder}/config.json describes no model that transformers knows: {error}"
+        ) from error
+    named: list[str] = getattr(config, "architectures", None) or []
+    kinds: list[Any] = [getattr(transformers, name, None) for name in named]
+    kind = next((one for one in kinds if one is not None), None)
+    with torch.device("meta"):
+        # _from_config, and not the class itself, takes the dtype of the configuration.
+        built = transformers.AutoModel.from_config(config) if kind is None else kind._from_config(config)
+    return cast("nn.Module", built)
+
+
+def _from_files(path: Path) -> ModelShape:
+    """Read names and sizes from the heads of safetensors files."""
+    files = find_weights(path)
+    if not files.is_safe:
+        raise ValueError(
+            f"{path}: the sizes in a pickled file can't be read without its values. Pass safetensors, a "
+            "folder with a config.json, or MODULE:FUNCTION."
+        )
+    leaves: dict[str, LeafShape] = {}
+    tied: dict[str, str] = {}
+    for file in files.paths:
+        header = read_header(file)
+        names = header.entries.keys()
+        if files.weight_map is not None:
+            names = {name for name, home in files.weight_map.items() if home == file.name}
+            lost = sorted(names - header.entries.keys())
+            if lost:
+                raise DamagedCheckpointError(
+                    f"{file} lacks {', '.join(lost[:5])}, which the index says is in it: the files are not "
+                    "of one save.",
+                    file.name,
+                )
+        leaves.update({name: _leaf(name, header.entries[name]) for name in names})
+        # Names that aren't stored stand in the metadata, with the stored ones.
+        tied.update({name: first for name, first in header.metadata.items() if first in names})
+    if not leaves:
+        raise NoCheckpointError(f"{path} has no tensors.")
+    groups: dict[str, list[str]] = {}
+    for name, first in tied.items():
+        if name not in leaves:
+            leaves[name] = leaves[first]._replace(name=name)
+            groups.setdefault(first, [first]).append(name)
+    return shape_from_leaves(leaves.values(), groups.values())
+
+
+def _leaf(name: str, entry: Entry) -> LeafShape:
+    dtype = torch.float4_e2m1fn_x2 if entry.dtype == "F4" else _DTYPES.get(entry.dtype)
+    size = entry.stop - entry.start
+    numel = 1
+    for length in entry.shape:
+        numel *= length
+    if entry.dtype == "F4":
+        numel //= 2  # torch counts pairs
+    return LeafShape(name, size, numel, dtype, is_plain=dtype is not None)

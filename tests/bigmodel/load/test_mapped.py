@@ -1,0 +1,301 @@
+"""Tensors mapped from files: equal, writable, cheap to copy, and never robbed of a write."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from accelfn.bigmodel.load.mapped import (
+    STORED_DTYPES,
+    drop_pages,
+    is_mappable,
+    map_tensors,
+    mapped_from,
+    read_ahead,
+)
+from accelfn.checkpoint.files.disk import REAL_DISK
+from accelfn.checkpoint.files.header import Entry
+from accelfn.checkpoint.files.tensor_file import new_entry, write_tensors
+from accelfn.checkpoint.weights.index import read_header
+from accelfn.errors import DamagedCheckpointError
+
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="pages are only looked at on Linux")
+DTYPES = tuple(STORED_DTYPES.values())
+PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
+
+
+def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    count = torch.Size(shape).numel()
+    high = 2 if dtype == torch.bool else 256
+    flat = torch.randint(0, high, (count * dtype.itemsize,), dtype=torch.uint8, generator=generator)
+    return flat.view(dtype).view(shape)
+
+
+def write(path: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    write_tensors(
+        REAL_DISK, str(path), [new_entry(name, one) for name, one in tensors.items()], {"format": "pt"}
+    )
+    return path
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    plain: Any = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return bytes(plain.tolist())
+
+
+def load(path: Path) -> dict[str, torch.Tensor]:
+    return map_tensors(path, read_header(path).entries)
+
+
+def filled(path: Path, num_pages: int = 8) -> torch.Tensor:
+    """Map one tensor of whole pages and some more, all ones."""
+    write(path, {"w": torch.ones(num_pages * PAGE // 4 + 100)})
+    return load(path)["w"]
+
+
+shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
+kinds = st.lists(st.tuples(st.sampled_from(DTYPES), shapes), min_size=1, max_size=6)
+
+
+@given(kinds=kinds, seed=st.integers(0, 1000))
+def test_a_mapped_tensor_is_what_was_written(
+    tmp_path_factory: pytest.TempPathFactory, kinds: list[tuple[torch.dtype, tuple[int, ...]]], seed: int
+) -> None:
+    tensors = {f"t{at}": random_tensor(dtype, shape, seed + at) for at, (dtype, shape) in enumerate(kinds)}
+    path = write(tmp_path_factory.mktemp("m") / "m.safetensors", tensors)
+    before = path.read_bytes()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mapped = load(path)
+    assert mapped.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        one = mapped[name]
+        assert (one.dtype, one.shape) == (tensor.dtype, tensor.shape)
+        assert bits(one) == bits(tensor)
+        assert one.is_contiguous()
+        assert one.untyped_storage().nbytes() == tensor.numel() * tensor.dtype.itemsize
+        assert (mapped_from(one) is not None) == bool(tensor.numel())
+        one.view(-1).view(torch.uint8).fill_(1)
+    assert path.read_bytes() == before
+
+
+def test_a_record_says_where_the_bytes_are(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.safetensors", {"a": torch.arange(5), "b": torch.zeros(3)})
+    entry = read_header(path).entries["a"]
+    one = load(path)["a"]
+    found = mapped_from(one)
+    assert found is not None
+    assert (found.path, found.start, found.address, found.num_bytes) == (
+        path,
+        entry.start,
+        one.data_ptr(),
+        40,
+    )
+    assert path.read_bytes()[found.start : found.start + 40] == bits(torch.arange(5))
+
+
+def test_the_record_stays_with_the_memory(tmp_path: Path) -> None:
+    one = filled(tmp_path / "m.safetensors")
+    parameter = nn.Parameter(one)
+    assert mapped_from(parameter) is not None
+    assert mapped_from(parameter.data) is not None
+    assert mapped_from(parameter[1:]) is None
+    assert mapped_from(torch.zeros(3)) is None
+    assert mapped_from(torch.empty(3, device="meta")) is None
+    assert mapped_from(copy.deepcopy(parameter)) is None
+    parameter.data = parameter.data.double()
+    assert mapped_from(parameter) is None
+    one.share_memory_()
+    assert mapped_from(one) is None
+    assert drop_pages([one, parameter, torch.zeros(3)]) == 0
+
+
+def test_pickles_and_copies_take_the_bytes_of_one_tensor(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.safetensors", {"big": torch.zeros(100_000), "small": torch.arange(3.0)})
+    small = nn.Parameter(load(path)["small"])
+    data = pickle.dumps(small)
+    assert len(data) < 2000
+    assert torch.equal(pickle.loads(data), small)
+    assert b"accelfn" not in data
+    saved = io.BytesIO()
+    torch.save({"small": small}, saved)
+    assert len(saved.getvalue()) < 4000
+    saved.seek(0)
+    assert torch.equal(torch.load(saved, weights_only=True)["small"], small)
+    twin = copy.deepcopy(small)
+    with torch.no_grad():
+        twin.add_(1)
+    assert torch.equal(small, torch.arange(3.0))
+
+
+def test_a_file_may_go_while_its_tensors_live(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.safetensors", {"w": torch.arange(1000.0)})
+    one = load(path)["w"]
+    write(tmp_path / "other.safetensors", {"w": torch.zeros(1000)})
+    os.replace(tmp_path / "other.safetensors", path)
+    assert torch.equal(one, torch.arange(1000.0))
+
+
+# --- files that aren't what they were ------------------------------------------------------------
+
+
+def test_a_truncated_file_is_refused_before_it_is_mapped(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.safetensors", {"w": torch.zeros(10_000)})
+    entries = read_header(path).entries
+    os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(DamagedCheckpointError, match=r"m\.safetensors"):
+        map_tensors(path, entries)
+
+
+def test_a_file_that_was_replaced_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.safetensors", {"w": torch.zeros(100)})
+    entries = read_header(path).entries
+    path.unlink()
+    write(path, {"a": torch.zeros(7), "w": torch.zeros(100)})
+    with pytest.raises(DamagedCheckpointError, match="replaced while it was read: w"):
+        map_tensors(path, entries)
+
+
+def test_a_raw_file_needs_its_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "w.dat"
+    path.write_bytes(bits(torch.arange(4.0)))
+    entry = Entry("F32", (4,), 0, 16)
+    assert torch.equal(map_tensors(path, {"w": entry}, is_raw=True)["w"], torch.arange(4.0))
+    os.truncate(path, 12)
+    with pytest.raises(DamagedCheckpointError, match="has 12 bytes, and its tensors need 16"):
+        map_tensors(path, {"w": entry}, is_raw=True)
+
+
+def test_what_lies_misaligned_or_is_unknown_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "w.dat"
+    path.write_bytes(bytes(64))
+    odd, unknown = Entry("F32", (4,), 2, 18), Entry("F4", (4,), 0, 2)
+    assert not is_mappable(odd)
+    assert not is_mappable(unknown)
+    assert is_mappable(Entry("C64", (1,), 4, 12))
+    with pytest.raises(ValueError, match=r"odd \(F32 at byte 2\), unknown \(F4 at byte 0\) can't be mapped"):
+        map_tensors(path, {"odd": odd, "unknown": unknown}, is_raw=True)
+
+
+# --- pages ---------------------------------------------------------------------------------------
+
+
+@on_linux
+def test_clean_pages_are_dropped_and_read_again(tmp_path: Path) -> None:
+    one = filled(tmp_path / "m.safetensors")
+    read_ahead([one])
+    assert float(one.sum()) == one.numel()
+    assert drop_pages([one]) >= 7 * PAGE
+    assert float(one.sum()) == one.numel()
+
+
+def by_item(tensor: torch.Tensor, at: int) -> None:
+    tensor.detach()[at] = 5.0
+
+
+def by_data(tensor: torch.Tensor, at: int) -> None:
+    tensor.data[at] = 5.0
+
+
+def by_view(tensor: torch.Tensor, at: int) -> None:
+    tensor.detach()[at : at + 1].add_(4.0)
+
+
+def by_optimizer(tensor: torch.Tensor, at: int) -> None:
+    """Add to one element through the whole of a parameter that shares the memory."""
+    parameter = nn.Parameter(tensor)
+    optimizer: Any = torch.optim.SGD([parameter], lr=4.0)
+    loss: Any = -parameter[at]
+    loss.backward()
+    optimizer.step()
+
+
+Write = Callable[[torch.Tensor, int], None]
+places = st.integers(0, 8 * PAGE // 4 + 99)
+steps = st.tuples(st.sampled_from([by_item, by_data, by_view, by_optimizer]), places, st.booleans())
+
+
+@on_linux
+@settings(max_examples=40)
+@given(writes=st.lists(steps, max_size=4))
+def test_no_write_is_lost(
+    tmp_path_factory: pytest.TempPathFactory, writes: list[tuple[Write, int, bool]]
+) -> None:
+    one = filled(tmp_path_factory.mktemp("m") / "m.safetensors")
+    wanted = torch.ones_like(one)
+    for write_at, at, and_drop in writes:
+        write_at(one, at)
+        write_at(wanted, at)
+        if and_drop:
+            drop_pages([one])
+        assert torch.equal(one, wanted)
+    drop_pages([one])
+    assert torch.equal(one, wanted)
+
+
+@on_linux
+def test_nothing_is_dropped_where_pages_can_not_be_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = filled(tmp_path / "m.safetensors")
+    plain_open = os.open
+
+    def refuse(path: str, *rest: int) -> int:
+        if path == "/proc/self/pagemap":
+            raise PermissionError(path)
+        return plain_open(path, *rest)
+
+    monkeypatch.setattr(os, "open", refuse)
+    assert drop_pages([one]) == 0
+
+
+@on_linux
+def test_the_resident_set_falls_and_files_larger_than_memory_map(tmp_path: Path) -> None:
+    """In a process of its own, whose pages nobody else touches."""
+    write(tmp_path / "m.safetensors", {"w": torch.ones(16 << 20)})
+    program = f"""
+        import os, torch
+        from accelfn.bigmodel.load.mapped import drop_pages, map_tensors
+        from accelfn.checkpoint.files.header import Entry
+        from accelfn.checkpoint.weights.index import read_header
+        from pathlib import Path
+
+        def of_files():
+            lines = open("/proc/self/status").read().splitlines()
+            return 1024 * int(next(line for line in lines if line.startswith("RssFile")).split()[1])
+
+        path = Path({str(tmp_path / "m.safetensors")!r})
+        one = map_tensors(path, read_header(path).entries)["w"]
+        at_rest = of_files()
+        assert one.sum() == 16 << 20
+        used = of_files()
+        drop_pages([one])
+        dropped = of_files()
+        assert used - at_rest > 60_000_000, (at_rest, used)
+        assert dropped - at_rest < 6_000_000, (at_rest, dropped)
+
+        # A file with holes: 1 TB, and more than any machine that runs this.
+        large = Path({str(tmp_path / "large.dat")!r})
+        with open(large, "wb") as file:
+            file.truncate(1 << 40)
+        far = map_tensors(large, {{"w": Entry("U8", (1 << 40,), 0, 1 << 40)}}, is_raw=True)["w"]
+        far[1 << 39] = 7
+        assert int(far[1 << 39]) == 7 and int(far[-1]) == 0
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=120)
