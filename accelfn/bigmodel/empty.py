@@ -23,7 +23,7 @@ _VARIABLES = ("ACCELFN_INIT_INCLUDE_BUFFERS", "ACCELERATE_INIT_INCLUDE_BUFFERS")
 
 
 @contextmanager
-def init_empty_weights(include_buffers: bool | None = None) -> Generator[None]:
+def init_empty_weights(include_buffers: bool | None = None) -> Generator[None, None, None]:
     """Build models inside without memory for their weights: every parameter goes to the device ``meta``.
 
     A parameter of the host keeps its pages untouched until it is given to a module, and is then replaced by
@@ -54,7 +54,9 @@ def init_empty_weights(include_buffers: bool | None = None) -> Generator[None]:
 
 
 @contextmanager
-def init_on_device(device: torch.device | str | int, include_buffers: bool | None = None) -> Generator[None]:
+def init_on_device(
+    device: torch.device | str | int, include_buffers: bool | None = None
+) -> Generator[None, None, None]:
     """Build models inside with their parameters on one device.
 
     A parameter is moved when a module gets it, so what the module does to initialise it is done there.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias, cast
 from weakref import WeakKeyDictionary
@@ -169,7 +169,7 @@ class LateFills(TorchDispatchMode):
         return True
 
 
-def tensors_in(*trees: Any) -> Generator[torch.Tensor]:
+def tensors_in(*trees: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors among arguments, also those in lists and dicts."""
     for leaf in optree.tree_leaves(cast("Any", trees)):
         if isinstance(leaf, torch.Tensor):
