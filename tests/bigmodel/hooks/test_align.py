@@ -3,6 +3,7 @@
 import copy
 import pickle
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from accelfn.bigmodel.hooks.model_hook import (
     hook_of,
     remove_hook_from_module,
 )
+from accelfn.bigmodel.load.mapped import mapped_from
+from accelfn.bigmodel.load.offload_files import OffloadedWeightsLoader, PrefixedDataset, offload_state_dict
 
 X = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
 PLACES = pytest.mark.parametrize("place", ["cpu", "cpu:0"])
@@ -340,6 +343,34 @@ def test_a_buffer_without_values_is_refused() -> None:
     module.shift = torch.empty(3, device="meta")
     with pytest.raises(ValueError, match="the buffer 'shift' of the Scaled is on the meta device"):
         offloaded(module, "cpu")
+
+
+def test_buffers_that_stay_get_the_values_of_the_mapping() -> None:
+    trained = nn.BatchNorm1d(3)
+    trained(X)
+    weights = {name: one.clone() for name, one in trained.state_dict().items()}
+    module = nn.BatchNorm1d(3)
+    add_hook_to_module(module, AlignDevicesHook("cpu", offload=True, weights_map=weights))
+    assert torch.equal(module.eval()(X), trained.eval()(X))
+    module.train()(X)
+    assert all(torch.equal(weights[name], one) for name, one in trained.state_dict().items())
+
+
+def test_an_offload_folder_stays_mapped(tmp_path: Path) -> None:
+    state = Scaled().state_dict()
+    offload_state_dict(tmp_path, state)
+    module = offloaded(on_meta(), "cpu", weights_map=OffloadedWeightsLoader(save_folder=tmp_path))
+    for name, one in module.named_parameters():
+        found = mapped_from(one)
+        assert found is not None
+        assert found.path.name == f"{name}.dat"
+    assert torch.equal(module(X), Scaled()(X))
+    parts = PrefixedDataset({f"model.{name}": one for name, one in state.items()}, "model.")
+    module = offloaded(on_meta(), "cpu", weights_map=parts)
+    assert module.weight.data_ptr() == state["weight"].data_ptr()
+    parts = PrefixedDataset(Asked({f"model.{name}": one for name, one in state.items()}), "model.")
+    module = offloaded(on_meta(), "cpu", weights_map=parts)
+    assert module.weight.is_meta
 
 
 # --- looking at what is offloaded ----------------------------------------------------------------
