@@ -336,6 +336,15 @@ def test_modules_may_compute_with_weights_and_get_shapes() -> None:
             norms.sum().item()
 
 
+def plus_one(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor + 1
+
+
+def unseen(tensor: torch.Tensor) -> float:
+    with torch._C.DisableTorchFunction():
+        return float((tensor + 1).sum())
+
+
 LOOKS: dict[str, Callable[[torch.Tensor], object]] = {
     "item": lambda tensor: float(tensor[3, 4].item()),
     "tolist": lambda tensor: [tensor[3].tolist(), tensor.tolist()],
@@ -350,6 +359,8 @@ LOOKS: dict[str, Callable[[torch.Tensor], object]] = {
     "index": lambda tensor: float(tensor[torch.tensor([3]), 4]),
     "list of tensors": lambda tensor: float(torch.stack([tensor, tensor])[1, 3, 4]),
     "repr": lambda tensor: repr(tensor),
+    "script": lambda tensor: float(torch.jit.script(plus_one)(tensor)[3, 4]),
+    "unseen": lambda tensor: unseen(tensor),
     "compare": lambda tensor: bool((tensor == tensor[0, 0]).all()),
     "autograd": lambda tensor: float(
         torch.autograd.grad(tensor.requires_grad_().pow(2).sum(), tensor)[0][3, 4]
@@ -640,20 +651,20 @@ def highest():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM"))
 
 class Block(nn.Module):
-    def __init__(self):
+    def __init__(self, size):
         super().__init__()
-        self.linear = nn.Linear(8192, 8192)
-        self.bare = nn.Parameter(torch.randn(2048, 8192))
-        self.norm = nn.Parameter(torch.ones(2048, 8192))
-        self.table = nn.Parameter(torch.empty(2048, 8192).uniform_(-1, 1))
-        self.legacy = nn.Parameter(torch.Tensor(2048, 8192))
+        self.linear = nn.Linear(size, size)
+        self.bare = nn.Parameter(torch.randn(size // 4, size))
+        self.norm = nn.Parameter(torch.ones(size // 4, size))
+        self.table = nn.Parameter(torch.empty(size // 4, size).uniform_(-1, 1))
+        self.legacy = nn.Parameter(torch.Tensor(size // 4, size))
         nn.init.normal_(self.legacy)
 
 with init_empty_weights():
-    Block()  # what torch loads on first use
+    Block(1024)  # loads what torch loads on first use
 before = highest()
 with init_empty_weights():
-    model = nn.Sequential(*(Block() for _ in range(8)))
+    model = nn.Sequential(*(Block(8192) for _ in range(8)))
 print(sum(p.nbytes for p in model.parameters()), (highest() - before) * 1024)
 """
 
