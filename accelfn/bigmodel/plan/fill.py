@@ -130,8 +130,8 @@ class _State:
     def reserve(self, node: Node) -> int:
         """Give the bytes of the largest layer that comes after a node.
 
-        As documented: where that has come along with something before its turn, its room is only given up when
-        the next module is split.
+        As documented: where that has come along with something before its turn, its room is only given up
+        when the next module is split.
         """
         return max(self.rest[node.stop], self.stale)
 

@@ -70,7 +70,7 @@ def infer_auto_device_map(
         TypeError: ``max_memory`` is no mapping, or a size is neither a text nor a number.
 
     >>> model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 5))
-    >>> infer_auto_device_map(model, {0: 200, "cpu": "1GB"})
+    >>> infer_auto_device_map(model, {0: 210, "cpu": "1GB"})
     {'0': 0, '1': 'cpu', '2': 'cpu'}
     """
     options = PlanOptions(
