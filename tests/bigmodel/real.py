@@ -31,7 +31,9 @@ def build(name: str) -> Any:
         return made.LlamaForCausalLM(made.LlamaConfig(**_DECODER, **sizes, tie_word_embeddings=False)).eval()
     if name == "mixtral":
         sizes = {"hidden_size": 384, "intermediate_size": 768, "num_hidden_layers": 8, "num_local_experts": 4}
-        return made.MixtralForCausalLM(made.MixtralConfig(**_DECODER, **sizes, tie_word_embeddings=False)).eval()
+        return made.MixtralForCausalLM(
+            made.MixtralConfig(**_DECODER, **sizes, tie_word_embeddings=False)
+        ).eval()
     sizes = {"d_model": 512, "d_kv": 64, "d_ff": 1536, "num_layers": 6, "num_heads": 8}
     config = made.T5Config(vocab_size=8000, **sizes, decoder_start_token_id=0, pad_token_id=0)
     return made.T5ForConditionalGeneration(config).eval()
@@ -41,7 +43,9 @@ def tokens_of(model: Any) -> list[list[int]]:
     """Let a model generate from a fixed prompt."""
     prompt = torch.arange(3, 17).reshape(2, 7)
     with torch.no_grad():
-        found = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8, do_sample=False)
+        found = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8, do_sample=False
+        )
     return cast("list[list[int]]", found.tolist())
 
 

@@ -19,7 +19,9 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module", params=NAMES)
-def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Any, Path]]:
+def saved(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, Any, Path]]:
     torch.random.manual_seed(7)  # pyright: ignore[reportUnknownMemberType] -- torch leaves it untyped
     model = build(request.param)
     folder = tmp_path_factory.mktemp(request.param)

@@ -9,10 +9,18 @@ import torch
 from torch import nn
 
 from accelfn.bigmodel.hooks.calls import CallStack
-from accelfn.bigmodel.hooks.host_weights import AtRest, Replaced, lay_to_rest, move_in_place, travelling
+from accelfn.bigmodel.hooks.host_weights import (
+    AtRest,
+    Replaced,
+    install,
+    lay_to_rest,
+    move_in_place,
+    travelling,
+    values_for,
+)
 from accelfn.bigmodel.hooks.model_hook import ModelHook
 from accelfn.bigmodel.hooks.moves import default_place
-from accelfn.bigmodel.offload.blocks import Slot
+from accelfn.bigmodel.offload.blocks import Block, Slot
 from accelfn.bigmodel.offload.move import input_device, moved
 from accelfn.bigmodel.offload.stream import Stream
 from accelfn.bigmodel.places import Place, PlaceLike, check_device, read_place
@@ -39,11 +47,12 @@ class AlignDevicesHook(ModelHook):
         io_same_device: Give outputs back on the device of the first tensor among the arguments.
         weights_map: Values of offloaded tensors, by their names within the module; None keeps those that the
             module has. The tensors of a dict become the parameters' memory: without a copy if their dtype is
-            the parameter's, so that training writes into them. Any other mapping is asked for parameters
-            anew at each forward; the module holds meta tensors meanwhile, and a forward that would have to
-            keep gradients of them is refused.
-        offload_buffers: Let buffers travel too. Otherwise they are moved to the device once, as are those
-            that aren't in the state_dict.
+            the parameter's, so that training writes into them. Those of an ``OffloadedWeightsLoader`` stay
+            in their files, mapped. Any other mapping is asked for parameters anew at each forward; the
+            module holds meta tensors meanwhile, and a forward that would have to keep gradients of them is
+            refused.
+        offload_buffers: Let buffers travel too. Otherwise they are moved to the device once, with the values
+            that ``weights_map`` has of them, as are those that aren't in the state_dict.
         place_submodules: All this for the tensors of the modules inside of it too.
         skip_keys: Keys of dicts in arguments and outputs, names of keyword arguments among them, below which
             nothing is moved.
@@ -81,6 +90,7 @@ class AlignDevicesHook(ModelHook):
         self.skip_keys = (skip_keys,) if isinstance(skip_keys, str) else tuple(skip_keys or ())
         self.tied_params_map = tied_params_map
         self.at_rest: AtRest | None = None
+        self._name = ""
         self._shared: SharedStream | None = None
         self._stream: Stream | None = None
         self._position = 0
@@ -98,8 +108,12 @@ class AlignDevicesHook(ModelHook):
             self._place(module, {**travels, **stays})
             return module
         installed: dict[int, Replaced] = {} if self._shared is None else self._shared.installed
-        self._check_staying(module, stays)
-        self.at_rest = lay_to_rest("", module, travels, self.weights_map, installed)
+        values = values_for(stays, self.weights_map)
+        self._check_staying(module, [name for name in stays if name not in values], stays)
+        name = self._name or type(module).__name__
+        self.at_rest = lay_to_rest(name, module, travels, self.weights_map, installed)
+        for key, value in values.items():
+            install(stays[key], value, installed)
         self._place(module, stays)
         if self._shared is None:
             self.use(Stream((self.at_rest.block,), self.stream_place, num_ahead=0), 0)
@@ -176,8 +190,9 @@ class AlignDevicesHook(ModelHook):
         block = self.at_rest.block
         return {block.slots[position]: source() for position, source in block.sources.items()}
 
-    def share(self, shared: SharedStream) -> None:
-        """Have the block travel in a stream with those of other hooks. Before the hook is added."""
+    def share(self, shared: SharedStream, name: str) -> None:
+        """Have the block, named ``name``, travel with those of other hooks. Before the hook is added."""
+        self._name = name
         self._shared = shared
         shared.hooks.append(self)
 
@@ -190,12 +205,12 @@ class AlignDevicesHook(ModelHook):
         """Let blocks of these streams be fetched ahead while the module runs."""
         self._scopes = (*self._scopes, *streams)
 
-    def _check_staying(self, module: nn.Module, slots: Mapping[str, Slot]) -> None:
-        for name, slot in slots.items():
-            if slot.read().is_meta:
+    def _check_staying(self, module: nn.Module, names: Sequence[str], slots: Mapping[str, Slot]) -> None:
+        for name in names:
+            if slots[name].read().is_meta:
                 raise ValueError(
                     f"AlignDevicesHook: the buffer {name!r} of the {type(module).__name__} is on the meta "
-                    "device and has no values. Load it first, or let it travel (offload_buffers=True)."
+                    "device and has no values. Load it first, or name it in weights_map."
                 )
 
     def _place(self, module: nn.Module, slots: Mapping[str, Slot]) -> None:
@@ -220,14 +235,14 @@ class SharedStream:
 
     def open(self) -> tuple[Stream, ...]:
         """Give the hooks their stream, or one for each place where they compute."""
-        by_place: dict[Place, list[AlignDevicesHook]] = {}
+        by_place: dict[Place, list[tuple[AlignDevicesHook, Block]]] = {}
         for hook in self.hooks:
-            by_place.setdefault(hook.stream_place, []).append(hook)
+            if hook.at_rest is not None:  # else another hook has taken its place meanwhile
+                by_place.setdefault(hook.stream_place, []).append((hook, hook.at_rest.block))
         streams: list[Stream] = []
         for place, hooks in by_place.items():
-            blocks = [hook.at_rest.block for hook in hooks if hook.at_rest is not None]
-            streams.append(Stream(blocks, place))
-            for position, hook in enumerate(hooks):
+            streams.append(Stream([block for _, block in hooks], place))
+            for position, (hook, _) in enumerate(hooks):
                 hook.use(streams[-1], position)
         self.hooks.clear()
         self.installed.clear()

@@ -12,7 +12,7 @@ from accelfn.bigmodel.hooks.align import AlignDevicesHook
 from accelfn.bigmodel.hooks.host_weights import move_in_place, travelling
 from accelfn.bigmodel.hooks.model_hook import SequentialHook, hook_of
 from accelfn.bigmodel.offload.blocks import Slot
-from accelfn.bigmodel.places import PlaceLike, check_device, read_place
+from accelfn.bigmodel.places import Place, PlaceLike, check_device, is_simulated, read_place
 
 __all__ = ("align_module_device", "has_offloaded_params", "offload_hook_of")
 
@@ -39,7 +39,8 @@ def align_module_device(
 ) -> Generator[None, None, None]:
     """Have the own parameters of ``module`` on a device inside, to read or to change them there.
 
-    Inside they are the same objects. What is written into them, or hung in their place, stays afterwards.
+    Inside they are the same objects, with memory there; on simulated devices too. What is written into them,
+    or hung in their place, stays afterwards.
     Only what a hook fetches anew for each forward has no place to stay: changes of that are lost.
 
     Args:
@@ -57,12 +58,11 @@ def align_module_device(
     """
     hook = offload_hook_of(module)
     if execution_device is not None:
-        device = check_device(read_place(execution_device, "execution_device"), "execution_device")
-    elif hook is not None:
-        device = hook.execution_device
+        place = read_place(execution_device, "execution_device")
+        check_device(place, "execution_device")
     else:
-        device = None
-    if device is None:
+        place = None if hook is None else hook.place
+    if place is None:
         yield
         return
     travels, _ = travelling(
@@ -73,13 +73,14 @@ def align_module_device(
     fetched = {} if hook is None else hook.fetch()
     with ExitStack() as stack:
         for slot in travels.values():
-            stack.enter_context(_on(slot, device, fetched.get(slot)))
+            stack.enter_context(_on(slot, place, fetched.get(slot)))
         yield
 
 
 @contextmanager
-def _on(slot: Slot, device: torch.device, value: torch.Tensor | None) -> Generator[None, None, None]:
+def _on(slot: Slot, place: Place, value: torch.Tensor | None) -> Generator[None, None, None]:
     """Have one tensor on a device inside; ``value`` are its values if it has none itself."""
+    device = check_device(place)
     tensor = slot.read()
     if value is not None:
         slot.write(value.to(device))
@@ -89,10 +90,10 @@ def _on(slot: Slot, device: torch.device, value: torch.Tensor | None) -> Generat
             slot.write(tensor)
         return
     resting = tensor.data
-    if resting.device == device:
+    if resting.device == device and not is_simulated(place):
         yield
         return
-    tensor.data = resting.to(device)
+    tensor.data = resting.to(device, copy=True)
     try:
         yield
     finally:

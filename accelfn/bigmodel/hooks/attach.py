@@ -10,7 +10,7 @@ from torch import nn
 
 from accelfn.bigmodel.hooks.align import AlignDevicesHook, SharedStream
 from accelfn.bigmodel.hooks.model_hook import SequentialHook, add_hook_to_module, hook_of
-from accelfn.bigmodel.hooks.prefixed import prefixed
+from accelfn.bigmodel.load.offload_files import PrefixedDataset
 from accelfn.bigmodel.places import PlaceLike
 
 __all__ = ("attach_align_device_hook", "attach_align_device_hook_on_blocks", "attach_execution_device_hook")
@@ -161,7 +161,7 @@ class _Plan:
 
     def add(self, module: nn.Module, name: str, device: PlaceLike | None, **options: Any) -> None:
         """Give ``module`` an offloading hook."""
-        weights = None if self.weights_map is None else prefixed(self.weights_map, f"{name}." if name else "")
+        weights = None if self.weights_map is None else _part(self.weights_map, name)
         hook = AlignDevicesHook(
             device,
             offload=True,
@@ -170,7 +170,7 @@ class _Plan:
             skip_keys=self.skip_keys,
             **options,
         )
-        hook.share(self.shared)
+        hook.share(self.shared, name)
         add_hook_to_module(module, hook, append=True)
 
 
@@ -232,6 +232,10 @@ def _open(module: nn.Module, plan: _Plan) -> None:
         top = AlignDevicesHook()
         add_hook_to_module(module, top, append=True)
     top.begin_scopes(streams)
+
+
+def _part(weights_map: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    return PrefixedDataset(weights_map, f"{name}.") if name else weights_map
 
 
 def _has_state(module: nn.Module) -> bool:

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
-from accelfn.bigmodel.hooks.prefixed import Prefixed
+from accelfn.bigmodel.load.offload_files import OffloadedWeightsLoader, PrefixedDataset
+from accelfn.bigmodel.load.placing import replaced
 from accelfn.bigmodel.offload.blocks import Block, Slot, slots_of
 
-__all__ = ("AtRest", "Replaced", "lay_to_rest", "move_in_place", "travelling")
+__all__ = ("AtRest", "Replaced", "install", "lay_to_rest", "move_in_place", "travelling", "values_for")
 
 
 class Replaced(NamedTuple):
@@ -46,7 +47,7 @@ class AtRest:
             if origin.type == "meta":
                 continue
             if position in self.block.sources:
-                slot.write(_like(slot.read(), self.block.sources[position]().to(origin)))
+                slot.write(replaced(slot.read(), self.block.sources[position]().to(origin)))
             else:
                 move_in_place(slot.read(), origin)
 
@@ -87,9 +88,9 @@ def lay_to_rest(
         name: Of the block.
         module: Whose forward needs them.
         slots: Of the tensors, by their names within the module. Changed.
-        weights_map: Their values, by the same names; None keeps those that the module holds. A dict's tensors
-            become the parameters' memory, without a copy if they have the parameter's dtype. Any other
-            mapping is asked for parameters at each forward, and once for buffers.
+        weights_map: Their values, by the same names; None keeps those that the module holds. The tensors
+            of a dict or of an offload folder become the parameters' memory, without a copy if they have the
+            parameter's dtype. Any other mapping is asked for parameters at each forward, for buffers once.
         installed: What took the place of tensors without values, by their ``id``: tied ones stay tied. Grows.
 
     Raises:
@@ -120,10 +121,10 @@ def lay_to_rest(
     sources: dict[int, Any] = {}
     for position, (key, slot) in enumerate(slots.items()):
         if key in values:
-            _install(slot, values[key], installed)
+            install(slot, values[key], installed)
         else:
             current = slot.read()
-            empty = _like(current, current.detach().to("meta"))
+            empty = replaced(current, current.detach().to("meta"))
             slot.write(empty)
             sources[position] = functools.partial(_fetched, weights_map, key, empty)
     block = Block(name=name, module=module, slots=tuple(slots.values()), sources=sources)
@@ -132,7 +133,11 @@ def lay_to_rest(
 
 def _is_held(weights_map: Mapping[str, Any]) -> bool:
     """Whether the values of a mapping may become a module's own memory, as they stay what they are."""
-    return _is_held(weights_map.whole) if isinstance(weights_map, Prefixed) else isinstance(weights_map, dict)
+    if isinstance(weights_map, PrefixedDataset):
+        return _is_held(weights_map.dataset)
+    if isinstance(weights_map, OffloadedWeightsLoader):
+        return _is_held(weights_map.state_dict)
+    return isinstance(weights_map, dict)
 
 
 def move_in_place(tensor: torch.Tensor, device: torch.device) -> None:
@@ -144,7 +149,24 @@ def move_in_place(tensor: torch.Tensor, device: torch.device) -> None:
                 tensor.grad.data = tensor.grad.data.to(device)
 
 
-def _install(slot: Slot, value: torch.Tensor, installed: dict[int, Replaced]) -> None:
+def values_for(slots: Mapping[str, Slot], weights_map: Mapping[str, Any] | None) -> dict[str, torch.Tensor]:
+    """Give copies of what a mapping has for tensors, by their names; nothing for those that it lacks.
+
+    Raises:
+        ValueError: A value has another shape, or none.
+    """
+    found = {} if weights_map is None else {key: slot for key, slot in slots.items() if key in weights_map}
+    return {key: _on_host((weights_map or {})[key], slot.read(), key).clone() for key, slot in found.items()}
+
+
+def install(slot: Slot, value: torch.Tensor, installed: dict[int, Replaced]) -> None:
+    """Let ``value`` be the memory of a tensor, which stays the same object unless it was on meta.
+
+    Args:
+        slot: Of the tensor.
+        value: On the host, of the same shape and dtype.
+        installed: What took the place of tensors without values, by their ``id``. Grows.
+    """
     current = slot.read()
     if not current.is_meta:
         current.data = value
@@ -153,18 +175,8 @@ def _install(slot: Slot, value: torch.Tensor, installed: dict[int, Replaced]) ->
         return
     # It can't get memory, so another takes its place, in all modules that share it.
     if id(current) not in installed:
-        installed[id(current)] = Replaced(current, _like(current, value))
+        installed[id(current)] = Replaced(current, replaced(current, value))
     slot.write(installed[id(current)].by)
-
-
-def _like(current: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Give ``value`` as what ``current`` is: a parameter of its class, or a buffer."""
-    if not isinstance(current, nn.Parameter):
-        return value
-    if type(current) is nn.Parameter:
-        return nn.Parameter(value, requires_grad=current.requires_grad)
-    made = cast("Any", type(current))
-    return made(value, requires_grad=current.requires_grad, **vars(current))
 
 
 def _on_host(value: Any, current: torch.Tensor, key: str) -> torch.Tensor:

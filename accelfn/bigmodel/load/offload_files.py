@@ -270,6 +270,10 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             )
         return load_offloaded_weight(_file_of(Path(self.save_folder), key), said)
 
+    def __contains__(self, key: object) -> bool:
+        # Not by reading the tensor, as a Mapping would.
+        return key in self.state_dict or key in self.index
+
     def _of_safetensors(self, key: str, said: Mapping[str, Any]) -> torch.Tensor:
         path = Path(str(said["safetensors_file"]))
         if path not in self._heads:
@@ -308,6 +312,9 @@ class PrefixedDataset(Mapping[str, torch.Tensor]):
 
     def __getitem__(self, key: str) -> torch.Tensor:
         return self.dataset[f"{self.prefix}{key}"]
+
+    def __contains__(self, key: object) -> bool:
+        return f"{self.prefix}{key}" in self.dataset
 
     def __iter__(self) -> Iterator[str]:
         return (key[len(self.prefix) :] for key in self.dataset if key.startswith(self.prefix))

@@ -472,8 +472,10 @@ class Stream:
             if copy._version != count or (
                 position in uncounted and not torch.equal(copy.to(host.device), host)
             ):
+                # As little counted as it was there: autograd minds if a buffer that it keeps has changed.
+                target = host if copy._version != count else host.data
                 with torch.no_grad():
-                    host.copy_(copy)
+                    target.copy_(copy)
 
     def _require_leaves(self, block: Block) -> None:
         for place in block.sources:
@@ -501,7 +503,7 @@ class Stream:
             held = self._held[block]
             if not _after_backward(self._end_backward):  # someone reads a saved tensor by hand
                 self._end_backward()
-        if held.versions != part.versions:
+        if _has_changed(held, part):
             self._end_backward()
             raise RuntimeError(
                 f"a weight of block {self.blocks[block].name!r} was changed between forward and backward, "
@@ -524,6 +526,17 @@ def _after_backward(work: Callable[[], None]) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def _has_changed(held: _Held, part: Refetched) -> bool:
+    """Whether the tensor that a part belongs to was changed since. Others of the block may be: buffers."""
+    first = part.offset * part.dtype.itemsize
+    for place, position in enumerate(held.positions):
+        if position >= 0 and held.versions[place] != part.versions[place]:
+            start = held.packing.pieces[position].start
+            if start <= first < start + max(1, held.packed[position].nbytes):
+                return True
+    return False
 
 
 def _versions(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
