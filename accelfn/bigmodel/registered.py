@@ -5,10 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from types import FrameType
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
-import optree
 import torch
 from torch import nn
 from torch.overrides import (
@@ -60,11 +59,22 @@ def _take_modes() -> tuple[TorchFunctionMode, ...]:
     return tuple(_pop_mode() for _ in range(size))
 
 
-class _Replacement(NamedTuple):
-    module: nn.Module
-    name: str
-    old: torch.Tensor
-    new: torch.Tensor
+class _Receiving(dict[str, Any]):
+    """Stands for a module's table of parameters until it gets one, and then lets it have another instead.
+
+    A module that registers a parameter writes it down after it was looked at, and there is no later moment
+    at which that could be undone before anybody has read it.
+    """
+
+    def __init__(self, module: nn.Module, old: torch.Tensor, new: torch.Tensor) -> None:
+        self._module = module
+        self._table = cast("dict[str, Any]", vars(module)["_parameters"])
+        self._old, self._new = old, new
+        super().__init__(self._table)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        vars(self._module)["_parameters"] = self._table
+        self._table[name] = self._new if value is self._old else value
 
 
 class ParametersOn(TorchFunctionMode):
@@ -81,25 +91,17 @@ class ParametersOn(TorchFunctionMode):
         self._fills = fills
         self._storages: WeakKeyDictionary[torch.UntypedStorage, torch.UntypedStorage] = WeakKeyDictionary()
         self._twins: Any = WeakTensorKeyDictionary()
-        self._unfinished: list[_Replacement] = []
-
-    def __exit__(self, *exception: object) -> None:
-        super().__exit__(*exception)  # pyright: ignore[reportUnknownMemberType]
-        self._finish()
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         keywords = dict(kwargs or {})
-        if self._unfinished:
-            # The caller read the attribute before the parameter was replaced.
-            args, keywords = _exchanged((args, keywords), self._finish())
         of = getattr(func, "__self__", None)
         name = getattr(func, "__name__", "")
         if of is torch.Tensor.grad_fn:
-            place = _registration_of(args[0])
-            if place is not None:
-                return self._register(args[0], *place)
+            module = _registering(args[0])
+            if module is not None:
+                return self._register(args[0], module)
         elif of is torch.Tensor.data and name == "__set__":
             args = (args[0], self._data_for(args[0], args[1]))
         elif func is torch.empty_like and self._has(args[0]) and _is_skipping_init():
@@ -108,7 +110,7 @@ class ParametersOn(TorchFunctionMode):
             self._fills.fill(tensors_in(args, keywords))
         return func(*args, **keywords)
 
-    def _register(self, parameter: torch.Tensor, module: nn.Module, name: str) -> Any:
+    def _register(self, parameter: torch.Tensor, module: nn.Module) -> Any:
         # Modes further out aren't asked: of nested contexts the innermost counts.
         with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
             grad_fn = parameter.grad_fn
@@ -121,7 +123,7 @@ class ParametersOn(TorchFunctionMode):
                 if is_plain and self._fills.is_new(parameter) and _swap(parameter, twin):
                     return None
                 self._twins[parameter] = twin
-        self._unfinished.append(_Replacement(module, name, parameter, twin))
+            vars(module)["_parameters"] = _Receiving(module, parameter, twin)
         return None
 
     def _plain_twin(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -165,31 +167,13 @@ class ParametersOn(TorchFunctionMode):
     def _has(self, value: object) -> bool:
         return isinstance(value, nn.Parameter) and _is_on(value, self._device)
 
-    def _finish(self) -> list[_Replacement]:
-        """Put new parameters where their modules meanwhile have the old ones."""
-        done, self._unfinished = self._unfinished, []
-        for one in done:
-            parameters = one.module._parameters  # pyright: ignore[reportPrivateUsage]
-            if parameters.get(one.name) is one.old:
-                parameters[one.name] = cast("nn.Parameter", one.new)
-        return done
 
-
-def _exchanged(tree: Any, replaced: list[_Replacement]) -> Any:
-    new = {id(one.old): one.new for one in replaced}
-
-    def exchange(leaf: object) -> object:
-        return new.get(id(leaf), leaf)
-
-    return optree.tree_map(exchange, tree, none_is_leaf=True)
-
-
-def _registration_of(parameter: torch.Tensor) -> tuple[nn.Module, str] | None:
-    """Say to which module a parameter is being given, and by which name; None if it isn't."""
+def _registering(parameter: torch.Tensor) -> nn.Module | None:
+    """Give the module that is getting a parameter at this moment; None if nothing of the kind happens."""
     frame: FrameType | None = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
     while frame is not None:
         if frame.f_code.co_name == "register_parameter" and frame.f_locals.get("param") is parameter:
-            return frame.f_locals["self"], frame.f_locals["name"]
+            return frame.f_locals["self"]
         # Between the module and this mode there may be other modes.
         if frame.f_code.co_name != "__torch_function__":
             return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +13,25 @@ from typing import Any, BinaryIO, NamedTuple, cast
 
 import torch
 
-from accelfn.bigmodel.load.mapped import STORED_DTYPES, map_tensors
+from accelfn.bigmodel.load.mapped import STORED_DTYPES, drop_pages, is_mappable, map_tensors
 from accelfn.checkpoint.accelerate.torch_file import read_torch_file
+from accelfn.checkpoint.files.disk import REAL_DISK, read_exactly
 from accelfn.checkpoint.files.header import Entry
+from accelfn.checkpoint.files.stored_dtype import SAFETENSORS_NAMES, dtype_name
+from accelfn.checkpoint.files.tensor_file import memory_of
 from accelfn.checkpoint.weights.index import WeightsFiles, find_weights, read_header
 from accelfn.errors import DamagedCheckpointError
 
-__all__ = ("Checkpoint", "Stamp", "Stored", "open_checkpoint", "open_unchanged", "open_weights", "stamp_of")
+__all__ = (
+    "Checkpoint",
+    "Stamp",
+    "Stored",
+    "map_stored",
+    "open_checkpoint",
+    "open_unchanged",
+    "open_weights",
+    "stamp_of",
+)
 
 # Frameworks whose kernels lie otherwise than torch's.
 _FOREIGN = frozenset({"tf", "flax", "mlx"})
@@ -35,6 +47,7 @@ class Stored(NamedTuple):
         dtype: As it lies there.
         shape: Of the tensor.
         start: Its first byte in the file.
+        is_raw: Whether the file is another than one of safetensors.
         view: Its elements, mapped, where they don't lie one after the other (in pickled files alone).
     """
 
@@ -43,6 +56,7 @@ class Stored(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
+    is_raw: bool = False
     view: torch.Tensor | None = None
 
     @property
@@ -54,6 +68,44 @@ class Stored(NamedTuple):
     def kind(self) -> str:
         """Dtype and shape, for people."""
         return f"{str(self.dtype).removeprefix('torch.')} {self.shape}"
+
+    @property
+    def entry(self) -> Entry:
+        """Its place, as the head of a file says it."""
+        dtype = SAFETENSORS_NAMES.get(self.dtype) or dtype_name(self.dtype)
+        return Entry(dtype, self.shape, self.start, self.start + self.num_bytes)
+
+    @property
+    def is_mappable(self) -> bool:
+        """Whether it can be used where it lies."""
+        return self.view is None and is_mappable(self.entry)
+
+    def map(self) -> torch.Tensor:
+        """Map it. Nothing is read; where it can't be used where it lies, it is read into memory.
+
+        Raises:
+            DamagedCheckpointError: The file isn't what it was.
+        """
+        if self.view is not None:
+            return self.view
+        if self.is_mappable:
+            return map_tensors(self.path, {self.name: self.entry}, is_raw=self.is_raw)[self.name]
+        value = torch.empty(self.shape, dtype=self.dtype)
+        with open(self.path, "rb") as file:
+            if not read_exactly(REAL_DISK, file.fileno(), memory_of(value), self.start):
+                raise DamagedCheckpointError(f"{self.path} was cut off while it was read.", self.path.name)
+        return value
+
+    def has_bits_of(self, other: Stored) -> bool:
+        """Whether it has the same bytes as another one, or is the same."""
+        if (self.path, self.start, self.num_bytes) == (other.path, other.start, other.num_bytes):
+            return self.dtype == other.dtype and self.view is other.view
+        if (self.dtype, self.shape) != (other.dtype, other.shape):
+            return False
+        one, two = self.map(), other.map()
+        alike = torch.equal(*(value.contiguous().view(-1).view(torch.uint8) for value in (one, two)))
+        drop_pages((one, two))
+        return alike
 
 
 class Stamp(NamedTuple):
@@ -201,7 +253,7 @@ def _open_pickled(path: Path) -> _Opened:
         if isinstance(value, torch.Tensor):
             start = value.data_ptr() - whole.data_ptr() if whole is not None and value.numel() else 0
             view = None if value.is_contiguous() else value
-            tensors[name] = Stored(name, path, value.dtype, tuple(value.shape), start, view)
+            tensors[name] = Stored(name, path, value.dtype, tuple(value.shape), start, True, view)
         else:
             others[name] = value
     return _Opened(tensors, others=others)
@@ -232,6 +284,27 @@ def _verify(path: Path, spans: Sequence[_Span]) -> None:
             )
 
 
+def map_stored(some: Sequence[Stored], stamps: Mapping[Path, Stamp]) -> list[torch.Tensor]:
+    """Map tensors of a checkpoint, with one mapping for each file.
+
+    Args:
+        some: What to map; one that is named twice becomes two tensors.
+        stamps: Of the files, as they were when their heads were read.
+
+    Raises:
+        DamagedCheckpointError: A file isn't what it was.
+    """
+    by_file: dict[Path, dict[str, Entry]] = {}
+    for number, one in enumerate(some):
+        by_file.setdefault(one.path, {})[str(number)] = one.entry
+    found: dict[str, torch.Tensor] = {}
+    for path, entries in by_file.items():
+        open_unchanged(path, stamps).close()
+        # The heads were read when the stamps were taken, so they aren't read again.
+        found.update(map_tensors(path, entries, is_raw=True))
+    return [found[str(number)] for number in range(len(some))]
+
+
 # --- the same file again -------------------------------------------------------------------------
 
 
@@ -255,8 +328,3 @@ def open_unchanged(path: Path, stamps: Mapping[Path, Stamp]) -> BinaryIO:
         file.close()
         raise DamagedCheckpointError(f"{path} was changed while it was read. Load again.", path.name)
     return cast("Any", file)
-
-
-def paths_of(stored: Iterable[Stored]) -> tuple[Path, ...]:
-    """Give the files that tensors are in, each once, in order."""
-    return tuple(dict.fromkeys(one.path for one in stored))
