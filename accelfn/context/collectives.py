@@ -65,6 +65,10 @@ def _all_to_all_alone(buffer: torch.Tensor) -> torch.Tensor:
     return buffer
 
 
+def _pass_on_alone(outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
+    del outgoing, incoming
+
+
 def _barrier_alone() -> None:
     pass
 
@@ -110,6 +114,9 @@ class Collectives:
         scatter: Fills ``output`` ``(n,)`` with this rank's part of ``buffer`` ``(P * n,)``, which rank
             ``source`` gives; that rank's output may be its own part of it.
         all_to_all: ``(P * n,)`` -> ``(P * n,)``: part ``r`` goes to rank ``r``.
+        pass_on: Fills ``incoming`` ``(m,)`` with ``outgoing`` ``(n,)`` of the rank before, both uint8 on one
+            device; that rank's ``n`` is this rank's ``m``. Nothing comes to the first rank, and nothing goes
+            from the last: those are empty.
         barrier: Returns when every rank has called it.
         finish: Waits for an operation that torch has begun on the group, with an eye on the other ranks; on
             an accelerator it only orders streams.
@@ -129,6 +136,7 @@ class Collectives:
     broadcast: Callable[[torch.Tensor, int], None] = _broadcast_alone
     scatter: Callable[[torch.Tensor, torch.Tensor | None, int], None] = _scatter_alone
     all_to_all: Callable[[torch.Tensor], torch.Tensor] = _all_to_all_alone
+    pass_on: Callable[[torch.Tensor, torch.Tensor], None] = _pass_on_alone
     barrier: Callable[[], None] = _barrier_alone
     finish: Callable[[dist.Work, torch.device], None] = _finish_blindly
     explain: Callable[[Exception], Exception] = _explain_nothing

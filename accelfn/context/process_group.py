@@ -174,6 +174,13 @@ def process_group_collectives(
             finish(carrier(buffer).alltoall_base(output, buffer, [], []), buffer.device)
         return output
 
+    def pass_on(outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
+        # Not by send and recv: gloo ends all connections of the group where one of them is late.
+        goes = [outgoing.numel() if other == rank + 1 else 0 for other in range(size)]
+        comes = [incoming.numel() if other == rank - 1 else 0 for other in range(size)]
+        with _failures("pass_on", lookout):
+            finish(carrier(outgoing).alltoall_base(incoming, outgoing, comes, goes), outgoing.device)
+
     def finish_for_torch(work: dist.Work, device: torch.device) -> None:
         with _failures(journal.current.operation, lookout):
             finish(work, device)
@@ -190,6 +197,7 @@ def process_group_collectives(
         broadcast=broadcast,
         scatter=scatter,
         all_to_all=all_to_all,
+        pass_on=pass_on,
         barrier=barrier,
         finish=finish_for_torch,
         explain=lambda error: _explained(error, lookout),

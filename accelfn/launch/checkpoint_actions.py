@@ -25,7 +25,8 @@ from accelfn.checkpoint.files.keep import plan_prune
 from accelfn.checkpoint.files.manifest import MANIFEST
 from accelfn.checkpoint.files.verify import verify_files
 from accelfn.errors import DamagedCheckpointError, NoCheckpointError
-from accelfn.launch.outline import draw_rows, outline, random_kinds, row_leaves, size_text
+from accelfn.launch.outline import draw_rows, outline, random_kinds, row_leaves
+from accelfn.tree.sizes import size_text
 
 __all__ = ("ACTIONS",)
 

@@ -12,12 +12,12 @@ from accelfn.checkpoint.document.plain import PLAIN_KINDS, read_plain
 from accelfn.checkpoint.files.manifest import Json, Manifest
 from accelfn.checkpoint.files.stored_dtype import dtype_from_name
 from accelfn.checkpoint.state.by_rank import document_of
+from accelfn.tree.sizes import size_text
 
-__all__ = ("Row", "draw_rows", "outline", "random_kinds", "row_leaves", "size_text")
+__all__ = ("Row", "draw_rows", "outline", "random_kinds", "row_leaves")
 
 _MOST_ROWS = 12
 _MOST_CHARACTERS = 60
-_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 class Row(NamedTuple):
@@ -42,18 +42,6 @@ class Row(NamedTuple):
     children: tuple[Row, ...] = ()
     leaf: Mapping[str, Any] | None = None
     num_ranks: int = 0
-
-
-def size_text(num_bytes: int) -> str:
-    """Write a size in powers of 1000.
-
-    >>> size_text(999), size_text(1234), size_text(56_700_000), size_text(999_960)
-    ('999 B', '1.2 kB', '56.7 MB', '1.0 MB')
-    """
-    size, unit = float(num_bytes), 0
-    while unit + 1 < len(_UNITS) and round(size, 1) >= 1000:
-        size, unit = size / 1000, unit + 1
-    return f"{size:.1f} {_UNITS[unit]}" if unit else f"{num_bytes} B"
 
 
 def outline(manifest: Manifest, node: Json, name: str, path: str = "") -> Row:

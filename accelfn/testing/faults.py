@@ -101,6 +101,7 @@ def inject(
         broadcast=wrap(collectives.broadcast, lambda buffer, source: None),
         scatter=wrap(collectives.scatter, scatter_alone),
         all_to_all=wrap(collectives.all_to_all, lambda buffer: buffer),
+        pass_on=wrap(collectives.pass_on, lambda outgoing, incoming: None),
         barrier=wrap(collectives.barrier, lambda: None),
     )
 

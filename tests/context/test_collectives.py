@@ -24,6 +24,8 @@ def test_moving_bytes_alone_gives_them_back(buffer: torch.Tensor) -> None:
     assert torch.equal(alone.all_gather(buffer), before)
     assert torch.equal(alone.all_to_all(buffer), before)
     alone.broadcast(buffer, 0)
+    nothing = torch.empty(0, dtype=torch.uint8)
+    alone.pass_on(nothing, nothing)
     alone.barrier()
     assert torch.equal(buffer, before)
 

@@ -54,6 +54,11 @@ def every_collective(ctx: Context) -> list[Any]:
         seam.scatter(output, torch.arange(2.0 * size) + source if rank == source else None, source)
         outcome.append(numbers(output))
     outcome.append(numbers(seam.all_to_all(torch.arange(2 * size) + 100 * rank)))
+    # Rank r passes r + 1 bytes on, and the last one nothing.
+    outgoing = torch.full((0 if rank == size - 1 else rank + 1,), rank, dtype=torch.uint8)
+    incoming = torch.zeros(rank, dtype=torch.uint8)
+    seam.pass_on(outgoing, incoming)
+    outcome.append(numbers(incoming))
     seam.barrier()
     return outcome
 
@@ -71,6 +76,7 @@ def expected(rank: int, size: int) -> list[Any]:
     for source in range(size):
         outcome += [[float(source)] * 3, [2.0 * rank + source, 2.0 * rank + 1 + source]]
     outcome.append([100 * other + 2 * rank + part for other in range(size) for part in range(2)])
+    outcome.append([rank - 1] * rank)
     return outcome
 
 

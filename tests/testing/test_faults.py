@@ -36,6 +36,7 @@ def call_all(collectives: Collectives, count: int) -> None:
         lambda: collectives.broadcast(row, 0),
         lambda: collectives.scatter(row, row, 0),
         lambda: collectives.all_to_all(row),
+        lambda: collectives.pass_on(row, row),
         lambda: collectives.barrier(),
     )
     for number in range(count):

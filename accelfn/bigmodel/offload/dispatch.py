@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from accelfn.bigmodel.load.mapped import mapped_from
+from accelfn.bigmodel.memory import available_memory
 from accelfn.bigmodel.offload.attach import Attached, attach_moves, attach_return, attach_stream
 from accelfn.bigmodel.offload.blocks import (
     Slot,
@@ -45,6 +46,7 @@ def dispatch_model(
     force_hooks: bool = False,
     *,
     num_ahead: int = 1,
+    cache_bytes: int | None = None,
 ) -> ModelT:
     """Spread a model's weights as a device map says, and let its forward find them. In place.
 
@@ -72,6 +74,8 @@ def dispatch_model(
         force_hooks: Move inputs even if the whole model is on one device.
         num_ahead: How many blocks are fetched ahead. On the device are at most as many blocks and one more,
             and the own weights of the modules around them.
+        cache_bytes: Of the weights on the disk that are used on the CPU: how many bytes stay in memory after
+            use. None takes half of the memory that is free now.
 
     Returns:
         The same model, with ``hf_device_map`` set.
@@ -89,6 +93,7 @@ def dispatch_model(
         skip_keys=_names(skip_keys),
         whole_classes=(*_names(preload_module_classes), *_names(getattr(model, "_no_split_modules", None))),
         num_ahead=num_ahead,
+        cache_bytes=cache_bytes,
         force_hooks=force_hooks,
     )
     sources = _Sources(state_dict or {}, offload_dir, offload_index)
@@ -142,6 +147,7 @@ def disk_offload(
     preload_module_classes: Sequence[str] | None = None,
     *,
     num_ahead: int = 1,
+    cache_bytes: int | None = None,
 ) -> ModelT:
     """Keep all weights of a model on the disk, and bring them to a device block by block. In place.
 
@@ -157,6 +163,7 @@ def disk_offload(
         offload_buffers: As in :func:`dispatch_model`.
         preload_module_classes: As in :func:`dispatch_model`.
         num_ahead: As in :func:`dispatch_model`.
+        cache_bytes: As in :func:`dispatch_model`.
 
     Returns:
         The same model.
@@ -169,6 +176,7 @@ def disk_offload(
         offload_buffers=offload_buffers,
         whole_classes=(*_names(preload_module_classes), *_names(getattr(model, "_no_split_modules", None))),
         num_ahead=num_ahead,
+        cache_bytes=cache_bytes,
     )
     _spread(model, {"": "disk"}, _execution(model, execution_device), _Sources({}, offload_dir), options)
     return model
@@ -212,6 +220,7 @@ class _Options:
     skip_keys: tuple[str, ...] = ()
     whole_classes: tuple[str, ...] = ()
     num_ahead: int = 1
+    cache_bytes: int | None = None
     force_hooks: bool = False
 
 
@@ -396,7 +405,8 @@ def _attach(
             travelling.setdefault(lies.used, []).append(name)
     for place, leaves in travelling.items():
         blocks = [read_block(model, one) for one in plan_blocks(model, leaves, options.whole_classes)]
-        stream = Stream(blocks, place, num_ahead=options.num_ahead)
+        cache_bytes = available_memory() // 2 if options.cache_bytes is None else options.cache_bytes
+        stream = Stream(blocks, place, num_ahead=options.num_ahead, cache_bytes=cache_bytes)
         dispatched.streams.append(stream)
         dispatched.attached.append(attach_stream(model, stream))
     devices = {check_device(lies.used) for lies in plan.lies.values()} | {check_device(plan.main)}

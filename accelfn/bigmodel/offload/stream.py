@@ -27,21 +27,35 @@ from accelfn.bigmodel.places import Place
 __all__ = ("Stream", "StreamFacts")
 
 
+_NOTHING = Packing(0, ())
+_LASTING = (
+    "blocks",
+    "place",
+    "num_ahead",
+    "cache_bytes",
+    "peak_blocks",
+    "peak_bytes",
+    "_next",
+    "_previous",
+)
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Held:
     """A block on its way to the device, or there."""
 
     hosts: tuple[torch.Tensor, ...]  # by slot, as they hang at rest
-    positions: tuple[int, ...]  # by slot: of the tensor among the packed ones, or -1
-    packing: Packing
-    packed: tuple[torch.Tensor, ...]  # each once
-    opaque: dict[int, torch.Tensor]  # by slot: those that move by their own `to`
-    arrival: Arrival
-    versions: tuple[int, ...]
+    positions: tuple[int, ...] = ()  # by slot: of the tensor among the packed ones, or -1
+    packing: Packing = _NOTHING
+    packed: tuple[torch.Tensor, ...] = ()  # each once
+    opaque: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])  # by slot: not packed
+    arrival: Arrival | None = None
+    versions: tuple[int, ...] = ()
     memory: torch.Tensor | None = None
     copies: tuple[torch.Tensor, ...] = ()  # of the packed ones
     counts: tuple[int, ...] = ()  # of changes of the copies, when they were made
     hung: tuple[torch.Tensor, ...] = ()  # by slot: what hangs there now; empty at rest
+    rest: tuple[torch.Tensor, ...] = ()  # by slot: what hung there before
     guard: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -94,6 +108,8 @@ class Stream:
         blocks: In the order in which they will probably be used.
         place: Where they are used.
         num_ahead: How many blocks are fetched ahead while one is used.
+        cache_bytes: Where weights are used as they lie in files: how many bytes of them stay in memory after
+            use. The first blocks stay, so that a pass over all finds them there again.
         link: Carries the blocks; None opens the one to the place.
 
     Attributes:
@@ -102,19 +118,27 @@ class Stream:
     """
 
     def __init__(
-        self, blocks: Sequence[Block], place: Place, *, num_ahead: int = 1, link: Link | None = None
+        self,
+        blocks: Sequence[Block],
+        place: Place,
+        *,
+        num_ahead: int = 1,
+        cache_bytes: int = 0,
+        link: Link | None = None,
     ) -> None:
         if num_ahead < 0:
             raise ValueError(f"num_ahead must not be negative, got {num_ahead}. 0 fetches nothing ahead.")
         self.blocks = tuple(blocks)
         self.place = place
         self.num_ahead = num_ahead
+        self.cache_bytes = cache_bytes
         self.peak_blocks = 0
         self.peak_bytes = 0
         last = len(self.blocks) - 1
         self._next = {block: block + 1 for block in range(last)}
         self._previous = {block + 1: block for block in range(last)}
         self._begin_life(link)
+        self._make_ready()
 
     def _begin_life(self, link: Link | None) -> None:
         self._link = link if link is not None else open_link(self.place, self.num_ahead)
@@ -125,9 +149,18 @@ class Stream:
         self._scopes = 0
         self._wanted: dict[int, tuple[int, ...]] = {}  # by thread: blocks that it will need next
         self._addresses: dict[int, int] = {}  # of memory on the device: the block
+        self._stays = frozenset[int]()
+        self._was_read: set[int] = set()  # of those that stay
+        self._is_ready = False
+
+    def _make_ready(self) -> None:
+        """Do what needs the modules, which a copy of this stream doesn't have yet while it is made."""
+        if self._link.in_place:
+            self._stays = self._plan_cache()
         if self._link.needs_pinned:
             for block in self.blocks:
                 _pin(block)
+        self._is_ready = True
 
     # --- copies of the model ---
 
@@ -138,8 +171,7 @@ class Stream:
                     "the model can't be copied or pickled while a forward pass runs: its modules hold copies "
                     "of their weights on a device. Do it between two passes."
                 )
-            kept = ("blocks", "place", "num_ahead", "peak_blocks", "peak_bytes", "_next", "_previous")
-            return {name: getattr(self, name) for name in kept}
+            return {name: getattr(self, name) for name in _LASTING}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -158,16 +190,29 @@ class Stream:
         with self._lock:
             return tuple(self._held)
 
-    def facts(self) -> StreamFacts:
-        """Say what travels, and how much of it was underway or there at a time."""
-        sizes = [
+    def _plan_cache(self) -> frozenset[int]:
+        stays: set[int] = set()
+        total = 0
+        for position, size in enumerate(self._sizes()):
+            total += size
+            if total <= self.cache_bytes:
+                stays.add(position)
+        return frozenset(stays)
+
+    def _sizes(self) -> list[int]:
+        return [
             plan_packing([tensor for tensor in map(Slot.read, block.slots) if is_packable(tensor)]).num_bytes
             for block in self.blocks
         ]
+
+    def facts(self) -> StreamFacts:
+        """Say what travels, and how much of it was underway or there at a time."""
+        sizes = self._sizes()
         around = [self._is_around(block) for block in self.blocks]
         own = sum(size for size, is_around in zip(sizes, around, strict=True) if is_around)
         others = sorted(size for size, is_around in zip(sizes, around, strict=True) if not is_around)
-        bound = own + sum(others[-self.num_ahead - 1 :])
+        cached = sum(sizes[block] for block in self._stays)
+        bound = min(sum(sizes), own + sum(others[-self.num_ahead - 1 :]) + cached)
         return StreamFacts(self.place, len(self.blocks), sum(sizes), bound, self.peak_blocks, self.peak_bytes)
 
     def _is_around(self, block: Block) -> bool:
@@ -202,6 +247,8 @@ class Stream:
         self._thread.entered.append(entered)
         with self._lock:
             self._users[block] += 1
+            if not self._is_ready:
+                self._make_ready()
             if grads:
                 self._require_leaves(self.blocks[block])
             self._learn(block)
@@ -232,18 +279,33 @@ class Stream:
                 held = self._held.get(block)
                 if held is not None and held.hung:
                     self._take_down(block, held)
-            following = self._following(self._next, block) if self._scopes else ()
-            self._tend(following)
+            self._tend(self._following(self._next, block) if self._scopes else ())
         self._rest()
 
     def abandon(self) -> None:
         """Forget what this thread has entered and never left, as after an interrupt amid a forward pass."""
         while self._thread.entered:
-            left = self._thread.entered[-1].block
-            if left < 0:
-                self.leave_scope()
-            else:
-                self.leave(left)
+            self._leave_last()
+
+    @property
+    def mark(self) -> object:
+        """What this thread has entered last, to come back to by :meth:`abandon_since`; None if nothing."""
+        return self._thread.entered[-1] if self._thread.entered else None
+
+    def abandon_since(self, mark: object) -> None:
+        """Forget what this thread has entered since a :attr:`mark` was the last, and that too.
+
+        Nothing happens if it was left already.
+        """
+        while any(one is mark for one in self._thread.entered):
+            self._leave_last()
+
+    def _leave_last(self) -> None:
+        left = self._thread.entered[-1].block
+        if left < 0:
+            self.leave_scope()
+        else:
+            self.leave(left)
 
     @property
     def entered_last(self) -> nn.Module | None:
@@ -301,7 +363,8 @@ class Stream:
         held = self._held.pop(block)
         if held.memory is not None:
             self._addresses.pop(held.memory.untyped_storage().data_ptr(), None)
-        self._link.release(held.hosts)
+        if block not in self._stays:
+            self._link.release(held.hosts)
 
     def _begin(self, block: int) -> _Held:
         """Begin to carry a block; the lock is held."""
@@ -316,6 +379,11 @@ class Stream:
                     f"{slot.key!r} of block {one.name!r} has no values: it is on the meta device. Load the "
                     "weights before the model runs (load_checkpoint_in_model)."
                 )
+        if block in self._stays:
+            if block in self._was_read:
+                held = self._held[block] = _Held(hosts=hosts)
+                return held
+            self._was_read.add(block)
         packed: list[torch.Tensor] = []
         opaque: dict[int, torch.Tensor] = {}
         positions: list[int] = []
@@ -349,6 +417,7 @@ class Stream:
         with held.guard:
             if held.memory is None:
                 try:
+                    assert held.arrival is not None
                     memory = held.arrival()
                 except BaseException:
                     with self._lock:
@@ -377,6 +446,8 @@ class Stream:
             held.opaque[place] if position < 0 else copies[position]
             for place, position in enumerate(held.positions)
         )
+        if not held.rest:
+            held.rest = tuple(slot.read() for slot in self.blocks[block].slots)
         for slot, tensor in zip(self.blocks[block].slots, held.hung, strict=True):
             slot.write(tensor)
 
@@ -385,15 +456,26 @@ class Stream:
         one = self.blocks[block]
         for place, (slot, hung) in enumerate(zip(one.slots, held.hung, strict=True)):
             if slot.read() is hung:  # else the module has hung something of its own there, which stays
-                slot.write(held.hosts[place] if place not in one.sources else _meta_like(hung))
-        held.hung = ()
+                slot.write(held.rest[place] if place in one.sources else held.hosts[place])
+        held.hung = held.rest = ()
         first = {
             position: held.hosts[place] for place, position in reversed(tuple(enumerate(held.positions)))
         }
+        # Batch normalisation writes into its buffers without counting it as a change.
+        uncounted = {
+            position
+            for slot, position in zip(one.slots, held.positions, strict=True)
+            if not slot.is_parameter and slot.owner.training
+        }
         for position, (copy, count) in enumerate(zip(held.copies, held.counts, strict=True)):
-            if copy._version != count:
+            host = first[position]
+            if copy._version != count or (
+                position in uncounted and not torch.equal(copy.to(host.device), host)
+            ):
+                # As little counted as it was there: autograd minds if a buffer that it keeps has changed.
+                target = host if copy._version != count else host.data
                 with torch.no_grad():
-                    first[position].copy_(copy)
+                    target.copy_(copy)
 
     def _require_leaves(self, block: Block) -> None:
         for place in block.sources:
@@ -421,7 +503,7 @@ class Stream:
             held = self._held[block]
             if not _after_backward(self._end_backward):  # someone reads a saved tensor by hand
                 self._end_backward()
-        if held.versions != part.versions:
+        if _has_changed(held, part):
             self._end_backward()
             raise RuntimeError(
                 f"a weight of block {self.blocks[block].name!r} was changed between forward and backward, "
@@ -446,12 +528,19 @@ def _after_backward(work: Callable[[], None]) -> bool:
     return True
 
 
+def _has_changed(held: _Held, part: Refetched) -> bool:
+    """Whether the tensor that a part belongs to was changed since. Others of the block may be: buffers."""
+    first = part.offset * part.dtype.itemsize
+    for place, position in enumerate(held.positions):
+        if position >= 0 and held.versions[place] != part.versions[place]:
+            start = held.packing.pieces[position].start
+            if start <= first < start + max(1, held.packed[position].nbytes):
+                return True
+    return False
+
+
 def _versions(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     return tuple(0 if tensor.is_inference() else tensor._version for tensor in tensors)
-
-
-def _meta_like(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.nn.Parameter(tensor.detach().to("meta"), requires_grad=tensor.requires_grad)
 
 
 def _pin(block: Block) -> None:
