@@ -217,7 +217,7 @@ def attach_layerwise_casting_hooks(
     patterns = _patterns(skip_modules_pattern)
     classes = _classes(skip_modules_classes)
     hook = LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking)  # checks the dtypes
-    layers = dict(_layers(module, "", patterns, classes, set()))
+    layers = dict(_layers(module, "", patterns, classes))
     for layer, name in layers.items():
         old = hook_of(layer)
         members = old.hooks if isinstance(old, SequentialHook) else (old,)
@@ -239,16 +239,14 @@ def _layers(
     name: str,
     patterns: tuple[re.Pattern[str], ...],
     classes: tuple[type[nn.Module], ...],
-    seen: set[nn.Module],
 ) -> Iterator[tuple[nn.Module, str]]:
     """Give the layers that are to be cast, with their names."""
-    if module in seen or isinstance(module, classes) or any(one.search(name) for one in patterns):
+    if isinstance(module, classes) or any(one.search(name) for one in patterns):
         return
-    seen.add(module)
     if isinstance(module, _CAST_CLASSES):
         yield module, name
     for key, child in module.named_children():
-        yield from _layers(child, f"{name}.{key}" if name else key, patterns, classes, seen)
+        yield from _layers(child, f"{name}.{key}" if name else key, patterns, classes)
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[tuple[dict[str, torch.Tensor | None], str], torch.Tensor]]:
