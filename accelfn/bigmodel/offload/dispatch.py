@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from accelfn.bigmodel.load.mapped import mapped_from
-from accelfn.bigmodel.memory import available_memory
 from accelfn.bigmodel.offload.attach import Attached, attach_moves, attach_return, attach_stream
 from accelfn.bigmodel.offload.blocks import (
     Slot,
@@ -25,6 +24,8 @@ from accelfn.bigmodel.offload.dispatch_plan import DispatchPlan, plan_dispatch, 
 from accelfn.bigmodel.offload.folder import write_mapped
 from accelfn.bigmodel.offload.stream import Stream, StreamFacts
 from accelfn.bigmodel.places import Place, PlaceLike, check_device, read_place
+from accelfn.bigmodel.plan.budgets import available_memory
+from accelfn.errors import MissingExtraError
 
 __all__ = ("cpu_offload", "disk_offload", "dispatch_model", "read_offload", "undispatch")
 
@@ -405,7 +406,7 @@ def _attach(
             travelling.setdefault(lies.used, []).append(name)
     for place, leaves in travelling.items():
         blocks = [read_block(model, one) for one in plan_blocks(model, leaves, options.whole_classes)]
-        cache_bytes = available_memory() // 2 if options.cache_bytes is None else options.cache_bytes
+        cache_bytes = _half_of_memory() if options.cache_bytes is None else options.cache_bytes
         stream = Stream(blocks, place, num_ahead=options.num_ahead, cache_bytes=cache_bytes)
         dispatched.streams.append(stream)
         dispatched.attached.append(attach_stream(model, stream))
@@ -413,6 +414,13 @@ def _attach(
     if len(set(places.values())) > 1 or travelling or options.force_hooks:
         dispatched.attached.extend(_attach_moves(model, plan, devices, options))
     return dispatched
+
+
+def _half_of_memory() -> int:
+    try:
+        return available_memory() // 2
+    except MissingExtraError:  # where the system doesn't say, it doesn't let pages go either
+        return 0
 
 
 def _attach_moves(
