@@ -13,6 +13,11 @@ if TYPE_CHECKING:  # what type checkers see; a test holds it equal to the table 
         Accelerator,
         LocalSGD,
     )
+    from accelfn.bigmodel import (
+        cpu_offload,
+        disk_offload,
+        dispatch_model,
+    )
     from accelfn.checkpoint import (
         Keep,
         SaveHandle,
@@ -169,6 +174,11 @@ _HOMES = MappingProxyType(
         "accelfn.accelerator": (
             "Accelerator",
             "LocalSGD",
+        ),
+        "accelfn.bigmodel": (
+            "cpu_offload",
+            "disk_offload",
+            "dispatch_model",
         ),
         "accelfn.checkpoint": (
             "Keep",
@@ -377,7 +387,10 @@ __all__ = (
     "concatenate",
     "convert_sync_batchnorm",
     "convert_to_fp32",
+    "cpu_offload",
     "detect_environment",
+    "disk_offload",
+    "dispatch_model",
     "failing_together",
     "find_batch_size",
     "find_checkpoints",
