@@ -13,6 +13,7 @@ from accelfn.launch.checkpoint import run_checkpoint
 from accelfn.launch.command import LaunchOptions, find_busy_port, format_plan, plan_launch, run_plan
 from accelfn.launch.data_plan import run_data_plan
 from accelfn.launch.flags import parse_launch_options
+from accelfn.launch.plan_memory import run_plan_memory
 
 __all__ = ("main",)
 
@@ -52,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="accelfn",
         usage="accelfn [--help] [--version] command ...",
         description="Distributed PyTorch training as plain functions.",
-        epilog="Commands:\n" + "\n".join(f"  {command.name:<12}{command.about}" for command in _COMMANDS),
+        epilog="Commands:\n" + "\n".join(f"  {command.name:<13}{command.about}" for command in _COMMANDS),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -114,4 +115,5 @@ _COMMANDS = (
     _Command(
         name="checkpoint", about="verify, list, show, prune and convert checkpoints", run=run_checkpoint
     ),
+    _Command(name="plan-memory", about="say where each part of a model would lie", run=run_plan_memory),
 )
