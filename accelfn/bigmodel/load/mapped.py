@@ -40,6 +40,11 @@ __all__ = (
 STORED_DTYPES = MappingProxyType({name: dtype for dtype, name in SAFETENSORS_NAMES.items()})
 """The dtypes of torch that a safetensors file can hold, by its name for them."""
 
+# Files without a header can hold these, too.
+_RAW_DTYPES = MappingProxyType(
+    {"complex32": torch.complex32, "complex128": torch.complex128, **STORED_DTYPES}
+)
+
 _RECORD = "_accelfn_mapped_from"  # on the storage, so that a Parameter of a mapped tensor has it, too
 # Python's mmap doesn't name it. Without it, Linux refuses private mappings larger than its memory.
 _MAP_NORESERVE = 0x4000
@@ -67,7 +72,7 @@ class MappedFrom(NamedTuple):
 
 def is_mappable(entry: Entry) -> bool:
     """Whether a tensor can be used where it lies in a file: torch has its dtype, and it lies aligned."""
-    dtype = STORED_DTYPES.get(entry.dtype)
+    dtype = _RAW_DTYPES.get(entry.dtype)
     return dtype is not None and entry.start % _alignment(dtype) == 0
 
 
@@ -146,7 +151,7 @@ def _map(file: BinaryIO) -> mmap.mmap:
 
 
 def _view(mapping: mmap.mmap | None, path: Path, entry: Entry) -> torch.Tensor:
-    dtype = STORED_DTYPES[entry.dtype]
+    dtype = _RAW_DTYPES[entry.dtype]
     count = math.prod(entry.shape)
     if mapping is None or not count:
         return torch.empty(entry.shape, dtype=dtype)

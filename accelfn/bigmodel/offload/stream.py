@@ -55,6 +55,7 @@ class _Held:
     copies: tuple[torch.Tensor, ...] = ()  # of the packed ones
     counts: tuple[int, ...] = ()  # of changes of the copies, when they were made
     hung: tuple[torch.Tensor, ...] = ()  # by slot: what hangs there now; empty at rest
+    rest: tuple[torch.Tensor, ...] = ()  # by slot: what hung there before
     guard: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -284,11 +285,27 @@ class Stream:
     def abandon(self) -> None:
         """Forget what this thread has entered and never left, as after an interrupt amid a forward pass."""
         while self._thread.entered:
-            left = self._thread.entered[-1].block
-            if left < 0:
-                self.leave_scope()
-            else:
-                self.leave(left)
+            self._leave_last()
+
+    @property
+    def mark(self) -> object:
+        """What this thread has entered last, to come back to by :meth:`abandon_since`; None if nothing."""
+        return self._thread.entered[-1] if self._thread.entered else None
+
+    def abandon_since(self, mark: object) -> None:
+        """Forget what this thread has entered since a :attr:`mark` was the last, and that too.
+
+        Nothing happens if it was left already.
+        """
+        while any(one is mark for one in self._thread.entered):
+            self._leave_last()
+
+    def _leave_last(self) -> None:
+        left = self._thread.entered[-1].block
+        if left < 0:
+            self.leave_scope()
+        else:
+            self.leave(left)
 
     @property
     def entered_last(self) -> nn.Module | None:
@@ -429,6 +446,8 @@ class Stream:
             held.opaque[place] if position < 0 else copies[position]
             for place, position in enumerate(held.positions)
         )
+        if not held.rest:
+            held.rest = tuple(slot.read() for slot in self.blocks[block].slots)
         for slot, tensor in zip(self.blocks[block].slots, held.hung, strict=True):
             slot.write(tensor)
 
@@ -437,15 +456,26 @@ class Stream:
         one = self.blocks[block]
         for place, (slot, hung) in enumerate(zip(one.slots, held.hung, strict=True)):
             if slot.read() is hung:  # else the module has hung something of its own there, which stays
-                slot.write(held.hosts[place] if place not in one.sources else _meta_like(hung))
-        held.hung = ()
+                slot.write(held.rest[place] if place in one.sources else held.hosts[place])
+        held.hung = held.rest = ()
         first = {
             position: held.hosts[place] for place, position in reversed(tuple(enumerate(held.positions)))
         }
+        # Batch normalisation writes into its buffers without counting it as a change.
+        uncounted = {
+            position
+            for slot, position in zip(one.slots, held.positions, strict=True)
+            if not slot.is_parameter and slot.owner.training
+        }
         for position, (copy, count) in enumerate(zip(held.copies, held.counts, strict=True)):
-            if copy._version != count:
+            host = first[position]
+            if copy._version != count or (
+                position in uncounted and not torch.equal(copy.to(host.device), host)
+            ):
+                # As little counted as it was there: autograd minds if a buffer that it keeps has changed.
+                target = host if copy._version != count else host.data
                 with torch.no_grad():
-                    first[position].copy_(copy)
+                    target.copy_(copy)
 
     def _require_leaves(self, block: Block) -> None:
         for place in block.sources:
@@ -473,7 +503,7 @@ class Stream:
             held = self._held[block]
             if not _after_backward(self._end_backward):  # someone reads a saved tensor by hand
                 self._end_backward()
-        if held.versions != part.versions:
+        if _has_changed(held, part):
             self._end_backward()
             raise RuntimeError(
                 f"a weight of block {self.blocks[block].name!r} was changed between forward and backward, "
@@ -498,12 +528,19 @@ def _after_backward(work: Callable[[], None]) -> bool:
     return True
 
 
+def _has_changed(held: _Held, part: Refetched) -> bool:
+    """Whether the tensor that a part belongs to was changed since. Others of the block may be: buffers."""
+    first = part.offset * part.dtype.itemsize
+    for place, position in enumerate(held.positions):
+        if position >= 0 and held.versions[place] != part.versions[place]:
+            start = held.packing.pieces[position].start
+            if start <= first < start + max(1, held.packed[position].nbytes):
+                return True
+    return False
+
+
 def _versions(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     return tuple(0 if tensor.is_inference() else tensor._version for tensor in tensors)
-
-
-def _meta_like(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.nn.Parameter(tensor.detach().to("meta"), requires_grad=tensor.requires_grad)
 
 
 def _pin(block: Block) -> None:

@@ -13,17 +13,17 @@ import struct
 import sys
 import zipfile
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, BinaryIO, NamedTuple, TypeAlias, cast
 
 import torch
 
 from accelfn.checkpoint.accelerate.pickle_data import Maker, RefusedPickleError, read_pickle
 from accelfn.errors import CheckpointError, DamagedCheckpointError
 
-__all__ = ("TORCH_NAMES", "read_torch_file", "read_torch_stream", "refuse_pickle")
+__all__ = ("TORCH_NAMES", "TakeBytes", "read_torch_file", "read_torch_stream", "refuse_pickle")
 
 _STORAGES = (
     *(("FloatStorage", torch.float32), ("DoubleStorage", torch.float64), ("HalfStorage", torch.float16)),
@@ -41,6 +41,10 @@ _DTYPES = (
 _ARRAY_KINDS = "biufcUS"
 
 
+TakeBytes: TypeAlias = Callable[[int, int, int], torch.Tensor]
+"""Gives the bytes (uint8) of a storage that lie in the file, from their first byte, length and CRC-32."""
+
+
 class _Storage(NamedTuple):
     """Bytes in memory, and what they were declared to be."""
 
@@ -54,7 +58,7 @@ class _ArrayDtype(NamedTuple):
     text: str
 
 
-def read_torch_file(path: Path) -> Any:
+def read_torch_file(path: Path, take: TakeBytes | None = None) -> Any:
     """Give what ``torch.save`` wrote into a file: containers, plain values, and tensors on the CPU.
 
     Tensors that shared memory share it again. Parameters come as tensors. Arrays of NumPy come as such where
@@ -62,21 +66,24 @@ def read_torch_file(path: Path) -> Any:
 
     Args:
         path: The file.
+        take: Gives the bytes of each storage, so that they needn't be read yet. It has to see to their
+            checksums itself; without it they are read and verified here.
 
     Raises:
         CheckpointError: It asks for something that isn't data.
         DamagedCheckpointError: It isn't whole, or no such file.
     """
     with open(path, "rb") as file:
-        return read_torch_stream(file, path.name)
+        return read_torch_stream(file, path.name, take)
 
 
-def read_torch_stream(file: BinaryIO, name: str) -> Any:
+def read_torch_stream(file: BinaryIO, name: str, take: TakeBytes | None = None) -> Any:
     """Do the same for an open file.
 
     Args:
         file: At any position.
         name: What to call it in errors.
+        take: Gives the bytes of each storage.
 
     Raises:
         CheckpointError: It asks for something that isn't data.
@@ -84,7 +91,7 @@ def read_torch_stream(file: BinaryIO, name: str) -> Any:
     """
     try:
         with zipfile.ZipFile(file) as archive:
-            return _read_archive(archive, file.seek(0, io.SEEK_END))
+            return _read_archive(archive, file, file.seek(0, io.SEEK_END), take)
     except RefusedPickleError as error:
         raise refuse_pickle(name, error) from None
     except (
@@ -111,7 +118,7 @@ def refuse_pickle(name: str, error: RefusedPickleError) -> CheckpointError:
     )
 
 
-def _read_archive(archive: zipfile.ZipFile, length: int) -> Any:
+def _read_archive(archive: zipfile.ZipFile, file: BinaryIO, length: int, take: TakeBytes | None) -> Any:
     infos = {info.filename: info for info in archive.infolist()}
     if len(infos) != len(archive.infolist()):
         raise ValueError("it has an entry twice")
@@ -137,13 +144,26 @@ def _read_archive(archive: zipfile.ZipFile, length: int) -> Any:
         if kind != "storage" or not isinstance(key, str):
             raise ValueError(f"it refers to {kind!r}")
         if key not in storages:
-            data = _read_entry(archive, f"{root}data/{key}")
-            storages[key] = (
-                torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-            )
+            info = archive.getinfo(f"{root}data/{key}")
+            if not info.file_size:
+                storages[key] = torch.empty(0, dtype=torch.uint8)
+            elif take is not None:
+                storages[key] = take(_start_of(file, info, length), info.file_size, info.CRC)
+            else:
+                storages[key] = torch.frombuffer(_read_entry(archive, info.filename), dtype=torch.uint8)
         return _Storage(dtype, storages[key])
 
     return read_pickle(bytes(_read_entry(archive, pickles[0])), TORCH_NAMES, persistent)
+
+
+def _start_of(file: BinaryIO, info: zipfile.ZipInfo, length: int) -> int:
+    """Find where the bytes of an entry begin: behind its own head, whose length only the head itself says."""
+    file.seek(info.header_offset)
+    head = struct.unpack("<4s22xHH", file.read(30))
+    start = info.header_offset + 30 + head[1] + head[2]
+    if head[0] != b"PK\3\4" or info.flag_bits & 1 or start + info.file_size > length:
+        raise zipfile.BadZipFile(f"{info.filename} isn't where the directory says")
+    return start
 
 
 def _read_entry(archive: zipfile.ZipFile, name: str) -> bytearray:

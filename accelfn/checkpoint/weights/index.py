@@ -54,7 +54,7 @@ def find_weights(path: str | os.PathLike[str]) -> WeightsFiles:
 
     An index is only believed where each file that it names is a regular file of the same directory. Links are
     followed within the directory, and into the store of the Hugging Face hub's cache beside it
-    (``../../blobs``).
+    (``../../blobs``). It is ``{"weight_map": {name: file}}``, or the flat map ``{name: file}``.
 
     Ranks: local. No tensor is read.
 
@@ -62,12 +62,14 @@ def find_weights(path: str | os.PathLike[str]) -> WeightsFiles:
         path: A directory; or the only file, or the index.
 
     Returns:
-        Of several sets in the directory the one that the library takes: safetensors before pickled files.
+        Of several sets in the directory the one that the library takes: safetensors before pickled files. If
+        none has a name of the libraries, the only ``*.index.json`` of any name.
 
     Raises:
         NoCheckpointError: There is nothing of that kind.
         DamagedCheckpointError: The index is no index, or names what isn't there or is elsewhere.
-        ValueError: The directory holds files of both libraries, or the file is of another kind.
+        ValueError: The directory holds files of both libraries, or several indexes of other names, or the
+            file is of another kind.
     """
     place = Path(path)
     if not place.exists():
@@ -83,18 +85,26 @@ def find_weights(path: str | os.PathLike[str]) -> WeightsFiles:
         raise NoCheckpointError(f"{entry} is no regular file.")
     if entry.name.endswith((*_SAFE, *_PICKLED)):
         return WeightsFiles(directory=directory, files=(entry.name,))
-    match = re.fullmatch(r".+(\.safetensors|\.bin)\.index\.json", entry.name)
-    if match is None:
-        raise ValueError(
-            f"{entry} is no file of weights by its name. Pass a directory, a file that ends in "
-            f"{', '.join((*_SAFE, *_PICKLED))}, or an index (.safetensors.index.json, .bin.index.json)."
-        )
+    if not entry.name.endswith(".json"):
+        raise _unknown(entry)
     weight_map = _read_index(entry)
     files = tuple(sorted(set(weight_map.values())))
+    match = re.fullmatch(r".+(\.safetensors|\.bin)\.index\.json", entry.name)
+    # An index of another name says by its first file what kind it is for.
+    suffix = (
+        match[1] if match else next((one for one in (*_SAFE, *_PICKLED) if files[0].endswith(one)), ".bin")
+    )
     for file in files:
-        _check_name(entry.name, file, match[1])
+        _check_name(entry.name, file, suffix)
         _check_file(directory, file, entry.name)
     return WeightsFiles(directory=directory, files=files, weight_map=MappingProxyType(weight_map))
+
+
+def _unknown(entry: Path) -> ValueError:
+    return ValueError(
+        f"{entry} is no file of weights by its name. Pass a directory, a file that ends in "
+        f"{', '.join((*_SAFE, *_PICKLED))}, or an index (.safetensors.index.json, .bin.index.json)."
+    )
 
 
 def _find_entry(directory: Path) -> Path:
@@ -102,6 +112,8 @@ def _find_entry(directory: Path) -> Path:
     for naming in _NAMINGS:
         there = [name for name in entry_names(naming) if os.path.lexists(directory / name)]
         found.extend(there[:1])
+    if not found:
+        found = sorted(name for name in os.listdir(directory) if name.endswith(".index.json"))
     if not found:
         raise NoCheckpointError(
             f"{directory} has no weights: neither {entry_names('transformers')[0]} nor another of the names "
@@ -117,8 +129,15 @@ def _read_index(path: Path) -> dict[str, str]:
     if path.stat().st_size > _MAX_JSON_BYTES:
         raise DamagedCheckpointError(f"{path} is too large for an index.", path.name)
     said = _parse(path.read_bytes(), path)
-    found: object = said.get("weight_map")
+    is_index = path.name.endswith(".index.json")
+    # Some write the map alone. A configuration may have texts, too: only names of files make it one.
+    flat = all(
+        isinstance(file, str) and (is_index or file.endswith((*_SAFE, *_PICKLED))) for file in said.values()
+    )
+    found: object = said.get("weight_map", said if flat else None)
     if not isinstance(found, dict) or not found:
+        if not is_index:
+            raise _unknown(path)
         raise DamagedCheckpointError(f"{path} is no index: it has no weight_map.", path.name)
     for name, file in cast("dict[str, object]", found).items():
         if not isinstance(file, str):

@@ -1,0 +1,200 @@
+"""Where the weights of a hooked module rest: in the host's memory, or in what gives them for each forward."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+
+from accelfn.bigmodel.load.offload_files import OffloadedWeightsLoader, PrefixedDataset
+from accelfn.bigmodel.load.placing import replaced
+from accelfn.bigmodel.offload.blocks import Block, Slot, slots_of
+
+__all__ = ("AtRest", "Replaced", "install", "lay_to_rest", "move_in_place", "travelling", "values_for")
+
+
+class Replaced(NamedTuple):
+    """A tensor without values, and the one with values that took its place.
+
+    Attributes:
+        tensor: Kept, so that no other object gets its ``id``.
+        by: The new one.
+    """
+
+    tensor: torch.Tensor
+    by: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class AtRest:
+    """A block whose weights rest on the host, and where they were before.
+
+    Attributes:
+        block: What travels.
+        origins: Devices of the slots' tensors before.
+    """
+
+    block: Block
+    origins: tuple[torch.device, ...]
+
+    def bring_back(self) -> None:
+        """Move the weights where they were before, in place. Those that were on meta stay as they are."""
+        for position, (slot, origin) in enumerate(zip(self.block.slots, self.origins, strict=True)):
+            if origin.type == "meta":
+                continue
+            if position in self.block.sources:
+                slot.write(replaced(slot.read(), self.block.sources[position]().to(origin)))
+            else:
+                move_in_place(slot.read(), origin)
+
+
+def travelling(
+    module: nn.Module, *, offload_buffers: bool, recurse: bool
+) -> tuple[dict[str, Slot], dict[str, Slot]]:
+    """Say which tensors of a module travel, and which stay where it computes.
+
+    Args:
+        module: Any.
+        offload_buffers: Whether buffers travel. Those that aren't in the state_dict never do.
+        recurse: Whether those of the modules inside of it count as well.
+
+    Returns:
+        The slots of both, by their names within ``module``.
+    """
+    travels: dict[str, Slot] = {}
+    stays: dict[str, Slot] = {}
+    for name, slot in slots_of(module):
+        if recurse or "." not in name:
+            hidden = slot.key in cast("set[str]", vars(slot.owner)["_non_persistent_buffers_set"])
+            is_travelling = slot.is_parameter or (offload_buffers and not hidden)
+            (travels if is_travelling else stays)[name] = slot
+    return travels, stays
+
+
+def lay_to_rest(
+    name: str,
+    module: nn.Module,
+    slots: Mapping[str, Slot],
+    weights_map: Mapping[str, Any] | None,
+    installed: dict[int, Replaced],
+) -> AtRest:
+    """Let the tensors of a module rest on the host.
+
+    Args:
+        name: Of the block.
+        module: Whose forward needs them.
+        slots: Of the tensors, by their names within the module. Changed.
+        weights_map: Their values, by the same names; None keeps those that the module holds. The tensors
+            of a dict or of an offload folder become the parameters' memory, without a copy if they have the
+            parameter's dtype. Any other mapping is asked for parameters at each forward, for buffers once.
+        installed: What took the place of tensors without values, by their ``id``: tied ones stay tied. Grows.
+
+    Raises:
+        ValueError: Values are missing, or have other shapes. Nothing has been changed then.
+    """
+    origins = tuple(slot.read().device for slot in slots.values())
+    if weights_map is None:
+        empty = [key for key, slot in slots.items() if slot.read().is_meta]
+        if empty:
+            raise ValueError(
+                f"AlignDevicesHook: {_listed(empty)} of the {type(module).__name__} are on the meta device "
+                "and have no values. Pass weights_map, or load the weights first (load_checkpoint_in_model)."
+            )
+        for slot in slots.values():
+            move_in_place(slot.read(), torch.device("cpu"))
+        return AtRest(block=Block(name=name, module=module, slots=tuple(slots.values())), origins=origins)
+
+    missing = [key for key in slots if key not in weights_map]
+    if missing:
+        raise ValueError(
+            f"AlignDevicesHook: weights_map has no {_listed(missing)}, which the {type(module).__name__} "
+            "needs. Its keys are the names of tensors within the module that has the hook."
+        )
+    # Modules write into their buffers, so these are always held.
+    is_held = _is_held(weights_map)
+    held = {key: slot for key, slot in slots.items() if is_held or not slot.is_parameter}
+    values = {key: _on_host(weights_map[key], slot.read(), key) for key, slot in held.items()}
+    sources: dict[int, Any] = {}
+    for position, (key, slot) in enumerate(slots.items()):
+        if key in values:
+            install(slot, values[key], installed)
+        else:
+            current = slot.read()
+            empty = replaced(current, current.detach().to("meta"))
+            slot.write(empty)
+            sources[position] = functools.partial(_fetched, weights_map, key, empty)
+    block = Block(name=name, module=module, slots=tuple(slots.values()), sources=sources)
+    return AtRest(block=block, origins=origins)
+
+
+def _is_held(weights_map: Mapping[str, Any]) -> bool:
+    """Whether the values of a mapping may become a module's own memory, as they stay what they are."""
+    if isinstance(weights_map, PrefixedDataset):
+        return _is_held(weights_map.dataset)
+    if isinstance(weights_map, OffloadedWeightsLoader):
+        return _is_held(weights_map.state_dict)
+    return isinstance(weights_map, dict)
+
+
+def move_in_place(tensor: torch.Tensor, device: torch.device) -> None:
+    """Move a tensor and its gradient; it stays the same object, so optimizers and ties know it still."""
+    if tensor.device != device:
+        with torch.no_grad():
+            tensor.data = tensor.data.to(device)
+            if tensor.grad is not None:
+                tensor.grad.data = tensor.grad.data.to(device)
+
+
+def values_for(slots: Mapping[str, Slot], weights_map: Mapping[str, Any] | None) -> dict[str, torch.Tensor]:
+    """Give copies of what a mapping has for tensors, by their names; nothing for those that it lacks.
+
+    Raises:
+        ValueError: A value has another shape, or none.
+    """
+    found = {} if weights_map is None else {key: slot for key, slot in slots.items() if key in weights_map}
+    return {key: _on_host((weights_map or {})[key], slot.read(), key).clone() for key, slot in found.items()}
+
+
+def install(slot: Slot, value: torch.Tensor, installed: dict[int, Replaced]) -> None:
+    """Let ``value`` be the memory of a tensor, which stays the same object unless it was on meta.
+
+    Args:
+        slot: Of the tensor.
+        value: On the host, of the same shape and dtype.
+        installed: What took the place of tensors without values, by their ``id``. Grows.
+    """
+    current = slot.read()
+    if not current.is_meta:
+        current.data = value
+        if current.grad is not None:
+            current.grad.data = current.grad.data.to(value.device)
+        return
+    # It can't get memory, so another takes its place, in all modules that share it.
+    if id(current) not in installed:
+        installed[id(current)] = Replaced(current, replaced(current, value))
+    slot.write(installed[id(current)].by)
+
+
+def _on_host(value: Any, current: torch.Tensor, key: str) -> torch.Tensor:
+    tensor = value.detach() if isinstance(value, torch.Tensor) else torch.as_tensor(value)
+    if tensor.shape != current.shape:
+        raise ValueError(
+            f"AlignDevicesHook: weights_map[{key!r}] has shape {tuple(tensor.shape)}, and the module needs "
+            f"{tuple(current.shape)}."
+        )
+    if tensor.is_meta:
+        raise ValueError(f"AlignDevicesHook: weights_map[{key!r}] is on the meta device and has no values.")
+    return tensor.to("cpu", current.dtype)
+
+
+def _fetched(weights_map: Mapping[str, Any], key: str, current: torch.Tensor) -> torch.Tensor:
+    return _on_host(weights_map[key], current, key)
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(repr(name) for name in names[:5])
+    return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")

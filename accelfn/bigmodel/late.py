@@ -1,0 +1,190 @@
+"""Tensors of the host that are filled late: when something looks at their values, if anything does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeAlias, cast
+from weakref import WeakKeyDictionary
+
+import optree
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ("LateFills", "tensors_in")
+
+_aten = torch.ops.aten
+_Fill: TypeAlias = Callable[[torch.Tensor], object]
+
+# Smaller tensors are filled at once: they cost nothing, and there is nothing to wait for.
+_LEAST_BYTES = 1 << 20
+
+# What makes a tensor and fills it; the random ones draw the numbers that their operations in place draw.
+_ZERO: Callable[..., _Fill] = lambda *_: torch.Tensor.zero_  # noqa: E731
+_ONE: Callable[..., _Fill] = lambda *_: lambda part: part.fill_(1)  # noqa: E731
+_VALUE: Callable[..., _Fill] = lambda *given: lambda part: part.fill_(given[-1])  # noqa: E731
+_UNIFORM: Callable[..., _Fill] = lambda *_: lambda part: part.uniform_(0, 1)  # noqa: E731
+_NORMAL: Callable[..., _Fill] = lambda *_: lambda part: part.normal_(0, 1)  # noqa: E731
+_MADE_AND_FILLED: Mapping[str, Callable[..., _Fill]] = MappingProxyType(
+    {
+        **dict.fromkeys(("aten.zeros.default", "aten.zeros_like.default", "aten.new_zeros.default"), _ZERO),
+        **dict.fromkeys(("aten.ones.default", "aten.ones_like.default", "aten.new_ones.default"), _ONE),
+        **dict.fromkeys(("aten.full.default", "aten.full_like.default", "aten.new_full.default"), _VALUE),
+        **dict.fromkeys(("aten.rand.default", "aten.rand_like.default"), _UNIFORM),
+        **dict.fromkeys(("aten.randn.default", "aten.randn_like.default"), _NORMAL),
+    }
+)
+_FILLED_IN_PLACE = frozenset(
+    (
+        *("aten.zero_.default", "aten.fill_.Scalar", "aten.uniform_.default", "aten.normal_.default"),
+        *("aten.random_.default", "aten.random_.to", "aten.random_.from", "aten.bernoulli_.float"),
+        *("aten.exponential_.default", "aten.log_normal_.default", "aten.cauchy_.default"),
+    )
+)
+
+
+class _Late(NamedTuple):
+    """A filling that is still to be done, and the part of a storage that it is for."""
+
+    fill: _Fill
+    dtype: torch.dtype
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class LateFills(TorchDispatchMode):
+    """While entered, puts off the filling of large new tensors of the host, and knows which tensors are new.
+
+    Memory that nobody has written to isn't there yet, so a tensor that is thrown away before anything looks
+    at it has cost none. Whatever reads or writes such a tensor in any other way than by filling it finds its
+    values there: every operation of torch comes by here first. What hands out the memory itself, as
+    ``data_ptr`` does, doesn't; whoever sees such a call has to :meth:`fill` before.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # pyright: ignore[reportUnknownMemberType]
+        self._waiting: WeakKeyDictionary[torch.UntypedStorage, list[_Late]] = WeakKeyDictionary()
+        self._filling = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # torch would load its compiler, in more than a second, only to tell it that this isn't compiled.
+        return False
+
+    def is_new(self, tensor: torch.Tensor) -> bool:
+        """Whether the memory of a tensor was made while this was entered."""
+        storage = _storage(tensor)
+        return storage is not None and storage in self._waiting
+
+    def disown(self, tensor: torch.Tensor) -> None:
+        """Take a tensor's memory for what was there before. Effect: it is filled, and never put off again."""
+        self.fill((tensor,))
+        storage = _storage(tensor)
+        if storage is not None:
+            self._waiting.pop(storage, None)
+
+    def fill(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Write the values that tensors shall have. Effect: on their memory."""
+        for tensor in tensors:
+            storage = _storage(tensor)
+            if storage is not None and self._waiting.get(storage):
+                self._fill(storage)
+
+    def fill_all(self) -> None:
+        """Write the values of all tensors that still are there. Effect: on their memory."""
+        for storage in list(self._waiting):
+            self._fill(storage)
+
+    def _fill(self, storage: torch.UntypedStorage) -> None:
+        waiting = self._waiting[storage]
+        before, self._filling = self._filling, True
+        try:
+            with torch.no_grad():
+                while waiting:
+                    late = waiting.pop(0)
+                    late.fill(_part(storage, late))
+        finally:
+            self._filling = before
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        keywords = dict(kwargs or {})
+        name = str(func)
+        if self._filling:
+            return func(*args, **keywords)
+        if name in _MADE_AND_FILLED:
+            made = self._make(func, name, args, keywords)
+            if made is not None:
+                return made
+        if name in _FILLED_IN_PLACE:
+            tensor, rest = args[0], args[1:]
+            # There is nothing to fill on meta; torch would load its compiler to find that out, in a second.
+            if tensor.is_meta or self._put_off(tensor, lambda part: func(part, *rest, **keywords)):
+                return tensor
+        given = list(tensors_in(args, keywords))
+        self.fill(given)
+        out = func(*args, **keywords)
+        known = [_storage(tensor) for tensor in given]
+        for tensor in tensors_in(out):
+            storage = _storage(tensor)
+            if storage is not None and not any(storage is one for one in known):
+                self._waiting.setdefault(storage, [])
+        return out
+
+    def _make(self, func: Any, name: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """Make a tensor that is filled later; None for one that is better made at once."""
+        like: Any = args[0] if isinstance(args[0], torch.Tensor) else None
+        device = keywords.get("device") or (torch.device("cpu") if like is None else like.device)
+        plain = like is None or type(like) in (torch.Tensor, torch.nn.Parameter)
+        kind = torch.device(device).type
+        if kind not in ("cpu", "meta") or keywords.get("pin_memory") or not plain:
+            return None
+        # Normal numbers on meta would load torch's compiler, as above.
+        func = {"aten.randn.default": _aten.rand, "aten.randn_like.default": _aten.rand_like}.get(name, func)
+        layout = func(*args, **{**keywords, "device": torch.device("meta")})
+        if kind == "meta":
+            return layout
+        if layout.layout is not torch.strided or layout.numel() * layout.itemsize < _LEAST_BYTES:
+            return None
+        made = torch.empty_strided(layout.shape, layout.stride(), dtype=layout.dtype, device="cpu")
+        if type(made) is not torch.Tensor:  # a mode below makes tensors of another kind
+            return None
+        self._waiting.setdefault(made.untyped_storage(), [])
+        fill = _MADE_AND_FILLED[name](*args)
+        if not self._put_off(made, fill):
+            fill(made)
+        return made
+
+    def _put_off(self, tensor: torch.Tensor, fill: _Fill) -> bool:
+        storage = _storage(tensor)
+        waiting = None if storage is None else self._waiting.get(storage)
+        if storage is None or waiting is None or storage.device.type != "cpu":
+            return False
+        if storage.nbytes() < _LEAST_BYTES or tensor.is_conj() or tensor.is_neg():
+            return False
+        where = (int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
+        waiting.append(_Late(fill, tensor.dtype, *where))
+        return True
+
+
+def tensors_in(*trees: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors among arguments, also those in lists and dicts."""
+    for leaf in optree.tree_leaves(cast("Any", trees)):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+
+
+def _part(storage: torch.UntypedStorage, late: _Late) -> torch.Tensor:
+    empty: Any = torch.empty(0, dtype=late.dtype, device=storage.device)
+    return empty.set_(storage, late.offset, late.shape, late.strides)
+
+
+def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """Give the memory of a tensor; None of one that has none of its own, such as a sparse one."""
+    with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage] -- it is no look at the values
+        try:
+            return tensor.untyped_storage() if tensor.layout is torch.strided else None
+        except (NotImplementedError, RuntimeError):
+            return None

@@ -1,0 +1,221 @@
+"""Carry out a plan of loading: read, map and write what it says, and put it into the model."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+from torch import nn
+
+from accelfn.bigmodel.load.convert import Conversion, convert
+from accelfn.bigmodel.load.placing import replaced
+from accelfn.bigmodel.load.plan import LoadPlan, LoadStep, local_of
+from accelfn.bigmodel.load.read import Reading, read_tensors
+from accelfn.bigmodel.load.source import Stamp, Stored, map_stored
+from accelfn.bigmodel.load.targets import Target
+from accelfn.checkpoint.weights.state import is_spread
+
+__all__ = ("Fetch", "apply_plan", "fetch_from_files")
+
+# What is read between two looks at what may go: of tensors that replace others, both are there so long.
+_BATCH_BYTES = 1 << 28
+
+
+class Fetch(Protocol):
+    """Brings stored tensors into memory."""
+
+    def __call__(self, readings: Sequence[Reading], advance: Callable[[int], None]) -> None:
+        """Bring them.
+
+        Args:
+            readings: What, and where to.
+            advance: Called with bytes that are done.
+        """
+
+
+def fetch_from_files(stamps: Mapping[Path, Stamp]) -> Fetch:
+    """Give what reads from the files themselves."""
+
+    def fetch(readings: Sequence[Reading], advance: Callable[[int], None]) -> None:
+        read_tensors(readings, stamps, advance)
+
+    return fetch
+
+
+def apply_plan(
+    model: nn.Module,
+    plan: LoadPlan,
+    stamps: Mapping[Path, Stamp],
+    fetch: Fetch,
+    *,
+    folder: str | os.PathLike[str] | None = None,
+    is_whole: bool = True,
+    advance: Callable[[int], None] = lambda _: None,
+) -> None:
+    """Load a model as a plan says.
+
+    What is written to the disk comes first, as that fails most easily; then tensors are read. Those of a
+    model without memory (meta) get into it when all are there, so that an error leaves it as it was.
+
+    Effect: on ``model``, and on ``folder``.
+
+    Args:
+        model: That the plan is of.
+        plan: Its steps may be carried out once.
+        stamps: Of the files, as they were when the plan was made.
+        fetch: Brings what is read into memory.
+        folder: Where converted tensors go.
+        is_whole: Whether the files have whole tensors, where the model has parts of them.
+        advance: Called with bytes that are done.
+
+    Raises:
+        DamagedCheckpointError: A file isn't what it was.
+        OSError: A file can't be read, or the folder not written.
+    """
+    with torch.no_grad():
+        ready = _converted(plan.steps, stamps, folder, advance)
+        ready += _mapped(plan.steps, stamps, advance)
+        for batch in _batches([step for step in plan.steps if step.how in ("fill", "new")]):
+            found = _read(batch, fetch, is_whole, advance)
+            for step, value in found:
+                if step.target.tensor.is_meta:
+                    ready.append((step, value))
+                else:
+                    _put(step.target, value)
+        for step, value in ready:
+            _put(step.target, value)
+        for target, value in plan.values:
+            _put(target, value.to(target.tensor.dtype))
+    for module, state in plan.extras:
+        cast("Any", module).set_extra_state(state.map().clone() if isinstance(state, Stored) else state)
+    if plan.needs_ties:
+        cast("Any", model).tie_weights()
+
+
+def _converted(
+    steps: Iterable[LoadStep],
+    stamps: Mapping[Path, Stamp],
+    folder: str | os.PathLike[str] | None,
+    advance: Callable[[int], None],
+) -> list[tuple[LoadStep, torch.Tensor]]:
+    todo = [step for step in steps if step.how == "convert"]
+    if not todo or folder is None:  # the plan has refused it then
+        return []
+    values = convert([Conversion(one.source, one.dtype) for one in todo], stamps, folder, advance)
+    return [(step, value.view(step.target.tensor.shape)) for step, value in zip(todo, values, strict=True)]
+
+
+def _mapped(
+    steps: Iterable[LoadStep], stamps: Mapping[Path, Stamp], advance: Callable[[int], None]
+) -> list[tuple[LoadStep, torch.Tensor]]:
+    todo = [step for step in steps if step.how == "map"]
+    views = map_stored([step.source for step in todo], stamps)
+    advance(sum(step.source.num_bytes for step in todo))
+    return [(step, view.view(step.target.tensor.shape)) for step, view in zip(todo, views, strict=True)]
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
+def _batches(steps: Iterable[LoadStep]) -> Iterator[list[LoadStep]]:
+    batch: list[LoadStep] = []
+    size = 0
+    for step in steps:
+        batch.append(step)
+        size += step.source.num_bytes
+        if size >= _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _read(
+    batch: Sequence[LoadStep], fetch: Fetch, is_whole: bool, advance: Callable[[int], None]
+) -> list[tuple[LoadStep, torch.Tensor]]:
+    """Read some tensors; give those that are new, and not the model's already."""
+    targets: list[torch.Tensor] = []
+    for step in batch:
+        tensor = step.target.tensor
+        if is_spread(tensor):
+            targets.append(_memory_of_spread(step, is_whole))
+        elif step.how == "fill":
+            targets.append(tensor.detach())
+        else:
+            targets.append(torch.empty(tensor.shape, dtype=step.dtype, device=step.device))
+    readings = [
+        Reading(step.source, target.view(step.source.shape) if target.dim() == 0 else target)
+        for step, target in zip(batch, targets, strict=True)
+    ]
+    fetch(readings, advance)
+    new: list[tuple[LoadStep, torch.Tensor]] = []
+    for step, target in zip(batch, targets, strict=True):
+        tensor = step.target.tensor
+        if is_spread(tensor):
+            target = _spread(step, target, is_whole)
+        if step.how == "new":
+            new.append((step, target))
+        elif is_spread(tensor):
+            if is_whole:
+                local_of(tensor).copy_(local_of(target))
+        elif not tensor.is_inference():
+            # The memory was written behind torch's back, and graphs that need the old values shall notice.
+            torch.autograd.graph.increment_version(tensor)
+    return new
+
+
+def _memory_of_spread(step: LoadStep, is_whole: bool) -> torch.Tensor:
+    """Give memory to read a tensor of several ranks into: the whole, or this rank's part."""
+    tensor = step.target.tensor
+    if is_whole:
+        # On the host: of the whole only a part goes to the device.
+        return torch.empty(tensor.shape, dtype=step.dtype)
+    local = local_of(tensor)
+    if step.how == "fill":
+        return local.detach()
+    return torch.empty(local.shape, dtype=step.dtype, device=step.device)
+
+
+def _spread(step: LoadStep, value: torch.Tensor, is_whole: bool) -> torch.Tensor:
+    """Make a tensor of several ranks of what this one has read; without a message to others."""
+    tensor = cast("Any", step.target.tensor)
+    # Where there is a DTensor, it has been imported.
+    spread: Any = importlib.import_module("torch.distributed.tensor")
+    if is_whole:
+        whole = value.to(tensor.device_mesh.device_type)
+        return spread.distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
+    return spread.DTensor.from_local(
+        value,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
+# --- putting -------------------------------------------------------------------------------------
+
+
+def _put(target: Target, value: torch.Tensor) -> None:
+    """Hang a value in the model under all names of its target."""
+    old = target.tensor
+    if is_spread(old):
+        for slot in target.slots:
+            # By torch's own way, since those that spread it keep parts of it elsewhere and want to be told.
+            slot.owner.load_state_dict({slot.key: value}, strict=False, assign=True)
+        return
+    if not old.is_meta and type(old) in (torch.Tensor, nn.Parameter) and old.layout == value.layout:
+        # The same object, so that optimizers and whoever else holds it go on with it.
+        old.data = value
+        for slot in target.slots:
+            if slot.read() is not old:
+                slot.write(old)
+        return
+    new = replaced(old, value)
+    for slot in target.slots:
+        slot.write(new)

@@ -1,0 +1,215 @@
+"""Load a checkpoint of any size into a model, each tensor straight to where it shall lie."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from accelfn.bigmodel.load.apply import apply_plan, fetch_from_files
+from accelfn.bigmodel.load.placing import read_dtype
+from accelfn.bigmodel.load.plan import LoadPlan, Wishes, place_of, plan_load
+from accelfn.bigmodel.load.progress import showing
+from accelfn.bigmodel.load.read import Reading, read_tensors
+from accelfn.bigmodel.load.source import Checkpoint, map_stored, open_checkpoint
+from accelfn.bigmodel.offload.dispatch_plan import read_map
+from accelfn.bigmodel.places import PlaceLike, check_device
+from accelfn.checkpoint.weights.state import require_module
+from accelfn.training import unwrap_model
+
+__all__ = ("load_checkpoint_in_model", "load_state_dict")
+
+_LOAD = "load_checkpoint_in_model"
+_SHOWN = 10
+
+
+def load_state_dict(
+    file: str | os.PathLike[str],
+    device_map: Mapping[str, PlaceLike] | None = None,
+    *,
+    progress: bool | None = None,
+) -> dict[str, Any]:
+    """Read the tensors of a checkpoint, each to its place.
+
+    Ranks: local.
+
+    Args:
+        file: A safetensors file, one of ``torch.save`` (read as data: none can run code), an index, or a
+            folder of them.
+        device_map: Places by module or tensor. What it doesn't name goes to the CPU, and what it puts on the
+            disk is mapped: it takes no memory before it is used, and the file must stay as it is.
+        progress: Show a bar; None shows it in a terminal, if tqdm is installed.
+
+    Returns:
+        Tensors by name; of a pickled file also what else it has.
+
+    Raises:
+        NoCheckpointError: There is no such file.
+        DamagedCheckpointError: A file isn't sound.
+        CheckpointError: A pickled file asks for more than data.
+        ValueError: The map names a place that this machine lacks.
+    """
+    checkpoint = open_checkpoint(file)
+    places = {} if device_map is None else read_map(device_map)
+    at = {name: place_of(name, places) for name in checkpoint.tensors}
+    stay = [name for name, one in checkpoint.tensors.items() if at[name] == "disk" and one.is_mappable]
+    mapped = map_stored([checkpoint.tensors[name] for name in stay], checkpoint.stamps)
+    found: dict[str, Any] = dict(zip(stay, mapped, strict=True))
+    readings: dict[object, Reading] = {}
+    for name, stored in checkpoint.tensors.items():
+        if name not in found:
+            place = at[name]
+            device = torch.device("cpu") if place in (None, "disk") else check_device(place)
+            # What is one tensor in a pickled file is one here.
+            same = (stored._replace(name="", view=None), id(stored.view), device)
+            if same not in readings:
+                memory = torch.empty(stored.shape, dtype=stored.dtype, device=device)
+                readings[same] = Reading(stored, memory)
+            found[name] = readings[same].target
+    with showing("load", sum(one.source.num_bytes for one in readings.values()), progress) as advance:
+        read_tensors(tuple(readings.values()), checkpoint.stamps, advance)
+    in_order = {name: found[name] for name in checkpoint.tensors}
+    return {**in_order, **checkpoint.others}
+
+
+def load_checkpoint_in_model(
+    model: nn.Module,
+    checkpoint: str | os.PathLike[str],
+    device_map: Mapping[str, PlaceLike] | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
+    dtype: str | torch.dtype | None = None,
+    offload_state_dict: bool = False,
+    offload_buffers: bool = False,
+    keep_in_fp32_modules: Iterable[str] | None = None,
+    offload_8bit_bnb: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+    *,
+    special_dtypes: Mapping[str, str | torch.dtype] | None = None,
+    progress: bool | None = None,
+) -> None:
+    """Load weights into a model, each tensor from its file straight to its place.
+
+    Everything is checked before anything is changed: names, shapes and kinds of dtypes on both sides, that
+    files are whole and fit their index, places, and that what goes to the disk can. The values themselves
+    can't be checked: safetensors has no checksums. Those of ``.bin`` files are verified.
+
+    A model may be on the meta device, in part or as a whole, and has no tensor there afterwards. What it has
+    in memory keeps its memory, where place and dtype don't change, and its parameters stay the same objects.
+    Tied weights stay tied, and need to be there under one of their names. Besides the model, only a few
+    buffers of 8 MB are in memory, one for each thread that reads.
+
+    Effect: on ``model``, and with ``offload_folder`` on that. Where reading fails on the way, tensors that
+    had memory before may have changed.
+
+    Ranks: local, unless ``broadcast_from_rank0``: then every rank of the default process group. Of a model
+    that is spread over ranks (``DTensor``) each takes its parts.
+
+    Args:
+        model: Any.
+        checkpoint: A file (safetensors, or of ``torch.save``: read as data, so that none can run code), an
+            index, or a folder. Of a folder safetensors come before ``.bin``.
+        device_map: Places by name of a module or tensor; ``""`` is the whole model. On the ``"disk"`` weights
+            stay in the checkpoint and are mapped: so the files must stay as they are. None leaves every
+            tensor on its device; without one (meta) it comes to the CPU.
+        offload_folder: Where weights for the disk are written that can't be used where they lie, because
+            another dtype is wanted. Needed for nothing else; what it has from before is used if it is made of
+            the same files.
+        dtype: That floating-point tensors shall have. None: that of the model.
+        offload_state_dict: Accepted. Nothing is in memory twice in any case.
+        offload_buffers: Accepted. Buffers get the values of the checkpoint wherever they lie.
+        keep_in_fp32_modules: Parts of names, such as ``"norm"``, whose tensors become float32 where ``dtype``
+            is given.
+        offload_8bit_bnb: Accepted; quantised models are loaded by ``load_and_quantize_model``.
+        strict: Refuse where a name is missing on either side. Otherwise one warning lists them.
+        full_state_dict: Whether the checkpoint has whole tensors. Otherwise it has this rank's part of each
+            that is spread over ranks.
+        broadcast_from_rank0: Only rank 0 reads; the others get everything from it.
+        special_dtypes: Dtypes of single tensors, by name.
+        progress: Show a bar; None shows it in a terminal, if tqdm is installed.
+
+    Raises:
+        NoCheckpointError: There are no weights.
+        DamagedCheckpointError: A file isn't sound, or isn't what the index says.
+        CheckpointError: A pickled file asks for more than data.
+        CheckpointMismatchError: Names (see ``strict``), shapes or kinds of dtypes differ; tied weights have
+            two values; or a tensor without memory would stay without. Nothing was changed.
+        ValueError: The map has no place for a tensor or a place that this machine lacks, something can't be
+            on the disk without ``offload_folder``, or arguments contradict each other. Nothing was changed.
+        OSError: A file can't be read, or the folder not written.
+    """
+    plain = unwrap_model(require_module(_LOAD, model), keep_torch_compile=False)
+    wishes = Wishes(
+        places=None if device_map is None else _read_map(device_map),
+        dtype=_float(dtype),
+        special_dtypes={
+            name: cast("torch.dtype", _float(one)) for name, one in (special_dtypes or {}).items()
+        },
+        keep_in_fp32=_names(keep_in_fp32_modules),
+        has_folder=offload_folder is not None,
+        strict=strict,
+        is_whole=full_state_dict,
+    )
+    if broadcast_from_rank0:
+        raise NotImplementedError
+    opened = open_checkpoint(checkpoint)
+    plan = plan_load(_LOAD, plain, opened, wishes)
+    _warn(opened, plan)
+    total = sum(step.source.num_bytes for step in plan.steps)
+    with showing("load", total, progress) as advance:
+        apply_plan(
+            plain,
+            plan,
+            opened.stamps,
+            fetch_from_files(opened.stamps),
+            folder=offload_folder,
+            is_whole=full_state_dict,
+            advance=advance,
+        )
+
+
+def _read_map(device_map: object) -> dict[str, Any]:
+    if not isinstance(device_map, Mapping):
+        raise TypeError(
+            f"{_LOAD}: device_map takes a mapping of names to places, got {device_map!r}. "
+            "load_checkpoint_and_dispatch makes one of 'auto' and the like."
+        )
+    return dict(read_map(cast("Mapping[str, object]", device_map)))
+
+
+def _float(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    found = read_dtype(dtype)
+    if found is not None and not found.is_floating_point:
+        raise ValueError(
+            f"{_LOAD}: dtype must be one of floating-point numbers, got {found}. Others are never cast. "
+            "To make them of others, use load_and_quantize_model."
+        )
+    return found
+
+
+def _names(said: Iterable[str] | None) -> tuple[str, ...]:
+    return () if said is None else (said,) if isinstance(said, str) else tuple(said)
+
+
+def _warn(checkpoint: Checkpoint, plan: LoadPlan) -> None:
+    said: list[str] = []
+    if plan.missing:
+        said.append(f"it lacks {_listed(plan.missing)}, which stay as they are in the model")
+    if plan.unexpected:
+        said.append(f"the model lacks {_listed(plan.unexpected)}, which are left out")
+    if said:
+        warnings.warn(
+            f"{_LOAD}: {checkpoint.place} doesn't have all names of the model, or has others: "
+            f"{'; '.join(said)}. strict=True refuses this.",
+            stacklevel=3,
+        )
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{', '.join(names[:_SHOWN])}{more}"

@@ -1,0 +1,185 @@
+"""Read tensors from files straight to where they belong: in pieces, by a few threads, in bounded memory."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import torch
+
+from accelfn.bigmodel.load.source import Stamp, Stored, open_unchanged
+from accelfn.checkpoint.files.disk import REAL_DISK, naming, read_exactly
+from accelfn.checkpoint.files.tensor_file import memory_of
+from accelfn.errors import DamagedCheckpointError
+
+__all__ = ("PIECE_BYTES", "Reading", "read_tensors")
+
+PIECE_BYTES = 1 << 23
+"""What a thread reads at a time, and the most memory that it takes where the bytes can't go straight home."""
+
+# More than one thread also on one core: while one waits for the disk, another one copies.
+_MIN_THREADS, _MAX_THREADS = 2, 8
+# Less isn't worth a thread.
+_SMALL_BYTES = 1 << 20
+
+
+class Reading(NamedTuple):
+    """A tensor to read.
+
+    Attributes:
+        source: Where it lies.
+        target: Memory of its shape, on any device; what is read is cast to its dtype.
+    """
+
+    source: Stored
+    target: torch.Tensor
+
+
+class _Piece(NamedTuple):
+    """Elements of a tensor that are read at a time.
+
+    Attributes:
+        path: Of the file.
+        start: First byte in it.
+        dtype: As they lie there.
+        target: The elements, contiguous.
+    """
+
+    path: Path
+    start: int
+    dtype: torch.dtype
+    target: torch.Tensor
+
+
+def read_tensors(
+    readings: Sequence[Reading],
+    stamps: Mapping[Path, Stamp],
+    advance: Callable[[int], None] = lambda _: None,
+) -> None:
+    """Read tensors into memory that they have already.
+
+    Bytes that need no other dtype go from the system straight into the memory of the host. All others pass
+    through a buffer of ``PIECE_BYTES`` for each of at most eight threads, pinned where they go to an
+    accelerator, and are cast there.
+
+    Effect: on the targets, also where it fails. Ranks: local.
+
+    Args:
+        readings: In the order of the files, if disks shall be fast.
+        stamps: Of the files, as they were when their heads were read.
+        advance: Called in this thread with bytes of the files that are done.
+
+    Raises:
+        DamagedCheckpointError: A file isn't what it was.
+        OSError: It can't be read.
+    """
+    with ExitStack() as closing, torch.no_grad():
+        files = {
+            path: closing.enter_context(open_unchanged(path, stamps))
+            for path in dict.fromkeys(one.source.path for one in readings)
+        }
+        buffers = _Buffers()
+        total = sum(one.source.num_bytes for one in readings)
+        if total <= _SMALL_BYTES or not REAL_DISK.parallel_reads:
+            for piece in _pieces(readings):
+                _read(files, buffers, piece)
+                advance(piece.target.numel() * piece.dtype.itemsize)
+        else:
+            _read_by_threads(files, buffers, readings, advance)
+        # Last, since each of them takes memory of its own size.
+        for one in readings:
+            if not _goes_in_pieces(one):
+                _read_whole(files, one)
+                advance(one.source.num_bytes)
+
+
+def _read_by_threads(
+    files: Mapping[Path, BinaryIO],
+    buffers: _Buffers,
+    readings: Sequence[Reading],
+    advance: Callable[[int], None],
+) -> None:
+    threads = min(_MAX_THREADS, max(_MIN_THREADS, _cores()))
+    with ThreadPoolExecutor(threads, "accelfn-load") as pool:
+        waiting = [(piece, pool.submit(_read, files, buffers, piece)) for piece in _pieces(readings)]
+        try:
+            for piece, one in waiting:
+                one.result()
+                advance(piece.target.numel() * piece.dtype.itemsize)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _goes_in_pieces(one: Reading) -> bool:
+    return one.source.view is None and one.target.is_contiguous()
+
+
+def _pieces(readings: Sequence[Reading]) -> Iterator[_Piece]:
+    for one in readings:
+        if not _goes_in_pieces(one):
+            continue
+        source, flat = one.source, one.target.detach().view(-1)
+        step = PIECE_BYTES // source.dtype.itemsize
+        for first in range(0, flat.numel(), step):
+            start = source.start + first * source.dtype.itemsize
+            yield _Piece(source.path, start, source.dtype, flat[first : first + step])
+
+
+class _Buffers(threading.local):
+    """A buffer for each thread, ordinary or pinned, made when it is needed first."""
+
+    ordinary: torch.Tensor | None = None
+    pinned: torch.Tensor | None = None
+
+    def take(self, num_bytes: int, is_pinned: bool) -> torch.Tensor:
+        if is_pinned:
+            if self.pinned is None:
+                self.pinned = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True)
+            return self.pinned[:num_bytes]
+        if self.ordinary is None or self.ordinary.numel() < num_bytes:
+            self.ordinary = torch.empty(min(PIECE_BYTES, 2 * num_bytes), dtype=torch.uint8)
+        return self.ordinary[:num_bytes]
+
+
+def _read(files: Mapping[Path, BinaryIO], buffers: _Buffers, piece: _Piece) -> None:
+    path, start, dtype, target = piece
+    if target.device.type == "cpu" and target.dtype == dtype:
+        _fill(files, path, start, target)
+        return
+    num_bytes = target.numel() * dtype.itemsize
+    with torch.no_grad():
+        staged = buffers.take(num_bytes, _can_pin(target.device))
+        _fill(files, path, start, staged)
+        typed = staged.view(dtype)
+        if target.device.type != "cpu" and target.dtype != dtype:
+            typed = typed.to(target.device)  # the narrower dtype may be the one that travels; it casts there
+        target.copy_(typed)  # returns when the buffer is free again
+
+
+def _can_pin(device: torch.device) -> bool:
+    return device.type not in ("cpu", "mps")
+
+
+def _fill(files: Mapping[Path, BinaryIO], path: Path, start: int, target: torch.Tensor) -> None:
+    with naming(str(path)):
+        whole = read_exactly(REAL_DISK, files[path].fileno(), memory_of(target), start)
+    if not whole:
+        raise DamagedCheckpointError(f"{path} was cut off while it was read. Load again.", path.name)
+
+
+def _read_whole(files: Mapping[Path, BinaryIO], one: Reading) -> None:
+    """Read a tensor that doesn't lie contiguous in the file, or in memory."""
+    value = one.source.view
+    if value is None:
+        value = torch.empty(one.source.shape, dtype=one.source.dtype)
+        _fill(files, one.source.path, one.source.start, value)
+    one.target.copy_(value)

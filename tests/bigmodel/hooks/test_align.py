@@ -1,0 +1,446 @@
+# pyright: reportUnknownMemberType=false
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accelfn.bigmodel.hooks.align import AlignDevicesHook
+from accelfn.bigmodel.hooks.aligned import align_module_device, has_offloaded_params
+from accelfn.bigmodel.hooks.model_hook import (
+    ModelHook,
+    SequentialHook,
+    add_hook_to_module,
+    hook_of,
+    remove_hook_from_module,
+)
+from accelfn.bigmodel.load.mapped import mapped_from
+from accelfn.bigmodel.load.offload_files import OffloadedWeightsLoader, PrefixedDataset, offload_state_dict
+
+X = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+PLACES = pytest.mark.parametrize("place", ["cpu", "cpu:0"])
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor that says of itself to be on another device until it is moved."""
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> "Elsewhere":
+        return tensor.as_subclass(Elsewhere)
+
+    @property
+    def device(self) -> torch.device:  # pyright: ignore[reportIncompatibleVariableOverride] - a stand-in
+        return torch.device("meta")
+
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor)
+
+
+class Scaled(nn.Module):
+    """Has a parameter, a buffer that counts, one that isn't saved, and a module inside."""
+
+    calls: torch.Tensor
+    shift: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(1)
+        self.weight = nn.Parameter(torch.randn(3, generator=generator))
+        self.inner = nn.Linear(3, 3)
+        with torch.no_grad():
+            self.inner.weight.copy_(torch.randn(3, 3, generator=generator))
+            self.inner.bias.copy_(torch.randn(3, generator=generator))
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("shift", torch.ones(3), persistent=False)
+        self.seen: list[tuple[int, torch.device]] = []
+        self.fail = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append((self.weight.data_ptr(), self.weight.device))
+        if self.fail:
+            raise ValueError("no")
+        with torch.no_grad():
+            self.calls.add_(1)
+        return self.inner(x) * self.weight + self.shift + self.calls
+
+
+class Asked(Mapping[str, torch.Tensor]):
+    """Gives fresh tensors, and writes down for which it was asked."""
+
+    def __init__(self, values: Mapping[str, torch.Tensor]) -> None:
+        self.values_of = dict(values)
+        self.asked: list[str] = []
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        self.asked.append(key)
+        return self.values_of[key].clone()
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.values_of
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.values_of)
+
+    def __len__(self) -> int:
+        return len(self.values_of)
+
+
+def on_meta() -> Scaled:
+    module = Scaled()
+    for owner in (module, module.inner):
+        for key, parameter in [*owner.named_parameters(recurse=False)]:
+            setattr(owner, key, nn.Parameter(parameter.detach().to("meta")))
+    return module
+
+
+# --- moves without offloading --------------------------------------------------------------------
+
+
+def test_arguments_come_and_outputs_go_back() -> None:
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor, more: Any, kept: Any = None) -> dict[str, Any]:
+            assert [type(one) for one in (x, more["y"], more["kept"], kept)] == [
+                *(torch.Tensor, torch.Tensor),
+                *(Elsewhere, Elsewhere),
+            ]
+            return {"a": x, "kept": x, "n": 3, "deep": [{"kept": x, "b": x}]}
+
+    more = {"y": Elsewhere.of(X), "kept": Elsewhere.of(X)}
+    hook = AlignDevicesHook("cpu", io_same_device=True, skip_keys=["kept"])
+    module = add_hook_to_module(Model(), hook)
+    out = module(Elsewhere.of(X), more=more, kept=Elsewhere.of(X))
+    assert [out["a"].is_meta, out["deep"][0]["b"].is_meta] == [True, True]
+    assert [out["kept"].is_meta, out["deep"][0]["kept"].is_meta, out["n"]] == [False, False, 3]
+    assert isinstance(more["y"], Elsewhere)  # the caller's own dict is as it was
+
+    module = add_hook_to_module(nn.Identity(), AlignDevicesHook("cpu", skip_keys="kept"))
+    assert not module(Elsewhere.of(X)).is_meta
+
+
+def test_without_a_device_nothing_is_moved() -> None:
+    module = add_hook_to_module(nn.Identity(), AlignDevicesHook())
+    assert isinstance(module(Elsewhere.of(X)), Elsewhere)
+    module = add_hook_to_module(nn.Identity(), AlignDevicesHook(io_same_device=True))
+    assert isinstance(module(Elsewhere.of(X)), Elsewhere)
+
+
+def test_an_input_without_tensors_leaves_the_output() -> None:
+    class Making(nn.Module):
+        def forward(self, n: int) -> torch.Tensor:
+            return torch.zeros(n)
+
+    module = add_hook_to_module(Making(), AlignDevicesHook("cpu", io_same_device=True))
+    assert module(3).shape == (3,)
+
+
+@PLACES
+def test_tensors_are_placed_and_stay_themselves(place: str) -> None:
+    module = Scaled()
+    parameters = dict(module.named_parameters())
+    add_hook_to_module(module, AlignDevicesHook(place, place_submodules=True))
+    assert torch.equal(module(X), Scaled()(X))
+    assert all(one is parameters[name] for name, one in module.named_parameters())
+
+
+def test_tensors_without_values_are_refused() -> None:
+    module = on_meta()
+    with pytest.raises(ValueError, match="'weight' of the Scaled is on the meta device"):
+        add_hook_to_module(module, AlignDevicesHook("cpu"))
+    assert hook_of(module) is None
+    module.weight = Scaled().weight
+    add_hook_to_module(module, AlignDevicesHook("cpu"))  # those of the module inside don't matter
+    with pytest.raises(ValueError, match=r"'inner\.weight' of the Scaled is on the meta device"):
+        add_hook_to_module(module, AlignDevicesHook("cpu", place_submodules=True))
+
+
+@pytest.mark.parametrize("place", ["disk", "meta", -1, 99, "gpu"])
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_device_that_is_not_there_is_refused(place: Any, offload: bool) -> None:
+    with pytest.raises(ValueError, match="execution_device"):
+        AlignDevicesHook(place, offload=offload)
+
+
+# --- offloading ----------------------------------------------------------------------------------
+
+
+def offloaded(module: Scaled, place: str, **options: Any) -> Scaled:
+    hook = AlignDevicesHook(place, offload=True, place_submodules=True, **options)
+    assert add_hook_to_module(module, hook) is module
+    return module
+
+
+def resident(module: nn.Module) -> tuple[int, ...]:
+    hook = hook_of(module)
+    assert isinstance(hook, AlignDevicesHook)
+    assert hook.stream is not None
+    return hook.stream.resident
+
+
+@PLACES
+@pytest.mark.parametrize("buffers", [False, True])
+@pytest.mark.parametrize("make", [Scaled, on_meta])
+@pytest.mark.parametrize("given", [None, dict, Asked])
+def test_an_offloaded_module_computes_what_it_did(
+    place: str, buffers: bool, make: Callable[[], Scaled], given: Callable[[Any], Any] | None
+) -> None:
+    plain = Scaled()
+    weights = None if given is None else given(Scaled().state_dict())
+    if make is on_meta and given is None:
+        module = on_meta()
+        with pytest.raises(ValueError, match=r"'weight', 'inner\.weight', 'inner\.bias' of the Scaled"):
+            offloaded(module, place, offload_buffers=buffers)
+        assert hook_of(module) is None
+        return
+    module = offloaded(make(), place, weights_map=weights, offload_buffers=buffers)
+    with torch.no_grad():
+        for _ in range(3):  # the buffer counts
+            assert torch.equal(module(X), plain(X))
+    assert resident(module) == ()
+    assert module.calls.item() == 3
+    if given is not Asked:
+        state = module.state_dict()
+        assert {name: (one.tolist()) for name, one in state.items()} == {
+            name: one.tolist() for name, one in plain.state_dict().items()
+        }
+    for again in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        with torch.no_grad():
+            assert torch.equal(again(X), Scaled.forward(copy.deepcopy(plain), X))
+    remove_hook_from_module(module)
+    if given is not Asked:
+        assert torch.equal(module(X), plain(X))
+
+
+def test_at_rest_the_parameters_are_themselves() -> None:
+    module = Scaled()
+    parameters = dict(module.named_parameters())
+    offloaded(module, "cpu:0")
+    at_rest = module.weight.data_ptr()
+    module(X)
+    assert all(one is parameters[name] for name, one in module.named_parameters())
+    assert module.weight.data_ptr() == at_rest
+    assert module.seen[0][0] != at_rest  # a copy was used
+    offloaded(module, "cpu")
+    module(X)
+    assert module.seen[1][0] == module.weight.data_ptr()  # in place
+
+
+@PLACES
+@pytest.mark.parametrize("make", [Scaled, on_meta])
+def test_the_tensors_of_a_dict_become_the_parameters(place: str, make: Callable[[], Scaled]) -> None:
+    weights = {name: one.clone() for name, one in Scaled().state_dict().items()}
+    weights["inner.bias"] = weights["inner.bias"].double()
+    module = offloaded(make(), place, weights_map=weights)
+    assert module.weight.data_ptr() == weights["weight"].data_ptr()
+    assert isinstance(module.weight, nn.Parameter)
+    assert module.weight.requires_grad
+    assert module.inner.bias.dtype == torch.float32  # as the module has it
+    assert module.calls.data_ptr() != weights["calls"].data_ptr()  # no weight, and not asked to travel
+    module(X).sum().backward()
+    torch.optim.SGD(module.parameters(), lr=1.0).step()
+    assert torch.equal(weights["weight"], module.weight)
+
+
+@PLACES
+def test_gradients_arrive_and_training_is_the_same(place: str) -> None:
+    def train(module: nn.Module) -> list[torch.Tensor]:
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        for _ in range(3):
+            module(X).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [one.detach() for one in (*module.parameters(), *module.buffers())]
+
+    plain = train(Scaled())
+    for buffers in (False, True):
+        ours = train(offloaded(Scaled(), place, offload_buffers=buffers))
+        assert all(torch.equal(one, other) for one, other in zip(plain, ours, strict=True))
+
+
+@PLACES
+def test_batch_normalisation_trains_with_buffers_that_travel(place: str) -> None:
+    plain, module = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
+    add_hook_to_module(module, AlignDevicesHook(place, offload=True, offload_buffers=True))
+    for _ in range(2):
+        for one in (plain, module):
+            one(X).square().sum().backward()
+    assert plain.weight.grad is not None
+    assert module.weight.grad is not None
+    assert torch.equal(plain.weight.grad, module.weight.grad)
+    assert all(torch.equal(one, other) for one, other in zip(plain.buffers(), module.buffers(), strict=True))
+    assert torch.equal(plain.eval()(X), module.eval()(X))
+
+
+@PLACES
+def test_other_mappings_are_asked_at_each_forward(place: str) -> None:
+    weights = Asked(Scaled().state_dict())
+    module = offloaded(on_meta(), place, weights_map=weights, offload_buffers=True)
+    assert weights.asked == ["calls"]  # modules write into buffers: they are held
+    weights.asked.clear()
+    plain = Scaled()
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(module(X), plain(X))
+            assert all(one.is_meta and one.requires_grad for one in module.parameters())
+    assert sorted(weights.asked) == sorted(["weight", "inner.weight", "inner.bias"] * 2)
+    with pytest.raises(RuntimeError, match=r"'weight' of block 'Scaled' requires a gradient"):
+        module(X)
+    assert resident(module) == ()
+    module.requires_grad_(False)
+    x = X.clone().requires_grad_()
+    module(x).sum().backward()
+    other = X.clone().requires_grad_()
+    plain.requires_grad_(False)(other).sum().backward()
+    assert x.grad is not None
+    assert other.grad is not None
+    assert torch.equal(x.grad, other.grad)
+
+
+@pytest.mark.parametrize("given", [dict, Asked])
+def test_weights_that_do_not_fit_are_refused(given: Callable[[Any], Any]) -> None:
+    state = Scaled().state_dict()
+    module = on_meta()
+    with pytest.raises(ValueError, match=r"weights_map has no 'inner\.bias', which the Scaled needs"):
+        offloaded(module, "cpu", weights_map=given({k: v for k, v in state.items() if k != "inner.bias"}))
+    module = offloaded(Scaled(), "cpu") if given is Asked else Scaled()
+    wrong = given({**state, "weight": torch.zeros(4)})
+    with (
+        pytest.raises(ValueError, match=r"weights_map\['weight'\] has shape \(4,\), .* needs \(3,\)"),
+        torch.no_grad(),
+    ):
+        offloaded(module, "cpu", weights_map=wrong)(X)
+
+
+@PLACES
+def test_an_exception_lets_everything_go(place: str) -> None:
+    module = offloaded(Scaled(), place)
+    parameters = dict(module.named_parameters())
+    for error in (ValueError, KeyboardInterrupt):
+        module.fail = error is ValueError
+        inner = module.inner
+        if error is KeyboardInterrupt:
+            vars(inner)["forward"] = interrupt
+        with pytest.raises(error):
+            module(X)
+        module.fail = False
+        vars(inner).pop("forward", None)
+        module.calls.zero_()
+        assert torch.equal(module(X), Scaled()(X))
+        assert resident(module) == ()
+        assert all(one is parameters[name] for name, one in module.named_parameters())
+
+
+def interrupt(x: torch.Tensor) -> torch.Tensor:
+    raise KeyboardInterrupt
+
+
+def test_a_buffer_without_values_is_refused() -> None:
+    module = Scaled()
+    module.shift = torch.empty(3, device="meta")
+    with pytest.raises(ValueError, match="the buffer 'shift' of the Scaled is on the meta device"):
+        offloaded(module, "cpu")
+
+
+def test_buffers_that_stay_get_the_values_of_the_mapping() -> None:
+    trained = nn.BatchNorm1d(3)
+    trained(X)
+    weights = {name: one.clone() for name, one in trained.state_dict().items()}
+    module = nn.BatchNorm1d(3)
+    add_hook_to_module(module, AlignDevicesHook("cpu", offload=True, weights_map=weights))
+    assert torch.equal(module.eval()(X), trained.eval()(X))
+    module.train()(X)
+    assert all(torch.equal(weights[name], one) for name, one in trained.state_dict().items())
+
+
+def test_an_offload_folder_stays_mapped(tmp_path: Path) -> None:
+    state = Scaled().state_dict()
+    offload_state_dict(tmp_path, state)
+    module = offloaded(on_meta(), "cpu", weights_map=OffloadedWeightsLoader(save_folder=tmp_path))
+    for name, one in module.named_parameters():
+        found = mapped_from(one)
+        assert found is not None
+        assert found.path.name == f"{name}.dat"
+    assert torch.equal(module(X), Scaled()(X))
+    parts = PrefixedDataset({f"model.{name}": one for name, one in state.items()}, "model.")
+    module = offloaded(on_meta(), "cpu", weights_map=parts)
+    assert module.weight.data_ptr() == state["weight"].data_ptr()
+    parts = PrefixedDataset(Asked({f"model.{name}": one for name, one in state.items()}), "model.")
+    module = offloaded(on_meta(), "cpu", weights_map=parts)
+    assert module.weight.is_meta
+
+
+# --- looking at what is offloaded ----------------------------------------------------------------
+
+
+def test_a_module_is_known_to_be_offloaded() -> None:
+    assert not has_offloaded_params(Scaled())
+    assert not has_offloaded_params(add_hook_to_module(Scaled(), AlignDevicesHook("cpu")))
+    module = offloaded(Scaled(), "cpu")
+    assert has_offloaded_params(module)
+    add_hook_to_module(module, ModelHook(), append=True)
+    assert isinstance(hook_of(module), SequentialHook)
+    assert has_offloaded_params(module)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_what_is_written_on_a_device_stays(offload: bool) -> None:
+    module = offloaded(Scaled(), "cpu:0") if offload else Scaled()
+    weight, at_rest, expected = module.weight, module.weight.data_ptr(), module.weight.detach() * 2
+    with align_module_device(module, None if offload else "cpu:0"):
+        assert module.weight is weight
+        assert weight.data_ptr() != at_rest
+        weight.data.mul_(2)
+    assert weight.data_ptr() == at_rest
+    assert torch.equal(weight, expected)
+
+    def fill_and_fail() -> None:
+        with align_module_device(module, "cpu:0"):
+            module.weight = nn.Parameter(torch.full((3,), 7.0))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fill_and_fail()
+    assert torch.equal(module.weight, torch.full((3,), 7.0))
+    assert torch.equal(weight, expected)  # what hung there before
+    assert torch.equal(module.inner.bias, Scaled().inner.bias)
+
+
+def test_what_is_fetched_anew_is_seen() -> None:
+    module = offloaded(on_meta(), "cpu", weights_map=Asked(Scaled().state_dict()))
+    with align_module_device(module):
+        assert torch.equal(module.weight, Scaled().weight)
+    assert module.weight.is_meta
+
+
+def test_a_module_that_is_not_offloaded_is_left_alone() -> None:
+    module = Scaled()
+    with align_module_device(module):
+        assert module.weight.device.type == "cpu"
+    with pytest.raises(ValueError, match="execution_device"), align_module_device(module, "disk"):
+        pass
+
+
+# --- beside Accelerate's -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("given", [None, dict])
+@pytest.mark.parametrize("buffers", [False, True])
+def test_outputs_are_accelerates(given: Callable[[Any], Any] | None, buffers: bool) -> None:
+    peer: Any = pytest.importorskip("accelerate.hooks")
+    weights = None if given is None else given(Scaled().state_dict())
+    options: dict[str, Any] = {
+        "offload": True,
+        "weights_map": weights,
+        "offload_buffers": buffers,
+        "place_submodules": True,
+    }
+    theirs = peer.add_hook_to_module(Scaled(), peer.AlignDevicesHook("cpu", **options))
+    options["weights_map"] = None if given is None else given(Scaled().state_dict())
+    ours = add_hook_to_module(Scaled(), AlignDevicesHook("cpu", **options))
+    with torch.no_grad():
+        assert torch.equal(ours(X), theirs(X))
+    assert peer.AlignDevicesHook("cpu").execution_device == str(AlignDevicesHook("cpu").execution_device)

@@ -1,0 +1,252 @@
+# pyright: reportUnknownMemberType=false
+
+import copy
+import pickle
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from accelfn.bigmodel.hooks.cpu_offload import CpuOffload, UserCpuOffloadHook, cpu_offload_with_hook
+from accelfn.bigmodel.hooks.model_hook import ModelHook, SequentialHook, add_hook_to_module, hook_of
+from accelfn.bigmodel.places import Place
+
+X = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+
+
+def stack(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.BatchNorm1d(4), nn.Linear(4, 3))
+
+
+class Moves:
+    """Stands for the transfers, and writes them down."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, Place]] = []
+
+    def __call__(self, module: nn.Module, place: Place) -> None:
+        self.seen.append((type(module).__name__, place))
+
+
+class First(nn.Linear): ...
+
+
+class Second(nn.Linear): ...
+
+
+class Third(nn.Linear): ...
+
+
+def chain(moves: Moves, device: Place) -> list[UserCpuOffloadHook]:
+    hooks: list[UserCpuOffloadHook] = []
+    for kind in (First, Second, Third):
+        hook = CpuOffload(device, hooks[-1] if hooks else None, move=moves)
+        hooks.append(UserCpuOffloadHook(add_hook_to_module(kind(3, 3), hook), hook))
+    return hooks
+
+
+def run(hooks: Sequence[UserCpuOffloadHook], x: torch.Tensor = X) -> torch.Tensor:
+    for hook in hooks:
+        x = hook.model(x)
+    return x
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:0", "cpu:3", torch.device("cpu"), None])
+def test_a_model_computes_what_it_did(device: Any) -> None:
+    expected = stack()(X)
+    model = stack()
+    given_back, hook = cpu_offload_with_hook(model, device)
+    assert given_back is model
+    assert hook.model is model
+    for _ in range(2):
+        model.load_state_dict(stack().state_dict())
+        assert torch.equal(model(X), expected)
+        hook.offload()
+    hook.remove()
+    assert hook_of(model) is None
+
+
+def test_a_model_moves_once_and_stays() -> None:
+    moves = Moves()
+    model = First(3, 3)
+    hook = CpuOffload("cpu:1", move=moves)
+    add_hook_to_module(model, hook)
+    assert moves.seen == []  # it is in the host's memory already
+    model(X)
+    model(X)
+    assert moves.seen == [("First", "cpu:1")]
+    user = UserCpuOffloadHook(model, hook)
+    user.offload()
+    user.offload()
+    assert moves.seen == [("First", "cpu:1"), ("First", "cpu")]
+    model(X)
+    assert moves.seen[2:] == [("First", "cpu:1")]
+
+
+def test_one_model_of_a_chain_is_on_the_device() -> None:
+    moves = Moves()
+    hooks = chain(moves, "cpu:0")
+    expected = run(hooks)
+    assert moves.seen == [
+        *(("First", "cpu:0"), ("First", "cpu")),
+        *(("Second", "cpu:0"), ("Second", "cpu")),
+        ("Third", "cpu:0"),
+    ]
+    moves.seen.clear()
+    run(hooks[2:])  # it is there, and the one before is away
+    assert moves.seen == []
+    hooks[2].offload()
+    assert moves.seen == [("Third", "cpu")]
+    assert torch.equal(run(hooks), expected)
+
+
+def test_nothing_moves_where_a_model_runs_on_the_host() -> None:
+    moves = Moves()
+    run(chain(moves, "cpu"))
+    assert moves.seen == []
+
+
+class OnlyMoved(torch.Tensor):
+    """A tensor that says of itself to be elsewhere until it is moved."""
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> "OnlyMoved":
+        return tensor.as_subclass(OnlyMoved)
+
+    @property
+    def device(self) -> torch.device:  # pyright: ignore[reportIncompatibleVariableOverride] - a stand-in
+        return torch.device("meta")
+
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor)
+
+
+def test_arguments_are_moved_although_the_model_is_there() -> None:
+    seen: list[Any] = []
+
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor, more: dict[str, torch.Tensor], flag: str = "") -> torch.Tensor:
+            seen.extend([type(x), type(more["y"]), flag])
+            return x
+
+    model, _ = cpu_offload_with_hook(Model(), "cpu")
+    for _ in range(2):
+        model(OnlyMoved.of(X), more={"y": OnlyMoved.of(X)}, flag="a")
+    assert seen == [torch.Tensor, torch.Tensor, "a"] * 2
+
+
+def test_what_needs_no_move_is_the_callers_own() -> None:
+    class Filling(nn.Module):
+        def forward(self, x: torch.Tensor, found: list[torch.Tensor]) -> None:
+            found.append(x)
+
+    found: list[torch.Tensor] = []
+    model, _ = cpu_offload_with_hook(Filling(), "cpu")
+    model(X, found)
+    assert found[0] is X
+
+
+@pytest.mark.parametrize("device", ["cpu", "cpu:0"])
+def test_training_goes_on_as_without_a_hook(device: str) -> None:
+    def train(model: nn.Module, hook: UserCpuOffloadHook | None) -> dict[str, torch.Tensor]:
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(3):
+            model(X).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if hook is not None:
+                hook.offload()
+        return model.state_dict()
+
+    plain = train(stack(), None)
+    ours = train(*cpu_offload_with_hook(stack(), device))
+    assert [*plain] == [*ours]
+    assert all(torch.equal(plain[name], ours[name]) for name in plain)
+
+
+def test_a_model_with_a_hook_gets_it_beside() -> None:
+    class Doubling(ModelHook):
+        def post_forward(self, module: nn.Module, output: Any) -> Any:
+            return output * 2
+
+    model = stack().eval()
+    expected = model(X) * 2
+    add_hook_to_module(model, Doubling())
+    model, _ = cpu_offload_with_hook(model, "cpu:0")
+    assert isinstance(hook_of(model), SequentialHook)
+    assert torch.equal(model(X), expected)
+
+
+def pickled(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value))
+
+
+def copied(value: Any) -> Any:
+    return copy.deepcopy(value)
+
+
+@pytest.mark.parametrize("again", [copied, pickled])
+def test_a_chain_is_copied_as_one(again: Any) -> None:
+    pairs = [cpu_offload_with_hook(stack(), "cpu:0")]
+    pairs.append(cpu_offload_with_hook(stack(1), "cpu:0", prev_module_hook=pairs[0][1]))
+    (first, first_hook), (second, second_hook) = again(pairs)
+    hook: Any = hook_of(second)
+    assert hook is second_hook.hook
+    assert hook.prev_module_hook is first_hook
+    assert first_hook.model is first
+    model = nn.Sequential(first, second).eval()
+    assert torch.equal(model(X), nn.Sequential(stack(), stack(1)).eval()(X))
+
+
+@pytest.mark.parametrize("device", ["disk", -1, "cpu0", "meta", 99, 1.5])
+def test_a_device_that_is_not_there_is_refused(device: Any) -> None:
+    model = stack()
+    with pytest.raises(ValueError, match="execution_device"):
+        cpu_offload_with_hook(model, device)
+    assert hook_of(model) is None
+
+
+def test_the_same_as_accelerate_on_the_host() -> None:
+    peer = pytest.importorskip("accelerate")
+    theirs, their_hook = peer.cpu_offload_with_hook(stack(), "cpu")
+    ours, our_hook = cpu_offload_with_hook(stack(), "cpu")
+    for _ in range(2):
+        assert torch.equal(ours(X), theirs(X))
+        for hook in (our_hook, their_hook):
+            hook.offload()
+    for hook in (our_hook, their_hook):
+        hook.remove()
+    assert torch.equal(ours(X), theirs(X))
+
+
+# Which model runs, or is sent away: any order keeps at most what the chain promises.
+STEPS = st.lists(st.tuples(st.booleans(), st.integers(0, 2)), max_size=12)
+
+
+@given(steps=STEPS)
+def test_a_model_is_where_its_last_move_left_it(steps: list[tuple[bool, int]]) -> None:
+    moves = Moves()
+    hooks = chain(moves, "cpu:0")
+    at = ["cpu"] * 3
+    expected: list[tuple[str, Place]] = []
+
+    def go(index: int, place: str) -> None:
+        if at[index] != place:
+            at[index] = place
+            expected.append((("First", "Second", "Third")[index], place))
+
+    for runs, index in steps:
+        if runs:
+            hooks[index].model(X)
+            if index:
+                go(index - 1, "cpu")
+            go(index, "cpu:0")
+        else:
+            hooks[index].offload()
+            go(index, "cpu")
+    assert moves.seen == expected

@@ -1,0 +1,73 @@
+"""Real architectures, loaded in less memory than they need, and trained there."""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import accelfn as af
+from tests.bigmodel.real import MIB, NAMES, budgets_of, build, tokens_of
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def saved(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, Any, Path]]:
+    torch.random.manual_seed(7)  # pyright: ignore[reportUnknownMemberType] -- torch leaves it untyped
+    model = build(request.param)
+    folder = tmp_path_factory.mktemp(request.param)
+    model.save_pretrained(folder, max_shard_size="30MB")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    yield request.param, model, folder
+
+
+def test_tokens_are_those_in_memory_and_memory_stays_within_the_bound(saved: tuple[str, Any, Path]) -> None:
+    name, model, folder = saved
+    done = subprocess.run(
+        (sys.executable, "-m", "tests.bigmodel.real", name, str(folder)),
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["tokens"] == tokens_of(model)
+    assert {"cpu:0", "cpu", "disk"} <= set(found["places"])
+    # What lies in memory, what travels to each device, and as much again of the file's pages that are read for it.
+    slack = 40 * MIB
+    assert found["taken"] <= found["budgets"] + 2 * found["streamed"] + slack
+    assert found["loaded"] <= found["budgets"] + found["largest"] + slack
+    assert found["peak"] <= found["streamed"]
+
+
+def test_an_offloaded_model_is_trained_as_the_plain_one(saved: tuple[str, Any, Path]) -> None:
+    name, plain, folder = saved
+    plain = copy.deepcopy(plain)
+    with af.init_empty_weights():
+        model = build(name)
+    total = sum(parameter.nbytes for parameter in plain.parameters())
+    af.load_checkpoint_and_dispatch(model, folder, device_map="auto", max_memory=budgets_of(total))
+    tokens = torch.arange(3, 17).reshape(2, 7)
+    for one in (plain, model):
+        optimizer: Any = torch.optim.SGD(one.parameters(), lr=0.01)
+        for _ in range(2):
+            optimizer.zero_grad()
+            one(input_ids=tokens, labels=tokens).loss.backward()
+            optimizer.step()
+    parameters = dict(plain.named_parameters())
+    for key, parameter in model.named_parameters():
+        assert torch.equal(parameter, parameters[key]), key
+        assert torch.equal(parameter.grad, parameters[key].grad), key
+    assert tokens_of(model) == tokens_of(plain)
