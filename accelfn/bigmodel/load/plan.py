@@ -115,7 +115,8 @@ def plan_load(operation: str, model: nn.Module, checkpoint: Checkpoint, wishes: 
         one.name for one in lacking if one.is_stored and not one.starts_at_zero and one.name not in later
     )
     missing += tuple(name for name in read.extras if name not in {**checkpoint.others, **checkpoint.tensors})
-    known = matched.used | {name for target in targets for name in target.names} | read.extras.keys()
+    names = {name for target in targets for name in target.names if target.is_stored}
+    known = matched.used | names | read.extras.keys()
     unexpected = tuple(name for name in (*stored, *checkpoint.others) if name not in known)
     if wishes.strict:
         said = {row.path for row in rows}
@@ -123,7 +124,6 @@ def plan_load(operation: str, model: nn.Module, checkpoint: Checkpoint, wishes: 
         rows += [Misfit(one, "nothing", kinds.get(one, "state")) for one in missing if one not in said]
         rows += [Misfit(one, stored[one].kind if one in stored else "state", "nothing") for one in unexpected]
     if rows:
-        names = {name for target in targets for name in target.names if target.is_stored}
         hint = _hint(names, stored) + (_TEMPORARY if any(not one.is_stored for one in bare) else "")
         raise CheckpointMismatchError(
             f"{operation}: {checkpoint.place} doesn't fit the model. Nothing was changed.{hint}", rows
