@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -10,6 +11,7 @@ from torch import fx, nn
 
 from accelfn.bigmodel.offload.packing import plan_packing
 from accelfn.bigmodel.pipeline.batch import Example, Result, read_example
+from accelfn.bigmodel.pipeline.fill import PlannedLoad, check_values, load_stage, plan_stage_load
 from accelfn.bigmodel.pipeline.plan import PipelinePlan, StagePlan, choose_cuts
 from accelfn.bigmodel.pipeline.run import Form, Pipeline
 from accelfn.bigmodel.pipeline.stage import Stage, cut_out, form_of, hold, let_go
@@ -74,11 +76,14 @@ def prepare_pipeline(
     no_split_module_classes: str | Sequence[str] | None = None,
     num_chunks: int | None = None,
     gather_output: bool = False,
+    checkpoint: str | os.PathLike[str] | None = None,
+    dtype: str | torch.dtype | None = None,
 ) -> Pipeline:
     """Spread a model over all ranks, stage after stage, for inference.
 
-    Each rank keeps the tensors of its own stage, on its device, and lets go of all others: they are on the
-    meta device of ``model`` afterwards. With one process the result runs the model itself.
+    Each rank keeps the tensors of its own stage, on its device, and lets go of all others: in ``model`` they
+    are on the meta device afterwards. So a model that fits no rank is made on the meta device, and each rank
+    reads its stage of the checkpoint. With one process the result runs the model itself.
 
     Effect: on ``model``, which is in evaluation mode afterwards.
 
@@ -94,6 +99,9 @@ def prepare_pipeline(
         num_chunks: As in :func:`plan_pipeline`. With more of them ranks wait less for each other, until
             micro-batches are too small for the device.
         gather_output: Give the result to all ranks, and not to the last one only.
+        checkpoint: Of the weights, as for :func:`load_checkpoint_in_model`. Each rank reads what is in its
+            stage, straight to its device. Needed where the model has tensors on the meta device.
+        dtype: That floating-point weights of the checkpoint are to have. None: that of the model.
 
     Returns:
         What is called instead of the model, on all ranks.
@@ -101,26 +109,49 @@ def prepare_pipeline(
     Raises:
         ValueError: As :func:`plan_pipeline`; or a tensor has no values (meta device), and no checkpoint is
             given. The model wasn't changed.
+        CheckpointError: There is no sound checkpoint, or it doesn't fit. The model wasn't changed.
         MismatchError: The ranks' plans differ.
         RemoteRankError: Another rank has failed.
     """
 
-    def plan() -> tuple[_Asked, _Cut | None]:
+    def plan() -> tuple[_Asked, _Cut | None, PlannedLoad | None]:
         asked = _read(example, example_kwargs, ctx.num_processes, num_chunks)
-        if ctx.num_processes == 1:
-            return asked, None
-        return asked, _cut(model, asked, split_points, no_split_module_classes, ctx.device)
+        cut = None
+        if ctx.num_processes > 1:
+            cut = _cut(model, asked, split_points, no_split_module_classes, ctx.device)
+        if checkpoint is None:
+            check_values(model, None if cut is None else cut.traced.tensors)
+            return asked, cut, None
+        return asked, cut, plan_stage_load(model, checkpoint, ctx.device, dtype)
 
     planned, error = attempt(plan)
     said = "" if planned is None or planned[1] is None else f"{planned[1].plan!r}"
     agree(ctx, Call(_PREPARE, said, takes_long=True), error=error)
     assert planned is not None  # else all have raised
-    asked, cut = planned
+    asked, cut, load = planned
+    made, error = attempt(lambda: _make(ctx, model, asked, cut, load, gather_output))
+    agree(ctx, Call(_PREPARE, "made", takes_long=True), error=error)
+    return cast("Pipeline", made)
+
+
+def _make(
+    ctx: Context,
+    model: nn.Module,
+    asked: _Asked,
+    cut: _Cut | None,
+    load: PlannedLoad | None,
+    gather_output: bool,
+) -> Pipeline:
+    """Fill this rank's stage, and empty the model of all else."""
     model.eval()
     if cut is None:
+        if load is not None:
+            load_stage(model, load, None)
         return Pipeline(ctx, _whole(model, asked), model.to(ctx.device), None, gather_output)
     starts = (*cut.starts, len(cut.traced.nodes))
     code = cut_out(cut.traced, starts[ctx.rank], starts[ctx.rank + 1])
+    if load is not None:
+        load_stage(model, load, code.tensors)
     held = hold(model, code.tensors, ctx.device)
     let_go(model, held)
     return Pipeline(ctx, cut.plan, Stage(held, code), _form(cut.traced, asked.example), gather_output)
