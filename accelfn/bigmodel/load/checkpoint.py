@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from accelfn.bigmodel.load.apply import apply_plan, fetch_from_files
+from accelfn.bigmodel.load.broadcast import load_from_rank0
 from accelfn.bigmodel.load.placing import read_dtype
 from accelfn.bigmodel.load.plan import LoadPlan, Wishes, place_of, plan_load
 from accelfn.bigmodel.load.progress import showing
@@ -156,7 +157,15 @@ def load_checkpoint_in_model(
         is_whole=full_state_dict,
     )
     if broadcast_from_rank0:
-        raise NotImplementedError
+        load_from_rank0(
+            _LOAD,
+            plain,
+            checkpoint,
+            wishes,
+            report=_warn,
+            show=lambda total: showing("load", total, progress),
+        )
+        return
     opened = open_checkpoint(checkpoint)
     plan = plan_load(_LOAD, plain, opened, wishes)
     _warn(opened, plan)

@@ -85,7 +85,9 @@ class LoadPlan(NamedTuple):
     needs_ties: bool
 
 
-def plan_load(operation: str, model: nn.Module, checkpoint: Checkpoint, wishes: Wishes) -> LoadPlan:
+def plan_load(
+    operation: str, model: nn.Module, checkpoint: Checkpoint, wishes: Wishes, *, compare: bool = True
+) -> LoadPlan:
     """Decide which stored tensor goes where, and refuse what can't work, all of it at once.
 
     Args:
@@ -93,6 +95,7 @@ def plan_load(operation: str, model: nn.Module, checkpoint: Checkpoint, wishes: 
         model: Without the wrappers around it.
         checkpoint: As its heads say.
         wishes: Of the caller.
+        compare: Look into the files whether tied tensors that are stored twice have one value.
 
     Raises:
         CheckpointMismatchError: Shapes or kinds of dtypes differ, tied tensors have two values, a tensor
@@ -104,7 +107,7 @@ def plan_load(operation: str, model: nn.Module, checkpoint: Checkpoint, wishes: 
     read = read_targets(operation, model)
     targets = tie_by_names(read.tensors, model, stored)
     matched = _match(targets, stored, checkpoint.tied)
-    rows = [row for target in targets for row in matched.rows(target, wishes)]
+    rows = [row for target in targets for row in matched.rows(target, wishes, compare)]
     lacking = [
         target for target in targets if target.name not in matched.sources and target.name not in values
     ]
@@ -172,7 +175,7 @@ class _Matched(NamedTuple):
     twins: dict[str, list[Stored]]
     used: set[str]
 
-    def rows(self, target: Target, wishes: Wishes) -> Iterable[Misfit]:
+    def rows(self, target: Target, wishes: Wishes, compare: bool) -> Iterable[Misfit]:
         """Say why a target can't get what it would."""
         source = self.sources.get(target.name)
         if source is None:
@@ -181,7 +184,7 @@ class _Matched(NamedTuple):
             yield Misfit(target.name, source.kind, target.kind)
             return
         for twin in self.twins.get(target.name, ()):
-            if not twin.has_bits_of(source):
+            if compare and not twin.has_bits_of(source):
                 yield Misfit(twin.name, f"other values than {source.name}", f"tied to {source.name}")
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, TypeVar, get_args
 
 import safetensors.torch
 import torch
 from torch import nn
 
 Layout: TypeAlias = Literal["file", "index", "flat", "folder", "other", "bin", "bin index", "bin folder"]
+ModelT = TypeVar("ModelT", bound=nn.Module)
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 
 
@@ -51,7 +52,7 @@ def write(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     )
 
 
-def on_meta(model: nn.Module) -> nn.Module:
+def on_meta(model: ModelT) -> ModelT:
     """Take the values away, and leave buffers that no state dict holds."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
