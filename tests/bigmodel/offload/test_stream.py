@@ -7,7 +7,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import pytest
@@ -196,7 +196,7 @@ def test_a_buffer_may_go_and_come_again() -> None:
 class Clipped(nn.Linear):
     """Writes into its weight in forward."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - its name
         with torch.no_grad():
             self.weight.clamp_(-0.2, 0.2)
         return super().forward(input)
@@ -515,7 +515,11 @@ def test_nothing_is_fetched_ahead_if_so_asked() -> None:
     stream = by_layers(model, log.link, num_ahead=0)
     with torch.no_grad():
         model(inputs())
-    assert [told[:7] for told in log.take()] == ["begin 0", "compute", "release", "begin 1"] + [
+    assert [told[:7] for told in log.take()] == [
+        "begin 0",
+        "compute",
+        "release",
+        "begin 1",
         "compute",
         "release",
         "begin 2",
@@ -527,7 +531,7 @@ def test_nothing_is_fetched_ahead_if_so_asked() -> None:
 
 def test_a_block_that_is_used_twice_in_a_row_is_fetched_once() -> None:
     class Again(nn.Sequential):
-        def forward(self, input: torch.Tensor) -> torch.Tensor:
+        def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - its name
             x = input
             for part in self:
                 x = part(part(x))
@@ -544,7 +548,7 @@ def test_a_block_that_is_used_twice_in_a_row_is_fetched_once() -> None:
 
 def test_the_order_is_learned() -> None:
     class Backwards(nn.Sequential):
-        def forward(self, input: torch.Tensor) -> torch.Tensor:
+        def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - its name
             x = input
             for part in reversed(list(self)):
                 x = part(x)
@@ -664,7 +668,7 @@ def test_a_thread_that_trains_and_one_that_does_not() -> None:
 # --- what goes wrong -----------------------------------------------------------------------------
 
 
-class Oops(Exception):
+class OopsError(Exception):
     pass
 
 
@@ -692,7 +696,7 @@ def removed(handle: Any) -> Generator[None]:
 
 
 @pytest.mark.parametrize("grads", [False, True])
-@pytest.mark.parametrize("error", [Oops, KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("error", [OopsError, KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize(
     "where",
     ["leaf before", "leaf after", "block before", "block after", "root before", "root after", "early"],
@@ -731,12 +735,12 @@ def test_a_single_block_that_was_interrupted_uses_new_weights_in_the_next_pass(g
 
 def test_an_interrupt_that_the_model_itself_catches() -> None:
     class Catching(nn.Sequential):
-        def forward(self, input: torch.Tensor) -> torch.Tensor:
+        def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - its name
             x = input
             for part in self:
                 try:
                     x = part(x)
-                except KeyboardInterrupt:
+                except KeyboardInterrupt:  # noqa: PERF203 - one of them is what this is about
                     x = part(x) + 1
             return x
 
@@ -785,11 +789,11 @@ def failing(link: Link, when: Callable[[int], bool], how: str) -> Link:
     def begin(hosts: Sequence[torch.Tensor], packing: Packing) -> Arrival:
         fails = when(next(count))
         if fails and how == "begin":
-            raise Oops("no way")
+            raise OopsError("no way")
         arrive = link.begin(hosts, packing)
 
         def lost() -> torch.Tensor:
-            raise Oops("lost")
+            raise OopsError("lost")
 
         return lost if fails else arrive
 
@@ -801,21 +805,17 @@ def failing(link: Link, when: Callable[[int], bool], how: str) -> Link:
 def test_a_transfer_that_fails(number: int, how: str) -> None:
     plain, model = layers(4), layers(4)
     stream = by_layers(model, failing(thread_link(), lambda at: at == number, how))
-    if how == "begin" and 0 < number < 4:  # ahead: tried again where the block is needed
-        out = model(inputs())
-        assert torch.equal(out, plain(inputs()))
-    else:
-        with pytest.raises(Oops):
-            model(inputs()).sum().backward()
-            assert how == "begin"
-            raise Oops
+    # What comes ahead is tried again where it is needed. Backward begins with the fourth.
+    is_ahead = how == "begin" and number not in (0, 4)
+    with nullcontext() if is_ahead else pytest.raises(OopsError):
+        model(inputs()).sum().backward()
     assert stream.resident == ()
     assert at_rest(model)
     assert_trains_alike(plain, model)
     assert stream.resident == ()
 
 
-@pytest.mark.parametrize("error", [Oops, KeyboardInterrupt])
+@pytest.mark.parametrize("error", [OopsError, KeyboardInterrupt])
 def test_a_backward_pass_that_fails(error: type[BaseException]) -> None:
     plain, model, stream = pair()
     out = model(inputs())
@@ -853,7 +853,7 @@ def test_values_that_come_anew_cannot_keep_gradients() -> None:
     block = Block(name="it", module=linear, slots=slots, sources={0: lambda: weight, 1: lambda: bias})
     stream = Stream([block], "cpu:0")
     attach_stream(linear, stream)
-    with pytest.raises(RuntimeError, match="'weight' of block 'it' requires a gradient.*no_grad"):
+    with pytest.raises(RuntimeError, match=r"'weight' of block 'it' requires a gradient.*no_grad"):
         linear(inputs())
     with torch.no_grad():
         assert torch.equal(linear(inputs()), expected)
@@ -893,7 +893,7 @@ def test_a_model_that_was_interrupted_is_copied_at_the_second_try() -> None:
     with removed(model[1][1].register_forward_hook(raising(KeyboardInterrupt))):
         with torch.no_grad(), pytest.raises(KeyboardInterrupt):
             model(inputs())
-    with pytest.raises(RuntimeError, match="was interrupted.*again"):
+    with pytest.raises(RuntimeError, match=r"was interrupted.*again"):
         copy.copy(stream)
     assert torch.equal(copy.deepcopy(model)(inputs()), plain(inputs()))
 

@@ -150,7 +150,7 @@ class Complex(nn.Module):
 
 
 class Run(nn.Module):
-    """Runs its children one after the other, and has a parameter of its own that it needs before and after."""
+    """Runs its children one after the other, and needs a parameter of its own before and after."""
 
     def __init__(self, children: Sequence[nn.Module], kind: str) -> None:
         super().__init__()
