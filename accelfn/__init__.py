@@ -13,6 +13,9 @@ if TYPE_CHECKING:  # what type checkers see; a test holds it equal to the table 
         Accelerator,
         LocalSGD,
     )
+    from accelfn.bigmodel import (
+        cpu_offload_with_hook,
+    )
     from accelfn.checkpoint import (
         Keep,
         SaveHandle,
@@ -170,6 +173,7 @@ _HOMES = MappingProxyType(
             "Accelerator",
             "LocalSGD",
         ),
+        "accelfn.bigmodel": ("cpu_offload_with_hook",),
         "accelfn.checkpoint": (
             "Keep",
             "SaveHandle",
@@ -377,6 +381,7 @@ __all__ = (
     "concatenate",
     "convert_sync_batchnorm",
     "convert_to_fp32",
+    "cpu_offload_with_hook",
     "detect_environment",
     "failing_together",
     "find_batch_size",
