@@ -56,7 +56,9 @@ def attach_stream(model: nn.Module, stream: Stream) -> Attached:
     return attached
 
 
-def _around(attached: Attached, module: nn.Module, before: Callable[..., None], after: Callable[..., None]) -> None:
+def _around(
+    attached: Attached, module: nn.Module, before: Callable[..., None], after: Callable[..., None]
+) -> None:
     attached.handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
     attached.handles.append(module.register_forward_hook(after, always_call=True))
 

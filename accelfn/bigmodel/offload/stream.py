@@ -237,9 +237,7 @@ class Stream:
         return frozenset(stays)
 
     def _sizes(self) -> list[int]:
-        return [
-            plan_layout([slot.peek() for slot in block.slots]).packing.num_bytes for block in self.blocks
-        ]
+        return [plan_layout([slot.peek() for slot in block.slots]).packing.num_bytes for block in self.blocks]
 
     def _is_around(self, block: Block) -> bool:
         """Whether tensors of other blocks are needed while this one is used."""
