@@ -38,6 +38,11 @@ class Slot(NamedTuple):
     key: str
     is_parameter: bool
 
+    @property
+    def is_saved(self) -> bool:
+        """Whether state dicts have it: all tensors but buffers that aren't persistent."""
+        return self.key not in cast("set[str]", vars(self.owner)["_non_persistent_buffers_set"])
+
     def read(self) -> torch.Tensor:
         """Give the tensor that hangs there now."""
         found = _store(self.owner, self.is_parameter)[self.key]

@@ -80,7 +80,7 @@ class Refetched(NamedTuple):
             part.set_(memory.untyped_storage(), self.offset, self.shape, self.stride)
             if self.is_conj:
                 part = part.conj()
-            return torch._neg_view(part) if self.is_neg else part  # pyright: ignore[reportPrivateUsage]
+            return part if not self.is_neg else cast("Any", torch)._neg_view(part)
 
 
 class Saved(NamedTuple):

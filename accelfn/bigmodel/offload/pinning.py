@@ -6,13 +6,13 @@ import torch
 
 from accelfn.bigmodel.load.mapped import mapped_from
 from accelfn.bigmodel.offload.blocks import Block
-from accelfn.bigmodel.offload.packing import is_packable, is_packed, pack, plan_packing, unpack
+from accelfn.bigmodel.offload.packing import is_packable, pack, plan_packing, unpack
 
 __all__ = ("pin",)
 
 
 def pin(block: Block) -> None:
-    """Lay a block's tensors that lie in plain memory side by side in pinned memory. They stay the same objects.
+    """Lay a block's tensors side by side in pinned memory. They stay the same objects.
 
     What is mapped from files stays there, and what another block has pinned already.
 

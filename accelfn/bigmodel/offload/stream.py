@@ -471,21 +471,20 @@ class Stream:
     def _arrive(self, block: int, held: Held) -> torch.Tensor:
         """Wait for a block; of several threads one waits, and the others for it. The lock isn't held."""
         with held.guard:
+            assert held.arrival is not None
+            try:
+                memory = held.arrival()
+            except BaseException:
+                with self._lock:
+                    if self._held.get(block) is held:
+                        self._let_go(block)
+                raise
             if held.memory is None:
-                try:
-                    assert held.arrival is not None
-                    memory = held.arrival()
-                except BaseException:
-                    with self._lock:
-                        if self._held.get(block) is held:
-                            self._let_go(block)
-                    raise
                 receive(held, memory)
                 with self._lock:
                     if self._held.get(block) is held and memory.numel():
                         self._addresses[memory.untyped_storage().data_ptr()] = block
-            assert held.memory is not None
-            return held.memory
+            return memory
 
     # --- backward ---
 
