@@ -29,9 +29,6 @@ if TYPE_CHECKING:  # what type checkers see; a test holds it equal to the table 
         plan_device_map,
         prepare_pipeline,
         prepare_pippy,
-        cpu_offload,
-        disk_offload,
-        dispatch_model,
     )
     from accelfn.checkpoint import (
         Keep,
@@ -206,9 +203,6 @@ _HOMES = MappingProxyType(
             "plan_device_map",
             "prepare_pipeline",
             "prepare_pippy",
-            "cpu_offload",
-            "disk_offload",
-            "dispatch_model",
         ),
         "accelfn.checkpoint": (
             "Keep",

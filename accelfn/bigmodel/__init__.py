@@ -263,16 +263,5 @@ __all__ = (
     "save_offload_index",
     "set_module_tensor_to_device",
     "shape_from_leaves",
-from accelfn.bigmodel.offload.stream import StreamFacts
-from accelfn.bigmodel.places import Place, PlaceLike
-
-__all__ = (
-    "Place",
-    "PlaceLike",
-    "StreamFacts",
-    "cpu_offload",
-    "disk_offload",
-    "dispatch_model",
-    "read_offload",
     "undispatch",
 )
