@@ -287,6 +287,8 @@ def load_checkpoint_and_dispatch(
         skip_keys=skip_keys,
         preload_module_classes=preload_module_classes,
         force_hooks=force_hooks,
+        # Who says how much the host may hold, means the pages of mapped weights, too.
+        cache_bytes=0 if max_memory is not None else None,
     )
 
 

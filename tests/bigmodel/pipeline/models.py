@@ -57,7 +57,9 @@ class Net(nn.Module):
         if options["add"] is not None:
             y = y + options["add"]
         kept = options["keep"] == "all"
-        return Answer(y, {"skip": skip, "ids": options["ids"] + 1, "kind": "net", "h": hidden if kept else None})
+        return Answer(
+            y, {"skip": skip, "ids": options["ids"] + 1, "kind": "net", "h": hidden if kept else None}
+        )
 
 
 class Tied(nn.Module):

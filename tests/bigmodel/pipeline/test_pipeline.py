@@ -94,7 +94,8 @@ def test_each_rank_holds_its_own_stage_only() -> None:
         assert {name for name, one in now.items() if not one.is_meta} == own
         held = dict(pipeline.named_parameters()) | dict(pipeline.named_buffers())
         assert {name.removeprefix("stage.held."): id(one) for name, one in held.items()} == {
-            name: id(before[name]) for name in own  # on the CPU nothing is copied
+            name: id(before[name])
+            for name in own  # on the CPU nothing is copied
         }
         assert all(now[name].shape == one.shape for name, one in before.items())
         return own
@@ -163,7 +164,11 @@ def test_split_points_that_cannot_be_are_refused(points: Any, says: str) -> None
 @pytest.mark.parametrize(
     ("model", "example", "says"),
     [
-        (Branching(), torch.ones(4, 4), "Branching can't be followed .*\n.*branches that depend on the values"),
+        (
+            Branching(),
+            torch.ones(4, 4),
+            "Branching can't be followed .*\n.*branches that depend on the values",
+        ),
         (Counting(), torch.ones(4, 4), "writes into its buffer 'calls' in each forward pass"),
         (nn.Sequential(nn.Linear(4, 4), nn.Flatten(0)), torch.ones(4, 4), r"has the shape \(8,\) for 2 rows"),
         (nn.Linear(4, 4), torch.tensor(1.0), "no batch dimension"),
@@ -171,7 +176,9 @@ def test_split_points_that_cannot_be_are_refused(points: Any, says: str) -> None
     ],
     ids=["branches", "counts", "loses rows", "a number", "nothing"],
 )
-def test_models_and_examples_that_cannot_be_cut_are_refused(model: nn.Module, example: Any, says: str) -> None:
+def test_models_and_examples_that_cannot_be_cut_are_refused(
+    model: nn.Module, example: Any, says: str
+) -> None:
     def run(ctx: Context) -> None:
         mine = copy.deepcopy(model)
         with pytest.raises((ValueError, RemoteRankError), match=says):
@@ -247,7 +254,9 @@ def test_a_rank_that_dies_amid_a_batch_is_named() -> None:
 
 def test_ranks_with_other_models_are_told() -> None:
     def run(ctx: Context) -> None:
-        model = nn.Sequential(*(nn.Linear(4, 4 + (ctx.rank and place == 3) * 0) for place in range(4 + ctx.rank)))
+        model = nn.Sequential(
+            *(nn.Linear(4, 4 + (ctx.rank and place == 3) * 0) for place in range(4 + ctx.rank))
+        )
         with pytest.raises(MismatchError):
             af.prepare_pipeline(ctx, model, torch.ones(4, 4))
 
@@ -358,7 +367,9 @@ def a_transformer(name: str) -> Any:
     if name == "llama":
         heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
         return made.LlamaForCausalLM(made.LlamaConfig(**sizes, **heads, use_cache=False))
-    config = made.T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, use_cache=False)
+    config = made.T5Config(
+        vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, use_cache=False
+    )
     return made.T5ForConditionalGeneration(config)
 
 
