@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -32,7 +31,7 @@ def saved(
     with af.init_context(cpu=True) as ctx:
         af.save_model(ctx, model, folder, max_shard_size="30MB")
     assert len(list(folder.glob("*.safetensors"))) > 2
-    yield request.param, model, folder
+    return request.param, model, folder
 
 
 def test_tokens_are_those_in_memory_and_memory_stays_within_the_bound(saved: Saved) -> None:
