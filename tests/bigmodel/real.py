@@ -1,6 +1,6 @@
 """Models of transformers, and a program that loads and runs one of them in little memory.
 
-`python -m tests.bigmodel.real NAME FOLDER` prints a line of JSON: what was generated, and what memory it took.
+`python -m tests.bigmodel.real NAME FOLDER` prints a line of JSON: what was generated, and in what memory.
 """
 
 from __future__ import annotations
