@@ -165,6 +165,8 @@ def init_context(
     _refuse_settings(settings)
     options = merge_settings(asked, settings)
     base = with_options(Context(), options)  # refuses bad options before anything is started
+    if settings.bypass_device_map:
+        base = dataclasses.replace(base, strategy=dataclasses.replace(base.strategy, bypass_device_map=True))
     joining = sort_handlers(kwargs_handlers).get("process_group", InitProcessGroupKwargs())
     if joining.timeout is not None and not isinstance(guard, Guard):
         base = dataclasses.replace(base, guard=dataclasses.replace(base.guard, timeout=joining.timeout))

@@ -85,10 +85,13 @@ class Strategy:
     Attributes:
         ddp: Options of torch's DistributedDataParallel, the strategy when nothing else is asked for.
         dynamo: How models are compiled; the backend "no" compiles nothing.
+        bypass_device_map: Let each of several ranks bring a model that is on several devices. Only the
+            variable ``ACCELFN_BYPASS_DEVICE_MAP`` says so.
     """
 
     ddp: DistributedDataParallelKwargs = dataclasses.field(default_factory=DistributedDataParallelKwargs)
     dynamo: TorchDynamoPlugin = dataclasses.field(default_factory=TorchDynamoPlugin)
+    bypass_device_map: bool = False
 
 
 class Handlers(TypedDict, total=False):
@@ -234,7 +237,9 @@ def apply_options(now: Fields, options: ContextOptions) -> Fields:
         loading=_typed("dataloader_config", options.get("dataloader_config"), DataLoaderConfiguration)
         or now["loading"],
         project=_project(now["project"], options),
-        strategy=Strategy(ddp=ddp, dynamo=_dynamo(options) or now["strategy"].dynamo),
+        strategy=dataclasses.replace(
+            now["strategy"], ddp=ddp, dynamo=_dynamo(options) or now["strategy"].dynamo
+        ),
         device_placement=options.get("device_placement", now["device_placement"]),
         step_scheduler_with_optimizer=options.get(
             "step_scheduler_with_optimizer", now["step_scheduler_with_optimizer"]

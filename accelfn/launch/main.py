@@ -14,6 +14,7 @@ from accelfn.launch.command import LaunchOptions, find_busy_port, format_plan, p
 from accelfn.launch.data_plan import run_data_plan
 from accelfn.launch.estimate import run_estimate
 from accelfn.launch.flags import parse_launch_options
+from accelfn.launch.plan_memory import run_plan_memory
 
 __all__ = ("main",)
 
@@ -116,4 +117,5 @@ _COMMANDS = (
     _Command(
         name="checkpoint", about="verify, list, show, prune and convert checkpoints", run=run_checkpoint
     ),
+    _Command(name="plan-memory", about="say where each part of a model would lie", run=run_plan_memory),
 )

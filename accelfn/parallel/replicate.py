@@ -80,13 +80,18 @@ def replicate(ctx: Context, model: nn.Module) -> nn.Module:
         warnings.filterwarnings("ignore", ".broadcast_buffers. is deprecated", FutureWarning)
         wrapped = DistributedDataParallel(
             model,
-            device_ids=None if ctx.device.type == "cpu" else [ctx.device],
+            device_ids=[ctx.device] if _is_all_on(ctx.device, model) else None,
             process_group=ctx.world.group,
             **ctx.strategy.ddp.to_kwargs(),
         )
     register_comm_hook(ctx, wrapped, hook)
     _check_each_forward(ctx, wrapped)
     return wrapped
+
+
+def _is_all_on(device: torch.device, model: nn.Module) -> bool:
+    """Whether DDP may move inputs to ``device`` itself; a model on several, or on the CPU, does without."""
+    return device.type != "cpu" and all(parameter.device == device for parameter in model.parameters())
 
 
 def is_replicated(model: nn.Module) -> bool:

@@ -10,7 +10,10 @@ from torch import nn
 from accelfn.context import Context
 from accelfn.errors import ConfigurationError
 
-__all__ = ("check_devices", "verify_device_map")
+__all__ = ("check_devices", "is_placed", "verify_device_map")
+
+# What dispatch_model and its like hang on a model: its weights stay where they put them.
+_DISPATCHED = "_accelfn_dispatched"
 
 
 def verify_device_map(model: nn.Module) -> bool:
@@ -31,15 +34,28 @@ def verify_device_map(model: nn.Module) -> bool:
     return any(len(_device_map_of(module)) > 1 for module in model.modules())
 
 
+def is_placed(model: nn.Module) -> bool:
+    """Say whether the weights of a model are where something has put them that brings them to its forward.
+
+    Such a model isn't moved: a device map has spread it, or it is offloaded.
+
+    Ranks: local.
+    """
+    return verify_device_map(model) or any(_DISPATCHED in vars(module) for module in model.modules())
+
+
 def check_devices(ctx: Context, model: nn.Module) -> None:
-    """Refuse a model on several devices where every rank has one of its own.
+    """Refuse a model on several devices where every rank has one of its own, and one quantised elsewhere.
 
     Ranks: local.
 
     Raises:
-        ConfigurationError: It is on several devices, and there are several ranks.
+        ConfigurationError: It is on several devices, and there are several ranks, and the variable
+            ``ACCELFN_BYPASS_DEVICE_MAP`` isn't true. Or it is quantised by bitsandbytes, and its device map
+            says another device than the context's.
     """
-    if ctx.num_processes == 1:
+    _check_quantised(ctx, model)
+    if ctx.num_processes == 1 or ctx.strategy.bypass_device_map:
         return
     places: dict[str, str] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -53,8 +69,28 @@ def check_devices(ctx: Context, model: nn.Module) -> None:
     raise ConfigurationError(
         f"prepare_model: each of the {ctx.num_processes} ranks holds the whole model on one device, and this "
         f"model is on several: {found}. Load it without a device map (device_map=None) and move it to one "
-        "device, or run a single process."
+        "device, or run a single process. If each rank has devices of its own for it, set the variable "
+        "ACCELFN_BYPASS_DEVICE_MAP=true."
     )
+
+
+def _check_quantised(ctx: Context, model: nn.Module) -> None:
+    """Refuse quantised weights that couldn't be trained where they are: they can't be moved any more."""
+    is_quantised = any(getattr(model, f"is_loaded_in_{bits}bit", False) for bits in (8, 4))
+    places = {_device_of(place) for place in _device_map_of(model).values()} if is_quantised else set[str]()
+    wrong = sorted(place for place in places if place != _device_of(ctx.device))
+    if wrong and (len(places) == 1 or {"cpu", "disk"} & set(wrong)):
+        raise ConfigurationError(
+            f"prepare_model: the model is quantised by bitsandbytes, and its device map puts weights on "
+            f"{', '.join(wrong)}, while this rank trains on {ctx.device}. Load it with "
+            f"device_map={{'': {str(ctx.device)!r}}}."
+        )
+
+
+def _device_of(place: object) -> str:
+    """Write a device in one way: ``0``, ``"cuda"`` and ``"cuda:0"`` are the same."""
+    text = str(place)
+    return text if text in ("cpu", "disk", "mps") else text.rpartition(":")[2] if text[-1:].isdigit() else "0"
 
 
 def _device_map_of(module: nn.Module) -> Mapping[str, Any]:

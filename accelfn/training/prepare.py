@@ -19,7 +19,7 @@ from accelfn.data import PreparedDataLoader, prepare_data_loader
 from accelfn.errors import ConfigurationError
 from accelfn.parallel import is_replicated, replicate
 from accelfn.training.compile import compile_, without_compile
-from accelfn.training.device_map import check_devices, verify_device_map
+from accelfn.training.device_map import check_devices, is_placed
 from accelfn.training.forward import WrappedForward, plain_forward
 from accelfn.training.precision import with_precision, without_precision
 from accelfn.tree import send_to_device
@@ -163,7 +163,8 @@ def prepare_model(ctx: Context, model: M, *, evaluation_mode: bool = False) -> M
 
     Args:
         ctx: The world.
-        model: Any module. It is moved, and its ``forward`` runs under autocast from now on.
+        model: Any module. It is moved, unless a device map has spread it or it is offloaded; its ``forward``
+            runs under autocast from now on.
         evaluation_mode: Don't replicate: nothing will be averaged. Prepared again without it, and so for
             training, the model is replicated then; so is one that had no trainable parameter at first.
 
@@ -172,8 +173,9 @@ def prepare_model(ctx: Context, model: M, *, evaluation_mode: bool = False) -> M
 
     Raises:
         ConfigurationError: Another context has prepared it, or it was prepared and stands inside of the
-            result; or it is on several devices, and there are several ranks. In exact mode, a module keeps
-            statistics that would depend on the number of ranks.
+            result; or it is on several devices, and there are several ranks (the variable
+            ``ACCELFN_BYPASS_DEVICE_MAP`` allows it); or it is quantised on another device. In exact mode, a
+            module keeps statistics that would depend on the number of ranks.
     """
     if _is_prepared(ctx, model, "model"):
         mark = cast("Mark", getattr(model, _MARK))
@@ -183,7 +185,7 @@ def prepare_model(ctx: Context, model: M, *, evaluation_mode: bool = False) -> M
         if not evaluation_mode:  # the others hear of it in their first exchange
             agree(ctx, Call("prepare_model"), None, error)
         raise error
-    if ctx.device_placement and not verify_device_map(model):
+    if ctx.device_placement and not is_placed(model):
         model = model.to(ctx.device)
     # An unpickled model comes with a forward that was prepared elsewhere.
     forward = vars(model).get("forward")

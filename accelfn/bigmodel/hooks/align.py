@@ -12,6 +12,8 @@ from accelfn.bigmodel.hooks.calls import CallStack
 from accelfn.bigmodel.hooks.host_weights import (
     AtRest,
     Replaced,
+    check_values,
+    given_by,
     install,
     lay_to_rest,
     move_in_place,
@@ -99,22 +101,28 @@ class AlignDevicesHook(ModelHook):
 
     # --- how it comes to a module, and goes ---
 
+    def check(self, module: nn.Module) -> None:
+        """Raise what :meth:`init_hook` would raise, and change nothing."""
+        travels, stays = self._travelling(module)
+        if self.offload:
+            given = set[int]() if self._shared is None else self._shared.given
+            check_values(module, travels, stays, self.weights_map, given)
+        elif self.place is not None:
+            check_values(module, {**travels, **stays}, {}, None, set())
+
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Move the module's tensors where they rest."""
-        travels, stays = travelling(
-            module, offload_buffers=self.offload_buffers, recurse=self.place_submodules
-        )
+        self.check(module)
+        travels, stays = self._travelling(module)
         if not self.offload:
-            self._place(module, {**travels, **stays})
+            self._place({**travels, **stays})
             return module
         installed: dict[int, Replaced] = {} if self._shared is None else self._shared.installed
-        values = values_for(stays, self.weights_map)
-        self._check_staying(module, [name for name in stays if name not in values], stays)
         name = self._name or type(module).__name__
         self.at_rest = lay_to_rest(name, module, travels, self.weights_map, installed)
-        for key, value in values.items():
+        for key, value in values_for(stays, self.weights_map).items():
             install(stays[key], value, installed)
-        self._place(module, stays)
+        self._place(stays)
         if self._shared is None:
             self.use(Stream((self.at_rest.block,), self.stream_place, num_ahead=0), 0)
         return module
@@ -190,11 +198,12 @@ class AlignDevicesHook(ModelHook):
         block = self.at_rest.block
         return {block.slots[position]: source() for position, source in block.sources.items()}
 
-    def share(self, shared: SharedStream, name: str) -> None:
-        """Have the block, named ``name``, travel with those of other hooks. Before the hook is added."""
+    def share(self, shared: SharedStream, name: str, module: nn.Module) -> None:
+        """Have the block of ``module``, named ``name``, travel with others. Before the hook is added."""
         self._name = name
         self._shared = shared
         shared.hooks.append(self)
+        shared.given |= given_by(self._travelling(module)[0], self.weights_map)
 
     def use(self, stream: Stream, position: int) -> None:
         """Let ``stream`` bring the block, which is its number ``position``."""
@@ -205,25 +214,13 @@ class AlignDevicesHook(ModelHook):
         """Let blocks of these streams be fetched ahead while the module runs."""
         self._scopes = (*self._scopes, *streams)
 
-    def _check_staying(self, module: nn.Module, names: Sequence[str], slots: Mapping[str, Slot]) -> None:
-        for name in names:
-            if slots[name].read().is_meta:
-                raise ValueError(
-                    f"AlignDevicesHook: the buffer {name!r} of the {type(module).__name__} is on the meta "
-                    "device and has no values. Load it first, or name it in weights_map."
-                )
+    def _travelling(self, module: nn.Module) -> tuple[dict[str, Slot], dict[str, Slot]]:
+        return travelling(module, offload_buffers=self.offload_buffers, recurse=self.place_submodules)
 
-    def _place(self, module: nn.Module, slots: Mapping[str, Slot]) -> None:
-        if self.execution_device is None:
-            return
-        for name, slot in slots.items():
-            tensor = slot.read()
-            if tensor.is_meta:
-                raise ValueError(
-                    f"AlignDevicesHook: {name!r} of the {type(module).__name__} is on the meta device and "
-                    "has no values. Load the weights first (load_checkpoint_in_model)."
-                )
-            move_in_place(tensor, self.execution_device)
+    def _place(self, slots: Mapping[str, Slot]) -> None:
+        if self.execution_device is not None:
+            for slot in slots.values():
+                move_in_place(slot.read(), self.execution_device)
 
 
 class SharedStream:
@@ -232,6 +229,7 @@ class SharedStream:
     def __init__(self) -> None:
         self.hooks: list[AlignDevicesHook] = []
         self.installed: dict[int, Replaced] = {}
+        self.given: set[int] = set()  # tensors that have values, by their id
 
     def open(self) -> tuple[Stream, ...]:
         """Give the hooks their stream, or one for each place where they compute."""
@@ -246,4 +244,5 @@ class SharedStream:
                 hook.use(streams[-1], position)
         self.hooks.clear()
         self.installed.clear()
+        self.given.clear()
         return tuple(streams)

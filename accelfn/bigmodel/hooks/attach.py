@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 from torch import nn
 
 from accelfn.bigmodel.hooks.align import AlignDevicesHook, SharedStream
 from accelfn.bigmodel.hooks.model_hook import SequentialHook, add_hook_to_module, hook_of
+from accelfn.bigmodel.hooks.moves import module_tensors
 from accelfn.bigmodel.load.offload_files import PrefixedDataset
+from accelfn.bigmodel.offload.stream import Stream
 from accelfn.bigmodel.places import PlaceLike
 
 __all__ = ("attach_align_device_hook", "attach_align_device_hook_on_blocks", "attach_execution_device_hook")
@@ -42,12 +44,9 @@ def attach_execution_device_hook(
     Raises:
         ValueError: There is no such device here, or a tensor has no values.
     """
-    if hook_of(module) is None and _has_state(module):
-        add_hook_to_module(module, AlignDevicesHook(execution_device, skip_keys=skip_keys))
-    if type(module).__name__ in tuple(preload_module_classes or ()):
-        return
-    for child in module.children():
-        attach_execution_device_hook(child, execution_device, skip_keys, preload_module_classes)
+    plan = _Plan(skip_keys=skip_keys, whole=tuple(preload_module_classes or ()))
+    _execute_on(module, execution_device, plan)
+    plan.apply(module)
 
 
 def attach_align_device_hook(
@@ -86,10 +85,9 @@ def attach_align_device_hook(
         offload_buffers=offload_buffers,
         skip_keys=skip_keys,
         whole=(*_WHOLE, *(preload_module_classes or ())),
-        shared=SharedStream(),
     )
     _align(module, module_name, execution_device, offload, plan)
-    _open(module, plan)
+    plan.apply(module)
 
 
 def attach_align_device_hook_on_blocks(
@@ -124,7 +122,6 @@ def attach_align_device_hook_on_blocks(
         offload_buffers=offload_buffers,
         skip_keys=skip_keys,
         whole=(*_WHOLE, *(preload_module_classes or ())),
-        shared=SharedStream(),
     )
     if not isinstance(execution_device, Mapping) and not isinstance(offload, Mapping):
         if offload:
@@ -133,7 +130,7 @@ def attach_align_device_hook_on_blocks(
             hook = AlignDevicesHook(
                 execution_device, io_same_device=True, place_submodules=True, skip_keys=skip_keys
             )
-            add_hook_to_module(module, hook)
+            plan.add(module, hook, replaces=True)
     else:
         names = dict.fromkeys(
             (
@@ -146,32 +143,46 @@ def attach_align_device_hook_on_blocks(
             offload=_by_name(offload, names, "offload"),
         )
         _on_blocks(module, module_name, blocks, plan)
-    _open(module, plan)
+    plan.apply(module)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """What all hooks of one call have in common."""
+    """Hooks that one call adds, and what they have in common."""
 
-    weights_map: Mapping[str, Any] | None
-    offload_buffers: bool
-    skip_keys: str | Sequence[str] | None
-    whole: tuple[str, ...]
-    shared: SharedStream
+    weights_map: Mapping[str, Any] | None = None
+    offload_buffers: bool = False
+    skip_keys: str | Sequence[str] | None = None
+    whole: tuple[str, ...] = ()
+    shared: SharedStream = field(default_factory=SharedStream)
+    hooks: dict[nn.Module, list[AlignDevicesHook]] = field(
+        default_factory=dict[nn.Module, list[AlignDevicesHook]]
+    )
+    replacing: set[nn.Module] = field(default_factory=set[nn.Module])
 
-    def add(self, module: nn.Module, name: str, device: PlaceLike | None, **options: Any) -> None:
-        """Give ``module`` an offloading hook."""
-        weights = None if self.weights_map is None else _part(self.weights_map, name)
-        hook = AlignDevicesHook(
-            device,
-            offload=True,
-            weights_map=weights,
-            offload_buffers=self.offload_buffers,
-            skip_keys=self.skip_keys,
-            **options,
-        )
-        hook.share(self.shared, name)
-        add_hook_to_module(module, hook, append=True)
+    def add(self, module: nn.Module, hook: AlignDevicesHook, *, replaces: bool = False) -> None:
+        """Plan a hook: beside those that ``module`` has, or in their place.
+
+        Of two that offload the later one counts: the inner block's, or that of a module's second place.
+        """
+        if replaces:
+            self.replacing.add(module)
+        others = () if replaces else self.hooks.get(module, ())
+        self.hooks[module] = [*(one for one in others if not (one.offload and hook.offload)), hook]
+
+    def has_hook(self, module: nn.Module) -> bool:
+        """Whether ``module`` has a hook, or is to get one."""
+        return module in self.hooks or hook_of(module) is not None
+
+    def apply(self, top: nn.Module) -> None:
+        """Add the hooks, if all can be added."""
+        for module, hooks in self.hooks.items():
+            for hook in hooks:
+                hook.check(module)
+        for module, hooks in self.hooks.items():
+            for index, hook in enumerate(hooks):
+                add_hook_to_module(module, hook, append=index > 0 or module not in self.replacing)
+        _begin_at(top, self.shared.open())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,12 +193,20 @@ class _Blocks:
 
 def _align(module: nn.Module, name: str, device: PlaceLike | None, offload: bool, plan: _Plan) -> None:
     is_whole = offload and type(module).__name__ in plan.whole
-    has_own = any(True for _ in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
+    has_own = any(True for _ in module_tensors(module, recurse=False))
     if offload and (has_own or is_whole):
-        plan.add(module, name, device, place_submodules=is_whole)
+        hook = AlignDevicesHook(
+            device,
+            offload=True,
+            weights_map=None if plan.weights_map is None else _part(plan.weights_map, name),
+            offload_buffers=plan.offload_buffers,
+            place_submodules=is_whole,
+            skip_keys=plan.skip_keys,
+        )
+        hook.share(plan.shared, name, module)
+        plan.add(module, hook)
     elif has_own:
-        hook = AlignDevicesHook(device, skip_keys=plan.skip_keys)
-        add_hook_to_module(module, hook, append=True)
+        plan.add(module, AlignDevicesHook(device, skip_keys=plan.skip_keys))
     if is_whole:
         return
     for key, child in module.named_children():
@@ -200,9 +219,8 @@ def _on_blocks(module: nn.Module, name: str, blocks: _Blocks, plan: _Plan) -> No
         device = blocks.devices[name]
         if blocks.offload[name]:
             _align(module, name, device, True, plan)
-            if hook_of(module) is None or is_root:
-                hook = AlignDevicesHook(device, io_same_device=is_root, skip_keys=plan.skip_keys)
-                add_hook_to_module(module, hook, append=True)
+            if is_root or not plan.has_hook(module):
+                plan.add(module, AlignDevicesHook(device, io_same_device=is_root, skip_keys=plan.skip_keys))
         else:
             hook = AlignDevicesHook(
                 device,
@@ -211,18 +229,26 @@ def _on_blocks(module: nn.Module, name: str, blocks: _Blocks, plan: _Plan) -> No
                 place_submodules=True,
                 skip_keys=plan.skip_keys,
             )
-            add_hook_to_module(module, hook)
+            plan.add(module, hook, replaces=True)
         if device is not None:
-            attach_execution_device_hook(module, device, plan.skip_keys, plan.whole)
+            _execute_on(module, device, plan)
     elif is_root:
-        add_hook_to_module(module, AlignDevicesHook(io_same_device=True, skip_keys=plan.skip_keys))
+        hook = AlignDevicesHook(io_same_device=True, skip_keys=plan.skip_keys)
+        plan.add(module, hook, replaces=True)
     for key, child in module.named_children():
         _on_blocks(child, f"{name}.{key}" if name else key, blocks, plan)
 
 
-def _open(module: nn.Module, plan: _Plan) -> None:
-    """Start the streams, and let the module at the top say how long blocks are fetched ahead."""
-    streams = plan.shared.open()
+def _execute_on(module: nn.Module, device: PlaceLike, plan: _Plan) -> None:
+    if not plan.has_hook(module) and len(module.state_dict()) > 0:
+        plan.add(module, AlignDevicesHook(device, skip_keys=plan.skip_keys))
+    if type(module).__name__ not in plan.whole:
+        for child in module.children():
+            _execute_on(child, device, plan)
+
+
+def _begin_at(module: nn.Module, streams: Sequence[Stream]) -> None:
+    """Let the module at the top say how long blocks are fetched ahead."""
     if not streams:
         return
     found = hook_of(module)
@@ -236,10 +262,6 @@ def _open(module: nn.Module, plan: _Plan) -> None:
 
 def _part(weights_map: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return PrefixedDataset(weights_map, f"{name}.") if name else weights_map
-
-
-def _has_state(module: nn.Module) -> bool:
-    return len(module.state_dict()) > 0
 
 
 def _by_name(said: T | Mapping[str, T], names: Iterable[str], what: str) -> Mapping[str, T]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -14,7 +14,17 @@ from accelfn.bigmodel.load.offload_files import OffloadedWeightsLoader, Prefixed
 from accelfn.bigmodel.load.placing import replaced
 from accelfn.bigmodel.offload.blocks import Block, Slot, slots_of
 
-__all__ = ("AtRest", "Replaced", "install", "lay_to_rest", "move_in_place", "travelling", "values_for")
+__all__ = (
+    "AtRest",
+    "Replaced",
+    "check_values",
+    "given_by",
+    "install",
+    "lay_to_rest",
+    "move_in_place",
+    "travelling",
+    "values_for",
+)
 
 
 class Replaced(NamedTuple):
@@ -75,6 +85,63 @@ def travelling(
     return travels, stays
 
 
+def given_by(slots: Mapping[str, Slot], weights_map: Mapping[str, Any] | None) -> set[int]:
+    """Say which tensors have values, by their ``id``: in the mapping, or without one in themselves."""
+    if weights_map is None:
+        return {id(slot.read()) for slot in slots.values() if not slot.read().is_meta}
+    return {id(slot.read()) for key, slot in slots.items() if key in weights_map}
+
+
+def check_values(
+    module: nn.Module,
+    travels: Mapping[str, Slot],
+    stays: Mapping[str, Slot],
+    weights_map: Mapping[str, Any] | None,
+    given: set[int],
+) -> None:
+    """Refuse what couldn't be laid to rest; nothing is changed.
+
+    Args:
+        module: That has the tensors.
+        travels: Those that travel, by their names in the mapping.
+        stays: Buffers that don't.
+        weights_map: Values; None for those that the tensors have.
+        given: Tensors, by their ``id``, that get values under another name, since they are tied.
+
+    Raises:
+        ValueError: Values are missing, or have other shapes.
+    """
+    kind = type(module).__name__
+    for key, slot in stays.items():
+        if slot.read().is_meta and (weights_map is None or key not in weights_map):
+            raise ValueError(
+                f"AlignDevicesHook: the buffer {key!r} of the {kind} is on the meta device and has no "
+                "values. Load it first, or name it in weights_map."
+            )
+    if weights_map is None:
+        empty = [key for key, slot in travels.items() if slot.read().is_meta]
+        if empty:
+            raise ValueError(
+                f"AlignDevicesHook: {_listed(empty)} of the {kind} are on the meta device and have no "
+                "values. Load the weights first (load_checkpoint_in_model), or pass weights_map and offload."
+            )
+        return
+    is_held = _is_held(weights_map)
+    missing = [
+        key
+        for key, slot in travels.items()
+        if key not in weights_map and not (is_held and id(slot.read()) in given)
+    ]
+    if missing:
+        raise ValueError(
+            f"AlignDevicesHook: weights_map has no {_listed(missing)}, which the {kind} needs. Its keys are "
+            "the names of tensors within the module that has the hook."
+        )
+    for key, slot in {**travels, **stays}.items():
+        if is_held and key in weights_map:
+            _check_value(weights_map[key], slot.read(), key)
+
+
 def lay_to_rest(
     name: str,
     module: nn.Module,
@@ -82,7 +149,7 @@ def lay_to_rest(
     weights_map: Mapping[str, Any] | None,
     installed: dict[int, Replaced],
 ) -> AtRest:
-    """Let the tensors of a module rest on the host.
+    """Let the tensors of a module rest on the host, after :func:`check_values`.
 
     Args:
         name: Of the block.
@@ -92,38 +159,20 @@ def lay_to_rest(
             of a dict or of an offload folder become the parameters' memory, without a copy if they have the
             parameter's dtype. Any other mapping is asked for parameters at each forward, for buffers once.
         installed: What took the place of tensors without values, by their ``id``: tied ones stay tied. Grows.
-
-    Raises:
-        ValueError: Values are missing, or have other shapes. Nothing has been changed then.
     """
     origins = tuple(slot.read().device for slot in slots.values())
-    if weights_map is None:
-        empty = [key for key, slot in slots.items() if slot.read().is_meta]
-        if empty:
-            raise ValueError(
-                f"AlignDevicesHook: {_listed(empty)} of the {type(module).__name__} are on the meta device "
-                "and have no values. Pass weights_map, or load the weights first (load_checkpoint_in_model)."
-            )
-        for slot in slots.values():
-            move_in_place(slot.read(), torch.device("cpu"))
-        return AtRest(block=Block(name=name, module=module, slots=tuple(slots.values())), origins=origins)
-
-    missing = [key for key in slots if key not in weights_map]
-    if missing:
-        raise ValueError(
-            f"AlignDevicesHook: weights_map has no {_listed(missing)}, which the {type(module).__name__} "
-            "needs. Its keys are the names of tensors within the module that has the hook."
-        )
+    sources: dict[int, Callable[[], torch.Tensor]] = {}
     # Modules write into their buffers, so these are always held.
-    is_held = _is_held(weights_map)
-    held = {key: slot for key, slot in slots.items() if is_held or not slot.is_parameter}
-    values = {key: _on_host(weights_map[key], slot.read(), key) for key, slot in held.items()}
-    sources: dict[int, Any] = {}
+    is_held = weights_map is not None and _is_held(weights_map)
     for position, (key, slot) in enumerate(slots.items()):
-        if key in values:
-            install(slot, values[key], installed)
+        current = slot.read()
+        if weights_map is None:
+            move_in_place(current, torch.device("cpu"))
+        elif key not in weights_map:  # tied to one that has values
+            install(slot, current, installed)
+        elif is_held or not slot.is_parameter:
+            install(slot, _on_host(weights_map[key], current, key), installed)
         else:
-            current = slot.read()
             empty = replaced(current, current.detach().to("meta"))
             slot.write(empty)
             sources[position] = functools.partial(_fetched, weights_map, key, empty)
@@ -150,11 +199,7 @@ def move_in_place(tensor: torch.Tensor, device: torch.device) -> None:
 
 
 def values_for(slots: Mapping[str, Slot], weights_map: Mapping[str, Any] | None) -> dict[str, torch.Tensor]:
-    """Give copies of what a mapping has for tensors, by their names; nothing for those that it lacks.
-
-    Raises:
-        ValueError: A value has another shape, or none.
-    """
+    """Give copies of what a mapping has for tensors, by their names; nothing for those that it lacks."""
     found = {} if weights_map is None else {key: slot for key, slot in slots.items() if key in weights_map}
     return {key: _on_host((weights_map or {})[key], slot.read(), key).clone() for key, slot in found.items()}
 
@@ -164,11 +209,13 @@ def install(slot: Slot, value: torch.Tensor, installed: dict[int, Replaced]) -> 
 
     Args:
         slot: Of the tensor.
-        value: On the host, of the same shape and dtype.
+        value: On the host, of the same shape and dtype; the tensor itself if it needs none.
         installed: What took the place of tensors without values, by their ``id``. Grows.
     """
     current = slot.read()
     if not current.is_meta:
+        if value is current:
+            return
         current.data = value
         if current.grad is not None:
             current.grad.data = current.grad.data.to(value.device)
@@ -179,16 +226,23 @@ def install(slot: Slot, value: torch.Tensor, installed: dict[int, Replaced]) -> 
     slot.write(installed[id(current)].by)
 
 
-def _on_host(value: Any, current: torch.Tensor, key: str) -> torch.Tensor:
-    tensor = value.detach() if isinstance(value, torch.Tensor) else torch.as_tensor(value)
-    if tensor.shape != current.shape:
+def _check_value(value: Any, current: torch.Tensor, key: str) -> None:
+    if not isinstance(value, torch.Tensor):
         raise ValueError(
-            f"AlignDevicesHook: weights_map[{key!r}] has shape {tuple(tensor.shape)}, and the module needs "
+            f"AlignDevicesHook: weights_map[{key!r}] is no tensor, but a {type(value).__name__}."
+        )
+    if value.shape != current.shape:
+        raise ValueError(
+            f"AlignDevicesHook: weights_map[{key!r}] has shape {tuple(value.shape)}, and the module needs "
             f"{tuple(current.shape)}."
         )
-    if tensor.is_meta:
+    if value.is_meta:
         raise ValueError(f"AlignDevicesHook: weights_map[{key!r}] is on the meta device and has no values.")
-    return tensor.to("cpu", current.dtype)
+
+
+def _on_host(value: Any, current: torch.Tensor, key: str) -> torch.Tensor:
+    _check_value(value, current, key)
+    return cast("torch.Tensor", value).detach().to("cpu", current.dtype)
 
 
 def _fetched(weights_map: Mapping[str, Any], key: str, current: torch.Tensor) -> torch.Tensor:

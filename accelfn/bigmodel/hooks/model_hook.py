@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from accelfn.bigmodel.hooks.calls import CallStack, is_running
+from accelfn.bigmodel.offload.dispatch import undispatch
 from accelfn.bigmodel.offload.uncompiled import uncompiled
 
 __all__ = (
@@ -193,7 +194,7 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
 
     Args:
         module: Any module.
-        recurse: Do so for all modules inside of it too.
+        recurse: Do so for all modules inside of it too, and undo what ``dispatch_model`` and its like did.
 
     Returns:
         The module that the hook's ``detach_hook`` gave: nearly always ``module`` itself.
@@ -210,13 +211,17 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
             forward.take_away()
         whole = hook.detach_hook(module)
     if recurse:
+        undispatch(module)
         for child in module.children():
             remove_hook_from_module(child, recurse=True)
     return whole
 
 
 def remove_hook_from_submodules(module: nn.Module) -> None:
-    """Take the hooks away from ``module`` and from all modules inside of it."""
+    """Take the hooks away from ``module`` and from all modules inside of it.
+
+    What ``dispatch_model`` and its like did to them is undone too; their weights stay where they are.
+    """
     remove_hook_from_module(module, recurse=True)
 
 

@@ -149,12 +149,12 @@ def test_tensors_are_placed_and_stay_themselves(place: str) -> None:
 
 def test_tensors_without_values_are_refused() -> None:
     module = on_meta()
-    with pytest.raises(ValueError, match="'weight' of the Scaled is on the meta device"):
+    with pytest.raises(ValueError, match="'weight' of the Scaled are on the meta device"):
         add_hook_to_module(module, AlignDevicesHook("cpu"))
     assert hook_of(module) is None
     module.weight = Scaled().weight
     add_hook_to_module(module, AlignDevicesHook("cpu"))  # those of the module inside don't matter
-    with pytest.raises(ValueError, match=r"'inner\.weight' of the Scaled is on the meta device"):
+    with pytest.raises(ValueError, match=r"'inner\.weight', 'inner\.bias' of the Scaled are on the meta"):
         add_hook_to_module(module, AlignDevicesHook("cpu", place_submodules=True))
 
 

@@ -127,6 +127,38 @@ def test_each_module_with_tensors_is_offloaded(place: str, given: bool, empty: b
     assert torch.equal(model(X), expected)
 
 
+def test_tied_weights_need_one_value() -> None:
+    weights = small().state_dict()
+    del weights["last.weight"]  # as safetensors files have it
+    model = on_meta(small())
+    attach_align_device_hook(model, "cpu:0", offload=True, weights_map=weights)
+    assert model.get_parameter("first.weight") is model.get_parameter("last.weight")
+    assert torch.equal(model(X), small()(X))
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_nothing_changes_where_a_value_is_missing(empty: bool) -> None:
+    weights = small().state_dict()
+    del weights["last.bias"]
+    model = on_meta(small()) if empty else small()
+    before = dict(model.named_parameters())
+    with pytest.raises(ValueError, match="weights_map has no 'bias', which the Linear needs"):
+        attach_align_device_hook(model, "cpu:0", offload=True, weights_map=weights)
+    with pytest.raises(ValueError, match="weights_map has no 'bias', which the Linear needs"):
+        attach_align_device_hook_on_blocks(model, "cpu:0", {"blocks": True, "last": True}, weights)
+    assert hooked(model) == []
+    assert all(one is before[name] for name, one in model.named_parameters())
+
+
+def test_a_module_that_stands_in_two_places_has_one_hook() -> None:
+    inner = nn.Linear(3, 3)
+    model = nn.Sequential(inner, nn.Sequential(nn.Tanh(), inner))
+    expected = model(X)
+    attach_align_device_hook(model, "cpu:0", offload=True)
+    assert isinstance(hook_of(inner), AlignDevicesHook)
+    assert torch.equal(model(X), expected)
+
+
 def test_the_next_block_is_underway_while_one_is_used() -> None:
     model = small()
     attach_align_device_hook(model, "cpu:0", offload=True)

@@ -1,0 +1,177 @@
+# pyright: reportUnknownMemberType=false
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import accelfn as af
+from accelfn import Accelerator, Context
+from accelfn.bigmodel.hooks.attach import attach_align_device_hook
+from accelfn.bigmodel.hooks.cpu_offload import cpu_offload_with_hook
+from accelfn.bigmodel.hooks.model_hook import hook_of, remove_hook_from_submodules
+from accelfn.bigmodel.hooks.real_state import get_state_dict_from_offload, get_state_dict_offloaded_model
+from accelfn.bigmodel.offload.dispatch import cpu_offload, disk_offload, dispatch_model
+
+X = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+
+
+class Model(nn.Module):
+    """Has tensors at its root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale = nn.Parameter(torch.randn(3))
+        self.register_buffer("offset", torch.randn(3))
+        self.blocks = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(x) * self.scale + self.offset
+
+
+class Anew(Mapping[str, torch.Tensor]):
+    """Gives its tensors anew each time."""
+
+    def __init__(self, values: Mapping[str, torch.Tensor]) -> None:
+        self.held = dict(values)
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        return self.held[key].clone()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.held)
+
+    def __len__(self) -> int:
+        return len(self.held)
+
+
+def on_cpu(model: Model, folder: Path) -> None:
+    cpu_offload(model, "cpu:0")
+
+
+def on_disk(model: Model, folder: Path) -> None:
+    disk_offload(model, folder / "offload", "cpu:0")
+
+
+def spread(model: Model, folder: Path) -> None:
+    places: dict[str, Any] = {"scale": "cpu:1", "offset": "cpu", "blocks.0": "cpu:0", "blocks.1": "disk"}
+    dispatch_model(model, places, offload_dir=folder / "offload")
+
+
+def hooked(model: Model, folder: Path) -> None:
+    attach_align_device_hook(model, "cpu:0", offload=True, offload_buffers=True)
+
+
+def as_a_whole(model: Model, folder: Path) -> None:
+    cpu_offload_with_hook(model, "cpu:0")
+
+
+def fetched(model: Model, folder: Path) -> None:
+    attach_align_device_hook(model, "cpu", offload=True, weights_map=Anew(Model().state_dict()))
+
+
+OFFLOADS = [on_cpu, on_disk, spread, hooked, as_a_whole]
+
+
+def equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return [*one] == [*other] and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("offload", [*OFFLOADS, fetched])
+def test_the_state_dict_is_real(offload: Callable[[Model, Path], None], tmp_path: Path) -> None:
+    model, plain = Model(), Model()
+    offload(model, tmp_path)
+    with torch.no_grad():
+        assert torch.equal(model(X), plain(X))
+    state = plain.state_dict()
+    assert equal(get_state_dict_offloaded_model(model), state)
+    if offload is fetched:
+        assert all(one.is_meta for one in model.parameters())
+        return
+    assert equal(model.state_dict(), state)
+    remove_hook_from_submodules(model)
+    assert not hasattr(model, "hf_device_map")
+    assert torch.equal(model(X), plain(X))
+    assert equal(model.state_dict(), state)
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+@pytest.mark.parametrize("through", ["function", "accelerator"])
+def test_offloaded_models_are_saved(
+    offload: Callable[[Model, Path], None], through: str, tmp_path: Path
+) -> None:
+    model = Model()
+    offload(model, tmp_path)
+    if through == "function":
+        af.save_model(Context(), model, tmp_path / "saved")
+    else:
+        shim = Accelerator(cpu=True)
+        model = shim.prepare(model)
+        shim.save_model(model, tmp_path / "saved")
+        assert equal(shim.get_state_dict(model), Model().state_dict())
+    assert equal(
+        dict(sorted(load_file(tmp_path / "saved" / "model.safetensors").items())),
+        dict(sorted(Model().state_dict().items())),
+    )
+    with torch.no_grad():
+        assert torch.equal(model(X), Model()(X))
+
+
+def test_what_is_fetched_anew_is_not_saved_as_nothing(tmp_path: Path) -> None:
+    model = Model()
+    fetched(model, tmp_path)
+    with pytest.raises(ValueError, match="have no data"):
+        af.save_model(Context(), model, tmp_path / "saved")
+    with pytest.raises(ValueError, match=r"'0\.weight', '0\.bias' have no values"):
+        get_state_dict_offloaded_model(nn.Sequential(nn.Linear(3, 3, device="meta")))
+
+
+@pytest.mark.parametrize("offload", [*OFFLOADS, fetched])
+def test_named_entries_get_their_values(offload: Callable[[Model, Path], None], tmp_path: Path) -> None:
+    model, state = Model(), Model().state_dict()
+    offload(model, tmp_path)
+    asked: dict[str, Any] = {"blocks.0.weight": "", "blocks.0.bias": "", "blocks.1.bias": "", "other": 1}
+    found = get_state_dict_from_offload(model.blocks[0], "blocks.0.weight", asked)
+    assert found is asked
+    assert found.pop("blocks.1.bias") == ""
+    assert found.pop("other") == 1
+    assert equal(found, {name: state[name] for name in ("blocks.0.weight", "blocks.0.bias")})
+    found = get_state_dict_from_offload(model, "scale", {"scale": ""})
+    assert equal(found, {"scale": state["scale"]})
+
+
+def test_named_entries_are_accelerates() -> None:
+    peer: Any = pytest.importorskip("accelerate")
+    modeling: Any = pytest.importorskip("accelerate.utils.modeling")
+    theirs, ours = Model(), Model()
+    peer.cpu_offload(theirs, "cpu")
+    cpu_offload(ours, "cpu")
+    for name in ("blocks.0.weight", "blocks.1.bias", "0", ""):
+        asked = {"blocks.0.weight": "", "blocks.0.bias": "", "blocks.1.bias": ""}
+        inner = 0 if name == "blocks.0.weight" else 1
+        left = modeling.get_state_dict_from_offload(theirs.blocks[inner], name, dict(asked))
+        right = get_state_dict_from_offload(ours.blocks[inner], name, dict(asked))
+        assert [*left] == [*right]
+        for key in left:
+            assert type(left[key]) is type(right[key])
+            assert (
+                left[key] == right[key]
+                if isinstance(left[key], str)
+                else equal({"": left[key]}, {"": right[key]})
+            )
+    left = modeling.get_state_dict_offloaded_model(theirs)
+    right = get_state_dict_offloaded_model(ours)
+    assert {*right} - {*left} == {"scale", "offset"}  # it has none of the root's
+    assert equal(dict(sorted(left.items())), {name: right[name] for name in sorted(left)})
+
+
+def test_a_hook_is_gone_with_the_rest() -> None:
+    model = Model()
+    hooked(model, Path())
+    remove_hook_from_submodules(model)
+    assert all(hook_of(module) is None for module in model.modules())
