@@ -13,6 +13,10 @@ if TYPE_CHECKING:  # what type checkers see; a test holds it equal to the table 
         Accelerator,
         LocalSGD,
     )
+    from accelfn.bigmodel import (
+        prepare_pipeline,
+        prepare_pippy,
+    )
     from accelfn.checkpoint import (
         Keep,
         SaveHandle,
@@ -169,6 +173,10 @@ _HOMES = MappingProxyType(
         "accelfn.accelerator": (
             "Accelerator",
             "LocalSGD",
+        ),
+        "accelfn.bigmodel": (
+            "prepare_pipeline",
+            "prepare_pippy",
         ),
         "accelfn.checkpoint": (
             "Keep",
@@ -420,6 +428,8 @@ __all__ = (
     "prepare_data_loader",
     "prepare_model",
     "prepare_optimizer",
+    "prepare_pipeline",
+    "prepare_pippy",
     "prepare_scheduler",
     "print_once",
     "profile",
