@@ -15,7 +15,7 @@ from accelfn.bigmodel.places import Place, check_device, order_of
 from accelfn.checkpoint.weights.state import is_spread
 from accelfn.errors import CheckpointMismatchError, Misfit
 
-__all__ = ("How", "LoadPlan", "LoadStep", "Wishes", "place_of", "plan_load")
+__all__ = ("How", "LoadPlan", "LoadStep", "Wishes", "has_part", "local_of", "place_of", "plan_load")
 
 How: TypeAlias = Literal["fill", "new", "map", "convert"]
 """Into the memory that the model has, into new memory, mapped where it lies, or written anew and mapped."""
@@ -327,18 +327,17 @@ def _final_dtype(target: Target, wishes: Wishes) -> torch.dtype:
             return special[name]
     if wishes.dtype is None:
         return now
-    parts = {part for name in target.names for part in _parts_of(name)}
-    return torch.float32 if parts.intersection(wishes.keep_in_fp32) else wishes.dtype
+    is_kept = any(has_part(name, wishes.keep_in_fp32) for name in target.names)
+    return torch.float32 if is_kept else wishes.dtype
 
 
-def _parts_of(name: str) -> Iterable[str]:
-    """All runs of the name's components: ``a.b.c`` has ``a``, ``b``, ``c``, ``a.b``, ``b.c``, ``a.b.c``."""
-    parts = name.split(".")
-    return (
-        ".".join(parts[first:last])
-        for first in range(len(parts))
-        for last in range(first + 1, len(parts) + 1)
-    )
+def has_part(name: str, parts: Iterable[str]) -> bool:
+    """Whether a name has one of ``parts`` as a component, or as several in a row.
+
+    >>> has_part("block.norm.weight", ["norm"]), has_part("block.abnormal.weight", ["norm"])
+    (True, False)
+    """
+    return any(f".{part}." in f".{name}." for part in parts)
 
 
 def _step(target: Target, source: Stored, place: Place | None, dtype: torch.dtype) -> LoadStep:

@@ -112,7 +112,7 @@ def test_a_checkpoint_is_loaded(
     if start == "half":
         on_meta(model.blocks)
     names: tuple[str, ...] = ("embed", "blocks", "blocks.1", "norm", "")
-    device_map = None if places is None else dict(zip(names, places, strict=True))
+    device_map: Any = None if places is None else dict(zip(names, places, strict=True))
     load_checkpoint_in_model(model, path, device_map, folder / "off", dtype, strict=True)
     for name, tensor in model.state_dict().items():
         floats = wanted[name].is_floating_point()
@@ -573,7 +573,8 @@ def test_kinds_of_dtypes(stored: torch.dtype, wanted: torch.dtype, fits: bool, t
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
-        ({"device_map": {"layers": "cpu"}}, ValueError, "no place for weight, bias"),
+        ({"device_map": {"weight": "cpu"}}, ValueError, "no place for bias"),
+        ({"device_map": {"": "cpu", "layers": "cpu"}}, ValueError, "doesn't have: 'layers'"),
         ({"device_map": {"": "cuda:99"}}, ValueError, "cuda:99|no accelerator"),
         ({"device_map": {"": "gpu"}}, ValueError, "no place 'gpu'"),
         ({"device_map": "auto"}, TypeError, "load_checkpoint_and_dispatch"),
