@@ -1,12 +1,5 @@
 """Models that don't fit: a plan of where every tensor lies, loading, offloading, and running."""
 
-from accelfn.bigmodel.pipeline.pippy import prepare_pippy
-from accelfn.bigmodel.pipeline.plan import PipelinePlan, StagePlan
-from accelfn.bigmodel.pipeline.prepare import plan_pipeline, prepare_pipeline
-from accelfn.bigmodel.pipeline.run import Pipeline
-from accelfn.bigmodel.places import Place, PlaceLike
-
-__all__ = (
 from accelfn.bigmodel.empty import (
     init_empty_weights,
     init_on_device,
@@ -83,6 +76,20 @@ from accelfn.bigmodel.offload.dispatch import (
 )
 from accelfn.bigmodel.offload.stream import (
     StreamFacts,
+)
+from accelfn.bigmodel.pipeline.pippy import (
+    prepare_pippy,
+)
+from accelfn.bigmodel.pipeline.plan import (
+    PipelinePlan,
+    StagePlan,
+)
+from accelfn.bigmodel.pipeline.prepare import (
+    plan_pipeline,
+    prepare_pipeline,
+)
+from accelfn.bigmodel.pipeline.run import (
+    Pipeline,
 )
 from accelfn.bigmodel.pipeline.pippy import (
     prepare_pippy,
@@ -193,10 +200,6 @@ __all__ = (
     "PipelinePlan",
     "Place",
     "PlaceLike",
-    "StagePlan",
-    "plan_pipeline",
-    "prepare_pipeline",
-    "prepare_pippy",
     "PlacePlan",
     "PlacedLeaf",
     "PlanOptions",
