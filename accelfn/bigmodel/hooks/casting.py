@@ -30,6 +30,13 @@ class _Slot(NamedTuple):
     cast: torch.Tensor
     version: int
 
+    def is_written(self) -> bool:
+        """Whether a forward wrote into the copy."""
+        if isinstance(self.stored, nn.Parameter):
+            return self.cast._version != self.version
+        # A batch norm doesn't tell of what it writes into its statistics.
+        return not torch.equal(self.cast, self.stored.to(self.cast.dtype))
+
 
 class LayerwiseCastingHook(ModelHook):
     """Keeps the floating tensors of a module in one dtype, and gives its forward copies in another.
@@ -91,7 +98,7 @@ class LayerwiseCastingHook(ModelHook):
         """Put the stored tensors back."""
         with self._running.lock:
             for slot in self._running.end(module):
-                if slot.cast._version != slot.version:
+                if slot.is_written():
                     with torch.no_grad():
                         slot.stored.copy_(slot.cast)
                 # What somebody else put there meanwhile is theirs.
@@ -134,8 +141,10 @@ class LayerwiseCastingHook(ModelHook):
                     "or store it as torch.bfloat16."
                 )
             return stored.to(self.compute_dtype, non_blocking=self.non_blocking)
-        copy = stored.detach().to(self.compute_dtype, non_blocking=self.non_blocking)
-        return nn.Parameter(copy, requires_grad=False) if isinstance(stored, nn.Parameter) else copy
+        # Tensors of the inference mode don't know whether they were written to.
+        with torch.inference_mode(False), torch.no_grad():
+            copy = stored.detach().to(self.compute_dtype, non_blocking=self.non_blocking)
+            return nn.Parameter(copy, requires_grad=False) if isinstance(stored, nn.Parameter) else copy
 
 
 class _Running:
@@ -208,7 +217,7 @@ def attach_layerwise_casting_hooks(
     patterns = _patterns(skip_modules_pattern)
     classes = _classes(skip_modules_classes)
     hook = LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking)  # checks the dtypes
-    layers = dict(_layers(module, "", patterns, classes, set()))
+    layers = dict(_layers(module, "", patterns, classes))
     for layer, name in layers.items():
         old = hook_of(layer)
         members = old.hooks if isinstance(old, SequentialHook) else (old,)
@@ -230,16 +239,14 @@ def _layers(
     name: str,
     patterns: tuple[re.Pattern[str], ...],
     classes: tuple[type[nn.Module], ...],
-    seen: set[nn.Module],
 ) -> Iterator[tuple[nn.Module, str]]:
     """Give the layers that are to be cast, with their names."""
-    if module in seen or isinstance(module, classes) or any(one.search(name) for one in patterns):
+    if isinstance(module, classes) or any(one.search(name) for one in patterns):
         return
-    seen.add(module)
     if isinstance(module, _CAST_CLASSES):
         yield module, name
     for key, child in module.named_children():
-        yield from _layers(child, f"{name}.{key}" if name else key, patterns, classes, seen)
+        yield from _layers(child, f"{name}.{key}" if name else key, patterns, classes)
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[tuple[dict[str, torch.Tensor | None], str], torch.Tensor]]:

@@ -15,7 +15,7 @@ from accelfn.bigmodel.places import Place, check_device, order_of
 from accelfn.checkpoint.weights.state import is_spread
 from accelfn.errors import CheckpointMismatchError, Misfit
 
-__all__ = ("How", "LoadPlan", "LoadStep", "Wishes", "place_of", "plan_load")
+__all__ = ("How", "LoadPlan", "LoadStep", "Wishes", "has_part", "local_of", "place_of", "plan_load")
 
 How: TypeAlias = Literal["fill", "new", "map", "convert"]
 """Into the memory that the model has, into new memory, mapped where it lies, or written anew and mapped."""
@@ -85,7 +85,9 @@ class LoadPlan(NamedTuple):
     needs_ties: bool
 
 
-def plan_load(operation: str, model: nn.Module, checkpoint: Checkpoint, wishes: Wishes) -> LoadPlan:
+def plan_load(
+    operation: str, model: nn.Module, checkpoint: Checkpoint, wishes: Wishes, *, compare: bool = True
+) -> LoadPlan:
     """Decide which stored tensor goes where, and refuse what can't work, all of it at once.
 
     Args:
@@ -93,6 +95,7 @@ def plan_load(operation: str, model: nn.Module, checkpoint: Checkpoint, wishes: 
         model: Without the wrappers around it.
         checkpoint: As its heads say.
         wishes: Of the caller.
+        compare: Look into the files whether tied tensors that are stored twice have one value.
 
     Raises:
         CheckpointMismatchError: Shapes or kinds of dtypes differ, tied tensors have two values, a tensor
@@ -104,7 +107,7 @@ def plan_load(operation: str, model: nn.Module, checkpoint: Checkpoint, wishes: 
     read = read_targets(operation, model)
     targets = tie_by_names(read.tensors, model, stored)
     matched = _match(targets, stored, checkpoint.tied)
-    rows = [row for target in targets for row in matched.rows(target, wishes)]
+    rows = [row for target in targets for row in matched.rows(target, wishes, compare)]
     lacking = [
         target for target in targets if target.name not in matched.sources and target.name not in values
     ]
@@ -115,7 +118,8 @@ def plan_load(operation: str, model: nn.Module, checkpoint: Checkpoint, wishes: 
         one.name for one in lacking if one.is_stored and not one.starts_at_zero and one.name not in later
     )
     missing += tuple(name for name in read.extras if name not in {**checkpoint.others, **checkpoint.tensors})
-    known = matched.used | {name for target in targets for name in target.names} | read.extras.keys()
+    names = {name for target in targets for name in target.names if target.is_stored}
+    known = matched.used | names | read.extras.keys()
     unexpected = tuple(name for name in (*stored, *checkpoint.others) if name not in known)
     if wishes.strict:
         said = {row.path for row in rows}
@@ -123,7 +127,6 @@ def plan_load(operation: str, model: nn.Module, checkpoint: Checkpoint, wishes: 
         rows += [Misfit(one, "nothing", kinds.get(one, "state")) for one in missing if one not in said]
         rows += [Misfit(one, stored[one].kind if one in stored else "state", "nothing") for one in unexpected]
     if rows:
-        names = {name for target in targets for name in target.names if target.is_stored}
         hint = _hint(names, stored) + (_TEMPORARY if any(not one.is_stored for one in bare) else "")
         raise CheckpointMismatchError(
             f"{operation}: {checkpoint.place} doesn't fit the model. Nothing was changed.{hint}", rows
@@ -172,7 +175,7 @@ class _Matched(NamedTuple):
     twins: dict[str, list[Stored]]
     used: set[str]
 
-    def rows(self, target: Target, wishes: Wishes) -> Iterable[Misfit]:
+    def rows(self, target: Target, wishes: Wishes, compare: bool) -> Iterable[Misfit]:
         """Say why a target can't get what it would."""
         source = self.sources.get(target.name)
         if source is None:
@@ -181,7 +184,7 @@ class _Matched(NamedTuple):
             yield Misfit(target.name, source.kind, target.kind)
             return
         for twin in self.twins.get(target.name, ()):
-            if not twin.has_bits_of(source):
+            if compare and not twin.has_bits_of(source):
                 yield Misfit(twin.name, f"other values than {source.name}", f"tied to {source.name}")
 
 
@@ -324,18 +327,17 @@ def _final_dtype(target: Target, wishes: Wishes) -> torch.dtype:
             return special[name]
     if wishes.dtype is None:
         return now
-    parts = {part for name in target.names for part in _parts_of(name)}
-    return torch.float32 if parts.intersection(wishes.keep_in_fp32) else wishes.dtype
+    is_kept = any(has_part(name, wishes.keep_in_fp32) for name in target.names)
+    return torch.float32 if is_kept else wishes.dtype
 
 
-def _parts_of(name: str) -> Iterable[str]:
-    """All runs of the name's components: ``a.b.c`` has ``a``, ``b``, ``c``, ``a.b``, ``b.c``, ``a.b.c``."""
-    parts = name.split(".")
-    return (
-        ".".join(parts[first:last])
-        for first in range(len(parts))
-        for last in range(first + 1, len(parts) + 1)
-    )
+def has_part(name: str, parts: Iterable[str]) -> bool:
+    """Whether a name has one of ``parts`` as a component, or as several in a row.
+
+    >>> has_part("block.norm.weight", ["norm"]), has_part("block.abnormal.weight", ["norm"])
+    (True, False)
+    """
+    return any(f".{part}." in f".{name}." for part in parts)
 
 
 def _step(target: Target, source: Stored, place: Place | None, dtype: torch.dtype) -> LoadStep:

@@ -9,25 +9,38 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from accelfn.bigmodel.offload.blocks import Block, Slot
-from accelfn.bigmodel.offload.gradients import Refetched, connect, refetching
-from accelfn.bigmodel.offload.link import Arrival, Link
+from accelfn.bigmodel.offload.blocks import Block
+from accelfn.bigmodel.offload.gradients import Refetched, Saved, after_backward, is_in_backward, refetching
+from accelfn.bigmodel.offload.held import (
+    Held,
+    Layout,
+    hang,
+    is_stale,
+    packed_hosts,
+    plan_layout,
+    read_hosts,
+    receive,
+    take_down,
+    versions_of,
+)
+from accelfn.bigmodel.offload.link import Link
 from accelfn.bigmodel.offload.links import open_link
-from accelfn.bigmodel.offload.packing import Packing, is_packable, is_packed, pack, plan_packing, unpack
+from accelfn.bigmodel.offload.pinning import pin
+from accelfn.bigmodel.offload.running import is_running
 from accelfn.bigmodel.places import Place
 
-__all__ = ("Stream", "StreamFacts")
+__all__ = ("Stream", "StreamFacts", "check_options")
 
-
-_NOTHING = Packing(0, ())
 _LASTING = (
     "blocks",
     "place",
@@ -38,31 +51,27 @@ _LASTING = (
     "_next",
     "_previous",
 )
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Held:
-    """A block on its way to the device, or there."""
-
-    hosts: tuple[torch.Tensor, ...]  # by slot, as they hang at rest
-    positions: tuple[int, ...] = ()  # by slot: of the tensor among the packed ones, or -1
-    packing: Packing = _NOTHING
-    packed: tuple[torch.Tensor, ...] = ()  # each once
-    opaque: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])  # by slot: not packed
-    arrival: Arrival | None = None
-    versions: tuple[int, ...] = ()
-    memory: torch.Tensor | None = None
-    copies: tuple[torch.Tensor, ...] = ()  # of the packed ones
-    counts: tuple[int, ...] = ()  # of changes of the copies, when they were made
-    hung: tuple[torch.Tensor, ...] = ()  # by slot: what hangs there now; empty at rest
-    rest: tuple[torch.Tensor, ...] = ()  # by slot: what hung there before
-    guard: threading.Lock = field(default_factory=threading.Lock)
+_SCOPE = -1
 
 
 @dataclass(slots=True, eq=False)
 class _Entered:
-    block: int  # or -1 for a scope
+    """A call that is running.
+
+    Attributes:
+        block: That it entered, or -1 for a scope.
+        module: Whose call it is.
+        is_seen: Torch itself calls it, so that it can be found among the calls that are running.
+        is_user: The block stays until the call ends.
+        grads: Gradients are kept of what it computes.
+        saving: How autograd saves weights meanwhile.
+    """
+
+    block: int
     module: nn.Module
+    is_seen: bool
+    is_user: bool = False
+    grads: bool = False
     saving: saved_tensors_hooks | None = None
 
 
@@ -94,6 +103,13 @@ class _Thread(threading.local):
         self.last = -1  # block that it entered last
 
 
+class _Wanter(NamedTuple):
+    """Who wants blocks next: a thread in its forward pass, or in its backward pass."""
+
+    thread: int
+    is_backward: bool
+
+
 class Stream:
     """Blocks of a model, and where they are used.
 
@@ -110,11 +126,14 @@ class Stream:
         num_ahead: How many blocks are fetched ahead while one is used.
         cache_bytes: Where weights are used as they lie in files: how many bytes of them stay in memory after
             use. The first blocks stay, so that a pass over all finds them there again.
-        link: Carries the blocks; None opens the one to the place.
+        link: Carries the blocks; None opens the one to the place. Copies of the stream do that, too.
 
     Attributes:
         peak_blocks: Most blocks that were on the device, or underway, at a time.
         peak_bytes: Most bytes of them.
+
+    Raises:
+        ValueError: ``num_ahead`` or ``cache_bytes`` is negative, or this machine has no such device.
     """
 
     def __init__(
@@ -126,8 +145,7 @@ class Stream:
         cache_bytes: int = 0,
         link: Link | None = None,
     ) -> None:
-        if num_ahead < 0:
-            raise ValueError(f"num_ahead must not be negative, got {num_ahead}. 0 fetches nothing ahead.")
+        check_options(num_ahead, cache_bytes)
         self.blocks = tuple(blocks)
         self.place = place
         self.num_ahead = num_ahead
@@ -137,35 +155,39 @@ class Stream:
         last = len(self.blocks) - 1
         self._next = {block: block + 1 for block in range(last)}
         self._previous = {block + 1: block for block in range(last)}
-        self._begin_life(link)
-        self._make_ready()
+        self._begin_life()
+        self._make_ready(open_link(place, num_ahead) if link is None else link)
 
-    def _begin_life(self, link: Link | None) -> None:
-        self._link = link if link is not None else open_link(self.place, self.num_ahead)
+    def _begin_life(self) -> None:
+        self._opened: Link | None = None
         self._lock = threading.RLock()
         self._thread = _Thread()
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, Held] = {}
         self._users: Counter[int] = Counter()
-        self._scopes = 0
-        self._wanted: dict[int, tuple[int, ...]] = {}  # by thread: blocks that it will need next
+        self._wanted: dict[_Wanter, tuple[int, ...]] = {}
         self._addresses: dict[int, int] = {}  # of memory on the device: the block
+        self._layouts: dict[int, Layout] = {}
         self._stays = frozenset[int]()
         self._was_read: set[int] = set()  # of those that stay
-        self._is_ready = False
 
-    def _make_ready(self) -> None:
-        """Do what needs the modules, which a copy of this stream doesn't have yet while it is made."""
-        if self._link.in_place:
+    def _make_ready(self, link: Link) -> None:
+        """Do what needs the modules and the device, which a copy of this stream may not have at first."""
+        self._opened = link
+        if link.in_place:
             self._stays = self._plan_cache()
-        if self._link.needs_pinned:
+        if link.needs_pinned:
             for block in self.blocks:
-                _pin(block)
-        self._is_ready = True
+                pin(block)
 
     # --- copies of the model ---
 
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:
+            if self._drop_interrupted():
+                raise RuntimeError(
+                    "a forward pass was interrupted, and its modules still held copies of their weights on a "
+                    "device. They hold their own weights again now: copy or pickle the model again."
+                )
             if self._users:
                 raise RuntimeError(
                     "the model can't be copied or pickled while a forward pass runs: its modules hold copies "
@@ -175,35 +197,25 @@ class Stream:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._begin_life(None)
+        self._begin_life()
 
-    # --- forward ---
+    # --- what there is ---
 
     @property
     def link(self) -> Link:
         """What carries the blocks."""
-        return self._link
+        if self._opened is None:
+            with self._lock:
+                self._make_ready(open_link(self.place, self.num_ahead))
+        assert self._opened is not None
+        return self._opened
 
     @property
     def resident(self) -> tuple[int, ...]:
         """Positions of the blocks that are on the device or underway now."""
+        self._drop_interrupted()
         with self._lock:
             return tuple(self._held)
-
-    def _plan_cache(self) -> frozenset[int]:
-        stays: set[int] = set()
-        total = 0
-        for position, size in enumerate(self._sizes()):
-            total += size
-            if total <= self.cache_bytes:
-                stays.add(position)
-        return frozenset(stays)
-
-    def _sizes(self) -> list[int]:
-        return [
-            plan_packing([tensor for tensor in map(Slot.read, block.slots) if is_packable(tensor)]).num_bytes
-            for block in self.blocks
-        ]
 
     def facts(self) -> StreamFacts:
         """Say what travels, and how much of it was underway or there at a time."""
@@ -215,72 +227,95 @@ class Stream:
         bound = min(sum(sizes), own + sum(others[-self.num_ahead - 1 :]) + cached)
         return StreamFacts(self.place, len(self.blocks), sum(sizes), bound, self.peak_blocks, self.peak_bytes)
 
+    def _plan_cache(self) -> frozenset[int]:
+        stays: set[int] = set()
+        total = 0
+        for position, size in enumerate(self._sizes()):
+            total += size
+            if total <= self.cache_bytes:
+                stays.add(position)
+        return frozenset(stays)
+
+    def _sizes(self) -> list[int]:
+        return [plan_layout([slot.peek() for slot in block.slots]).packing.num_bytes for block in self.blocks]
+
     def _is_around(self, block: Block) -> bool:
-        inner = {other.module for other in self.blocks if other is not block}
-        return any(module in inner for module in block.module.modules())
+        """Whether tensors of other blocks are needed while this one is used."""
+        inside = set(block.module.modules())
+        return any(
+            other is not block and any(slot.owner in inside for slot in other.slots) for other in self.blocks
+        )
 
-    def enter_scope(self, module: nn.Module) -> None:
-        """Begin the forward pass of a module that has blocks below it: they are fetched ahead within it."""
-        self._thread.entered.append(_Entered(-1, module))
-        with self._lock:
-            self._scopes += 1
+    # --- forward ---
 
-    def leave_scope(self) -> None:
-        """End what :meth:`enter_scope` began, whether or not it went well."""
-        self._forget_after(-1)
-        with self._lock:
-            self._scopes -= 1
-        self._rest()
+    def enter_scope(self, module: nn.Module, *, is_seen: bool = False) -> None:
+        """Begin the forward pass of a module that has blocks below it: they are fetched ahead within it.
 
-    def enter(self, block: int) -> None:
+        Args:
+            module: It.
+            is_seen: Said by a hook of torch, so that calls that were interrupted can be told from others.
+        """
+        self._drop_interrupted(module, _SCOPE)
+        self._thread.entered.append(_Entered(_SCOPE, module, is_seen))
+
+    def leave_scope(self, module: nn.Module | None = None) -> None:
+        """End what :meth:`enter_scope` began, whether or not it went well.
+
+        Args:
+            module: It; None for the last one. Nothing happens if it wasn't entered.
+        """
+        self._leave_down_to(_SCOPE, module)
+
+    def enter(self, block: int, module: nn.Module | None = None) -> None:
         """Bring a block to the device, and hang its tensors into its modules.
 
         Args:
             block: Its position.
+            module: Whose call it is for, if a hook of torch says so. None: the block's own.
 
         Raises:
             RuntimeError: It has weights that aren't loaded, or that couldn't get their gradients.
         """
-        entered = _Entered(block, self.blocks[block].module)
+        one = self.blocks[block]
+        is_seen, caller = module is not None, module or one.module
+        self._drop_interrupted(caller, block)
+        calls = self._thread.entered
         grads = torch.is_grad_enabled()
-        again = any(one.block == block and one.saving is not None for one in self._thread.entered)
-        self._thread.entered.append(entered)
+        is_there = any(call.block == block and (call.grads or not grads) for call in calls)
+        call = _Entered(block, caller, is_seen)
+        calls.append(call)
+        if is_there:
+            return
+        link = self.link
         with self._lock:
+            call.is_user = True
             self._users[block] += 1
-            if not self._is_ready:
-                self._make_ready()
             if grads:
-                self._require_leaves(self.blocks[block])
+                _require_leaves(one)
             self._learn(block)
-            self._tend(self._following(self._next, block) if self._scopes else (), block)
-            held = self._held[block]
-        if self._link.in_place or again:
+            if is_in_backward():  # checkpointed activations are computed again
+                self._want_backwards(block)
+            else:
+                self._want(self._following(self._next, block) if self._is_scoped else ())
+            held = self._take(block)
+        if link.in_place:
             return
         self._arrive(block, held)
         with self._lock:
-            self._hang(block, held, grads)
+            hang(held, grads=grads)
+        call.grads = grads
         if grads:
-            entered.saving = refetching(self._find, self._fetch_again)
-            entered.saving.__enter__()
+            call.saving = refetching(self._find, self._fetch_again)
+            call.saving.__enter__()
 
-    def leave(self, block: int) -> None:
+    def leave(self, block: int, module: nn.Module | None = None) -> None:
         """End the use of a block that :meth:`enter` began, whether or not it went well.
 
         Args:
             block: Its position.
+            module: As in :meth:`enter`. Nothing happens if it wasn't entered for it.
         """
-        entered = self._forget_after(block)
-        if entered.saving is not None:
-            entered.saving.__exit__(None, None, None)
-        with self._lock:
-            self._users[block] -= 1
-            if not self._users[block]:
-                del self._users[block]
-                held = self._held.get(block)
-                if held is not None and held.hung:
-                    self._take_down(block, held)
-            self._tend(self._following(self._next, block) if self._scopes else ())
-        self._rest()
+        self._leave_down_to(block, module or self.blocks[block].module)
 
     def abandon(self) -> None:
         """Forget what this thread has entered and never left, as after an interrupt amid a forward pass."""
@@ -297,41 +332,63 @@ class Stream:
 
         Nothing happens if it was left already.
         """
-        while any(one is mark for one in self._thread.entered):
+        while any(call is mark for call in self._thread.entered):
             self._leave_last()
 
+    def _leave_down_to(self, block: int, module: nn.Module | None) -> None:
+        # A hook before ours may have failed, and then torch calls ours of the end, without that of the start.
+        for call in reversed(self._thread.entered):
+            if call.block == block and (module is None or call.module is module):
+                self.abandon_since(call)
+                return
+
     def _leave_last(self) -> None:
-        left = self._thread.entered[-1].block
-        if left < 0:
-            self.leave_scope()
-        else:
-            self.leave(left)
-
-    @property
-    def entered_last(self) -> nn.Module | None:
-        """The module whose forward pass this thread is in the midst of, the innermost one."""
-        return self._thread.entered[-1].module if self._thread.entered else None
-
-    def while_idle(self, work: Callable[[], None]) -> None:
-        """Do something if no pass runs, and keep passes from beginning meanwhile."""
+        calls = self._thread.entered
+        call = calls.pop()
+        if call.saving is not None:
+            call.saving.__exit__(None, None, None)
         with self._lock:
-            if not self._users and not self._scopes:
-                work()
+            if call.is_user:
+                self._users[call.block] -= 1
+                if not self._users[call.block]:
+                    del self._users[call.block]
+                    held = self._held.get(call.block)
+                    if held is not None and held.hung:
+                        take_down(held)
+            if not calls:
+                self._thread.last = -1
+                self._want(None)
+            elif call.is_user and not is_in_backward():
+                # What was used stays until the next one comes: it may be the same once more.
+                ahead = self._following(self._next, self._thread.last) if self._is_scoped else ()
+                self._want((call.block, *ahead))
 
-    def _forget_after(self, block: int) -> _Entered:
-        entered = self._thread.entered
-        found = entered.pop()
-        assert found.block == block  # passes end in the reverse order of their beginnings
+    def _drop_interrupted(self, module: nn.Module | None = None, block: int = _SCOPE) -> bool:
+        """Forget calls of this thread that aren't running; torch runs no hooks after a KeyboardInterrupt.
+
+        Args:
+            module: Whose call begins at this moment, if any.
+            block: What it enters.
+
+        Returns:
+            Whether there were any.
+        """
+        calls = self._thread.entered
+        found = False
+        while calls and calls[-1].is_seen:
+            last = calls[-1]
+            times = sum(call.module is last.module and call.block == last.block for call in calls)
+            times += module is last.module and block == last.block
+            if is_running(last.module, times):
+                break
+            self._leave_last()
+            found = True
         return found
 
-    def _rest(self) -> None:
-        """Let everything go at the end of a thread's pass."""
-        if self._thread.entered:
-            return
-        self._thread.last = -1
-        with self._lock:
-            self._wanted.pop(threading.get_ident(), None)
-            self._tend(None)
+    @property
+    def _is_scoped(self) -> bool:
+        calls = self._thread.entered
+        return bool(calls) and calls[0].block == _SCOPE
 
     def _learn(self, block: int) -> None:
         last = self._thread.last
@@ -342,220 +399,153 @@ class Stream:
 
     def _following(self, order: dict[int, int], block: int) -> tuple[int, ...]:
         found: list[int] = []
-        at: int | None = order.get(block)
-        while at is not None and len(found) < self.num_ahead and at not in found:
+        at = order.get(block)
+        while at is not None and at != block and len(found) < self.num_ahead and at not in found:
             found.append(at)
             at = order.get(at)
         return tuple(found)
 
-    def _tend(self, wanted: Sequence[int] | None, now: int | None = None) -> None:
-        """Let go what nobody uses or wants, then begin what this thread needs now, and what it wants next."""
-        if wanted is not None:
-            self._wanted[threading.get_ident()] = tuple(wanted)
-        keep = {block for blocks in self._wanted.values() for block in blocks} | set(self._users)
+    # --- what comes and goes; the lock is held ---
+
+    def _want(self, wanted: tuple[int, ...] | None, *, is_backward: bool = False) -> None:
+        """Say what this thread needs next, and let go what nobody uses or wants any more."""
+        wanter = _Wanter(threading.get_ident(), is_backward)
+        if wanted is None:
+            self._wanted.pop(wanter, None)
+        else:
+            self._wanted[wanter] = wanted
+        self._let_go_unwanted()
+
+    def _let_go_unwanted(self) -> None:
+        keep = {block for blocks in self._wanted.values() for block in blocks} | self._users.keys()
         for block in [block for block in self._held if block not in keep]:
             self._let_go(block)
-        for block in (*(() if now is None else (now,)), *(wanted or ())):
-            if block not in self._held:
-                self._begin(block)
 
     def _let_go(self, block: int) -> None:
         held = self._held.pop(block)
         if held.memory is not None:
             self._addresses.pop(held.memory.untyped_storage().data_ptr(), None)
         if block not in self._stays:
-            self._link.release(held.hosts)
+            self.link.release([host for host in held.hosts if host is not None])
 
-    def _begin(self, block: int) -> _Held:
-        """Begin to carry a block; the lock is held."""
-        one = self.blocks[block]
-        hosts = tuple(
-            one.sources[place]() if place in one.sources else slot.read()
-            for place, slot in enumerate(one.slots)
-        )
-        for slot, host in zip(one.slots, hosts, strict=True):
-            if host.is_meta:
-                raise RuntimeError(
-                    f"{slot.key!r} of block {one.name!r} has no values: it is on the meta device. Load the "
-                    "weights before the model runs (load_checkpoint_in_model)."
-                )
-        if block in self._stays:
-            if block in self._was_read:
-                held = self._held[block] = _Held(hosts=hosts)
-                return held
-            self._was_read.add(block)
-        packed: list[torch.Tensor] = []
-        opaque: dict[int, torch.Tensor] = {}
-        positions: list[int] = []
-        seen: dict[int, int] = {}
-        for place, host in enumerate(hosts):
-            if not is_packable(host):
-                opaque[place] = host
-                positions.append(-1)
-                continue
-            if id(host) not in seen:
-                seen[id(host)] = len(packed)
-                packed.append(host.detach())
-            positions.append(seen[id(host)])
-        packing = plan_packing(packed)
-        held = _Held(
-            hosts=hosts,
-            positions=tuple(positions),
-            packing=packing,
-            packed=tuple(packed),
-            opaque={place: host.to(self._link.device, non_blocking=True) for place, host in opaque.items()},
-            arrival=self._link.begin(packed, packing),
-            versions=_versions(hosts),
-        )
-        self._held[block] = held
-        self.peak_blocks = max(self.peak_blocks, len(self._held))
-        self.peak_bytes = max(self.peak_bytes, sum(one.packing.num_bytes for one in self._held.values()))
+    def _take(self, block: int) -> Held:
+        """Begin to carry a block and then those that are wanted, as far as they aren't there."""
+        held = self._held.get(block)
+        if held is not None and not held.hung and not self.link.in_place and is_stale(held):
+            self._let_go(block)
+        held = self._held.get(block) or self._begin(block)
+        for ahead in [block for blocks in self._wanted.values() for block in blocks]:
+            if ahead not in self._held:
+                # What can't be fetched ahead fails where it is needed, if it is.
+                with suppress(Exception):
+                    self._begin(ahead)
         return held
 
-    def _arrive(self, block: int, held: _Held) -> torch.Tensor:
-        """Wait for a block; of several threads one waits, and the others for it."""
+    def _begin(self, block: int) -> Held:
+        hosts = read_hosts(self.blocks[block])
+        layout = self._layouts[block] = plan_layout(hosts, self._layouts.get(block))
+        device = self.link.device
+        held = Held(block=self.blocks[block], hosts=hosts, layout=layout, versions=(), device=device)
+        packed = packed_hosts(held)
+        held.versions = versions_of(packed)
+        # Tensors of inference mode couldn't be used in training later.
+        with torch.inference_mode(False), torch.no_grad():
+            if not (block in self._stays and block in self._was_read):
+                held.arrival = self.link.begin([host.detach() for host in packed], layout.packing)
+            held.moved = {
+                place: host.to(device, non_blocking=True)
+                for place, (host, position) in enumerate(zip(hosts, layout.positions, strict=True))
+                if host is not None and position < 0
+            }
+        if block in self._stays:
+            self._was_read.add(block)
+        self._held[block] = held
+        self._count()
+        return held
+
+    def _count(self) -> None:
+        cached = sum(self._layouts[block].packing.num_bytes for block in self._was_read - self._held.keys())
+        self.peak_blocks = max(self.peak_blocks, len(self._held))
+        self.peak_bytes = max(self.peak_bytes, sum(one.num_bytes for one in self._held.values()) + cached)
+
+    def _arrive(self, block: int, held: Held) -> torch.Tensor:
+        """Wait for a block; of several threads one waits, and the others for it. The lock isn't held."""
         with held.guard:
+            assert held.arrival is not None
+            try:
+                memory = held.arrival()
+            except BaseException:
+                with self._lock:
+                    if self._held.get(block) is held:
+                        self._let_go(block)
+                raise
             if held.memory is None:
-                try:
-                    assert held.arrival is not None
-                    memory = held.arrival()
-                except BaseException:
-                    with self._lock:
-                        if self._held.get(block) is held:
-                            del self._held[block]
-                    raise
-                held.copies = unpack(memory, held.packing)
-                held.counts = _versions(held.copies)
-                held.memory = memory
+                receive(held, memory)
                 with self._lock:
                     if self._held.get(block) is held and memory.numel():
                         self._addresses[memory.untyped_storage().data_ptr()] = block
-            return held.memory
-
-    def _hang(self, block: int, held: _Held, grads: bool) -> None:
-        if held.hung and not grads:
-            return
-        leaves: dict[int, torch.Tensor] = {}
-        for place, position in enumerate(held.positions):
-            if position >= 0:
-                leaves.setdefault(position, held.hosts[place])
-        copies = held.copies
-        if grads:
-            copies = connect(copies, [leaves[position] for position in range(len(copies))])
-        held.hung = tuple(
-            held.opaque[place] if position < 0 else copies[position]
-            for place, position in enumerate(held.positions)
-        )
-        if not held.rest:
-            held.rest = tuple(slot.read() for slot in self.blocks[block].slots)
-        for slot, tensor in zip(self.blocks[block].slots, held.hung, strict=True):
-            slot.write(tensor)
-
-    def _take_down(self, block: int, held: _Held) -> None:
-        """Hang the tensors at rest back, with what the forward pass has written into its copies."""
-        one = self.blocks[block]
-        for place, (slot, hung) in enumerate(zip(one.slots, held.hung, strict=True)):
-            if slot.read() is hung:  # else the module has hung something of its own there, which stays
-                slot.write(held.rest[place] if place in one.sources else held.hosts[place])
-        held.hung = held.rest = ()
-        first = {
-            position: held.hosts[place] for place, position in reversed(tuple(enumerate(held.positions)))
-        }
-        # Batch normalisation writes into its buffers without counting it as a change.
-        uncounted = {
-            position
-            for slot, position in zip(one.slots, held.positions, strict=True)
-            if not slot.is_parameter and slot.owner.training
-        }
-        for position, (copy, count) in enumerate(zip(held.copies, held.counts, strict=True)):
-            host = first[position]
-            if copy._version != count or (
-                position in uncounted and not torch.equal(copy.to(host.device), host)
-            ):
-                # As little counted as it was there: autograd minds if a buffer that it keeps has changed.
-                target = host if copy._version != count else host.data
-                with torch.no_grad():
-                    target.copy_(copy)
-
-    def _require_leaves(self, block: Block) -> None:
-        for place in block.sources:
-            slot = block.slots[place]
-            if slot.is_parameter and slot.read().requires_grad:
-                raise RuntimeError(
-                    f"{slot.key!r} of block {block.name!r} requires a gradient, and its values come anew "
-                    "from weights_map at each pass, so that there is nothing to keep the gradient. Run the "
-                    "model under torch.no_grad(), call requires_grad_(False) on it, or load its "
-                    "weights into the model (load_checkpoint_and_dispatch)."
-                )
+            return memory
 
     # --- backward ---
 
-    def _find(self, address: int) -> tuple[int, tuple[int, ...]] | None:
+    def _find(self, address: int, start: int) -> Saved | None:
         with self._lock:
             block = self._addresses.get(address)
-            return None if block is None else (block, self._held[block].versions)
+            if block is None:
+                return None
+            held = self._held[block]
+            weight = held.position_at(start)
+            return Saved(block, weight, None if held.is_written(weight) else held.versions[weight])
 
     def _fetch_again(self, part: Refetched) -> torch.Tensor:
         block = part.block
+        try:
+            with self._lock:
+                self._want_backwards(block)
+                held = self._take(block)
+            if held.versions[part.weight] != part.version:
+                raise RuntimeError(
+                    f"a weight of block {self.blocks[block].name!r} was changed between forward and "
+                    "backward, which needs its value from the forward pass. Change weights after backward()."
+                )
+            return part.within(self._arrive(block, held))
+        finally:
+            if not is_in_backward():  # someone reads a saved tensor by hand
+                self._end_backward(_Wanter(threading.get_ident(), True))
+
+    def _want_backwards(self, block: int) -> None:
+        """Say that a backward pass has come to a block, and which one it comes to next."""
+        wanter = _Wanter(threading.get_ident(), True)
+        if wanter not in self._wanted:
+            after_backward(partial(self._end_backward, wanter))
+        self._want((block, *self._following(self._previous, block)), is_backward=True)
+
+    def _end_backward(self, wanter: _Wanter) -> None:
         with self._lock:
-            if block not in self._held:
-                self._tend((block, *self._following(self._previous, block)))
-            held = self._held[block]
-            if not _after_backward(self._end_backward):  # someone reads a saved tensor by hand
-                self._end_backward()
-        if _has_changed(held, part):
-            self._end_backward()
+            self._wanted.pop(wanter, None)
+            self._let_go_unwanted()
+
+
+def _require_leaves(block: Block) -> None:
+    """Refuse values that come anew at each pass where gradients are to be kept of them."""
+    for place in block.sources:
+        slot = block.slots[place]
+        if slot.is_parameter and slot.read().requires_grad:
             raise RuntimeError(
-                f"a weight of block {self.blocks[block].name!r} was changed between forward and backward, "
-                "which needs its value from the forward pass. Change weights after backward()."
+                f"{slot.key!r} of block {block.name!r} requires a gradient, and its values come anew "
+                "from weights_map at each pass, so that there is nothing to keep the gradient. Run the "
+                "model under torch.no_grad(), call requires_grad_(False) on it, or load its "
+                "weights into the model (load_checkpoint_and_dispatch)."
             )
-        return part.within(self._arrive(block, held))
-
-    def _end_backward(self) -> None:
-        with self._lock:
-            if not self._thread.entered:
-                self._wanted.pop(threading.get_ident(), None)
-            self._tend(None)
 
 
-def _after_backward(work: Callable[[], None]) -> bool:
-    """Do something at the end of the backward pass that runs; False if none does."""
-    engine: Any = vars(torch.autograd.Variable)["_execution_engine"]  # as DDP and FSDP do
-    try:
-        engine.queue_callback(work)
-    except RuntimeError:
-        return False
-    return True
+def check_options(num_ahead: int, cache_bytes: int) -> None:
+    """Refuse what no stream can be opened with.
 
-
-def _has_changed(held: _Held, part: Refetched) -> bool:
-    """Whether the tensor that a part belongs to was changed since. Others of the block may be: buffers."""
-    first = part.offset * part.dtype.itemsize
-    for place, position in enumerate(held.positions):
-        if position >= 0 and held.versions[place] != part.versions[place]:
-            start = held.packing.pieces[position].start
-            if start <= first < start + max(1, held.packed[position].nbytes):
-                return True
-    return False
-
-
-def _versions(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    return tuple(0 if tensor.is_inference() else tensor._version for tensor in tensors)
-
-
-def _pin(block: Block) -> None:
-    """Lay a block's tensors that lie in plain memory side by side in pinned memory."""
-    hosts: dict[int, torch.Tensor] = {}
-    for slot in block.slots:
-        host = slot.read()
-        if is_packable(host) and not host.is_meta and host.device.type == "cpu":
-            hosts.setdefault(id(host), host)
-    tensors = tuple(hosts.values())
-    packing = plan_packing(tensors)
-    if not tensors or (is_packed(tensors, packing) and tensors[0].is_pinned()):
-        return
-    memory = torch.empty(packing.num_bytes, dtype=torch.uint8, pin_memory=True)
-    with torch.no_grad():
-        pack([host.detach() for host in tensors], packing, memory)
-    for host, view in zip(tensors, unpack(memory, packing), strict=True):
-        host.data = view
+    Raises:
+        ValueError: One of them is negative.
+    """
+    if num_ahead < 0:
+        raise ValueError(f"num_ahead must not be negative, got {num_ahead}. 0 fetches nothing ahead.")
+    if cache_bytes < 0:
+        raise ValueError(f"cache_bytes must not be negative, got {cache_bytes}. 0 keeps nothing.")

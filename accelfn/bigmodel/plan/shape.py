@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
@@ -121,13 +121,11 @@ def read_shape(model: nn.Module) -> ModelShape:
     """
     if not isinstance(cast("object", model), nn.Module):
         raise TypeError(f"read_shape: takes a module, got {type(model).__name__}.")
-    reader = _Reader()
-    root = reader.read(model)
-    ties = reader.ties()
+    names = _Names()
+    names.collect(model)
+    ties = names.ties()
     number_of = {name: number for number, names in enumerate(ties) for name in names}
-    if ties:
-        root = _map_leaves(root, lambda leaf: leaf._replace(tie=number_of.get(leaf.name)))
-    return ModelShape(root=root, ties=ties, no_split_classes=_no_split_of(model))
+    return ModelShape(root=_read(model, "", number_of), ties=ties, no_split_classes=_no_split_of(model))
 
 
 def shape_from_leaves(leaves: Iterable[LeafShape], ties: Iterable[Iterable[str]] = ()) -> ModelShape:
@@ -168,53 +166,61 @@ def shape_from_leaves(leaves: Iterable[LeafShape], ties: Iterable[Iterable[str]]
     return ModelShape(root=_build("", "", tree), ties=groups)
 
 
-class _Reader:
-    """Walks a model; the only state is which tensors have been seen."""
+class _Names:
+    """Which names each tensor of a model has."""
 
     def __init__(self) -> None:
         self._names: dict[int, list[str]] = {}
+
+    def collect(self, model: Any, prefix: str = "") -> None:
+        """Walk a module. torch's own iterators leave out what is registered twice."""
+        # By the object: tensors of the meta device have no memory that could be compared.
+        for tensors in (model._parameters, model._buffers):
+            for key, tensor in tensors.items():
+                if tensor is not None:
+                    self._names.setdefault(id(tensor), []).append(prefix + key)
+        for key, child in model._modules.items():
+            if child is not None:
+                self.collect(child, f"{prefix}{key}.")
 
     def ties(self) -> tuple[tuple[str, ...], ...]:
         """Give the groups of names that are one tensor each."""
         return tuple(tuple(names) for names in self._names.values() if len(names) > 1)
 
-    def read(self, model: nn.Module, name: str = "") -> ModuleShape:
-        """Read a module and all below it."""
-        prefix = f"{name}." if name else ""
-        # torch's own iterators leave out what is registered twice.
-        module: Any = model
-        temporary: set[str] = module._non_persistent_buffers_set
-        return ModuleShape(
-            name,
-            type(model).__name__,
-            tuple(
-                self._leaf(prefix + key, tensor, "parameter")
-                for key, tensor in cast("dict[str, torch.Tensor | None]", module._parameters).items()
-                if tensor is not None
-            ),
-            tuple(
-                self.read(child, prefix + key)
-                for key, child in cast("dict[str, nn.Module | None]", module._modules).items()
-                if child is not None
-            ),
-            tuple(
-                self._leaf(prefix + key, tensor, "temporary" if key in temporary else "buffer")
-                for key, tensor in cast("dict[str, torch.Tensor | None]", module._buffers).items()
-                if tensor is not None
-            ),
-        )
 
-    def _leaf(self, name: str, tensor: torch.Tensor, kind: LeafKind) -> LeafShape:
-        if is_lazy(tensor):
-            raise ValueError(
-                f"{name} has no shape yet: run the model on a batch once, or give the layer its size."
-            )
-        # By the object: tensors of the meta device have no memory that could be compared.
-        self._names.setdefault(id(tensor), []).append(name)
-        numel = tensor.numel()
-        if is_traceable_wrapper_subclass(tensor):
-            return LeafShape(name, _bytes_inside(tensor), numel, tensor.dtype, kind, None, False)
-        return LeafShape(name, numel * tensor.dtype.itemsize, numel, tensor.dtype, kind)
+def _read(module: Any, name: str, tie_of: Mapping[str, int]) -> ModuleShape:
+    prefix = f"{name}." if name else ""
+    temporary: set[str] = module._non_persistent_buffers_set
+    return ModuleShape(
+        name,
+        type(module).__name__,
+        tuple(
+            _leaf(prefix + key, tensor, "parameter", tie_of)
+            for key, tensor in module._parameters.items()
+            if tensor is not None
+        ),
+        tuple(
+            _read(child, prefix + key, tie_of) for key, child in module._modules.items() if child is not None
+        ),
+        tuple(
+            _leaf(prefix + key, tensor, "temporary" if key in temporary else "buffer", tie_of)
+            for key, tensor in module._buffers.items()
+            if tensor is not None
+        ),
+    )
+
+
+def _leaf(name: str, tensor: Any, kind: LeafKind, tie_of: Mapping[str, int]) -> LeafShape:
+    if type(tensor) in (nn.Parameter, torch.Tensor):  # most are
+        dtype, numel = tensor.dtype, tensor.numel()
+        return LeafShape(name, numel * dtype.itemsize, numel, dtype, kind, tie_of.get(name))
+    if is_lazy(tensor):
+        raise ValueError(
+            f"{name} has no shape yet: run the model on a batch once, or give the layer its size."
+        )
+    is_plain = not is_traceable_wrapper_subclass(tensor)
+    size = _bytes_inside(tensor)
+    return LeafShape(name, size, tensor.numel(), tensor.dtype, kind, tie_of.get(name), is_plain)
 
 
 def _bytes_inside(tensor: Any) -> int:
@@ -233,16 +239,6 @@ def _no_split_of(model: nn.Module) -> tuple[str, ...]:
         names = (said,) if isinstance(said, str) else cast("Iterable[str]", said)
         found.update(dict.fromkeys(sorted(names) if isinstance(names, (set, frozenset)) else names))
     return tuple(found)
-
-
-def _map_leaves(module: ModuleShape, change: Callable[[LeafShape], LeafShape]) -> ModuleShape:
-    return ModuleShape(
-        module.name,
-        module.class_name,
-        tuple(map(change, module.parameters)),
-        tuple(_map_leaves(child, change) for child in module.children),
-        tuple(map(change, module.buffers)),
-    )
 
 
 def _build(name: str, class_name: str, tree: dict[str, Any]) -> ModuleShape:

@@ -216,7 +216,8 @@ def _typed_tensor(
     if not end:
         return torch.empty(shape, dtype=dtype)
     length = storage.data.numel() // dtype.itemsize * dtype.itemsize
-    return storage.data[:length].view(dtype).as_strided(shape, stride, offset)
+    typed = storage.data[:length].view(dtype)
+    return typed.as_strided(shape, stride, typed.storage_offset() + offset)  # the bytes may be part of others
 
 
 def _parameter(data: torch.Tensor, requires_grad: bool = True, hooks: Any = None) -> torch.Tensor:

@@ -1,0 +1,282 @@
+"""How many bytes modules take."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from enum import Enum
+from types import MappingProxyType
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import nn
+
+from accelfn.bigmodel.plan.shape import LeafShape, ModelShape, read_shape
+from accelfn.checkpoint.files.stored_dtype import dtype_from_name
+
+__all__ = (
+    "AnyDtype",
+    "CustomDtype",
+    "calculate_maximum_sizes",
+    "compute_module_sizes",
+    "compute_module_total_buffer_size",
+    "counted_bytes",
+    "dtype_byte_size",
+    "get_max_layer_size",
+    "get_module_leaves",
+    "get_non_persistent_buffers",
+    "read_class_names",
+    "read_dtype",
+    "sizes_of",
+)
+
+
+class CustomDtype(Enum):
+    """Numbers that torch has no dtype for, or that a quantised layer packs: for sizes alone."""
+
+    FP8 = "fp8"
+    INT4 = "int4"
+    INT2 = "int2"
+
+
+AnyDtype: TypeAlias = "torch.dtype | CustomDtype | str"
+"""A dtype, its name such as ``"float16"`` or ``"torch.float16"``, or one of :class:`CustomDtype`."""
+
+_CUSTOM_BYTES: Mapping[CustomDtype, float] = MappingProxyType(
+    {CustomDtype.FP8: 1, CustomDtype.INT4: 0.5, CustomDtype.INT2: 0.25}
+)
+_NO_DTYPES: Mapping[str, AnyDtype] = MappingProxyType({})
+
+
+def dtype_byte_size(dtype: AnyDtype) -> float:
+    """Give the bytes of one element.
+
+    Raises:
+        ValueError: There is no such dtype.
+
+    >>> dtype_byte_size(torch.float32), dtype_byte_size("bfloat16"), dtype_byte_size(CustomDtype.INT4)
+    (4, 2, 0.5)
+    """
+    known = read_dtype(dtype)
+    return _CUSTOM_BYTES[known] if isinstance(known, CustomDtype) else known.itemsize
+
+
+def read_dtype(dtype: AnyDtype, what: str = "dtype") -> torch.dtype | CustomDtype:
+    """Turn what a caller writes for a dtype into one.
+
+    Args:
+        dtype: See :data:`AnyDtype`; ``"int4"`` and the like are those of :class:`CustomDtype`.
+        what: Where it stands, for errors.
+
+    Raises:
+        ValueError: There is no such dtype.
+    """
+    given = cast("object", dtype)
+    if isinstance(given, (torch.dtype, CustomDtype)):
+        return given
+    if isinstance(given, str):
+        name = given.removeprefix("torch.")
+        if name in {one.value for one in CustomDtype}:
+            return CustomDtype(name)
+        with contextlib.suppress(ValueError):
+            return dtype_from_name(name)
+    raise ValueError(
+        f"{what} must be a dtype of torch or its name, such as 'float16', or one of CustomDtype: got "
+        f"{given!r}."
+    )
+
+
+def counted_bytes(
+    leaf: LeafShape,
+    dtype: torch.dtype | CustomDtype | None = None,
+    special_dtypes: Mapping[str, torch.dtype | CustomDtype] = MappingProxyType({}),
+) -> int:
+    """Count what a tensor would take if the model were loaded with ``dtype``.
+
+    A dtype never makes a tensor larger, and what isn't floating keeps its own. Pure.
+    """
+    special = special_dtypes.get(leaf.name)
+    if special is not None:
+        return math.ceil(leaf.numel * dtype_byte_size(special))
+    own = leaf.dtype
+    if dtype is None or own is None or not leaf.is_plain or not own.is_floating_point:
+        return leaf.num_bytes
+    return min(leaf.num_bytes, math.ceil(leaf.numel * dtype_byte_size(dtype)))
+
+
+def sizes_of(
+    shape: ModelShape,
+    dtype: AnyDtype | None = None,
+    special_dtypes: Mapping[str, AnyDtype] | None = None,
+    buffers_only: bool = False,
+) -> defaultdict[str, int]:
+    """Do what :func:`compute_module_sizes` does for a shape. Pure."""
+    known = None if dtype is None else read_dtype(dtype)
+    special = {name: read_dtype(one, name) for name, one in (special_dtypes or _NO_DTYPES).items()}
+    sizes: defaultdict[str, int] = defaultdict(int)
+    seen: set[int] = set()
+
+    def count(leaves: Iterable[LeafShape]) -> None:
+        for leaf in leaves:
+            if leaf.tie is None or leaf.tie not in seen:
+                sizes[leaf.name] = counted_bytes(leaf, known, special)
+            if leaf.tie is not None:
+                seen.add(leaf.tie)
+
+    # In the order of torch, by which one of several names is the first.
+    modules = list(shape.root.modules())
+    for module in () if buffers_only else modules:
+        count(module.parameters)
+    for module in modules:
+        count(module.buffers)
+    for module in reversed(modules):
+        parts = [part.name for part in (*module.parameters, *module.children, *module.buffers)]
+        found = [sizes[name] for name in parts if name in sizes]
+        if found:
+            sizes[module.name] = sum(found)
+    return sizes
+
+
+def compute_module_sizes(
+    model: nn.Module,
+    dtype: AnyDtype | None = None,
+    special_dtypes: Mapping[str, AnyDtype] | None = None,
+    buffers_only: bool = False,
+) -> defaultdict[str, int]:
+    """Count the bytes below each name of a model: tensors, modules, and ``""`` for all.
+
+    What has several names counts once, under the first. Modules without tensors have no entry, and 0 when
+    they are asked for.
+
+    Ranks: local. The model may be on the meta device.
+
+    Args:
+        model: Any module.
+        dtype: Floating tensors count as if they were of it, unless they are smaller already.
+        special_dtypes: Dtypes of single tensors, by name; they count in any case.
+        buffers_only: Parameters don't count.
+
+    Raises:
+        ValueError: There is no such dtype, or a lazy layer has no shape yet.
+
+    >>> compute_module_sizes(nn.Sequential(nn.Linear(3, 4)))["0"]
+    64
+    """
+    return sizes_of(read_shape(model), dtype, special_dtypes, buffers_only)
+
+
+def compute_module_total_buffer_size(
+    model: nn.Module, dtype: AnyDtype | None = None, special_dtypes: Mapping[str, AnyDtype] | None = None
+) -> int:
+    """Count the bytes of all buffers of a model.
+
+    Args:
+        model: Any module.
+        dtype: See :func:`compute_module_sizes`.
+        special_dtypes: See :func:`compute_module_sizes`.
+
+    >>> compute_module_total_buffer_size(nn.BatchNorm1d(4))
+    40
+    """
+    return compute_module_sizes(model, dtype, special_dtypes, buffers_only=True)[""]
+
+
+def get_max_layer_size(
+    modules: Sequence[tuple[str, Any]],
+    module_sizes: Mapping[str, int],
+    no_split_module_classes: Collection[str] | str | None,
+) -> tuple[int, list[str]]:
+    """Find the largest layer: a module without children, one that isn't split, or a bare tensor.
+
+    Args:
+        modules: Names, with modules or tensors.
+        module_sizes: Of :func:`compute_module_sizes`.
+        no_split_module_classes: Names of classes that count as one layer.
+
+    Returns:
+        Its bytes, and the names of all layers that have so many; 0 and no name without any layer.
+    """
+    kept = frozenset(read_class_names(no_split_module_classes))
+    left = list(reversed(modules))
+    largest, names = 0, list[str]()
+    while left:
+        name, module = left.pop()
+        children = list(module.named_children()) if isinstance(module, nn.Module) else []
+        if children and type(module).__name__ not in kept:
+            left.extend((f"{name}.{key}", child) for key, child in reversed(children))
+            continue
+        size = module_sizes.get(name, 0)
+        if size > largest:
+            largest, names = size, [name]
+        elif size == largest:
+            names.append(name)
+    return largest, names
+
+
+def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
+    """Count a model's bytes, and those of its largest layer with the names of all that are so large.
+
+    What the model says in ``_no_split_modules`` is a layer.
+
+    Args:
+        model: Any module, also on the meta device.
+    """
+    shape = read_shape(model)
+    sizes = sizes_of(shape)
+    parts = [
+        *model.named_parameters(recurse=False),
+        *model.named_children(),
+        *model.named_buffers(recurse=False),
+    ]
+    return sizes[""], get_max_layer_size(parts, sizes, shape.no_split_classes)
+
+
+def get_module_leaves(module_sizes: Mapping[str, int]) -> list[str]:
+    """Find the names that no other name is below of.
+
+    Args:
+        module_sizes: Of :func:`compute_module_sizes`. Of a model these are its tensors; without them, the
+            modules that have no modules below them.
+
+    >>> get_module_leaves({"": 8, "a": 8, "a.weight": 4, "a.bias": 4})
+    ['a.weight', 'a.bias']
+    """
+    above = {""}.union(*(_above(name) for name in module_sizes))
+    return [name for name in module_sizes if name not in above]
+
+
+def _above(name: str) -> Iterator[str]:
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
+    """Name the buffers that a state dict leaves out.
+
+    Args:
+        module: Any.
+        recurse: Those of modules below it too.
+        fqns: By full names; otherwise by the last part of them.
+    """
+    found: set[str] = set()
+    inside = cast("Iterable[tuple[str, Any]]", module.named_modules())
+    for name, one in inside if recurse else (("", cast("Any", module)),):
+        own: set[str] = one._non_persistent_buffers_set
+        found |= {f"{name}.{key}" for key in own} if fqns and name else own
+    return found
+
+
+def read_class_names(given: Collection[str] | str | None) -> tuple[str, ...]:
+    """Take one name of a class, or several.
+
+    Raises:
+        TypeError: They are no names.
+    """
+    names = (given,) if isinstance(given, str) else tuple(given or ())
+    for name in cast("tuple[object, ...]", names):
+        if not isinstance(name, str):
+            raise TypeError(f"no_split_module_classes takes names of classes, got {name!r}.")
+    return names

@@ -1,0 +1,376 @@
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportPrivateUsage=false, reportIncompatibleMethodOverride=false
+
+import copy
+import pickle
+import re
+import threading
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from accelfn.bigmodel.hooks.casting import LayerwiseCastingHook, attach_layerwise_casting_hooks
+from accelfn.bigmodel.hooks.model_hook import (
+    ModelHook,
+    add_hook_to_module,
+    hook_of,
+    remove_hook_from_module,
+    remove_hook_from_submodules,
+)
+
+F8, BF16, F32 = torch.float8_e4m3fn, torch.bfloat16, torch.float32
+DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+class Net(nn.Module):
+    def __init__(self, dtype: torch.dtype = F32) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(2, 3, 3, padding=1)
+        self.norm = nn.LayerNorm(6)
+        self.body = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Sequential(nn.Linear(6, 6, bias=False)))
+        self.head = nn.Linear(6, 2)
+        self.to(dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(self.norm(self.conv(x))))
+
+
+def net(dtype: torch.dtype = F32, seed: int = 0) -> Net:
+    torch.manual_seed(seed)
+    return Net(dtype)
+
+
+def data(dtype: torch.dtype = F32) -> torch.Tensor:
+    return torch.randn(4, 2, 6, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def rounded(model: Net, storage: torch.dtype, compute: torch.dtype) -> Net:
+    """Round what is cast, by hand."""
+    model = copy.deepcopy(model)
+    for module in model.modules():
+        if isinstance(module, (nn.Linear, nn.Conv1d)):
+            module.to(storage).to(compute)
+    return model
+
+
+def dtypes(model: nn.Module) -> dict[str, torch.dtype]:
+    return {name: tensor.dtype for name, tensor in model.state_dict().items()}
+
+
+@given(st.sampled_from(DTYPES), st.sampled_from((F32, BF16, torch.float64)), st.integers(0, 5))
+def test_it_computes_what_rounded_weights_compute(storage: Any, compute: Any, seed: int) -> None:
+    model = net(compute, seed)
+    expected = rounded(model, storage, compute)(data(compute))
+    parameters = list(model.parameters())
+    attach_layerwise_casting_hooks(model, storage, compute)
+    stored = copy.deepcopy(model.state_dict())
+    with torch.no_grad():
+        assert torch.equal(model(data(compute)), expected)
+        assert torch.equal(model(data(compute)), expected)
+    assert all(map(torch.equal, model.state_dict().values(), stored.values()))
+    assert {dtype for name, dtype in dtypes(model).items() if "norm" not in name} == {storage}
+    assert model.norm.weight.dtype == compute
+    assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
+    remove_hook_from_submodules(model)
+    assert set(dtypes(model).values()) == {compute}
+    assert torch.equal(model(data(compute)), expected)
+
+
+def test_a_model_takes_a_quarter_of_its_memory() -> None:
+    layer = nn.Linear(100, 100)
+    before = sum(tensor.nbytes for tensor in layer.parameters())
+    attach_layerwise_casting_hooks(layer, F8, F32)
+    assert sum(tensor.nbytes for tensor in layer.parameters()) * 4 == before
+    assert layer.weight.untyped_storage().nbytes() == 10_000
+
+
+@pytest.mark.parametrize(
+    ("pattern", "classes", "cast"),
+    [
+        (None, None, {"conv", "body.0", "body.2.0", "head"}),
+        ("body", None, {"conv", "head"}),
+        ("^body.2$", None, {"conv", "body.0", "head"}),
+        (("head", r"body\.0"), None, {"conv", "body.2.0"}),
+        (["o"], None, {"head"}),
+        ("", None, set[str]()),
+        (re.compile("HEAD", re.IGNORECASE), None, {"conv", "body.0", "body.2.0"}),
+        ((), (), {"conv", "body.0", "body.2.0", "head"}),
+        (None, nn.Linear, {"conv"}),
+        (None, (nn.Sequential,), {"conv", "head"}),
+        (None, [nn.Conv1d, nn.Sequential], {"head"}),
+        ("head", nn.Sequential, {"conv"}),
+        (None, nn.Module, set[str]()),
+    ],
+)
+def test_modules_are_skipped_with_all_inside_of_them(pattern: Any, classes: Any, cast: set[str]) -> None:
+    model = net()
+    attach_layerwise_casting_hooks(model, F8, F32, pattern, classes)
+    assert {name for name, one in model.named_modules() if hook_of(one) is not None} == cast
+    assert {name.rpartition(".")[0] for name, dtype in dtypes(model).items() if dtype == F8} == cast
+
+
+@pytest.mark.parametrize("kind", [1, 2, 3])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_convolutions_of_each_kind_are_cast(kind: int, transposed: bool) -> None:
+    layer: nn.Module = getattr(nn, f"Conv{'Transpose' * transposed}{kind}d")(2, 2, 1)
+    attach_layerwise_casting_hooks(layer, F8, F32)
+    assert isinstance(hook_of(layer), LayerwiseCastingHook)
+    with torch.no_grad():
+        assert layer(torch.ones(1, 2, *(3,) * kind)).dtype == F32
+
+
+def test_other_layers_are_left_alone() -> None:
+    model = nn.ModuleList([nn.Embedding(3, 2), nn.BatchNorm1d(2), nn.LSTM(2, 2), nn.Bilinear(2, 2, 2)])
+    attach_layerwise_casting_hooks(model, F8, F32)
+    assert all(hook_of(one) is None for one in model.modules())
+    assert F8 not in dtypes(model).values()
+
+
+def test_a_layer_that_shares_its_weight_with_one_that_is_not_cast_is_left_alone() -> None:
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 5, bias=False))
+    model[2].weight = model[0].weight
+    attach_layerwise_casting_hooks(model, F8, F32)
+    assert dtypes(model) == {"0.weight": F32, "1.weight": F8, "1.bias": F8, "2.weight": F32}
+    with torch.no_grad():
+        assert model(torch.tensor([1, 2])).shape == (2, 5)
+
+
+def test_layers_that_share_a_weight_still_do() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    model.append(model[2])
+    attach_layerwise_casting_hooks(model, F8, F32)
+    with torch.no_grad():
+        assert model(torch.ones(2, 3)).dtype == F32
+    assert model[1].weight is model[0].weight
+    assert model[0].weight.dtype == F8
+
+
+class Failing(nn.Linear):
+    fail: BaseException | None = None
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        assert self.weight.dtype == F32
+        if self.fail is not None:
+            raise self.fail
+        return super().forward(given)
+
+
+def test_after_an_exception_the_weights_are_stored_again() -> None:
+    model = Failing(3, 3)
+    attach_layerwise_casting_hooks(model, F8, F32)
+    model.fail = ValueError("inside")
+    with torch.no_grad(), pytest.raises(ValueError, match="inside"):
+        model(torch.ones(3))
+    assert model.weight.dtype == F8
+    assert isinstance(model.weight, nn.Parameter)
+    model.fail = None
+    with torch.no_grad():
+        assert model(torch.ones(3)).dtype == F32
+
+
+def test_gradients_come_in_the_storage_dtype() -> None:
+    model = net()
+    plain = rounded(model, BF16, F32)
+    attach_layerwise_casting_hooks(model, BF16, F32)
+    for _ in range(2):
+        model(data()).sum().backward()
+        plain(data()).sum().backward()
+    for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert one.grad is not None
+        assert other.grad is not None
+        assert one.grad.dtype == one.dtype == (F32 if "norm" in name else BF16)
+        torch.testing.assert_close(one.grad.float(), other.grad, rtol=1e-2, atol=1e-2)
+
+
+def test_a_weight_that_can_not_have_its_gradient_says_so() -> None:
+    model = net()
+    attach_layerwise_casting_hooks(model, F8, F32)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"'weight' is stored as torch\.float8_e4m3fn"):
+            model(data())
+    with torch.no_grad():
+        assert model(data()).dtype == F32
+    with torch.inference_mode():
+        assert model(data()).dtype == F32
+    assert dtypes(model)["head.weight"] == F8
+
+
+def test_frozen_layers_pass_gradients_on() -> None:
+    model = net()
+    plain = rounded(model, F8, F32)
+    attach_layerwise_casting_hooks(model, F8, F32, skip_modules_pattern="conv")
+    plain.conv.load_state_dict(model.conv.state_dict())
+    for one in (model.body, model.head):
+        one.requires_grad_(False)
+    model(data()).sum().backward()
+    plain(data()).sum().backward()
+    assert model.conv.weight.grad is not None
+    assert plain.conv.weight.grad is not None
+    assert torch.equal(model.conv.weight.grad, plain.conv.weight.grad)
+    assert model.head.weight.grad is None
+
+
+def test_the_gradient_that_is_there_goes_along() -> None:
+    layer = nn.Linear(2, 2)
+    layer(torch.ones(2)).sum().backward()
+    attach_layerwise_casting_hooks(layer, BF16, F32)
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.dtype == BF16
+    layer(torch.ones(2)).sum().backward()
+    assert torch.equal(layer.weight.grad, torch.full((2, 2), 2, dtype=BF16))
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle"])
+def test_copies_cast_too(way: str) -> None:
+    model = nn.Sequential(nn.Linear(3, 3))
+    storage = F8 if way == "deepcopy" else BF16  # plain pickles of torch can't hold float8
+    attach_layerwise_casting_hooks(model, storage, F32)
+    other = copy.deepcopy(model) if way == "deepcopy" else pickle.loads(pickle.dumps(model))
+    with torch.no_grad():
+        assert torch.equal(other(torch.ones(3)), model(torch.ones(3)))
+    assert other[0].weight.dtype == storage
+    assert other[0].weight is not model[0].weight
+    remove_hook_from_submodules(other)
+    assert other[0].weight.dtype == F32
+    assert model[0].weight.dtype == storage
+
+
+class Waiting(nn.Linear):
+    """Runs in two threads at once."""
+
+    barrier: Any = None
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        if self.barrier is not None:
+            self.barrier.wait(10)
+        return super().forward(given)
+
+
+def test_threads_may_share_a_model() -> None:
+    model = Waiting(3, 3)
+    attach_layerwise_casting_hooks(model, F8, F32)
+    with torch.no_grad():
+        expected = model(torch.ones(3))
+    model.barrier = threading.Barrier(2)
+    found: list[torch.Tensor] = []
+
+    def run() -> None:
+        with torch.no_grad():
+            found.append(model(torch.ones(3)))
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert len(found) == 2
+    assert all(torch.equal(one, expected) for one in found)
+    assert model.weight.dtype == F8
+    model.barrier = None
+    with torch.no_grad():
+        assert torch.equal(model(torch.ones(3)), expected)
+
+
+def test_a_gradient_that_another_thread_would_lose_is_an_error() -> None:
+    model = Waiting(3, 3)
+    attach_layerwise_casting_hooks(model, BF16, F32)
+    model.barrier = threading.Barrier(2)
+
+    def run() -> None:
+        with torch.no_grad():
+            model(torch.ones(3))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    while model.weight.dtype != F32:  # until it is within its forward
+        pass
+    with pytest.raises(RuntimeError, match="another thread runs this module without gradients"):
+        model(torch.ones(3))
+    model.barrier.wait(10)
+    thread.join(10)
+    model.barrier = None
+    model(torch.ones(3)).sum().backward()
+    assert model.weight.grad is not None
+    assert model.weight.dtype == BF16
+
+
+def test_what_a_forward_writes_is_stored() -> None:
+    norm = add_hook_to_module(nn.BatchNorm1d(2), LayerwiseCastingHook(BF16, F32))
+    plain = nn.BatchNorm1d(2)
+    for one in (norm, plain):
+        one(torch.tensor([[0.0, 1.0], [2.0, 5.0]]))
+    mean: Any = norm.running_mean
+    assert mean.dtype == BF16
+    assert plain.running_mean is not None
+    assert torch.equal(mean, plain.running_mean.to(BF16))
+    assert norm.num_batches_tracked == 1
+
+
+class Doubling(ModelHook):
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        return 2 * output
+
+
+def test_it_goes_with_other_hooks_and_forward_stays() -> None:
+    layer = nn.Linear(3, 3)
+    torch.nn.init.ones_(layer.weight)
+    expected = 2 * layer(torch.ones(3)).detach()
+    add_hook_to_module(layer, Doubling())
+    attach_layerwise_casting_hooks(layer, torch.float64, F32)
+    assert torch.equal(layer(torch.ones(3)), expected)
+    assert "forward" not in vars(layer)
+    remove_hook_from_module(layer)
+    assert not layer._forward_hooks
+    assert not layer._forward_pre_hooks
+
+
+def test_meta_weights_and_quantised_ones_are_no_obstacle() -> None:
+    model = nn.Sequential(nn.Linear(3, 3, device="meta"), nn.Linear(3, 3))
+    model[1].weight = nn.Parameter(torch.ones(3, 3, dtype=torch.int8), requires_grad=False)
+    attach_layerwise_casting_hooks(model, F8, F32)
+    assert [str(one) for one in dtypes(model).values()] == [
+        *("torch.float8_e4m3fn", "torch.float8_e4m3fn", "torch.int8", "torch.float8_e4m3fn")
+    ]
+    with torch.no_grad():
+        assert model[0](torch.ones(3, device="meta")).dtype == F32
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "said"),
+    [
+        ({"storage_dtype": "float8"}, TypeError, "storage_dtype must be a dtype of torch.*got 'float8'"),
+        ({"storage_dtype": torch.int8}, ValueError, "storage_dtype must be a dtype of floating numbers"),
+        ({"compute_dtype": None}, TypeError, "compute_dtype must be a dtype of torch.*got None"),
+        ({"compute_dtype": torch.bool}, ValueError, "compute_dtype must be a dtype of floating numbers"),
+        ({"skip_modules_pattern": "("}, ValueError, r"skip_modules_pattern: '\(' is no regular expression"),
+        ({"skip_modules_pattern": 3}, TypeError, "skip_modules_pattern must be a regular expression.*got 3"),
+        ({"skip_modules_pattern": (3,)}, TypeError, "skip_modules_pattern must be a regular expression"),
+        ({"skip_modules_classes": "Linear"}, TypeError, "skip_modules_classes must be a class of modules"),
+        ({"skip_modules_classes": int}, TypeError, "skip_modules_classes must be a class of modules"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_changed(
+    arguments: dict[str, Any], kind: type[Exception], said: str
+) -> None:
+    model = net()
+    given: dict[str, Any] = {"storage_dtype": F8, "compute_dtype": F32, **arguments}
+    with pytest.raises(kind, match=said):
+        attach_layerwise_casting_hooks(model, **given)
+    assert set(dtypes(model).values()) == {F32}
+
+
+def test_layers_are_not_cast_twice() -> None:
+    model = net()
+    attach_layerwise_casting_hooks(model.body, F8, F32)
+    before = dtypes(model)
+    with pytest.raises(ValueError, match=r"body\.0 casts its weights already.*remove_hook_from_submodules"):
+        attach_layerwise_casting_hooks(model, BF16, F32)
+    assert dtypes(model) == before
+    remove_hook_from_submodules(model)
+    attach_layerwise_casting_hooks(model, BF16, F32)
+    assert dtypes(model)["body.0.weight"] == BF16
