@@ -20,7 +20,14 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from accelfn.bigmodel.offload.blocks import Block
-from accelfn.bigmodel.offload.gradients import Refetched, Saved, after_backward, is_in_backward, refetching
+from accelfn.bigmodel.offload.gradients import (
+    Refetched,
+    Saved,
+    after_backward,
+    is_in_backward,
+    is_innermost,
+    refetching,
+)
 from accelfn.bigmodel.offload.held import (
     Held,
     Layout,
@@ -285,6 +292,8 @@ class Stream:
         call = _Entered(block, caller, is_seen)
         calls.append(call)
         if is_there:
+            if grads:
+                self._save_by_place(call)
             return
         link = self.link
         with self._lock:
@@ -305,6 +314,12 @@ class Stream:
             hang(held, grads=grads)
         call.grads = grads
         if grads:
+            self._save_by_place(call)
+
+    def _save_by_place(self, call: _Entered) -> None:
+        """Let autograd save weights as where they lie, unless it does already."""
+        before = next((one.saving for one in reversed(self._thread.entered) if one.saving is not None), None)
+        if before is None or not is_innermost(before):
             call.saving = refetching(self._find, self._fetch_again)
             call.saving.__enter__()
 
@@ -431,18 +446,42 @@ class Stream:
     def _take(self, block: int) -> Held:
         """Begin to carry a block and then those that are wanted, as far as they aren't there."""
         held = self._held.get(block)
-        if held is not None and not held.hung and not self.link.in_place and is_stale(held):
-            self._let_go(block)
+        if held is not None and not held.hung and not self.link.in_place:
+            if is_stale(held, [slot.peek() for slot in self.blocks[block].slots]):
+                self._let_go(block)
         held = self._held.get(block) or self._begin(block)
+        self._take_ahead()
+        return held
+
+    def _take_again(self, part: Refetched) -> Held:
+        """Begin to carry a block as it was when forward used it, if it isn't there."""
+        held = self._held.get(part.block)
+        if held is not None and is_stale(held, part.hosts):
+            if held.hung:  # a forward pass uses it as it is now
+                return self._carry(part.block, part.hosts)
+            self._let_go(part.block)
+        held = self._held.get(part.block) or self._begin(part.block, part.hosts)
+        self._take_ahead()
+        return held
+
+    def _take_ahead(self) -> None:
         for ahead in [block for blocks in self._wanted.values() for block in blocks]:
             if ahead not in self._held:
                 # What can't be fetched ahead fails where it is needed, if it is.
                 with suppress(Exception):
                     self._begin(ahead)
+
+    def _begin(self, block: int, lasting: Sequence[torch.Tensor | None] | None = None) -> Held:
+        held = self._held[block] = self._carry(block, lasting)
+        if block in self._stays:
+            self._was_read.add(block)
+        cached = sum(self._layouts[one].packing.num_bytes for one in self._was_read - self._held.keys())
+        self.peak_blocks = max(self.peak_blocks, len(self._held))
+        self.peak_bytes = max(self.peak_bytes, sum(one.num_bytes for one in self._held.values()) + cached)
         return held
 
-    def _begin(self, block: int) -> Held:
-        hosts = read_hosts(self.blocks[block])
+    def _carry(self, block: int, lasting: Sequence[torch.Tensor | None] | None) -> Held:
+        hosts = read_hosts(self.blocks[block], lasting)
         layout = self._layouts[block] = plan_layout(hosts, self._layouts.get(block))
         device = self.link.device
         held = Held(block=self.blocks[block], hosts=hosts, layout=layout, versions=(), device=device)
@@ -457,16 +496,7 @@ class Stream:
                 for place, (host, position) in enumerate(zip(hosts, layout.positions, strict=True))
                 if host is not None and position < 0
             }
-        if block in self._stays:
-            self._was_read.add(block)
-        self._held[block] = held
-        self._count()
         return held
-
-    def _count(self) -> None:
-        cached = sum(self._layouts[block].packing.num_bytes for block in self._was_read - self._held.keys())
-        self.peak_blocks = max(self.peak_blocks, len(self._held))
-        self.peak_bytes = max(self.peak_bytes, sum(one.num_bytes for one in self._held.values()) + cached)
 
     def _arrive(self, block: int, held: Held) -> torch.Tensor:
         """Wait for a block; of several threads one waits, and the others for it. The lock isn't held."""
@@ -495,14 +525,15 @@ class Stream:
                 return None
             held = self._held[block]
             weight = held.position_at(start)
-            return Saved(block, weight, None if held.is_written(weight) else held.versions[weight])
+            version = None if held.is_written(weight) else held.versions[weight]
+            return Saved(block, weight, version, held.lasting)
 
     def _fetch_again(self, part: Refetched) -> torch.Tensor:
         block = part.block
         try:
             with self._lock:
                 self._want_backwards(block)
-                held = self._take(block)
+                held = self._take_again(part)
             if held.versions[part.weight] != part.version:
                 raise RuntimeError(
                     f"a weight of block {self.blocks[block].name!r} was changed between forward and "
