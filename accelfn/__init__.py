@@ -13,6 +13,10 @@ if TYPE_CHECKING:  # what type checkers see; a test holds it equal to the table 
         Accelerator,
         LocalSGD,
     )
+    from accelfn.bigmodel import (
+        load_checkpoint_and_dispatch,
+        load_checkpoint_in_model,
+    )
     from accelfn.checkpoint import (
         Keep,
         SaveHandle,
@@ -169,6 +173,10 @@ _HOMES = MappingProxyType(
         "accelfn.accelerator": (
             "Accelerator",
             "LocalSGD",
+        ),
+        "accelfn.bigmodel": (
+            "load_checkpoint_and_dispatch",
+            "load_checkpoint_in_model",
         ),
         "accelfn.checkpoint": (
             "Keep",
@@ -395,6 +403,8 @@ __all__ = (
     "join_uneven_inputs",
     "latest_checkpoint",
     "listify",
+    "load_checkpoint_and_dispatch",
+    "load_checkpoint_in_model",
     "load_model",
     "load_state",
     "load_tree",
