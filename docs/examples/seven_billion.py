@@ -62,10 +62,8 @@ def main() -> None:
     before, begin = peak_mb(), time.perf_counter()
     with af.init_empty_weights():
         model = build()
-    print(
-        f"built in {time.perf_counter() - begin:.2f} s, {peak_mb() - before:.0f} MB of memory",
-        file=sys.stderr,
-    )
+    seconds = time.perf_counter() - begin
+    print(f"built in {seconds:.2f} s with {peak_mb() - before:.0f} MB of memory", file=sys.stderr)
     weight, frequencies = model.get_parameter("head.weight"), model.get_buffer("frequencies")
     print(f"head.weight: {tuple(weight.shape)} on {weight.device}")
     print(f"frequencies: {tuple(frequencies.shape)} on {frequencies.device}, the first is {frequencies[0]}")
