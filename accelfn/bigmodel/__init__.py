@@ -160,6 +160,9 @@ from accelfn.bigmodel.quantize.config import (
     BnbQuantizationConfig,
     TorchaoQuantizationConfig,
 )
+from accelfn.bigmodel.quantize.load import (
+    load_and_quantize_model,
+)
 from accelfn.bigmodel.source import (
     read_source,
 )
@@ -249,6 +252,7 @@ __all__ = (
     "PrefixedDataset",
     "extract_submodules_state_dict",
     "id_tensor_storage",
+    "load_and_quantize_model",
     "load_checkpoint_and_dispatch",
     "load_checkpoint_in_model",
     "load_offloaded_weight",
