@@ -30,8 +30,6 @@ if TYPE_CHECKING:  # what type checkers see; a test holds it equal to the table 
         plan_device_map,
         prepare_pipeline,
         prepare_pippy,
-        load_checkpoint_and_dispatch,
-        load_checkpoint_in_model,
     )
     from accelfn.checkpoint import (
         Keep,
@@ -207,8 +205,6 @@ _HOMES = MappingProxyType(
             "plan_device_map",
             "prepare_pipeline",
             "prepare_pippy",
-            "load_checkpoint_and_dispatch",
-            "load_checkpoint_in_model",
         ),
         "accelfn.checkpoint": (
             "Keep",
@@ -347,7 +343,7 @@ _HOMES = MappingProxyType(
             "find_device",
             "initialize_tensors",
             "listify",
-    "load_and_quantize_model",
+            "load_and_quantize_model",
             "pack",
             "pad_input_tensors",
             "send_to_device",
@@ -446,6 +442,7 @@ __all__ = (
     "join_uneven_inputs",
     "latest_checkpoint",
     "listify",
+    "load_and_quantize_model",
     "load_checkpoint_and_dispatch",
     "load_checkpoint_in_model",
     "load_model",
