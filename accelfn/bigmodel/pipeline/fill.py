@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -14,6 +14,8 @@ from accelfn.bigmodel.load.apply import apply_plan, fetch_from_files
 from accelfn.bigmodel.load.placing import read_dtype
 from accelfn.bigmodel.load.plan import LoadPlan, Wishes, plan_load
 from accelfn.bigmodel.load.source import Stamp, open_checkpoint
+from accelfn.bigmodel.offload.blocks import slots_of
+from accelfn.bigmodel.pipeline.stage import find_slot
 from accelfn.bigmodel.places import read_place
 
 __all__ = ("PlannedLoad", "check_values", "load_stage", "plan_stage_load")
@@ -32,6 +34,11 @@ class PlannedLoad(NamedTuple):
     plan: LoadPlan
     stamps: Mapping[Path, Stamp]
 
+    @property
+    def dtypes(self) -> dict[int, torch.dtype]:
+        """The dtype that each tensor of the model will have, by its Python id."""
+        return {id(step.target.tensor): step.dtype for step in self.plan.steps}
+
 
 def check_values(model: nn.Module, needed: Collection[str] | None) -> None:
     """Refuse a model without values.
@@ -43,8 +50,8 @@ def check_values(model: nn.Module, needed: Collection[str] | None) -> None:
     Raises:
         ValueError: A tensor is on the meta device; with the names.
     """
-    tensors: Iterable[tuple[str, torch.Tensor]] = (*model.named_parameters(), *model.named_buffers())
-    bare = [name for name, one in tensors if one.is_meta and (needed is None or name in needed)]
+    names = [name for name, _ in slots_of(model)] if needed is None else needed
+    bare = [name for name in names if find_slot(model, name).read().is_meta]
     if bare:
         more = f" and {len(bare) - 5} more" if len(bare) > 5 else ""
         raise ValueError(

@@ -32,8 +32,8 @@ def prepare_pippy(
     """Spread a model over all ranks for inference, as :func:`prepare_pipeline` does, and keep its name.
 
     Effect: on ``model``: its ``forward`` runs the pipeline, it holds this rank's stage only, and it has
-    ``hf_split_points`` (names of the modules that begin the stages but the first) and ``pippy_stage``. That is
-    this rank's ``PipelineStage`` of ``torch.distributed.pipelining``, for its schedules under
+    ``hf_split_points`` (names of the modules that begin the stages but the first) and ``pippy_stage``. This
+    is the rank's ``PipelineStage`` of ``torch.distributed.pipelining``, for its schedules under
     ``torch.no_grad()``; None with one process, or where torch.distributed isn't initialised.
 
     Ranks: every rank of ``ctx``.

@@ -63,7 +63,7 @@ def plan_pipeline(
     asked = _read(example, example_kwargs, num_stages, num_chunks)
     if num_stages == 1:
         return _whole(model, asked)
-    return _cut(model, asked, split_points, no_split_module_classes, torch.device("cpu")).plan
+    return _cut(model, asked, split_points, no_split_module_classes, torch.device("cpu"), {}).plan
 
 
 def prepare_pipeline(
@@ -116,13 +116,14 @@ def prepare_pipeline(
 
     def plan() -> tuple[_Asked, _Cut | None, PlannedLoad | None]:
         asked = _read(example, example_kwargs, ctx.num_processes, num_chunks)
+        load = None if checkpoint is None else plan_stage_load(model, checkpoint, ctx.device, dtype)
         cut = None
         if ctx.num_processes > 1:
-            cut = _cut(model, asked, split_points, no_split_module_classes, ctx.device)
-        if checkpoint is None:
+            dtypes = {} if load is None else load.dtypes
+            cut = _cut(model, asked, split_points, no_split_module_classes, ctx.device, dtypes)
+        if load is None:
             check_values(model, None if cut is None else cut.traced.tensors)
-            return asked, cut, None
-        return asked, cut, plan_stage_load(model, checkpoint, ctx.device, dtype)
+        return asked, cut, load
 
     planned, error = attempt(plan)
     said = "" if planned is None or planned[1] is None else f"{planned[1].plan!r}"
@@ -194,12 +195,13 @@ def _cut(
     split_points: str | Sequence[str],
     no_split_module_classes: str | Sequence[str] | None,
     device: torch.device,
+    dtypes: Mapping[int, torch.dtype],
 ) -> _Cut:
     classes = (
         read_shape(model).no_split_classes if no_split_module_classes is None else no_split_module_classes
     )
     classes = (classes,) if isinstance(classes, str) else tuple(classes)
-    traced = trace_model(model, asked.example, asked.rows, device)
+    traced = trace_model(model, asked.example, asked.rows, device, dtypes)
     _check_result(traced, asked.rows)
     sizes = {name: value_of(node).nbytes for name, node in traced.tensors.items()}
     if isinstance(split_points, str):

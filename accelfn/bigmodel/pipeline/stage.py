@@ -11,7 +11,7 @@ from torch import fx, nn
 from accelfn.bigmodel.offload.blocks import Slot, slots_of
 from accelfn.bigmodel.pipeline.trace import Traced, crossing, value_of
 
-__all__ = ("Code", "Holder", "Stage", "cut_out", "form_of", "hold", "let_go")
+__all__ = ("Code", "Holder", "Stage", "cut_out", "find_slot", "form_of", "hold", "let_go")
 
 
 class Code(NamedTuple):
@@ -116,7 +116,7 @@ def hold(model: nn.Module, names: Iterable[str], device: torch.device) -> Holder
     held = Holder()
     copies: dict[int, torch.Tensor] = {}
     for name in names:
-        slot = _slot(model, name)
+        slot = find_slot(model, name)
         tensor = slot.read()
         new = copies.setdefault(id(tensor), tensor if tensor.is_meta else _moved(tensor, device))
         *path, key = name.split(".")
@@ -132,7 +132,8 @@ def hold(model: nn.Module, names: Iterable[str], device: torch.device) -> Holder
     return held
 
 
-def _slot(model: nn.Module, name: str) -> Slot:
+def find_slot(model: nn.Module, name: str) -> Slot:
+    """Find where a tensor hangs, by any of its names."""
     path, _, key = name.rpartition(".")
     owner = model.get_submodule(path)
     return Slot(owner, key, key in dict(owner.named_parameters(recurse=False)))
@@ -150,7 +151,7 @@ def let_go(model: nn.Module, kept: Holder) -> None:
 
     Writes into the model, and into nothing that others hold of it.
     """
-    now = {id(_slot(model, name).read()): slot.read() for name, slot in slots_of(kept)}
+    now = {id(find_slot(model, name).read()): slot.read() for name, slot in slots_of(kept)}
     for _, slot in tuple(slots_of(model)):
         tensor = slot.read()
         slot.write(now.setdefault(id(tensor), _on_meta(tensor)))

@@ -57,7 +57,13 @@ class Traced:
     paths: tuple[tuple[str, ...], ...]
 
 
-def trace_model(model: nn.Module, example: Example, rows: int, device: torch.device) -> Traced:
+def trace_model(
+    model: nn.Module,
+    example: Example,
+    rows: int,
+    device: torch.device,
+    dtypes: Mapping[int, torch.dtype] | None = None,
+) -> Traced:
     """Follow a micro-batch through a model, in evaluation mode. No memory is taken for values.
 
     Args:
@@ -65,6 +71,7 @@ def trace_model(model: nn.Module, example: Example, rows: int, device: torch.dev
         example: What a call looks like.
         rows: Of a micro-batch.
         device: Where the model will be.
+        dtypes: That tensors of the model will have, by their Python ids; else they keep theirs.
 
     Raises:
         ValueError: It can't be followed, or it writes into its buffers.
@@ -72,11 +79,15 @@ def trace_model(model: nn.Module, example: Example, rows: int, device: torch.dev
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     # In this order, so that tensors of modules are tensors without values in the copy, too.
     known = {
-        id(tensor): _without_values(mode, tensor, tuple(tensor.shape), device)
+        id(tensor): _without_values(
+            mode, tensor, tuple(tensor.shape), device, (dtypes or {}).get(id(tensor), tensor.dtype)
+        )
         for tensor in (*model.parameters(), *model.buffers())
     }
     leaves = [
-        _without_values(mode, leaf, (rows, *leaf.shape[1:]) if has_rows else tuple(leaf.shape), device)
+        _without_values(
+            mode, leaf, (rows, *leaf.shape[1:]) if has_rows else tuple(leaf.shape), device, leaf.dtype
+        )
         if isinstance(leaf, torch.Tensor)
         else leaf
         for leaf, has_rows in zip(example.leaves, example.is_batch, strict=True)
@@ -176,14 +187,18 @@ def _is_value(node: fx.Node) -> bool:
 
 
 def _without_values(
-    mode: FakeTensorMode, tensor: torch.Tensor, shape: tuple[int, ...], device: torch.device
+    mode: FakeTensorMode,
+    tensor: torch.Tensor,
+    shape: tuple[int, ...],
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     # Of the form that it will have on the device: a model of the meta device would be followed as one.
     with mode:
         if tuple(tensor.shape) == shape and not is_traceable_wrapper_subclass(tensor):
-            empty = torch.empty_strided(shape, tensor.stride(), dtype=tensor.dtype, device=device)
+            empty = torch.empty_strided(shape, tensor.stride(), dtype=dtype, device=device)
         else:
-            empty = torch.empty(shape, dtype=tensor.dtype, device=device)
+            empty = torch.empty(shape, dtype=dtype, device=device)
         return nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
 
 

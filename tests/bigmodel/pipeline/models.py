@@ -38,7 +38,7 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Blocks, with a skip from the first one to the last, and arguments and results of several kinds."""
 
-    def __init__(self, width: int = 8, depth: int = 6) -> None:
+    def __init__(self, width: int = 8, depth: int = 3) -> None:
         super().__init__()
         self.first = nn.Linear(width, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
@@ -57,7 +57,9 @@ class Net(nn.Module):
         if options["add"] is not None:
             y = y + options["add"]
         kept = options["keep"] == "all"
-        return Answer(y, {"skip": skip, "ids": options["ids"] + 1, "kind": "net", "h": hidden if kept else None})
+        return Answer(
+            y, {"skip": skip, "ids": options["ids"] + 1, "kind": "net", "h": hidden if kept else None}
+        )
 
 
 class Tied(nn.Module):
@@ -107,5 +109,5 @@ def seeded(model: nn.Module) -> nn.Module:
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.is_floating_point():
-                tensor.copy_(torch.rand(tensor.shape, generator=generator) - 0.3)
+                tensor.copy_(torch.rand(tensor.shape, generator=generator) * 0.4 + 0.05)
     return model

@@ -71,7 +71,9 @@ def test_a_batch_that_is_not_like_the_example_is_refused(changes: dict[str, Any]
 
 def test_other_keyword_arguments_are_refused() -> None:
     args, kwargs = a_batch(4)
-    with pytest.raises(ValueError, match=r"\['mask', 'mode', 'more'\], and the example had \['mask', 'mode'\]"):
+    with pytest.raises(
+        ValueError, match=r"\['mask', 'mode', 'more'\], and the example had \['mask', 'mode'\]"
+    ):
         read_batch(EXAMPLE, args, {**kwargs, "more": 1})
     with pytest.raises(ValueError, match=r"got the keyword arguments \['mode'\]"):
         read_batch(EXAMPLE, args, {"mode": "sum"})

@@ -54,7 +54,7 @@ def test_the_cuts_are_the_cheapest_of_those_that_are_even(
 
 
 def test_more_stages_than_places_are_refused() -> None:
-    with pytest.raises(ValueError, match="has 1 places .* and 2 ranks need a stage each"):
+    with pytest.raises(ValueError, match=r"has 1 places .* and 2 ranks need a stage each"):
         choose_cuts([Unit("", frozenset("a"), 0)], {"a": 1}, 2)
 
 
