@@ -29,6 +29,8 @@ if TYPE_CHECKING:  # what type checkers see; a test holds it equal to the table 
         plan_device_map,
         prepare_pipeline,
         prepare_pippy,
+        load_checkpoint_and_dispatch,
+        load_checkpoint_in_model,
     )
     from accelfn.checkpoint import (
         Keep,
@@ -203,6 +205,8 @@ _HOMES = MappingProxyType(
             "plan_device_map",
             "prepare_pipeline",
             "prepare_pippy",
+            "load_checkpoint_and_dispatch",
+            "load_checkpoint_in_model",
         ),
         "accelfn.checkpoint": (
             "Keep",

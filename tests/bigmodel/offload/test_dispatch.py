@@ -129,7 +129,7 @@ def test_copies_are_models_of_their_own(
 ) -> None:
     plain, model = build(tree), build(tree)
     dispatch_model(model, data.draw(maps(model)), "cpu:0", offload_dir=tmp_path_factory.mktemp("offload"))
-    if how == "deepcopy":
+    if how == "deepcopy" or "parametrized" in kinds(tree):  # which torch doesn't pickle
         twin = copy.deepcopy(model)
     elif how == "pickle":
         twin = pickle.loads(pickle.dumps(model))

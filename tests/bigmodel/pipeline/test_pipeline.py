@@ -368,11 +368,7 @@ def a_transformer(name: str) -> Any:
         heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
         return made.LlamaForCausalLM(made.LlamaConfig(**sizes, **heads, use_cache=False))
     config = made.T5Config(
-<<<<<<< HEAD
-        vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, use_cache=False
-=======
         vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4, use_cache=False
->>>>>>> part-extra
     )
     return made.T5ForConditionalGeneration(config)
 
