@@ -160,6 +160,9 @@ from accelfn.bigmodel.quantize.config import (
     BnbQuantizationConfig,
     TorchaoQuantizationConfig,
 )
+from accelfn.bigmodel.quantize.load import (
+    load_and_quantize_model,
+)
 from accelfn.bigmodel.source import (
     read_source,
 )
@@ -240,15 +243,7 @@ __all__ = (
     "infer_auto_device_map",
     "init_empty_weights",
     "init_on_device",
-from accelfn.bigmodel.places import Place, PlaceLike
-
-__all__ = (
-    "OffloadedWeightsLoader",
-    "Place",
-    "PlaceLike",
-    "PrefixedDataset",
-    "extract_submodules_state_dict",
-    "id_tensor_storage",
+    "load_and_quantize_model",
     "load_checkpoint_and_dispatch",
     "load_checkpoint_in_model",
     "load_offloaded_weight",
@@ -273,6 +268,4 @@ __all__ = (
     "set_module_tensor_to_device",
     "shape_from_leaves",
     "undispatch",
-    "save_offload_index",
-    "set_module_tensor_to_device",
 )
