@@ -160,6 +160,9 @@ from accelfn.bigmodel.quantize.config import (
     BnbQuantizationConfig,
     TorchaoQuantizationConfig,
 )
+from accelfn.bigmodel.quantize.load import (
+    load_and_quantize_model,
+)
 from accelfn.bigmodel.source import (
     read_source,
 )
@@ -240,6 +243,7 @@ __all__ = (
     "infer_auto_device_map",
     "init_empty_weights",
     "init_on_device",
+    "load_and_quantize_model",
     "load_checkpoint_and_dispatch",
     "load_checkpoint_in_model",
     "load_offloaded_weight",

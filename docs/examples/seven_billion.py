@@ -34,7 +34,9 @@ class SevenBillion(nn.Module):
 
     _no_split_modules = ("Block",)
 
-    def __init__(self, width: int = 4096, inner: int = 11008, num_blocks: int = 32, tokens: int = 32000) -> None:
+    def __init__(
+        self, width: int = 4096, inner: int = 11008, num_blocks: int = 32, tokens: int = 32000
+    ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(tokens, width)
         self.blocks = nn.ModuleList(Block(width, inner) for _ in range(num_blocks))
@@ -60,9 +62,8 @@ def main() -> None:
     before, begin = peak_mb(), time.perf_counter()
     with af.init_empty_weights():
         model = build()
-    print(
-        f"built in {time.perf_counter() - begin:.2f} s, {peak_mb() - before:.0f} MB of memory", file=sys.stderr
-    )
+    seconds = time.perf_counter() - begin
+    print(f"built in {seconds:.2f} s with {peak_mb() - before:.0f} MB of memory", file=sys.stderr)
     weight, frequencies = model.get_parameter("head.weight"), model.get_buffer("frequencies")
     print(f"head.weight: {tuple(weight.shape)} on {weight.device}")
     print(f"frequencies: {tuple(frequencies.shape)} on {frequencies.device}, the first is {frequencies[0]}")

@@ -107,8 +107,9 @@ def load_checkpoint_in_model(
 
     A model may be on the meta device, in part or as a whole, and has no tensor there afterwards. What it has
     in memory keeps its memory, where place and dtype don't change, and its parameters stay the same objects.
-    Tied weights stay tied, and need to be there under one of their names. Besides the model, only a few
-    buffers of 8 MB are in memory, one for each thread that reads.
+    Tied weights stay tied, and need to be there under one of their names. Besides the model, only a
+    buffer for each thread that reads is in memory: at most eight of 8 MiB for an accelerator, of 1 MiB for
+    the host.
 
     Effect: on ``model``, and with ``offload_folder`` on that. Where reading fails on the way, tensors that
     had memory before may have changed.

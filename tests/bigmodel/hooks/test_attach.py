@@ -167,7 +167,7 @@ def test_the_next_block_is_underway_while_one_is_used() -> None:
         with torch.no_grad():
             model(X)
     assert len(stream.blocks) == 9
-    assert stream.peak_blocks == 3  # the model's own scale, one that is used, and the next
+    assert stream.facts().peak_blocks == 3  # the model's own scale, one that is used, and the next
     assert stream.resident == ()
     assert [block.name for block in stream.blocks[:3]] == ["Small", "first", "blocks.0.0"]
 

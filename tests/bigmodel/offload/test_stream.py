@@ -135,7 +135,7 @@ def test_no_weight_at_rest_is_used_by_mistake(tree: Tree, num_ahead: int, is_tra
     for left, right in zip(gradients(plain).values(), gradients(model).values(), strict=True):
         torch.testing.assert_close(left, right)
     assert stream.resident == ()
-    assert stream.peak_bytes <= stream.facts().bound_bytes
+    assert stream.facts().peak_bytes <= stream.facts().bound_bytes
 
 
 @given(tree=trees(), is_training=st.booleans())
@@ -318,7 +318,7 @@ def test_hooks_of_saved_tensors_around_the_model_see_activations_and_no_weights(
 def test_the_graph_holds_no_copies_of_weights() -> None:
     _, model, stream = pair()
     memories: list[weakref.ref[Any]] = []
-    inner = stream.link.begin
+    inner = stream.residents.link.begin
 
     def begin(hosts: Sequence[torch.Tensor], packing: Packing) -> Arrival:
         arrive = inner(hosts, packing)
@@ -516,7 +516,7 @@ def test_nothing_is_fetched_ahead_if_so_asked() -> None:
         "compute",
         "release",
     ]
-    assert stream.peak_blocks == 1
+    assert stream.facts().peak_blocks == 1
 
 
 def test_a_block_that_is_used_twice_in_a_row_is_fetched_once() -> None:
@@ -532,7 +532,7 @@ def test_a_block_that_is_used_twice_in_a_row_is_fetched_once() -> None:
     with torch.no_grad():
         model(inputs())
     assert sum(told.startswith("begin") for told in log.take()) == 3
-    assert stream.peak_blocks == 2
+    assert stream.facts().peak_blocks == 2
 
 
 def test_the_order_is_learned() -> None:
@@ -567,8 +567,8 @@ def test_no_more_is_there_than_was_said(num_ahead: int) -> None:
         model(inputs()).sum().backward()
     size = stream.facts().num_bytes // 6
     assert stream.facts().bound_bytes == min(6, num_ahead + 1) * size
-    assert stream.peak_blocks == min(6, num_ahead + 1)
-    assert stream.peak_bytes == stream.facts().bound_bytes
+    assert stream.facts().peak_blocks == min(6, num_ahead + 1)
+    assert stream.facts().peak_bytes == stream.facts().bound_bytes
 
 
 def test_a_mapped_block_that_stays_in_memory_counts() -> None:
@@ -584,7 +584,7 @@ def test_a_mapped_block_that_stays_in_memory_counts() -> None:
         model(inputs())
         model(inputs())
     assert stream.facts().bound_bytes == 4 * size
-    assert 2 * size <= stream.peak_bytes <= 4 * size
+    assert 2 * size <= stream.facts().peak_bytes <= 4 * size
     assert Stream(blocks, "cpu").facts().bound_bytes == 2 * size
 
 
@@ -622,7 +622,7 @@ def test_threads_share_what_is_there(count: int, grads: bool) -> None:
         thread.join()
     assert wrong == []
     assert stream.resident == ()
-    assert stream.peak_blocks <= 2 * count
+    assert stream.facts().peak_blocks <= 2 * count
 
 
 def test_a_thread_that_trains_and_one_that_does_not() -> None:
@@ -703,7 +703,7 @@ def test_after_a_failed_pass_nothing_is_left_and_the_next_is_right(
     assert at_rest(model)
     assert_trains_alike(plain, model)
     assert stream.resident == ()
-    assert stream.peak_blocks == 2
+    assert stream.facts().peak_blocks == 2
 
 
 @pytest.mark.parametrize("grads", [False, True])
@@ -889,4 +889,4 @@ def test_a_stream_of_a_device_that_is_not_there_is_opened_when_it_is_needed() ->
     twin.place = 99
     assert twin.resident == ()
     with pytest.raises(ValueError, match="no accelerator 99"):
-        _ = twin.link
+        _ = twin.residents
