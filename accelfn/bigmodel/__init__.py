@@ -91,20 +91,6 @@ from accelfn.bigmodel.pipeline.prepare import (
 from accelfn.bigmodel.pipeline.run import (
     Pipeline,
 )
-from accelfn.bigmodel.pipeline.pippy import (
-    prepare_pippy,
-)
-from accelfn.bigmodel.pipeline.plan import (
-    PipelinePlan,
-    StagePlan,
-)
-from accelfn.bigmodel.pipeline.prepare import (
-    plan_pipeline,
-    prepare_pipeline,
-)
-from accelfn.bigmodel.pipeline.run import (
-    Pipeline,
-)
 from accelfn.bigmodel.places import (
     Place,
     PlaceLike,
