@@ -442,6 +442,7 @@ __all__ = (
     "join_uneven_inputs",
     "latest_checkpoint",
     "listify",
+    "load_and_quantize_model",
     "load_checkpoint_and_dispatch",
     "load_checkpoint_in_model",
     "load_model",

@@ -48,8 +48,8 @@ def run_estimate(argv: Sequence[str]) -> int:
         text = _drawn(options)
     except (AccelfnError, ValueError, TypeError, OSError) as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
-        is_of_input = isinstance(error, AccelfnError) and not isinstance(error, DamagedCheckpointError)
-        return 2 if is_of_input or isinstance(error, (ValueError, TypeError)) else 1
+        is_of_disk = isinstance(error, OSError) and not isinstance(error, AccelfnError)
+        return 1 if is_of_disk or isinstance(error, DamagedCheckpointError) else 2
     if options.output is None:
         print(text.removesuffix("\n"))
         return 0

@@ -20,6 +20,7 @@ from accelfn.bigmodel.load.source import Checkpoint, map_stored, open_checkpoint
 from accelfn.bigmodel.offload.dispatch import dispatch_model
 from accelfn.bigmodel.offload.dispatch_plan import read_map
 from accelfn.bigmodel.places import Place, PlaceLike, check_device
+from accelfn.bigmodel.plan.budgets import MaxMemory
 from accelfn.bigmodel.plan.maps import DeviceMap, check_device_map, resolve_device_map
 from accelfn.checkpoint.weights.state import require_module
 from accelfn.training import unwrap_model
@@ -106,8 +107,9 @@ def load_checkpoint_in_model(
 
     A model may be on the meta device, in part or as a whole, and has no tensor there afterwards. What it has
     in memory keeps its memory, where place and dtype don't change, and its parameters stay the same objects.
-    Tied weights stay tied, and need to be there under one of their names. Besides the model, only a few
-    buffers of 8 MB are in memory, one for each thread that reads.
+    Tied weights stay tied, and need to be there under one of their names. Besides the model, only a
+    buffer for each thread that reads is in memory: at most eight of 8 MiB for an accelerator, of 1 MiB for
+    the host.
 
     Effect: on ``model``, and with ``offload_folder`` on that. Where reading fails on the way, tensors that
     had memory before may have changed.
@@ -189,7 +191,7 @@ def load_checkpoint_and_dispatch(
     model: ModelT,
     checkpoint: str | os.PathLike[str],
     device_map: DeviceMap | None = None,
-    max_memory: Mapping[PlaceLike, int | float | str] | None = None,
+    max_memory: MaxMemory | None = None,
     no_split_module_classes: Collection[str] | str | None = None,
     offload_folder: str | os.PathLike[str] | None = None,
     offload_buffers: bool = False,
@@ -287,6 +289,8 @@ def load_checkpoint_and_dispatch(
         skip_keys=skip_keys,
         preload_module_classes=preload_module_classes,
         force_hooks=force_hooks,
+        # Who says how much the host may hold, means the pages of mapped weights, too.
+        cache_bytes=0 if max_memory is not None else None,
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-__all__ = ("Refetched", "Saved", "after_backward", "connect", "is_in_backward", "refetching")
+__all__ = ("Refetched", "Saved", "after_backward", "connect", "is_in_backward", "is_innermost", "refetching")
 
 
 class _Arrive(torch.autograd.Function):
@@ -55,6 +55,7 @@ class Refetched(NamedTuple):
         block: Position of the block in its stream.
         weight: Position of the weight among those that are packed.
         version: Of the weight at rest when it was used.
+        hosts: Of the block, by slot, as they were at rest; None where their values come anew each time.
         dtype: Of the part.
         shape: Of the part.
         stride: In elements.
@@ -66,6 +67,7 @@ class Refetched(NamedTuple):
     block: int
     weight: int
     version: int
+    hosts: tuple[torch.Tensor | None, ...]
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -90,11 +92,13 @@ class Saved(NamedTuple):
         block: Position of the block in its stream.
         weight: Position of the weight among those that are packed.
         version: Of the weight at rest. None: forward has written into the copy, which alone has these values.
+        hosts: As of :class:`Refetched`.
     """
 
     block: int
     weight: int
     version: int | None
+    hosts: tuple[torch.Tensor | None, ...]
 
 
 class _Outer(NamedTuple):
@@ -131,6 +135,7 @@ def refetching(
                     found.block,
                     found.weight,
                     found.version,
+                    found.hosts,
                     tensor.dtype,
                     tuple(tensor.shape),
                     tuple(tensor.stride()),
@@ -146,6 +151,12 @@ def refetching(
         return outer[1](kept.kept) if outer is not None and isinstance(kept, _Outer) else kept
 
     return saved_tensors_hooks(keep, give)
+
+
+def is_innermost(hooks: saved_tensors_hooks) -> bool:
+    """Whether autograd asks these hooks now, and no others that were set since."""
+    top: Any = vars(torch)["_C"]._autograd._top_saved_tensors_default_hooks(False)
+    return top is not None and top[0] is hooks.pack_hook
 
 
 def is_in_backward() -> bool:

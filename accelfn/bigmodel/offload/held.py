@@ -80,6 +80,12 @@ class Held:
     guard: threading.Lock = field(default_factory=threading.Lock)
 
     @property
+    def lasting(self) -> tuple[torch.Tensor | None, ...]:
+        """The tensors at rest; None where their values come anew each time."""
+        sources = self.block.sources
+        return tuple(None if place in sources else host for place, host in enumerate(self.hosts))
+
+    @property
     def num_bytes(self) -> int:
         """Of the packed tensors."""
         return self.layout.packing.num_bytes
@@ -97,14 +103,24 @@ def _start(piece: Piece) -> int:
     return piece.start
 
 
-def read_hosts(block: Block) -> tuple[torch.Tensor | None, ...]:
+def read_hosts(
+    block: Block, lasting: Sequence[torch.Tensor | None] | None = None
+) -> tuple[torch.Tensor | None, ...]:
     """Give the tensors of a block at rest, by slot.
+
+    Args:
+        block: It.
+        lasting: Those that were at rest another time, instead of what hangs there now.
 
     Raises:
         RuntimeError: One has no values.
     """
     hosts = tuple(
-        block.sources[place]() if place in block.sources else slot.peek()
+        block.sources[place]()
+        if place in block.sources
+        else slot.peek()
+        if lasting is None
+        else lasting[place]
         for place, slot in enumerate(block.slots)
     )
     for slot, host in zip(block.slots, hosts, strict=True):
@@ -156,10 +172,15 @@ def versions_of(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     return tuple(0 if tensor.is_inference() else tensor._version for tensor in tensors)
 
 
-def is_stale(held: Held) -> bool:
-    """Whether the tensors at rest were changed or exchanged since their values were taken."""
-    for place, (slot, host) in enumerate(zip(held.block.slots, held.hosts, strict=True)):
-        if place not in held.block.sources and slot.peek() is not host:
+def is_stale(held: Held, hosts: Sequence[torch.Tensor | None]) -> bool:
+    """Whether the tensors at rest were changed since their values were taken, or these are others.
+
+    Args:
+        held: A block whose modules don't hold its copies.
+        hosts: By slot, those whose values are needed; what comes anew each time doesn't count.
+    """
+    for place, (host, now) in enumerate(zip(held.hosts, hosts, strict=True)):
+        if now is not host and place not in held.block.sources:
             return True
     return versions_of(packed_hosts(held)) != held.versions
 

@@ -8,9 +8,7 @@ device that computes; where the weights can be used as they lie, nothing is exch
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,22 +18,19 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from accelfn.bigmodel.offload.blocks import Block
-from accelfn.bigmodel.offload.gradients import Refetched, Saved, after_backward, is_in_backward, refetching
-from accelfn.bigmodel.offload.held import (
-    Held,
-    Layout,
-    hang,
-    is_stale,
-    packed_hosts,
-    plan_layout,
-    read_hosts,
-    receive,
-    take_down,
-    versions_of,
+from accelfn.bigmodel.offload.gradients import (
+    Refetched,
+    Saved,
+    after_backward,
+    is_in_backward,
+    is_innermost,
+    refetching,
 )
+from accelfn.bigmodel.offload.held import hang
 from accelfn.bigmodel.offload.link import Link
 from accelfn.bigmodel.offload.links import open_link
 from accelfn.bigmodel.offload.pinning import pin
+from accelfn.bigmodel.offload.residents import Residents, sizes_of
 from accelfn.bigmodel.offload.running import is_running
 from accelfn.bigmodel.places import Place
 
@@ -46,8 +41,6 @@ _LASTING = (
     "place",
     "num_ahead",
     "cache_bytes",
-    "peak_blocks",
-    "peak_bytes",
     "_next",
     "_previous",
 )
@@ -128,10 +121,6 @@ class Stream:
             use. The first blocks stay, so that a pass over all finds them there again.
         link: Carries the blocks; None opens the one to the place. Copies of the stream do that, too.
 
-    Attributes:
-        peak_blocks: Most blocks that were on the device, or underway, at a time.
-        peak_bytes: Most bytes of them.
-
     Raises:
         ValueError: ``num_ahead`` or ``cache_bytes`` is negative, or this machine has no such device.
     """
@@ -150,50 +139,31 @@ class Stream:
         self.place = place
         self.num_ahead = num_ahead
         self.cache_bytes = cache_bytes
-        self.peak_blocks = 0
-        self.peak_bytes = 0
         last = len(self.blocks) - 1
         self._next = {block: block + 1 for block in range(last)}
         self._previous = {block + 1: block for block in range(last)}
         self._begin_life()
-        self._make_ready(open_link(place, num_ahead) if link is None else link)
+        self._open(open_link(place, num_ahead) if link is None else link)
 
     def _begin_life(self) -> None:
-        self._opened: Link | None = None
-        self._lock = threading.RLock()
+        self._opened: Residents | None = None
+        self._opening = threading.Lock()
         self._thread = _Thread()
-        self._held: dict[int, Held] = {}
-        self._users: Counter[int] = Counter()
-        self._wanted: dict[_Wanter, tuple[int, ...]] = {}
-        self._addresses: dict[int, int] = {}  # of memory on the device: the block
-        self._layouts: dict[int, Layout] = {}
-        self._stays = frozenset[int]()
-        self._was_read: set[int] = set()  # of those that stay
-
-    def _make_ready(self, link: Link) -> None:
-        """Do what needs the modules and the device, which a copy of this stream may not have at first."""
-        self._opened = link
-        if link.in_place:
-            self._stays = self._plan_cache()
-        if link.needs_pinned:
-            for block in self.blocks:
-                pin(block)
 
     # --- copies of the model ---
 
     def __getstate__(self) -> dict[str, Any]:
-        with self._lock:
-            if self._drop_interrupted():
-                raise RuntimeError(
-                    "a forward pass was interrupted, and its modules still held copies of their weights on a "
-                    "device. They hold their own weights again now: copy or pickle the model again."
-                )
-            if self._users:
-                raise RuntimeError(
-                    "the model can't be copied or pickled while a forward pass runs: its modules hold copies "
-                    "of their weights on a device. Do it between two passes."
-                )
-            return {name: getattr(self, name) for name in _LASTING}
+        if self._drop_interrupted():
+            raise RuntimeError(
+                "a forward pass was interrupted, and its modules still held copies of their weights on a "
+                "device. They hold their own weights again now: copy or pickle the model again."
+            )
+        if self._opened is not None and self._opened.is_used:
+            raise RuntimeError(
+                "the model can't be copied or pickled while a forward pass runs: its modules hold copies "
+                "of their weights on a device. Do it between two passes."
+            )
+        return {name: getattr(self, name) for name in _LASTING}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -202,48 +172,42 @@ class Stream:
     # --- what there is ---
 
     @property
-    def link(self) -> Link:
-        """What carries the blocks."""
-        if self._opened is None:
-            with self._lock:
-                self._make_ready(open_link(self.place, self.num_ahead))
-        assert self._opened is not None
+    def residents(self) -> Residents:
+        """The blocks on the device.
+
+        A copy of the stream opens the way to them when it is needed: the device may not be there, nor at first
+        the modules.
+        """
+        found = self._opened
+        if found is None:
+            with self._opening:
+                found = self._opened or self._open(open_link(self.place, self.num_ahead))
+        return found
+
+    def _open(self, link: Link) -> Residents:
+        if link.needs_pinned:
+            for block in self.blocks:
+                pin(block)
+        self._opened = Residents(self.blocks, link, self.cache_bytes)
         return self._opened
 
     @property
     def resident(self) -> tuple[int, ...]:
         """Positions of the blocks that are on the device or underway now."""
         self._drop_interrupted()
-        with self._lock:
-            return tuple(self._held)
+        return () if self._opened is None else self._opened.positions
 
     def facts(self) -> StreamFacts:
         """Say what travels, and how much of it was underway or there at a time."""
-        sizes = self._sizes()
-        around = [self._is_around(block) for block in self.blocks]
-        own = sum(size for size, is_around in zip(sizes, around, strict=True) if is_around)
-        others = sorted(size for size, is_around in zip(sizes, around, strict=True) if not is_around)
-        cached = sum(sizes[block] for block in self._stays)
+        sizes = sizes_of(self.blocks)
+        around = _around(self.blocks)
+        own = sum(sizes[block] for block in around)
+        others = sorted(size for block, size in enumerate(sizes) if block not in around)
+        residents = self.residents
+        cached = sum(sizes[block] for block in residents.stays)
         bound = min(sum(sizes), own + sum(others[-self.num_ahead - 1 :]) + cached)
-        return StreamFacts(self.place, len(self.blocks), sum(sizes), bound, self.peak_blocks, self.peak_bytes)
-
-    def _plan_cache(self) -> frozenset[int]:
-        stays: set[int] = set()
-        total = 0
-        for position, size in enumerate(self._sizes()):
-            total += size
-            if total <= self.cache_bytes:
-                stays.add(position)
-        return frozenset(stays)
-
-    def _sizes(self) -> list[int]:
-        return [plan_layout([slot.peek() for slot in block.slots]).packing.num_bytes for block in self.blocks]
-
-    def _is_around(self, block: Block) -> bool:
-        """Whether tensors of other blocks are needed while this one is used."""
-        inside = set(block.module.modules())
-        return any(
-            other is not block and any(slot.owner in inside for slot in other.slots) for other in self.blocks
+        return StreamFacts(
+            self.place, len(sizes), sum(sizes), bound, residents.peak_blocks, residents.peak_bytes
         )
 
     # --- forward ---
@@ -285,26 +249,34 @@ class Stream:
         call = _Entered(block, caller, is_seen)
         calls.append(call)
         if is_there:
+            if grads:
+                self._save_by_place(call)
             return
-        link = self.link
-        with self._lock:
+        residents = self.residents
+        with residents.lock:
             call.is_user = True
-            self._users[block] += 1
+            residents.use(block)
             if grads:
                 _require_leaves(one)
             self._learn(block)
             if is_in_backward():  # checkpointed activations are computed again
                 self._want_backwards(block)
             else:
-                self._want(self._following(self._next, block) if self._is_scoped else ())
-            held = self._take(block)
-        if link.in_place:
+                residents.want(_me(), self._ahead(block))
+            held = residents.take(block)
+        if residents.link.in_place:
             return
-        self._arrive(block, held)
-        with self._lock:
+        residents.arrive(block, held)
+        with residents.lock:
             hang(held, grads=grads)
         call.grads = grads
         if grads:
+            self._save_by_place(call)
+
+    def _save_by_place(self, call: _Entered) -> None:
+        """Let autograd save weights as where they lie, unless it does already."""
+        before = next((one.saving for one in reversed(self._thread.entered) if one.saving is not None), None)
+        if before is None or not is_innermost(before):
             call.saving = refetching(self._find, self._fetch_again)
             call.saving.__enter__()
 
@@ -347,21 +319,17 @@ class Stream:
         call = calls.pop()
         if call.saving is not None:
             call.saving.__exit__(None, None, None)
-        with self._lock:
+        if self._opened is None:
+            return
+        with self._opened.lock:
             if call.is_user:
-                self._users[call.block] -= 1
-                if not self._users[call.block]:
-                    del self._users[call.block]
-                    held = self._held.get(call.block)
-                    if held is not None and held.hung:
-                        take_down(held)
+                self._opened.unuse(call.block)
             if not calls:
                 self._thread.last = -1
-                self._want(None)
+                self._opened.want(_me(), None)
             elif call.is_user and not is_in_backward():
                 # What was used stays until the next one comes: it may be the same once more.
-                ahead = self._following(self._next, self._thread.last) if self._is_scoped else ()
-                self._want((call.block, *ahead))
+                self._opened.want(_me(), (call.block, *self._ahead(self._thread.last)))
 
     def _drop_interrupted(self, module: nn.Module | None = None, block: int = _SCOPE) -> bool:
         """Forget calls of this thread that aren't running; torch runs no hooks after a KeyboardInterrupt.
@@ -385,17 +353,17 @@ class Stream:
             found = True
         return found
 
-    @property
-    def _is_scoped(self) -> bool:
-        calls = self._thread.entered
-        return bool(calls) and calls[0].block == _SCOPE
-
     def _learn(self, block: int) -> None:
         last = self._thread.last
         if last >= 0 and last != block:
             self._next[last] = block
             self._previous[block] = last
         self._thread.last = block
+
+    def _ahead(self, block: int) -> tuple[int, ...]:
+        """Say which blocks come next within the module that this thread runs, if it runs one around them."""
+        calls = self._thread.entered
+        return self._following(self._next, block) if calls and calls[0].block == _SCOPE else ()
 
     def _following(self, order: dict[int, int], block: int) -> tuple[int, ...]:
         found: list[int] = []
@@ -405,125 +373,55 @@ class Stream:
             at = order.get(at)
         return tuple(found)
 
-    # --- what comes and goes; the lock is held ---
-
-    def _want(self, wanted: tuple[int, ...] | None, *, is_backward: bool = False) -> None:
-        """Say what this thread needs next, and let go what nobody uses or wants any more."""
-        wanter = _Wanter(threading.get_ident(), is_backward)
-        if wanted is None:
-            self._wanted.pop(wanter, None)
-        else:
-            self._wanted[wanter] = wanted
-        self._let_go_unwanted()
-
-    def _let_go_unwanted(self) -> None:
-        keep = {block for blocks in self._wanted.values() for block in blocks} | self._users.keys()
-        for block in [block for block in self._held if block not in keep]:
-            self._let_go(block)
-
-    def _let_go(self, block: int) -> None:
-        held = self._held.pop(block)
-        if held.memory is not None:
-            self._addresses.pop(held.memory.untyped_storage().data_ptr(), None)
-        if block not in self._stays:
-            self.link.release([host for host in held.hosts if host is not None])
-
-    def _take(self, block: int) -> Held:
-        """Begin to carry a block and then those that are wanted, as far as they aren't there."""
-        held = self._held.get(block)
-        if held is not None and not held.hung and not self.link.in_place and is_stale(held):
-            self._let_go(block)
-        held = self._held.get(block) or self._begin(block)
-        for ahead in [block for blocks in self._wanted.values() for block in blocks]:
-            if ahead not in self._held:
-                # What can't be fetched ahead fails where it is needed, if it is.
-                with suppress(Exception):
-                    self._begin(ahead)
-        return held
-
-    def _begin(self, block: int) -> Held:
-        hosts = read_hosts(self.blocks[block])
-        layout = self._layouts[block] = plan_layout(hosts, self._layouts.get(block))
-        device = self.link.device
-        held = Held(block=self.blocks[block], hosts=hosts, layout=layout, versions=(), device=device)
-        packed = packed_hosts(held)
-        held.versions = versions_of(packed)
-        # Tensors of inference mode couldn't be used in training later.
-        with torch.inference_mode(False), torch.no_grad():
-            if not (block in self._stays and block in self._was_read):
-                held.arrival = self.link.begin([host.detach() for host in packed], layout.packing)
-            held.moved = {
-                place: host.to(device, non_blocking=True)
-                for place, (host, position) in enumerate(zip(hosts, layout.positions, strict=True))
-                if host is not None and position < 0
-            }
-        if block in self._stays:
-            self._was_read.add(block)
-        self._held[block] = held
-        self._count()
-        return held
-
-    def _count(self) -> None:
-        cached = sum(self._layouts[block].packing.num_bytes for block in self._was_read - self._held.keys())
-        self.peak_blocks = max(self.peak_blocks, len(self._held))
-        self.peak_bytes = max(self.peak_bytes, sum(one.num_bytes for one in self._held.values()) + cached)
-
-    def _arrive(self, block: int, held: Held) -> torch.Tensor:
-        """Wait for a block; of several threads one waits, and the others for it. The lock isn't held."""
-        with held.guard:
-            assert held.arrival is not None
-            try:
-                memory = held.arrival()
-            except BaseException:
-                with self._lock:
-                    if self._held.get(block) is held:
-                        self._let_go(block)
-                raise
-            if held.memory is None:
-                receive(held, memory)
-                with self._lock:
-                    if self._held.get(block) is held and memory.numel():
-                        self._addresses[memory.untyped_storage().data_ptr()] = block
-            return memory
-
     # --- backward ---
 
     def _find(self, address: int, start: int) -> Saved | None:
-        with self._lock:
-            block = self._addresses.get(address)
-            if block is None:
-                return None
-            held = self._held[block]
-            weight = held.position_at(start)
-            return Saved(block, weight, None if held.is_written(weight) else held.versions[weight])
+        with self.residents.lock:
+            return self.residents.find(address, start)
 
     def _fetch_again(self, part: Refetched) -> torch.Tensor:
-        block = part.block
+        residents, block = self.residents, part.block
         try:
-            with self._lock:
+            with residents.lock:
                 self._want_backwards(block)
-                held = self._take(block)
+                held = residents.take_again(part)
             if held.versions[part.weight] != part.version:
                 raise RuntimeError(
                     f"a weight of block {self.blocks[block].name!r} was changed between forward and "
                     "backward, which needs its value from the forward pass. Change weights after backward()."
                 )
-            return part.within(self._arrive(block, held))
+            return part.within(residents.arrive(block, held))
         finally:
             if not is_in_backward():  # someone reads a saved tensor by hand
-                self._end_backward(_Wanter(threading.get_ident(), True))
+                self._end_backward(_me(is_backward=True))
 
     def _want_backwards(self, block: int) -> None:
         """Say that a backward pass has come to a block, and which one it comes to next."""
-        wanter = _Wanter(threading.get_ident(), True)
-        if wanter not in self._wanted:
+        wanter = _me(is_backward=True)
+        if not self.residents.is_wanting(wanter):
             after_backward(partial(self._end_backward, wanter))
-        self._want((block, *self._following(self._previous, block)), is_backward=True)
+        self.residents.want(wanter, (block, *self._following(self._previous, block)))
 
     def _end_backward(self, wanter: _Wanter) -> None:
-        with self._lock:
-            self._wanted.pop(wanter, None)
-            self._let_go_unwanted()
+        with self.residents.lock:
+            self.residents.want(wanter, None)
+
+
+def _me(*, is_backward: bool = False) -> _Wanter:
+    return _Wanter(threading.get_ident(), is_backward)
+
+
+def _around(blocks: Sequence[Block]) -> set[int]:
+    """Give the blocks within whose use tensors of others are needed."""
+    users: dict[nn.Module, set[int]] = {}
+    for position, block in enumerate(blocks):
+        for slot in block.slots:
+            users.setdefault(slot.owner, set()).add(position)
+    return {
+        position
+        for position, block in enumerate(blocks)
+        if any(users.get(module, set()) - {position} for module in block.module.modules())
+    }
 
 
 def _require_leaves(block: Block) -> None:

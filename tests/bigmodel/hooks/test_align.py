@@ -338,6 +338,19 @@ def interrupt(x: torch.Tensor) -> torch.Tensor:
     raise KeyboardInterrupt
 
 
+@PLACES
+def test_what_had_values_has_them_again_without_the_hook(place: str) -> None:
+    module = offloaded(Scaled(), place, weights_map=Asked(Scaled().state_dict()))
+    assert module.weight.is_meta
+    remove_hook_from_module(module)
+    assert torch.equal(module(X), Scaled()(X))
+    module(X).sum().backward()
+    assert module.weight.grad is not None
+    module = offloaded(on_meta(), place, weights_map=Asked(Scaled().state_dict()))
+    remove_hook_from_module(module)
+    assert module.weight.is_meta
+
+
 def test_a_buffer_without_values_is_refused() -> None:
     module = Scaled()
     module.shift = torch.empty(3, device="meta")

@@ -167,9 +167,29 @@ def test_the_next_block_is_underway_while_one_is_used() -> None:
         with torch.no_grad():
             model(X)
     assert len(stream.blocks) == 9
-    assert stream.peak_blocks == 3  # the model's own scale, one that is used, and the next
+    assert stream.facts().peak_blocks == 3  # the model's own scale, one that is used, and the next
     assert stream.resident == ()
     assert [block.name for block in stream.blocks[:3]] == ["Small", "first", "blocks.0.0"]
+
+
+def test_a_module_keeps_its_own_tensors_while_those_inside_run() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3))
+            self.inner = nn.Linear(3, 3)
+            self.seen: list[int] = []
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen.append(self.scale.data_ptr())
+            x = self.inner(x)
+            self.seen.append(self.scale.data_ptr())
+            return x * self.scale
+
+    model = Outer()
+    attach_align_device_hook(model, "cpu:0", offload=True)
+    model(X)
+    assert model.seen[0] == model.seen[1] != model.scale.data_ptr()
 
 
 def test_modules_that_use_those_inside_without_a_call_travel_as_a_whole() -> None:
@@ -243,6 +263,15 @@ def test_one_answer_for_the_whole_model(place: str) -> None:
     attach_align_device_hook_on_blocks(model, place, offload=True)
     assert has_offloaded_params(model.first)
     assert torch.equal(model(X), small()(X))
+
+
+def test_blocks_that_are_only_placed_lose_the_hook_that_they_had() -> None:
+    model = small()
+    add_hook_to_module(model.first, ModelHook())
+    add_hook_to_module(model.last, ModelHook())
+    attach_align_device_hook_on_blocks(model, {"first": "cpu", "last": "cpu"}, {"first": False, "last": True})
+    assert isinstance(hook_of(model.first), AlignDevicesHook)
+    assert isinstance(hook_of(model.last), SequentialHook)
 
 
 DEVICES = {"": "cpu", "first": "cpu:0", "blocks": "cpu:1", "last": "cpu", "blocks.2": "cpu:0"}

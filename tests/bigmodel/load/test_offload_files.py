@@ -36,7 +36,7 @@ from accelfn.bigmodel.load.offload_files import (
 from accelfn.errors import DamagedCheckpointError, NoCheckpointError
 
 DTYPES = (*STORED_DTYPES.values(), torch.complex128)
-NO_NUMPY = ("float8",)  # which Accelerate doesn't read
+NO_NUMPY = ("float8", "uint64")  # which Accelerate doesn't read
 peer = pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="compares with Accelerate")
 
 

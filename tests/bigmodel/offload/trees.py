@@ -285,9 +285,7 @@ def values(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
-    return {
-        name: None if one.grad is None else one.grad.clone() for name, one in model.named_parameters()
-    }
+    return {name: None if one.grad is None else one.grad.clone() for name, one in model.named_parameters()}
 
 
 def same(left: Any, right: Any) -> bool:
