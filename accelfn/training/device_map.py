@@ -54,8 +54,8 @@ def check_devices(ctx: Context, model: nn.Module) -> None:
 
     Raises:
         ConfigurationError: It is on several devices, and there are several ranks, and the variable
-            ``ACCELFN_BYPASS_DEVICE_MAP`` isn't true. Or it is quantised by bitsandbytes, and its device map
-            says another device than the context's.
+            ``ACCELFN_BYPASS_DEVICE_MAP`` isn't true. Or it is quantised, and its device map says another
+            device than the context's.
     """
     _check_quantised(ctx, model)
     if ctx.num_processes == 1 or ctx.strategy.bypass_device_map:
@@ -85,7 +85,7 @@ def _check_quantised(ctx: Context, model: nn.Module) -> None:
     wrong = sorted(place for place in places if place != _device_of(ctx.device))
     if wrong and (len(places) == 1 or {"cpu", "disk"} & set(wrong)):
         raise ConfigurationError(
-            f"prepare_model: the model is quantised by bitsandbytes, and its device map puts weights on "
+            f"prepare_model: the model is quantised, and its device map puts weights on "
             f"{', '.join(wrong)}, while this rank trains on {ctx.device}. Load it with "
             f"device_map={{'': {str(ctx.device)!r}}}."
         )
