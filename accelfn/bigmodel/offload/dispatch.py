@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
+from accelfn.bigmodel.load.mapped import mapped_from
 from accelfn.bigmodel.offload.attach import Attached, attach_moves, attach_return, attach_stream
 from accelfn.bigmodel.offload.blocks import has_forward, named_modules, plan_blocks, read_block, slots_of
 from accelfn.bigmodel.offload.dispatch_plan import DispatchPlan, plan_dispatch, read_map
@@ -234,20 +235,19 @@ class _Apply:
     """Stands for a dispatched model's ``_apply``: ``to``, ``cuda``, ``half`` and the like go through it."""
 
     model: nn.Module
-    devices: tuple[torch.device, ...]
-    has_disk: bool
 
     def __call__(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        for device in self.devices:
-            probe = torch.empty(0, device=device)
-            result = function(probe)
-            if result.device != probe.device:
+        tensors = [slot.read() for _, slot in slots_of(self.model)]
+        on_disk = {one.dtype for one in tensors if mapped_from(one) is not None}
+        for device, dtype in dict.fromkeys((one.device, one.dtype) for one in tensors):
+            result = function(torch.empty(0, device=device, dtype=dtype))
+            if result.device != device:
                 raise RuntimeError(
                     "this model's weights are spread by a device map, so it can't be moved to "
                     f"{result.device}. Call accelfn.bigmodel.undispatch(model) first, or dispatch it anew "
                     "with another map."
                 )
-            if self.has_disk and result.dtype != probe.dtype:
+            if result.dtype != dtype and dtype in on_disk:
                 raise RuntimeError(
                     f"this model has weights on the disk, which can't become {result.dtype} without being "
                     "read as a whole. Pass dtype= where they are loaded, or call "
@@ -292,10 +292,8 @@ def _spread(
     settle(slots, plan, values)
     dispatched = _attach(model, plan, places, options)
     vars(model)[_NAME] = dispatched
-    spread = {lies.at for lies in plan.lies.values()}
-    if dispatched.streams or len(spread) > 1:
-        devices = {check_device(lies.at if lies.at != "disk" else "cpu") for lies in plan.lies.values()}
-        vars(model)["_apply"] = _Apply(model, tuple(sorted(devices, key=str)), "disk" in spread)
+    if dispatched.streams or len({lies.at for lies in plan.lies.values()}) > 1:
+        vars(model)["_apply"] = _Apply(model)
 
 
 def _attach(

@@ -175,8 +175,8 @@ class Stream:
     def residents(self) -> Residents:
         """The blocks on the device.
 
-        A copy of the stream opens the way to them when it is needed: the device may not be there, nor at first
-        the modules.
+        A copy of the stream opens the way to them when it is needed: the device may not be there, and at
+        first nor are the modules.
         """
         found = self._opened
         if found is None:
@@ -259,7 +259,7 @@ class Stream:
             if grads:
                 _require_leaves(one)
             self._learn(block)
-            if is_in_backward():  # checkpointed activations are computed again
+            if is_in_backward() and not self._is_scoped:  # checkpointed activations are computed again
                 self._want_backwards(block)
             else:
                 residents.want(_me(), self._ahead(block))
@@ -327,7 +327,7 @@ class Stream:
             if not calls:
                 self._thread.last = -1
                 self._opened.want(_me(), None)
-            elif call.is_user and not is_in_backward():
+            elif call.is_user:
                 # What was used stays until the next one comes: it may be the same once more.
                 self._opened.want(_me(), (call.block, *self._ahead(self._thread.last)))
 
@@ -361,9 +361,12 @@ class Stream:
         self._thread.last = block
 
     def _ahead(self, block: int) -> tuple[int, ...]:
-        """Say which blocks come next within the module that this thread runs, if it runs one around them."""
-        calls = self._thread.entered
-        return self._following(self._next, block) if calls and calls[0].block == _SCOPE else ()
+        return self._following(self._next, block) if self._is_scoped else ()
+
+    @property
+    def _is_scoped(self) -> bool:
+        """Whether this thread runs a module around blocks, so that others may come after one."""
+        return bool(self._thread.entered) and self._thread.entered[0].block == _SCOPE
 
     def _following(self, order: dict[int, int], block: int) -> tuple[int, ...]:
         found: list[int] = []

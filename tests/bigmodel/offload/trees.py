@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, cast
@@ -69,11 +68,6 @@ class Replacing(nn.Module):
         return out
 
 
-class Norm(nn.BatchNorm1d):
-    def __init__(self) -> None:
-        super().__init__(WIDTH)
-
-
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -84,14 +78,16 @@ class Recurrent(nn.Module):
 
 
 class Convolution(nn.Module):
-    """Weights that aren't contiguous."""
+    """Weights that aren't contiguous. With one channel their strides could be taken for others."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_channels: int) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(1, 3, 3, padding=1).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue,reportUnknownMemberType]
+        self.num_channels = num_channels
+        conv = nn.Conv2d(num_channels, 3, 3, padding=1)
+        self.conv = cast("Any", conv).to(memory_format=torch.channels_last)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return cast("nn.Module", self.conv)(x[None, None]).mean(1)[0]
+        return self.conv(x.expand(1, self.num_channels, *x.shape)).mean(1)[0]
 
 
 class Symmetric(nn.Module):
@@ -153,14 +149,8 @@ class Complex(nn.Module):
         return turned.real + turned.imag
 
 
-class Frozen(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(WIDTH, WIDTH)
-        self.requires_grad_(False)
-
-
 class Run(nn.Module):
-    """Runs its children one after the other, and has a parameter of its own that it needs before and after."""
+    """Runs its children one after the other, and needs a parameter of its own before and after."""
 
     def __init__(self, children: Sequence[nn.Module], kind: str) -> None:
         super().__init__()
@@ -193,15 +183,16 @@ LEAVES: MappingProxyType[str, Callable[[], nn.Module]] = MappingProxyType(
         "bare": Bare,
         "counting": Counting,
         "replacing": Replacing,
-        "norm": Norm,
+        "norm": lambda: nn.BatchNorm1d(WIDTH),
         "recurrent": Recurrent,
-        "convolution": Convolution,
+        "convolution": lambda: Convolution(1),
+        "convolutions": lambda: Convolution(2),
         "parametrized": parametrized,
         "namespace": Namespace,
         "direct": Direct,
         "attention": Attention,
         "complex": Complex,
-        "frozen": Frozen,
+        "frozen": lambda: nn.Linear(WIDTH, WIDTH).requires_grad_(False),
     }
 )
 # Both halves of a tie are used once at most, so that sums of gradients don't depend on their order.
@@ -264,9 +255,8 @@ def _built(tree: Tree) -> nn.Module:
 
 def build(tree: Tree, seed: int = 0) -> nn.Module:
     """Build the model of a description: the same one each time, bit for bit. It maps (n, 4) to (n, 4)."""
-    with torch.random.fork_rng():
-        torch.random.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]
-        return _built(tree)
+    torch.random.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]
+    return _built(tree)
 
 
 def kinds(tree: Tree) -> Iterator[str]:
@@ -332,13 +322,3 @@ def stream_of(model: nn.Module, link: Link | None = None, *, buffers: bool = Tru
     leaves = [name for name, slot in slots_of(model) if buffers or slot.is_parameter]
     blocks = [read_block(model, one) for one in plan_blocks(model, leaves)]
     return Stream(blocks, "cpu:0", link=link, **options)
-
-
-@contextmanager
-def training(model: nn.Module, is_training: bool) -> Iterator[None]:
-    was = model.training
-    model.train(is_training)
-    try:
-        yield
-    finally:
-        model.train(was)
