@@ -343,7 +343,6 @@ _HOMES = MappingProxyType(
             "find_device",
             "initialize_tensors",
             "listify",
-            "load_and_quantize_model",
             "pack",
             "pad_input_tensors",
             "send_to_device",

@@ -10,6 +10,7 @@ than the load itself. So each process uses as much memory as the model needs and
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import statistics
@@ -19,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -50,9 +51,7 @@ def _ours(**options: Any) -> Callable[[nn.Module, str], object]:
 
 
 def _theirs(**options: Any) -> Callable[[nn.Module, str], object]:
-    from accelerate.utils import modeling
-
-    load_checkpoint_in_model: Any = cast("Any", modeling).load_checkpoint_in_model
+    load_checkpoint_in_model: Any = importlib.import_module("accelerate").load_checkpoint_in_model
 
     return lambda model, path: load_checkpoint_in_model(model, path, **options)
 

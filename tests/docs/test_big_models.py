@@ -15,11 +15,16 @@ ROOT = Path(__file__).parents[2]
 GUIDE = ROOT / "docs" / "pages" / "guide"
 EXAMPLES = ROOT / "docs" / "examples"
 SHOWN = re.compile(r"^```text\n\$ (\S+) ([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-ESTIMATES = SHOWN.findall((GUIDE / "estimate.md").read_text())
+COMMANDS = [
+    (page, *found)
+    for page in ("estimate", "device-maps")
+    for found in SHOWN.findall((GUIDE / f"{page}.md").read_text())
+]
 
 
-@pytest.mark.parametrize(("program", "arguments", "output"), ESTIMATES)
-def test_estimates_are_what_the_command_says(
+@pytest.mark.parametrize(("page", "program", "arguments", "output"), COMMANDS)
+def test_what_a_page_shows_is_what_the_command_says(
+    page: str,
     program: str,
     arguments: str,
     output: str,
@@ -36,16 +41,18 @@ def test_estimates_are_what_the_command_says(
     assert capsys.readouterr().out == output
     for name in pictures:
         assert (tmp_path / name).read_text() == (GUIDE / name).read_text(), f"{name} is out of date"
-        assert f"]({name})" in (GUIDE / "estimate.md").read_text()
+        assert f"]({name})" in (GUIDE / f"{page}.md").read_text()
 
 
-def test_the_page_on_estimates_shows_commands_and_a_picture() -> None:
-    assert len(ESTIMATES) == 3
-    assert [path.name for path in GUIDE.glob("estimate_*.svg")] == ["estimate_seven_billion.svg"]
+def test_the_pages_show_commands_and_a_picture_each() -> None:
+    assert [page for page, *_ in COMMANDS] == ["estimate"] * 3 + ["device-maps"] * 2
+    pictures = {path.name for pattern in ("estimate_*.svg", "plan_*.svg") for path in GUIDE.glob(pattern)}
+    assert pictures == {"estimate_seven_billion.svg", "plan_seven_billion.svg"}
 
 
-def test_the_three_ways_end_as_the_page_says(tmp_path: Path) -> None:
-    ((program, script, output),) = SHOWN.findall((GUIDE / "big-models.md").read_text())
+@pytest.mark.parametrize("page", ["big-models", "offload"])
+def test_a_program_prints_what_its_page_shows(page: str, tmp_path: Path) -> None:
+    ((program, script, output),) = SHOWN.findall((GUIDE / f"{page}.md").read_text())
     assert program == "python"
     done = subprocess.run(
         [sys.executable, str(ROOT / script)],

@@ -18,10 +18,11 @@ from accelfn.bigmodel.load.progress import showing
 from accelfn.bigmodel.load.read import Reading, read_tensors
 from accelfn.bigmodel.load.source import Checkpoint, map_stored, open_checkpoint
 from accelfn.bigmodel.offload.dispatch import dispatch_model
-from accelfn.bigmodel.offload.dispatch_plan import read_map
+from accelfn.bigmodel.offload.dispatch_plan import plan_dispatch, read_map
 from accelfn.bigmodel.places import Place, PlaceLike, check_device
 from accelfn.bigmodel.plan.budgets import MaxMemory
 from accelfn.bigmodel.plan.maps import DeviceMap, check_device_map, resolve_device_map
+from accelfn.bigmodel.plan.shape import read_shape
 from accelfn.checkpoint.weights.state import require_module
 from accelfn.training import unwrap_model
 
@@ -268,7 +269,7 @@ def load_checkpoint_and_dispatch(
     load_checkpoint_in_model(
         model,
         checkpoint,
-        cast("Mapping[str, PlaceLike] | None", found),
+        None if found is None else _where_to_load(model, found, offload_buffers),
         offload_folder,
         dtype,
         offload_buffers=offload_buffers,
@@ -292,6 +293,21 @@ def load_checkpoint_and_dispatch(
         # Who says how much the host may hold, means the pages of mapped weights, too.
         cache_bytes=0 if max_memory is not None else None,
     )
+
+
+def _where_to_load(
+    model: nn.Module, device_map: Mapping[str, Place], offload_buffers: bool
+) -> dict[str, PlaceLike]:
+    """Say where what has several names will lie, so that it is loaded there and nowhere else before."""
+    shape = read_shape(model)
+    plan = plan_dispatch(
+        {leaf.name: leaf.kind == "parameter" for leaf in shape.root.leaves()},
+        device_map,
+        shape.ties,
+        offload_buffers=offload_buffers,
+    )
+    tied = {name: plan.lies[name].at for names in shape.ties for name in names}
+    return {**device_map, **tied}
 
 
 def _kept(model: nn.Module, parts: tuple[str, ...]) -> dict[str, torch.dtype]:

@@ -305,16 +305,12 @@ def _steps(
 
 
 def _place_of_all(names: Sequence[str], places: Mapping[str, Place]) -> Place | None:
-    """Choose one place for what has several names: an accelerator's; the disk's before the host's.
-
-    So the map may put names of tied weights on several places: where it lies on an accelerator it needs no
-    other memory, and what lies on the disk is one with what lies on the host.
-    """
+    """Choose one place for what has several names: the disk, which needs no memory, or else the fastest."""
     found = [place_of(name, places) for name in names]
     said = [place for place in found if place is not None]
     if len(said) < len(found):
         return None
-    return min(said, key=lambda place: (place == "cpu", order_of(place)))
+    return "disk" if "disk" in said else min(said, key=order_of)
 
 
 def _final_dtype(target: Target, wishes: Wishes) -> torch.dtype:

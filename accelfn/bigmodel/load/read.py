@@ -70,8 +70,8 @@ def read_tensors(
 ) -> None:
     """Read tensors into memory that they have already.
 
-    Bytes that need no other dtype go from the system straight into the memory of the host. Others pass through
-    a buffer of each of at most eight threads: of 1 MiB where they are cast for the host, and of
+    Bytes that need no other dtype go from the system straight into the memory of the host. Others pass
+    through a buffer of each of at most eight threads: of 1 MiB where they are cast for the host, and of
     ``PIECE_BYTES``, pinned, where they go to an accelerator; there they are cast, too.
 
     Effect: on the targets, also where it fails. Ranks: local.

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from accelfn.bigmodel.load.plan import has_part
+from accelfn.bigmodel.offload.blocks import named_modules
 from accelfn.bigmodel.quantize.config import QuantizationConfig
 
 __all__ = ("QuantizationPlan", "default_skip_modules", "kept_dtype", "plan_quantization")
@@ -51,10 +52,12 @@ def default_skip_modules(model: nn.Module) -> tuple[str, ...]:
     >>> default_skip_modules(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)))
     ('1',)
     """
-    places: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        places.setdefault(parameter, []).append(name)
-    tied = [name.rpartition(".")[0] for names in places.values() if len(names) > 1 for name in names]
+    # A module that stands at two places shares its weights with none.
+    owners: dict[nn.Parameter, dict[nn.Module, str]] = {}
+    for name, module in named_modules(model):
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(parameter, {})[module] = name
+    tied = [name for sharing in owners.values() if len(sharing) > 1 for name in sharing.values()]
     prefix = cast("object", getattr(model, "base_model_prefix", None))
     is_base = isinstance(prefix, str) and not hasattr(model, prefix)
     last = [] if is_base and not tied else [name for name, _ in model.named_children()][-1:]

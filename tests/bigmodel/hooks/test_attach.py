@@ -290,7 +290,8 @@ def test_each_block_has_its_own_place(given: bool) -> None:
         model, {k: v for k, v in DEVICES.items() if k}, {k: v for k, v in offload.items() if k}, weights
     )
     assert torch.equal(model(X), small()(X))
-    assert {stream.place for stream in streams(model)} == {"cpu:1", "cpu"}
+    assert [stream.place for stream in streams(model)] == ["cpu:1"]  # on the CPU nothing travels
+    assert has_offloaded_params(model.last)
 
 
 @pytest.mark.parametrize("place", ["cpu:0", "cpu"])
@@ -298,8 +299,7 @@ def test_the_whole_model_as_a_block(place: str) -> None:
     model = small()
     attach_align_device_hook_on_blocks(model, {"": place}, {"": True})
     assert torch.equal(model(X), small()(X))
-    (stream,) = streams(model)
-    assert len(stream.blocks) == 9
+    assert [len(stream.blocks) for stream in streams(model)] == [9] * (place != "cpu")
     members = hook_of(model)
     assert isinstance(members, SequentialHook)
     assert any(isinstance(hook, AlignDevicesHook) and hook.io_same_device for hook in members.hooks)

@@ -263,7 +263,11 @@ def test_dtypes_by_name(tmp_path: Path) -> None:
 def test_a_map_splits_ties_and_they_stay_one(tmp_path: Path) -> None:
     saved = randomised(Outer(1, 4, True))
     path = save(values(saved), tmp_path, "bin")
-    for places, is_mapped in (({"": "cpu", "head": "disk"}, True), ({"": "disk", "head": "cpu:0"}, False)):
+    for places, is_mapped in (
+        ({"": "cpu", "head": "disk"}, True),
+        ({"": "disk", "head": "cpu:0"}, True),
+        ({"": "cpu", "head": "cpu:0"}, False),
+    ):
         model = on_meta(Outer(1, 4, True))
         load_checkpoint_in_model(model, path, places)
         assert model.head.weight is model.embed.weight

@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -22,6 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from accelfn.bigmodel.load.checkpoint import load_checkpoint_in_model
 from accelfn.bigmodel.load.mapped import STORED_DTYPES, mapped_from
 from accelfn.bigmodel.load.offload_files import (
     OffloadedWeightsLoader,
@@ -33,7 +35,9 @@ from accelfn.bigmodel.load.offload_files import (
     offload_weight,
     save_offload_index,
 )
+from accelfn.context import Context
 from accelfn.errors import DamagedCheckpointError, NoCheckpointError
+from accelfn.testing import run_ranks
 
 DTYPES = (*STORED_DTYPES.values(), torch.complex128)
 NO_NUMPY = ("float8", "uint64")  # which Accelerate doesn't read
@@ -247,36 +251,29 @@ def test_scales_go_to_their_weight(tmp_path: Path) -> None:
 
 def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
     """A limit on the size of files stands for the end of the disk."""
-    program = f"""
-        import resource, signal, torch
-        from pathlib import Path
-        from accelfn.bigmodel.load.checkpoint import load_checkpoint_in_model
-        from accelfn.bigmodel.load.offload_files import OffloadedWeightsLoader, offload_state_dict
-        from torch import nn
+    resource = pytest.importorskip("resource")
+    off = tmp_path / "off"
+    offload_state_dict(off, {"w": torch.ones(4)})
+    torch.save(nn.Linear(300, 300).state_dict(), tmp_path / "m.bin")
 
-        folder = Path({str(tmp_path)!r})
-        offload_state_dict(folder / "off", {{"w": torch.ones(4)}})
-        torch.save(nn.Linear(300, 300).state_dict(), folder / "m.bin")
+    def run(ctx: Context) -> None:
+        if ctx.rank:
+            return
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY))
+        with pytest.raises(OSError, match=r"w\.dat"):
+            offload_state_dict(off, {"w": torch.zeros(1 << 15)})
         model = nn.Linear(300, 300, device="meta")
-        for work, name in (
-            (lambda: offload_state_dict(folder / "off", {{"w": torch.zeros(1 << 15)}}), "w.dat"),
-            (lambda: load_checkpoint_in_model(
-                model, folder / "m.bin", {{"": "disk"}}, folder / "new", torch.bfloat16), "accelfn-"),
-        ):
-            try:
-                work()
-            except OSError as error:
-                assert name in str(error), error
-            else:
-                raise AssertionError("it was written")
-        assert OffloadedWeightsLoader(save_folder=folder / "off")["w"].eq(1).all()
-        assert sorted(path.name for path in (folder / "off").iterdir()) == ["index.json", "w.dat"]
-        assert not list((folder / "new").iterdir())
+        with pytest.raises(OSError, match="accelfn-"):
+            load_checkpoint_in_model(
+                model, tmp_path / "m.bin", {"": "disk"}, tmp_path / "new", torch.bfloat16
+            )
         assert model.weight.is_meta
-    """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=120)
+
+    run_ranks(run, 2, on="processes")
+    assert OffloadedWeightsLoader(save_folder=off)["w"].eq(1).all()
+    assert sorted(path.name for path in off.iterdir()) == ["index.json", "w.dat"]
+    assert not list((tmp_path / "new").iterdir())
 
 
 def test_a_folder_that_can_not_be_one(tmp_path: Path) -> None:
@@ -286,6 +283,7 @@ def test_a_folder_that_can_not_be_one(tmp_path: Path) -> None:
 
 
 def test_without_numpy(tmp_path: Path) -> None:
+    """In a process of its own, since this one has imported it."""
     program = f"""
         import sys
         sys.modules["numpy"] = None
