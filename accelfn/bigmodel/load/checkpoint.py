@@ -71,7 +71,7 @@ def load_state_dict(
             place = at[name]
             device = torch.device("cpu") if place in (None, "disk") else check_device(place)
             # What is one tensor in a pickled file is one here.
-            same = (stored._replace(name="", view=None), id(stored.view), device)
+            same = (stored._replace(name="", elements=None), id(stored.elements), device)
             if same not in readings:
                 memory = torch.empty(stored.shape, dtype=stored.dtype, device=device)
                 readings[same] = Reading(stored, memory)
@@ -191,7 +191,7 @@ def load_checkpoint_and_dispatch(
     model: ModelT,
     checkpoint: str | os.PathLike[str],
     device_map: DeviceMap | None = None,
-    max_memory: Mapping[PlaceLike, int | float | str] | None = None,
+    max_memory: Mapping[Any, int | float | str] | None = None,  # a Mapping's keys may not be of fewer types
     no_split_module_classes: Collection[str] | str | None = None,
     offload_folder: str | os.PathLike[str] | None = None,
     offload_buffers: bool = False,
