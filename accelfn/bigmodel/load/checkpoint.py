@@ -20,6 +20,7 @@ from accelfn.bigmodel.load.source import Checkpoint, map_stored, open_checkpoint
 from accelfn.bigmodel.offload.dispatch import dispatch_model
 from accelfn.bigmodel.offload.dispatch_plan import plan_dispatch, read_map
 from accelfn.bigmodel.places import Place, PlaceLike, check_device
+from accelfn.bigmodel.plan.budgets import MaxMemory
 from accelfn.bigmodel.plan.maps import DeviceMap, check_device_map, resolve_device_map
 from accelfn.bigmodel.plan.shape import read_shape
 from accelfn.checkpoint.weights.state import require_module
@@ -71,7 +72,7 @@ def load_state_dict(
             place = at[name]
             device = torch.device("cpu") if place in (None, "disk") else check_device(place)
             # What is one tensor in a pickled file is one here.
-            same = (stored._replace(name="", elements=None), id(stored.elements), device)
+            same = (stored._replace(name="", view=None), id(stored.view), device)
             if same not in readings:
                 memory = torch.empty(stored.shape, dtype=stored.dtype, device=device)
                 readings[same] = Reading(stored, memory)
@@ -191,7 +192,7 @@ def load_checkpoint_and_dispatch(
     model: ModelT,
     checkpoint: str | os.PathLike[str],
     device_map: DeviceMap | None = None,
-    max_memory: Mapping[Any, int | float | str] | None = None,  # a Mapping's keys may not be of fewer types
+    max_memory: MaxMemory | None = None,
     no_split_module_classes: Collection[str] | str | None = None,
     offload_folder: str | os.PathLike[str] | None = None,
     offload_buffers: bool = False,
@@ -289,6 +290,8 @@ def load_checkpoint_and_dispatch(
         skip_keys=skip_keys,
         preload_module_classes=preload_module_classes,
         force_hooks=force_hooks,
+        # Who says how much the host may hold, means the pages of mapped weights, too.
+        cache_bytes=0 if max_memory is not None else None,
     )
 
 

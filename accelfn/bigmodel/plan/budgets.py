@@ -10,17 +10,18 @@ from collections.abc import Collection, Mapping
 from decimal import Decimal
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import nn
 
-from accelfn.bigmodel.places import Place, PlaceLike, is_accelerator, order_of, read_place
+from accelfn.bigmodel.places import Place, is_accelerator, order_of, read_place
 from accelfn.bigmodel.plan.shape import ModelShape, read_shape
 from accelfn.bigmodel.plan.sizes import AnyDtype, get_module_leaves, read_class_names, sizes_of
 from accelfn.errors import MissingExtraError
 
 __all__ = (
+    "MaxMemory",
     "available_memory",
     "balance_budgets",
     "convert_file_size_to_int",
@@ -28,6 +29,9 @@ __all__ = (
     "get_max_memory",
     "read_budgets",
 )
+
+MaxMemory: TypeAlias = "Mapping[Any, int | float | str]"
+"""Sizes by place, in bytes or such as ``"10GB"``; places as in :data:`PlaceLike`."""
 
 _UNITS = MappingProxyType(
     {
@@ -76,9 +80,7 @@ def convert_file_size_to_int(size: float | str) -> int:
     )
 
 
-def read_budgets(
-    max_memory: Mapping[PlaceLike, int | float | str], what: str = "max_memory"
-) -> dict[Place, int]:
+def read_budgets(max_memory: MaxMemory, what: str = "max_memory") -> dict[Place, int]:
     """Read how much each place may hold. Pure: what is given isn't changed.
 
     Args:
@@ -108,7 +110,7 @@ def read_budgets(
     return dict(sorted(found.items(), key=lambda pair: order_of(pair[0])))
 
 
-def get_max_memory(max_memory: Mapping[PlaceLike, int | float | str] | None = None) -> dict[Place, int]:
+def get_max_memory(max_memory: MaxMemory | None = None) -> dict[Place, int]:
     """Say how much each place may hold: what is given, or else what this machine has free.
 
     Ranks: local. Without ``max_memory`` it asks the accelerators of this machine, which starts their driver.
@@ -210,7 +212,7 @@ def _read(path: Path) -> str:
 
 def get_balanced_memory(
     model: nn.Module,
-    max_memory: Mapping[PlaceLike, int | float | str] | None = None,
+    max_memory: MaxMemory | None = None,
     no_split_module_classes: Collection[str] | str | None = None,
     dtype: AnyDtype | None = None,
     special_dtypes: Mapping[str, AnyDtype] | None = None,

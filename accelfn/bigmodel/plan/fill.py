@@ -67,8 +67,8 @@ def fill(
     are tried in order; if it can't be split, the next room is filled, and no earlier one is looked at again.
 
     Modules that share a tensor go together. A later one comes as a whole if it fits, and is split otherwise,
-    until only the layer comes that has the tensor. That could be worse with a larger room: what comes along
-    is in the way of something else. So a room never gets less than it would with a lower limit.
+    until only the layer comes that has the tensor. So what comes along with more room could be in the way of
+    something larger. Where that is so the room is filled as with a lower limit: it never gets less for more.
 
     Args:
         units: Of the model.
@@ -101,7 +101,7 @@ class _State:
     """What has been decided so far."""
 
     __slots__ = (
-        *("entries", "layers", "paid", "pulls", "rest", "room_of", "split", "stack", "stale", "told"),
+        *("entries", "layers", "needs", "paid", "rest", "room_of", "split", "stack", "stale", "told"),
         "used",
     )
 
@@ -118,7 +118,7 @@ class _State:
     def begin_room(self) -> None:
         self.used = 0
         self.paid: set[int] = set()  # what may have copies, and lies in this room
-        self.pulls: list[int] = []  # below which limits something wouldn't have come as a whole
+        self.needs: list[int] = []  # limits below which something would be split that came as a whole
         self.told: list[str] = []
 
     def copy(self) -> _State:
@@ -169,8 +169,8 @@ class _Filling:
             return state
         start = state.copy()
         self._run(state, number, room.num_bytes)
-        # Where something came along as a whole a lower limit can be better: just below what that needs.
-        limits = [-limit for limit in state.pulls]
+        # Only there a lower limit can be better: just below what those needed.
+        limits = [-limit for limit in state.needs]
         seen: set[int] = set()
         heapq.heapify(limits)
         while limits:
@@ -181,7 +181,7 @@ class _Filling:
                 seen.add(lower)
                 other = start.copy()
                 self._run(other, number, lower)
-                for limit in other.pulls:
+                for limit in other.needs:
                     heapq.heappush(limits, -limit)
                 state = other if other.used > state.used else state
         return state
@@ -208,10 +208,13 @@ class _Filling:
                 state.split_up(other)
                 split.append(other)
             if left is None or size <= left:
-                is_stale = node.parts and state.stale > state.rest[node.stop]
-                if limit is not None and left is not None and (other is not None or is_stale):
-                    state.pulls.append(size + limit - left)
+                was_stale = state.stale > state.rest[node.stop]
                 self._place(state, number, together, size)
+                is_stale = was_stale or state.stale > state.rest[node.stop]
+                if limit is not None and left is not None:
+                    # With less room it, or what came along, would be split, and something else might fit.
+                    if other is not None or split or (node.parts and is_stale):
+                        state.needs.append(size + limit - left)
             elif node.parts:
                 # With a part of this one they may come as a whole again.
                 state.split.difference_update(split)

@@ -11,7 +11,7 @@ from typing import TypeAlias, cast
 from torch import nn
 
 from accelfn.bigmodel.places import Place, PlaceLike, read_place
-from accelfn.bigmodel.plan.budgets import balance_budgets, get_max_memory
+from accelfn.bigmodel.plan.budgets import MaxMemory, balance_budgets, get_max_memory
 from accelfn.bigmodel.plan.plan import DevicePlan, PlanOptions, plan_device_map
 from accelfn.bigmodel.plan.shape import ModelShape, read_shape
 from accelfn.bigmodel.plan.sizes import AnyDtype
@@ -35,7 +35,7 @@ _NO_DTYPES: Mapping[str, AnyDtype] = MappingProxyType({})
 
 def infer_auto_device_map(
     model: nn.Module,
-    max_memory: Mapping[PlaceLike, int | float | str] | None = None,
+    max_memory: MaxMemory | None = None,
     no_split_module_classes: Collection[str] | str | None = None,
     dtype: AnyDtype | None = None,
     special_dtypes: Mapping[str, AnyDtype] | None = None,
@@ -82,9 +82,7 @@ def infer_auto_device_map(
         fallback_allocation=fallback_allocation,
     )
     say = print if verbose else None
-    plan = plan_device_map(
-        read_shape(model), cast("Mapping[PlaceLike, int]", get_max_memory(max_memory)), options, say=say
-    )
+    plan = plan_device_map(read_shape(model), get_max_memory(max_memory), options, say=say)
     return _with_warnings(plan)
 
 
@@ -97,7 +95,7 @@ def _with_warnings(plan: DevicePlan) -> dict[str, Place]:
 def plan_named_map(
     shape: ModelShape,
     name: str,
-    max_memory: Mapping[PlaceLike, int | float | str] | None = None,
+    max_memory: MaxMemory | None = None,
     options: PlanOptions | None = None,
 ) -> DevicePlan:
     """Plan what one of the names of maps stands for.
@@ -134,13 +132,13 @@ def plan_named_map(
             low_zero=name == "balanced_low_0",
             leave_tenth=max_memory is None,
         )
-    return plan_device_map(shape, cast("Mapping[PlaceLike, int]", budgets), options)
+    return plan_device_map(shape, budgets, options)
 
 
 def resolve_device_map(
     model: nn.Module,
     device_map: DeviceMap,
-    max_memory: Mapping[PlaceLike, int | float | str] | None = None,
+    max_memory: MaxMemory | None = None,
     no_split_module_classes: Collection[str] | str | None = None,
     dtype: AnyDtype | None = None,
     special_dtypes: Mapping[str, AnyDtype] | None = None,

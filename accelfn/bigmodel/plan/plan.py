@@ -9,8 +9,8 @@ from typing import NamedTuple, cast
 
 import torch
 
-from accelfn.bigmodel.places import Place, PlaceLike, is_accelerator
-from accelfn.bigmodel.plan.budgets import read_budgets
+from accelfn.bigmodel.places import Place, is_accelerator
+from accelfn.bigmodel.plan.budgets import MaxMemory, read_budgets
 from accelfn.bigmodel.plan.clean import clean_device_map
 from accelfn.bigmodel.plan.fill import NoRoom, Room, fill
 from accelfn.bigmodel.plan.shape import LeafKind, ModelShape
@@ -134,7 +134,7 @@ class DevicePlan:
 
 def plan_device_map(
     shape: ModelShape,
-    budgets: Mapping[PlaceLike, int | float | str],
+    budgets: MaxMemory,
     options: PlanOptions | None = None,
     *,
     say: Callable[[str], object] | None = None,

@@ -1,0 +1,156 @@
+"""``accelfn plan-memory``: say where each part of a model would lie."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from accelfn.launch.flags import spell
+
+if TYPE_CHECKING:
+    from accelfn.bigmodel import DevicePlan
+
+__all__ = ("run_plan_memory",)
+
+_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+def run_plan_memory(argv: Sequence[str]) -> int:
+    """Plan where a model lies. Effect: prints the plan, or writes it to a file.
+
+    Args:
+        argv: Arguments after ``plan-memory``.
+
+    Returns:
+        The exit status: 0; 1 where a file of weights is damaged; 2 after one sentence on what is wrong.
+
+    Raises:
+        SystemExit: 0 after ``--help``; 2 after one sentence on what is wrong.
+    """
+    parser = _parser()
+    options = parser.parse_args([spell(token) for token in argv])
+    budgets: dict[int | str, str] | None = None
+    for pair in options.max_memory or ():
+        name, equals, size = pair.partition("=")
+        place = int(name) if name.isdecimal() else name
+        if not (name and equals and size):
+            parser.error(f"--max_memory takes PLACE=SIZE, such as 0=10GB or cpu=30GB: got {pair!r}.")
+        budgets = {} if budgets is None else budgets
+        if place in budgets:
+            parser.error(f"--max_memory gives the place {name} twice. Give it once.")
+        budgets[place] = size
+    # Not at the top: accelfn.bigmodel loads torch, which --help and bad input do without.
+    from accelfn.bigmodel import PlanOptions, plan_named_map, read_source
+    from accelfn.errors import AccelfnError, DamagedCheckpointError
+
+    try:
+        shape = read_source(options.source)
+        made = PlanOptions(
+            no_split_module_classes=shape.no_split_classes if options.no_split is None else options.no_split,
+            dtype=options.dtype,
+            offload_buffers=options.offload_buffers,
+            fallback_allocation=options.fallback_allocation,
+        )
+        plan = plan_named_map(shape, options.device_map, budgets, made)
+    except DamagedCheckpointError as error:
+        print(f"{parser.prog}: damaged: {error}", file=sys.stderr)
+        return 1
+    except (AccelfnError, ValueError, TypeError) as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 2
+    text = _FORMS[options.format](plan, options.source)
+    if options.output is None:
+        print(text, end="" if text.endswith("\n") else "\n")
+        return 0
+    try:
+        Path(options.output).write_text(text if text.endswith("\n") else f"{text}\n", encoding="utf-8")
+    except OSError as error:
+        parser.error(f"can't write {options.output!r}: {error.strerror}. Check --output.")
+    return 0
+
+
+def _as_table(plan: DevicePlan, source: str) -> str:
+    return str(plan)
+
+
+def _as_json(plan: DevicePlan, source: str) -> str:
+    said = {
+        "source": source,
+        "device_map": plan.device_map,
+        "places": [
+            {
+                "place": one.place,
+                "budget": one.budget,
+                "used": one.used,
+                "reserved": one.reserved,
+                "tensors": [
+                    {"name": leaf.name, "bytes": leaf.num_bytes, "kind": leaf.kind} for leaf in one.leaves
+                ],
+            }
+            for one in plan.places
+        ],
+        "ties": plan.ties,
+        "copies": [copy._asdict() for copy in plan.copies],
+        "warnings": plan.warnings,
+    }
+    return json.dumps(said, indent=1)
+
+
+def _as_svg(plan: DevicePlan, source: str) -> str:
+    from accelfn.bigmodel import draw_device_plan_svg
+
+    return draw_device_plan_svg(plan)
+
+
+def _as_html(plan: DevicePlan, source: str) -> str:
+    from accelfn.bigmodel import draw_device_plan_html
+
+    return draw_device_plan_html(plan, f"Where {source} lies")
+
+
+_FORMS: Mapping[str, Callable[[DevicePlan, str], str]] = MappingProxyType(
+    {"table": _as_table, "json": _as_json, "svg": _as_svg, "html": _as_html}
+)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="accelfn plan-memory",
+        description="Say where each part of a model would lie, without reading a weight.",
+        epilog="In names of flags - and _ mean the same.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "source",
+        metavar="SOURCE",
+        help="a folder with a config.json of transformers, safetensors or their index, or MODULE:FUNCTION, "
+        "which gives a module",
+    )
+    parser.add_argument(
+        "--max_memory",
+        metavar="PLACE=SIZE",
+        nargs="+",
+        help="what each place may hold: 0=10GB cpu=30GB disk=1TB; others aren't used, but for the disk "
+        "(what this machine has free)",
+    )
+    parser.add_argument("--device_map", choices=_MAPS, default="auto", help="how to spread it (auto)")
+    parser.add_argument(
+        "--no_split",
+        metavar="CLASS",
+        nargs="*",
+        help="classes whose modules stay whole, such as layers.* in a file (those that the model names)",
+    )
+    parser.add_argument("--dtype", help="with which it will be loaded, such as bfloat16 or int4 (its own)")
+    for name, about in (
+        ("--offload_buffers", "buffers of what is offloaded are offloaded too"),
+        ("--fallback_allocation", "put something smaller where the next part is too large for a device"),
+    ):
+        parser.add_argument(name, action="store_true", help=about)
+    parser.add_argument("--format", choices=tuple(_FORMS), default="table", help="what to draw (table)")
+    parser.add_argument("--output", metavar="FILE", help="write it to this file")
+    return parser

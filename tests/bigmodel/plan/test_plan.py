@@ -1,0 +1,480 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from accelfn.bigmodel import (
+    CustomDtype,
+    DevicePlan,
+    ModelShape,
+    PlanOptions,
+    TensorCopy,
+    plan_device_map,
+    read_shape,
+)
+from accelfn.bigmodel.places import Place
+from tests.bigmodel.plan.trees import M3, Tree, build, three_blocks, trees
+
+FP16, FP32 = torch.float16, torch.float32
+
+
+def tied_m3() -> nn.Module:
+    model = M3()
+    # Neither has the shape of the other: it is never run.
+    model.linear1.weight = model.linear2.weight
+    return model
+
+
+def tied_words() -> nn.Module:
+    model = nn.Module()
+    model.emb = nn.Embedding(10, 4)
+    model.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    model.head = nn.Linear(4, 10)
+    model.head.weight = model.emb.weight
+    return model
+
+
+def one_inside() -> nn.Module:
+    model = nn.Module()
+    model.module = nn.Module()
+    model.module.linear1 = nn.Linear(10, 4)
+    model.module.linear2 = nn.Linear(4, 4)
+    model.module.linear3 = nn.Linear(4, 8)
+    return model
+
+
+def tied_blocks() -> nn.Module:
+    model: Any = three_blocks()
+    model.layer3.linear2.weight = model.layer1.linear2.weight
+    return model
+
+
+def blocks() -> nn.Module:
+    return nn.Sequential(M3(), M3(), M3())
+
+
+# The documented examples, but for one: see test_a_budget_of_the_disk_holds.
+WORKED: tuple[
+    tuple[str, Callable[[], nn.Module], dict[Place, int], dict[str, Any], dict[str, Place]], ...
+] = (
+    ("two", M3, {0: 200, 1: 200}, {}, {"linear1": 0, "batchnorm": 1, "linear2": 1}),
+    ("three", M3, {0: 200, 1: 172, 2: 200}, {}, {"linear1": 0, "batchnorm": 1, "linear2": 1}),
+    ("a byte less", M3, {0: 200, 1: 171, 2: 200}, {}, {"linear1": 0, "batchnorm": 1, "linear2": 2}),
+    ("all on one", M3, {0: 236}, {}, {"": 0}),
+    ("rest on disk", M3, {0: 235}, {}, {"linear1": 0, "batchnorm": "disk", "linear2": "disk"}),
+    ("rest on cpu", M3, {0: 235, "cpu": 1000}, {}, {"linear1": 0, "batchnorm": "cpu", "linear2": "cpu"}),
+    ("all on cpu", M3, {"cpu": 236}, {}, {"": "cpu"}),
+    ("cpu reserves", M3, {"cpu": 235}, {}, {"linear1": "cpu", "batchnorm": "disk", "linear2": "disk"}),
+    ("none on cpu", M3, {0: 200, "cpu": 171}, {}, {"linear1": 0, "batchnorm": "disk", "linear2": "disk"}),
+    ("some on cpu", M3, {0: 200, "cpu": 240}, {}, {"linear1": 0, "batchnorm": "cpu", "linear2": "cpu"}),
+    ("half", M3, {0: 120, 1: 200}, {"dtype": FP16}, {"linear1": 0, "batchnorm": 1, "linear2": 1}),
+    ("special", M3, {0: 150, 1: 500}, {"dtype": FP16, "special_dtypes": {"linear1.weight": FP32}}, {"": 0}),
+    ("tied", tied_m3, {0: 200, 1: 200}, {}, {"": 0}),
+    (
+        "split block",
+        blocks,
+        {0: 500, 1: 500},
+        {},
+        {"0": 0, "1.linear1": 0, "1.batchnorm": 0, "1.linear2": 1, "2": 1},
+    ),
+    ("whole", blocks, {0: 500, 1: 500}, {"no_split_module_classes": "M3"}, {"0": 0, "1": 1, "2": 1}),
+    ("whole, list", blocks, {0: 500, 1: 500}, {"no_split_module_classes": ["M3"]}, {"0": 0, "1": 1, "2": 1}),
+    (
+        "one on each",
+        blocks,
+        {0: 336, "cpu": 336},
+        {"offload_buffers": True},
+        {"0": 0, "1": "cpu", "2": "disk"},
+    ),
+    ("tied words, none", tied_words, {0: 100, "cpu": 1000}, {}, {"": "cpu"}),
+    ("tied words, all", tied_words, {0: 360, "cpu": 1000}, {}, {"": 0}),
+    ("too large first", one_inside, {0: 256}, {}, {"": "disk"}),
+    (
+        "something smaller",
+        one_inside,
+        {0: 256},
+        {"fallback_allocation": True},
+        {"module.linear2": 0, "module.linear1": "disk", "module.linear3": "disk"},
+    ),
+    (
+        "tied blocks",
+        tied_blocks,
+        {0: 400, 1: 500},
+        {},
+        {
+            "layer1": 0,
+            "layer3.linear2": 0,
+            "layer2": 1,
+            "layer3.linear1": 1,
+            "layer3.batchnorm": 1,
+        },
+    ),
+    ("nothing", nn.Module, {0: 10}, {}, {}),
+)
+
+
+@pytest.mark.parametrize(
+    ("make", "budgets", "options", "expected"),
+    [pytest.param(*case[1:], id=case[0]) for case in WORKED],
+)
+def test_the_documented_examples(
+    make: Callable[[], nn.Module],
+    budgets: dict[Place, int],
+    options: dict[str, Any],
+    expected: dict[str, Place],
+) -> None:
+    before = dict(budgets)
+    plan = plan_device_map(read_shape(make()), budgets, PlanOptions(**options))
+    assert plan.device_map == expected
+    assert budgets == before
+    with torch.device("meta"):
+        assert plan_device_map(read_shape(make()), budgets, PlanOptions(**options)) == plan
+
+
+def test_simulated_devices_stand_for_accelerators() -> None:
+    found = plan_device_map(read_shape(M3()), {"cpu:1": 200, "cpu:0": 200, "cpu": 1000})
+    assert found.device_map == {"linear1": "cpu:0", "batchnorm": "cpu:1", "linear2": "cpu:1"}
+    assert [one.place for one in found.places] == ["cpu:0", "cpu:1", "cpu", "disk"]
+
+
+def test_mps_alone_keeps_room_for_the_largest_layer() -> None:
+    # On the host 171 bytes would do, if it kept no room for the last layer.
+    found = plan_device_map(read_shape(M3()), {"mps": 170, "cpu": 172})
+    assert found.device_map == {"linear1": "mps", "batchnorm": "cpu", "linear2": "cpu"}
+    assert plan_device_map(read_shape(M3()), {"mps": 64, "cpu": 172}).device_map == {
+        "linear1": "cpu",
+        "batchnorm": "cpu",
+        "linear2": "disk",
+    }
+
+
+# --- what holds for every plan -------------------------------------------------------------------
+
+CLASSES = st.sampled_from([(), ("A",), ("B",), ("A", "B")])
+PLACES = st.sampled_from([(), (0,), (0, 1), (0, 1, "cpu"), ("cpu",), ("cpu:0", "cpu"), ("mps", "cpu")])
+
+
+@st.composite
+def problems(draw: st.DrawFn, *, ties: bool = True) -> tuple[ModelShape, dict[Place, int]]:
+    shape = read_shape(build(draw(trees(ties=ties))))
+    top = shape.num_bytes + 2
+    sizes = st.integers(0, top) | st.integers(top // 2, top)
+    budgets: dict[Place, int] = {place: draw(sizes) for place in draw(PLACES)}
+    disk = draw(st.none() | st.integers(0, 2 * top))
+    return shape, budgets if disk is None else {**budgets, "disk": disk}
+
+
+def plan_or_none(shape: ModelShape, budgets: Mapping[Place, int], **options: Any) -> DevicePlan | None:
+    try:
+        return plan_device_map(shape, budgets, PlanOptions(**options))
+    except ValueError as error:
+        assert "doesn't fit" in str(error)  # noqa: PT017 -- every other is a fault
+        return None
+
+
+def lookup(found: Mapping[str, Place], name: str) -> Place:
+    while name not in found:
+        assert name, "no entry"
+        name = name.rpartition(".")[0]
+    return found[name]
+
+
+@given(problems(), CLASSES, st.booleans())
+@settings(max_examples=300)
+def test_every_tensor_is_in_one_place_and_every_budget_holds(
+    problem: tuple[ModelShape, dict[Place, int]], no_split: tuple[str, ...], fallback: bool
+) -> None:
+    shape, budgets = problem
+    plan = plan_or_none(shape, budgets, no_split_module_classes=no_split, fallback_allocation=fallback)
+    if plan is None:
+        assert "disk" in budgets
+        return
+    placed = {leaf.name: one.place for one in plan.places for leaf in one.leaves}
+    names = [leaf.name for leaf in shape.root.leaves()]
+    assert sorted(placed) == sorted(names)
+    assert sum(len(one.leaves) for one in plan.places) == len(names)
+    for found in (plan.entries, plan.device_map):
+        assert {name: lookup(found, name) for name in names} == placed
+    for one in plan.places:
+        assert one.used == sum(leaf.num_bytes for leaf in one.leaves)
+        assert one.budget == budgets.get(one.place)
+        if one.budget is not None:
+            assert one.used + one.reserved <= one.budget
+    copied = sum(copy.num_bytes * (len(set(copy.places)) - 1) for copy in plan.copies)
+    assert sum(one.used for one in plan.places) == shape.num_bytes + copied
+    assert sorted([*plan.ties, *(copy.names for copy in plan.copies)]) == sorted(shape.ties)
+    assert all(len({placed[name] for name in names}) == 1 for names in plan.ties)
+    assert all(tuple(placed[name] for name in copy.names) == copy.places for copy in plan.copies)
+    # Only what fits no other way is copied.
+    assert not plan.copies or "disk" in budgets
+    for module in shape.root.modules():
+        if module.name and module.class_name in no_split:
+            assert len({placed[leaf.name] for leaf in module.leaves()}) <= 1
+
+
+@given(problems(ties=False), CLASSES)
+@settings(max_examples=100)
+def test_each_place_holds_a_run_of_the_model(
+    problem: tuple[ModelShape, dict[Place, int]], no_split: tuple[str, ...]
+) -> None:
+    plan = plan_or_none(*problem, no_split_module_classes=no_split)
+    assume(plan is not None)
+    assert plan is not None
+    in_order = [leaf.name for one in plan.places for leaf in one.leaves]
+    assert in_order == [leaf.name for leaf in problem[0].root.leaves()]
+
+
+@given(problems(ties=False), CLASSES, st.data())
+@settings(max_examples=200)
+def test_more_memory_is_never_worse(
+    problem: tuple[ModelShape, dict[Place, int]], no_split: tuple[str, ...], data: st.DataObject
+) -> None:
+    shape, budgets = problem
+    assume(budgets)
+    place = data.draw(st.sampled_from(sorted(budgets, key=str)))
+    more = {**budgets, place: budgets[place] + data.draw(st.integers(1, 40))}
+    before, after = (plan_or_none(shape, one, no_split_module_classes=no_split) for one in (budgets, more))
+    if before is None:
+        return
+    assert after is not None
+    for up_to in range(len(before.places)):
+        assert held(after, up_to) >= held(before, up_to)
+
+
+def held(plan: DevicePlan, up_to: int) -> int:
+    """Bytes on the fastest places."""
+    return sum(one.used for one in plan.places[: up_to + 1])
+
+
+@given(trees(), CLASSES, st.data())
+@settings(max_examples=100)
+def test_with_ties_too_a_place_never_holds_less_for_more(
+    tree: Tree, no_split: tuple[str, ...], data: st.DataObject
+) -> None:
+    shape = read_shape(build(tree))
+    top = shape.num_bytes + 2
+    budgets: dict[Place, int] = {place: data.draw(st.integers(0, top)) for place in (0, 1, "cpu")}
+    number = data.draw(st.integers(0, 2))
+    place = list(budgets)[number]
+    bytes_held: list[int] = []
+    for budget in range(0, top + 20, 1 + top // 150):
+        plan = plan_or_none(shape, {**budgets, place: budget}, no_split_module_classes=no_split)
+        assert plan is not None
+        assert not plan.copies
+        bytes_held.append(held(plan, number))
+    assert bytes_held == sorted(bytes_held)
+
+
+def test_a_plan_of_a_large_room_is_that_of_a_smaller_one_where_this_holds_more() -> None:
+    # With 72 bytes all of `first` and `tied` would come, and keep out what is as large as `last`.
+    model = nn.Module()
+    for name, size in (("first", 10), ("large", 50), ("small", 10), ("owner", 0)):
+        model.add_module(name, nn.Module())
+        if size:
+            model.get_submodule(name).register_parameter("w", parameter(size))
+    owner: Any = model.owner
+    owner.parts = nn.ModuleList(nn.Module() for _ in range(11))
+    owner.parts[0].w = model.get_submodule("first").w
+    for part in owner.parts[1:]:
+        part.w = parameter(2)
+    shape = read_shape(model)
+    whole, parts = (plan_device_map(shape, {0: budget}).places[0] for budget in (80, 79))
+    assert parts.used == 76
+    assert whole.used >= parts.used
+
+
+def parameter(size: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(size, dtype=torch.uint8), requires_grad=False)
+
+
+# --- places that are too small -------------------------------------------------------------------
+
+
+def test_a_budget_of_the_disk_holds() -> None:
+    with pytest.raises(ValueError, match="doesn't fit") as caught:
+        plan_device_map(read_shape(M3()), {0: 200, "disk": 10})
+    told = str(caught.value)
+    assert "batchnorm needs 72 B (72 bytes) in one place" in told
+    assert "0 has 200 B (64 B taken, 100 B kept free for the largest layer" in told
+    assert "'disk' has 10 B" in told
+    assert plan_device_map(read_shape(M3()), {0: 200, "disk": 172}).device_map == {
+        "linear1": 0,
+        "batchnorm": "disk",
+        "linear2": "disk",
+    }
+
+
+def test_a_tensor_that_is_larger_than_every_budget_is_named() -> None:
+    model = nn.Module()
+    model.table = parameter(5000)
+    model.linear = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"table needs 5\.0 kB \(5000 bytes\)") as caught:
+        plan_device_map(read_shape(model), {0: 4000, "cpu": "4kB", "disk": 4999})
+    assert all(
+        part in str(caught.value) for part in ("0 has 4.0 kB", "'cpu' has 4.0 kB", "'disk' has 5.0 kB")
+    )
+
+
+@pytest.mark.parametrize(
+    ("budgets", "said"),
+    [
+        ({0: -1}, "from 0 on"),
+        ({0: float("nan")}, "such as '10GB': got nan"),
+        ({0: "10"}, "such as '10GB': got '10'"),
+        ({"gpu": 5}, "there is no place 'gpu'"),
+        ({0: 5, "cuda:0": 5}, "gives the place 0 twice"),
+    ],
+)
+def test_budgets_of_another_form_are_refused(budgets: dict[Any, Any], said: str) -> None:
+    with pytest.raises(ValueError, match="budgets") as caught:
+        plan_device_map(read_shape(M3()), budgets)
+    assert said in str(caught.value)
+    with pytest.raises(TypeError, match="budgets takes sizes by place"):
+        plan_device_map(read_shape(M3()), 5)  # pyright: ignore[reportArgumentType]
+
+
+# --- ties ----------------------------------------------------------------------------------------
+
+
+class Bare(nn.Module):
+    """A parameter beside modules."""
+
+    def __init__(self, weight: Any) -> None:
+        super().__init__()
+        self.weight = weight
+        self.linear = nn.Linear(3, 4)
+
+
+def test_a_tied_parameter_beside_modules_comes_along() -> None:
+    words = nn.Embedding(10, 4)
+    model = nn.ModuleDict({"words": words, "block": nn.Sequential(M3(), Bare(words.weight))})
+    plan = plan_device_map(read_shape(model), {0: 300, 1: 1000})
+    assert plan.device_map == {"words": 0, "block.1.weight": 0, "block.0": 1, "block.1.linear": 1}
+    assert plan.ties == (("words.weight", "block.1.weight"),)
+
+
+def test_what_comes_along_brings_what_it_is_tied_to() -> None:
+    words = nn.Embedding(10, 4)
+    bare: Any = Bare(words.weight)
+    other: Any = M3()
+    other.linear1.bias = bare.linear.bias
+    shape = read_shape(nn.ModuleDict({"words": words, "m3": M3(), "bare": bare, "other": other}))
+    options = PlanOptions(no_split_module_classes=["Bare", "M3"])
+    size = 160 + 64 + 236 - 16
+    plan = plan_device_map(shape, {0: 0, 1: size}, options)
+    assert plan.device_map == {"words": 1, "bare": 1, "other": 1, "m3": "disk"}
+    assert plan_device_map(shape, {0: 0, 1: size - 1}, options).device_map == {"": "disk"}
+
+
+def test_what_can_not_stay_together_is_copied_and_paid_for() -> None:
+    model: Any = nn.ModuleDict(
+        {"words": nn.Embedding(10, 4), "one": nn.Linear(4, 10), "other": nn.Linear(4, 10)}
+    )
+    model["one"].weight = model["other"].weight = model["words"].weight  # 160 bytes; the biases have 40
+    shape = read_shape(model)
+    budgets: dict[Place, int] = {0: 0, 1: 200, "disk": 239}
+    plan = plan_device_map(shape, budgets)
+    assert plan.device_map == {"words": 1, "one": 1, "other": "disk"}
+    names = ("words.weight", "one.weight", "other.weight")
+    assert plan.copies == (TensorCopy(names, (1, 1, "disk"), 160),)
+    assert [one.used for one in plan.places] == [0, 200, 200]
+    assert plan.ties == ()
+    (told,) = plan.warnings
+    assert "words.weight on 1, one.weight on 1, other.weight on 'disk'" in told
+    # Where all fit, nothing is copied; where copies don't help, the error is of what was asked for.
+    assert plan_device_map(shape, {**budgets, "disk": 240}).device_map == {"": "disk"}
+    with pytest.raises(ValueError, match=r"words with one, other, to which it is tied, needs 240 B"):
+        plan_device_map(shape, {**budgets, "disk": 199})
+
+
+def test_buffers_of_several_names_bind_no_modules() -> None:
+    table = torch.zeros(10)
+    layers = [M3() for _ in range(3)]
+    for layer in layers:
+        layer.register_buffer("table", table, persistent=False)
+    shape = read_shape(nn.Sequential(*layers))
+    options = PlanOptions(no_split_module_classes=["M3"], offload_buffers=True)
+    with_table = 236 + 40
+    budgets: dict[Place, int] = {0: with_table + 236, 1: with_table, 2: with_table}
+    plan = plan_device_map(shape, budgets, options)
+    assert plan.device_map == {"0": 0, "1": 1, "2": 2}
+    assert plan.copies == (TensorCopy(("0.table", "1.table", "2.table"), (0, 1, 2), 40),)
+    assert [one.used for one in plan.places] == [with_table] * 3 + [0]
+    assert plan.warnings == ()
+    assert plan_device_map(shape, {**budgets, 1: with_table - 1}, options).device_map == {
+        "0": 0,
+        "1": 2,
+        "2": "disk",
+    }
+    assert plan_device_map(shape, {0: with_table + 2 * 236}, options).places[0].used == with_table + 2 * 236
+
+
+def test_a_module_that_is_registered_twice_is_one() -> None:
+    linear = nn.Linear(3, 4)
+    shape = read_shape(nn.Sequential(linear, nn.Linear(4, 3), linear))
+    plan = plan_device_map(shape, {0: 0, 1: 64})
+    assert plan.device_map == {"0": 1, "2": 1, "1": "disk"}
+    assert plan.ties == (("0.weight", "2.weight"), ("0.bias", "2.bias"))
+
+
+# --- the rest ------------------------------------------------------------------------------------
+
+
+def test_buffers_without_room_on_an_accelerator_are_told_of() -> None:
+    shape = read_shape(M3())
+    (told,) = plan_device_map(shape, {0: 64 + 100 + 39}).warnings
+    assert "buffers of 40 B" in told
+    assert "offload_buffers=True" in told
+    assert plan_device_map(shape, {0: 64 + 100 + 40}).warnings == ()
+    assert plan_device_map(shape, {0: 64 + 100 + 39}, PlanOptions(offload_buffers=True)).warnings == ()
+    assert plan_device_map(shape, {"cpu": 100}).warnings == ()
+
+
+def test_the_raw_map_names_what_was_placed() -> None:
+    plan = plan_device_map(read_shape(blocks()), {"cpu": 2000}, PlanOptions(clean_result=False))
+    assert plan.device_map == dict(plan.entries) == {"0": "cpu", "1": "cpu", "2": "cpu"}
+
+
+def test_each_decision_is_told() -> None:
+    told: list[str] = []
+    plan_device_map(read_shape(blocks()), {0: 500}, say=told.append)
+    kept = "100 B kept free for the largest layer that comes later"
+    assert told == [
+        "0 (236 B) on 0",
+        f"1 (236 B) is split: 0 has 500 B (236 B taken, {kept})",
+        "1.linear1 (64 B) on 0",
+        "1.batchnorm (72 B) on 0",
+        f"1.linear2 (100 B) isn't split: 0 has 500 B (372 B taken, {kept})",
+        "1.linear2 (100 B) on 'disk'",
+        "2 (236 B) on 'disk'",
+    ]
+
+
+def test_options_are_frozen_and_checked() -> None:
+    options = PlanOptions(no_split_module_classes={"M3"}, dtype="float16", special_dtypes={"a": "int4"})
+    assert options.no_split_module_classes == ("M3",)
+    assert options.dtype is torch.float16
+    assert options.special_dtypes == {"a": CustomDtype.INT4}
+    with pytest.raises(ValueError, match="dtype must be"):
+        PlanOptions(dtype="float17")
+    with pytest.raises(ValueError, match="weight must be"):
+        PlanOptions(special_dtypes={"weight": "float17"})
+    with pytest.raises(TypeError, match="names of classes"):
+        PlanOptions(no_split_module_classes=[M3])  # pyright: ignore[reportArgumentType]
+
+
+def test_many_ties_take_no_longer_than_the_model() -> None:
+    # Two halves that share all their layers, and something of its own in each layer of the second.
+    layers = [nn.ModuleList(nn.Linear(1, 1) for _ in range(5)) for _ in range(100)]
+    halves = [nn.ModuleList(layers), nn.ModuleList(nn.ModuleList([one, nn.Linear(1, 2)]) for one in layers)]
+    shape = read_shape(nn.ModuleList(halves))
+    assert len(shape.ties) == 1000
+    plan = plan_device_map(shape, {0: 100 * 40 + 100, "cpu": 100 * 16})
+    assert not plan.copies
+    assert plan.places[0].used > 0
