@@ -116,7 +116,7 @@ def simulated_link(rounds: int) -> None:
     print(
         f"\n{_BLOCKS} blocks that travel for 5 ms and compute for 5 ms: {ms(timing)} ms, "
         f"{timing.median / whole:.2f} ({timing.best / whole:.2f}) of the sum of {whole * 1e3:.0f} ms; at "
-        f"most {stream.peak_blocks} blocks were there or underway at a time."
+        f"most {stream.facts().peak_blocks} blocks were there or underway at a time."
     )
 
 

@@ -21,9 +21,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module", params=NAMES)
-def saved(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Saved:
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     torch.random.manual_seed(7)  # pyright: ignore[reportUnknownMemberType] -- torch leaves it untyped
     model = build(request.param)
     folder = tmp_path_factory.mktemp(request.param)

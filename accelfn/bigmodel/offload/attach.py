@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,7 +58,7 @@ def attach_stream(model: nn.Module, stream: Stream) -> Attached:
 
 
 def _around(
-    attached: Attached, module: nn.Module, before: Callable[..., None], after: Callable[..., None]
+    attached: Attached, module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]
 ) -> None:
     attached.handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
     attached.handles.append(module.register_forward_hook(after, always_call=True))
@@ -80,8 +81,11 @@ def attach_moves(module: nn.Module, device: torch.device, skip_keys: tuple[str, 
 
 
 def attach_return(module: nn.Module, skip_keys: tuple[str, ...]) -> Attached:
-    """Give the outputs of a module back on the device of its first input."""
-    return Attached([module.register_forward_hook(_Return(skip_keys), with_kwargs=True)])
+    """Give the outputs of a module back on the device of its first input. To be attached last."""
+    origins = _Origins()
+    attached = Attached()
+    _around(attached, module, _Leave(origins), _Return(origins, skip_keys))
+    return attached
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,13 +173,42 @@ class _Move:
         return moved(args, self.device, self.skip_keys), moved(kwargs, self.device, self.skip_keys)
 
 
+class _Origins:
+    """Devices from which the inputs of calls came that are running, the innermost last, for each thread."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_Origins, ())  # a copy isn't running
+
+    @property
+    def devices(self) -> list[torch.device | None]:
+        """Of this thread."""
+        found: list[torch.device | None] = vars(self._local).setdefault("devices", [])
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Leave:
+    """Before the inputs of a module move: remember where they came from."""
+
+    origins: _Origins
+
+    @uncompiled
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.origins.devices.append(input_device(args, kwargs))
+
+
 @dataclass(frozen=True, slots=True)
 class _Return:
-    """After the forward of a module: its outputs go where its inputs came from."""
+    """After the forward of a module: its outputs go where its inputs were before they were moved."""
 
+    origins: _Origins
     skip_keys: tuple[str, ...]
 
     @uncompiled
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        device = input_device(args, kwargs)
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        devices = self.origins.devices
+        device = devices.pop() if devices else None
         return output if device is None else moved(output, device, self.skip_keys)

@@ -241,7 +241,7 @@ class Stream:
             RuntimeError: It has weights that aren't loaded, or that couldn't get their gradients.
         """
         one = self.blocks[block]
-        is_seen, caller = module is not None, module or one.module
+        is_seen, caller = module is not None, one.module if module is None else module
         self._drop_interrupted(caller, block)
         calls = self._thread.entered
         grads = torch.is_grad_enabled()
@@ -287,7 +287,7 @@ class Stream:
             block: Its position.
             module: As in :meth:`enter`. Nothing happens if it wasn't entered for it.
         """
-        self._leave_down_to(block, module or self.blocks[block].module)
+        self._leave_down_to(block, self.blocks[block].module if module is None else module)
 
     def abandon(self) -> None:
         """Forget what this thread has entered and never left, as after an interrupt amid a forward pass."""

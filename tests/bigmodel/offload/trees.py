@@ -139,6 +139,13 @@ class Attention(nn.Module):
         return self.attention(x, x, x)[0]
 
 
+class Falsy(nn.Linear):
+    """A module that says that it is empty."""
+
+    def __len__(self) -> int:
+        return 0
+
+
 class Complex(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -192,6 +199,7 @@ LEAVES: MappingProxyType[str, Callable[[], nn.Module]] = MappingProxyType(
         "direct": Direct,
         "attention": Attention,
         "complex": Complex,
+        "falsy": lambda: Falsy(WIDTH, WIDTH),
         "frozen": lambda: nn.Linear(WIDTH, WIDTH).requires_grad_(False),
     }
 )
