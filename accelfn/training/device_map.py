@@ -109,7 +109,7 @@ def check_packed(ctx: Context, model: nn.Module) -> None:
     """Refuse quantised weights that the ranks don't have alike, since nobody brings them to the same values.
 
     Engines that keep replicas equal send tensors, and of quantised weights the scales are none of a module's
-    own: ranks would have one rank's numbers with scales of another.
+    own: ranks would have one rank's numbers with scales of another. What is spread over ranks isn't compared.
 
     Ranks: every rank of ``ctx``; one digest of each such tensor is compared. All other models cost nothing.
 
@@ -126,7 +126,7 @@ def check_packed(ctx: Context, model: nn.Module) -> None:
     packed = {
         name: _parts_of(one)
         for name, one in cast("Mapping[str, object]", model.state_dict(keep_vars=True)).items()
-        if name not in plain and isinstance(one, torch.Tensor)
+        if name not in plain and isinstance(one, torch.Tensor) and not hasattr(one, "placements")
     }
     check_replicas(ctx, packed, name="quantized")
 

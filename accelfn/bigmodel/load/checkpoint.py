@@ -72,7 +72,7 @@ def load_state_dict(
             place = at[name]
             device = torch.device("cpu") if place in (None, "disk") else check_device(place)
             # What is one tensor in a pickled file is one here.
-            same = (stored._replace(name="", view=None), id(stored.view), device)
+            same = (stored._replace(name="", elements=None), id(stored.elements), device)
             if same not in readings:
                 memory = torch.empty(stored.shape, dtype=stored.dtype, device=device)
                 readings[same] = Reading(stored, memory)

@@ -374,6 +374,8 @@ def _why_not_mapped(step: LoadStep) -> str:
             f"the file has {str(source.dtype).removeprefix('torch.')}, and "
             f"{str(step.dtype).removeprefix('torch.')} is wanted (dtype= asks for another)"
         )
+    if source.made_of:
+        return "transformers makes it of several tensors of the checkpoint"
     return "it lies scattered or misaligned in its file"
 
 

@@ -127,7 +127,7 @@ def _cores() -> int:
 
 
 def _goes_in_pieces(one: Reading) -> bool:
-    return one.source.view is None and one.target.is_contiguous()
+    return one.source.elements is None and one.target.is_contiguous()
 
 
 def _pieces(readings: Sequence[Reading]) -> Iterator[_Piece]:
@@ -206,8 +206,9 @@ def _fill(files: Mapping[Path, BinaryIO], path: Path, start: int, target: torch.
 
 def _read_whole(files: Mapping[Path, BinaryIO], one: Reading) -> None:
     """Read a tensor that doesn't lie contiguous in the file, or in memory."""
-    value = one.source.view
-    if value is None:
+    if one.source.elements is not None:
+        value = one.source.elements()
+    else:
         value = torch.empty(one.source.shape, dtype=one.source.dtype)
         _fill(files, one.source.path, one.source.start, value)
     one.target.copy_(value)

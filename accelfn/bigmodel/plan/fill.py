@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from accelfn.bigmodel.places import Place
@@ -187,7 +187,7 @@ class _Filling:
         return state
 
     def _run(self, state: _State, number: int, limit: int | None) -> None:
-        units, stack = self._units, state.stack
+        stack = state.stack
         while stack:
             node = stack.pop()
             if node in state.split:
@@ -195,26 +195,15 @@ class _Filling:
                 continue
             if state.room_of[node.start] >= 0:
                 continue
-            split: list[Node] = []
-            while True:
-                together = self._together(state, node)
-                size = units.bytes_of(together, state.paid)
-                left = self._left(state, number, node, limit)
-                other = next((one for one in together[1:] if one.parts), None)
-                if left is None or size <= left or other is None:
-                    break
-                if units.bytes_of((node,), state.paid) > left:
-                    break
-                state.split_up(other)
-                split.append(other)
+            together, size, left, split = self._gather(state, number, node, limit)
             if left is None or size <= left:
                 was_stale = state.stale > state.rest[node.stop]
                 self._place(state, number, together, size)
+                # With less room it, or what came along, would be split, and something else might fit.
                 is_stale = was_stale or state.stale > state.rest[node.stop]
-                if limit is not None and left is not None:
-                    # With less room it, or what came along, would be split, and something else might fit.
-                    if other is not None or split or (node.parts and is_stale):
-                        state.needs.append(size + limit - left)
+                could_split = split or (node.parts and is_stale) or any(one.parts for one in together[1:])
+                if limit is not None and left is not None and could_split:
+                    state.needs.append(size + limit - left)
             elif node.parts:
                 # With a part of this one they may come as a whole again.
                 state.split.difference_update(split)
@@ -228,24 +217,88 @@ class _Filling:
                 stack.append(node)
                 return
 
+    def _gather(
+        self, state: _State, number: int, node: Node, limit: int | None
+    ) -> tuple[list[Node], int, int | None, list[Node]]:
+        """Give a node with all that has to lie where it does, and what was split so that they fit.
+
+        Returns:
+            These nodes; their bytes; the bytes that are left for them; what was split.
+        """
+        units = self._units
+        split: list[Node] = []
+        while True:
+            together, is_direct = self._together(state, node)
+            size = units.bytes_of(together, state.paid)
+            left = self._left(state, number, node, limit)
+            if left is None or not units.bytes_of((node,), state.paid) <= left < size:
+                break
+            other = next((one for one in together[1:] if one.parts), None)
+            if other is None:
+                break
+            if is_direct:
+                state.stale = 0  # as after any split
+                left = self._left(state, number, node, limit)
+                self._shrink(state, node, size - (left or 0), split)
+            else:
+                state.split_up(other)
+                split.append(other)
+        return together, size, left, split
+
     def _left(self, state: _State, number: int, node: Node, limit: int | None) -> int | None:
         """Give the bytes that a room has left for a node; None without a limit."""
         if limit is None:
             return None
         return limit - state.used - (state.reserve(node) if self._rooms[number].reserves else 0)
 
-    def _together(self, state: _State, node: Node) -> list[Node]:
-        """Give a node, and all that has to lie where it does."""
+    def _together(self, state: _State, node: Node) -> tuple[list[Node], bool]:
+        """Give a node and all that has to lie where it does, and whether that is tied to the node itself."""
         found = {node: None}
         left = [node] if self._units.has_ties else []
-        for one in left:  # which grows
-            for unit in self._units.tied_outside(one):
-                if not node.start <= unit < node.stop:
-                    other = self._entry_of(state, unit)
-                    if other not in found:
-                        found[other] = None
-                        left.append(other)
-        return list(found)
+        num_direct = 1
+        for number, one in enumerate(left):  # which grows
+            for other in self._tied_to(state, one, node):
+                if other not in found:
+                    found[other] = None
+                    left.append(other)
+            if not number:
+                num_direct = len(found)
+        return list(found), len(found) == num_direct
+
+    def _tied_to(self, state: _State, one: Node, node: Node) -> Iterator[Node]:
+        """Give what is tied to ``one``, and neither in it nor in ``node``."""
+        for unit in self._units.tied_outside(one):
+            if not node.start <= unit < node.stop:
+                yield self._entry_of(state, unit)
+
+    def _shrink(self, state: _State, node: Node, excess: int, split: list[Node]) -> None:
+        """Split what is tied to a node itself, at least one, until that has ``excess`` bytes less.
+
+        One after the other, as they come by the names of tensors. The bytes are only followed as long as
+        nothing else is tied to what remains; so the caller looks again.
+        """
+        tied = list(self._units.tied_outside(node))
+        coming: dict[Node, list[int]] = {}  # and the tied units by which it comes
+        for place, unit in enumerate(tied):
+            coming.setdefault(self._entry_of(state, unit), []).append(place)
+        queue = [(places[0], one) for one, places in coming.items() if one.parts]
+        heapq.heapify(queue)
+        while queue:
+            _, other = heapq.heappop(queue)
+            state.split_up(other)
+            split.append(other)
+            parts: dict[Node, list[int]] = {}
+            for place in coming.pop(other):
+                parts.setdefault(self._entry_of(state, tied[place]), []).append(place)
+            coming.update(parts)
+            excess -= self._units.bytes_of((other,), ()) - self._units.bytes_of(parts, ())
+            for one, places in parts.items():
+                if one.parts:
+                    heapq.heappush(queue, (places[0], one))
+                if any(new not in coming for new in self._tied_to(state, one, node)):
+                    return
+            if excess <= 0:
+                return
 
     def _entry_of(self, state: _State, unit: int) -> Node:
         """Give the largest node with a unit that isn't split."""
@@ -287,7 +340,7 @@ class _Filling:
             if other in state.split:
                 left.extend(reversed(other.parts))
             elif state.room_of[other.start] < 0:
-                together = self._together(state, other)
+                together, _ = self._together(state, other)
                 size = self._units.bytes_of(together, state.paid)
                 if node not in together and size <= limit:
                     self._place(state, number, together, size, in_turn=False)
@@ -312,7 +365,7 @@ class _Filling:
 
     def refuse(self, state: _State, tried: Sequence[str]) -> str:
         """Say what fits nowhere."""
-        together = self._together(state, state.stack[-1])
+        together, _ = self._together(state, state.stack[-1])
         size = self._units.bytes_of(together, ())
         first, *others = (node.name for node in together)
         tied = f" with {', '.join(others)}, to which it is tied," if others else ""

@@ -41,6 +41,7 @@ class Units:
         leaves: Of each unit, its tensors with their bytes.
         layer_bytes: Of each unit; a bare tensor is no layer. What has several names counts in the first.
         has_ties: Whether some units share a tensor that has to stay one.
+        has_copies: Whether some share a tensor that may be copied.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Units:
         self._tie_bytes: dict[int, int] = {}
         self._measure(kept)
         self.has_ties = bool(self._tied)
+        self.has_copies = bool(self._copied)
 
     def _parts(self, module: ModuleShape, parent: Node | None) -> tuple[Node, ...]:
         return (

@@ -24,6 +24,7 @@ from accelfn.bigmodel.plan.maps import DeviceMap, resolve_device_map
 from accelfn.bigmodel.plan.sizes import AnyDtype, CustomDtype
 from accelfn.bigmodel.quantize.apply import (
     check_layers,
+    give_back_freed_memory,
     kept_tensors,
     make_quantizer,
     mark,
@@ -260,6 +261,7 @@ def _load(
                 quantizer.fill(new, weight, device)
                 del weight  # before the next one comes
             advance(step.source.num_bytes)
+            give_back_freed_memory()
 
 
 def _without_saved(
@@ -285,7 +287,7 @@ def _without_saved(
         if key in tensors:
             parts["weight"] = tensors[key]
             like = layers[name].weight
-            tensors[key] = tensors[key]._replace(dtype=like.dtype, shape=tuple(like.shape), view=None)
+            tensors[key] = tensors[key]._replace(dtype=like.dtype, shape=tuple(like.shape), elements=None)
         why = quantizer.differs({part: one.dtype for part, one in parts.items()})
         if why is not None:
             rows.append(Misfit(key, why, "one of the configuration"))

@@ -3,7 +3,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import importlib
+import os
 import pickle
+import subprocess
 import sys
 import weakref
 from pathlib import Path
@@ -25,8 +27,10 @@ from accelfn.bigmodel.quantize import load as loading
 from accelfn.bigmodel.quantize.config import QuantizationConfig
 from accelfn.errors import CheckpointMismatchError, ConfigurationError, MissingExtraError, ReplicaDriftError
 from accelfn.testing import Where, run_ranks
+from tests.bigmodel.quantize import program
 from tests.bigmodel.quantize.models import CONFIGS, IDS, QUANTIZED, Net, made
 
+ROOT = Path(__file__).parents[3]
 EACH = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 SAVABLE = pytest.mark.parametrize(
     "config",
@@ -194,6 +198,28 @@ def test_one_layer_at_a_time_is_in_memory(
     monkeypatch.setattr(loading, "read_tensors", watched)
     af.load_and_quantize_model(empty(), config, folder)
     assert most == [1] * len(QUANTIZED)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_memory_is_that_of_the_quantised_layers_and_of_one(tmp_path: Path) -> None:
+    """In a process of its own (some seconds), where nothing else takes memory."""
+    af.save_model(Context(), program.build(), tmp_path)
+    done = subprocess.run(
+        (sys.executable, "-m", "tests.bigmodel.quantize.program", str(tmp_path)),
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    most, held = map(int, done.stdout.split())
+    layer = 4 * program.WIDTH**2
+    whole = program.COUNT * layer
+    slack = 2_000_000
+    assert held < whole / 4 + layer + slack
+    assert most < whole / 4 + 6 * layer + slack  # what quantising a layer takes
 
 
 def test_dtypes_of_what_is_not_quantised(folder: Path) -> None:
