@@ -193,6 +193,7 @@ class Stream:
 
     def facts(self) -> StreamFacts:
         """Say what travels, and how much of it was underway or there at a time."""
+        self._drop_interrupted()
         sizes = sizes_of(self.blocks)
         around = _around(self.blocks)
         own = sum(sizes[block] for block in around)
