@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 _WIDTH, _BLOCKS = 1024, 24
-_ROUNDS = 9
+_ROUNDS = 5
 
 
 class Block(nn.Module):
