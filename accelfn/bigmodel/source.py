@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from accelfn.bigmodel.empty import init_empty_weights
 from accelfn.bigmodel.plan.shape import LeafShape, ModelShape, read_shape, shape_from_leaves
 from accelfn.checkpoint.files.header import Entry
 from accelfn.checkpoint.files.stored_dtype import SAFETENSORS_NAMES
@@ -27,7 +28,7 @@ _DTYPES = MappingProxyType({name: dtype for dtype, name in SAFETENSORS_NAMES.ite
 _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
-def read_source(source: str | os.PathLike[str]) -> ModelShape:
+def read_source(source: str | os.PathLike[str], *, trust_remote_code: bool = False) -> ModelShape:
     """Read the shape of a model that a command is told of. No weight is read, and no memory is taken for it.
 
     Ranks: local. Effect: imports the module of a factory, or transformers, and runs what builds the model.
@@ -36,6 +37,8 @@ def read_source(source: str | os.PathLike[str]) -> ModelShape:
         source: A folder with a ``config.json`` of transformers; a folder or a file of safetensors, or an
             index; or ``module:factory``, a function without arguments that gives a module. The module is
             looked for in the working directory too.
+        trust_remote_code: Whether Python code that lies in the folder may be run, by transformers, which
+            copies it into its cache. A configuration that names classes in there needs it.
 
     Raises:
         ValueError: It is none of them, the folder's configuration names no known model, or the function
@@ -48,7 +51,7 @@ def read_source(source: str | os.PathLike[str]) -> ModelShape:
     path = Path(text)
     if path.is_dir():
         if (path / "config.json").is_file():
-            return read_shape(_from_config(path))
+            return read_shape(_from_config(path, trust_remote_code))
         return _from_files(path)
     if path.exists():
         return _from_files(path)
@@ -61,7 +64,7 @@ def read_source(source: str | os.PathLike[str]) -> ModelShape:
 
 
 def build_on_meta(source: str) -> nn.Module:
-    """Call the function that ``module:factory`` names, with the meta device as that of new tensors.
+    """Call the function that ``module:factory`` names, and give no memory to what it builds.
 
     Ranks: local. Effect: imports the module.
 
@@ -83,7 +86,7 @@ def build_on_meta(source: str) -> nn.Module:
             found = getattr(found, part, None)
         if not callable(found):
             raise ValueError(f"{source}: the module {module_name} has no function {function_name!r}.")
-        with torch.device("meta"):
+        with init_empty_weights(include_buffers=True):
             built: object = cast("Callable[[], object]", found)()
     if not isinstance(built, nn.Module):
         raise ValueError(f"{source}: the function gave {type(built).__name__}, and must give a module.")
@@ -102,7 +105,7 @@ def _importing_from_here() -> Generator[None, None, None]:
             sys.path.remove(here)
 
 
-def _from_config(folder: Path) -> nn.Module:
+def _from_config(folder: Path, trust_remote_code: bool) -> nn.Module:
     """Build the model that a configuration describes, by the class that it names."""
     try:
         transformers: Any = importlib.import_module("transformers")
@@ -112,7 +115,9 @@ def _from_config(folder: Path) -> nn.Module:
             "pip install 'accelfn[bigmodel]'. Or pass the file of weights instead of its folder."
         ) from error
     try:
-        config: Any = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True)
+        config: Any = transformers.AutoConfig.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=trust_remote_code
+        )
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(
             f"{folder}/config.json describes no model that transformers knows: {error}"
@@ -120,7 +125,13 @@ def _from_config(folder: Path) -> nn.Module:
     named: list[str] = getattr(config, "architectures", None) or []
     kinds: list[Any] = [getattr(transformers, name, None) for name in named]
     kind = next((one for one in kinds if one is not None), None)
-    with torch.device("meta"):
+    auto_map: dict[str, Any] = getattr(config, "auto_map", None) or {}
+    own = [name for name in auto_map if name.startswith("AutoModel")]
+    with init_empty_weights(include_buffers=True):
+        if trust_remote_code and own:
+            # A class with a head before one without.
+            auto: Any = getattr(transformers, max(own, key=lambda name: "For" in name))
+            return cast("nn.Module", auto.from_config(config, trust_remote_code=True))
         # _from_config, and not the class itself, takes the dtype of the configuration.
         built = transformers.AutoModel.from_config(config) if kind is None else kind._from_config(config)
     return cast("nn.Module", built)

@@ -12,6 +12,7 @@ from accelfn import __version__
 from accelfn.launch.checkpoint import run_checkpoint
 from accelfn.launch.command import LaunchOptions, find_busy_port, format_plan, plan_launch, run_plan
 from accelfn.launch.data_plan import run_data_plan
+from accelfn.launch.estimate import run_estimate
 from accelfn.launch.flags import parse_launch_options
 from accelfn.launch.plan_memory import run_plan_memory
 
@@ -53,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="accelfn",
         usage="accelfn [--help] [--version] command ...",
         description="Distributed PyTorch training as plain functions.",
-        epilog="Commands:\n" + "\n".join(f"  {command.name:<13}{command.about}" for command in _COMMANDS),
+        epilog="Commands:\n" + "\n".join(f"  {command.name:<17}{command.about}" for command in _COMMANDS),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -112,6 +113,7 @@ def _count_cores() -> int:
 _COMMANDS = (
     _Command(name="launch", about="start a training script on one or more processes", run=_launch),
     _Command(name="data-plan", about="draw which rank reads which samples", run=run_data_plan),
+    _Command(name="estimate-memory", about="say how much memory a model takes", run=run_estimate),
     _Command(
         name="checkpoint", about="verify, list, show, prune and convert checkpoints", run=run_checkpoint
     ),

@@ -8,14 +8,23 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accelfn.comm import broadcast, reduce
 from accelfn.context import Context
 
-__all__ = ("REPLICA", "Replica")
+__all__ = ("REPLICA", "Replica", "is_made_of_others")
 
 # Where a module keeps its Replica; a plain attribute, so it is in no state dict.
 REPLICA = "_accelfn_replica"
+
+
+def is_made_of_others(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no bytes of its own, nor a gradient, as a quantised weight of torchao.
+
+    Such a one can't be sent; ``prepare_model`` compares it between the ranks instead.
+    """
+    return is_traceable_wrapper_subclass(tensor) and not tensor.requires_grad
 
 
 class Replica:
@@ -33,7 +42,8 @@ class Replica:
         self._parameters = {name: item for name, item in model.named_parameters() if item.requires_grad}
         with torch.no_grad():
             buffers = dict(model.named_buffers()) if ctx.strategy.ddp.broadcast_buffers else {}
-            self._take({**dict(model.named_parameters()), **buffers})
+            own = {name: one for name, one in model.named_parameters() if not is_made_of_others(one)}
+            self._take({**own, **buffers})
         self._watch()
         if ctx.strategy.ddp.broadcast_buffers:
             model.register_forward_pre_hook(self._on_forward)

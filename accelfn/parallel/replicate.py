@@ -18,7 +18,7 @@ from accelfn.context.config import GuardMode
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.comm_hook import choose_comm_hook, register_comm_hook
 from accelfn.parallel.exact import ExactReplica
-from accelfn.parallel.replica import REPLICA, Replica
+from accelfn.parallel.replica import REPLICA, Replica, is_made_of_others
 from accelfn.tree import flatten
 
 __all__ = (
@@ -34,6 +34,9 @@ M = TypeVar("M", bound=nn.Module)
 
 # What says of a module that its forward passes are not compared now.
 _UNCHECKED = "_accelfn_unchecked"
+
+# By which DDP knows the tensors of a model that aren't its concern.
+_IGNORED = "_ddp_params_and_buffers_to_ignore"
 
 # Anything else that is no known container may hold the tensor that a backward pass begins with.
 _WITHOUT_TENSORS = (str, bytes, int, float, complex, torch.Size, torch.dtype, torch.device)
@@ -75,6 +78,11 @@ def replicate(ctx: Context, model: nn.Module) -> nn.Module:
     # DDP would hang, or mix parameters up, where the models differ; compared first, the difference has a
     # name.
     verify_structure(ctx, dict(model.named_parameters()))
+    made_of_others = [name for name, one in model.named_parameters() if is_made_of_others(one)]
+    if made_of_others:  # which DDP can't send, and which have no gradient
+        marked: Any = model
+        ignored: list[str] = list(getattr(model, _IGNORED, ()))
+        setattr(marked, _IGNORED, [*ignored, *made_of_others])
     with warnings.catch_warnings():
         # Torch 2.13 has another name for half of what this option does, and none yet for the other half.
         warnings.filterwarnings("ignore", ".broadcast_buffers. is deprecated", FutureWarning)

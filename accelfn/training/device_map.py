@@ -1,16 +1,19 @@
-"""Models that are spread over several devices of one process."""
+"""Models that are spread over several devices of one process, or packed for the device that they are on."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, cast
 
+import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from accelfn.comm import check_replicas
 from accelfn.context import Context
 from accelfn.errors import ConfigurationError
 
-__all__ = ("check_devices", "is_placed", "verify_device_map")
+__all__ = ("check_devices", "check_packed", "is_placed", "is_quantized", "verify_device_map")
 
 # What dispatch_model and its like hang on a model: its weights stay where they put them.
 _DISPATCHED = "_accelfn_dispatched"
@@ -51,8 +54,8 @@ def check_devices(ctx: Context, model: nn.Module) -> None:
 
     Raises:
         ConfigurationError: It is on several devices, and there are several ranks, and the variable
-            ``ACCELFN_BYPASS_DEVICE_MAP`` isn't true. Or it is quantised by bitsandbytes, and its device map
-            says another device than the context's.
+            ``ACCELFN_BYPASS_DEVICE_MAP`` isn't true. Or it is quantised, and its device map says another
+            device than the context's.
     """
     _check_quantised(ctx, model)
     if ctx.num_processes == 1 or ctx.strategy.bypass_device_map:
@@ -76,12 +79,13 @@ def check_devices(ctx: Context, model: nn.Module) -> None:
 
 def _check_quantised(ctx: Context, model: nn.Module) -> None:
     """Refuse quantised weights that couldn't be trained where they are: they can't be moved any more."""
-    is_quantised = any(getattr(model, f"is_loaded_in_{bits}bit", False) for bits in (8, 4))
-    places = {_device_of(place) for place in _device_map_of(model).values()} if is_quantised else set[str]()
+    places = {_device_of(place) for place in _device_map_of(model).values()}
+    if not is_quantized(model):
+        return
     wrong = sorted(place for place in places if place != _device_of(ctx.device))
     if wrong and (len(places) == 1 or {"cpu", "disk"} & set(wrong)):
         raise ConfigurationError(
-            f"prepare_model: the model is quantised by bitsandbytes, and its device map puts weights on "
+            f"prepare_model: the model is quantised, and its device map puts weights on "
             f"{', '.join(wrong)}, while this rank trains on {ctx.device}. Load it with "
             f"device_map={{'': {str(ctx.device)!r}}}."
         )
@@ -91,6 +95,48 @@ def _device_of(place: object) -> str:
     """Write a device in one way: ``0``, ``"cuda"`` and ``"cuda:0"`` are the same."""
     text = str(place)
     return text if text in ("cpu", "disk", "mps") else text.rpartition(":")[2] if text[-1:].isdigit() else "0"
+
+
+def is_quantized(model: nn.Module) -> bool:
+    """Whether a model, or one inside of it, was loaded in 8 or 4 bits."""
+    return any(
+        bool(vars(module).get("is_loaded_in_8bit") or vars(module).get("is_loaded_in_4bit"))
+        for module in model.modules()
+    )
+
+
+def check_packed(ctx: Context, model: nn.Module) -> None:
+    """Refuse quantised weights that the ranks don't have alike, since nobody brings them to the same values.
+
+    Engines that keep replicas equal send tensors, and of quantised weights the scales are none of a module's
+    own: ranks would have one rank's numbers with scales of another. What is spread over ranks isn't compared.
+
+    Ranks: every rank of ``ctx``; one digest of each such tensor is compared. All other models cost nothing.
+
+    Raises:
+        ReplicaDriftError: They differ; with names and ranks.
+    """
+    if ctx.num_processes == 1 or not is_quantized(model):
+        return
+    plain = {
+        name
+        for name, one in (*model.named_parameters(), *model.named_buffers())
+        if type(one) in (torch.Tensor, nn.Parameter)
+    }
+    packed = {
+        name: _parts_of(one)
+        for name, one in cast("Mapping[str, object]", model.state_dict(keep_vars=True)).items()
+        if name not in plain and isinstance(one, torch.Tensor) and not hasattr(one, "placements")
+    }
+    check_replicas(ctx, packed, name="quantized")
+
+
+def _parts_of(tensor: torch.Tensor) -> Any:
+    """Give the tensors that one is made of, by name; or itself."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return tensor.detach()
+    names, _ = cast("tuple[list[str], object]", tensor.__tensor_flatten__())
+    return {name: _parts_of(getattr(tensor, name)) for name in names}
 
 
 def _device_map_of(module: nn.Module) -> Mapping[str, Any]:

@@ -19,7 +19,7 @@ from accelfn.data import PreparedDataLoader, prepare_data_loader
 from accelfn.errors import ConfigurationError
 from accelfn.parallel import is_replicated, replicate
 from accelfn.training.compile import compile_, without_compile
-from accelfn.training.device_map import check_devices, is_placed
+from accelfn.training.device_map import check_devices, check_packed, is_placed
 from accelfn.training.forward import WrappedForward, plain_forward
 from accelfn.training.precision import with_precision, without_precision
 from accelfn.tree import send_to_device
@@ -199,6 +199,7 @@ def prepare_model(ctx: Context, model: M, *, evaluation_mode: bool = False) -> M
 
 
 def _replicated(ctx: Context, model: M) -> M:
+    check_packed(ctx, model)
     result = replicate(ctx, model)
     mark = mark_of(ctx)._replace(is_alone=not is_replicated(result))
     setattr(model, _MARK, mark._replace(is_wrapped=result is not model))

@@ -399,13 +399,20 @@ _FUNCTIONS = (
         here="slice_tensors(tree, s)",
         home="accelfn",
     ),
+    AskedName(
+        kind="function",
+        documented="load_checkpoint_and_dispatch"
+        "(model, checkpoint, device_map=None, no_split_module_classes=None)",
+        here="load_checkpoint_and_dispatch"
+        "(model, checkpoint, device_map=None, max_memory=None, no_split_module_classes=None)",
+        home="accelfn",
+        note="`max_memory` stands between in Accelerate too; the document passes the others by name",
+    ),
     *_rows(
         "function",
         "init_empty_weights()",
-        "load_checkpoint_and_dispatch(model, checkpoint, device_map=None, no_split_module_classes=None)",
         "load_checkpoint_in_model",
         home="accelfn",
-        part="big models",
     ),
 )
 

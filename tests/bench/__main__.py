@@ -13,7 +13,8 @@ def main() -> None:
     exact = [*two[:-1], "tests.bench.exact"]
     data = [*two[:-1], "tests.bench.data"]
     training = [*two[:-1], "tests.bench.training"]
-    alone = ([*run, f"tests.bench.{name}"] for name in ("training", "local", "checkpoint", "campaign"))
+    names = ("training", "local", "checkpoint", "campaign", "plan", "load", "offload")
+    alone = ([*run, f"tests.bench.{name}"] for name in names)
     for command in (two, guard, exact, data, training, *alone):
         subprocess.run(command, env=environment, check=True)
         print(flush=True)

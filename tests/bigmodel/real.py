@@ -1,6 +1,6 @@
-"""Models of transformers, built from their configurations, and a program that loads and runs one in little memory.
+"""Models of transformers, and a program that loads and runs one of them in little memory.
 
-`python -m tests.bigmodel.real NAME FOLDER` prints a line of JSON: what was generated, and the memory that it took.
+`python -m tests.bigmodel.real NAME FOLDER` prints a line of JSON: what was generated, and in what memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _DECODER: dict[str, Any] = {**_SIZES, "num_key_value_heads": 4, "max_position_em
 
 
 def build(name: str) -> Any:
-    """Build one of them: Llama's and Mixtral's kind with an output layer of its own, T5's with tied weights."""
+    """Build one of them: Llama and Mixtral with an output layer of their own, T5 with tied weights."""
     made: Any = transformers
     if name == "llama":
         sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 12}

@@ -22,6 +22,7 @@ from accelfn.bigmodel.hooks.host_weights import (
 )
 from accelfn.bigmodel.hooks.model_hook import ModelHook
 from accelfn.bigmodel.hooks.moves import default_place
+from accelfn.bigmodel.load.mapped import mapped_from
 from accelfn.bigmodel.offload.blocks import Block, Slot
 from accelfn.bigmodel.offload.move import input_device, moved
 from accelfn.bigmodel.offload.stream import Stream
@@ -123,7 +124,7 @@ class AlignDevicesHook(ModelHook):
         for key, value in values_for(stays, self.weights_map).items():
             install(stays[key], value, installed)
         self._place(stays)
-        if self._shared is None:
+        if self._shared is None and self.travels:
             self.use(Stream((self.at_rest.block,), self.stream_place, num_ahead=0), 0)
         return module
 
@@ -142,7 +143,7 @@ class AlignDevicesHook(ModelHook):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Bring the module's tensors, and its arguments."""
         marks: list[tuple[Stream, object]] = []
-        self._calls.push(_Call(input_device(args, kwargs) if self.io_same_device else None, marks))
+        self._calls.values.append(_Call(input_device(args, kwargs) if self.io_same_device else None, marks))
         for stream in self._scopes:
             stream.enter_scope(module)
             marks.append((stream, stream.mark))
@@ -187,8 +188,19 @@ class AlignDevicesHook(ModelHook):
         return "cpu:0" if self.at_rest.block.sources and self.place == "cpu" else self.place
 
     @property
+    def travels(self) -> bool:
+        """Whether a stream has anything to do. On the CPU it lets pages of mapped weights go after use."""
+        if self.at_rest is None:
+            return False
+        block = self.at_rest.block
+        return self.place != "cpu" or any(
+            position in block.sources or mapped_from(slot.read()) is not None
+            for position, slot in enumerate(block.slots)
+        )
+
+    @property
     def stream(self) -> Stream | None:
-        """What brings its block; None without ``offload``, or without a module."""
+        """What brings its block; None if nothing travels, as in memory on the CPU."""
         return self._stream
 
     def fetch(self) -> dict[Slot, torch.Tensor]:
@@ -235,7 +247,8 @@ class SharedStream:
         """Give the hooks their stream, or one for each place where they compute."""
         by_place: dict[Place, list[tuple[AlignDevicesHook, Block]]] = {}
         for hook in self.hooks:
-            if hook.at_rest is not None:  # else another hook has taken its place meanwhile
+            # It isn't at rest if another hook has taken its place meanwhile.
+            if hook.at_rest is not None and hook.travels:
                 by_place.setdefault(hook.stream_place, []).append((hook, hook.at_rest.block))
         streams: list[Stream] = []
         for place, hooks in by_place.items():

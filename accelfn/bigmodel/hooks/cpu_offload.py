@@ -68,6 +68,11 @@ class CpuOffload(ModelHook):
         self._bring(module, self._place)
         return moved(args, self.execution_device), moved(kwargs, self.execution_device)
 
+    @property
+    def is_loaded(self) -> bool:
+        """Whether the model was brought to its device and not back since."""
+        return self._at == self._place
+
     def _bring(self, module: nn.Module, place: Place) -> None:
         device = check_device(place)
         # Tensors can't tell whether they are on a device that is simulated.

@@ -16,8 +16,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from accelfn.bigmodel.hooks.calls import CallStack, is_running
+from accelfn.bigmodel.hooks.calls import CallStack
 from accelfn.bigmodel.offload.dispatch import undispatch
+from accelfn.bigmodel.offload.running import is_running
 from accelfn.bigmodel.offload.uncompiled import uncompiled
 
 __all__ = (
@@ -111,7 +112,7 @@ class SequentialHook(ModelHook):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Run each member, in order; the next one gets what the one before gave."""
         begun: list[ModelHook] = []
-        self._begun.push(begun)
+        self._begun.values.append(begun)
         for hook in self.hooks:
             begun.append(hook)
             args, kwargs = _before(hook, module, args, kwargs)
@@ -254,9 +255,10 @@ class _Around:
         if hook is None:
             return None
         # torch runs no hooks after a KeyboardInterrupt. Then a call that is long over still seems to run.
-        while self._calls.depth and not is_running(module, self._calls.depth + 1):
-            self._end_by_error(module)
-        self._calls.push((hook, sys.exc_info()[1]))
+        calls = self._calls.values
+        while calls and not is_running(module, len(calls) + 1):
+            calls.pop()[0].after_error(module)
+        calls.append((hook, sys.exc_info()[1]))
         return _before(hook, module, args, kwargs)
 
     @uncompiled
@@ -271,11 +273,6 @@ class _Around:
             return hook.post_forward(module, output)
         hook.after_error(module)
         return None
-
-    def _end_by_error(self, module: nn.Module) -> None:
-        call = self._calls.pop()
-        if call is not None:
-            call[0].after_error(module)
 
 
 class _WithoutGradient:
@@ -318,6 +315,8 @@ def _before(
         new_args, new_kwargs = given
     except (TypeError, ValueError):
         new_args = new_kwargs = None
+    if type(new_args) is tuple and type(new_kwargs) is dict:  # what it should be, asked in the cheapest way
+        return cast("tuple[Any, ...]", new_args), cast("dict[str, Any]", new_kwargs)
     if not isinstance(new_args, (tuple, list)) or not isinstance(new_kwargs, Mapping):
         raise TypeError(
             f"{type(hook).__name__}.pre_forward must return (args, kwargs), a tuple and a dict; it returned "

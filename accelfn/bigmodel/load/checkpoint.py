@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -13,16 +13,22 @@ from torch import nn
 from accelfn.bigmodel.load.apply import apply_plan, fetch_from_files
 from accelfn.bigmodel.load.broadcast import load_from_rank0
 from accelfn.bigmodel.load.placing import read_dtype
-from accelfn.bigmodel.load.plan import LoadPlan, Wishes, place_of, plan_load
+from accelfn.bigmodel.load.plan import LoadPlan, Wishes, has_part, place_of, plan_load
 from accelfn.bigmodel.load.progress import showing
 from accelfn.bigmodel.load.read import Reading, read_tensors
 from accelfn.bigmodel.load.source import Checkpoint, map_stored, open_checkpoint
-from accelfn.bigmodel.offload.dispatch_plan import read_map
-from accelfn.bigmodel.places import PlaceLike, check_device
+from accelfn.bigmodel.offload.dispatch import dispatch_model
+from accelfn.bigmodel.offload.dispatch_plan import plan_dispatch, read_map
+from accelfn.bigmodel.places import Place, PlaceLike, check_device
+from accelfn.bigmodel.plan.budgets import MaxMemory
+from accelfn.bigmodel.plan.maps import DeviceMap, check_device_map, resolve_device_map
+from accelfn.bigmodel.plan.shape import read_shape
 from accelfn.checkpoint.weights.state import require_module
 from accelfn.training import unwrap_model
 
-__all__ = ("load_checkpoint_in_model", "load_state_dict")
+__all__ = ("load_checkpoint_and_dispatch", "load_checkpoint_in_model", "load_state_dict")
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
 
 _LOAD = "load_checkpoint_in_model"
 _SHOWN = 10
@@ -66,7 +72,7 @@ def load_state_dict(
             place = at[name]
             device = torch.device("cpu") if place in (None, "disk") else check_device(place)
             # What is one tensor in a pickled file is one here.
-            same = (stored._replace(name="", view=None), id(stored.view), device)
+            same = (stored._replace(name="", elements=None), id(stored.elements), device)
             if same not in readings:
                 memory = torch.empty(stored.shape, dtype=stored.dtype, device=device)
                 readings[same] = Reading(stored, memory)
@@ -102,8 +108,9 @@ def load_checkpoint_in_model(
 
     A model may be on the meta device, in part or as a whole, and has no tensor there afterwards. What it has
     in memory keeps its memory, where place and dtype don't change, and its parameters stay the same objects.
-    Tied weights stay tied, and need to be there under one of their names. Besides the model, only a few
-    buffers of 8 MB are in memory, one for each thread that reads.
+    Tied weights stay tied, and need to be there under one of their names. Besides the model, only a
+    buffer for each thread that reads is in memory: at most eight of 8 MiB for an accelerator, of 1 MiB for
+    the host.
 
     Effect: on ``model``, and with ``offload_folder`` on that. Where reading fails on the way, tensors that
     had memory before may have changed.
@@ -140,17 +147,16 @@ def load_checkpoint_in_model(
         CheckpointError: A pickled file asks for more than data.
         CheckpointMismatchError: Names (see ``strict``), shapes or kinds of dtypes differ; tied weights have
             two values; or a tensor without memory would stay without. Nothing was changed.
-        ValueError: The map has no place for a tensor or a place that this machine lacks, something can't be
-            on the disk without ``offload_folder``, or arguments contradict each other. Nothing was changed.
+        ValueError: The map names what the model lacks, has no place for a tensor, or one that this machine
+            lacks; something can't be on the disk without ``offload_folder``; or arguments contradict each
+            other. Nothing was changed.
         OSError: A file can't be read, or the folder not written.
     """
     plain = unwrap_model(require_module(_LOAD, model), keep_torch_compile=False)
     wishes = Wishes(
-        places=None if device_map is None else _read_map(device_map),
+        places=None if device_map is None else _read_map(plain, device_map),
         dtype=_float(dtype),
-        special_dtypes={
-            name: cast("torch.dtype", _float(one)) for name, one in (special_dtypes or {}).items()
-        },
+        special_dtypes=_dtypes(special_dtypes),
         keep_in_fp32=_names(keep_in_fp32_modules),
         has_folder=offload_folder is not None,
         strict=strict,
@@ -182,13 +188,147 @@ def load_checkpoint_in_model(
         )
 
 
-def _read_map(device_map: object) -> dict[str, Any]:
+def load_checkpoint_and_dispatch(
+    model: ModelT,
+    checkpoint: str | os.PathLike[str],
+    device_map: DeviceMap | None = None,
+    max_memory: MaxMemory | None = None,
+    no_split_module_classes: Collection[str] | str | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
+    offload_buffers: bool = False,
+    dtype: str | torch.dtype | None = None,
+    offload_state_dict: bool | None = None,
+    skip_keys: str | Sequence[str] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+    force_hooks: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+    *,
+    keep_in_fp32_modules: Iterable[str] | None = None,
+    special_dtypes: Mapping[str, str | torch.dtype] | None = None,
+    fallback_allocation: bool = False,
+    progress: bool | None = None,
+) -> ModelT:
+    """Load a checkpoint into a model that may be too large for one device, and make it ready to run.
+
+    It plans where each part lies (:func:`infer_auto_device_map`), loads (:func:`load_checkpoint_in_model`),
+    and lets the model's forward find its weights (:func:`dispatch_model`).
+
+    Effect: on ``model``, and with ``offload_folder`` on that.
+
+    Ranks: as :func:`load_checkpoint_in_model`.
+
+    Args:
+        model: Any; such as one that was built under :func:`init_empty_weights`.
+        checkpoint: As :func:`load_checkpoint_in_model` takes it.
+        device_map: ``"auto"``, ``"balanced"``, ``"balanced_low_0"``, ``"sequential"``, or places by name of a
+            module. None only loads.
+        max_memory: Bytes by place, for a map that is named; None for what this machine has free.
+        no_split_module_classes: Names of classes whose modules stay whole; None for those that the model
+            itself names.
+        offload_folder: As :func:`load_checkpoint_in_model` takes it.
+        offload_buffers: Whether buffers travel with what is offloaded, too.
+        dtype: That floating-point tensors shall have. None: that of the model.
+        offload_state_dict: Accepted. Nothing is in memory twice in any case.
+        skip_keys: Names of keyword arguments, and keys of dicts, that aren't moved between devices.
+        preload_module_classes: Names of classes that travel as a whole.
+        force_hooks: Move inputs even if the whole model is on one device.
+        strict: Refuse where a name is missing on either side.
+        full_state_dict: As :func:`load_checkpoint_in_model` takes it.
+        broadcast_from_rank0: As :func:`load_checkpoint_in_model` takes it.
+        keep_in_fp32_modules: As :func:`load_checkpoint_in_model` takes it.
+        special_dtypes: As :func:`load_checkpoint_in_model` takes it; planned with, too.
+        fallback_allocation: Where the first part for an accelerator is too large for it, put the first one
+            there that isn't.
+        progress: As :func:`load_checkpoint_in_model` takes it.
+
+    Returns:
+        The same model; ``hf_device_map`` says what lies where, if there is a map.
+
+    Raises:
+        ValueError: As the three functions do; nothing was changed.
+        CheckpointError: As :func:`load_checkpoint_in_model` does.
+        OSError: A file can't be read, or the folder not written.
+    """
+    found: dict[str, Place] | None = None
+    if device_map is not None:
+        special = _dtypes(special_dtypes)
+        if dtype is not None:
+            special = {**_kept(model, _names(keep_in_fp32_modules)), **special}
+        found = resolve_device_map(
+            model,
+            device_map,
+            max_memory,
+            no_split_module_classes,
+            _float(dtype),
+            special,
+            offload_buffers,
+            fallback_allocation,
+        )
+    load_checkpoint_in_model(
+        model,
+        checkpoint,
+        None if found is None else _where_to_load(model, found, offload_buffers),
+        offload_folder,
+        dtype,
+        offload_buffers=offload_buffers,
+        keep_in_fp32_modules=keep_in_fp32_modules,
+        strict=strict,
+        full_state_dict=full_state_dict,
+        broadcast_from_rank0=broadcast_from_rank0,
+        special_dtypes=special_dtypes,
+        progress=progress,
+    )
+    if found is None:
+        return model
+    return dispatch_model(
+        model,
+        cast("Mapping[str, PlaceLike]", found),
+        offload_dir=offload_folder,
+        offload_buffers=offload_buffers,
+        skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes,
+        force_hooks=force_hooks,
+        # Who says how much the host may hold, means the pages of mapped weights, too.
+        cache_bytes=0 if max_memory is not None else None,
+    )
+
+
+def _where_to_load(
+    model: nn.Module, device_map: Mapping[str, Place], offload_buffers: bool
+) -> dict[str, PlaceLike]:
+    """Say where what has several names will lie, so that it is loaded there and nowhere else before."""
+    shape = read_shape(model)
+    plan = plan_dispatch(
+        {leaf.name: leaf.kind == "parameter" for leaf in shape.root.leaves()},
+        device_map,
+        shape.ties,
+        offload_buffers=offload_buffers,
+    )
+    tied = {name: plan.lies[name].at for names in shape.ties for name in names}
+    return {**device_map, **tied}
+
+
+def _kept(model: nn.Module, parts: tuple[str, ...]) -> dict[str, torch.dtype]:
+    """Say to the planner what stays float32."""
+    names = (name for name, _ in (*model.named_parameters(), *model.named_buffers()))
+    return {name: torch.float32 for name in names if has_part(name, parts)}
+
+
+def _dtypes(said: Mapping[str, str | torch.dtype] | None) -> dict[str, torch.dtype]:
+    return {name: cast("torch.dtype", _float(one)) for name, one in (said or {}).items()}
+
+
+def _read_map(model: nn.Module, device_map: object) -> dict[str, Any]:
     if not isinstance(device_map, Mapping):
         raise TypeError(
             f"{_LOAD}: device_map takes a mapping of names to places, got {device_map!r}. "
             "load_checkpoint_and_dispatch makes one of 'auto' and the like."
         )
-    return dict(read_map(cast("Mapping[str, object]", device_map)))
+    places = read_map(cast("Mapping[str, object]", device_map))
+    check_device_map(model, cast("Mapping[str, PlaceLike]", places))
+    return dict(places)
 
 
 def _float(dtype: str | torch.dtype | None) -> torch.dtype | None:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from accelfn.bigmodel.load.mapped import drop_pages, map_tensors
-from accelfn.bigmodel.load.source import Stamp, Stored, open_unchanged
+from accelfn.bigmodel.load.source import Stamp, Stored, open_unchanged, stamp_of
 from accelfn.checkpoint.files.header import Header, format_header
 from accelfn.checkpoint.files.stored_dtype import SAFETENSORS_NAMES
 from accelfn.checkpoint.weights.files import Entry, replacing, write_tensors
@@ -113,11 +113,14 @@ def _description(path: Path, conversions: Mapping[str, Conversion], stamp: Stamp
             f"{unfit[0].source.name} can't be written as {unfit[0].dtype}, which safetensors lacks. Choose "
             "another dtype, or another place than the disk."
         )
-    tensors = {
-        key: [str(one.source.dtype), list(one.source.shape), one.source.start, str(one.dtype)]
-        for key, one in conversions.items()
-    }
-    return json.dumps({"file": str(path.resolve()), "stamp": list(stamp), "tensors": tensors}, sort_keys=True)
+    tensors = {key: [str(one.dtype), _describe(one.source)] for key, one in conversions.items()}
+    said = {"file": str(path.resolve()), "stamp": list(stamp), "tensors": tensors}
+    return json.dumps(said, sort_keys=True)
+
+
+def _describe(source: Stored) -> list[object]:
+    parts = [[str(one.path.resolve()), list(stamp_of(one.path)), _describe(one)] for one in source.made_of]
+    return [str(source.dtype), list(source.shape), source.start, source.made_by, parts]
 
 
 def _header_if_same(path: Path, said: str) -> Header | None:

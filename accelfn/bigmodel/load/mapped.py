@@ -30,6 +30,7 @@ from accelfn.errors import DamagedCheckpointError
 __all__ = (
     "STORED_DTYPES",
     "MappedFrom",
+    "advise_memory",
     "drop_pages",
     "is_mappable",
     "map_tensors",
@@ -193,7 +194,7 @@ def read_ahead(tensors: Iterable[torch.Tensor]) -> None:
     advice: int | None = getattr(mmap, "MADV_WILLNEED", None)
     if advice is None:
         return
-    advise = _madvise()
+    advise = advise_memory()
     for record in _records(tensors):
         start = record.address // mmap.PAGESIZE * mmap.PAGESIZE
         advise(start, record.address + record.num_bytes - start, advice)
@@ -220,7 +221,7 @@ def drop_pages(tensors: Iterable[torch.Tensor]) -> int:
     except OSError:
         return 0
     try:
-        advise, dropped = _madvise(), 0
+        advise, dropped = advise_memory(), 0
         for record in _records(tensors):
             # Pages at the ends may have bytes of other tensors.
             first = -(-record.address // mmap.PAGESIZE)
@@ -249,7 +250,8 @@ def _are_clean(pagemap: int, first: int, count: int) -> bool:
     return bool(((flags == _NOT_THERE) | (flags == _CLEAN)).all())
 
 
-def _madvise() -> Any:
+def advise_memory() -> Any:
+    """Give the system's ``madvise``: address, length, advice -> 0 where it was taken."""
     advise = ctypes.CDLL(None, use_errno=True).madvise
     advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     advise.restype = ctypes.c_int

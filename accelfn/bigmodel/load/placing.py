@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from accelfn.bigmodel.offload.blocks import Slot
 from accelfn.bigmodel.places import PlaceLike, check_device, read_place
 
 __all__ = (
@@ -121,11 +122,8 @@ def replaced(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 def set_tensor(owner: nn.Module, key: str, tensor: torch.Tensor) -> None:
     """Put a tensor where a module has one of that name already."""
-    holder: Any = owner
-    if holder._parameters.get(key) is not None:
-        holder._parameters[key] = tensor
-    else:
-        holder._buffers[key] = tensor
+    is_parameter = vars(owner)["_parameters"].get(key) is not None
+    Slot(owner, key, is_parameter).write(tensor)
 
 
 def set_module_tensor_to_device(

@@ -15,7 +15,7 @@ from accelfn.bigmodel.places import Place, check_device, order_of
 from accelfn.checkpoint.weights.state import is_spread
 from accelfn.errors import CheckpointMismatchError, Misfit
 
-__all__ = ("How", "LoadPlan", "LoadStep", "Wishes", "place_of", "plan_load")
+__all__ = ("How", "LoadPlan", "LoadStep", "Wishes", "has_part", "local_of", "place_of", "plan_load")
 
 How: TypeAlias = Literal["fill", "new", "map", "convert"]
 """Into the memory that the model has, into new memory, mapped where it lies, or written anew and mapped."""
@@ -305,16 +305,12 @@ def _steps(
 
 
 def _place_of_all(names: Sequence[str], places: Mapping[str, Place]) -> Place | None:
-    """Choose one place for what has several names: an accelerator's; the disk's before the host's.
-
-    So the map may put names of tied weights on several places: where it lies on an accelerator it needs no
-    other memory, and what lies on the disk is one with what lies on the host.
-    """
+    """Choose one place for what has several names: the disk, which needs no memory, or else the fastest."""
     found = [place_of(name, places) for name in names]
     said = [place for place in found if place is not None]
     if len(said) < len(found):
         return None
-    return min(said, key=lambda place: (place == "cpu", order_of(place)))
+    return "disk" if "disk" in said else min(said, key=order_of)
 
 
 def _final_dtype(target: Target, wishes: Wishes) -> torch.dtype:
@@ -327,18 +323,17 @@ def _final_dtype(target: Target, wishes: Wishes) -> torch.dtype:
             return special[name]
     if wishes.dtype is None:
         return now
-    parts = {part for name in target.names for part in _parts_of(name)}
-    return torch.float32 if parts.intersection(wishes.keep_in_fp32) else wishes.dtype
+    is_kept = any(has_part(name, wishes.keep_in_fp32) for name in target.names)
+    return torch.float32 if is_kept else wishes.dtype
 
 
-def _parts_of(name: str) -> Iterable[str]:
-    """All runs of the name's components: ``a.b.c`` has ``a``, ``b``, ``c``, ``a.b``, ``b.c``, ``a.b.c``."""
-    parts = name.split(".")
-    return (
-        ".".join(parts[first:last])
-        for first in range(len(parts))
-        for last in range(first + 1, len(parts) + 1)
-    )
+def has_part(name: str, parts: Iterable[str]) -> bool:
+    """Whether a name has one of ``parts`` as a component, or as several in a row.
+
+    >>> has_part("block.norm.weight", ["norm"]), has_part("block.abnormal.weight", ["norm"])
+    (True, False)
+    """
+    return any(f".{part}." in f".{name}." for part in parts)
 
 
 def _step(target: Target, source: Stored, place: Place | None, dtype: torch.dtype) -> LoadStep:
@@ -379,6 +374,8 @@ def _why_not_mapped(step: LoadStep) -> str:
             f"the file has {str(source.dtype).removeprefix('torch.')}, and "
             f"{str(step.dtype).removeprefix('torch.')} is wanted (dtype= asks for another)"
         )
+    if source.made_of:
+        return "transformers makes it of several tensors of the checkpoint"
     return "it lies scattered or misaligned in its file"
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +49,9 @@ class Stored(NamedTuple):
         shape: Of the tensor.
         start: Its first byte in the file.
         is_raw: Whether the file is another than one of safetensors.
-        view: Its elements, mapped, where they don't lie one after the other (in pickled files alone).
+        elements: Gives its elements, where they don't lie one after the other in the file.
+        made_of: What its elements are made of, where they are several tensors.
+        made_by: How they are made of them.
     """
 
     name: str
@@ -57,7 +60,9 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
     start: int
     is_raw: bool = False
-    view: torch.Tensor | None = None
+    elements: Callable[[], torch.Tensor] | None = None
+    made_of: tuple[Stored, ...] = ()
+    made_by: str = ""
 
     @property
     def num_bytes(self) -> int:
@@ -78,16 +83,16 @@ class Stored(NamedTuple):
     @property
     def is_mappable(self) -> bool:
         """Whether it can be used where it lies."""
-        return self.view is None and is_mappable(self.entry)
+        return self.elements is None and is_mappable(self.entry)
 
     def map(self) -> torch.Tensor:
-        """Map it. Nothing is read; where it can't be used where it lies, it is read into memory.
+        """Map it. Nothing is read; where it can't be used where it lies, it comes into memory.
 
         Raises:
             DamagedCheckpointError: The file isn't what it was.
         """
-        if self.view is not None:
-            return self.view
+        if self.elements is not None:
+            return self.elements()
         if self.is_mappable:
             return map_tensors(self.path, {self.name: self.entry}, is_raw=self.is_raw)[self.name]
         value = torch.empty(self.shape, dtype=self.dtype)
@@ -98,8 +103,9 @@ class Stored(NamedTuple):
 
     def has_bits_of(self, other: Stored) -> bool:
         """Whether it has the same bytes as another one, or is the same."""
-        if (self.path, self.start, self.num_bytes) == (other.path, other.start, other.num_bytes):
-            return self.dtype == other.dtype and self.view is other.view
+        places = {(one.path, one.start, one.num_bytes) for one in (self, other)}
+        if len(places) == 1 and self.elements is None and other.elements is None:
+            return self.dtype == other.dtype
         if (self.dtype, self.shape) != (other.dtype, other.shape):
             return False
         one, two = self.map(), other.map()
@@ -252,11 +258,15 @@ def _open_pickled(path: Path) -> _Opened:
     for name, value in cast("Mapping[str, object]", named).items():
         if isinstance(value, torch.Tensor):
             start = value.data_ptr() - whole.data_ptr() if whole is not None and value.numel() else 0
-            view = None if value.is_contiguous() else value
-            tensors[name] = Stored(name, path, value.dtype, tuple(value.shape), start, True, view)
+            elements = None if value.is_contiguous() else functools.partial(_itself, value)
+            tensors[name] = Stored(name, path, value.dtype, tuple(value.shape), start, True, elements)
         else:
             others[name] = value
     return _Opened(tensors, others=others)
+
+
+def _itself(value: torch.Tensor) -> torch.Tensor:
+    return value
 
 
 def _verify(path: Path, spans: Sequence[_Span]) -> None:

@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accelfn.bigmodel.load.source import Stored
+from accelfn.bigmodel.load.transformers_names import as_transformers_names
 from accelfn.bigmodel.offload.blocks import Slot
 from accelfn.checkpoint.weights.plan import tied_by
 from accelfn.checkpoint.weights.state import is_spread, own_names
@@ -165,9 +166,10 @@ class Translated(NamedTuple):
 
 
 def translate(operation: str, model: nn.Module, tensors: Mapping[str, Stored]) -> Translated:
-    """Let modules rename what they know by an older name, as ``load_state_dict`` lets them.
+    """Give the tensors of a checkpoint as the model has them.
 
-    Their hooks get tensors without values, so only names may change.
+    First as transformers knows it of its models. Then modules may rename what they know by an older name, as
+    ``load_state_dict`` lets them: their hooks get tensors without values, so only names may change.
 
     Args:
         operation: What errors call it.
@@ -177,6 +179,7 @@ def translate(operation: str, model: nn.Module, tensors: Mapping[str, Stored]) -
     Raises:
         ValueError: A hook needs values, or computes some.
     """
+    tensors = as_transformers_names(model, tensors)
     hooked = [(path, module) for path, module in _all_modules(model) if _hooks_of(module)]
     if not hooked:
         return Translated(dict(tensors), {})

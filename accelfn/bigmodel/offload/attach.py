@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any
 
 import torch
@@ -26,26 +25,15 @@ class Attached:
 
     Attributes:
         handles: Of torch's hooks.
-        guards: Handles at the modules within a block, by its position, until it was seen to run as a whole.
-        whole: Blocks that were seen to run as a whole.
     """
 
     handles: list[RemovableHandle] = field(default_factory=list[RemovableHandle])
-    guards: dict[int, list[RemovableHandle]] = field(default_factory=dict[int, list[RemovableHandle]])
-    whole: set[int] = field(default_factory=set[int])
 
     def remove(self) -> None:
         """Take everything off."""
-        for handle in (*self.handles, *(one for handles in self.guards.values() for one in handles)):
+        for handle in self.handles:
             handle.remove()
         self.handles.clear()
-        self.guards.clear()
-
-    def remove_needless_guards(self) -> None:
-        """Take off what isn't needed any more, so that it costs nothing. No pass must run."""
-        for block in self.whole & self.guards.keys():
-            for handle in self.guards.pop(block):
-                handle.remove()
 
 
 def attach_stream(model: nn.Module, stream: Stream) -> Attached:
@@ -56,28 +44,24 @@ def attach_stream(model: nn.Module, stream: Stream) -> Attached:
         stream: Of its blocks.
     """
     attached = Attached()
-    hooks = attached.handles
     blocks = {block.module: position for position, block in enumerate(stream.blocks)}
     for position, block in enumerate(stream.blocks):
-        entry = _Entry(stream, position, attached.whole)
-        hooks.append(block.module.register_forward_pre_hook(entry, prepend=True, with_kwargs=True))
-        hooks.append(block.module.register_forward_hook(_Exit(stream, position), always_call=True))
-        attached.guards[position] = [
-            handle
-            for module in dict.fromkeys(slot.owner for slot in block.slots)
-            if module is not block.module and module not in blocks
-            for handle in (
-                module.register_forward_pre_hook(_Guard(stream, position), prepend=True, with_kwargs=True),
-                module.register_forward_hook(_Exit(stream, position), always_call=True),
-            )
-        ]
+        _around(attached, block.module, _Entry(stream, position), _Exit(stream, position))
+        # Others may call a module within the block without calling the block's own.
+        for module in dict.fromkeys(slot.owner for slot in block.slots):
+            if module is not block.module and module not in blocks and has_forward(module):
+                _around(attached, module, _Guard(stream, position), _GuardEnd(stream, position))
     # Last, so that a module's scope begins before its own tensors come, and ends after they went.
     for module in _above(model, blocks):
-        hooks.append(
-            module.register_forward_pre_hook(_Scope(stream, attached), prepend=True, with_kwargs=True)
-        )
-        hooks.append(module.register_forward_hook(_ScopeEnd(stream, attached), always_call=True))
+        _around(attached, module, _Scope(stream), _ScopeEnd(stream))
     return attached
+
+
+def _around(
+    attached: Attached, module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]
+) -> None:
+    attached.handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+    attached.handles.append(module.register_forward_hook(after, always_call=True))
 
 
 def _above(model: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]:
@@ -97,8 +81,11 @@ def attach_moves(module: nn.Module, device: torch.device, skip_keys: tuple[str, 
 
 
 def attach_return(module: nn.Module, skip_keys: tuple[str, ...]) -> Attached:
-    """Give the outputs of a module back on the device of its first input."""
-    return Attached([module.register_forward_hook(_Return(skip_keys), with_kwargs=True)])
+    """Give the outputs of a module back on the device of its first input. To be attached last."""
+    origins = _Origins()
+    attached = Attached()
+    _around(attached, module, _Leave(origins), _Return(origins, skip_keys))
+    return attached
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,15 +93,10 @@ class _Scope:
     """Before the forward of a module that has blocks below it."""
 
     stream: Stream
-    attached: Attached
 
     @uncompiled
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        # torch runs no hooks after a KeyboardInterrupt. Then this thread still seems to be amid that pass.
-        last = self.stream.entered_last
-        if last is not None and not _is_running(last, 2 if last is module else 1):
-            self.stream.abandon()
-        self.stream.enter_scope(module)
+        self.stream.enter_scope(module, is_seen=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,13 +104,10 @@ class _ScopeEnd:
     """After it, whether it went well or not."""
 
     stream: Stream
-    attached: Attached
 
     @uncompiled
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.stream.leave_scope()
-        if self.attached.whole and self.attached.guards:
-            self.stream.while_idle(self.attached.remove_needless_guards)
+        self.stream.leave_scope(module)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,12 +116,10 @@ class _Entry:
 
     stream: Stream
     block: int
-    whole: set[int]
 
     @uncompiled
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self.whole.add(self.block)
-        self.stream.enter(self.block)
+        self.stream.enter(self.block, module)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,19 +131,34 @@ class _Exit:
 
     @uncompiled
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        self.stream.leave(self.block)
+        self.stream.leave(self.block, module)
 
 
 @dataclass(frozen=True, slots=True)
 class _Guard:
-    """Before a module within a block: its tensors come, in case that nobody calls the block's own module."""
+    """Before a module within a block: its tensors come, in case that nobody calls the block's own module.
+
+    What is compiled as a whole runs without: it would be cut into pieces at each module.
+    """
 
     stream: Stream
     block: int
 
-    @uncompiled
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self.stream.enter(self.block)
+        if not torch.compiler.is_compiling():
+            self.stream.enter(self.block, module)
+
+
+@dataclass(frozen=True, slots=True)
+class _GuardEnd:
+    """After it, whether it went well or not."""
+
+    stream: Stream
+    block: int
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self.stream.leave(self.block, module)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,25 +173,42 @@ class _Move:
         return moved(args, self.device, self.skip_keys), moved(kwargs, self.device, self.skip_keys)
 
 
+class _Origins:
+    """Devices from which the inputs of calls came that are running, the innermost last, for each thread."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_Origins, ())  # a copy isn't running
+
+    @property
+    def devices(self) -> list[torch.device | None]:
+        """Of this thread."""
+        found: list[torch.device | None] = vars(self._local).setdefault("devices", [])
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Leave:
+    """Before the inputs of a module move: remember where they came from."""
+
+    origins: _Origins
+
+    @uncompiled
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.origins.devices.append(input_device(args, kwargs))
+
+
 @dataclass(frozen=True, slots=True)
 class _Return:
-    """After the forward of a module: its outputs go where its inputs came from."""
+    """After the forward of a module: its outputs go where its inputs were before they were moved."""
 
+    origins: _Origins
     skip_keys: tuple[str, ...]
 
     @uncompiled
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        device = input_device(args, kwargs)
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        devices = self.origins.devices
+        device = devices.pop() if devices else None
         return output if device is None else moved(output, device, self.skip_keys)
-
-
-def _is_running(module: nn.Module, times: int) -> bool:
-    """Whether the module is being called at this moment by this thread, at least so many times."""
-    frame: FrameType | None = inspect.currentframe()
-    while frame is not None and times:
-        name = frame.f_code.co_name
-        if name.startswith("torch_dynamo_resume"):  # what was compiled doesn't show whom it runs
-            return True
-        times -= name == "_call_impl" and frame.f_locals.get("self") is module
-        frame = frame.f_back
-    return not times

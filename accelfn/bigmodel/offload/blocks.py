@@ -21,6 +21,9 @@ __all__ = (
     "slots_of",
 )
 
+# Modules of torch that use the tensors of those below them without calling these.
+_READ_BELOW = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+
 
 class Slot(NamedTuple):
     """Where a tensor hangs.
@@ -35,11 +38,20 @@ class Slot(NamedTuple):
     key: str
     is_parameter: bool
 
+    @property
+    def is_saved(self) -> bool:
+        """Whether state dicts have it: all tensors but buffers that aren't persistent."""
+        return self.key not in cast("set[str]", vars(self.owner)["_non_persistent_buffers_set"])
+
     def read(self) -> torch.Tensor:
         """Give the tensor that hangs there now."""
         found = _store(self.owner, self.is_parameter)[self.key]
         assert found is not None  # a slot is only made of a tensor
         return found
+
+    def peek(self) -> torch.Tensor | None:
+        """Give the tensor that hangs there now; None if the module has let go of it."""
+        return _store(self.owner, self.is_parameter).get(self.key)
 
     def write(self, tensor: torch.Tensor) -> None:
         """Hang another tensor there, of whatever class."""
@@ -123,7 +135,8 @@ def plan_blocks(
     A module travels as a whole if its class is said to, if it has no others below it, if it is a layer, or if
     it is at most an eighth of all. Layers are modules of one class, with modules of their own, that stand
     together in a list. What has layers below it is taken apart, but for small layers; its own tensors then
-    are a block by themselves, which stays while the module runs.
+    are a block by themselves, which stays while the module runs. So do those of modules below it that can't
+    be called: of a ParameterList, say.
 
     Args:
         model: Any; only its structure and the sizes of its tensors are read.
@@ -140,7 +153,9 @@ def plan_blocks(
     found: list[BlockNames] = []
 
     def is_whole(module: nn.Module, num_bytes: int, is_layer: bool) -> bool:
-        if type(module).__name__ in whole_classes or not any(True for _ in module.children()):
+        if type(module).__name__ in whole_classes or isinstance(module, _READ_BELOW):
+            return True
+        if not any(True for _ in module.children()):
             return True
         small = num_bytes <= limit
         return (is_layer and small) if _has_layers(module) else (is_layer or small)
@@ -155,7 +170,7 @@ def plan_blocks(
             wanted.difference_update(below)
             found.append(BlockNames(name, below))
             return
-        own = tuple(leaf for leaf in below if "." not in leaf[len(dot) :])
+        own = tuple(leaf for leaf in _own(module, dot) if leaf in wanted)
         if own:
             wanted.difference_update(own)
             found.append(BlockNames(name, own))
@@ -165,6 +180,15 @@ def plan_blocks(
 
     visit(model, "", False)
     return tuple(found)
+
+
+def _own(module: nn.Module, dot: str) -> Iterator[str]:
+    """Give the tensors of a module, and of those below it that are no more than names for some of them."""
+    for is_parameter in (True, False):
+        yield from (f"{dot}{key}" for key in _store(module, is_parameter))
+    for key, child in module.named_children():
+        if not has_forward(child):
+            yield from _own(child, f"{dot}{key}.")
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:

@@ -5,26 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
 from accelfn.bigmodel.load.mapped import mapped_from
-from accelfn.bigmodel.memory import available_memory
 from accelfn.bigmodel.offload.attach import Attached, attach_moves, attach_return, attach_stream
-from accelfn.bigmodel.offload.blocks import (
-    Slot,
-    has_forward,
-    named_modules,
-    plan_blocks,
-    read_block,
-    slots_of,
-)
+from accelfn.bigmodel.offload.blocks import has_forward, named_modules, plan_blocks, read_block, slots_of
 from accelfn.bigmodel.offload.dispatch_plan import DispatchPlan, plan_dispatch, read_map
-from accelfn.bigmodel.offload.folder import write_mapped
-from accelfn.bigmodel.offload.stream import Stream, StreamFacts
+from accelfn.bigmodel.offload.settle import Sources, find_ties, find_values, settle
+from accelfn.bigmodel.offload.stream import Stream, StreamFacts, check_options
 from accelfn.bigmodel.places import Place, PlaceLike, check_device, read_place
+from accelfn.bigmodel.plan.budgets import available_memory
+from accelfn.bigmodel.plan.maps import check_device_map
+from accelfn.errors import MissingExtraError
 
 __all__ = ("cpu_offload", "disk_offload", "dispatch_model", "read_offload", "undispatch")
 
@@ -86,6 +81,7 @@ def dispatch_model(
             Nothing was changed.
         OSError: The folder can't be written.
     """
+    check_device_map(model, device_map)
     places = read_map(device_map)
     main = None if main_device is None else _device_place(main_device, "main_device")
     options = _Options(
@@ -96,7 +92,7 @@ def dispatch_model(
         cache_bytes=cache_bytes,
         force_hooks=force_hooks,
     )
-    sources = _Sources(state_dict or {}, offload_dir, offload_index)
+    sources = Sources(state_dict or {}, offload_dir, offload_index)
     _spread(model, places, main, sources, options)
     cast("Any", model).hf_device_map = dict(device_map)
     return model
@@ -135,7 +131,7 @@ def cpu_offload(
         whole_classes=(*_names(preload_module_classes), *_names(getattr(model, "_no_split_modules", None))),
         num_ahead=num_ahead,
     )
-    _spread(model, {"": "cpu"}, _execution(model, execution_device), _Sources(state_dict or {}), options)
+    _spread(model, {"": "cpu"}, _execution(model, execution_device), Sources(state_dict or {}), options)
     return model
 
 
@@ -178,7 +174,7 @@ def disk_offload(
         num_ahead=num_ahead,
         cache_bytes=cache_bytes,
     )
-    _spread(model, {"": "disk"}, _execution(model, execution_device), _Sources({}, offload_dir), options)
+    _spread(model, {"": "disk"}, _execution(model, execution_device), Sources({}, offload_dir), options)
     return model
 
 
@@ -193,6 +189,8 @@ def undispatch(model: nn.Module) -> None:
     found = vars(model).pop(_NAME, None)
     if found is None:
         return
+    for stream in cast("_Dispatched", found).streams:
+        stream.abandon()
     for attached in cast("_Dispatched", found).attached:
         attached.remove()
     vars(model).pop("_apply", None)
@@ -224,14 +222,6 @@ class _Options:
     force_hooks: bool = False
 
 
-class _Sources(NamedTuple):
-    """Where values come from that the model itself doesn't have."""
-
-    state_dict: Mapping[str, torch.Tensor]
-    folder: str | os.PathLike[str] | None = None
-    entries: Mapping[str, Mapping[str, Any]] | None = None
-
-
 @dataclass(slots=True, eq=False)
 class _Dispatched:
     """What hangs on a dispatched model."""
@@ -245,20 +235,19 @@ class _Apply:
     """Stands for a dispatched model's ``_apply``: ``to``, ``cuda``, ``half`` and the like go through it."""
 
     model: nn.Module
-    devices: tuple[torch.device, ...]
-    has_disk: bool
 
     def __call__(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        for device in self.devices:
-            probe = torch.empty(0, device=device)
-            result = function(probe)
-            if result.device != probe.device:
+        tensors = [slot.read() for _, slot in slots_of(self.model)]
+        on_disk = {one.dtype for one in tensors if mapped_from(one) is not None}
+        for device, dtype in dict.fromkeys((one.device, one.dtype) for one in tensors):
+            result = function(torch.empty(0, device=device, dtype=dtype))
+            if result.device != device:
                 raise RuntimeError(
                     "this model's weights are spread by a device map, so it can't be moved to "
                     f"{result.device}. Call accelfn.bigmodel.undispatch(model) first, or dispatch it anew "
                     "with another map."
                 )
-            if self.has_disk and result.dtype != probe.dtype:
+            if result.dtype != dtype and dtype in on_disk:
                 raise RuntimeError(
                     f"this model has weights on the disk, which can't become {result.dtype} without being "
                     "read as a whole. Pass dtype= where they are loaded, or call "
@@ -286,113 +275,25 @@ def _execution(model: nn.Module, said: PlaceLike | None) -> Place:
 
 
 def _spread(
-    model: nn.Module, places: Mapping[str, Place], main: Place | None, sources: _Sources, options: _Options
+    model: nn.Module, places: Mapping[str, Place], main: Place | None, sources: Sources, options: _Options
 ) -> None:
+    check_options(options.num_ahead, options.cache_bytes or 0)
     slots = dict(slots_of(model))
-    ties = _ties(slots)
     plan = plan_dispatch(
         {name: slot.is_parameter for name, slot in slots.items()},
         places,
-        ties,
+        find_ties(slots),
         main=main,
         offload_buffers=options.offload_buffers,
+        unsaved=[name for name, slot in slots.items() if not slot.is_saved],
     )
-    values = _values(slots, plan, sources)
+    values = find_values(slots, plan, sources)
     undispatch(model)
-    _settle(slots, plan, values)
+    settle(slots, plan, values)
     dispatched = _attach(model, plan, places, options)
     vars(model)[_NAME] = dispatched
-    spread = {lies.at for lies in plan.lies.values()}
-    if dispatched.streams or len(spread) > 1:
-        devices = {check_device(lies.at if lies.at != "disk" else "cpu") for lies in plan.lies.values()}
-        vars(model)["_apply"] = _Apply(model, tuple(sorted(devices, key=str)), "disk" in spread)
-
-
-def _ties(slots: Mapping[str, Slot]) -> tuple[tuple[str, ...], ...]:
-    groups: dict[int, list[str]] = {}
-    for name, slot in slots.items():
-        groups.setdefault(id(slot.read()), []).append(name)
-    return tuple(tuple(group) for group in groups.values() if len(group) > 1)
-
-
-def _values(slots: Mapping[str, Slot], plan: DispatchPlan, sources: _Sources) -> dict[str, torch.Tensor]:
-    """Find values of what has none, and put on the disk what isn't there; the model isn't changed."""
-    values: dict[str, torch.Tensor] = {}
-    on_disk = set(plan.at("disk"))
-    for name, slot in slots.items():
-        given = sources.state_dict.get(name)
-        if given is not None and not given.is_meta and (slot.read().is_meta or plan.lies[name].at == "cpu"):
-            values[name] = given
-    _check_values(slots, values)
-    to_write: dict[int, tuple[str, torch.Tensor]] = {}
-    for name, slot in slots.items():
-        tensor = values.get(name, slot.read())
-        if name in on_disk and tensor.numel() and not tensor.is_meta and mapped_from(tensor) is None:
-            to_write.setdefault(id(slot.read()), (name, tensor))
-    if to_write:
-        first = next(iter(to_write.values()))[0]
-        if sources.folder is None:
-            raise ValueError(
-                f"device_map puts {len(to_write)} tensors on the disk that lie in memory now, {first!r} "
-                "among them, and there is no offload_dir. Pass one, or load the weights with "
-                "load_checkpoint_and_dispatch, which uses a safetensors checkpoint where it lies."
-            )
-        values.update(write_mapped(sources.folder, dict(to_write.values())))
-    return values
-
-
-def _check_values(slots: Mapping[str, Slot], values: Mapping[str, torch.Tensor]) -> None:
-    """Refuse values of another shape, and tensors without any."""
-    for name, value in values.items():
-        now = slots[name].read()
-        if value.shape != now.shape:
-            raise ValueError(
-                f"{name!r} has shape {tuple(now.shape)} in the model, and {tuple(value.shape)} in what was "
-                "given. Pass the weights of this model."
-            )
-    tied = {id(slots[name].read()) for name in values}
-    bare = [name for name, slot in slots.items() if slot.read().is_meta and id(slot.read()) not in tied]
-    if bare:
-        more = f" and {len(bare) - 5} more" if len(bare) > 5 else ""
-        raise ValueError(
-            f"{', '.join(map(repr, bare[:5]))}{more} have no values: they are on the meta device. Load "
-            "them with load_checkpoint_and_dispatch, or pass state_dict=."
-        )
-
-
-def _settle(slots: Mapping[str, Slot], plan: DispatchPlan, values: Mapping[str, torch.Tensor]) -> None:
-    """Put every tensor where it lies."""
-    # By the tensor itself: tied names stay one tensor wherever they lie together.
-    settled: dict[tuple[int, torch.device], torch.Tensor] = {}
-    given = {id(slots[name].read()): value for name, value in values.items()}
-    before = {name: slot.read() for name, slot in slots.items()}
-    for name, slot in slots.items():
-        now = before[name]
-        at = plan.lies[name].at
-        device = check_device("cpu" if at == "disk" else at)
-        key = (id(now), device)
-        if key not in settled:
-            value = given.get(id(now))
-            alone = sum(1 for one in settled if one[0] == id(now)) == 0
-            settled[key] = _settled(now, value if value is not None else now, device, reuse=alone)
-        if settled[key] is not now:
-            slot.write(settled[key])
-
-
-def _settled(now: torch.Tensor, value: torch.Tensor, device: torch.device, *, reuse: bool) -> torch.Tensor:
-    """Give a tensor its value on a device: the same object where it can be, so that optimizers know it."""
-    if value is now and now.device == device:
-        return now
-    data = value.detach().to(device)
-    if reuse and not now.is_meta and type(now) in (torch.Tensor, nn.Parameter):
-        now.data = data
-        return now
-    if not isinstance(now, nn.Parameter):
-        return data
-    kind = cast("Any", type(now))
-    made = kind(data, requires_grad=now.requires_grad) if kind is nn.Parameter else now.to(device)
-    vars(made).update({key: one for key, one in vars(now).items() if key not in vars(made)})
-    return made
+    if dispatched.streams or len({lies.at for lies in plan.lies.values()}) > 1:
+        vars(model)["_apply"] = _Apply(model)
 
 
 def _attach(
@@ -405,7 +306,7 @@ def _attach(
             travelling.setdefault(lies.used, []).append(name)
     for place, leaves in travelling.items():
         blocks = [read_block(model, one) for one in plan_blocks(model, leaves, options.whole_classes)]
-        cache_bytes = available_memory() // 2 if options.cache_bytes is None else options.cache_bytes
+        cache_bytes = _half_of_memory() if options.cache_bytes is None else options.cache_bytes
         stream = Stream(blocks, place, num_ahead=options.num_ahead, cache_bytes=cache_bytes)
         dispatched.streams.append(stream)
         dispatched.attached.append(attach_stream(model, stream))
@@ -413,6 +314,13 @@ def _attach(
     if len(set(places.values())) > 1 or travelling or options.force_hooks:
         dispatched.attached.extend(_attach_moves(model, plan, devices, options))
     return dispatched
+
+
+def _half_of_memory() -> int:
+    try:
+        return available_memory() // 2
+    except MissingExtraError:  # where the system doesn't say, it doesn't let pages go either
+        return 0
 
 
 def _attach_moves(

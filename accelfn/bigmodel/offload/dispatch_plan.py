@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -67,6 +67,7 @@ def plan_dispatch(
     *,
     main: Place | None = None,
     offload_buffers: bool = False,
+    unsaved: Collection[str] = (),
 ) -> DispatchPlan:
     """Say where each tensor of a model lies and is used.
 
@@ -80,6 +81,8 @@ def plan_dispatch(
         ties: Groups of names that are one tensor.
         main: Where inputs come to; None takes the first accelerator of the map, or else the CPU.
         offload_buffers: Whether buffers travel, too.
+        unsaved: Names of tensors that state dicts don't have. The map needn't say anything of them: then they
+            lie on the main device.
 
     Raises:
         ValueError: The map says nothing of a tensor.
@@ -88,6 +91,7 @@ def plan_dispatch(
     if main is None:
         main = accelerators[0] if accelerators else "cpu"
     found = {name: _place_of(name, places) for name in leaves}
+    found.update({name: main for name in unsaved if found[name] is None})
     missing = [name for name, place in found.items() if place is None]
     if missing:
         raise ValueError(

@@ -8,9 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
 from accelfn.bigmodel.load.mapped import map_tensors
+from accelfn.bigmodel.offload.packing import is_dense
+from accelfn.checkpoint.files.header import format_header
+from accelfn.checkpoint.files.stored_dtype import SAFETENSORS_NAMES
+from accelfn.checkpoint.weights.files import Entry, write_tensors
 from accelfn.checkpoint.weights.index import read_header
 
 __all__ = ("write_mapped",)
@@ -27,17 +30,38 @@ def write_mapped(
 
     Args:
         folder: It is made if it isn't there.
-        tensors: By name, with values.
+        tensors: By name, with values. They keep their strides if they fill their memory.
 
     Raises:
+        ValueError: safetensors has no such dtype.
         OSError: The folder can't be written, or the disk is full. Nothing is left there.
     """
+    unfit = [name for name, tensor in tensors.items() if tensor.dtype not in SAFETENSORS_NAMES]
+    if unfit:
+        raise ValueError(
+            f"{unfit[0]!r} can't lie on the disk: safetensors has no {tensors[unfit[0]].dtype}. Leave it on "
+            "the CPU."
+        )
+    # Memory as it is, in whatever order its dimensions lie there.
+    laid = {
+        name: tensor.detach().as_strided((tensor.numel(),), (1,)) if is_dense(tensor) else tensor.detach()
+        for name, tensor in tensors.items()
+    }
+    forms = [(name, SAFETENSORS_NAMES[one.dtype], tuple(one.shape)) for name, one in laid.items()]
+    _, places = format_header(forms, {})
+    entries = [Entry(name, laid[name].dtype, tuple(laid[name].shape)) for name in places]
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)
     path = place / f".accelfn-{secrets.token_hex(8)}.safetensors"
     try:
-        save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, path)
-        return map_tensors(path, read_header(path).entries)
-    finally:
-        if os.name == "posix":
-            path.unlink(missing_ok=True)
+        write_tensors(path, entries, (laid[name] for name in places), {})
+        mapped = map_tensors(path, read_header(path).entries)
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    if os.name == "posix":
+        path.unlink(missing_ok=True)
+    return {
+        name: mapped[name].as_strided(tensor.shape, tensor.stride()) if is_dense(tensor) else mapped[name]
+        for name, tensor in tensors.items()
+    }

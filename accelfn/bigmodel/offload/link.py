@@ -10,14 +10,28 @@ from typing import TypeAlias, TypeVar
 
 import torch
 
+from accelfn.bigmodel.load.mapped import drop_pages, mapped_from
 from accelfn.bigmodel.offload.packing import Packing
 
-__all__ = ("Arrival", "Link", "Worker")
+__all__ = ("Arrival", "Link", "Worker", "let_pages_go")
 
 T = TypeVar("T")
 
 Arrival: TypeAlias = Callable[[], torch.Tensor]
-"""Waits for a transfer, and gives the packed memory on the device: uint8, shape ``(num_bytes,)``."""
+"""Waits for a transfer, and gives the packed memory on the device: uint8, shape ``(num_bytes,)``.
+
+Each thread that uses the block calls it, one at a time; all get the same memory.
+"""
+
+
+def let_pages_go(tensors: Sequence[torch.Tensor]) -> None:
+    """Give back the memory of those that are mapped from files.
+
+    Not in a thread of its own: what a program writes to its weights once a pass is over could be lost.
+    """
+    mapped = [tensor for tensor in tensors if mapped_from(tensor) is not None]
+    if mapped:
+        drop_pages(mapped)
 
 
 def _nothing(tensors: Sequence[torch.Tensor]) -> None:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from accelfn.bigmodel.load.mapped import drop_pages, read_ahead
+from accelfn.bigmodel.load.mapped import read_ahead
 from accelfn.bigmodel.offload.accelerator_link import accelerator_link
-from accelfn.bigmodel.offload.link import Arrival, Link, Worker
+from accelfn.bigmodel.offload.link import Arrival, Link, Worker, let_pages_go
 from accelfn.bigmodel.offload.packing import Packing, pack
 from accelfn.bigmodel.places import Place, check_device, is_simulated
 
@@ -50,11 +50,9 @@ def thread_link() -> Link:
         if packing.num_bytes <= _INLINE_BYTES:
             memory = carry()
             return lambda: memory
-        future = worker.submit(carry)
+        return worker.submit(carry).result
 
-        return future.result
-
-    return Link(device=torch.device("cpu"), begin=begin)
+    return Link(device=torch.device("cpu"), begin=begin, release=let_pages_go)
 
 
 def mapped_link() -> Link:
@@ -67,8 +65,4 @@ def mapped_link() -> Link:
         worker.submit(lambda: read_ahead(kept))
         return lambda: nothing
 
-    def release(hosts: Sequence[torch.Tensor]) -> None:
-        kept = tuple(hosts)
-        worker.submit(lambda: drop_pages(kept))
-
-    return Link(device=torch.device("cpu"), begin=begin, release=release, in_place=True)
+    return Link(device=torch.device("cpu"), begin=begin, release=let_pages_go, in_place=True)

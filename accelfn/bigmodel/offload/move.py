@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -28,6 +28,12 @@ def moved(value: Any, device: torch.device, skip_keys: Iterable[str] | None = No
     """
     if isinstance(value, torch.Tensor):
         return value if value.device == device else value.to(device, non_blocking=True)
+    # Most often all is there already, and a look is cheaper than taking the tree apart.
+    kind = cast("Any", type(value))
+    if kind in (tuple, list, dict):
+        parts = value.values() if kind is dict else value
+        if all(_is_there(part, device) for part in parts):
+            return value
     # What holds state (a cache of keys and values, say) has to stay the same object.
     leaves, _ = flatten(value, is_packed_sequence)
     if all(
@@ -36,3 +42,9 @@ def moved(value: Any, device: torch.device, skip_keys: Iterable[str] | None = No
     ):
         return value
     return send_to_device(value, device, non_blocking=True, skip_keys=skip_keys)
+
+
+def _is_there(part: Any, device: torch.device) -> bool:
+    if isinstance(part, torch.Tensor):
+        return part.device == device
+    return part is None or type(part) in (bool, int, float, str)

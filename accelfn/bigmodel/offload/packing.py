@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ("Packing", "Piece", "is_packable", "is_packed", "pack", "plan_packing", "unpack")
+__all__ = ("Packing", "Piece", "is_dense", "is_packable", "is_packed", "pack", "plan_packing", "unpack")
 
 # What CUDA's allocator aligns to; kernels that read vectors of 16 bytes need no more.
 _ALIGNMENT = 256
@@ -61,13 +61,13 @@ def plan_packing(tensors: Sequence[torch.Tensor]) -> Packing:
     start = 0
     for tensor in tensors:
         shape = tuple(tensor.shape)
-        stride = tuple(tensor.stride()) if _is_dense(tensor) else _contiguous(shape)
+        stride = tuple(tensor.stride()) if is_dense(tensor) else _contiguous(shape)
         pieces.append(Piece(start, tensor.dtype, shape, stride))
         start += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
     return Packing(start, tuple(pieces))
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
+def is_dense(tensor: torch.Tensor) -> bool:
     """Whether the elements fill a piece of memory without gaps or overlaps."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):

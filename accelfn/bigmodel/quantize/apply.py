@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import ctypes
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
 from torch import nn
 
+from accelfn.bigmodel.load.placing import named_module_tensors
 from accelfn.bigmodel.quantize.bnb import bnb_quantizer
 from accelfn.bigmodel.quantize.choose import QuantizationPlan, kept_dtype
 from accelfn.bigmodel.quantize.config import BnbQuantizationConfig, QuantizationConfig
 from accelfn.bigmodel.quantize.quantizer import Quantizer
 from accelfn.bigmodel.quantize.torchao import torchao_quantizer
 
-__all__ = ("check_layers", "make_quantizer", "mark", "quantize_in_place", "replace_layers")
+__all__ = (
+    "check_layers",
+    "give_back_freed_memory",
+    "kept_tensors",
+    "make_quantizer",
+    "mark",
+    "quantize_in_place",
+    "replace_layers",
+)
 
 _SHOWN = 5
 
@@ -83,23 +94,33 @@ def quantize_in_place(
     config: QuantizationConfig,
     plan: QuantizationPlan,
     quantizer: Quantizer,
-    device: torch.device,
+    device_of: Callable[[str], torch.device],
 ) -> None:
-    """Quantise a model that has its values, and bring all of it to a device. Writes into the model.
+    """Quantise the layers of a model that has its values, and cast what isn't quantised. Writes into it.
 
     Parameters stay the objects that they are, but for the weights that are quantised.
     """
     weights: set[int] = set()
-    for _, old, new in replace_layers(model, plan, quantizer):
-        quantizer.fill(new, old.weight, device)
+    for name, old, new in replace_layers(model, plan, quantizer):
+        quantizer.fill(new, old.weight, device_of(name))
         weights.add(id(new.weight))
+    give_back_freed_memory()
     with torch.no_grad():
-        for name, tensor in _kept(model):
+        for name, tensor in kept_tensors(model):
             if id(tensor) not in weights:
-                tensor.data = tensor.data.to(device, kept_dtype(name, tensor.dtype, config))
-        for _, buffer in _temporary(model):
-            buffer.data = buffer.data.to(device)
-    mark(model, config)
+                tensor.data = tensor.data.to(kept_dtype(name, tensor.dtype, config))
+
+
+def give_back_freed_memory() -> None:
+    """Let the C library give memory that was freed back to the system, where it can be asked for that.
+
+    Between a weight and the next one a small tensor comes to stay, so what was freed lies in pieces. glibc
+    keeps them: without this, as much memory is held after loading as if nothing had been quantised.
+    """
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it, musl hasn't
+        if trim is not None:
+            trim(0)
 
 
 def mark(model: nn.Module, config: QuantizationConfig) -> None:
@@ -109,16 +130,6 @@ def mark(model: nn.Module, config: QuantizationConfig) -> None:
     said.is_loaded_in_4bit = config.bits == 4
 
 
-def _kept(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+def kept_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Give the parameters and buffers that a state dict holds, each once."""
-    temporary = {id(buffer) for _, buffer in _temporary(model)}
-    yield from model.named_parameters()
-    yield from ((name, buffer) for name, buffer in model.named_buffers() if id(buffer) not in temporary)
-
-
-def _temporary(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    for prefix, module in model.named_modules():
-        names = cast("set[str]", vars(module)["_non_persistent_buffers_set"])
-        for name, buffer in module.named_buffers(recurse=False):
-            if name in names:
-                yield f"{prefix}.{name}" if prefix else name, buffer
+    yield from named_module_tensors(model, recurse=True, remove_non_persistent=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -77,13 +78,43 @@ def _in_8bit(bnb: Any, config: BnbQuantizationConfig) -> Quantizer:
     def restore(layer: nn.Linear, saved: Mapping[str, torch.Tensor], device: torch.device) -> None:
         put(layer, saved["weight"].to(device), saved["SCB"].to(device))
 
+    def differs(parts: Mapping[str, torch.dtype]) -> str | None:
+        if "SCB" in parts and parts.get("weight") == torch.int8:
+            return None
+        return f"isn't int8 with scales (SCB), but has {', '.join(sorted(parts))}"
+
+    def settle(layer: nn.Linear) -> None:
+        layer.register_forward_hook(_Return(), always_call=True)
+
     return Quantizer(
-        objection=lambda layer, device: None,
+        objection=_nothing,
         make=make,
         fill=fill,
-        parts=lambda name: name in ("SCB", "weight_format"),
+        travels=True,
+        settle=settle,
+        saved_parts=("SCB", "weight_format"),
+        differs=differs,
         restore=restore,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Return:
+    """After the forward of an 8-bit layer: what it has taken from its weight goes back there.
+
+    Else the layer would hold the copy that came to the device after it was let go.
+    """
+
+    def __call__(self, module: Any, args: Any, output: Any) -> None:
+        state, weight = module.state, module.weight
+        if state.CB is not None and weight.CB is None and not torch.is_grad_enabled():  # backward needs it
+            weight.CB, weight.SCB = state.CB, state.SCB
+            state.CB = state.SCB = None
+
+
+def _nothing(layer: nn.Linear, device: torch.device) -> None:
+    """There is nothing against it: any shape on any device can be quantised."""
+    del layer, device
 
 
 def _in_4bit(bnb: Any, config: BnbQuantizationConfig) -> Quantizer:
@@ -130,10 +161,19 @@ def _in_4bit(bnb: Any, config: BnbQuantizationConfig) -> Quantizer:
         layer.weight = weight
         cast("Any", layer).quant_state = weight.quant_state
 
+    def differs(parts: Mapping[str, torch.dtype]) -> str | None:
+        if not {"weight", "weight.absmax", f"weight.quant_state.bitsandbytes__{kind}"} <= parts.keys():
+            return f"isn't in {kind}, as bnb_4bit_quant_type says, but has {', '.join(sorted(parts))}"
+        if (parts["weight.absmax"] == torch.uint8) != nested:
+            return f"isn't one of bnb_4bit_use_double_quant={nested}"
+        return None
+
     return Quantizer(
-        objection=lambda layer, device: None,
+        objection=_nothing,
         make=make,
         fill=fill,
-        parts=lambda name: name.startswith("weight."),
+        travels=False,  # the kernels of devices want it packed in ways of their own
+        saved_parts=("weight.*",),
+        differs=differs,
         restore=restore,
     )

@@ -9,9 +9,11 @@ from typing import cast
 import torch
 from torch import nn
 
+from accelfn.bigmodel.load.plan import has_part
+from accelfn.bigmodel.offload.blocks import named_modules
 from accelfn.bigmodel.quantize.config import QuantizationConfig
 
-__all__ = ("QuantizationPlan", "default_skip_modules", "is_named", "kept_dtype", "plan_quantization")
+__all__ = ("QuantizationPlan", "default_skip_modules", "kept_dtype", "plan_quantization")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,16 +40,6 @@ class QuantizationPlan:
         )
 
 
-def is_named(name: str, entries: Iterable[str]) -> bool:
-    """Whether the dotted ``name`` has one of ``entries`` in it, whole parts compared.
-
-    >>> is_named("model.lm_head.weight", ["lm_head"]), is_named("layers.11.fc", ["layers.1"])
-    (True, False)
-    """
-    inside = f".{name}."
-    return any(f".{entry.strip('.')}." in inside for entry in entries)
-
-
 def default_skip_modules(model: nn.Module) -> tuple[str, ...]:
     """Give what isn't quantised unless the caller says it: the output layer, and what shares its weights.
 
@@ -60,10 +52,12 @@ def default_skip_modules(model: nn.Module) -> tuple[str, ...]:
     >>> default_skip_modules(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)))
     ('1',)
     """
-    places: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        places.setdefault(parameter, []).append(name)
-    tied = [name.rpartition(".")[0] for names in places.values() if len(names) > 1 for name in names]
+    # A module that stands at two places shares its weights with none.
+    owners: dict[nn.Parameter, dict[nn.Module, str]] = {}
+    for name, module in named_modules(model):
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(parameter, {})[module] = name
+    tied = [name for sharing in owners.values() if len(sharing) > 1 for name in sharing.values()]
     prefix = cast("object", getattr(model, "base_model_prefix", None))
     is_base = isinstance(prefix, str) and not hasattr(model, prefix)
     last = [] if is_base and not tied else [name for name, _ in model.named_children()][-1:]
@@ -89,7 +83,7 @@ def plan_quantization(
     given = cast("tuple[str, ...] | None", config.skip_modules)
     skipped = default_skip_modules(model) if given is None else given
     names = [name for name, _ in _modules(model)]
-    unknown = [entry for entry in given or () if not any(is_named(name, (entry,)) for name in names)]
+    unknown = [entry for entry in given or () if not any(has_part(name, (entry,)) for name in names)]
     if unknown:
         raise ValueError(
             f"load_and_quantize_model: skip_modules names {', '.join(unknown)}, and no module is called so. "
@@ -98,7 +92,7 @@ def plan_quantization(
     whole = tuple(unquantized)
 
     def is_skipped(name: str) -> bool:
-        return is_named(name, skipped) or any(not one or f"{name}.".startswith(f"{one}.") for one in whole)
+        return has_part(name, skipped) or any(not one or f"{name}.".startswith(f"{one}.") for one in whole)
 
     found: dict[nn.Module, list[str]] = {}
     for name, module in _modules(model):
@@ -125,7 +119,7 @@ def kept_dtype(name: str, dtype: torch.dtype, config: QuantizationConfig) -> tor
     """
     if not dtype.is_floating_point:
         return dtype
-    if is_named(name, cast("tuple[str, ...] | None", config.keep_in_fp32_modules) or ()):
+    if has_part(name, cast("tuple[str, ...] | None", config.keep_in_fp32_modules) or ()):
         return torch.float32
     return cast("torch.dtype | None", config.torch_dtype) or dtype
 

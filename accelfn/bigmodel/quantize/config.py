@@ -33,7 +33,7 @@ _DTYPES = MappingProxyType(
     }
 )
 _QUANT_TYPES = ("fp4", "nf4")
-_WEIGHTS = ("int8", "int4", "nf4")
+_WEIGHTS = ("int8", "int4")
 # What the kernels for packed 4-bit integers take.
 _GROUPS_OF_INT4 = (32, 64, 128, 256)
 
@@ -74,10 +74,10 @@ class BnbQuantizationConfig:
         """Check the fields, and settle dtypes and names."""
         check_bools(self, "load_in_8bit", "load_in_4bit", "bnb_4bit_use_double_quant")
         if self.load_in_8bit == self.load_in_4bit:
-            both = "both" if self.load_in_8bit else "neither"
+            both = "both are" if self.load_in_8bit else "neither is"
             raise ConfigurationError(
-                f"BnbQuantizationConfig: exactly one of load_in_8bit and load_in_4bit must be True, and "
-                f"{both} is. Pass one of them."
+                "BnbQuantizationConfig: exactly one of load_in_8bit and load_in_4bit must be True, and "
+                f"{both}. Pass one of them."
             )
         check_reals(self, "llm_int8_threshold", minimum=0)
         if self.bnb_4bit_quant_type not in _QUANT_TYPES:
@@ -102,10 +102,10 @@ class TorchaoQuantizationConfig:
     """Quantise weights by torchao (``pip install 'accelfn[torchao]'``). Products are computed unquantised.
 
     Attributes:
-        weights: ``"int8"``; ``"int4"``, packed for the kernels of the device; or ``"nf4"``, whose 16 values
-            are spread as by a normal distribution. Default ``"int8"``.
-        group_size: How many weights of a row share a scale. None: in int8 a whole row, in int4 128 (which
-            may also be 32, 64, or on accelerators 256), in nf4 64.
+        weights: ``"int8"``, or ``"int4"``, packed for the kernels of the device: on accelerators they want
+            bfloat16. Default ``"int8"``.
+        group_size: How many weights of a row share a scale. None: in int8 a whole row, in int4 128, which
+            may also be 32, 64, or on accelerators 256.
         torch_dtype: Of the parameters that aren't quantised, and of the products: a dtype of torch, or
             ``"fp32"``, ``"fp16"``, ``"bf16"``. None: that of each parameter.
         skip_modules: As in :class:`BnbQuantizationConfig`.

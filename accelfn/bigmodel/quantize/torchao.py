@@ -92,7 +92,7 @@ def _in_int8(api: Any, config: TorchaoQuantizationConfig) -> Quantizer:
         del device
         return method
 
-    return Quantizer(objection=objection, make=make, fill=_filler(api, config, choose))
+    return Quantizer(objection=objection, make=make, fill=_filler(api, config, choose), travels=True)
 
 
 def _in_int4(api: Any, config: TorchaoQuantizationConfig) -> Quantizer:
@@ -121,7 +121,7 @@ def _in_int4(api: Any, config: TorchaoQuantizationConfig) -> Quantizer:
     def make(layer: nn.Linear) -> nn.Linear:
         return stand_in(layer, _empty(Int4Linear, layer))
 
-    return Quantizer(objection=objection, make=make, fill=_filler(api, config, method))
+    return Quantizer(objection=objection, make=make, fill=_filler(api, config, method), travels=False)
 
 
 def _empty(kind: type[nn.Linear], layer: nn.Linear) -> nn.Linear:

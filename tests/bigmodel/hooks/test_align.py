@@ -177,8 +177,9 @@ def offloaded(module: Scaled, place: str, **options: Any) -> Scaled:
 def resident(module: nn.Module) -> tuple[int, ...]:
     hook = hook_of(module)
     assert isinstance(hook, AlignDevicesHook)
-    assert hook.stream is not None
-    return hook.stream.resident
+    # In memory on the CPU nothing travels.
+    assert (hook.stream is None) == (hook.place == "cpu" and not hook.fetch())
+    return () if hook.stream is None else hook.stream.resident
 
 
 @PLACES
@@ -338,6 +339,19 @@ def interrupt(x: torch.Tensor) -> torch.Tensor:
     raise KeyboardInterrupt
 
 
+@PLACES
+def test_what_had_values_has_them_again_without_the_hook(place: str) -> None:
+    module = offloaded(Scaled(), place, weights_map=Asked(Scaled().state_dict()))
+    assert module.weight.is_meta
+    remove_hook_from_module(module)
+    assert torch.equal(module(X), Scaled()(X))
+    module(X).sum().backward()
+    assert module.weight.grad is not None
+    module = offloaded(on_meta(), place, weights_map=Asked(Scaled().state_dict()))
+    remove_hook_from_module(module)
+    assert module.weight.is_meta
+
+
 def test_a_buffer_without_values_is_refused() -> None:
     module = Scaled()
     module.shift = torch.empty(3, device="meta")
@@ -365,6 +379,9 @@ def test_an_offload_folder_stays_mapped(tmp_path: Path) -> None:
         assert found is not None
         assert found.path.name == f"{name}.dat"
     assert torch.equal(module(X), Scaled()(X))
+    hook = hook_of(module)
+    assert isinstance(hook, AlignDevicesHook)
+    assert hook.stream is not None  # which lets pages go
     parts = PrefixedDataset({f"model.{name}": one for name, one in state.items()}, "model.")
     module = offloaded(on_meta(), "cpu", weights_map=parts)
     assert module.weight.data_ptr() == state["weight"].data_ptr()

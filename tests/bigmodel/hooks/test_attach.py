@@ -167,9 +167,29 @@ def test_the_next_block_is_underway_while_one_is_used() -> None:
         with torch.no_grad():
             model(X)
     assert len(stream.blocks) == 9
-    assert stream.peak_blocks == 3  # the model's own scale, one that is used, and the next
+    assert stream.facts().peak_blocks == 3  # the model's own scale, one that is used, and the next
     assert stream.resident == ()
     assert [block.name for block in stream.blocks[:3]] == ["Small", "first", "blocks.0.0"]
+
+
+def test_a_module_keeps_its_own_tensors_while_those_inside_run() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3))
+            self.inner = nn.Linear(3, 3)
+            self.seen: list[int] = []
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen.append(self.scale.data_ptr())
+            x = self.inner(x)
+            self.seen.append(self.scale.data_ptr())
+            return x * self.scale
+
+    model = Outer()
+    attach_align_device_hook(model, "cpu:0", offload=True)
+    model(X)
+    assert model.seen[0] == model.seen[1] != model.scale.data_ptr()
 
 
 def test_modules_that_use_those_inside_without_a_call_travel_as_a_whole() -> None:
@@ -245,6 +265,15 @@ def test_one_answer_for_the_whole_model(place: str) -> None:
     assert torch.equal(model(X), small()(X))
 
 
+def test_blocks_that_are_only_placed_lose_the_hook_that_they_had() -> None:
+    model = small()
+    add_hook_to_module(model.first, ModelHook())
+    add_hook_to_module(model.last, ModelHook())
+    attach_align_device_hook_on_blocks(model, {"first": "cpu", "last": "cpu"}, {"first": False, "last": True})
+    assert isinstance(hook_of(model.first), AlignDevicesHook)
+    assert isinstance(hook_of(model.last), SequentialHook)
+
+
 DEVICES = {"": "cpu", "first": "cpu:0", "blocks": "cpu:1", "last": "cpu", "blocks.2": "cpu:0"}
 
 
@@ -261,7 +290,8 @@ def test_each_block_has_its_own_place(given: bool) -> None:
         model, {k: v for k, v in DEVICES.items() if k}, {k: v for k, v in offload.items() if k}, weights
     )
     assert torch.equal(model(X), small()(X))
-    assert {stream.place for stream in streams(model)} == {"cpu:1", "cpu"}
+    assert [stream.place for stream in streams(model)] == ["cpu:1"]  # on the CPU nothing travels
+    assert has_offloaded_params(model.last)
 
 
 @pytest.mark.parametrize("place", ["cpu:0", "cpu"])
@@ -269,8 +299,7 @@ def test_the_whole_model_as_a_block(place: str) -> None:
     model = small()
     attach_align_device_hook_on_blocks(model, {"": place}, {"": True})
     assert torch.equal(model(X), small()(X))
-    (stream,) = streams(model)
-    assert len(stream.blocks) == 9
+    assert [len(stream.blocks) for stream in streams(model)] == [9] * (place != "cpu")
     members = hook_of(model)
     assert isinstance(members, SequentialHook)
     assert any(isinstance(hook, AlignDevicesHook) and hook.io_same_device for hook in members.hooks)

@@ -5,6 +5,7 @@ import copy
 import pickle
 import re
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from accelfn.bigmodel.hooks.model_hook import (
     remove_hook_from_module,
     remove_hook_from_submodules,
 )
+from accelfn.bigmodel.offload.dispatch import cpu_offload, disk_offload, dispatch_model
 
 F8, BF16, F32 = torch.float8_e4m3fn, torch.bfloat16, torch.float32
 DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -309,6 +311,24 @@ def test_what_a_forward_writes_is_stored() -> None:
     assert plain.running_mean is not None
     assert torch.equal(mean, plain.running_mean.to(BF16))
     assert norm.num_batches_tracked == 1
+
+
+@pytest.mark.parametrize("way", ["cpu", "disk", "map"])
+def test_a_model_that_is_cast_may_be_offloaded(way: str, tmp_path: Path) -> None:
+    model, plain = net(), net()
+    for one in (model, plain):
+        attach_layerwise_casting_hooks(one, F8, F32)
+    if way == "cpu":
+        cpu_offload(model, "cpu:0")
+    elif way == "disk":
+        disk_offload(model, tmp_path, "cpu:0")
+    else:
+        places = {"conv": "cpu:0", "norm": "cpu", "body.0": "cpu", "body.2": "cpu:1", "head": "cpu"}
+        dispatch_model(model, places, main_device="cpu:0")
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(model(data()), plain(data()))
+    assert dtypes(model) == dtypes(plain)
 
 
 class Doubling(ModelHook):

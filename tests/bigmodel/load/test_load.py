@@ -112,7 +112,7 @@ def test_a_checkpoint_is_loaded(
     if start == "half":
         on_meta(model.blocks)
     names: tuple[str, ...] = ("embed", "blocks", "blocks.1", "norm", "")
-    device_map = None if places is None else dict(zip(names, places, strict=True))
+    device_map: Any = None if places is None else dict(zip(names, places, strict=True))
     load_checkpoint_in_model(model, path, device_map, folder / "off", dtype, strict=True)
     for name, tensor in model.state_dict().items():
         floats = wanted[name].is_floating_point()
@@ -263,7 +263,11 @@ def test_dtypes_by_name(tmp_path: Path) -> None:
 def test_a_map_splits_ties_and_they_stay_one(tmp_path: Path) -> None:
     saved = randomised(Outer(1, 4, True))
     path = save(values(saved), tmp_path, "bin")
-    for places, is_mapped in (({"": "cpu", "head": "disk"}, True), ({"": "disk", "head": "cpu:0"}, False)):
+    for places, is_mapped in (
+        ({"": "cpu", "head": "disk"}, True),
+        ({"": "disk", "head": "cpu:0"}, True),
+        ({"": "cpu", "head": "cpu:0"}, False),
+    ):
         model = on_meta(Outer(1, 4, True))
         load_checkpoint_in_model(model, path, places)
         assert model.head.weight is model.embed.weight
@@ -573,7 +577,8 @@ def test_kinds_of_dtypes(stored: torch.dtype, wanted: torch.dtype, fits: bool, t
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
-        ({"device_map": {"layers": "cpu"}}, ValueError, "no place for weight, bias"),
+        ({"device_map": {"weight": "cpu"}}, ValueError, "no place for bias"),
+        ({"device_map": {"": "cpu", "layers": "cpu"}}, ValueError, "doesn't have: 'layers'"),
         ({"device_map": {"": "cuda:99"}}, ValueError, "cuda:99|no accelerator"),
         ({"device_map": {"": "gpu"}}, ValueError, "no place 'gpu'"),
         ({"device_map": "auto"}, TypeError, "load_checkpoint_and_dispatch"),

@@ -6,9 +6,7 @@ import copy
 import io
 import os
 import pickle
-import subprocess
 import sys
-import textwrap
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -32,7 +30,9 @@ from accelfn.checkpoint.files.disk import REAL_DISK
 from accelfn.checkpoint.files.header import Entry
 from accelfn.checkpoint.files.tensor_file import new_entry, write_tensors
 from accelfn.checkpoint.weights.index import read_header
+from accelfn.context import Context
 from accelfn.errors import DamagedCheckpointError
+from accelfn.testing import run_ranks
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="pages are only looked at on Linux")
 DTYPES = tuple(STORED_DTYPES.values())
@@ -265,37 +265,37 @@ def test_nothing_is_dropped_where_pages_can_not_be_looked_at(
     assert drop_pages([one]) == 0
 
 
+def of_files() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssFile:"))
+
+
 @on_linux
-def test_the_resident_set_falls_and_files_larger_than_memory_map(tmp_path: Path) -> None:
-    """In a process of its own, whose pages nobody else touches."""
+def test_the_resident_set_falls(tmp_path: Path) -> None:
     write(tmp_path / "m.safetensors", {"w": torch.ones(16 << 20)})
-    program = f"""
-        import os, torch
-        from accelfn.bigmodel.load.mapped import drop_pages, map_tensors
-        from accelfn.checkpoint.files.header import Entry
-        from accelfn.checkpoint.weights.index import read_header
-        from pathlib import Path
 
-        def of_files():
-            lines = open("/proc/self/status").read().splitlines()
-            return 1024 * int(next(line for line in lines if line.startswith("RssFile")).split()[1])
-
-        path = Path({str(tmp_path / "m.safetensors")!r})
-        one = map_tensors(path, read_header(path).entries)["w"]
+    def measure(ctx: Context) -> tuple[int, int]:
+        if ctx.rank:
+            return 1 << 26, 0
+        one = load(tmp_path / "m.safetensors")["w"]
         at_rest = of_files()
         assert one.sum() == 16 << 20
         used = of_files()
         drop_pages([one])
-        dropped = of_files()
-        assert used - at_rest > 60_000_000, (at_rest, used)
-        assert dropped - at_rest < 6_000_000, (at_rest, dropped)
+        return used - at_rest, of_files() - at_rest
 
-        # A file with holes: 1 TB, and more than any machine that runs this.
-        large = Path({str(tmp_path / "large.dat")!r})
-        with open(large, "wb") as file:
-            file.truncate(1 << 40)
-        far = map_tensors(large, {{"w": Entry("U8", (1 << 40,), 0, 1 << 40)}}, is_raw=True)["w"]
-        far[1 << 39] = 7
-        assert int(far[1 << 39]) == 7 and int(far[-1]) == 0
-    """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=120)
+    # In a process of its own, whose pages nobody else touches.
+    used, dropped = run_ranks(measure, 2, on="processes")[0]
+    assert used > 60_000_000
+    assert dropped < 6_000_000
+
+
+@on_linux
+def test_files_larger_than_memory_are_mapped(tmp_path: Path) -> None:
+    with open(tmp_path / "large.dat", "wb") as file:
+        file.truncate(1 << 40)  # a hole of 1 TB, more than any machine that runs this has
+    entry = Entry("U8", (1 << 40,), 0, 1 << 40)
+    one = map_tensors(tmp_path / "large.dat", {"w": entry}, is_raw=True)["w"]
+    one[1 << 39] = 7
+    assert int(one[1 << 39]) == 7
+    assert int(one[-1]) == 0

@@ -1,0 +1,92 @@
+"""The pipeline under the name that Accelerate gives it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+import torch.distributed as dist
+from torch import nn
+
+from accelfn.bigmodel.pipeline.prepare import prepare_pipeline
+from accelfn.bigmodel.pipeline.run import Pipeline
+from accelfn.bigmodel.pipeline.stage import Stage
+from accelfn.context import Context, init_context
+
+__all__ = ("prepare_pippy",)
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+
+def prepare_pippy(
+    model: ModelT,
+    split_points: str | Sequence[str] = "auto",
+    no_split_module_classes: str | Sequence[str] | None = None,
+    example_args: tuple[Any, ...] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    num_chunks: int | None = None,
+    gather_output: bool = False,
+    *,
+    ctx: Context | None = None,
+) -> ModelT:
+    """Spread a model over all ranks for inference, as :func:`prepare_pipeline` does, and keep its name.
+
+    Effect: on ``model``: its ``forward`` runs the pipeline, it holds this rank's stage only, and it has
+    ``hf_split_points`` (names of the modules that begin the stages but the first) and ``pippy_stage``. This
+    is the rank's ``PipelineStage`` of ``torch.distributed.pipelining``, for its schedules under
+    ``torch.no_grad()``; None with one process, or where torch.distributed isn't initialised.
+
+    Ranks: every rank of ``ctx``.
+
+    Args:
+        model: As in :func:`prepare_pipeline`.
+        split_points: As in :func:`prepare_pipeline`.
+        no_split_module_classes: As in :func:`prepare_pipeline`.
+        example_args: Positional arguments of a call.
+        example_kwargs: Keyword arguments of a call.
+        num_chunks: Micro-batches that a batch as large as the example is cut into. None: one for each rank.
+        gather_output: Give the result to all ranks, and not to the last one only.
+        ctx: The world. None: :func:`init_context`, which takes the process group that is there, or what the
+            launcher has set.
+
+    Returns:
+        The same model, to be called by all ranks; the first one gives the arguments.
+
+    Raises:
+        ValueError: As :func:`prepare_pipeline`. The model wasn't changed.
+        RemoteRankError: Another rank has failed.
+    """
+    world = init_context() if ctx is None else ctx
+    pipeline = prepare_pipeline(
+        world,
+        model,
+        tuple(example_args),
+        example_kwargs=example_kwargs or {},
+        split_points=split_points,
+        no_split_module_classes=no_split_module_classes,
+        num_chunks=num_chunks,
+        gather_output=gather_output,
+    )
+    said = cast("Any", model)
+    said.hf_split_points = list(pipeline.plan.split_points)
+    said.pippy_stage = _torch_stage(world, pipeline)
+    if isinstance(pipeline.stage, Stage):
+        said.forward = pipeline.forward
+    return model
+
+
+def _torch_stage(ctx: Context, pipeline: Pipeline) -> object:
+    stage = pipeline.stage
+    if not isinstance(stage, Stage) or ctx.world.group is None or not dist.is_initialized():
+        return None
+    from torch.distributed.pipelining import PipelineStage  # half a second, which others shall not wait for
+
+    return PipelineStage(
+        stage,
+        ctx.rank,
+        ctx.num_processes,
+        ctx.device,
+        input_args=stage.code.comes_in,
+        output_args=stage.code.goes_out,
+        group=ctx.world.group,
+    )

@@ -1,0 +1,159 @@
+"""``accelfn estimate-memory``: how much memory a model takes, before anything of it is loaded."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from accelfn.launch.flags import spell
+
+if TYPE_CHECKING:
+    from accelfn.bigmodel.plan.shape import ModelShape
+
+__all__ = ("run_estimate",)
+
+_FORMATS = ("table", "json", "svg", "html")
+_BY_SUFFIX = MappingProxyType({f".{form}": form for form in _FORMATS[1:]})
+_FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def run_estimate(argv: Sequence[str]) -> int:
+    """Estimate the memory of the model that the arguments name. Effect: prints it, or writes a file.
+
+    Nothing is downloaded, and no weight is read.
+
+    Args:
+        argv: Arguments after ``estimate-memory``.
+
+    Returns:
+        The exit status: 0; 1 where a file is damaged or a disk fails; 2 where the model can't be made out.
+
+    Raises:
+        SystemExit: 0 after ``--help``; 2 after one sentence on what is wrong.
+    """
+    parser = _parser()
+    options = parser.parse_args([spell(token) for token in argv])
+    _check(parser, options)
+    # Not at the top: accelfn.bigmodel loads torch, which --help and bad input do without.
+    from accelfn.errors import AccelfnError, DamagedCheckpointError
+
+    try:
+        text = _drawn(options)
+    except (AccelfnError, ValueError, TypeError, OSError) as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        is_of_disk = isinstance(error, OSError) and not isinstance(error, AccelfnError)
+        return 1 if is_of_disk or isinstance(error, DamagedCheckpointError) else 2
+    if options.output is None:
+        print(text.removesuffix("\n"))
+        return 0
+    try:
+        Path(options.output).write_text(text if text.endswith("\n") else f"{text}\n", encoding="utf-8")
+    except OSError as error:
+        parser.error(f"can't write {options.output!r}: {error.strerror}. Check --output.")
+    return 0
+
+
+def _drawn(options: argparse.Namespace) -> str:
+    import json
+
+    from accelfn.bigmodel.estimate import ESTIMATED_DTYPES, estimate_json, estimate_memory
+    from accelfn.bigmodel.estimate_picture import draw_estimate, draw_estimate_html, draw_estimate_svg
+
+    title = os.path.basename(os.path.normpath(options.model)) or options.model
+    estimate = estimate_memory(_shape(options), _dtypes(options) or ESTIMATED_DTYPES)
+    form = options.format or _BY_SUFFIX.get(Path(options.output or "").suffix, "table")
+    if form == "json":
+        return json.dumps({"model": options.model, **estimate_json(estimate)}, indent=2)
+    draw = {"table": draw_estimate, "svg": draw_estimate_svg, "html": draw_estimate_html}[form]
+    return draw(estimate, title)
+
+
+def _dtypes(options: argparse.Namespace) -> list[str]:
+    given: list[str] = options.dtypes or []
+    return [name for one in given for name in one.split(",") if name]
+
+
+def _shape(options: argparse.Namespace) -> ModelShape:
+    from accelfn.bigmodel.plan.shape import read_shape
+    from accelfn.bigmodel.source import read_source
+
+    if options.library_name != "timm":
+        return read_source(options.model, trust_remote_code=options.trust_remote_code)
+    import importlib
+
+    from accelfn.bigmodel.empty import init_empty_weights
+    from accelfn.errors import MissingExtraError
+
+    try:
+        timm: Any = importlib.import_module("timm")
+    except ImportError as error:
+        raise MissingExtraError(
+            "--library_name timm needs timm, which isn't installed: pip install timm"
+        ) from error
+    with init_empty_weights(include_buffers=True):
+        try:
+            model = timm.create_model(options.model, pretrained=False)
+        except RuntimeError as error:
+            raise ValueError(f"timm has no model {options.model!r}: {error}") from error
+    return read_shape(model)
+
+
+def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Say what is wrong with the arguments, before torch is loaded to find out."""
+    given: str = options.model
+    if options.output is not None and not os.path.isdir(os.path.dirname(options.output) or "."):
+        parser.error(f"can't write {options.output!r}: there is no such folder. Check --output.")
+    if os.path.exists(given) or options.library_name == "timm" or _FACTORY.fullmatch(given):
+        return
+    if _HUB_NAME.fullmatch(given):
+        parser.error(
+            f"there is no file or folder {given!r} in {os.getcwd()!r}, and nothing is downloaded. If it is a "
+            f"model on the Hugging Face Hub, get its configuration first: hf download {given} config.json "
+            f"--local-dir {os.path.basename(given)}"
+        )
+    parser.error(
+        f"there is no file or folder {given!r}. Pass a folder with a config.json, a safetensors file or "
+        "index, or MODULE:FUNCTION, such as train:build_model."
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="accelfn estimate-memory",
+        description="Estimate how much memory a model takes: its weights, its largest layer, and training "
+        "with Adam, for several dtypes. Nothing is downloaded, and no weight is read.",
+        epilog="In names of flags - and _ mean the same.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a folder with a config.json; a folder, file or index of safetensors; or MODULE:FUNCTION, a "
+        "function that builds the model",
+    )
+    parser.add_argument(
+        "--dtypes",
+        metavar="DTYPE",
+        nargs="+",
+        help="such as float32 bfloat16 float8 int8 int4 (all usual ones)",
+    )
+    parser.add_argument(
+        "--format", choices=_FORMATS, help="how it is told (table, or by the end of --output)"
+    )
+    parser.add_argument("--output", metavar="FILE", help="write it to this file instead of printing it")
+    parser.add_argument(
+        "--library_name",
+        choices=("transformers", "timm"),
+        help="what builds MODEL (transformers); with timm MODEL is the name of one of its models",
+    )
+    parser.add_argument(
+        "--trust_remote_code", action="store_true", help="run the Python code that lies in MODEL's folder"
+    )
+    return parser

@@ -1,0 +1,225 @@
+"""Running models whose weights lie elsewhere, beside the same models in memory and beside Accelerate.
+
+Pages of files are warm, as the first round isn't counted. Where there is a GPU, it gets a table, too.
+"""
+
+import copy
+import importlib
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import nn
+
+import accelfn as af
+from accelfn.bigmodel import read_offload
+from accelfn.bigmodel.offload.attach import attach_stream
+from accelfn.bigmodel.offload.blocks import plan_blocks, read_block, slots_of
+from accelfn.bigmodel.offload.link import Link
+from accelfn.bigmodel.offload.packing import Packing, pack
+from accelfn.bigmodel.offload.stream import Stream
+from tests.bench.timing import Timing, compare
+
+_BLOCKS, _SLEEP_S = 24, 0.005
+
+
+class Layer(nn.Module):
+    """12.6 million parameters at a width of 1024."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.mix, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.out(self.mix(self.norm(x))[..., : x.shape[-1]])
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Tiny(nn.Module):
+    """A block that costs little more than being called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Sleeper(nn.Module):
+    """A block that computes for 5 ms, on a device that isn't the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.other = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(_SLEEP_S)
+        return self.other(self.inner(x))
+
+
+def from_disk(rounds: int) -> None:
+    """Compare forward passes of 1.2 GB from the disk, on the CPU, with those in memory."""
+    plain = nn.Sequential(*(Layer(1024) for _ in range(_BLOCKS))).requires_grad_(False)
+    x = torch.randn(1, 32, 1024)
+    with tempfile.TemporaryDirectory(dir=".") as folder:
+        ours = af.disk_offload(copy.deepcopy(plain), folder)
+        bounded = af.disk_offload(copy.deepcopy(plain), folder, cache_bytes=0)
+        peer: Any = accelerate().disk_offload(copy.deepcopy(plain), f"{folder}/accelerate")
+        times = compare(
+            {
+                "in memory": lambda: plain(x),
+                "accelfn, disk_offload": lambda: ours(x),
+                "accelfn, disk_offload(cache_bytes=0)": lambda: bounded(x),
+                "Accelerate, disk_offload": lambda: peer(x),
+            },
+            rounds=rounds,
+            calls=1,
+        )
+        print_against("in memory", times)
+        for facts in read_offload(bounded):
+            print(
+                f"\nWith cache_bytes=0 at most {facts.peak_bytes / 1e6:.0f} MB of "
+                f"{facts.num_bytes / 1e6:.0f} MB are in memory at a time (stated "
+                f"bound {facts.bound_bytes / 1e6:.0f} MB)."
+            )
+
+
+def simulated_link(rounds: int) -> None:
+    """Run 24 blocks, each of which travels for 5 ms and computes for 5 ms."""
+    model = nn.Sequential(*(Sleeper() for _ in range(_BLOCKS))).requires_grad_(False)
+    worker = ThreadPoolExecutor(1)
+
+    def begin(hosts: Sequence[torch.Tensor], packing: Packing) -> Callable[[], torch.Tensor]:
+        def carry() -> torch.Tensor:
+            time.sleep(_SLEEP_S)
+            memory = torch.empty(packing.num_bytes, dtype=torch.uint8)
+            pack(hosts, packing, memory)
+            return memory
+
+        return worker.submit(carry).result
+
+    names = [name for name, _ in slots_of(model)]
+    blocks = [read_block(model, one) for one in plan_blocks(model, names)]
+    stream = Stream(blocks, "cpu:0", link=Link(device=torch.device("cpu"), begin=begin))
+    attach_stream(model, stream)
+    x = torch.randn(1, 2)
+    whole = 2 * _SLEEP_S * _BLOCKS
+    timing = compare({"ours": lambda: model(x)}, rounds=rounds, calls=1)["ours"]
+    print(
+        f"\n{_BLOCKS} blocks that travel for 5 ms and compute for 5 ms: {ms(timing)} ms, "
+        f"{timing.median / whole:.2f} ({timing.best / whole:.2f}) of the sum of {whole * 1e3:.0f} ms; at "
+        f"most {stream.facts().peak_blocks} blocks were there or underway at a time."
+    )
+
+
+def overhead(rounds: int) -> None:
+    """Compare 48 tiny blocks in the host's memory, run on the CPU and on a simulated device."""
+    plain = nn.Sequential(*(Tiny() for _ in range(48))).requires_grad_(False)
+    ours = af.cpu_offload(copy.deepcopy(plain))
+    simulated = af.cpu_offload(copy.deepcopy(plain), "cpu:0")
+    peer: Any = accelerate().cpu_offload(copy.deepcopy(plain))
+    x = torch.randn(4, 32)
+    times = compare(
+        {
+            "plain": lambda: plain(x),
+            "accelfn, cpu_offload": lambda: ours(x),
+            "accelfn, cpu_offload to cpu:0 (weights are copied)": lambda: simulated(x),
+            "Accelerate, cpu_offload": lambda: peer(x),
+        },
+        rounds=rounds,
+        calls=5,
+    )
+    print_against("plain", times)
+
+
+def training(rounds: int) -> None:
+    """Compare a training step through a simulated device with a plain one; Accelerate gives no gradients."""
+    plain = nn.Sequential(*(Layer(512) for _ in range(8)))
+    ours = af.cpu_offload(copy.deepcopy(plain), "cpu:0")
+    x = torch.randn(4, 64, 512)
+
+    def step(model: nn.Module) -> Callable[[], object]:
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-4)
+
+        def run() -> None:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+
+        return run
+
+    times = compare(
+        {"plain": step(plain), "accelfn, cpu_offload to cpu:0": step(ours)}, rounds=rounds, calls=1
+    )
+    print_against("plain", times)
+
+
+def on_gpu(rounds: int) -> None:
+    """Compare forward passes from the host's memory on a GPU, with Accelerate and with the link itself."""
+    plain = nn.Sequential(*(Layer(4096) for _ in range(_BLOCKS))).half().requires_grad_(False)
+    num_bytes = sum(parameter.nbytes for parameter in plain.parameters())
+    pinned = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty_like(pinned, device="cuda")
+    ours = af.cpu_offload(copy.deepcopy(plain), 0)
+    peer: Any = accelerate().cpu_offload(copy.deepcopy(plain), torch.device("cuda", 0))
+    x = torch.randn(1, 16, 4096, dtype=torch.float16, device="cuda")
+
+    def ready(work: Callable[[], object]) -> Callable[[], object]:
+        def run() -> None:
+            work()
+            torch.cuda.synchronize()
+
+        return run
+
+    ways: Mapping[str, Callable[[], object]] = {
+        "accelfn, cpu_offload": ready(lambda: ours(x)),
+        "Accelerate, cpu_offload": ready(lambda: peer(x)),
+        "256 MiB over the link": ready(lambda: target.copy_(pinned, non_blocking=True)),
+    }
+    times = compare(ways, rounds=rounds, calls=1)
+    link = pinned.numel() / times["256 MiB over the link"].median
+    print_against("accelfn, cpu_offload", times)
+    print(
+        f"\n{torch.cuda.get_device_name(0)}: the link carries {link / 1e9:.1f} GB/s; forward passes use "
+        f"{num_bytes / times['accelfn, cpu_offload'].median / link:.0%} of it."
+    )
+
+
+def accelerate() -> Any:
+    return importlib.import_module("accelerate")
+
+
+def print_against(first: str, times: Mapping[str, Timing]) -> None:
+    print(f"| what | median (best) ms | beside '{first}', medians (bests) |\n| --- | --- | --- |")
+    base = times[first]
+    for name, one in times.items():
+        print(f"| {name} | {ms(one)} | {one.median / base.median:.2f} ({one.best / base.best:.2f}) |")
+
+
+def ms(timing: Timing) -> str:
+    return f"{timing.median * 1e3:.2f} ({timing.best * 1e3:.2f})"
+
+
+def main(rounds: int) -> None:
+    with torch.no_grad():
+        from_disk(rounds)
+        simulated_link(rounds)
+        print()
+        overhead(3 * rounds)
+        if torch.cuda.is_available():
+            print()
+            on_gpu(rounds)
+    print()
+    training(rounds)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 9)

@@ -1,0 +1,297 @@
+"""Folders of offloaded weights: ours read by Accelerate, and its by us."""
+
+# torch and Accelerate leave some of their functions untyped.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from accelfn.bigmodel.load.checkpoint import load_checkpoint_in_model
+from accelfn.bigmodel.load.mapped import STORED_DTYPES, mapped_from
+from accelfn.bigmodel.load.offload_files import (
+    OffloadedWeightsLoader,
+    PrefixedDataset,
+    extract_submodules_state_dict,
+    load_offloaded_weight,
+    load_offloaded_weights,
+    offload_state_dict,
+    offload_weight,
+    save_offload_index,
+)
+from accelfn.context import Context
+from accelfn.errors import DamagedCheckpointError, NoCheckpointError
+from accelfn.testing import run_ranks
+
+DTYPES = (*STORED_DTYPES.values(), torch.complex128)
+NO_NUMPY = ("float8", "uint64")  # which Accelerate doesn't read
+peer = pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="compares with Accelerate")
+
+
+def made(dtype: torch.dtype, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
+    count = torch.Size(shape).numel() * dtype.itemsize
+    generator = torch.Generator().manual_seed(seed)
+    high = 2 if dtype == torch.bool else 256
+    flat = torch.randint(0, high, (count,), dtype=torch.uint8, generator=generator)
+    return flat.view(dtype).view(shape)
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    return torch.equal(*(value.detach().reshape(-1).view(torch.uint8) for value in (one, other)))
+
+
+@given(st.sampled_from(DTYPES), st.lists(st.integers(0, 4), max_size=3).map(tuple))
+def test_a_tensor_comes_back(
+    tmp_path_factory: pytest.TempPathFactory, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    folder = tmp_path_factory.mktemp("off")
+    tensor = made(dtype, shape)
+    index: dict[str, Any] = {}
+    assert offload_weight(tensor, "a.b", folder, index) is index
+    assert offload_weight(tensor, "a.c", folder) is None
+    assert (folder / "a.b.dat").stat().st_size == tensor.numel() * dtype.itemsize
+    found = load_offloaded_weight(folder / "a.b.dat", index["a.b"])
+    assert same(found, tensor)
+    assert (mapped_from(found) is not None) == (tensor.numel() > 0)
+
+
+def test_parameters_and_views_are_written_as_they_look(tmp_path: Path) -> None:
+    weight = nn.Parameter(torch.arange(6.0).view(2, 3))
+    offload_state_dict(
+        tmp_path / "off", {"w": weight, "t": weight.t(), "c": weight.to(torch.complex64).conj()}
+    )
+    found = OffloadedWeightsLoader(save_folder=tmp_path / "off")
+    assert same(found["w"], weight)
+    assert same(found["t"], weight.t())
+    assert sorted(path.name for path in (tmp_path / "off").iterdir()) == [
+        "c.dat",
+        "index.json",
+        "t.dat",
+        "w.dat",
+    ]
+
+
+@peer
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3)], ids=str)
+def test_accelerate_reads_ours_and_we_read_its(
+    dtype: torch.dtype, shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    if any(name in str(dtype) for name in NO_NUMPY) or (dtype.is_complex and dtype.itemsize < 8):
+        pytest.skip("Accelerate can't")
+    theirs: Any = importlib.import_module("accelerate.utils")
+    tensors = {"a.w": made(dtype, shape, 1), "b": made(dtype, shape, 2)}
+    offload_state_dict(tmp_path / "ours", tensors)
+    theirs.offload_state_dict(str(tmp_path / "theirs"), tensors)
+    for name in ("index.json", "a.w.dat", "b.dat"):
+        assert (tmp_path / "ours" / name).read_bytes() == (tmp_path / "theirs" / name).read_bytes()
+    read_by_them = theirs.OffloadedWeightsLoader(save_folder=str(tmp_path / "ours"))
+    read_by_us = OffloadedWeightsLoader(save_folder=tmp_path / "theirs")
+    for name, tensor in tensors.items():
+        assert same(torch.as_tensor(read_by_them[name]), tensor)
+        assert same(read_by_us[name], tensor)
+
+
+def test_a_folder_grows_by_its_index(tmp_path: Path) -> None:
+    save_offload_index({}, tmp_path)
+    save_offload_index(None, tmp_path)
+    assert not list(tmp_path.iterdir())
+    offload_state_dict(tmp_path, {"a": torch.ones(2)})
+    offload_state_dict(tmp_path, {"b": torch.ones(3), "a": torch.zeros(4)})
+    found = OffloadedWeightsLoader(save_folder=tmp_path)
+    assert {name: tuple(one.shape) for name, one in found.items()} == {"a": (4,), "b": (3,)}
+
+
+def test_an_index_that_is_none_and_a_folder_without(tmp_path: Path) -> None:
+    with pytest.raises(NoCheckpointError, match="no folder of offloaded weights"):
+        OffloadedWeightsLoader(save_folder=tmp_path)
+    for text in ("[]", "{", '{"a": 3}'):
+        (tmp_path / "index.json").write_text(text)
+        with pytest.raises(DamagedCheckpointError, match=r"index\.json"):
+            OffloadedWeightsLoader(save_folder=tmp_path)
+        with pytest.raises(DamagedCheckpointError):
+            save_offload_index({"b": {}}, tmp_path)
+        assert (tmp_path / "index.json").read_text() == text
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        *(
+            {"dtype": "float32", "shape": [3]},
+            {"dtype": "float32", "shape": [5]},
+            {"dtype": "float64", "shape": [4]},
+        ),
+        *({"dtype": "float99", "shape": [4]}, {"dtype": "qint8", "shape": [16]}, {"shape": [4]}, {}),
+        *(
+            {"dtype": "float32", "shape": [-4]},
+            {"dtype": "float32", "shape": "4"},
+            {"dtype": 3, "shape": [4]},
+        ),
+    ],
+    ids=str,
+)
+def test_what_an_index_says_must_fit_the_file(info: dict[str, Any], tmp_path: Path) -> None:
+    offload_weight(torch.ones(4), "w", tmp_path)
+    with pytest.raises(DamagedCheckpointError, match=r"w\.dat"):
+        load_offloaded_weight(tmp_path / "w.dat", info)
+
+
+@pytest.mark.parametrize("name", ["../w", "a/b", "a\\b", "", "a\0"])
+def test_names_stay_in_the_folder(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no name of a tensor"):
+        offload_weight(torch.ones(1), name, tmp_path / "in")
+    loader = OffloadedWeightsLoader(save_folder=tmp_path, index={name: {"dtype": "float32", "shape": [1]}})
+    with pytest.raises(ValueError, match="no name of a tensor"):
+        loader[name]
+
+
+@pytest.mark.parametrize("tensor", [torch.ones(1, device="meta"), torch.ones(2, 2).to_sparse()])
+def test_what_has_no_bytes_is_refused(tensor: torch.Tensor, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no plain bytes"):
+        offload_weight(tensor, "w", tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+# --- mappings ------------------------------------------------------------------------------------
+
+
+def test_tensors_in_memory_win_and_come_first(tmp_path: Path) -> None:
+    offload_state_dict(tmp_path, {"a": torch.ones(1), "c": torch.ones(1)})
+    loader = OffloadedWeightsLoader({"b": torch.zeros(1), "a": torch.zeros(1)}, tmp_path)
+    assert list(loader) == ["b", "a", "c"]
+    assert len(loader) == 3
+    assert "c" in loader
+    assert "d" not in loader
+    assert float(loader["a"]) == 0
+    with pytest.raises(KeyError):
+        loader["d"]
+    with pytest.raises(ValueError, match="pass a state_dict"):
+        OffloadedWeightsLoader()
+    with pytest.raises(ValueError, match="pass save_folder"):
+        OffloadedWeightsLoader(index={"a": {"dtype": "float32", "shape": [1]}})["a"]
+
+
+def test_entries_of_safetensors_files(tmp_path: Path) -> None:
+    file = tmp_path / "m.safetensors"
+    safetensors.torch.save_file({"inner.w": torch.arange(4.0)}, file)
+    index = {
+        "w": {"safetensors_file": str(file), "weight_name": "inner.w", "dtype": "float16"},
+        "inner.w": {"safetensors_file": str(file)},
+        "gone": {"safetensors_file": str(file)},
+    }
+    for device in (None, "cpu", "cpu:1"):
+        loader = OffloadedWeightsLoader(index=index, device=device)
+        assert same(loader["w"], torch.arange(4.0).half())
+        assert same(loader["inner.w"], torch.arange(4.0))
+        with pytest.raises(DamagedCheckpointError, match="lacks gone"):
+            loader["gone"]
+    assert mapped_from(OffloadedWeightsLoader(index=index)["inner.w"]) is not None
+
+
+def test_a_part_of_a_mapping() -> None:
+    tensors = {"a.w": torch.ones(1), "a.b.w": torch.ones(2), "ab.w": torch.ones(3), "a": torch.ones(4)}
+    part = PrefixedDataset(tensors, "a.")
+    assert list(part) == ["w", "b.w"]
+    assert len(part) == 2
+    assert {name: one.numel() for name, one in part.items()} == {"w": 1, "b.w": 2}
+    assert "ab.w" not in part
+    assert list(extract_submodules_state_dict(tensors, ["a"])) == ["a.w", "a.b.w", "a"]
+    assert list(extract_submodules_state_dict(tensors, ["a.b", "ab"])) == ["a.b.w", "ab.w"]
+    assert extract_submodules_state_dict(tensors, [""]) == tensors
+    assert extract_submodules_state_dict(tensors, []) == {}
+
+
+def test_a_model_gets_its_weights_back(tmp_path: Path) -> None:
+    saved = nn.Linear(3, 2)
+    offload_state_dict(tmp_path, saved.state_dict())
+    index = json.loads((tmp_path / "index.json").read_text())
+    model = nn.Linear(3, 2, device="meta")
+    load_offloaded_weights(model, None, tmp_path)
+    load_offloaded_weights(model, index, tmp_path)
+    assert same(model.weight, saved.weight)
+    assert model.weight.requires_grad
+    assert mapped_from(model.weight) is not None
+    os.truncate(tmp_path / "bias.dat", 4)
+    bare = nn.Linear(3, 2, device="meta")
+    with pytest.raises(DamagedCheckpointError, match=r"bias\.dat has 4 bytes"):
+        load_offloaded_weights(bare, index, tmp_path)
+    assert bare.weight.is_meta
+
+
+def test_scales_go_to_their_weight(tmp_path: Path) -> None:
+    model: Any = nn.Module()
+    model.weight = nn.Parameter(torch.empty(2, 3, device="meta"), requires_grad=False)
+    offload_state_dict(tmp_path, {"weight": torch.ones(2, 3, dtype=torch.int8), "SCB": torch.full((2,), 5.0)})
+    load_offloaded_weights(model, json.loads((tmp_path / "index.json").read_text()), tmp_path)
+    assert model.weight.dtype == torch.int8
+    assert vars(model.weight)["SCB"].eq(5).all()
+
+
+# --- disks ---------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
+    """A limit on the size of files stands for the end of the disk."""
+    resource = pytest.importorskip("resource")
+    off = tmp_path / "off"
+    offload_state_dict(off, {"w": torch.ones(4)})
+    torch.save(nn.Linear(300, 300).state_dict(), tmp_path / "m.bin")
+
+    def run(ctx: Context) -> None:
+        if ctx.rank:
+            return
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY))
+        with pytest.raises(OSError, match=r"w\.dat"):
+            offload_state_dict(off, {"w": torch.zeros(1 << 15)})
+        model = nn.Linear(300, 300, device="meta")
+        with pytest.raises(OSError, match="accelfn-"):
+            load_checkpoint_in_model(
+                model, tmp_path / "m.bin", {"": "disk"}, tmp_path / "new", torch.bfloat16
+            )
+        assert model.weight.is_meta
+
+    run_ranks(run, 2, on="processes")
+    assert OffloadedWeightsLoader(save_folder=off)["w"].eq(1).all()
+    assert sorted(path.name for path in off.iterdir()) == ["index.json", "w.dat"]
+    assert not list((tmp_path / "new").iterdir())
+
+
+def test_a_folder_that_can_not_be_one(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        offload_state_dict(tmp_path / "file", {"w": torch.ones(1)})
+
+
+def test_without_numpy(tmp_path: Path) -> None:
+    """In a process of its own, since this one has imported it."""
+    program = f"""
+        import sys
+        sys.modules["numpy"] = None
+        import torch
+        from accelfn.bigmodel.load.offload_files import OffloadedWeightsLoader, offload_state_dict
+        tensors = {{"a": torch.arange(3).bfloat16(), "b": torch.tensor(True)}}
+        offload_state_dict({str(tmp_path)!r}, tensors)
+        found = OffloadedWeightsLoader(save_folder={str(tmp_path)!r})
+        assert all(torch.equal(found[name], one) for name, one in tensors.items())
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=120)

@@ -1,0 +1,57 @@
+"""Weights written to a folder come back mapped, and nothing is left there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from accelfn.bigmodel.load.mapped import mapped_from
+from accelfn.bigmodel.offload import folder as module
+from accelfn.bigmodel.offload.folder import write_mapped
+
+
+def test_values_shapes_and_strides_are_kept(tmp_path: Path) -> None:
+    given = {
+        "plain": torch.randn(3, 4),
+        "turned": torch.randn(3, 4).T,
+        "last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "part": torch.randn(4, 4)[:, :2],
+        "none": torch.empty(0, 3),
+        "scalar": torch.tensor(3),
+        "bits": torch.tensor([True, False]),
+        "small": torch.randn(5).to(torch.bfloat16),
+    }
+    found = write_mapped(tmp_path / "a" / "b", given)
+    assert list(found) == list(given)
+    for name, tensor in given.items():
+        assert torch.equal(found[name], tensor)
+        assert found[name].dtype == tensor.dtype
+        assert found[name].stride() == (tensor.contiguous() if name == "part" else tensor).stride()
+        assert (mapped_from(found[name]) is None) == (name == "none")
+    assert list((tmp_path / "a" / "b").iterdir()) == []
+
+
+def test_the_source_may_share_memory_and_is_left_alone(tmp_path: Path) -> None:
+    whole = torch.arange(8.0)
+    found = write_mapped(tmp_path, {"all": whole, "half": whole[:4]})
+    found["all"].zero_()
+    assert torch.equal(found["half"], torch.arange(4.0))
+    assert torch.equal(whole, torch.arange(8.0))
+
+
+def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("no")
+
+    monkeypatch.setattr(module, "map_tensors", fail)
+    with pytest.raises(OSError, match="no"):
+        write_mapped(tmp_path, {"w": torch.zeros(3)})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_dtypes_that_no_file_holds_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"'w' can't lie on the disk: safetensors has no torch.complex128"):
+        write_mapped(tmp_path / "new", {"w": torch.zeros(1, dtype=torch.complex128)})
+    assert not (tmp_path / "new").exists()

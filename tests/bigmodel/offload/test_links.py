@@ -1,0 +1,95 @@
+"""Links bring what they are given, keep memory low, and work in whatever mode and process they are called."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from accelfn.bigmodel.load.mapped import mapped_from
+from accelfn.bigmodel.offload.folder import write_mapped
+from accelfn.bigmodel.offload.link import Link, Worker, let_pages_go
+from accelfn.bigmodel.offload.links import mapped_link, open_link, thread_link
+from accelfn.bigmodel.offload.packing import plan_packing, unpack
+
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="pages are only let go on Linux")
+
+
+def resident_bytes(tensor: torch.Tensor) -> int:
+    """How many bytes of a mapped tensor are in memory."""
+    address = tensor.data_ptr()
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split()[0]
+        if "-" in first and not first.endswith(":"):
+            start, end = (int(one, 16) for one in first.split("-"))
+            inside = start <= address < end
+        elif inside and first == "Rss:":
+            return int(line.split()[1]) * 1024
+    raise AssertionError("it is mapped nowhere")
+
+
+@pytest.mark.parametrize("size", [3, 1 << 18])
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_simulated_device_gets_copies(size: int, inference: bool) -> None:
+    hosts = [torch.randn(size), torch.randint(0, 9, (size,))]
+    packing = plan_packing(hosts)
+    with torch.inference_mode(inference):
+        arrive = thread_link().begin(hosts, packing)
+        memory = arrive()
+        assert arrive() is memory
+    assert not memory.is_inference()
+    for host, copy in zip(hosts, unpack(memory, packing), strict=True):
+        assert torch.equal(host, copy)
+        assert host.data_ptr() != copy.data_ptr()
+
+
+def test_links_of_places() -> None:
+    assert not open_link("cpu:1", 1).in_place
+    assert open_link("cpu", 1).in_place
+    with pytest.raises(ValueError, match="execution_device: this machine has no accelerator 99"):
+        open_link(99, 1)
+
+
+@on_linux
+@pytest.mark.parametrize("make", [thread_link, mapped_link])
+def test_mapped_weights_give_their_memory_back(make: Any, tmp_path: Path) -> None:
+    link: Link = make()
+    weight = write_mapped(tmp_path, {"w": torch.randn(1 << 18)})["w"]
+    expected = weight.clone()
+    assert resident_bytes(weight) >= weight.nbytes
+    packing = plan_packing([weight])
+    link.begin([weight], packing)()
+    link.release([weight, torch.zeros(3)])
+    assert resident_bytes(weight) < 20_000
+    assert torch.equal(weight, expected)
+
+
+@on_linux
+def test_what_was_written_to_is_not_let_go(tmp_path: Path) -> None:
+    weight = write_mapped(tmp_path, {"w": torch.zeros(1 << 18)})["w"]
+    weight[100_000] = 7
+    let_pages_go([weight])
+    assert weight[100_000] == 7
+    assert mapped_from(weight) is not None
+
+
+def test_used_in_place_nothing_is_waited_for() -> None:
+    assert mapped_link().begin([torch.zeros(3)], plan_packing([torch.zeros(3)]))().numel() == 0
+
+
+def test_a_worker_does_one_thing_after_the_other() -> None:
+    worker = Worker("accelfn-test")
+    gate = threading.Event()
+    told: list[int] = []
+    first = worker.submit(lambda: (gate.wait(30), told.append(1)))
+    second = worker.submit(lambda: told.append(2))
+    assert told == []
+    gate.set()
+    second.result(30)
+    assert told == [1, 2]
+    assert first.done()

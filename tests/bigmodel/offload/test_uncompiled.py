@@ -1,0 +1,105 @@
+"""torch.compile leaves the hooks of the stream alone, and compiles what is between them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Generator
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+from accelfn.bigmodel.offload.attach import attach_stream
+from accelfn.bigmodel.offload.uncompiled import uncompiled
+from tests.bigmodel.offload.trees import WIDTH, doubling, gradients, inputs, stream_of
+
+# The compiler takes seconds to load, and a test of it longer than others.
+dynamo = cast("Any", torch)._dynamo
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def layers() -> Any:
+    cast("Any", torch).random.manual_seed(0)
+    return nn.Sequential(*(Layer() for _ in range(3)), nn.LayerNorm(WIDTH))
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Generator[None]:
+    dynamo.reset()
+    dynamo.utils.counters.clear()
+    with warnings.catch_warnings():
+        # The compiler looks at inputs in a way that it silences itself, but not under "error".
+        warnings.filterwarnings("ignore", message="The .grad attribute")
+        yield
+    dynamo.reset()
+
+
+def compiled(one: Any, backend: str, **options: Any) -> Any:
+    return cast("Any", torch).compile(one, backend=backend, **options)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("how", ["model", "in place", "blocks", "blocks in place", "before", "whole graphs"])
+def test_what_is_compiled_computes_and_trains_as_before(how: str, backend: str) -> None:
+    plain, model = layers(), layers()
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.mul_(2)
+    if how == "before":
+        for number in range(3):
+            model[number] = compiled(model[number], backend)
+    stream = stream_of(model, doubling())
+    attach_stream(model, stream)
+    run = model
+    if how == "model":
+        run = compiled(model, backend)
+    elif how == "in place":
+        model.compile(backend=backend)
+    elif how == "blocks":
+        for number in range(3):
+            model[number] = compiled(model[number], backend)
+    elif how == "blocks in place":
+        for number in range(3):
+            model[number].compile(backend=backend)
+    elif how == "whole graphs":
+        for number in range(3):
+            model[number].forward = compiled(model[number].forward, backend, fullgraph=True)
+    for seed in range(2):
+        with torch.no_grad():
+            assert torch.equal(plain(inputs(seed)), run(inputs(seed)))
+        for one in (plain, model):
+            one.zero_grad()
+        expected, out = plain(inputs(seed)), run(inputs(seed))
+        assert torch.equal(expected, out)
+        expected.sum().backward()
+        out.sum().backward()
+        for left, right in zip(gradients(plain).values(), gradients(model).values(), strict=True):
+            torch.testing.assert_close(left, right)
+        assert stream.resident == ()
+    assert stream.facts().peak_blocks == 2
+    # One graph for each block, with gradients and without: nothing cuts a block into pieces.
+    assert dynamo.utils.counters["stats"]["unique_graphs"] <= 2 * len(model)
+
+
+def test_a_hook_is_not_traced() -> None:
+    seen: list[bool] = []
+
+    @uncompiled
+    def look() -> None:
+        seen.append(torch.compiler.is_compiling())
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        look()
+        return x + 1
+
+    assert torch.equal(compiled(run, "eager")(torch.zeros(1)), torch.ones(1))
+    assert seen == [False]

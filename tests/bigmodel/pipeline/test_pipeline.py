@@ -1,0 +1,405 @@
+from __future__ import annotations
+
+import copy
+import threading
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import accelfn as af
+from accelfn import Context
+from accelfn.bigmodel import Pipeline, plan_pipeline
+from accelfn.bigmodel.empty import init_empty_weights
+from accelfn.bigmodel.load import apply as applying
+from accelfn.comm import attempt
+from accelfn.errors import CheckpointMismatchError, MismatchError, MissingRankError, RemoteRankError
+from accelfn.testing import Fault, Where, run_ranks
+from tests.bigmodel.pipeline.models import Answer, Branching, Counting, Net, Tied, seeded
+
+EVERY_KIND: tuple[Where, ...] = ("memory", "processes")
+
+
+def a_call(rows: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    generator = torch.Generator().manual_seed(rows)
+    options = {
+        "add": torch.rand(rows, 3, generator=generator),
+        "ids": torch.arange(rows),
+        "keep": "all",
+    }
+    return (torch.rand(rows, 8, generator=generator), torch.linspace(0, 1, 8)), {"options": options}
+
+
+def plain(model: nn.Module, rows: int) -> Any:
+    args, kwargs = a_call(rows)
+    with torch.no_grad():
+        return seeded(copy.deepcopy(model)).eval()(*args, **kwargs)
+
+
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def assert_close(now: Any, expected: Any) -> None:
+    assert type(now) is type(expected)
+    torch.testing.assert_close(now.y, expected.y)
+    assert now.parts.keys() == expected.parts.keys()
+    torch.testing.assert_close(now.parts["skip"], expected.parts["skip"])
+    torch.testing.assert_close(now.parts["h"], expected.parts["h"])
+    assert torch.equal(now.parts["ids"], expected.parts["ids"])
+    assert now.parts["kind"] == "net"
+
+
+@pytest.mark.parametrize("on", EVERY_KIND)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_pipeline_gives_what_the_model_gives(on: Where, size: int) -> None:
+    def run(ctx: Context) -> None:
+        args, kwargs = a_call(6)
+        model = seeded(Net())
+        pipeline = af.prepare_pipeline(ctx, model, args, example_kwargs=kwargs)
+        assert isinstance(pipeline, Pipeline)
+        assert len(pipeline.plan.stages) == size
+        for rows in (6, 5, 1, 13):  # as the example, not divisible, fewer than ranks, more than the example
+            args, kwargs = a_call(rows)
+            out = pipeline(*args, **kwargs) if ctx.is_main_process else pipeline()
+            if ctx.is_last_process:
+                assert_close(out, plain(Net(), rows))
+                assert not out.y.requires_grad
+            else:
+                assert out is None
+
+    run_ranks(run, size, on)
+
+
+@pytest.mark.parametrize("on", EVERY_KIND)
+def test_gathered_output_comes_to_all_ranks(on: Where) -> None:
+    def run(ctx: Context) -> None:
+        args, kwargs = a_call(4)
+        pipeline = af.prepare_pipeline(
+            ctx, seeded(Net()), args, example_kwargs=kwargs, gather_output=True, num_chunks=4
+        )
+        assert (pipeline.plan.rows, pipeline.plan.num_chunks) == (1, 4)
+        for rows in (4, 7):
+            args, kwargs = a_call(rows)
+            out = pipeline(*args, **kwargs)  # what other ranks give is left aside
+            assert_close(out, plain(Net(), rows))
+
+    run_ranks(run, 3, on)
+
+
+def test_each_rank_holds_its_own_stage_only() -> None:
+    def run(ctx: Context) -> set[str]:
+        args, kwargs = a_call(4)
+        model = seeded(Net())
+        before = tensors_of(model)
+        pipeline = af.prepare_pipeline(ctx, model, args, example_kwargs=kwargs)
+        own = set(pipeline.plan.stages[ctx.rank].tensors)
+        now = tensors_of(model)
+        assert {name for name, one in now.items() if not one.is_meta} == own
+        held = tensors_of(pipeline)
+        assert {name.removeprefix("stage.held."): id(one) for name, one in held.items()} == {
+            name: id(before[name])
+            for name in own  # on the CPU nothing is copied
+        }
+        assert all(now[name].shape == one.shape for name, one in before.items())
+        return own
+
+    first, second = run_ranks(run, 2)
+    names = set(tensors_of(Net()))
+    # Counters of batches aren't used, and nobody holds them.
+    assert first | second == {name for name in names if not name.endswith("num_batches_tracked")}
+    assert not first & second
+
+
+def test_the_plan_is_the_same_without_values_and_for_any_rank() -> None:
+    args, kwargs = a_call(4)
+    with torch.device("meta"):
+        empty = Net()
+    planned = plan_pipeline(empty, args, 2, example_kwargs=kwargs)
+    assert planned == plan_pipeline(Net(), args, 2, example_kwargs=kwargs)
+    assert planned.split_points == ("blocks.1",)
+    sizes = {name: tensor.nbytes for name, tensor in tensors_of(empty).items()}
+    for stage in planned.stages:
+        assert stage.num_bytes == sum(sizes[name] for name in stage.tensors)
+
+    def run(ctx: Context) -> Any:
+        pipeline = af.prepare_pipeline(ctx, seeded(Net()), args, example_kwargs=kwargs)
+        return pipeline.plan
+
+    assert run_ranks(run, 2) == [planned, planned]
+
+
+def test_split_points_and_whole_classes_are_kept_to() -> None:
+    args, kwargs = a_call(4)
+    said = plan_pipeline(
+        Net(), args, 3, example_kwargs=kwargs, split_points=["blocks.1.norm", "last"], num_chunks=2
+    )
+    assert said.split_points == ("blocks.1.norm", "last")
+    assert said.stages[2].tensors == ("last.weight", "last.bias")
+    assert said.rows == 2
+    whole = plan_pipeline(Net(), args, 5, example_kwargs=kwargs, no_split_module_classes="Block")
+    assert whole.split_points == ("blocks.0", "blocks.1", "blocks.2", "drop")
+    # With seven stages a block would have to be cut.
+    assert len(plan_pipeline(Net(), args, 7, example_kwargs=kwargs).stages) == 7
+    with pytest.raises(ValueError, match="places where a stage can begin, and 7 ranks need"):
+        plan_pipeline(Net(), args, 7, example_kwargs=kwargs, no_split_module_classes=["Block"])
+
+
+@pytest.mark.parametrize(
+    ("points", "says"),
+    [
+        (["blocks.1"], "3 stages need 2 split points, and split_points has 1: blocks.1"),
+        (["blocks.1", "nowhere"], "split_points names 'nowhere', and no module of that name is called"),
+        (["blocks.1", "blocks"], "names 'blocks', and no module of that name is called"),
+        (["blocks.2", "blocks.1"], "They run in the order blocks.1, blocks.2"),
+        (["first", "blocks.1"], "the first after the beginning of the model"),
+        ("even", r'split_points must be "auto" or names of modules, got \'even\''),
+    ],
+)
+def test_split_points_that_cannot_be_are_refused(points: Any, says: str) -> None:
+    args, kwargs = a_call(4)
+    with pytest.raises(ValueError, match=says):
+        plan_pipeline(Net(), args, 3, example_kwargs=kwargs, split_points=points)
+
+
+@pytest.mark.parametrize(
+    ("model", "example", "says"),
+    [
+        (
+            Branching(),
+            torch.ones(4, 4),
+            "Branching can't be followed .*\n.*branches that depend on the values",
+        ),
+        (Counting(), torch.ones(4, 4), "writes into its buffer 'calls' in each forward pass"),
+        (nn.Sequential(nn.Linear(4, 4), nn.Flatten(0)), torch.ones(4, 4), r"has the shape \(8,\) for 2 rows"),
+        (nn.Linear(4, 4), torch.tensor(1.0), "no batch dimension"),
+        (nn.Linear(4, 4), (), "no batch dimension"),
+    ],
+    ids=["branches", "counts", "loses rows", "a number", "nothing"],
+)
+def test_models_and_examples_that_cannot_be_cut_are_refused(
+    model: nn.Module, example: Any, says: str
+) -> None:
+    def run(ctx: Context) -> None:
+        mine = copy.deepcopy(model)
+        with pytest.raises((ValueError, RemoteRankError), match=says):
+            af.prepare_pipeline(ctx, mine, example)
+        assert not any(one.is_meta for one in mine.parameters())  # nothing was changed
+        assert mine.training
+        af.wait_for_everyone(ctx)
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.parametrize("option", ["num_chunks", "num_stages"])
+def test_counts_are_checked(option: str) -> None:
+    counts: dict[str, Any] = {"num_stages": 2, "num_chunks": 2, option: 0}
+    with pytest.raises(ValueError, match=f"{option} must be a whole number of at least 1, got 0"):
+        plan_pipeline(nn.Linear(4, 4), torch.ones(4, 4), **counts)
+
+
+@pytest.mark.parametrize("on", EVERY_KIND)
+def test_a_bad_batch_is_an_error_on_all_ranks_and_the_next_one_runs(on: Where) -> None:
+    def run(ctx: Context) -> str:
+        model = seeded(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)))
+        pipeline = af.prepare_pipeline(ctx, model, torch.ones(4, 4))
+        with pytest.raises((ValueError, RemoteRankError), match=r"float32 \(4, 5\), .* \(any, 4\)") as caught:
+            pipeline(torch.ones(4, 5))
+        out = pipeline(torch.ones(2, 4))
+        assert (out is None) == (not ctx.is_last_process)
+        return type(caught.value).__name__
+
+    assert run_ranks(run, 3, on) == ["ValueError", "RemoteRankError", "RemoteRankError"]
+
+
+@pytest.mark.parametrize("on", EVERY_KIND)
+def test_what_a_stage_raises_is_raised_on_all_ranks_and_the_next_batch_runs(on: Where) -> None:
+    """An index that isn't in the table: only the first stage can know."""
+
+    def run(ctx: Context) -> str:
+        pipeline = af.prepare_pipeline(ctx, seeded(Tied()), torch.zeros(4, 3, dtype=torch.int64))
+        wrong = torch.zeros(4, 3, dtype=torch.int64)
+        wrong[3] = 99  # in the last micro-batch
+        with pytest.raises((IndexError, RemoteRankError), match="index out of range") as caught:
+            pipeline(wrong)
+        ids = torch.arange(12).reshape(4, 3)
+        out = pipeline(ids)
+        if ctx.is_last_process:
+            with torch.no_grad():
+                torch.testing.assert_close(out, seeded(Tied())(ids))
+        return type(caught.value).__name__
+
+    assert run_ranks(run, 2, on) == ["IndexError", "RemoteRankError"]
+
+
+@pytest.mark.parametrize("on", EVERY_KIND)
+def test_nobody_waits_for_a_rank_that_has_ended(on: Where) -> None:
+    def run(ctx: Context) -> None:
+        pipeline = af.prepare_pipeline(ctx, seeded(Tied()), torch.zeros(4, 3, dtype=torch.int64))
+        if ctx.rank:
+            pipeline(torch.zeros(4, 3, dtype=torch.int64))
+
+    with pytest.raises(MissingRankError):
+        run_ranks(run, 2, on)
+
+
+def test_a_rank_that_dies_amid_a_batch_is_named() -> None:
+    def run(ctx: Context) -> None:
+        pipeline = af.prepare_pipeline(ctx, seeded(Tied()), torch.zeros(4, 3, dtype=torch.int64))
+        pipeline(torch.zeros(4, 3, dtype=torch.int64))
+
+    # Its third call of the seam is the opening of the batch, and its fourth passes the first micro-batch on.
+    with pytest.raises(MissingRankError, match="rank 1"):
+        run_ranks(run, 3, "processes", faults=[Fault(kind="die", rank=1, at=4)])
+
+
+def test_ranks_with_other_models_are_told() -> None:
+    def run(ctx: Context) -> None:
+        model = nn.Sequential(
+            *(nn.Linear(4, 4 + (ctx.rank and place == 3) * 0) for place in range(4 + ctx.rank))
+        )
+        with pytest.raises(MismatchError):
+            af.prepare_pipeline(ctx, model, torch.ones(4, 4))
+
+    run_ranks(run, 2)
+
+
+def test_dropout_is_off_whatever_the_mode_was() -> None:
+    def run(ctx: Context) -> Any:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.9), nn.Linear(4, 4))
+        pipeline = af.prepare_pipeline(ctx, seeded(model), torch.ones(8, 4), gather_output=True)
+        assert not model.training
+        return pipeline(torch.ones(8, 4))
+
+    expected = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.9), nn.Linear(4, 4)).eval()
+    for size in (1, 2):
+        for out in run_ranks(run, size):
+            torch.testing.assert_close(out, seeded(expected)(torch.ones(8, 4)).detach())
+
+
+# --- from a checkpoint ---------------------------------------------------------------------------
+
+
+def saved(model: nn.Module, folder: Path) -> Path:
+    af.save_model(Context(), model, folder, max_shard_size="1KB")
+    return folder
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_ranks_read_their_own_stage_of_a_checkpoint(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = saved(seeded(Tied()), tmp_path)
+    read: dict[int, list[str]] = {}  # by thread: each rank is one
+    real = applying.read_tensors
+
+    def watched(readings: Any, *rest: Any) -> None:
+        read.setdefault(threading.get_ident(), []).extend(one.source.name for one in readings)
+        real(readings, *rest)
+
+    monkeypatch.setattr(applying, "read_tensors", watched)
+
+    def run(ctx: Context) -> None:
+        with init_empty_weights():
+            model = Tied()
+        pipeline = af.prepare_pipeline(ctx, model, torch.zeros(4, 3, dtype=torch.int64), checkpoint=folder)
+        if size == 2:
+            # Tied weights are in the file once, under the first name, and both stages need them.
+            own = {
+                "embed.weight" if name == "head.weight" else name
+                for name in pipeline.plan.stages[ctx.rank].tensors
+            }
+            assert set(read[threading.get_ident()]) == own
+        ids = torch.arange(12).reshape(4, 3)
+        out = pipeline(ids)
+        if ctx.is_last_process:
+            with torch.no_grad():
+                torch.testing.assert_close(out, seeded(Tied())(ids))
+
+    run_ranks(run, size)
+
+
+def test_weights_of_a_checkpoint_get_another_dtype(tmp_path: Path) -> None:
+    folder = saved(seeded(Tied()), tmp_path)
+
+    def run(ctx: Context) -> None:
+        with init_empty_weights():
+            model = Tied()
+        example = torch.zeros(4, 3, dtype=torch.int64)
+        pipeline = af.prepare_pipeline(ctx, model, example, checkpoint=folder, dtype="bfloat16")
+        assert all(one.dtype == torch.bfloat16 for one in pipeline.parameters())
+        out = pipeline(example)
+        if ctx.is_last_process:
+            assert out.dtype == torch.bfloat16
+
+    run_ranks(run, 2)
+
+
+def test_a_model_without_values_needs_a_checkpoint_that_fits(tmp_path: Path) -> None:
+    folder = saved(nn.Linear(3, 3), tmp_path)
+
+    def run(ctx: Context) -> list[str]:
+        with torch.device("meta"):
+            model = Tied()
+        example = torch.zeros(4, 3, dtype=torch.int64)
+        caught = [
+            attempt(lambda said=said: af.prepare_pipeline(ctx, model, example, **said))[1]
+            for said in cast("list[dict[str, Any]]", [{}, {"checkpoint": folder}])
+        ]
+        assert "body.0.weight, body.0.bias, " in str(caught[0])
+        assert "have no values: they are on the meta device. Pass checkpoint=" in str(caught[0])
+        assert isinstance(caught[1], (CheckpointMismatchError, RemoteRankError))
+        return [type(one).__name__ for one in caught]
+
+    assert run_ranks(run, 1) == [["ValueError", "CheckpointMismatchError"]]
+    assert run_ranks(run, 2) == [["ValueError", "CheckpointMismatchError"]] * 2
+
+
+# --- real architectures --------------------------------------------------------------------------
+
+
+def a_transformer(name: str) -> Any:
+    made: Any = transformers
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
+    if name == "llama":
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+        return made.LlamaForCausalLM(made.LlamaConfig(**sizes, **heads, use_cache=False))
+    config = made.T5Config(
+        vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4, use_cache=False
+    )
+    return made.T5ForConditionalGeneration(config)
+
+
+@pytest.mark.parametrize(("name", "size"), [("llama", 4), ("t5", 2)])
+def test_models_of_transformers_run_in_stages(name: str, size: int, tmp_path: Path) -> None:
+    ids = torch.arange(4 * 7).reshape(4, 7)
+    inputs: dict[str, torch.Tensor] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if name == "t5":
+        inputs["decoder_input_ids"] = ids.flip(1)
+    else:
+        inputs["attention_mask"][1, :3] = 0
+    model = a_transformer(name).eval()  # with what transformers draws
+    with torch.no_grad():
+        expected: Any = model(**inputs)
+    af.save_model(Context(), model, tmp_path)
+
+    def run(ctx: Context) -> None:
+        with init_empty_weights():
+            empty = a_transformer(name)
+        pipeline = af.prepare_pipeline(ctx, empty, inputs, checkpoint=tmp_path, gather_output=True)
+        out = pipeline(**inputs)
+        assert type(out).__name__ == type(expected).__name__
+        assert out.keys() == expected.keys()
+        torch.testing.assert_close(out.logits, expected.logits)
+        assert sum(stage.num_bytes for stage in pipeline.plan.stages) >= sum(
+            one.nbytes for one in model.parameters()
+        )
+
+    run_ranks(run, size, "processes", timeout_s=60)
+
+
+def test_answers_are_named_tuples() -> None:
+    assert Answer(torch.zeros(1), {})._fields == ("y", "parts")

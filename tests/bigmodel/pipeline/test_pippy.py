@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed.pipelining as pipelining  # before ranks are forked, which would import it each
+from torch import nn
+
+import accelfn as af
+from accelfn import Context
+from accelfn.errors import RemoteRankError
+from accelfn.testing import run_ranks
+from tests.bigmodel.pipeline.models import Tied, seeded
+
+IDS = torch.arange(18).remainder(16).reshape(6, 3)
+
+
+def expected() -> torch.Tensor:
+    with torch.no_grad():
+        return seeded(Tied())(IDS)
+
+
+@pytest.mark.parametrize("gather_output", [False, True])
+def test_the_model_itself_runs_the_pipeline(gather_output: bool) -> None:
+    def run(ctx: Context) -> None:
+        model: Any = seeded(Tied())
+        # The context is made of the process group that is there.
+        found = af.prepare_pippy(model, example_args=(IDS,), gather_output=gather_output)
+        assert found is model
+        assert model.hf_split_points == ["body.1"]
+        assert isinstance(model.pippy_stage, pipelining.PipelineStage)
+        out = model(IDS)
+        if gather_output or ctx.is_last_process:
+            torch.testing.assert_close(out, expected())
+        else:
+            assert out is None
+        held = {name for name, one in model.named_parameters() if not one.is_meta}
+        assert ("body.2.weight" in held) == ctx.is_last_process
+
+    run_ranks(run, 2, "processes")
+
+
+def test_schedules_of_torch_run_the_stages() -> None:
+    def run(ctx: Context) -> None:
+        model: Any = seeded(Tied())
+        af.prepare_pippy(model, example_kwargs={"ids": IDS}, num_chunks=3, ctx=ctx)
+        schedule: Any = pipelining.ScheduleGPipe(model.pippy_stage, 3)
+        with torch.no_grad():
+            outs = schedule.eval(IDS) if ctx.is_main_process else schedule.eval()
+        if ctx.is_last_process:
+            torch.testing.assert_close(outs[0], expected())  # stages give tuples
+
+    run_ranks(run, 2, "processes")
+
+
+def test_ranks_that_are_threads_have_no_stage_of_torch() -> None:
+    def run(ctx: Context) -> None:
+        model: Any = seeded(Tied())
+        af.prepare_pippy(model, ["head"], example_args=(IDS,), ctx=ctx, gather_output=True)
+        assert model.hf_split_points == ["head"]
+        assert model.pippy_stage is None
+        torch.testing.assert_close(model(IDS), expected())
+
+    run_ranks(run, 2)
+
+
+def test_alone_the_model_stays_what_it_is() -> None:
+    model = seeded(Tied())
+    found = af.prepare_pippy(model, example_args=(IDS,), ctx=Context())
+    assert found is model
+    assert "forward" not in vars(model)
+    assert cast("Any", model).hf_split_points == []
+    assert cast("Any", model).pippy_stage is None
+    assert not model.training
+    torch.testing.assert_close(model(IDS).detach(), expected())
+
+
+def test_an_example_is_needed() -> None:
+    def run(ctx: Context) -> None:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        with pytest.raises((ValueError, RemoteRankError), match="no batch dimension"):
+            af.prepare_pippy(model, ctx=ctx)
+        assert not hasattr(model, "pippy_stage")
+
+    run_ranks(run, 2)

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accelfn.bigmodel import BnbQuantizationConfig, TorchaoQuantizationConfig
+from accelfn.bigmodel.quantize.choose import default_skip_modules, kept_dtype, plan_quantization
+from tests.bigmodel.quantize.models import QUANTIZED, Net
+
+
+class Derived(nn.Linear):
+    """A layer of somebody's own."""
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2)
+        self.own = Derived(8, 8)
+        self.shared = nn.Linear(8, 8)
+        self.again = self.shared
+        self.head = nn.Linear(8, 8)
+
+
+class Base(nn.Module):
+    """As a base model of transformers: of its kind, and with no output layer."""
+
+    base_model_prefix = "model"
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.one = nn.Linear(4, 4)
+        self.two = nn.Linear(4, 4)
+        self.last = nn.Linear(4, 4)
+        if tied:
+            self.two.weight = self.one.weight
+
+
+def config(**fields: Any) -> TorchaoQuantizationConfig:
+    return TorchaoQuantizationConfig(**fields)
+
+
+def test_all_linear_layers_but_the_last_are_quantised() -> None:
+    with torch.device("meta"):
+        plan = plan_quantization(Net(), config())
+    assert plan.layers == QUANTIZED
+    assert plan.skipped == ("head",)
+    assert str(plan).splitlines()[:2] == ["4 layers are quantised:", "  blocks.0.up"]
+
+
+def test_a_base_model_is_quantised_whole_unless_it_shares_weights() -> None:
+    assert default_skip_modules(Base(tied=False)) == ()
+    assert plan_quantization(Base(tied=False), config()).layers == ("one", "two", "last")
+    assert default_skip_modules(Base(tied=True)) == ("one", "two", "last")
+    with pytest.raises(ValueError, match=r"nothing is left to quantise\. The model has 3 layers"):
+        plan_quantization(Base(tied=True), config())
+
+
+def test_layers_that_compute_in_their_own_way_stay() -> None:
+    # The output layer of attention is used without being called.
+    assert plan_quantization(Attending(), config()).layers == ("shared",)
+
+
+def test_a_layer_with_two_names_is_skipped_under_either() -> None:
+    assert plan_quantization(Attending(), config(skip_modules=["again"])).layers == ("head",)
+    assert plan_quantization(Attending(), config(skip_modules=["head"])).layers == ("shared",)
+
+
+def test_names_are_compared_by_their_parts() -> None:
+    skipped = config(skip_modules=["blocks.1", "up"])
+    assert plan_quantization(Net(), skipped).layers == ("blocks.0.down", "head")
+    assert plan_quantization(Net(), config(skip_modules=[])).layers == (*QUANTIZED, "head")
+    for wrong in ("block", "blocks.2", "lm_head"):
+        with pytest.raises(ValueError, match=f"skip_modules names {wrong}, and no module is called so"):
+            plan_quantization(Net(), config(skip_modules=[wrong]))
+
+
+def test_what_is_kept_has_its_dtype() -> None:
+    eight = BnbQuantizationConfig(load_in_8bit=True, torch_dtype="bf16", keep_in_fp32_modules=["norm"])
+    assert kept_dtype("blocks.0.norm.weight", torch.float16, eight) == torch.float32
+    assert kept_dtype("blocks.0.normal.weight", torch.float16, eight) == torch.bfloat16
+    assert kept_dtype("count", torch.int64, eight) == torch.int64
+    assert kept_dtype("weight", torch.float16, config()) == torch.float16

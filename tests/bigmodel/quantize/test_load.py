@@ -1,0 +1,483 @@
+from __future__ import annotations
+
+import copy
+import dataclasses
+import importlib
+import os
+import pickle
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+import accelfn as af
+from accelfn import Context
+from accelfn.bigmodel import (
+    BnbQuantizationConfig,
+    TorchaoQuantizationConfig,
+    compute_module_sizes,
+    has_4bit_bnb_layers,
+)
+from accelfn.bigmodel.quantize import load as loading
+from accelfn.bigmodel.quantize.config import QuantizationConfig
+from accelfn.errors import CheckpointMismatchError, ConfigurationError, MissingExtraError, ReplicaDriftError
+from accelfn.testing import Where, run_ranks
+from tests.bigmodel.quantize import program
+from tests.bigmodel.quantize.models import CONFIGS, IDS, QUANTIZED, Net, made
+
+ROOT = Path(__file__).parents[3]
+EACH = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+SAVABLE = pytest.mark.parametrize(
+    "config",
+    [one for one in CONFIGS.values() if isinstance(one, BnbQuantizationConfig)],
+    ids=[name for name, one in CONFIGS.items() if isinstance(one, BnbQuantizationConfig)],
+)
+# How far off a result may be, of the result's own length.
+ERRORS = {8: 0.01, 4: 0.2}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("net")
+    af.save_model(Context(), made(), place, max_shard_size="40KB")
+    return place
+
+
+def empty() -> Net:
+    with af.init_empty_weights():
+        return Net().eval()
+
+
+def result(model: nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model(IDS)
+
+
+def length(vector: torch.Tensor) -> float:
+    return vector.square().sum().sqrt().item()
+
+
+@EACH
+def test_a_quantised_model_computes_nearly_the_same_in_less_memory(
+    config: QuantizationConfig, folder: Path
+) -> None:
+    plain = made()
+    now = made()
+    assert af.load_and_quantize_model(now, config) is now
+    found = cast("Any", now)
+    assert (found.is_loaded_in_8bit, found.is_loaded_in_4bit) == (config.bits == 8, config.bits == 4)
+    assert has_4bit_bnb_layers(now) == (isinstance(config, BnbQuantizationConfig) and config.bits == 4)
+    expected = result(plain)
+    assert 0 < length(result(now).float() - expected) < ERRORS[config.bits] * length(expected)
+    for name in QUANTIZED:
+        before = cast("nn.Linear", plain.get_submodule(name)).weight
+        layer = cast("nn.Linear", now.get_submodule(name))
+        size = compute_module_sizes(layer)["weight"]
+        assert size <= before.numel() * (1.3 if config.bits == 8 else 0.8)
+        assert not layer.weight.requires_grad
+    assert type(now.head) is nn.Linear
+    # Loaded from a checkpoint it is the same, bit for bit.
+    loaded = af.load_and_quantize_model(empty(), config, folder)
+    assert torch.equal(result(loaded), result(now))
+    assert not any(one.is_meta for one in (*loaded.parameters(), *loaded.buffers()))
+
+
+@EACH
+def test_gradients_come_through_and_adapters_train(config: QuantizationConfig) -> None:
+    torch.random.manual_seed(0)  # pyright: ignore[reportUnknownMemberType] -- torch leaves it untyped
+    model = af.load_and_quantize_model(made(), config)
+    model.requires_grad_(False)
+    layer = cast("Any", model.blocks[0]).up
+    result(model)  # in evaluation mode before: kernels for that may not stay
+    model.train()
+    x = torch.randn(5, 64, dtype=model.embed.weight.dtype, requires_grad=True)
+    layer(x).float().sum().backward()
+    assert x.grad is not None
+    exact = cast("Any", made().blocks[0]).up.weight.sum(0)
+    assert length(x.grad[0].float() - exact) < 2 * ERRORS[config.bits] * length(exact)
+    down, up = nn.Linear(64, 4, bias=False), nn.Linear(4, 192, bias=False)
+    nn.init.zeros_(up.weight)
+
+    def adapt(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return output + up(down(args[0].float())).to(output.dtype)
+
+    layer.register_forward_hook(adapt)
+    optimizer = torch.optim.AdamW([*down.parameters(), *up.parameters()], lr=0.02)
+    losses: list[float] = []
+    for _ in range(8):
+        loss = nn.functional.cross_entropy(model(IDS).float().mT, (IDS + 1) % 32)
+        optimizer.zero_grad()
+        loss.backward()  # pyright: ignore[reportUnknownMemberType] -- torch leaves it untyped
+        optimizer.step()  # pyright: ignore[reportUnknownMemberType] -- torch leaves it untyped
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+
+
+@EACH
+def test_copies_and_pickles_compute_the_same(config: QuantizationConfig) -> None:
+    model = af.load_and_quantize_model(made(), config)
+    before = copy.deepcopy(model)
+    expected = result(model)
+    assert torch.equal(result(before), expected)
+    assert torch.equal(result(copy.deepcopy(model)), expected)
+    assert torch.equal(result(pickle.loads(pickle.dumps(model))), expected)
+
+
+@EACH
+def test_a_state_dict_stays_the_same_and_fits_another_model(config: QuantizationConfig) -> None:
+    model = af.load_and_quantize_model(made(), config)
+    before = copy.deepcopy(model.state_dict())
+    expected = result(model)
+    after = model.state_dict()
+    assert before.keys() == after.keys()
+    assert all(_same(before[name], after[name]) for name in before)
+    other = af.load_and_quantize_model(Net().eval(), config)
+    if isinstance(config, TorchaoQuantizationConfig):
+        other.load_state_dict(after, assign=True)
+        assert torch.equal(result(other), expected)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if hasattr(one, "__tensor_flatten__"):
+        names, _ = one.__tensor_flatten__()
+        return all(torch.equal(getattr(one, name), getattr(other, name)) for name in names)
+    return torch.equal(one, other)
+
+
+@SAVABLE
+def test_a_saved_model_is_loaded_as_it_was(config: QuantizationConfig, tmp_path: Path) -> None:
+    model = af.load_and_quantize_model(made(), config)
+    af.save_model(Context(), model, tmp_path)
+    again = af.load_and_quantize_model(empty(), config, tmp_path)
+    assert torch.equal(result(again), result(model))
+    size = sum(file.stat().st_size for file in tmp_path.iterdir())
+    assert size < 0.8 * compute_module_sizes(made())[""]
+
+
+def test_what_was_quantised_in_another_way_is_refused(tmp_path: Path) -> None:
+    four = BnbQuantizationConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    af.save_model(Context(), af.load_and_quantize_model(made(), four), tmp_path)
+    fp4 = BnbQuantizationConfig(load_in_4bit=True)
+    twice = BnbQuantizationConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True
+    )
+    for config, says in ((fp4, "isn't in fp4"), (twice, "isn't one of bnb_4bit_use_double_quant=True")):
+        model = empty()
+        with pytest.raises(CheckpointMismatchError, match=says):
+            af.load_and_quantize_model(model, config, tmp_path)
+        assert model.head.weight.is_meta
+    for config in (BnbQuantizationConfig(load_in_8bit=True), TorchaoQuantizationConfig()):
+        with pytest.raises(CheckpointMismatchError, match="doesn't fit the model"):
+            af.load_and_quantize_model(empty(), config, tmp_path)
+
+
+def test_weights_of_torchao_are_refused_by_files_that_cannot_hold_them(tmp_path: Path) -> None:
+    model = af.load_and_quantize_model(made(), TorchaoQuantizationConfig())
+    with pytest.raises(ValueError, match=r"blocks\.0\.up\.weight, .* of a class of its own"):
+        af.save_model(Context(), model, tmp_path)
+
+
+@EACH
+def test_one_layer_at_a_time_is_in_memory(
+    config: QuantizationConfig, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[weakref.ref[torch.Tensor]] = []
+    most: list[int] = []
+    real = loading.read_tensors
+
+    def watched(readings: Any, *rest: Any) -> None:
+        read.extend(weakref.ref(one.target) for one in readings)
+        most.append(sum(one() is not None for one in read))
+        real(readings, *rest)
+
+    monkeypatch.setattr(loading, "read_tensors", watched)
+    af.load_and_quantize_model(empty(), config, folder)
+    assert most == [1] * len(QUANTIZED)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_memory_is_that_of_the_quantised_layers_and_of_one(tmp_path: Path) -> None:
+    """In a process of its own (some seconds), where nothing else takes memory."""
+    af.save_model(Context(), program.build(), tmp_path)
+    done = subprocess.run(
+        (sys.executable, "-m", "tests.bigmodel.quantize.program", str(tmp_path)),
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    most, held = map(int, done.stdout.split())
+    layer = 4 * program.WIDTH**2
+    whole = program.COUNT * layer
+    slack = 2_000_000
+    assert held < whole / 4 + layer + slack
+    assert most < whole / 4 + 6 * layer + slack  # what quantising a layer takes
+
+
+def test_dtypes_of_what_is_not_quantised(folder: Path) -> None:
+    config = BnbQuantizationConfig(load_in_8bit=True, torch_dtype="bf16", keep_in_fp32_modules=["norm"])
+    for model in (
+        af.load_and_quantize_model(made(), config),
+        af.load_and_quantize_model(empty(), config, folder),
+    ):
+        block = cast("Any", model.blocks[0])
+        assert block.norm.weight.dtype == torch.float32
+        assert block.up.bias.dtype == model.head.weight.dtype == torch.bfloat16
+        assert model.bn.weight.dtype == torch.bfloat16
+        # As `to` does it: a half-precision layer can't have statistics in float32 on the CPU.
+        assert cast("torch.Tensor", model.bn.running_mean).dtype == torch.bfloat16
+        assert cast("torch.Tensor", model.bn.num_batches_tracked).dtype == torch.int64
+        assert model.mask.dtype == torch.float32  # in no state dict
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, 64)
+        self.body = nn.Linear(64, 64)
+        self.head = nn.Linear(64, 32, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.relu(self.body(self.embed(ids))))
+
+
+@pytest.mark.parametrize("skip_modules", [None, []], ids=["default", "none"])
+def test_tied_weights(skip_modules: list[str] | None, tmp_path: Path) -> None:
+    torch.random.manual_seed(1)  # pyright: ignore[reportUnknownMemberType] -- torch leaves it untyped
+    plain = Tied()
+    af.save_model(Context(), plain, tmp_path)
+    config = BnbQuantizationConfig(load_in_8bit=True, torch_dtype="fp32", skip_modules=skip_modules)
+    with af.init_empty_weights():
+        model = Tied()
+    af.load_and_quantize_model(model, config, tmp_path)
+    in_place = af.load_and_quantize_model(copy.deepcopy(plain), config)
+    for now in (model, in_place):
+        assert (now.head.weight is now.embed.weight) == (skip_modules is None)
+        assert torch.equal(now.embed.weight, plain.embed.weight)
+        assert now.body.weight.dtype == torch.int8
+        assert (now.head.weight.dtype == torch.int8) == (skip_modules is not None)
+    assert torch.equal(model(IDS), in_place(IDS))
+
+
+def test_hooks_and_modes_stay_with_a_layer() -> None:
+    model = made().train()
+    seen: list[str] = []
+
+    def see(module: Any, args: Any, output: Any) -> None:
+        seen.append("up")
+
+    model.get_submodule("blocks.0.up").register_forward_hook(see)
+    af.load_and_quantize_model(model, CONFIGS["nf4"])
+    assert model.get_submodule("blocks.0.up").training
+    model(IDS)
+    assert seen == ["up"]
+
+
+def test_a_layer_that_stands_at_two_places_stays_one() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model.append(model[0])
+    model.append(nn.Linear(8, 2))
+    af.load_and_quantize_model(model, CONFIGS["int8 of bitsandbytes"])
+    assert model[0] is model[2]
+    assert type(model[0]).__name__ == "Linear8bitLt"
+
+
+# --- places --------------------------------------------------------------------------------------
+
+
+def kinds(model: nn.Module) -> list[str]:
+    return [type(cast("nn.Linear", model.get_submodule(name)).weight).__name__ for name in QUANTIZED]
+
+
+@EACH
+def test_simulated_devices_and_the_host(config: QuantizationConfig, folder: Path) -> None:
+    places = {
+        "embed": "cpu:0",
+        "blocks.0": "cpu:0",
+        "blocks.1": "cpu",
+        "bn": "cpu:0",
+        "head": "cpu:0",
+        "mask": "cpu:0",
+    }
+    model = af.load_and_quantize_model(empty(), config, folder, device_map=places)
+    assert cast("Any", model).hf_device_map == places
+    expected = af.load_and_quantize_model(
+        empty(),
+        config if _travels(config) else _with_skipped(config, "blocks.1", "head"),
+        folder,
+    )
+    assert kinds(model) == kinds(expected)
+    for _ in range(2):
+        assert torch.equal(result(model), result(expected))
+    x = model(IDS).float()
+    x.sum().backward()
+    model.zero_grad()
+    assert torch.equal(result(model), result(expected))
+
+
+def _travels(config: QuantizationConfig) -> bool:
+    return config.bits == 8
+
+
+def _with_skipped(config: QuantizationConfig, *names: str) -> QuantizationConfig:
+    return dataclasses.replace(config, skip_modules=names)
+
+
+def test_a_layer_that_travels_leaves_nothing_on_the_device(folder: Path) -> None:
+    places = {"": "cpu:0", "blocks.1": "cpu"}
+    model = af.load_and_quantize_model(empty(), CONFIGS["int8 of bitsandbytes"], folder, device_map=places)
+    result(model)
+    at_home, travelling = (cast("Any", model.get_submodule(f"blocks.{place}.up")) for place in (0, 1))
+    assert at_home.state.CB is not None
+    assert travelling.state.CB is None
+    assert travelling.weight.CB is not None
+
+
+def test_what_lies_on_the_disk_is_used_where_it_lies(folder: Path) -> None:
+    places = {"": "cpu", "blocks.1": "disk"}
+    model = af.load_and_quantize_model(empty(), TorchaoQuantizationConfig(), folder, device_map=places)
+    assert kinds(model) == ["Int8Tensor", "Int8Tensor", "Parameter", "Parameter"]
+    expected = af.load_and_quantize_model(
+        empty(), TorchaoQuantizationConfig(skip_modules=["blocks.1", "head"]), folder
+    )
+    assert torch.equal(result(model), result(expected))
+    with pytest.raises(ValueError, match=r"on the disk that lie in memory now\. Pass offload_folder"):
+        af.load_and_quantize_model(made(), TorchaoQuantizationConfig(), device_map=places)
+
+
+def test_inferred_maps_count_quantised_sizes(folder: Path) -> None:
+    # Each block has 24 576 weights: 98 KB in float32, and 25 KB in int8.
+    budgets = {"cpu:0": 110_000, "cpu": 10_000_000}
+    plain = af.infer_auto_device_map(empty(), budgets, no_split_module_classes=["Block"])
+    assert "cpu" in plain.values()
+    eight = BnbQuantizationConfig(load_in_8bit=True, torch_dtype="fp32")
+    model = af.load_and_quantize_model(
+        empty(), eight, folder, "sequential", no_split_module_classes=["Block"], max_memory=budgets
+    )
+    assert cast("Any", model).hf_device_map == {"": "cpu:0"}
+    four = BnbQuantizationConfig(load_in_4bit=True, bnb_4bit_compute_dtype="fp32")
+    with pytest.raises(ValueError, match=r"device where they lie: .* on cpu\. Pass"):
+        af.load_and_quantize_model(
+            empty(), four, folder, "sequential", max_memory={"cpu:0": 30_000, "cpu": 10_000_000}
+        )
+    # Without an accelerator the host is where it runs.
+    alone = af.load_and_quantize_model(empty(), four, folder, "auto", max_memory={"cpu": 10_000_000})
+    assert cast("Any", alone).hf_device_map == {"": "cpu"}
+    assert has_4bit_bnb_layers(alone)
+
+
+# --- bad input -----------------------------------------------------------------------------------
+
+
+def test_bad_input_is_refused_before_anything_is_changed(folder: Path, tmp_path: Path) -> None:
+    eight = BnbQuantizationConfig(load_in_8bit=True)
+    model = empty()
+    with pytest.raises(ValueError, match=r"embed\.weight, .* have no values: .* Pass weights_location"):
+        af.load_and_quantize_model(model, eight)
+    with pytest.raises(TypeError, match=r"takes a BnbQuantizationConfig or a .*, got str"):
+        af.load_and_quantize_model(model, cast("Any", "int8"))
+    with pytest.raises(TypeError, match="takes a module, got str"):
+        af.load_and_quantize_model(cast("Any", "net"), eight)
+    with pytest.raises(ValueError, match="skip_modules names lm_head, and no module is called so"):
+        af.load_and_quantize_model(made(), BnbQuantizationConfig(load_in_8bit=True, skip_modules=["lm_head"]))
+    with pytest.raises(ValueError, match=r"nowhere"):
+        af.load_and_quantize_model(model, eight, folder, device_map={"nowhere": "cpu"})
+    af.save_model(Context(), nn.Linear(2, 2), tmp_path)
+    with pytest.raises(CheckpointMismatchError):
+        af.load_and_quantize_model(model, eight, tmp_path)
+    assert all(one.is_meta for one in model.parameters())
+    assert kinds(model) == ["Parameter"] * 4
+    quantized = af.load_and_quantize_model(made(), eight)
+    with pytest.raises(ValueError, match="the model is quantised already"):
+        af.load_and_quantize_model(quantized, eight)
+
+
+def test_layers_of_unfit_shapes_are_named() -> None:
+    model = nn.Sequential(nn.Linear(48, 64), nn.Linear(64, 20), nn.Linear(20, 2))
+    with pytest.raises(ValueError, match="can't be quantised so") as caught:
+        af.load_and_quantize_model(model, TorchaoQuantizationConfig(weights="int4", group_size=64))
+    assert "0: its 48 inputs are no multiple of group_size=64" in str(caught.value)
+    assert "1: its 20 outputs are no multiple of 16" in str(caught.value)
+    assert "Name them in skip_modules" in str(caught.value)
+    with pytest.raises(ValueError, match="on the CPU group_size must be at most 128"):
+        af.load_and_quantize_model(
+            nn.Sequential(nn.Linear(256, 16), nn.Linear(16, 16)),
+            TorchaoQuantizationConfig(weights="int4", group_size=256),
+        )
+    assert type(model[0]) is nn.Linear
+
+
+@pytest.mark.parametrize(
+    ("config", "package"), [(CONFIGS["nf4"], "bitsandbytes"), (TorchaoQuantizationConfig(), "torchao")]
+)
+def test_a_missing_package_is_one_sentence(
+    config: QuantizationConfig, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = importlib.import_module
+
+    def absent(name: str, *rest: Any) -> Any:
+        if name.startswith(package):
+            raise ModuleNotFoundError(name)
+        return real(name, *rest)
+
+    monkeypatch.setattr(importlib, "import_module", absent)
+    with pytest.raises(MissingExtraError, match=rf"pip install 'accelfn\[{package}\]'"):
+        af.load_and_quantize_model(made(), config)
+    monkeypatch.delitem(sys.modules, "bitsandbytes.nn", raising=False)
+    assert not has_4bit_bnb_layers(made())
+
+
+# --- prepared ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["int8 of bitsandbytes", "nf4", "int8 of torchao"])
+def test_adapters_of_a_quantised_model_train_on_ranks(name: str) -> None:
+    def run(ctx: Context) -> torch.Tensor:
+        model = af.load_and_quantize_model(made(), CONFIGS[name])
+        model.requires_grad_(False)
+        model.head.requires_grad_(True)
+        optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1)
+        prepared, optimizer = af.prepare(ctx, model, optimizer)
+        out = prepared(IDS + ctx.rank)
+        scaler = af.init_scaler(ctx)
+        af.backward(ctx, out.float().square().mean(), scaler)
+        af.optimizer_step(ctx, optimizer, scaler)
+        return model.head.bias.detach()
+
+    for on in cast("tuple[Where, ...]", ("memory", "processes")):
+        first, second = run_ranks(run, 2, on)
+        assert torch.equal(first, second)
+        assert not torch.equal(first, made().head.bias)
+
+
+@pytest.mark.parametrize("name", ["int8 of bitsandbytes", "nf4", "int8 of torchao"])
+def test_ranks_with_other_weights_are_told(name: str) -> None:
+    """Nobody brings quantised weights to the same values, so they have to be."""
+
+    def run(ctx: Context) -> None:
+        model = made()
+        with torch.no_grad():
+            cast("Any", model.blocks[1]).down.weight[3, 5] += 0.5 * ctx.rank
+        af.load_and_quantize_model(model, CONFIGS[name])
+        with pytest.raises(ReplicaDriftError, match=r"blocks\.1\.down\.weight"):
+            af.prepare_model(ctx, model)
+
+    run_ranks(run, 2)
+
+
+def test_a_quantised_model_is_not_moved() -> None:
+    model = af.load_and_quantize_model(made(), CONFIGS["nf4"])
+    assert af.prepare_model(Context(), model) is model
+    other = af.load_and_quantize_model(made(), CONFIGS["int8 of torchao"])
+    cast("Any", other).hf_device_map = {"": 0}  # as if it had been loaded on an accelerator
+    with pytest.raises(ConfigurationError, match="puts weights on 0, while this rank trains on cpu"):
+        af.prepare_model(Context(), other)

@@ -1,0 +1,83 @@
+"""Places are read in every form in which callers write them, and refused where they can't exist."""
+
+import pytest
+import torch
+
+from accelfn.bigmodel.places import (
+    Place,
+    check_device,
+    is_accelerator,
+    is_simulated,
+    order_of,
+    read_place,
+)
+
+
+@pytest.mark.parametrize(
+    ("written", "place"),
+    [
+        (0, 0),
+        (3, 3),
+        ("cpu", "cpu"),
+        ("disk", "disk"),
+        ("mps", "mps"),
+        ("cpu:0", "cpu:0"),
+        ("cpu:12", "cpu:12"),
+        (torch.device("cpu"), "cpu"),
+        (torch.device("cpu", 1), "cpu:1"),
+    ],
+)
+def test_places_have_one_form(written: object, place: Place) -> None:
+    assert read_place(written) == place
+
+
+@pytest.mark.skipif(
+    torch.accelerator.is_available() and str(torch.accelerator.current_accelerator()) != "cuda",
+    reason="another kind of accelerator is here",
+)
+def test_devices_of_cuda_are_numbers() -> None:
+    assert [read_place(one) for one in ("cuda", "cuda:1", torch.device("cuda", 2))] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "wrong", [-1, True, 1.0, None, "", "gpu", "0", "cpu:", "cpu:-1", "cpu:x", "tpu:0", "meta"]
+)
+def test_what_is_no_place_is_refused(wrong: object) -> None:
+    with pytest.raises(ValueError, match=r"max_memory: there is no place .*'cpu', 'disk'"):
+        read_place(wrong, "max_memory")
+
+
+def test_places_of_the_host_and_others() -> None:
+    assert [is_accelerator(one) for one in (0, "mps", "cpu:0", "cpu", "disk")] == [
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert [is_simulated(one) for one in (0, "mps", "cpu:0", "cpu", "disk")] == [
+        False,
+        False,
+        True,
+        False,
+        False,
+    ]
+
+
+def test_the_fastest_come_first() -> None:
+    ordered: list[Place] = [0, 1, 10, "cpu:0", "cpu:2", "cpu:10", "mps", "cpu", "disk"]
+    backwards = list(reversed(ordered))
+    assert sorted(backwards, key=order_of) == ordered
+
+
+def test_devices_of_the_host() -> None:
+    assert check_device("cpu") == check_device("cpu:3") == torch.device("cpu")
+    with pytest.raises(ValueError, match="main_device: nothing is computed on the disk"):
+        check_device("disk", "main_device")
+    with pytest.raises(ValueError, match="main_device: this machine has no accelerator 99"):
+        check_device(99, "main_device")
+
+
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs an accelerator")
+def test_an_accelerator_that_is_here() -> None:
+    assert check_device(0).index == 0

@@ -1,0 +1,66 @@
+"""What the pages on big models show is what their commands and programs print."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from accelfn.launch.main import main
+
+ROOT = Path(__file__).parents[2]
+GUIDE = ROOT / "docs" / "pages" / "guide"
+EXAMPLES = ROOT / "docs" / "examples"
+SHOWN = re.compile(r"^```text\n\$ (\S+) ([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+COMMANDS = [
+    (page, *found)
+    for page in ("estimate", "device-maps")
+    for found in SHOWN.findall((GUIDE / f"{page}.md").read_text())
+]
+
+
+@pytest.mark.parametrize(("page", "program", "arguments", "output"), COMMANDS)
+def test_what_a_page_shows_is_what_the_command_says(
+    page: str,
+    program: str,
+    arguments: str,
+    output: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    argv = shlex.split(arguments)
+    pictures = [word for word in argv if word.endswith(".svg")]
+    argv = [str(tmp_path / word) if word in pictures else word for word in argv]
+    monkeypatch.chdir(EXAMPLES)
+    assert program == "accelfn"
+    assert main(argv) == 0
+    assert capsys.readouterr().out == output
+    for name in pictures:
+        assert (tmp_path / name).read_text() == (GUIDE / name).read_text(), f"{name} is out of date"
+        assert f"]({name})" in (GUIDE / f"{page}.md").read_text()
+
+
+def test_the_pages_show_commands_and_a_picture_each() -> None:
+    assert [page for page, *_ in COMMANDS] == ["estimate"] * 3 + ["device-maps"] * 2
+    pictures = {path.name for pattern in ("estimate_*.svg", "plan_*.svg") for path in GUIDE.glob(pattern)}
+    assert pictures == {"estimate_seven_billion.svg", "plan_seven_billion.svg"}
+
+
+@pytest.mark.parametrize("page", ["big-models", "offload"])
+def test_a_program_prints_what_its_page_shows(page: str, tmp_path: Path) -> None:
+    ((program, script, output),) = SHOWN.findall((GUIDE / f"{page}.md").read_text())
+    assert program == "python"
+    done = subprocess.run(
+        [sys.executable, str(ROOT / script)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == output
