@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -19,6 +21,18 @@ _Fill: TypeAlias = Callable[[torch.Tensor], object]
 # Smaller tensors are filled at once: they cost nothing, and there is nothing to wait for.
 _LEAST_BYTES = 1 << 20
 
+# Linux refuses to promise more than the machine has, unless it is told that nothing has to be kept for it.
+_HUGE_BYTES = 1 << 28
+_MAP_NORESERVE = 0x4000
+
+_MADE = frozenset(
+    (
+        "aten.empty.memory_format",
+        "aten.empty_strided.default",
+        "aten.empty_like.default",
+        "aten.new_empty.default",
+    )
+)
 # What makes a tensor and fills it; the random ones draw the numbers that their operations in place draw.
 _ZERO: Callable[..., _Fill] = lambda *_: torch.Tensor.zero_  # noqa: E731
 _ONE: Callable[..., _Fill] = lambda *_: lambda part: part.fill_(1)  # noqa: E731
@@ -116,7 +130,7 @@ class LateFills(TorchDispatchMode):
         name = str(func)
         if self._filling:
             return func(*args, **keywords)
-        if name in _MADE_AND_FILLED:
+        if name in _MADE_AND_FILLED or name in _MADE:
             made = self._make(func, name, args, keywords)
             if made is not None:
                 return made
@@ -148,12 +162,15 @@ class LateFills(TorchDispatchMode):
         layout = func(*args, **{**keywords, "device": torch.device("meta")})
         if kind == "meta":
             return layout
-        if layout.layout is not torch.strided or layout.numel() * layout.itemsize < _LEAST_BYTES:
+        least = _HUGE_BYTES if name in _MADE else _LEAST_BYTES
+        if layout.layout is not torch.strided or layout.numel() * layout.itemsize < least:
             return None
-        made = torch.empty_strided(layout.shape, layout.stride(), dtype=layout.dtype, device="cpu")
+        made = _empty(layout)
         if type(made) is not torch.Tensor:  # a mode below makes tensors of another kind
             return None
         self._waiting.setdefault(made.untyped_storage(), [])
+        if name in _MADE:
+            return made
         fill = _MADE_AND_FILLED[name](*args)
         if not self._put_off(made, fill):
             fill(made)
@@ -176,6 +193,22 @@ def tensors_in(*trees: Any) -> Iterator[torch.Tensor]:
     for leaf in optree.tree_leaves(cast("Any", trees)):
         if isinstance(leaf, torch.Tensor):
             yield leaf
+
+
+def _empty(layout: torch.Tensor) -> torch.Tensor:
+    """Make a tensor of the host as a meta tensor is laid out. Its memory is there once it is written to."""
+    shape, strides = layout.shape, layout.stride()
+    num_bytes = (
+        torch.empty_strided(shape, strides, dtype=layout.dtype, device="meta").untyped_storage().nbytes()
+    )
+    if sys.platform != "linux" or num_bytes < _HUGE_BYTES:
+        return torch.empty_strided(shape, strides, dtype=layout.dtype, device="cpu")
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
+    memory = torch.frombuffer(pages, dtype=torch.uint8)
+    if type(memory) is not torch.Tensor:
+        return memory
+    empty: Any = torch.empty(0, dtype=layout.dtype)
+    return empty.set_(memory.untyped_storage(), 0, shape, strides)
 
 
 def _part(storage: torch.UntypedStorage, late: _Late) -> torch.Tensor:

@@ -687,3 +687,13 @@ def test_a_large_tensor_that_nobody_holds_is_gone() -> None:
         assert all(storage() is not None for storage in alive)
         del tensors
         assert all(storage() is None for storage in alive)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems promise no more than they have")
+def test_a_weight_that_no_machine_has_room_for_is_built() -> None:
+    with init_empty_weights():
+        layer = nn.Linear(600_000, 600_000)
+        drawn = nn.ParameterList([nn.Parameter(torch.randn(600_000, 600_000))])
+    assert layer.weight.is_meta
+    assert layer.weight.shape == (600_000, 600_000)
+    assert drawn[0].is_meta
