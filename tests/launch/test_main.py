@@ -59,6 +59,8 @@ def accelfn(*argv: str, cwd: Path = ROOT) -> "subprocess.CompletedProcess[str]":
         (["launch", "--nonsense"], 2),
         (["data-plan", "--help"], 0),
         (["data-plan", "--num_samples", "3", "--batch_size", "0"], 2),
+        (["plan-memory", "--help"], 0),
+        (["plan-memory", "train:build", "--max-memory", "0"], 2),
         (["estimate-memory", "--help"], 0),
         (["estimate-memory", "bert-base-cased"], 2),
         ([], 2),

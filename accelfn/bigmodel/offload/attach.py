@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from accelfn.bigmodel.offload.blocks import has_forward
 from accelfn.bigmodel.offload.move import input_device, moved
+from accelfn.bigmodel.offload.running import caller_of_hook
 from accelfn.bigmodel.offload.stream import Stream
 from accelfn.bigmodel.offload.uncompiled import uncompiled
 
@@ -96,7 +97,7 @@ class _Scope:
 
     @uncompiled
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self.stream.enter_scope(module, is_seen=True)
+        self.stream.enter_scope(module, caller_of_hook())
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +120,7 @@ class _Entry:
 
     @uncompiled
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self.stream.enter(self.block, module)
+        self.stream.enter(self.block, module, caller_of_hook())
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +147,7 @@ class _Guard:
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not torch.compiler.is_compiling():
-            self.stream.enter(self.block, module)
+            self.stream.enter(self.block, module, caller_of_hook())
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,8 @@ class Slot(NamedTuple):
 
     def peek(self) -> torch.Tensor | None:
         """Give the tensor that hangs there now; None if the module has let go of it."""
-        return _store(self.owner, self.is_parameter).get(self.key)
+        # As _store does; this is asked for each tensor at each use of a block.
+        return self.owner.__dict__["_parameters" if self.is_parameter else "_buffers"].get(self.key)
 
     def write(self, tensor: torch.Tensor) -> None:
         """Hang another tensor there, of whatever class."""

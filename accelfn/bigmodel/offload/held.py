@@ -6,7 +6,7 @@ import bisect
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
@@ -27,6 +27,9 @@ __all__ = (
     "take_down",
     "versions_of",
 )
+
+
+_BY_ITSELF = -1
 
 
 class Layout(NamedTuple):
@@ -140,8 +143,12 @@ def plan_layout(hosts: Sequence[torch.Tensor | None], before: Layout | None = No
         before: What was planned the last time; given back if it still fits.
     """
     key = tuple(
-        None if host is None or not is_packable(host) else (id(host), host.dtype, host.shape, host.stride())
-        for host in hosts
+        [
+            None
+            if host is None or not is_packable(host)
+            else (id(host), host.dtype, host.shape, host.stride())
+            for host in hosts
+        ]
     )
     if before is not None and before.key == key:
         return before
@@ -151,7 +158,7 @@ def plan_layout(hosts: Sequence[torch.Tensor | None], before: Layout | None = No
     seen: dict[int, int] = {}
     for place, host in enumerate(hosts):
         if host is None or key[place] is None:
-            positions.append(-1)
+            positions.append(_BY_ITSELF)
             continue
         if id(host) not in seen:
             seen[id(host)] = len(packed)
@@ -163,13 +170,13 @@ def plan_layout(hosts: Sequence[torch.Tensor | None], before: Layout | None = No
 
 def packed_hosts(held: Held) -> list[torch.Tensor]:
     """Give the packed tensors at rest."""
-    found = [held.hosts[place] for place in held.layout.firsts]
-    return [host for host in found if host is not None]
+    hosts = held.hosts
+    return [cast("torch.Tensor", hosts[place]) for place in held.layout.firsts]
 
 
 def versions_of(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     """Give how often each was changed; what inference mode has made doesn't count it."""
-    return tuple(0 if tensor.is_inference() else tensor._version for tensor in tensors)
+    return tuple([0 if tensor.is_inference() else tensor._version for tensor in tensors])
 
 
 def is_stale(held: Held, hosts: Sequence[torch.Tensor | None]) -> bool:
@@ -232,18 +239,26 @@ def take_down(held: Held) -> None:
             assert back is not None
             slot.write(back)
     held.hung = held.rest = ()
+    written = {position for position in range(len(held.copies)) if held.is_written(position)}
     # Batch normalisation writes into its buffers without counting it as a change.
     uncounted = {
-        position
-        for slot, position in zip(block.slots, held.layout.positions, strict=True)
+        held.layout.positions[place]
+        for place, slot in enumerate(block.slots)
         if not slot.is_parameter and slot.owner.training
-    }
+    } - written
+    if written or uncounted:
+        _write_back(held, written, uncounted)
+
+
+def _write_back(held: Held, written: set[int], uncounted: set[int]) -> None:
     hosts = packed_hosts(held)
-    for position, (host, copy) in enumerate(zip(hosts, held.copies, strict=True)):
-        is_counted = held.is_written(position)
-        if is_counted or (position in uncounted and not torch.equal(copy.to(host.device), host)):
-            # As little counted as it was there: autograd minds if a buffer that it keeps has changed.
-            with torch.no_grad():
-                (host if is_counted else host.data).copy_(copy)
+    with torch.no_grad():
+        for position in written:
+            hosts[position].copy_(held.copies[position])
+        for position in uncounted - {_BY_ITSELF}:
+            copy, host = held.copies[position], hosts[position]
+            if not torch.equal(copy.to(host.device), host):
+                # As little counted as it was there: autograd minds if a buffer that it keeps has changed.
+                host.data.copy_(copy)
     held.counts = versions_of(held.copies)
     held.versions = versions_of(hosts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,7 +30,8 @@ def let_pages_go(tensors: Sequence[torch.Tensor]) -> None:
 
     Not in a thread of its own: what a program writes to its weights once a pass is over could be lost.
     """
-    mapped = [tensor for tensor in tensors if mapped_from(tensor) is not None]
+    # Of less than a page nothing can be given back.
+    mapped = [one for one in tensors if one.nbytes >= mmap.PAGESIZE and mapped_from(one) is not None]
     if mapped:
         drop_pages(mapped)
 

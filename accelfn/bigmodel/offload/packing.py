@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -95,14 +96,16 @@ def unpack(memory: torch.Tensor, packing: Packing) -> tuple[torch.Tensor, ...]:
         memory: uint8, shape ``(packing.num_bytes,)``, on any device, a storage of its own.
         packing: Of the tensors.
     """
-    storage = memory.untyped_storage()
+    storage, device = memory.untyped_storage(), memory.device
     # Views of `memory` would share one counter of changes; so would what is made in inference mode have none.
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
         return tuple(
-            torch.empty(0, dtype=piece.dtype, device=memory.device).set_(
-                storage, piece.start // piece.dtype.itemsize, piece.shape, piece.stride
-            )
-            for piece in packing.pieces
+            [
+                torch.empty(0, dtype=dtype, device=device).set_(
+                    storage, start // dtype.itemsize, shape, stride
+                )
+                for start, dtype, shape, stride in packing.pieces
+            ]
         )
 
 

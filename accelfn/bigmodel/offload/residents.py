@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import torch
 
@@ -168,14 +168,15 @@ class Residents:
         packed = packed_hosts(held)
         held.versions = versions_of(packed)
         # Tensors of inference mode couldn't be used in training later.
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
             if block not in self._was_read:
                 held.arrival = self.link.begin([host.detach() for host in packed], layout.packing)
-            held.moved = {
-                place: host.to(device, non_blocking=True)
-                for place, (host, position) in enumerate(zip(hosts, layout.positions, strict=True))
-                if host is not None and position < 0
-            }
+            with torch.no_grad() if len(layout.firsts) < len(hosts) else nullcontext():
+                held.moved = {
+                    place: host.to(device, non_blocking=True)
+                    for place, (host, position) in enumerate(zip(hosts, layout.positions, strict=True))
+                    if host is not None and position < 0
+                }
         return held
 
     def _let_go(self, block: int) -> None:

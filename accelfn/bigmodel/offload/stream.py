@@ -11,6 +11,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ from accelfn.bigmodel.offload.link import Link
 from accelfn.bigmodel.offload.links import open_link
 from accelfn.bigmodel.offload.pinning import pin
 from accelfn.bigmodel.offload.residents import Residents, sizes_of
-from accelfn.bigmodel.offload.running import is_running
+from accelfn.bigmodel.offload.running import is_within
 from accelfn.bigmodel.places import Place
 
 __all__ = ("Stream", "StreamFacts", "check_options")
@@ -54,7 +55,7 @@ class _Entered:
     Attributes:
         block: That it entered, or -1 for a scope.
         module: Whose call it is.
-        is_seen: Torch itself calls it, so that it can be found among the calls that are running.
+        frame: Within which it runs, if a hook of torch says so.
         is_user: The block stays until the call ends.
         grads: Gradients are kept of what it computes.
         saving: How autograd saves weights meanwhile.
@@ -62,7 +63,7 @@ class _Entered:
 
     block: int
     module: nn.Module
-    is_seen: bool
+    frame: FrameType | None
     is_user: bool = False
     grads: bool = False
     saving: saved_tensors_hooks | None = None
@@ -94,13 +95,6 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.entered: list[_Entered] = []
         self.last = -1  # block that it entered last
-
-
-class _Wanter(NamedTuple):
-    """Who wants blocks next: a thread in its forward pass, or in its backward pass."""
-
-    thread: int
-    is_backward: bool
 
 
 class Stream:
@@ -199,6 +193,7 @@ class Stream:
 
     def facts(self) -> StreamFacts:
         """Say what travels, and how much of it was underway or there at a time."""
+        self._drop_interrupted()
         sizes = sizes_of(self.blocks)
         around = _around(self.blocks)
         own = sum(sizes[block] for block in around)
@@ -212,15 +207,16 @@ class Stream:
 
     # --- forward ---
 
-    def enter_scope(self, module: nn.Module, *, is_seen: bool = False) -> None:
+    def enter_scope(self, module: nn.Module, frame: FrameType | None = None) -> None:
         """Begin the forward pass of a module that has blocks below it: they are fetched ahead within it.
 
         Args:
             module: It.
-            is_seen: Said by a hook of torch, so that calls that were interrupted can be told from others.
+            frame: Within which it runs, for hooks of torch, which doesn't tell them of a KeyboardInterrupt: a
+                call whose frame is gone has ended.
         """
-        self._drop_interrupted(module, _SCOPE)
-        self._thread.entered.append(_Entered(_SCOPE, module, is_seen))
+        self._drop_interrupted()
+        self._thread.entered.append(_Entered(_SCOPE, module, frame))
 
     def leave_scope(self, module: nn.Module | None = None) -> None:
         """End what :meth:`enter_scope` began, whether or not it went well.
@@ -230,23 +226,31 @@ class Stream:
         """
         self._leave_down_to(_SCOPE, module)
 
-    def enter(self, block: int, module: nn.Module | None = None) -> None:
+    def enter(self, block: int, module: nn.Module | None = None, frame: FrameType | None = None) -> None:
         """Bring a block to the device, and hang its tensors into its modules.
 
         Args:
             block: Its position.
-            module: Whose call it is for, if a hook of torch says so. None: the block's own.
+            module: Whose call it is for; None: the block's own.
+            frame: As in :meth:`enter_scope`.
 
         Raises:
             RuntimeError: It has weights that aren't loaded, or that couldn't get their gradients.
         """
         one = self.blocks[block]
-        is_seen, caller = module is not None, one.module if module is None else module
-        self._drop_interrupted(caller, block)
+        caller = one.module if module is None else module
         calls = self._thread.entered
         grads = torch.is_grad_enabled()
-        is_there = any(call.block == block and (call.grads or not grads) for call in calls)
-        call = _Entered(block, caller, is_seen)
+        is_there = is_again = False
+        if calls:
+            self._drop_interrupted()
+            for call in calls:
+                if call.block == block:
+                    is_there = is_there or call.grads or not grads
+                    is_again = is_again or call.module is caller
+        if is_there and not is_again and (not grads or self._is_saving_by_place()):
+            return  # leave() finds no such call, and does nothing
+        call = _Entered(block, caller, frame)
         calls.append(call)
         if is_there:
             if grads:
@@ -256,7 +260,7 @@ class Stream:
         with residents.lock:
             call.is_user = True
             residents.use(block)
-            if grads:
+            if grads and one.sources:
                 _require_leaves(one)
             self._learn(block)
             if is_in_backward() and not self._is_scoped:  # checkpointed activations are computed again
@@ -273,10 +277,16 @@ class Stream:
         if grads:
             self._save_by_place(call)
 
+    def _is_saving_by_place(self) -> bool:
+        """Whether autograd saves weights as where they lie at this moment."""
+        innermost = next(
+            (one.saving for one in reversed(self._thread.entered) if one.saving is not None), None
+        )
+        return innermost is not None and is_innermost(innermost)
+
     def _save_by_place(self, call: _Entered) -> None:
         """Let autograd save weights as where they lie, unless it does already."""
-        before = next((one.saving for one in reversed(self._thread.entered) if one.saving is not None), None)
-        if before is None or not is_innermost(before):
+        if not self._is_saving_by_place():
             call.saving = refetching(self._find, self._fetch_again)
             call.saving.__enter__()
 
@@ -331,24 +341,11 @@ class Stream:
                 # What was used stays until the next one comes: it may be the same once more.
                 self._opened.want(_me(), (call.block, *self._ahead(self._thread.last)))
 
-    def _drop_interrupted(self, module: nn.Module | None = None, block: int = _SCOPE) -> bool:
-        """Forget calls of this thread that aren't running; torch runs no hooks after a KeyboardInterrupt.
-
-        Args:
-            module: Whose call begins at this moment, if any.
-            block: What it enters.
-
-        Returns:
-            Whether there were any.
-        """
+    def _drop_interrupted(self) -> bool:
+        """Forget calls of this thread that aren't running any more, and say whether there were any."""
         calls = self._thread.entered
         found = False
-        while calls and calls[-1].is_seen:
-            last = calls[-1]
-            times = sum(call.module is last.module and call.block == last.block for call in calls)
-            times += module is last.module and block == last.block
-            if is_running(last.module, times):
-                break
+        while calls and calls[-1].frame is not None and not is_within(calls[-1].frame):
             self._leave_last()
             found = True
         return found
@@ -405,13 +402,14 @@ class Stream:
             after_backward(partial(self._end_backward, wanter))
         self.residents.want(wanter, (block, *self._following(self._previous, block)))
 
-    def _end_backward(self, wanter: _Wanter) -> None:
+    def _end_backward(self, wanter: tuple[int, bool]) -> None:
         with self.residents.lock:
             self.residents.want(wanter, None)
 
 
-def _me(*, is_backward: bool = False) -> _Wanter:
-    return _Wanter(threading.get_ident(), is_backward)
+def _me(*, is_backward: bool = False) -> tuple[int, bool]:
+    """Who wants blocks: this thread, for its forward pass or its backward pass."""
+    return threading.get_ident(), is_backward
 
 
 def _around(blocks: Sequence[Block]) -> set[int]:

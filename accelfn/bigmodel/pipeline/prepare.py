@@ -85,7 +85,8 @@ def prepare_pipeline(
     are on the meta device afterwards. So a model that fits no rank is made on the meta device, and each rank
     reads its stage of the checkpoint. With one process the result runs the model itself.
 
-    Effect: on ``model``, which is in evaluation mode afterwards.
+    Effect: on ``model``, which is in evaluation mode afterwards. It computes in the dtypes of its weights,
+    whatever mixed precision the context has.
 
     Ranks: every rank of ``ctx``, with the same model and example.
 

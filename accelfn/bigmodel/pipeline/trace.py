@@ -74,8 +74,15 @@ def trace_model(
         dtypes: That tensors of the model will have, by their Python ids; else they keep theirs.
 
     Raises:
-        ValueError: It can't be followed, or it writes into its buffers.
+        ValueError: It can't be followed, writes into its buffers, or has tensors that are made of others.
     """
+    packed = [name for name, one in model.named_parameters() if is_traceable_wrapper_subclass(one)]
+    if packed:
+        raise ValueError(
+            f"prepare_pipeline: {', '.join(packed[:5])}{' and others' if len(packed) > 5 else ''} are made of "
+            "other tensors, as those of quantised layers and of models that are spread over ranks are, and "
+            "the operations between two cuts don't know them. Pass a model with plain weights."
+        )
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     # In this order, so that tensors of modules are tensors without values in the copy, too.
     known = {

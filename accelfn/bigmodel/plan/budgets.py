@@ -279,10 +279,11 @@ def balance_budgets(
     total = sizes[""]
     share = total // (len(used) - low_zero)
     kept = frozenset(read_class_names(no_split_module_classes))
-    blocks: dict[str, int] = {}
-    for module in shape.root.modules():
-        if module.class_name in kept:
-            blocks.setdefault(module.class_name, sizes.get(module.name, 0))
+    class_of = {module.name: module.class_name for module in shape.root.modules()}
+    blocks: dict[str, int] = {}  # the first of each class stands for all
+    for name, size in sizes.items():
+        if name and class_of.get(name) in kept:
+            blocks.setdefault(class_of[name], size)
     tensors = frozenset(get_module_leaves(sizes))
     layers = get_module_leaves({name: size for name, size in sizes.items() if name not in tensors})
     mean = sum(sizes[name] for name in layers) // max(len(layers), 1)

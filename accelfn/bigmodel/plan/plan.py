@@ -210,16 +210,17 @@ def _plan(
         return filled
     leaves: list[list[PlacedLeaf]] = [[] for _ in rooms]
     tied: dict[int, list[tuple[str, int, int]]] = {}
-    for unit, room in zip(units.leaves, filled.room_of, strict=True):
-        for leaf, size in unit:
-            counted = size
+    start = 0
+    for end, room in zip(units.ends, filled.room_of, strict=True):
+        for leaf, size in zip(units.leaves[start:end], units.sizes[start:end], strict=True):
             if leaf.tie is not None:
                 names = tied.setdefault(leaf.tie, [])
-                size = names[0][2] if names else size
+                own = names[0][2] if names else size
                 # One that is there under another name takes nothing.
-                counted = 0 if any(other == room for _, other, _ in names) else size
-                names.append((leaf.name, room, size))
-            leaves[room].append(PlacedLeaf(leaf.name, counted, leaf.kind))
+                size = 0 if any(other == room for _, other, _ in names) else own
+                names.append((leaf.name, room, own))
+            leaves[room].append(PlacedLeaf(leaf.name, size, leaf.kind))
+        start = end
     places = [
         PlacePlan(
             place=room.place,

@@ -118,24 +118,22 @@ def sizes_of(
     sizes: defaultdict[str, int] = defaultdict(int)
     seen: set[int] = set()
 
-    def count(leaves: Iterable[LeafShape]) -> None:
-        for leaf in leaves:
-            if leaf.tie is None or leaf.tie not in seen:
-                sizes[leaf.name] = counted_bytes(leaf, known, special)
-            if leaf.tie is not None:
-                seen.add(leaf.tie)
-
     # In the order of torch, by which one of several names is the first.
     modules = list(shape.root.modules())
-    for module in () if buffers_only else modules:
-        count(module.parameters)
-    for module in modules:
-        count(module.buffers)
-    for module in reversed(modules):
-        parts = [part.name for part in (*module.parameters, *module.children, *module.buffers)]
-        found = [sizes[name] for name in parts if name in sizes]
-        if found:
-            sizes[module.name] = sum(found)
+    leaves = [leaf for module in modules for leaf in module.parameters if not buffers_only]
+    leaves += [leaf for module in modules for leaf in module.buffers]
+    for leaf in leaves:
+        if leaf.tie is not None:
+            if leaf.tie in seen:
+                continue
+            seen.add(leaf.tie)
+        size = counted_bytes(leaf, known, special)
+        sizes[""] += size
+        end = leaf.name.find(".")
+        while end >= 0:
+            sizes[leaf.name[:end]] += size
+            end = leaf.name.find(".", end + 1)
+        sizes[leaf.name] += size
     return sizes
 
 

@@ -64,8 +64,8 @@ def retie_parameters(model: nn.Module, tied_params: Iterable[Iterable[str]]) -> 
     Raises:
         ValueError: The model has no tensor of that name.
     """
-    for names in tied_params:
-        holders = [_holder(model, name) for name in names]
+    groups = [[_holder(model, name) for name in names] for names in tied_params]
+    for holders in groups:
         values: list[Any] = [getattr(module, key) for module, key in holders]
         kept = next((value for value in values if not value.is_meta), None)
         if kept is None:

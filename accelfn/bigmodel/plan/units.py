@@ -38,7 +38,9 @@ class Units:
     Attributes:
         top: Parts of the whole model.
         nodes: Of each unit, what it is.
-        leaves: Of each unit, its tensors with their bytes.
+        leaves: Tensors, unit by unit.
+        sizes: Of each tensor.
+        ends: Of each unit, the number of tensors up to its last.
         layer_bytes: Of each unit; a bare tensor is no layer. What has several names counts in the first.
         has_ties: Whether some units share a tensor that has to stay one.
         has_copies: Whether some share a tensor that may be copied.
@@ -52,17 +54,17 @@ class Units:
         keep_ties: bool = True,
     ) -> None:
         self.nodes: list[Node] = []
-        self.leaves: list[list[tuple[LeafShape, int]]] = []
+        self.leaves: list[LeafShape] = []
+        self.ends: list[int] = []
         self.layer_bytes: list[int] = []
         self._is_module: list[bool] = []
         self._no_split = no_split
-        self._size_of = size_of
         self.top = self._parts(shape.root, None)
+        self.sizes = [size_of(leaf) for leaf in self.leaves]
         # Buffers may be copied: that does no harm, and binds no layers to each other.
         kept = frozenset(
             leaf.tie
-            for leaves in self.leaves
-            for leaf, _ in leaves
+            for leaf in self.leaves
             if keep_ties and leaf.tie is not None and leaf.kind == "parameter"
         )
         self._sums = [0]
@@ -92,15 +94,17 @@ class Units:
     def _unit(self, name: str, parent: Node | None, leaves: Iterable[LeafShape], is_module: bool) -> Node:
         node = Node(name, parent, len(self.nodes))
         self.nodes.append(node)
-        self.leaves.append([(leaf, self._size_of(leaf)) for leaf in leaves])
+        self.leaves.extend(leaves)
+        self.ends.append(len(self.leaves))
         self._is_module.append(is_module)
         return node
 
     def _measure(self, kept: frozenset[int]) -> None:
-        total = 0
-        for unit, leaves in enumerate(self.leaves):
+        total = start = 0
+        for unit, end in enumerate(self.ends):
             layer = 0
-            for leaf, size in leaves:
+            for place in range(start, end):
+                leaf, size = self.leaves[place], self.sizes[place]
                 tie = leaf.tie
                 if tie is None:
                     total += size
@@ -116,6 +120,7 @@ class Units:
                     self._holders.setdefault(tie, []).append((leaf.name, unit))
                 else:
                     self._copied.append((unit, tie))
+            start = end
             self._sums.append(total)
             self.layer_bytes.append(layer if self._is_module[unit] else 0)
         for holders in self._holders.values():

@@ -287,7 +287,7 @@ def _without_saved(
         if key in tensors:
             parts["weight"] = tensors[key]
             like = layers[name].weight
-            tensors[key] = tensors[key]._replace(dtype=like.dtype, shape=tuple(like.shape), view=None)
+            tensors[key] = tensors[key]._replace(dtype=like.dtype, shape=tuple(like.shape), elements=None)
         why = quantizer.differs({part: one.dtype for part, one in parts.items()})
         if why is not None:
             rows.append(Misfit(key, why, "one of the configuration"))

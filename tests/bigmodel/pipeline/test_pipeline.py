@@ -18,7 +18,7 @@ from accelfn.bigmodel.load import apply as applying
 from accelfn.comm import attempt
 from accelfn.errors import CheckpointMismatchError, MismatchError, MissingRankError, RemoteRankError
 from accelfn.testing import Fault, Where, run_ranks
-from tests.bigmodel.pipeline.models import Answer, Branching, Counting, Net, Tied, seeded
+from tests.bigmodel.pipeline.models import Branching, Counting, Net, Tied, seeded
 
 EVERY_KIND: tuple[Where, ...] = ("memory", "processes")
 
@@ -192,6 +192,13 @@ def test_models_and_examples_that_cannot_be_cut_are_refused(
         af.wait_for_everyone(ctx)
 
     run_ranks(run, 2)
+
+
+def test_quantised_models_are_refused() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    af.load_and_quantize_model(model, af.TorchaoQuantizationConfig())
+    with pytest.raises(ValueError, match=r"0\.weight, 1\.weight are made of other tensors"):
+        plan_pipeline(model, torch.ones(4, 4), 2)
 
 
 @pytest.mark.parametrize("option", ["num_chunks", "num_stages"])
@@ -399,7 +406,3 @@ def test_models_of_transformers_run_in_stages(name: str, size: int, tmp_path: Pa
         )
 
     run_ranks(run, size, "processes", timeout_s=60)
-
-
-def test_answers_are_named_tuples() -> None:
-    assert Answer(torch.zeros(1), {})._fields == ("y", "parts")

@@ -1,0 +1,286 @@
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from accelfn.bigmodel import convert_file_size_to_int, get_balanced_memory, get_max_memory, read_shape
+from accelfn.bigmodel.places import Place
+from accelfn.bigmodel.plan.budgets import available_memory
+from accelfn.errors import MissingExtraError
+from tests.bigmodel.plan.trees import M3, Tree, build, trees
+
+PEER: Any = importlib.import_module("accelerate.utils.modeling")
+
+# --- sizes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given_", "expected"),
+    [
+        (5, 5),
+        (0, 0),
+        (0.9 * 10**9, 9 * 10**8),
+        ("10GB", 10**10),
+        ("10gb", 10**10),  # not gigabits
+        ("10Gb", 10**10),
+        (" 10 GB ", 10**10),
+        ("1.5MB", 1_500_000),
+        (".5KB", 500),
+        ("2 GiB", 2**31),
+        ("5gib", 5 * 2**30),
+        ("1MiB", 2**20),
+        ("1kib", 2**10),
+        ("3TB", 3 * 10**12),
+        ("1TiB", 2**40),
+        ("17B", 17),
+        ("0GB", 0),
+    ],
+)
+def test_a_size(given_: float | str, expected: int) -> None:
+    assert convert_file_size_to_int(given_) == expected
+
+
+@given(st.integers(0, 10**15), st.sampled_from(["KB", "MB", "GB", "KiB", "MiB", "GiB"]))
+def test_units_are_those_of_accelerate(number: int, unit: str) -> None:
+    text = f"{number}{unit}"
+    theirs = PEER.convert_file_size_to_int(text)  # through a float
+    assert convert_file_size_to_int(text) == pytest.approx(theirs, rel=1e-15)
+
+
+@pytest.mark.parametrize(
+    "given_", ["10", "", "GB", "-5GB", "1e3GB", "ten GB", "5PB", "5 G", -1, -0.5, float("nan"), float("inf")]
+)
+def test_what_is_no_size(given_: Any) -> None:
+    with pytest.raises(ValueError, match="such as '10GB': got ") as caught:
+        convert_file_size_to_int(given_)
+    assert repr(given_) in str(caught.value)
+
+
+@pytest.mark.parametrize("given_", [None, True, [5], torch.tensor(5)])
+def test_what_is_neither_a_text_nor_a_number(given_: Any) -> None:
+    with pytest.raises(TypeError, match="a size is a number of bytes, or a text"):
+        convert_file_size_to_int(given_)
+
+
+# --- what is given -------------------------------------------------------------------------------
+
+
+def test_budgets_are_read_and_put_in_order() -> None:
+    given_ = {"disk": "1TB", "cpu": "1GiB", "cpu:1": 3, "cuda:2": "5 GB", 0: 7, torch.device("cpu", 0): 4}
+    before = dict(given_)
+    found = get_max_memory(given_)
+    assert found == {0: 7, 2: 5 * 10**9, "cpu:0": 4, "cpu:1": 3, "cpu": 2**30, "disk": 10**12}
+    assert list(found) == [0, 2, "cpu:0", "cpu:1", "cpu", "disk"]
+    assert given_ == before
+    assert get_max_memory({}) == {}
+    assert list(get_max_memory({"cpu": 1, "mps": 1, 3: 1})) == [3, "mps", "cpu"]
+
+
+@pytest.mark.parametrize(
+    ("given_", "said"),
+    [
+        ({"gpu": 5}, "max_memory: there is no place 'gpu'"),
+        ({-1: 5}, "max_memory: there is no place -1"),
+        ({True: 5}, "there is no place True"),
+        ({0: -5}, r"max_memory\[0\]: a size is .* got -5"),
+        ({"cpu": "10"}, r"max_memory\['cpu'\]: a size is .* got '10'"),
+        ({0: 1, "cuda:0": 2}, "max_memory gives the place 0 twice, once as 'cuda:0'"),
+    ],
+)
+def test_budgets_that_can_not_be_are_refused(given_: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        get_max_memory(given_)
+
+
+def test_what_is_no_mapping_is_refused() -> None:
+    with pytest.raises(TypeError, match="takes sizes by place"):
+        get_max_memory("10GB")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"max_memory\[0\]: a size is"):
+        get_max_memory({0: None})  # pyright: ignore[reportArgumentType]
+
+
+# --- what a machine has --------------------------------------------------------------------------
+
+MEMINFO = "MemTotal:       1000 kB\nMemFree: 5 kB\nMemAvailable:    400 kB\n"
+
+
+def machine(folder: Path, files: Mapping[str, str]) -> Path:
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, 400 * 1024),
+        # The second version of control groups; limits of groups above hold too.
+        (
+            {
+                "proc/self/cgroup": "0::/a/b\n",
+                "sys/fs/cgroup/a/memory.max": "100000\n",
+                "sys/fs/cgroup/a/memory.current": "60000\n",
+                "sys/fs/cgroup/a/memory.stat": "anon 5\ninactive_file 10000\n",
+                "sys/fs/cgroup/a/b/memory.max": "max\n",
+            },
+            50000,
+        ),
+        # In a container the group may be named by what is outside of it.
+        (
+            {
+                "proc/self/cgroup": "0::/../other\n",
+                "sys/fs/cgroup/memory.max": "3000\n",
+                "sys/fs/cgroup/memory.current": "4000\n",
+            },
+            0,
+        ),
+        # The first version.
+        (
+            {
+                "proc/self/cgroup": "3:cpu,cpuacct:/x\n2:memory:/docker/7\n1:name=systemd:/\n",
+                "sys/fs/cgroup/memory/docker/7/memory.limit_in_bytes": "200000\n",
+                "sys/fs/cgroup/memory/docker/7/memory.usage_in_bytes": "150000\n",
+                "sys/fs/cgroup/memory/docker/7/memory.stat": "inactive_file 1\ntotal_inactive_file 20000\n",
+                "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+            },
+            70000,
+        ),
+        # A limit beyond what there is.
+        (
+            {
+                "proc/self/cgroup": "0::/\n",
+                "sys/fs/cgroup/memory.max": "9999999999\n",
+                "sys/fs/cgroup/memory.current": "1\n",
+            },
+            400 * 1024,
+        ),
+    ],
+    ids=["none", "second", "outside", "first", "large"],
+)
+def test_the_free_memory_of_a_host(files: dict[str, str], expected: int, tmp_path: Path) -> None:
+    assert available_memory(machine(tmp_path, {"proc/meminfo": MEMINFO, **files})) == expected
+
+
+def test_other_systems_are_asked_through_psutil(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = SimpleNamespace(virtual_memory=lambda: SimpleNamespace(available=12345))
+    monkeypatch.setitem(sys.modules, "psutil", told)
+    assert available_memory(tmp_path) == 12345
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'accelfn\[bigmodel\]'"):
+        available_memory(tmp_path)
+
+
+def test_this_machine_has_memory() -> None:
+    found = get_max_memory()
+    assert found["cpu"] > 10**6
+    assert set(found) - {"cpu"} == set(range(torch.accelerator.device_count()))
+
+
+class Driver:
+    """Two devices, one of which doesn't answer."""
+
+    def mem_get_info(self, number: int) -> tuple[int, int]:
+        if number:
+            raise RuntimeError("busy")
+        return 1000, 5000
+
+
+def of_any_kind(_: object) -> Driver:
+    return Driver()
+
+
+def accelerator(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(torch, "get_device_module", of_any_kind)
+
+
+def test_accelerators_say_what_they_have_free(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    accelerator(monkeypatch, "cuda")
+    with caplog.at_level(logging.INFO, "accelfn.bigmodel.plan.budgets"):
+        found = get_max_memory()
+    assert list(found) == [0, "cpu"]
+    assert found[0] == 1000
+    assert "accelerator 1 isn't used: busy" in caplog.text
+    # With nothing else said a tenth is left for what is computed.
+    assert get_balanced_memory(M3())[0] == 900
+    assert get_balanced_memory(M3(), {0: 1000})[0] == 1000
+    accelerator(monkeypatch, "mps")
+    assert list(get_max_memory()) == ["mps"]
+
+
+# --- balance -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given_", "low_zero", "expected"),
+    [
+        ({0: 300, 1: 300}, False, {0: 215, 1: 300}),
+        ({0: 200, 1: 200}, False, {0: 200, 1: 200}),
+        ({0: 300, 1: 500}, False, {0: 215, 1: 500}),
+        ({0: 0, 1: 300, 2: 300}, False, {0: 0, 1: 215, 2: 300}),
+        ({0: 300, "cpu": 1000}, False, {0: 300, "cpu": 1000}),
+        ({0: 300, 1: 300, 2: 300}, True, {0: 0, 1: 215, 2: 300}),
+        ({0: 300, 1: 100, 2: 100}, True, {0: 36, 1: 100, 2: 100}),
+        ({"cpu:0": 300, "cpu:1": 300, "disk": 5}, False, {"cpu:0": 215, "cpu:1": 300, "disk": 5}),
+        ({"cpu": 9}, True, {"cpu": 9}),
+        ({0: "1GB", 2: "1GB"}, False, {0: 215, 2: 10**9}),
+    ],
+)
+def test_the_documented_balance(given_: Any, low_zero: bool, expected: dict[Place, int]) -> None:
+    before = dict(given_)
+    assert get_balanced_memory(M3(), given_, low_zero=low_zero) == expected
+    assert given_ == before
+
+
+def test_blocks_that_stay_whole_get_more_room() -> None:
+    model = nn.Sequential(M3(), M3(), M3(), nn.Linear(10, 10))
+    plain = get_balanced_memory(model, {0: 10**6, 1: 10**6})[0]
+    mean = (3 * 236 + 440) // 10
+    assert plain == (3 * 236 + 440) // 2 + int(1.25 * mean)
+    for classes in ("M3", ["M3"], {"M3"}, ("Absent", "M3")):
+        assert get_balanced_memory(model, {0: 10**6, 1: 10**6}, classes)[0] == plain + int(1.25 * 236) - int(
+            1.25 * mean
+        )
+    half = get_balanced_memory(model, {0: 10**6, 1: 10**6}, "M3", torch.float16, {"3.weight": torch.float32})
+    assert half[0] == (3 * 122 + 400 + 20) // 2 + int(1.25 * 122)
+
+
+def an_accelerator(_: object) -> SimpleNamespace:
+    return SimpleNamespace(type="cuda")
+
+
+@given(trees(), st.booleans(), st.sampled_from([[], ["A"], ["A", "B"]]), st.data())
+@settings(max_examples=100)
+def test_the_balance_is_that_of_accelerate(
+    tree: Tree, low_zero: bool, classes: list[str], data: st.DataObject
+) -> None:
+    """As it would be on a machine with accelerators: on others it fails for them."""
+    model = build(tree)
+    assume(read_shape(model).num_bytes)
+    sizes = st.integers(1, 2 * read_shape(model).num_bytes)
+    given_ = {number: data.draw(sizes) for number in range(data.draw(st.integers(2, 4)))}
+    with pytest.MonkeyPatch.context() as patch:
+        # torch.device(0) fails there without any accelerator.
+        patch.setattr(PEER.torch, "device", an_accelerator)
+        patch.setattr(logging.getLogger("accelerate.utils.modeling"), "disabled", True)
+        theirs = PEER.get_balanced_memory(
+            model, dict(given_), no_split_module_classes=classes, low_zero=low_zero
+        )
+    assert get_balanced_memory(model, given_, classes, low_zero=low_zero) == theirs

@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from accelfn.bigmodel import (
+    PlanOptions,
+    check_device_map,
+    infer_auto_device_map,
+    plan_device_map,
+    plan_named_map,
+    read_shape,
+    resolve_device_map,
+)
+from accelfn.bigmodel.places import Place
+from tests.bigmodel.plan.trees import M3, Tree, build, trees
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.m3 = M3()
+        self.register_buffer("scale", torch.ones(1), persistent=False)
+        self.bias = nn.Parameter(torch.zeros(1))
+
+
+class Model(nn.Module):
+    """Blocks of 244 bytes, which it wants whole."""
+
+    _no_split_modules = ("Block",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+
+# --- inferred ------------------------------------------------------------------------------------
+
+
+def test_the_map_is_that_of_the_plan() -> None:
+    model = Model()
+    budgets: dict[Place, int | str] = {0: "0.9KB", "cpu": "1GB"}
+    before = dict(budgets)
+    found = infer_auto_device_map(model, budgets, offload_buffers=True)
+    assert found == plan_device_map(read_shape(model), budgets).device_map
+    assert found["blocks.3.m3.linear1"] == 0
+    assert found["blocks.3.m3.linear2"] == "cpu"
+    assert budgets == before
+    for classes in ("Block", ["Block"], ("Block",), {"Block"}):
+        whole = infer_auto_device_map(model, budgets, classes, offload_buffers=True)
+        assert whole == {"blocks.0": 0, "blocks.1": 0, "blocks.2": "cpu", "blocks.3": "cpu"}
+    raw = infer_auto_device_map(model, {"cpu": "1GB"}, clean_result=False)
+    assert raw == {"blocks": "cpu"}
+    with torch.device("meta"):
+        assert infer_auto_device_map(Model(), budgets, offload_buffers=True) == found
+    half = infer_auto_device_map(model, {0: 600}, dtype="float16", special_dtypes={"blocks.0.bias": "int4"})
+    assert half == {"blocks": 0}
+
+
+def test_without_budgets_this_machine_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def small(given_: object) -> dict[Place, int]:
+        assert given_ is None
+        return {"cpu": 500}
+
+    monkeypatch.setattr("accelfn.bigmodel.plan.maps.get_max_memory", small)
+    assert infer_auto_device_map(M3()) == {"": "cpu"}
+    assert plan_named_map(read_shape(M3()), "auto").places[0].budget == 500
+
+
+def test_decisions_are_printed_where_that_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    infer_auto_device_map(M3(), {0: 250})
+    assert capsys.readouterr().out == ""
+    infer_auto_device_map(M3(), {0: 236}, verbose=True)
+    assert capsys.readouterr().out.splitlines() == [
+        "linear1 (64 B) on 0",
+        "batchnorm (72 B) on 0",
+        "linear2 (100 B) on 0",
+    ]
+
+
+def test_what_may_surprise_is_a_warning() -> None:
+    with pytest.warns(UserWarning, match="buffers of 40 B") as caught:
+        infer_auto_device_map(M3(), {0: 200})
+    with pytest.warns(UserWarning, match="buffers of 40 B") as other:
+        resolve_device_map(M3(), "sequential", {0: 200})
+    assert caught[0].filename == other[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        infer_auto_device_map(M3(), {0: 200}, offload_buffers=True)
+
+
+def test_something_smaller_is_placed_where_that_is_asked() -> None:
+    model = nn.Sequential(nn.Linear(10, 4), nn.Linear(4, 4), nn.Linear(4, 8))
+    assert infer_auto_device_map(model, {0: 256}) == {"": "disk"}
+    found = {"1": 0, "0": "disk", "2": "disk"}
+    assert infer_auto_device_map(model, {0: 256}, fallback_allocation=True) == found
+    assert resolve_device_map(model, "sequential", {0: 256}, fallback_allocation=True) == found
+
+
+# --- resolved ------------------------------------------------------------------------------------
+
+
+def test_names_of_maps() -> None:
+    model = Model()
+    budgets = {0: 900, 1: 900, 2: 900}
+    spread = {"blocks.0": 0, "blocks.1": 1, "blocks.2": 1, "blocks.3": 2}
+    even = resolve_device_map(model, "balanced", budgets)
+    assert even == resolve_device_map(model, "auto", budgets) == spread
+    filled = resolve_device_map(model, "sequential", budgets)
+    assert filled == {"blocks.0": 0, "blocks.1": 0, "blocks.2": 1, "blocks.3": 1}
+    low = resolve_device_map(model, "balanced_low_0", budgets)
+    assert 0 not in low.values()
+    # None means what the model says; nothing means nothing.
+    split = resolve_device_map(model, "sequential", {0: 600, 1: 1000}, no_split_module_classes=())
+    assert "blocks.2.bias" in split
+    assert resolve_device_map(model, "auto", {0: 300, "cpu:0": 300, "cpu": 1000}, dtype=torch.float16)
+
+
+def test_a_map_is_checked_and_spelled_in_one_way() -> None:
+    given_ = {
+        "blocks.0": "cuda:1",
+        "blocks": torch.device("cpu"),
+        "blocks.1.bias": "disk",
+        "blocks.2.m3": "cpu:3",
+    }
+    before = dict(given_)
+    assert resolve_device_map(Model(), given_) == {
+        "blocks.0": 1,
+        "blocks": "cpu",
+        "blocks.1.bias": "disk",
+        "blocks.2.m3": "cpu:3",
+    }
+    assert given_ == before
+    with pytest.raises(ValueError, match="no place 'gpu'"):
+        resolve_device_map(Model(), {"": "gpu"})
+    with pytest.raises(ValueError, match="names what the model doesn't have: 'block'"):
+        resolve_device_map(Model(), {"": 0, "block": 1})
+
+
+@pytest.mark.parametrize("name", ["Auto", "cuda:0", "", "even"])
+def test_other_names_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"one of 'auto', 'balanced', 'balanced_low_0', 'sequential', or"):
+        resolve_device_map(M3(), name, {0: 100})
+
+
+def test_something_else_is_refused() -> None:
+    with pytest.raises(TypeError, match="device_map takes one of 'auto'"):
+        resolve_device_map(M3(), 5)  # pyright: ignore[reportArgumentType]
+
+
+# --- checked -------------------------------------------------------------------------------------
+
+
+@given(trees(), st.data())
+def test_the_map_of_a_plan_is_sound_and_without_an_entry_it_is_not(tree: Tree, data: st.DataObject) -> None:
+    model = build(tree)
+    shape = read_shape(model)
+    budgets = {0: data.draw(st.integers(0, shape.num_bytes + 2)), "cpu": shape.num_bytes // 2}
+    plan = plan_device_map(shape, budgets, PlanOptions(clean_result=data.draw(st.booleans())))
+    found = plan.device_map
+    check_device_map(model, found)
+    needed = {leaf.name for leaf in shape.root.leaves() if leaf.kind != "temporary"}
+    holding = [
+        name for name in found if any(f"{one}.".startswith(f"{name}." if name else "") for one in needed)
+    ]
+    for name in holding:
+        rest = {other: place for other, place in found.items() if other != name}
+        with pytest.raises(ValueError, match="has no place for"):
+            check_device_map(model, rest)
+
+
+def test_names_that_the_model_lacks_are_told_with_those_near_them() -> None:
+    with pytest.raises(ValueError, match=r"'linear3' \(near it: 'linear2', 'linear1'") as caught:
+        check_device_map(M3(), {"": 0, "linear3": 1, "xyz": 2})
+    assert "'xyz'" in str(caught.value)
+    many = {f"linear{number}": 0 for number in range(10, 20)}
+    with pytest.raises(ValueError, match="and 5 more"):
+        check_device_map(M3(), {"": 0, **many})
+
+
+def test_tensors_without_a_place_are_told() -> None:
+    with pytest.raises(ValueError, match=r"no place for linear2\.weight, linear2\.bias\. Name them"):
+        check_device_map(M3(), {"linear1": 0, "batchnorm": 0})
+    with pytest.raises(ValueError, match=r"no place for linear1\.weight.* and 4 more"):
+        check_device_map(M3(), {})
+
+
+def test_names_of_tensors_and_what_no_state_dict_holds() -> None:
+    block = Block()
+    check_device_map(block, {"m3": 0, "bias": "cpu"})
+    check_device_map(block, {"m3": 0, "bias": "cpu", "scale": "disk"})
+    check_device_map(block, {"": "cpu", "m3.linear1.weight": 0})
+    with pytest.raises(ValueError, match=r"device_map\['bias'\]: there is no place 'gpu'"):
+        check_device_map(block, {"": 0, "bias": "gpu"})
+    check_device_map(nn.Module(), {})
+
+
+def test_a_model_whose_blocks_have_buffers_of_their_own_gets_a_whole_map() -> None:
+    model: Any = nn.Module()
+    model.block = Block()
+    model.block.register_buffer("counts", torch.zeros(3))
+    # What is split has buffers beside its modules: the documented map leaves them out.
+    found = infer_auto_device_map(model, {0: 250}, offload_buffers=True)
+    assert (found["block.scale"], found["block.counts"]) == (0, "disk")
+    check_device_map(model, found)

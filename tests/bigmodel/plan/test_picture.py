@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ElementTree
+from html.parser import HTMLParser
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from accelfn.bigmodel import (
+    DevicePlan,
+    LeafShape,
+    PlanOptions,
+    draw_device_plan,
+    draw_device_plan_html,
+    draw_device_plan_svg,
+    plan_device_map,
+    read_shape,
+    shape_from_leaves,
+)
+from accelfn.tree.sizes import size_text
+from tests.bigmodel.plan.trees import M3, build, trees
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> DevicePlan:
+    shape = read_shape(build(draw(trees())))
+    sizes = st.integers(0, shape.num_bytes + 5)
+    return plan_device_map(shape, {0: draw(sizes), "cpu:1": draw(sizes), "cpu": draw(sizes)})
+
+
+@given(plans())
+def test_the_table_has_a_row_for_each_place_and_names_what_is_there(plan: DevicePlan) -> None:
+    text = draw_device_plan(plan)
+    assert text == str(plan)
+    head, *rows = text.splitlines()
+    assert head.split("  ")[0] == "place"
+    for row, one in zip(rows, plan.places, strict=False):
+        assert row.split()[0] == str(one.place)
+        said = [size_text(one.used), size_text(one.reserved)]
+        said.append("none" if one.budget is None else size_text(one.budget))
+        assert re.split(r" {2,}", row)[1:4] == said
+        bar = row.split()[-1] if one.budget is not None else ""
+        assert len(bar) == (30 if one.budget is not None else 0)
+        assert ("#" in bar) == (one.budget is not None and one.used > 0)
+        if one.budget is not None and one.used + one.reserved < one.budget // 2:
+            assert "." in bar
+    held = rows[len(plan.places) + 1 :]
+    named = {line.split()[0] for line in held if line}
+    assert {str(one.place) for one in plan.places if one.leaves} <= named
+
+
+@given(plans())
+def test_the_image_shows_bytes_as_widths_inside_of_its_borders(plan: DevicePlan) -> None:
+    root = ElementTree.fromstring(draw_device_plan_svg(plan))
+    width, height = float(root.attrib["width"]), float(root.attrib["height"])
+    boxes = list(root.iter(f"{SVG}rect"))
+    for box in boxes:
+        x, y, w, h = (float(box.attrib[name]) for name in ("x", "y", "width", "height"))
+        assert min(x, y, w) >= 0
+        assert h > 0
+        assert x + w <= width + 0.05
+        assert y + h <= height
+    longest = max(1, *(max(one.used, one.budget or 0) for one in plan.places))
+    tops = sorted({float(box.attrib["y"]) for box in root.iter(f"{SVG}rect")})[1:]
+    drawn = dict.fromkeys(tops, 0.0)
+    for group in root.iter(f"{SVG}g"):
+        (box,) = group.iter(f"{SVG}rect")
+        drawn[float(box.attrib["y"])] += float(box.attrib["width"])
+    for row, one in enumerate(plan.places):
+        top = 10 + row * 34
+        assert abs(drawn.get(top, 0) - one.used * 640 / longest) < 0.05 * (1 + len(one.leaves))
+        here = [box for box in boxes if float(box.attrib["y"]) == top]
+        outlines = [box for box in here if box.attrib.get("fill") == "none"]
+        assert len(outlines) == (one.budget is not None)
+        hatched = [box for box in here if box.attrib.get("fill") == "url(#kept)"]
+        assert len(hatched) == (one.reserved > 0)
+    titles = [title.text or "" for title in root.iter(f"{SVG}title")]
+    assert titles[0].startswith(f"{plan.places[0].place}: {size_text(plan.places[0].used)} of ")
+
+
+class Cells(HTMLParser):
+    """Collects the cells of all tables."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells: list[str] = []
+        self.inside = False
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.inside = tag == "td"
+
+    def handle_data(self, data: str) -> None:
+        if self.inside:
+            self.cells.append(data)
+
+    def handle_endtag(self, tag: str) -> None:
+        self.inside = False
+
+
+@given(plans())
+def test_the_page_lists_every_tensor(plan: DevicePlan) -> None:
+    page = draw_device_plan_html(plan, "a < b")
+    assert "<title>a &lt; b</title>" in page
+    assert draw_device_plan_svg(plan).rstrip() in page
+    assert "http" not in page.replace("http://www.w3.org/2000/svg", "")
+    cells = Cells()
+    cells.feed(page)
+    expected = [
+        text for one in plan.places for leaf in one.leaves for text in (leaf.name, size_text(leaf.num_bytes))
+    ]
+    assert cells.cells == expected
+
+
+def test_runs_parts_ties_and_copies_are_told() -> None:
+    sizes = {
+        **{f"layers.{number}.w": 10 for number in range(12)},
+        "layers.12.a": 5,
+        "layers.12.b": 5,
+        "end<&>": 1,
+    }
+    shape = shape_from_leaves(
+        [LeafShape(name, size, size, torch.uint8) for name, size in sizes.items()],
+        [("layers.0.w", "layers.1.w")],
+    )
+    plan = plan_device_map(shape, {0: 0, 1: 1 + 10 * 10, "disk": 100})
+    lines = draw_device_plan(plan).splitlines()
+    assert "1      end<&>, layers.0..10" in lines
+    assert "disk   layers.11..12" in lines
+    assert "one tensor: layers.0.w = layers.1.w" in lines
+    svg = draw_device_plan_svg(plan)
+    assert "end&lt;&amp;&gt;: 1 B" in svg
+    ElementTree.fromstring(svg)
+    # A module that is in two places is in each a part.
+    split = nn.ModuleDict({"block": nn.ModuleList([nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5))])})
+    plan = plan_device_map(read_shape(split), {0: 0, 1: 64})
+    assert "1      block.0 (part)" in draw_device_plan(plan)
+    assert "disk   block.0 (part)" in draw_device_plan(plan)
+
+
+def test_warnings_and_copies_stand_below() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(1, 10), "b": nn.Linear(1, 20), "c": nn.Linear(1, 20)})
+    for name in "bc":
+        model.get_submodule(name).weight = model.get_submodule("a").weight
+    plan = plan_device_map(read_shape(model), {0: 0, 1: 160, "disk": 160})
+    text = draw_device_plan(plan)
+    assert "copies of 40 B each: a.weight on 1, b.weight on 1, c.weight on disk" in text
+    assert "warning: nothing fits unless" in text
+
+
+def test_places_without_anything_and_a_model_without_tensors() -> None:
+    for plan in (
+        plan_device_map(read_shape(nn.Module()), {}),
+        plan_device_map(read_shape(nn.Module()), {0: 0}),
+        plan_device_map(read_shape(M3()), {0: 0, "cpu": 0}, PlanOptions(offload_buffers=True)),
+    ):
+        assert draw_device_plan(plan).splitlines()[1].split()[1:3] == ["0", "B"]
+        ElementTree.fromstring(draw_device_plan_svg(plan))
+        assert draw_device_plan_html(plan)

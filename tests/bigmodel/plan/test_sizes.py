@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from torch import nn
+
+from accelfn.bigmodel import (
+    CustomDtype,
+    calculate_maximum_sizes,
+    compute_module_sizes,
+    compute_module_total_buffer_size,
+    dtype_byte_size,
+    get_max_layer_size,
+    get_module_leaves,
+    get_non_persistent_buffers,
+    read_shape,
+)
+from accelfn.bigmodel.plan.sizes import read_class_names
+from tests.bigmodel.plan.documented import sizes_of_names
+from tests.bigmodel.plan.trees import M3, Tree, build, trees
+
+PEER: Any = importlib.import_module("accelerate.utils.modeling")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        (torch.float32, 4),
+        ("float16", 2),
+        ("torch.bfloat16", 2),
+        (torch.complex64, 8),
+        (torch.float8_e4m3fn, 1),
+        (torch.uint16, 2),
+        (torch.bool, 1),  # what it takes; Accelerate counts an eighth
+        (CustomDtype.FP8, 1),
+        (CustomDtype.INT4, 0.5),
+        ("int4", 0.5),
+        (CustomDtype.INT2, 0.25),
+    ],
+)
+def test_bytes_of_an_element(dtype: Any, expected: float) -> None:
+    assert dtype_byte_size(dtype) == expected
+    if isinstance(dtype, torch.dtype):
+        assert torch.empty(1, dtype=dtype).nbytes == expected
+
+
+@pytest.mark.parametrize("dtype", ["float17", "weight", 16, None])
+def test_what_is_no_dtype_is_refused(dtype: Any) -> None:
+    with pytest.raises(ValueError, match="dtype must be a dtype of torch or its name"):
+        dtype_byte_size(dtype)
+
+
+def test_the_documented_sizes() -> None:
+    sizes = compute_module_sizes(M3())
+    assert {name: sizes[name] for name in ("", "linear1", "batchnorm", "linear2")} == {
+        "": 236,
+        "linear1": 64,
+        "batchnorm": 72,
+        "linear2": 100,
+    }
+    assert sizes["batchnorm.num_batches_tracked"] == 8
+    half = compute_module_sizes(M3(), dtype="float16")
+    assert [half[name] for name in ("linear1", "batchnorm", "linear2", "")] == [32, 40, 50, 122]
+    # No dtype makes anything larger, but a special one does.
+    assert sizes == compute_module_sizes(M3(), dtype=torch.float64)
+    assert sizes["absent"] == 0
+    special = compute_module_sizes(
+        M3(), torch.float16, {"linear1.weight": torch.float64, "linear2.bias": "int4"}
+    )
+    assert special["linear1"] == 96 + 8
+    assert special["linear2.bias"] == 3  # two and a half
+    assert calculate_maximum_sizes(M3()) == (236, (100, ["linear2"]))
+    assert compute_module_total_buffer_size(M3()) == 40
+    assert compute_module_total_buffer_size(M3(), dtype=torch.float16) == 24
+    assert compute_module_total_buffer_size(nn.Linear(2, 2)) == 0
+
+
+@given(trees())
+def test_sizes_are_those_of_accelerate(tree: Tree) -> None:
+    model = build(tree)
+    ours, theirs = compute_module_sizes(model), PEER.compute_module_sizes(model)
+    assert ours == theirs
+    assert {name: size for name, size in sizes_of_names(read_shape(model)).items() if size} == {
+        name: size for name, size in ours.items() if size
+    }
+    buffers = PEER.compute_module_sizes(model, buffers_only=True)
+    assert compute_module_sizes(model, buffers_only=True) == buffers
+    assert sorted(get_module_leaves(ours)) == sorted(PEER.get_module_leaves(theirs))
+    parts = [*model.named_children()]
+    for no_split in ([], ["A"], ["B"]):
+        assert get_max_layer_size(parts, ours, no_split) == PEER.get_max_layer_size(parts, theirs, no_split)
+    for recurse in (False, True):
+        for fqns in (False, True):
+            found = PEER.get_non_persistent_buffers(model, recurse=recurse, fqns=fqns)
+            # Those of the model itself begin with a dot there.
+            plain = {name.removeprefix(".") for name in found}
+            assert get_non_persistent_buffers(model, recurse, fqns) == plain
+
+
+def test_integers_and_what_is_quantised_keep_their_size() -> None:
+    model: Any = nn.Module()
+    model.register_buffer("counts", torch.zeros(3, dtype=torch.int64))
+    model.register_buffer("waves", torch.zeros(3, dtype=torch.complex64))
+    model.register_buffer("numbers", torch.zeros(3))
+    sizes = compute_module_sizes(model, dtype=torch.float16)
+    assert (sizes["counts"], sizes["waves"], sizes["numbers"]) == (24, 24, 6)
+
+
+def test_no_layer_at_all() -> None:
+    assert get_max_layer_size([], {}, []) == (0, [])
+    assert calculate_maximum_sizes(nn.Module()) == (0, (0, []))
+
+
+def test_what_a_model_says_of_its_blocks_is_a_layer() -> None:
+    model: Any = nn.Sequential(M3(), nn.Linear(10, 5))
+    model._no_split_modules = ["M3"]
+    assert calculate_maximum_sizes(model) == (456, (236, ["0"]))
+    model._no_split_modules = None
+    assert calculate_maximum_sizes(model) == (456, (220, ["1"]))
+
+
+def test_names_of_classes() -> None:
+    assert read_class_names(None) == ()
+    assert read_class_names("A") == ("A",)
+    assert read_class_names(("A", "B")) == ("A", "B")
+    assert set(read_class_names({"A", "B"})) == {"A", "B"}
+    with pytest.raises(TypeError, match="takes names of classes, got 5"):
+        read_class_names([5])  # pyright: ignore[reportArgumentType]

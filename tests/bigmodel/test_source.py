@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import accelfn as af
+from accelfn.bigmodel import ModelShape, read_shape, read_source
+from accelfn.errors import DamagedCheckpointError, MissingExtraError, NoCheckpointError
+
+FACTORY = """
+from torch import nn
+
+class Named:
+    @staticmethod
+    def build():
+        return nn.Linear(2, 2)
+
+def build():
+    # 40 GB, if it took any memory.
+    return nn.Sequential(nn.Linear(100_000, 100_000), nn.BatchNorm1d(5))
+
+def other():
+    return {"model": nn.Linear(2, 2)}
+
+value = 5
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with a module `factory_here`."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "factory_here.py").write_text(FACTORY)
+    (tmp_path / "needing.py").write_text("import absent_module\n")
+    monkeypatch.delitem(sys.modules, "factory_here", raising=False)
+    return tmp_path
+
+
+def sizes(shape: ModelShape) -> dict[str, int]:
+    return {leaf.name: leaf.num_bytes for leaf in shape.root.leaves()}
+
+
+# --- functions -----------------------------------------------------------------------------------
+
+
+def test_a_function_builds_on_the_meta_device(here: Path) -> None:
+    before = list(sys.path)
+    shape = read_source("factory_here:build")
+    assert sizes(shape)["0.weight"] == 4 * 10**10
+    assert [child.class_name for child in shape.root.children] == ["Linear", "BatchNorm1d"]
+    assert [leaf.kind for leaf in shape.root.children[1].buffers] == ["buffer"] * 3
+    assert sys.path == before
+    assert sizes(read_source("factory_here:Named.build")) == {"weight": 16, "bias": 8}
+    # The meta device is that of new tensors within the call alone.
+    assert torch.empty(1).device.type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("absent_here:build", "there is no module 'absent_here' here"),
+        ("factory_here:absent", "the module factory_here has no function 'absent'"),
+        ("factory_here:value", "has no function 'value'"),
+        ("factory_here:other", "the function gave dict, and must give a module"),
+        ("factory_here", "there is no such file or folder"),
+        ("no/such/folder", "there is no such file or folder"),
+        ("models/7B:latest", "there is no such file or folder"),
+    ],
+)
+def test_what_is_no_function_that_gives_a_module(source: str, said: str, here: Path) -> None:
+    with pytest.raises(ValueError, match=said):
+        read_source(source)
+
+
+def test_what_a_module_lacks_itself_is_its_own_error(here: Path) -> None:
+    with pytest.raises(ModuleNotFoundError, match="absent_module"):
+        read_source("needing:build")
+
+
+# --- files ---------------------------------------------------------------------------------------
+
+
+class Words(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(10, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(11))
+        self.head = nn.Linear(4, 10)
+        self.head.weight = self.words.weight
+        self.register_buffer("counts", torch.zeros(3, dtype=torch.int64))
+
+
+def test_files_say_names_sizes_and_ties(tmp_path: Path) -> None:
+    model = Words()
+    af.save_model(af.Context(), model, tmp_path / "one")
+    af.save_model(af.Context(), model, tmp_path / "many", max_shard_size=200)
+    (index,) = (tmp_path / "many").glob("*.index.json")
+    real = read_shape(model)
+    shapes = [read_source(tmp_path / "one"), read_source(str(tmp_path / "many")), read_source(index)]
+    shapes.append(read_source(tmp_path / "one" / "model.safetensors"))
+    for shape in shapes:
+        assert sizes(shape) == sizes(real)
+        assert shape.num_bytes == real.num_bytes
+        assert [set(names) for names in shape.ties] == [{"words.weight", "head.weight"}]
+        layers = next(child for child in shape.root.children if child.name == "layers")
+        assert [child.name for child in layers.children] == [f"layers.{number}" for number in range(11)]
+        assert {child.class_name for child in layers.children} == {"layers.*"}
+        dtypes = {leaf.name: leaf.dtype for leaf in shape.root.leaves()}
+        assert (dtypes["counts"], dtypes["words.weight"]) == (torch.int64, torch.float32)
+
+
+def write_header(path: Path, entries: dict[str, Any]) -> None:
+    head = json.dumps(entries).encode()
+    size = max(one["data_offsets"][1] for one in entries.values())
+    path.write_bytes(len(head).to_bytes(8, "little") + head + bytes(size))
+
+
+def test_numbers_that_torch_packs_or_lacks_count_what_they_take(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    entries = {
+        "packed": {"dtype": "F4", "shape": [2, 4], "data_offsets": [0, 4]},
+        "odd": {"dtype": "F6_E2M3", "shape": [8], "data_offsets": [4, 10]},
+        "none": {"dtype": "F32", "shape": [0, 3], "data_offsets": [10, 10]},
+    }
+    write_header(path, entries)
+    found = {leaf.name: leaf for leaf in read_source(path).root.leaves()}
+    assert {name: leaf.num_bytes for name, leaf in found.items()} == {"packed": 4, "odd": 6, "none": 0}
+    assert found["packed"].dtype == torch.float4_e2m1fn_x2
+    assert found["packed"].numel == torch.empty(2, 2, dtype=torch.float4_e2m1fn_x2).numel()
+    assert found["odd"].dtype is None
+    assert not found["odd"].is_plain
+
+
+def test_files_that_are_not_sound_are_refused(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(3)}, tmp_path / "one.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "one.safetensors", "b": "one.safetensors"}}))
+    with pytest.raises(DamagedCheckpointError, match="lacks b, which the index says is in it"):
+        read_source(index)
+    index.write_text(json.dumps({"weight_map": {"a": "../one.safetensors"}}))
+    with pytest.raises(DamagedCheckpointError):
+        read_source(index)
+    (tmp_path / "cut.safetensors").write_bytes((tmp_path / "one.safetensors").read_bytes()[:-1])
+    with pytest.raises(DamagedCheckpointError):
+        read_source(tmp_path / "cut.safetensors")
+    save_file({}, tmp_path / "empty.safetensors")
+    with pytest.raises(NoCheckpointError, match="has no tensors"):
+        read_source(tmp_path / "empty.safetensors")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(NoCheckpointError):
+        read_source(tmp_path / "folder")
+    (tmp_path / "text.txt").write_text("no")
+    with pytest.raises(ValueError, match="no file of weights by its name"):
+        read_source(tmp_path / "text.txt")
+    torch.save({"a": torch.zeros(1)}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="sizes in a pickled file can't be read"):
+        read_source(tmp_path / "pytorch_model.bin")
+
+
+# --- configurations ------------------------------------------------------------------------------
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "dtype": "bfloat16",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "tie_word_embeddings": True,
+    "vocab_size": 100,
+}
+
+
+def test_a_configuration_names_the_model(tmp_path: Path) -> None:
+    transformers: Any = pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    shape = read_source(tmp_path)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA)).to(torch.bfloat16)
+    parameters = {leaf.name: leaf.num_bytes for leaf in shape.root.leaves() if leaf.kind == "parameter"}
+    assert parameters == {
+        name: value.nbytes for name, value in model.named_parameters(remove_duplicate=False)
+    }
+    assert shape.ties == (("model.embed_tokens.weight", "lm_head.weight"),)
+    assert shape.no_split_classes == ("LlamaDecoderLayer",)
+    # Without the name of a model it is that without a head.
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "architectures": None}))
+    assert read_source(tmp_path).root.children[0].name == "embed_tokens"
+
+
+@pytest.mark.parametrize("config", ["{}", '{"model_type": "of nobody"}', "no JSON"])
+def test_a_configuration_of_nothing_known(config: str, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(ValueError, match=r"config\.json describes no model that transformers knows"):
+        read_source(tmp_path)
+
+
+def test_without_transformers_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'accelfn\[bigmodel\]'"):
+        read_source(tmp_path)
+
+
+def test_reading_files_needs_no_transformers(tmp_path: Path) -> None:
+    af.save_model(af.Context(), Words(), tmp_path)
+    code = "import sys; sys.modules['transformers'] = None; from accelfn.bigmodel import read_source;"
+    code += f"print(read_source({str(tmp_path)!r}).num_bytes)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(done.stdout) == read_shape(Words()).num_bytes

@@ -1,0 +1,181 @@
+"""``accelfn plan-memory`` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from accelfn.bigmodel import (
+    DevicePlan,
+    PlanOptions,
+    draw_device_plan_html,
+    draw_device_plan_svg,
+    plan_named_map,
+    read_shape,
+)
+from accelfn.launch.main import main
+
+FACTORY = """
+from torch import nn
+
+class Block(nn.Sequential):
+    pass
+
+def build():
+    blocks = [Block(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 5)) for _ in range(3)]
+    model = nn.Sequential(*blocks)
+    model._no_split_modules = ["Block"]
+    return model
+"""
+BUDGETS = ("--max-memory", "0=600B", "cpu=0.5KB")
+
+
+class Block(nn.Sequential):
+    """As in the factory."""
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    Path("plan_memory_model.py").write_text(FACTORY)
+    monkeypatch.delitem(sys.modules, "plan_memory_model", raising=False)
+    return "plan_memory_model:build"
+
+
+def plan_of(name: str = "auto", budgets: dict[Any, Any] | None = None, **options: Any) -> DevicePlan:
+    blocks = [Block(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 5)) for _ in range(3)]
+    given: dict[str, Any] = {"no_split_module_classes": ["Block"], **options}
+    made = PlanOptions(**given)
+    return plan_named_map(read_shape(nn.Sequential(*blocks)), name, budgets or {0: 600, "cpu": 500}, made)
+
+
+@pytest.mark.parametrize(
+    ("flags", "plan"),
+    [
+        ((), {}),
+        (("--device_map", "sequential"), {"name": "sequential"}),
+        (("--no-split",), {"no_split_module_classes": ()}),
+        (("--no_split", "Absent", "Other"), {"no_split_module_classes": ()}),
+        (("--dtype=float16",), {"dtype": "float16"}),
+        (("--dtype", "int4", "--offload-buffers"), {"dtype": "int4", "offload_buffers": True}),
+        (("--fallback_allocation",), {"fallback_allocation": True}),
+    ],
+)
+def test_the_plan_of_the_flags_is_printed(
+    flags: tuple[str, ...], plan: dict[str, Any], source: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan-memory", source, *BUDGETS, *flags]) == 0
+    expected = plan_of(**plan)
+    printed, errors = capsys.readouterr()
+    # The options are those that were meant, not only their result.
+    assert printed == f"{expected}\n"
+    assert errors == ""
+
+
+def test_maps_and_places_by_name(source: str, capsys: pytest.CaptureFixture[str]) -> None:
+    budgets = {0: 500, 1: 500, "cpu:0": 500, "disk": 10**6}
+    given = ("0=500B", "cuda:1=500B", "cpu:0=500B", "disk=1MB")
+    for name in ("auto", "balanced", "balanced_low_0", "sequential"):
+        assert main(["plan-memory", source, "--device-map", name, "--max_memory", *given]) == 0
+        assert capsys.readouterr().out == f"{plan_of(name, budgets)}\n"
+
+
+def test_without_budgets_this_machine_is_planned_for(source: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan-memory", source]) == 0
+    first, second = capsys.readouterr().out.splitlines()[:2]
+    assert first.startswith("place")
+    assert second.split()[0] in ("0", "mps", "cpu")
+
+
+def test_programs_get_json(source: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan-memory", source, *BUDGETS, "--format", "json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    plan = plan_of()
+    assert said["source"] == source
+    assert said["device_map"] == plan.device_map
+    for found, one in zip(said["places"], plan.places, strict=True):
+        tensors = [{"name": leaf.name, "bytes": leaf.num_bytes, "kind": leaf.kind} for leaf in one.leaves]
+        assert found == {
+            "place": one.place,
+            "budget": one.budget,
+            "used": one.used,
+            "reserved": one.reserved,
+            "tensors": tensors,
+        }
+    assert (said["ties"], said["copies"]) == ([], [])
+    assert said["warnings"] == list(plan.warnings)
+
+
+def test_pictures_are_written_where_that_is_asked(source: str, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = plan_of()
+    page = draw_device_plan_html(plan, f"Where {source} lies")
+    for form, expected in (("svg", draw_device_plan_svg(plan)), ("html", page), ("table", f"{plan}\n")):
+        assert main(["plan-memory", source, *BUDGETS, "--format", form]) == 0
+        assert capsys.readouterr().out == expected
+        assert main(["plan-memory", source, *BUDGETS, "--format", form, "--output", f"a.{form}"]) == 0
+        assert capsys.readouterr().out == ""
+        assert Path(f"a.{form}").read_text() == expected
+
+
+def test_a_file_of_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = [f"layers.{number}.{key}" for number in range(3) for key in ("a", "b")]
+    save_file({name: torch.zeros(10) for name in names}, tmp_path / "model.safetensors")
+    flags = ("--max_memory", "0=200B", "--no_split", "layers.*", "--format", "json")
+    assert main(["plan-memory", str(tmp_path), *flags]) == 0
+    assert json.loads(capsys.readouterr().out)["device_map"] == {
+        "layers.0": 0,
+        "layers.1": "disk",
+        "layers.2": "disk",
+    }
+    content = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(content[:-1])
+    assert main(["plan-memory", str(tmp_path), *flags]) == 1
+    assert "accelfn plan-memory: damaged: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ((), "SOURCE"),
+        (("absent:build",), "there is no module 'absent'"),
+        (("no/such",), "there is no such file or folder"),
+        (
+            ("{source}", "--max_memory", "0"),
+            "--max_memory takes PLACE=SIZE, such as 0=10GB or cpu=30GB: got '0'",
+        ),
+        (("{source}", "--max_memory", "=5GB"), "got '=5GB'"),
+        (("{source}", "--max_memory", "0=5GB", "0=6GB"), "--max_memory gives the place 0 twice"),
+        (("{source}", "--max_memory", "0=5GB", "cuda:0=6GB"), "max_memory gives the place 0 twice"),
+        (("{source}", "--max_memory", "gpu=5GB"), "there is no place 'gpu'"),
+        (("{source}", "--max_memory", "0=-5GB"), "max_memory[0]: a size is"),
+        (("{source}", "--max_memory", "0=10"), "got '10'"),
+        (("{source}", "--max_memory", "cpu=1KB", "disk=1B", "--dtype", "half"), "dtype must be a dtype"),
+        (("{source}", "--max_memory", "cpu=100B", "disk=1B"), "the model doesn't fit: 0 needs 236 B"),
+        (("{source}", "--device_map", "even"), "--device_map"),
+        (("{source}", "--format", "png"), "--format"),
+        (
+            ("{source}", "--max_memory", "cpu=1GB", "--output", "/no/such/a"),
+            "can't write '/no/such/a': No such",
+        ),
+        (("{source}", "--nonsense"), "--nonsense"),
+    ],
+)
+def test_bad_input_is_said_in_one_sentence(
+    argv: tuple[str, ...], said: str, source: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status: object
+    try:
+        status = main(["plan-memory", *(source if one == "{source}" else one for one in argv)])
+    except SystemExit as stopped:
+        status = stopped.code
+    assert status == 2
+    errors = capsys.readouterr().err
+    assert "accelfn plan-memory: error: " in errors
+    assert said in errors
