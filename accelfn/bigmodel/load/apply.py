@@ -6,7 +6,7 @@ import importlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -25,25 +25,25 @@ __all__ = ("Fetch", "apply_plan", "fetch_from_files")
 _BATCH_BYTES = 1 << 28
 
 
-class Fetch(Protocol):
-    """Brings stored tensors into memory."""
+class Fetch(NamedTuple):
+    """How stored tensors come into memory.
 
-    def __call__(self, readings: Sequence[Reading], advance: Callable[[int], None]) -> None:
-        """Bring them.
+    Attributes:
+        bring: Brings some of them to where they shall be, and calls the other with bytes that are done.
+        has_files: Whether this rank has the files, and may map them.
+    """
 
-        Args:
-            readings: What, and where to.
-            advance: Called with bytes that are done.
-        """
+    bring: Callable[[Sequence[Reading], Callable[[int], None]], None]
+    has_files: bool
 
 
 def fetch_from_files(stamps: Mapping[Path, Stamp]) -> Fetch:
     """Give what reads from the files themselves."""
 
-    def fetch(readings: Sequence[Reading], advance: Callable[[int], None]) -> None:
+    def bring(readings: Sequence[Reading], advance: Callable[[int], None]) -> None:
         read_tensors(readings, stamps, advance)
 
-    return fetch
+    return Fetch(bring, has_files=True)
 
 
 def apply_plan(
@@ -139,29 +139,32 @@ def _read(
 ) -> list[tuple[LoadStep, torch.Tensor]]:
     """Read some tensors; give those that are new, and not the model's already."""
     targets: list[torch.Tensor] = []
+    readings: list[Reading] = []
     for step in batch:
         tensor = step.target.tensor
+        if is_spread(tensor) and is_whole and fetch.has_files and step.source.is_mappable:
+            # Of the whole only what this rank takes is ever read.
+            targets.append(step.source.map())
+            advance(step.source.num_bytes)
+            continue
         if is_spread(tensor):
-            targets.append(_memory_of_spread(step, is_whole))
+            target = _memory_of_spread(step, is_whole)
         elif step.how == "fill":
-            targets.append(tensor.detach())
+            target = tensor.detach()
         else:
-            targets.append(torch.empty(tensor.shape, dtype=step.dtype, device=step.device))
-    readings = [
-        Reading(step.source, target.view(step.source.shape) if target.dim() == 0 else target)
-        for step, target in zip(batch, targets, strict=True)
-    ]
-    fetch(readings, advance)
+            target = torch.empty(tensor.shape, dtype=step.dtype, device=step.device)
+        targets.append(target)
+        readings.append(Reading(step.source, target.view(step.source.shape) if not target.dim() else target))
+    fetch.bring(readings, advance)
     new: list[tuple[LoadStep, torch.Tensor]] = []
     for step, target in zip(batch, targets, strict=True):
         tensor = step.target.tensor
-        if is_spread(tensor):
-            target = _spread(step, target, is_whole)
+        value = _spread(step, target, is_whole) if is_spread(tensor) else target
         if step.how == "new":
-            new.append((step, target))
+            new.append((step, value))
         elif is_spread(tensor):
             if is_whole:
-                local_of(tensor).copy_(local_of(target))
+                local_of(tensor).copy_(local_of(value))
         elif not tensor.is_inference():
             # The memory was written behind torch's back, and graphs that need the old values shall notice.
             torch.autograd.graph.increment_version(tensor)
@@ -185,11 +188,15 @@ def _spread(step: LoadStep, value: torch.Tensor, is_whole: bool) -> torch.Tensor
     tensor = cast("Any", step.target.tensor)
     # Where there is a DTensor, it has been imported.
     spread: Any = importlib.import_module("torch.distributed.tensor")
+    local = value
     if is_whole:
-        whole = value.to(tensor.device_mesh.device_type)
-        return spread.distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
+        whole = value.view(tensor.shape).to(tensor.device_mesh.device_type)
+        made = spread.distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
+        local = local_of(made).to(step.dtype)
+        if local.untyped_storage().data_ptr() == value.untyped_storage().data_ptr():
+            local = local.clone()  # no part, but all of what may be a file's
     return spread.DTensor.from_local(
-        value,
+        local,
         tensor.device_mesh,
         tensor.placements,
         run_check=False,

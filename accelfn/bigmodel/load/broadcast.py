@@ -127,7 +127,7 @@ def _fetch_from_rank0(ctx: Context, meet: Meet, stamps: Mapping[Path, Stamp]) ->
         for one in readings:
             _broadcast(ctx, one.target)
 
-    return fetch
+    return Fetch(fetch, has_files=False)
 
 
 def _broadcast(ctx: Context, target: torch.Tensor) -> None:

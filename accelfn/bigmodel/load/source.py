@@ -248,6 +248,13 @@ def _open_pickled(path: Path) -> _Opened:
         spans.append(_Span(start, length, crc32))
         return whole[start : start + length]
 
+    with open(path, "rb") as file:
+        if file.read(2) == b"\x80\x02":  # a pickle, and no archive with one in it
+            raise DamagedCheckpointError(
+                f"{path} is of the format of torch before 1.6, which isn't read. Load it with "
+                "torch.load(weights_only=True) and save it again, as safetensors if you can.",
+                path.name,
+            )
     found: object = read_torch_file(path, take)
     named = cast("Mapping[object, object]", found) if isinstance(found, Mapping) else None
     if named is None or not all(isinstance(name, str) for name in named):

@@ -43,9 +43,12 @@ def as_transformers_names(model: nn.Module, tensors: Mapping[str, Stored]) -> di
         return dict(tensors)
     loading: Any = importlib.import_module("transformers.core_model_loading")
     conversions: Any = importlib.import_module("transformers.conversion_mapping")
-    rules = list(conversions.get_model_conversion_mapping(model))
-    renamings = [rule for rule in rules if isinstance(rule, loading.WeightRenaming)]
-    converters = [rule for rule in rules if isinstance(rule, loading.WeightConverter)]
+    try:
+        rules = list(conversions.get_model_conversion_mapping(model))
+        renamings = [rule for rule in rules if isinstance(rule, loading.WeightRenaming)]
+        converters = [rule for rule in rules if isinstance(rule, loading.WeightConverter)]
+    except (AttributeError, TypeError):  # another version's way; what doesn't fit is then named as it is
+        return dict(tensors)
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
     found: dict[str, Stored] = {}
     parts: dict[str, list[_Part]] = {}
@@ -74,10 +77,18 @@ class _Part(NamedTuple):
 
 
 def _put_together(model: nn.Module, rule: Any, renamed: str, parts: Sequence[_Part]) -> dict[str, Stored]:
-    """Say of what will be made of some tensors which dtypes and shapes it has, and how to make it."""
-    shapes = _convert(
-        model, rule, renamed, parts, lambda one: torch.empty(one.shape, dtype=one.dtype, device="meta")
-    )
+    """Say of what will be made of some tensors which dtypes and shapes it has, and how to make it.
+
+    Raises:
+        ValueError: It can't be made of them, since their shapes don't go together.
+    """
+    try:
+        shapes = _convert(model, rule, renamed, parts, _without_values)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{renamed} can't be put together of {parts[0].name} and {len(parts) - 1} others: {error}. Is it "
+            f"a checkpoint of {type(model).__name__}?"
+        ) from error
     first = min((part.stored for part in parts), key=lambda one: (str(one.path), one.start))
     made: dict[str, Stored] = {}
     for name, value in shapes.items():
@@ -96,6 +107,10 @@ def _put_together(model: nn.Module, rule: Any, renamed: str, parts: Sequence[_Pa
             made_by=repr(rule.operations),
         )
     return made
+
+
+def _without_values(one: Stored) -> torch.Tensor:
+    return torch.empty(one.shape, dtype=one.dtype, device="meta")
 
 
 def _convert(

@@ -501,6 +501,12 @@ def test_a_pickled_file_of_other_bytes_is_refused(tmp_path: Path) -> None:
         load_state_dict(tmp_path / "m.bin")
 
 
+def test_the_format_of_old_torch_is_named(tmp_path: Path) -> None:
+    torch.save({"weight": torch.ones(1)}, tmp_path / "m.bin", _use_new_zipfile_serialization=False)
+    with pytest.raises(DamagedCheckpointError, match=r"format of torch before 1\.6"):
+        load_state_dict(tmp_path / "m.bin")
+
+
 def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path) -> None:
     class Evil:
         def __reduce__(self) -> Any:

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 import accelfn as af
-from accelfn.bigmodel.load.checkpoint import load_checkpoint_in_model
+from accelfn.bigmodel.load.checkpoint import load_checkpoint_in_model, load_state_dict
 from accelfn.bigmodel.load.mapped import mapped_from
 from accelfn.context import Context
 from accelfn.errors import CheckpointMismatchError
 from accelfn.testing import run_ranks
-from tests.bigmodel.load.layouts import on_meta
+from tests.bigmodel.load.layouts import on_meta, write
 
 transformers: Any = pytest.importorskip("transformers")
 
@@ -95,6 +95,17 @@ def test_what_is_missing_is_named(saved: tuple[Any, Path]) -> None:
     other.extra = torch.nn.Linear(2, 2, device="meta")
     with pytest.raises(CheckpointMismatchError, match=r"extra\.weight"):
         load_checkpoint_in_model(other, saved[1])
+
+
+def test_parts_that_do_not_go_together(saved: tuple[Any, Path], tmp_path: Path) -> None:
+    tensors = load_state_dict(saved[1])
+    name = next(name for name in tensors if "experts.3.w1" in name)
+    write(tmp_path / "model.safetensors", {**tensors, name: torch.zeros(2, 2)})
+    with pytest.raises(ValueError, match=r"gate_up_proj can't be put together of .* and 21 others"):
+        load_checkpoint_in_model(on_meta(experts()), tmp_path)
+    write(tmp_path / "model.safetensors", {one: value for one, value in tensors.items() if one != name})
+    with pytest.raises(ValueError, match=r"gate_up_proj"):
+        load_checkpoint_in_model(on_meta(experts()), tmp_path)
 
 
 def test_it_is_put_together_on_one_rank_for_all(saved: tuple[Any, Path]) -> None:
