@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
@@ -19,6 +19,7 @@ LeafKind: TypeAlias = Literal["parameter", "buffer", "temporary"]
 
 # Of what a file has only the names, numbered modules of one list are of one class, as far as can be told.
 _NUMBER = re.compile(r"\d+")
+_PLAIN = frozenset({nn.Parameter, torch.Tensor})
 
 
 class LeafShape(NamedTuple):
@@ -121,11 +122,16 @@ def read_shape(model: nn.Module) -> ModelShape:
     """
     if not isinstance(cast("object", model), nn.Module):
         raise TypeError(f"read_shape: takes a module, got {type(model).__name__}.")
-    names = _Names()
-    names.collect(model)
-    ties = names.ties()
+    reader = _Reader()
+    root = reader.read(model, "")
+    ties = reader.ties()
     number_of = {name: number for number, names in enumerate(ties) for name in names}
-    return ModelShape(root=_read(model, "", number_of), ties=ties, no_split_classes=_no_split_of(model))
+    inside = {""} if ties else set[str]()
+    for name in number_of:
+        while name := name.rpartition(".")[0]:
+            inside.add(name)
+    classes = tuple(reader.no_split_classes)
+    return ModelShape(root=_tie(root, inside, number_of), ties=ties, no_split_classes=classes)
 
 
 def shape_from_leaves(leaves: Iterable[LeafShape], ties: Iterable[Iterable[str]] = ()) -> ModelShape:
@@ -166,61 +172,82 @@ def shape_from_leaves(leaves: Iterable[LeafShape], ties: Iterable[Iterable[str]]
     return ModelShape(root=_build("", "", tree), ties=groups)
 
 
-class _Names:
-    """Which names each tensor of a model has."""
+class _Reader:
+    """Walks a model once, and remembers what it has seen.
+
+    torch's own iterators leave out what is registered twice.
+    """
 
     def __init__(self) -> None:
-        self._names: dict[int, list[str]] = {}
-
-    def collect(self, model: Any, prefix: str = "") -> None:
-        """Walk a module. torch's own iterators leave out what is registered twice."""
-        # By the object: tensors of the meta device have no memory that could be compared.
-        for tensors in (model._parameters, model._buffers):
-            for key, tensor in tensors.items():
-                if tensor is not None:
-                    self._names.setdefault(id(tensor), []).append(prefix + key)
-        for key, child in model._modules.items():
-            if child is not None:
-                self.collect(child, f"{prefix}{key}.")
+        self._first: dict[int, str] = {}
+        self._ties: dict[int, list[str]] = {}
+        self.no_split_classes: dict[str, None] = {}
 
     def ties(self) -> tuple[tuple[str, ...], ...]:
-        """Give the groups of names that are one tensor each."""
-        return tuple(tuple(names) for names in self._names.values() if len(names) > 1)
+        """Give the groups of names that are one tensor each, in the order of the model."""
+        return tuple(tuple(self._ties[tensor]) for tensor in self._first if tensor in self._ties)
+
+    def read(self, module: Any, name: str) -> ModuleShape:
+        """Read a module and all below it."""
+        prefix = f"{name}." if name else ""
+        self.no_split_classes.update(dict.fromkeys(_no_split_of(module)))
+        parameters: list[LeafShape] = []
+        for key, tensor in module._parameters.items():
+            if tensor is not None:
+                leaf = _leaf(prefix + key, tensor, "parameter")
+                self._see(tensor, leaf.name)
+                parameters.append(leaf)
+        children = [
+            self.read(child, prefix + key) for key, child in module._modules.items() if child is not None
+        ]
+        buffers: list[LeafShape] = []
+        if module._buffers:
+            temporary: set[str] = module._non_persistent_buffers_set
+            for key, tensor in module._buffers.items():
+                if tensor is not None:
+                    leaf = _leaf(prefix + key, tensor, "temporary" if key in temporary else "buffer")
+                    self._see(tensor, leaf.name)
+                    buffers.append(leaf)
+        return ModuleShape(name, type(module).__name__, tuple(parameters), tuple(children), tuple(buffers))
+
+    def _see(self, tensor: torch.Tensor, name: str) -> None:
+        # By the object: tensors of the meta device have no memory that could be compared.
+        first = self._first.setdefault(id(tensor), name)
+        if first is not name:
+            self._ties.setdefault(id(tensor), [first]).append(name)
 
 
-def _read(module: Any, name: str, tie_of: Mapping[str, int]) -> ModuleShape:
-    prefix = f"{name}." if name else ""
-    temporary: set[str] = module._non_persistent_buffers_set
-    return ModuleShape(
-        name,
-        type(module).__name__,
-        tuple(
-            _leaf(prefix + key, tensor, "parameter", tie_of)
-            for key, tensor in module._parameters.items()
-            if tensor is not None
-        ),
-        tuple(
-            _read(child, prefix + key, tie_of) for key, child in module._modules.items() if child is not None
-        ),
-        tuple(
-            _leaf(prefix + key, tensor, "temporary" if key in temporary else "buffer", tie_of)
-            for key, tensor in module._buffers.items()
-            if tensor is not None
-        ),
+def _no_split_of(module: nn.Module) -> Iterable[str]:
+    """Give what a model, or one inside of another, says of its blocks."""
+    # Not by getattr alone: a module looks for what isn't there in three places first.
+    said = vars(module).get("_no_split_modules") or getattr(type(module), "_no_split_modules", None)
+    if isinstance(said, str):
+        return (said,)
+    names = cast("Iterable[str]", said or ())
+    return sorted(names) if isinstance(names, (set, frozenset)) else names
+
+
+def _tie(module: ModuleShape, inside: Collection[str], tie_of: Mapping[str, int]) -> ModuleShape:
+    """Number the ties of all tensors in a module; ``inside`` are the modules that have some."""
+    if module.name not in inside:
+        return module
+    parameters, buffers = (
+        tuple(leaf._replace(tie=tie_of.get(leaf.name)) for leaf in leaves)
+        for leaves in (module.parameters, module.buffers)
     )
+    children = tuple(_tie(child, inside, tie_of) for child in module.children)
+    return module._replace(parameters=parameters, children=children, buffers=buffers)
 
 
-def _leaf(name: str, tensor: Any, kind: LeafKind, tie_of: Mapping[str, int]) -> LeafShape:
-    if type(tensor) in (nn.Parameter, torch.Tensor):  # most are
-        dtype, numel = tensor.dtype, tensor.numel()
-        return LeafShape(name, numel * dtype.itemsize, numel, dtype, kind, tie_of.get(name))
+def _leaf(name: str, tensor: Any, kind: LeafKind) -> LeafShape:
+    if type(tensor) in _PLAIN:  # most are
+        return LeafShape(name, tensor.nbytes, tensor.numel(), tensor.dtype, kind)
     if is_lazy(tensor):
         raise ValueError(
             f"{name} has no shape yet: run the model on a batch once, or give the layer its size."
         )
     is_plain = not is_traceable_wrapper_subclass(tensor)
-    size = _bytes_inside(tensor)
-    return LeafShape(name, size, tensor.numel(), tensor.dtype, kind, tie_of.get(name), is_plain)
+    return LeafShape(name, _bytes_inside(tensor), tensor.numel(), tensor.dtype, kind, None, is_plain)
 
 
 def _bytes_inside(tensor: Any) -> int:
@@ -229,16 +256,6 @@ def _bytes_inside(tensor: Any) -> int:
         return tensor.numel() * tensor.dtype.itemsize
     names, _ = cast("tuple[list[str], object]", tensor.__tensor_flatten__())
     return sum(_bytes_inside(getattr(tensor, name)) for name in names)
-
-
-def _no_split_of(model: nn.Module) -> tuple[str, ...]:
-    """Collect what the model, or a model inside of it, says of its blocks."""
-    found: dict[str, None] = {}
-    for module in model.modules():
-        said: object = getattr(module, "_no_split_modules", None) or ()
-        names = (said,) if isinstance(said, str) else cast("Iterable[str]", said)
-        found.update(dict.fromkeys(sorted(names) if isinstance(names, (set, frozenset)) else names))
-    return tuple(found)
 
 
 def _build(name: str, class_name: str, tree: dict[str, Any]) -> ModuleShape:
