@@ -79,8 +79,8 @@ def trace_model(
     packed = [name for name, one in model.named_parameters() if is_traceable_wrapper_subclass(one)]
     if packed:
         raise ValueError(
-            f"prepare_pipeline: {', '.join(packed[:5])}{' and others' if len(packed) > 5 else ''} are made of "
-            "other tensors, as those of quantised layers and of models that are spread over ranks are, and "
+            f"prepare_pipeline: {', '.join(packed[:5])}{' and others' if len(packed) > 5 else ''} are made "
+            "of other tensors, as those of quantised layers and of models that are spread over ranks are, and "
             "the operations between two cuts don't know them. Pass a model with plain weights."
         )
     mode = FakeTensorMode(allow_non_fake_inputs=True)
