@@ -135,7 +135,7 @@ def main() -> None:
         group, number, folder = sys.argv[1:]
         print(json.dumps(measure(WAYS[int(group)][int(number)], Path(folder))))
         return
-    with tempfile.TemporaryDirectory(dir=".") as place:
+    with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         from accelfn import Context, save_model
 
