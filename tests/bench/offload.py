@@ -69,7 +69,7 @@ def from_disk(rounds: int) -> None:
     """Compare forward passes of 1.2 GB from the disk, on the CPU, with those in memory."""
     plain = nn.Sequential(*(Layer(1024) for _ in range(_BLOCKS))).requires_grad_(False)
     x = torch.randn(1, 32, 1024)
-    with tempfile.TemporaryDirectory(dir=".") as folder:
+    with tempfile.TemporaryDirectory() as folder:
         ours = af.disk_offload(copy.deepcopy(plain), folder)
         bounded = af.disk_offload(copy.deepcopy(plain), folder, cache_bytes=0)
         peer: Any = accelerate().disk_offload(copy.deepcopy(plain), f"{folder}/accelerate")

@@ -36,6 +36,7 @@ __all__ = (
     "map_tensors",
     "mapped_from",
     "read_ahead",
+    "read_in",
 )
 
 STORED_DTYPES = MappingProxyType({name: dtype for dtype, name in SAFETENSORS_NAMES.items()})
@@ -49,6 +50,7 @@ _RAW_DTYPES = MappingProxyType(
 _RECORD = "_accelfn_mapped_from"  # on the storage, so that a Parameter of a mapped tensor has it, too
 # Python's mmap doesn't name it. Without it, Linux refuses private mappings larger than its memory.
 _MAP_NORESERVE = 0x4000
+_POPULATE_READ = 22  # of madvise on Linux, since 5.14
 # Of a page in /proc/self/pagemap: bit 61 is set if it is the file's, 62 if it is swapped, 63 if it is there.
 _FLAGS_SHIFT, _NOT_THERE, _CLEAN = 61, 0b000, 0b101
 
@@ -198,6 +200,26 @@ def read_ahead(tensors: Iterable[torch.Tensor]) -> None:
     for record in _records(tensors):
         start = record.address // mmap.PAGESIZE * mmap.PAGESIZE
         advise(start, record.address + record.num_bytes - start, advice)
+
+
+def read_in(tensors: Iterable[torch.Tensor]) -> None:
+    """Bring mapped tensors into memory, so that their first use waits for nothing. This does wait.
+
+    Where the system can't, it is asked to read them, as :func:`read_ahead` does.
+
+    Args:
+        tensors: Those that aren't mapped are left out.
+    """
+    kept = tuple(tensors)
+    if sys.platform == "linux":
+        advise = advise_memory()
+        for record in _records(kept):
+            start = record.address // mmap.PAGESIZE * mmap.PAGESIZE
+            if advise(start, record.address + record.num_bytes - start, _POPULATE_READ) != 0:
+                break  # a kernel before 5.14
+        else:
+            return
+    read_ahead(kept)
 
 
 def drop_pages(tensors: Iterable[torch.Tensor]) -> int:

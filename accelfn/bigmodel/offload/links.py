@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future, wait
 
 import torch
 
-from accelfn.bigmodel.load.mapped import read_ahead
+from accelfn.bigmodel.load.mapped import mapped_from, read_in
 from accelfn.bigmodel.offload.accelerator_link import accelerator_link
 from accelfn.bigmodel.offload.link import Arrival, Link, Worker, let_pages_go
 from accelfn.bigmodel.offload.packing import Packing, pack
@@ -56,13 +57,21 @@ def thread_link() -> Link:
 
 
 def mapped_link() -> Link:
-    """Use weights where they are mapped: their pages are read ahead in a thread, and let go after use."""
+    """Use weights where they are mapped: a thread brings them into memory, and they are let go after use."""
     worker = Worker("accelfn-read-ahead")
     nothing = torch.empty(0, dtype=torch.uint8)
+    pending: dict[int, Future[None]] = {}  # by the address of a block's first tensor
 
     def begin(hosts: Sequence[torch.Tensor], packing: Packing) -> Arrival:
-        kept = tuple(hosts)
-        worker.submit(lambda: read_ahead(kept))
+        mapped = tuple(host for host in hosts if mapped_from(host) is not None)
+        if mapped:
+            pending[mapped[0].data_ptr()] = worker.submit(lambda: read_in(mapped))
         return lambda: nothing
 
-    return Link(device=torch.device("cpu"), begin=begin, release=let_pages_go, in_place=True)
+    def release(hosts: Sequence[torch.Tensor]) -> None:
+        for future in [pending.pop(host.data_ptr()) for host in hosts if host.data_ptr() in pending]:
+            if not future.cancel():  # it would bring them after they were let go
+                wait([future])
+        let_pages_go(hosts)
+
+    return Link(device=torch.device("cpu"), begin=begin, release=release, in_place=True)

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from accelfn.bigmodel.load.mapped import mapped_from
+from accelfn.bigmodel.load.mapped import mapped_from, read_in
+from accelfn.bigmodel.offload import links
 from accelfn.bigmodel.offload.folder import write_mapped
 from accelfn.bigmodel.offload.link import Link, Worker, let_pages_go
 from accelfn.bigmodel.offload.links import mapped_link, open_link, thread_link
@@ -76,6 +77,42 @@ def test_what_was_written_to_is_not_let_go(tmp_path: Path) -> None:
     let_pages_go([weight])
     assert weight[100_000] == 7
     assert mapped_from(weight) is not None
+
+
+@on_linux
+def test_mapped_weights_come_into_memory_before_they_are_used(tmp_path: Path) -> None:
+    weight = write_mapped(tmp_path, {"w": torch.randn(1 << 18)})["w"]
+    let_pages_go([weight])
+    assert resident_bytes(weight) < 20_000
+    read_in([weight, torch.zeros(3)])
+    assert resident_bytes(weight) >= weight.nbytes
+
+
+@on_linux
+def test_what_goes_before_it_has_come_does_not_come_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, begun = threading.Event(), threading.Event()
+    read: list[int] = []
+
+    def wait_and_read(tensors: Any) -> None:
+        begun.set()
+        gate.wait(30)
+        read.append(len(tensors))
+        read_in(tensors)
+
+    monkeypatch.setattr(links, "read_in", wait_and_read)
+    link = mapped_link()
+    first, second = (write_mapped(tmp_path, {"w": torch.randn(1 << 18)})["w"] for _ in range(2))
+    for weight in (first, second):
+        link.begin([torch.zeros(1), weight], plan_packing([weight]))
+    begun.wait(30)
+    link.release([torch.zeros(1), second])
+    threading.Timer(0.05, gate.set).start()
+    link.release([torch.zeros(1), first])
+    assert read == [1]
+    assert resident_bytes(first) < 20_000
+    assert resident_bytes(second) < 20_000
 
 
 def test_used_in_place_nothing_is_waited_for() -> None:

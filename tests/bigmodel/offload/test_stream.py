@@ -815,6 +815,24 @@ def test_a_transfer_that_fails(number: int, how: str) -> None:
     assert stream.resident == ()
 
 
+def test_a_transfer_that_failed_is_tried_again_within_the_same_pass() -> None:
+    class Trying(nn.Sequential):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - its name
+            x = input
+            for part in self:
+                try:
+                    x = part(x)
+                except OopsError:  # noqa: PERF203 - one of them is what this is about
+                    x = part(x)
+            return x
+
+    plain: Any = Trying(*layers(4))
+    model = copy.deepcopy(plain)
+    stream = by_layers(model, failing(thread_link(), lambda at: at == 2, "arrive"))
+    assert torch.equal(plain(inputs()), model(inputs()))
+    assert stream.resident == ()
+
+
 @pytest.mark.parametrize("error", [OopsError, KeyboardInterrupt])
 def test_a_backward_pass_that_fails(error: type[BaseException]) -> None:
     plain, model, stream = pair()
