@@ -118,7 +118,6 @@ from accelfn.bigmodel.plan.picture import (
 )
 from accelfn.bigmodel.plan.plan import (
     DevicePlan,
-    PlacedLeaf,
     PlacePlan,
     PlanOptions,
     TensorCopy,
@@ -190,7 +189,6 @@ __all__ = (
     "Place",
     "PlaceLike",
     "PlacePlan",
-    "PlacedLeaf",
     "PlanOptions",
     "PrefixedDataset",
     "SequentialHook",

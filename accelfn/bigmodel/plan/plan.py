@@ -13,12 +13,12 @@ from accelfn.bigmodel.places import Place, is_accelerator
 from accelfn.bigmodel.plan.budgets import MaxMemory, read_budgets
 from accelfn.bigmodel.plan.clean import clean_device_map
 from accelfn.bigmodel.plan.fill import NoRoom, Room, fill
-from accelfn.bigmodel.plan.shape import LeafKind, ModelShape
+from accelfn.bigmodel.plan.shape import LeafShape, ModelShape
 from accelfn.bigmodel.plan.sizes import AnyDtype, CustomDtype, counted_bytes, read_class_names, read_dtype
 from accelfn.bigmodel.plan.units import Units
 from accelfn.tree.sizes import size_text
 
-__all__ = ("DevicePlan", "PlacePlan", "PlacedLeaf", "PlanOptions", "TensorCopy", "plan_device_map")
+__all__ = ("DevicePlan", "PlacePlan", "PlanOptions", "TensorCopy", "plan_device_map")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,20 +53,6 @@ class PlanOptions:
             object.__setattr__(self, "dtype", read_dtype(self.dtype))
 
 
-class PlacedLeaf(NamedTuple):
-    """A tensor in its place.
-
-    Attributes:
-        name: From the root.
-        num_bytes: That it takes there; 0 where another name of it in the same place counts.
-        kind: What it is to its module.
-    """
-
-    name: str
-    num_bytes: int
-    kind: LeafKind
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacePlan:
     """What lies in a place.
@@ -77,14 +63,15 @@ class PlacePlan:
         used: Bytes of its tensors.
         reserved: Bytes that are kept free in it for the largest layer that lies elsewhere, which has to be
             brought there to be computed.
-        leaves: Its tensors, in the order of the model.
+        leaves: Its tensors, in the order of the model, each with the bytes that it takes there: 0 where
+            another name of it in the same place counts.
     """
 
     place: Place
     budget: int | None
     used: int
     reserved: int
-    leaves: tuple[PlacedLeaf, ...]
+    leaves: tuple[LeafShape, ...]
 
 
 class TensorCopy(NamedTuple):
@@ -208,7 +195,7 @@ def _plan(
     filled = fill(units, rooms, fallback=fallback, whole_owners=whole_owners, say=say)
     if isinstance(filled, NoRoom):
         return filled
-    leaves: list[list[PlacedLeaf]] = [[] for _ in rooms]
+    leaves: list[list[LeafShape]] = [[] for _ in rooms]
     tied: dict[int, list[tuple[str, int, int]]] = {}
     start = 0
     for end, room in zip(units.ends, filled.room_of, strict=True):
@@ -219,7 +206,7 @@ def _plan(
                 # One that is there under another name takes nothing.
                 size = 0 if any(other == room for _, other, _ in names) else own
                 names.append((leaf.name, room, own))
-            leaves[room].append(PlacedLeaf(leaf.name, size, leaf.kind))
+            leaves[room].append(leaf if size == leaf.num_bytes else leaf._replace(num_bytes=size))
         start = end
     places = [
         PlacePlan(
@@ -268,7 +255,7 @@ def _warn(places: Sequence[PlacePlan], copies: Sequence[TensorCopy], options: Pl
         )
 
 
-def _leaves_of(copy: TensorCopy, places: Sequence[PlacePlan]) -> Iterator[PlacedLeaf]:
+def _leaves_of(copy: TensorCopy, places: Sequence[PlacePlan]) -> Iterator[LeafShape]:
     names = frozenset(copy.names)
     return (leaf for one in places for leaf in one.leaves if leaf.name in names)
 
