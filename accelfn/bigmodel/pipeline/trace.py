@@ -80,7 +80,7 @@ def trace_model(
     if packed:
         raise ValueError(
             f"prepare_pipeline: {', '.join(packed[:5])}{' and others' if len(packed) > 5 else ''} are made "
-            "of other tensors, as those of quantised layers and of models that are spread over ranks are, and "
+            "of other tensors, as those of quantised layers and of models that are spread over ranks, and "
             "the operations between two cuts don't know them. Pass a model with plain weights."
         )
     mode = FakeTensorMode(allow_non_fake_inputs=True)

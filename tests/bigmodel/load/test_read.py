@@ -113,4 +113,5 @@ def test_not_much_more_than_the_model_is_in_memory(dtype: str | None, tmp_path: 
 
     # In a process of its own, whose memory nobody else uses.
     taken = run_ranks(measure, 2, on="processes")[0]
-    assert 0.8 < taken < 1.05
+    # It may be less than the model: memory that the libraries had given back before is used again.
+    assert taken < 1.05

@@ -26,7 +26,7 @@ from accelfn.bigmodel import (
 from accelfn.bigmodel.quantize import load as loading
 from accelfn.bigmodel.quantize.config import QuantizationConfig
 from accelfn.errors import CheckpointMismatchError, ConfigurationError, MissingExtraError, ReplicaDriftError
-from accelfn.testing import Where, run_ranks
+from accelfn.testing import run_ranks
 from tests.bigmodel.quantize import program
 from tests.bigmodel.quantize.models import CONFIGS, IDS, QUANTIZED, Net, made
 
@@ -453,10 +453,10 @@ def test_adapters_of_a_quantised_model_train_on_ranks(name: str) -> None:
         af.optimizer_step(ctx, optimizer, scaler)
         return model.head.bias.detach()
 
-    for on in cast("tuple[Where, ...]", ("memory", "processes")):
-        first, second = run_ranks(run, 2, on)
-        assert torch.equal(first, second)
-        assert not torch.equal(first, made().head.bias)
+    # Not on processes: the kernels of these packages have threads of their own, which a fork leaves behind.
+    first, second = run_ranks(run, 2)
+    assert torch.equal(first, second)
+    assert not torch.equal(first, made().head.bias)
 
 
 @pytest.mark.parametrize("name", ["int8 of bitsandbytes", "nf4", "int8 of torchao"])
