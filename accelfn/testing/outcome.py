@@ -20,12 +20,14 @@ class Outcome:
         error: What it raised, or None.
         ended: Whether it came to an end at all.
         seen_to_die: Whether its process ended before it could say anything.
+        stack: Where it was when it was ended, if that is known.
     """
 
     value: Any = None
     error: BaseException | None = None
     ended: bool = True
     seen_to_die: bool = False
+    stack: str = ""
 
 
 def conclude(outcomes: Sequence[Outcome], where: str) -> list[Any]:
@@ -44,8 +46,10 @@ def conclude(outcomes: Sequence[Outcome], where: str) -> list[Any]:
     if others:
         note += "; also failed: " + ", ".join(others)
     lingering = [f"rank {one}" for one, _ in errors if one != rank and not outcomes[one].ended]
+    stacks = [one for one, _ in errors if one != rank and outcomes[one].stack]
     if lingering:
         note += "; did not end in time: " + ", ".join(lingering)
+        note += "".join(f"\nrank {one} was here:\n{outcomes[one].stack}" for one in stacks)
     add_note = getattr(error, "add_note", None)  # Python 3.11 and later
     if add_note is not None:
         add_note(note)

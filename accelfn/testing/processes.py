@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import faulthandler
 import gc
 import io
 import multiprocessing
@@ -15,6 +16,7 @@ import multiprocessing.connection
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -22,7 +24,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import IO, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -50,6 +52,10 @@ _GRACE_S = 3.0
 # The pipe of a rank that was killed stays open as long as a process that it has forked, such as a loader's
 # worker: so whether it still lives is asked this often.
 _LOOK_S = 0.2
+# A rank that does not end is asked where it is, by a signal that a function under test is unlikely to use. It
+# answers even from C code that never returns.
+_WHERE_ARE_YOU: int = getattr(signal, "SIGRTMIN", signal.SIGUSR2) if os.name == "posix" else 0
+_ANSWER_S = 1.0
 # The guard ends the waiting.
 _NEVER = timedelta(days=30)
 
@@ -74,12 +80,14 @@ def run_on_processes(
     sys.stderr.flush()
     processes: list[Any] = []
     receivers: list[Connection] = []
+    answers: list[IO[bytes]] = []
     try:
         for rank in range(size):
             receiver, sender = forking.Pipe()
+            answers.append(tempfile.TemporaryFile())  # noqa: SIM115 -- closed below
             process = forking.Process(
                 target=_work,
-                args=(fn, rank, size, configure, seconds, faults, num_nodes, sender),
+                args=(fn, rank, size, configure, seconds, faults, num_nodes, sender, answers[rank]),
                 name=f"rank {rank} of {size}",
             )
             _fork(process)
@@ -93,7 +101,7 @@ def run_on_processes(
             with contextlib.suppress(OSError):  # of a rank that has ended already
                 receiver.send(server.port)
         outcomes = _collect(
-            processes, receivers, None if timeout_s is None else time.monotonic() + seconds + 5.0
+            processes, receivers, answers, None if timeout_s is None else time.monotonic() + seconds + 5.0
         )
     finally:
         for process in processes:
@@ -101,8 +109,8 @@ def run_on_processes(
                 process.kill()
             process.join()
             process.close()
-        for receiver in receivers:
-            receiver.close()
+        for pipe in (*receivers, *answers):
+            pipe.close()
     return conclude(outcomes, "processes")
 
 
@@ -122,7 +130,10 @@ def _fork(process: Any) -> None:
 
 
 def _collect(
-    processes: Sequence[Any], receivers: Sequence[Connection], deadline: float | None
+    processes: Sequence[Any],
+    receivers: Sequence[Connection],
+    answers: Sequence[IO[bytes]],
+    deadline: float | None,
 ) -> list[Outcome]:
     """Wait until each rank has reported or died; after a failure not much longer."""
     outcomes: dict[int, Outcome] = {}
@@ -150,7 +161,10 @@ def _collect(
             if outcomes[rank].error is not None:
                 soon = time.monotonic() + _GRACE_S
                 deadline = soon if deadline is None else min(deadline, soon)
-    return [outcomes.get(rank) or _unended(rank) for rank in range(len(processes))]
+    return [
+        outcomes.get(rank) or _unended(rank, _ask_where(processes[rank], answers[rank]))
+        for rank in range(len(processes))
+    ]
 
 
 def _receive(rank: int, process: Any, receiver: Connection) -> Outcome:
@@ -174,12 +188,25 @@ def _seen_to_die(rank: int, process: Any) -> Outcome:
     return Outcome(error=MissingRankError(f"rank {rank} {how} before it returned."), seen_to_die=True)
 
 
-def _unended(rank: int) -> Outcome:
+def _unended(rank: int, stack: str) -> Outcome:
     error = CollectiveTimeoutError(
         f"rank {rank} did not end in time and was ended. Give run_ranks a longer timeout_s, or look for what "
-        "it waits for."
+        "it waits for." + (f" It was here:\n{stack}" if stack else "")
     )
-    return Outcome(error=error, ended=False)
+    return Outcome(error=error, ended=False, stack=stack)
+
+
+def _ask_where(process: Any, answer: IO[bytes]) -> str:
+    """Have a rank that does not end write where each of its threads is."""
+    with contextlib.suppress(OSError, ValueError):  # it has ended after all
+        os.kill(process.pid, _WHERE_ARE_YOU)
+        until, said = time.monotonic() + _ANSWER_S, -1
+        while said != (said := os.fstat(answer.fileno()).st_size) or not said:
+            if time.monotonic() > until:
+                break
+            time.sleep(0.05)
+        return os.pread(answer.fileno(), 1 << 16, 0).decode(errors="replace")
+    return ""
 
 
 def _work(
@@ -191,12 +218,14 @@ def _work(
     faults: Sequence[Fault],
     num_nodes: int,
     sender: Connection,
+    answer: IO[bytes],
 ) -> None:
     """Be one rank: the whole life of a forked child."""
     # The parent's threads were not forked. Neither torch's pool nor what the parent left for the garbage
     # collector (a process group joins its threads when it goes) may be touched here.
     gc.freeze()
     gc.enable()
+    faulthandler.register(_WHERE_ARE_YOU, file=answer, all_threads=True)
     threading.Thread(target=_end_with_parent, name="end with the parent", daemon=True).start()
     torch.set_num_threads(1)
     code = 0

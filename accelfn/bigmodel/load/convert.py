@@ -96,10 +96,10 @@ def _convert_file(
     if header is None:
         # In the order of the file.
         forms = [(key, SAFETENSORS_NAMES[one.dtype], one.source.shape) for key, one in conversions.items()]
-        _, places = format_header(forms, {_KEY: said})
+        _, places = format_header(forms, {_KEY: said}, fill=True)
         entries = [Entry(key, conversions[key].dtype, conversions[key].source.shape) for key in places]
         with replacing(final) as temporary:
-            write_tensors(temporary, entries, _values(places, conversions, advance), {_KEY: said})
+            write_tensors(temporary, entries, _values(places, conversions, advance), {_KEY: said}, fill=True)
         header = read_header(final)
     else:
         advance(sum(one.source.num_bytes for one in conversions.values()))

@@ -28,6 +28,8 @@ def write_mapped(
     space on the disk until the last of the tensors is gone, and nothing is left to be mistaken for another
     model's weights later.
 
+    Each begins where torch would have it begin, at a multiple of 64 bytes, so that results are the same bits.
+
     Args:
         folder: It is made if it isn't there.
         tensors: By name, with values. They keep their strides if they fill their memory.
@@ -48,13 +50,13 @@ def write_mapped(
         for name, tensor in tensors.items()
     }
     forms = [(name, SAFETENSORS_NAMES[one.dtype], tuple(one.shape)) for name, one in laid.items()]
-    _, places = format_header(forms, {})
+    _, places = format_header(forms, {}, fill=True)
     entries = [Entry(name, laid[name].dtype, tuple(laid[name].shape)) for name in places]
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)
     path = place / f".accelfn-{secrets.token_hex(8)}.safetensors"
     try:
-        write_tensors(path, entries, (laid[name] for name in places), {})
+        write_tensors(path, entries, (laid[name] for name in places), {}, fill=True)
         mapped = map_tensors(path, read_header(path).entries)
     except BaseException:
         path.unlink(missing_ok=True)

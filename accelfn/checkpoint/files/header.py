@@ -8,7 +8,7 @@ so it is checked here before anything is allocated, read or compared by it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn, cast
 
@@ -21,11 +21,15 @@ __all__ = (
     "check_length",
     "check_safetensors_header",
     "format_header",
+    "storage_order",
 )
 
 # As in the stock readers. A header of 40,000 tensors with long names has about 8 MB.
 MAX_HEADER_BYTES = 100_000_000
 
+# MKL's results depend in the last bit on whether arrays begin at multiples of this, as torch's own do: so a
+# weight that is used where its file is mapped gives what it gives elsewhere.
+_ALIGNMENT = 64
 _LENGTH_BYTES = 8
 _MAX_BYTES = (1 << 63) - 1
 # What safetensors calls a dtype, and the bits of an element.
@@ -70,19 +74,39 @@ class Header(NamedTuple):
     metadata: Mapping[str, str]
 
 
-def format_header(
-    forms: Sequence[tuple[str, str, tuple[int, ...]]], metadata: Mapping[str, str]
-) -> tuple[bytes, dict[str, Entry]]:
-    """Write the head of a file, up to the first tensor's bytes.
+Form = tuple[str, str, tuple[int, ...]]
 
-    The widest dtypes come first and then names in order, so that each tensor lies aligned.
+
+def storage_order(forms: Iterable[Form]) -> list[Form]:
+    """Order tensors as they lie in a file: as aligned as a format without gaps allows.
+
+    Those of whole 64 bytes come first, which then all begin at multiples of 64. Among them, and among the
+    others, those with the largest elements come first, which begin at multiples of their elements, and then
+    names in order.
+
+    Args:
+        forms: Name, safetensors dtype and shape of each.
+    """
+    return sorted(
+        forms,
+        key=lambda form: ((_size(form[1], form[2]) or 0) % _ALIGNMENT != 0, -_BITS.get(form[1], 0), form[0]),
+    )
+
+
+def format_header(
+    forms: Iterable[Form], metadata: Mapping[str, str], *, fill: bool = False
+) -> tuple[bytes, dict[str, Entry]]:
+    """Write the head of a file, up to the first tensor's bytes, which begin at a multiple of 64.
 
     Args:
         forms: Name, safetensors dtype and shape of each tensor, in any order.
         metadata: Free texts.
+        fill: Let all tensors begin at multiples of 64: entries without a meaning are put between them, which
+            readers take for tensors (``".fill1"``; no module has such a name). So only for files that nobody
+            else reads.
 
     Returns:
-        The bytes, and by name where each tensor lies, in order.
+        The bytes, and by name where each tensor lies, in the order of :func:`storage_order`.
 
     Raises:
         ValueError: A name is taken twice or is ``"__metadata__"``, a dtype isn't one of safetensors', or the
@@ -91,18 +115,26 @@ def format_header(
     places: dict[str, Entry] = {}
     said: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     start = 0
-    for key, dtype, shape in sorted(forms, key=lambda form: (-_BITS.get(form[1], 0), form[0])):
+    for key, dtype, shape in storage_order(forms):
         size = _size(dtype, shape)
         if size is None or key in places or key == "__metadata__":
             raise ValueError(
                 f"{key!r} can't be stored as {dtype!r} {list(shape)}: it needs a name of its own, a dtype of "
                 "safetensors, and whole bytes."
             )
+        rest = -start % _ALIGNMENT if fill else 0
+        if rest:
+            said[f".fill{len(said)}"] = {
+                "dtype": "U8",
+                "shape": [rest],
+                "data_offsets": [start, start + rest],
+            }
+            start += rest
         places[key] = Entry(dtype, tuple(shape), start, start + size)
         said[key] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, start + size]}
         start += size
     text = json.dumps(said, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(_LENGTH_BYTES + len(text)) % _ALIGNMENT)
     if len(text) > MAX_HEADER_BYTES:
         raise ValueError(
             f"the header of {len(places)} tensors would have {len(text)} bytes, and readers accept "

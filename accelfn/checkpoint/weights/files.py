@@ -68,7 +68,12 @@ class Staged(NamedTuple):
 
 
 def write_tensors(
-    path: Path, entries: Sequence[Entry], values: Iterator[torch.Tensor], metadata: Mapping[str, str]
+    path: Path,
+    entries: Sequence[Entry],
+    values: Iterator[torch.Tensor],
+    metadata: Mapping[str, str],
+    *,
+    fill: bool = False,
 ) -> None:
     """Write a new safetensors file durably, holding one tensor at a time.
 
@@ -77,16 +82,20 @@ def write_tensors(
         entries: In the order of ``header.format_header``.
         values: One tensor for each entry, in the same order; of any layout in memory, on any device.
         metadata: Of the file.
+        fill: As for ``header.format_header``.
 
     Raises:
         OSError: The file can't be written; it names the file.
     """
     with _creating(path) as file:
         forms = [(entry.name, SAFETENSORS_NAMES[entry.dtype], entry.shape) for entry in entries]
-        head, places = format_header(forms, metadata)
+        head, places = format_header(forms, metadata, fill=fill)
         assert list(places) == [entry.name for entry in entries]
         file.write(head)
+        written = len(head)
         for entry in entries:
+            file.write(bytes(places[entry.name].start - written))  # what fills
+            written = places[entry.name].stop
             value = next(values)
             if (value.dtype, tuple(value.shape)) != (entry.dtype, entry.shape):
                 raise ValueError(

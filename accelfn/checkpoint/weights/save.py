@@ -14,6 +14,7 @@ from typing import Any, BinaryIO, cast
 import torch
 from torch import nn
 
+from accelfn.checkpoint.files.header import storage_order
 from accelfn.checkpoint.weights.files import (
     SAFETENSORS_NAMES,
     Entry,
@@ -215,8 +216,7 @@ def _save(
     meet: Meet,
     writes: bool,
 ) -> None:
-    # Those with large elements come first in their file, so that all lie at multiples of their size.
-    files = {file: _large_first(names, tensors) for file, names in plan.files}
+    files = {file: _in_storage_order(names, tensors) for file, names in plan.files}
     values = whole_tensors(tensors, [name for names in files.values() for name in names], meet)
     if not writes:
         deque(values, maxlen=0)  # this rank only helps to gather, and keeps none of them
@@ -247,8 +247,10 @@ def _save(
             one.temporary.unlink(missing_ok=True)
 
 
-def _large_first(names: Iterable[str], tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    return sorted(names, key=lambda name: (-tensors[name].dtype.itemsize, name))  # as format_header has them
+def _in_storage_order(names: Iterable[str], tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    given = ((name, tensors[name]) for name in names)
+    forms = ((name, SAFETENSORS_NAMES.get(one.dtype, ""), tuple(one.shape)) for name, one in given)
+    return [name for name, _, _ in storage_order(forms)]
 
 
 def _held(
@@ -304,7 +306,7 @@ def save_object(
             if tensors is None:
                 write_pickled(temporary, obj)
             else:
-                names = _large_first(tensors, tensors)
+                names = _in_storage_order(tensors, tensors)
                 entries = [Entry(name, tensors[name].dtype, tuple(tensors[name].shape)) for name in names]
                 write_tensors(temporary, entries, map(tensors.__getitem__, names), {"format": "pt"})
 

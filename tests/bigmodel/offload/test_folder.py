@@ -33,6 +33,13 @@ def test_values_shapes_and_strides_are_kept(tmp_path: Path) -> None:
     assert list((tmp_path / "a" / "b").iterdir()) == []
 
 
+def test_all_lie_where_torch_would_put_them(tmp_path: Path) -> None:
+    given = {f"w{size}": torch.full((size,), float(size)) for size in (3, 16, 5, 1000, 7)}
+    found = write_mapped(tmp_path, {**given, "last": torch.tensor(True)})
+    assert [tensor.data_ptr() % 64 for tensor in found.values()] == [0] * 6
+    assert all(torch.equal(found[name], tensor) for name, tensor in given.items())
+
+
 def test_the_source_may_share_memory_and_is_left_alone(tmp_path: Path) -> None:
     whole = torch.arange(8.0)
     found = write_mapped(tmp_path, {"all": whole, "half": whole[:4]})

@@ -100,7 +100,7 @@ def test_the_bytes_of_a_file_are_these(tmp_path: Path) -> None:
         b'"b":{"dtype":"I16","shape":[2],"data_offsets":[4,8]},'
         b'"a":{"dtype":"BOOL","shape":[1],"data_offsets":[8,9]}}'
     )
-    header += b" " * (-len(header) % 8)
+    header += b" " * (-(8 + len(header)) % 64)
     assert path.read_bytes() == struct.pack("<Q", len(header)) + header + bytes.fromhex(
         "0000803f 01000200 01"
     )

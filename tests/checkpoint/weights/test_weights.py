@@ -437,11 +437,23 @@ def test_tensors_lie_at_multiples_of_their_size(tmp_path: Path) -> None:
     (file,) = af.save_model(Context(), model, tmp_path)
     content = file.read_bytes()
     length = int.from_bytes(content[:8], "little")
-    assert length % 8 == 0
+    assert (8 + length) % 64 == 0
     for name, said in json.loads(content[8 : 8 + length]).items():
         if name != "__metadata__":
             assert said["data_offsets"][0] % model.get_buffer(name).dtype.itemsize == 0
     assert all(value.eq(1).all() for value in load_file(file).values())
+
+
+def test_tensors_of_whole_64_bytes_lie_at_multiples_of_64(tmp_path: Path) -> None:
+    """So that mapped weights give the bits that weights in memory give."""
+    sizes = {"a": 3, "b": 16, "c": 5, "d": 32}
+    model = Bag(**{name: torch.full((size,), float(size)) for name, size in sizes.items()})
+    (file,) = af.save_model(Context(), model, tmp_path)
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    said = json.loads(content[8 : 8 + length])
+    assert [(8 + length + said[name]["data_offsets"][0]) % 64 for name in "bd"] == [0, 0]
+    assert load_file(file)["d"].tolist() == [32.0] * 32
 
 
 # --- the state dict ------------------------------------------------------------------------------
