@@ -62,7 +62,7 @@ def plan_of(name: str = "auto", budgets: dict[Any, Any] | None = None, **options
         ((), {}),
         (("--device_map", "sequential"), {"name": "sequential"}),
         (("--no-split",), {"no_split_module_classes": ()}),
-        (("--no_split", "Absent", "Other"), {"no_split_module_classes": ()}),
+        (("--no_split", "Absent", "Other"), {"no_split_module_classes": ("Absent", "Other")}),
         (("--dtype=float16",), {"dtype": "float16"}),
         (("--dtype", "int4", "--offload-buffers"), {"dtype": "int4", "offload_buffers": True}),
         (("--fallback_allocation",), {"fallback_allocation": True}),
