@@ -327,10 +327,13 @@ def _kept(model: nn.Module, parts: tuple[str, ...]) -> dict[str, torch.dtype]:
 
 
 def _check_paths(operation: str, checkpoint: object, offload_folder: object) -> None:
-    meant = _IN_MEMORY if isinstance(checkpoint, Mapping) else ""
-    require_path(operation, "checkpoint", checkpoint, meant)
+    require_path(operation, "checkpoint", checkpoint, _IN_MEMORY if _is_mapping(checkpoint) else "")
     if offload_folder is not None:
         require_path(operation, "offload_folder", offload_folder)
+
+
+def _is_mapping(value: object) -> bool:
+    return isinstance(value, Mapping)
 
 
 def _dtypes(said: Mapping[str, str | torch.dtype] | None) -> dict[str, torch.dtype]:
