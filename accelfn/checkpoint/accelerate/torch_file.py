@@ -94,10 +94,12 @@ def read_torch_stream(file: BinaryIO, name: str, take: TakeBytes | None = None) 
     file.seek(0)
     head = file.read(2 + 9 + len(_OLD_MAGIC))  # from protocol 4 on with a frame around it
     if head[:1] == b"\x80" and head.find(_OLD_MAGIC) >= 2:
+        # Other protocols of pickle than the second one torch itself only reads as a program.
+        how = "with weights_only=True" if head[1] == 2 else "if you trust it, with weights_only=False"
         raise CheckpointError(
             f"{name} is of the format that torch.save had before torch 1.6 "
-            "(_use_new_zipfile_serialization=False), which isn't read here. Load it with "
-            "torch.load(path, weights_only=True) and save that again, as safetensors if you can."
+            f"(_use_new_zipfile_serialization=False), which isn't read here. Load it by torch.load, {how}, "
+            "and save it again, as safetensors if you can."
         )
     try:
         with zipfile.ZipFile(file) as archive:
