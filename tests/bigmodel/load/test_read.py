@@ -85,14 +85,14 @@ def test_a_file_that_changed_is_not_read(change: str, tmp_path: Path) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("dtype", ["own", "bfloat16"])
 def test_the_model_is_in_memory_once(dtype: str, tmp_path: Path) -> None:
-    """In a process of its own (some seconds), and of 160 MB, so that what libraries take is little beside it."""
+    """In a process of its own (some seconds); of 160 MB, so that what libraries take is little."""
     weight = torch.zeros(program.SHAPE)
     write(tmp_path / "small.safetensors", {"0.weight": weight})
     write(tmp_path / "m.safetensors", {f"{number}.weight": weight for number in range(program.COUNT)})
     done = subprocess.run(
         (sys.executable, "-m", "tests.bigmodel.load.program", str(tmp_path), dtype),
         cwd=ROOT,
-        # The C library gives what is freed back at once, instead of using it again: so all that is taken counts.
+        # What is freed goes back to the system at once: used again, it wouldn't count.
         env={
             **os.environ,
             "PYTHONPATH": str(ROOT),
@@ -106,5 +106,5 @@ def test_the_model_is_in_memory_once(dtype: str, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     once, twice = map(float, done.stdout.split())
-    assert 0.97 < once < 1.1
-    assert 1.97 < twice  # what is held twice is seen
+    assert 0.95 < once < 1.1
+    assert twice > 1.9  # what is held twice is seen
