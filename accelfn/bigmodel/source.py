@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import re
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +18,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from accelfn.bigmodel.arguments import require_path
 from accelfn.bigmodel.empty import init_empty_weights
 from accelfn.bigmodel.plan.shape import LeafShape, ModelShape, read_shape, shape_from_leaves
 from accelfn.checkpoint.files.header import Entry
@@ -42,11 +46,13 @@ def read_source(source: str | os.PathLike[str], *, trust_remote_code: bool = Fal
 
     Raises:
         ValueError: It is none of them, the folder's configuration names no known model, or the function
-            doesn't give a module.
+            can't be imported or called, or doesn't give a module.
+        TypeError: It is no path or text.
         MissingExtraError: transformers is needed and not installed.
         NoCheckpointError: The folder has neither a configuration nor weights.
         DamagedCheckpointError: A file of weights isn't sound.
     """
+    require_path("read_source", "source", source)
     text = os.fspath(source)
     path = Path(text)
     if path.is_dir():
@@ -69,28 +75,74 @@ def build_on_meta(source: str) -> nn.Module:
     Ranks: local. Effect: imports the module.
 
     Raises:
-        ValueError: There is no such module or function, or it doesn't give a module.
+        ValueError: There is no such module or function, it can't be imported or called without arguments, or
+            it doesn't give a module. What it raised is the cause.
     """
     module_name, _, function_name = source.partition(":")
     with _importing_from_here():
         try:
             found: Any = importlib.import_module(module_name)
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-                raise  # of what the user's module imports
-            raise ValueError(
-                f"{source}: there is no module {error.name!r} here ({os.getcwd()}) or among the installed "
-                "ones."
-            ) from error
+        except (Exception, SystemExit) as error:
+            raise ValueError(f"{source}: {_tell_import(module_name, error)}") from error
         for part in function_name.split("."):
             found = getattr(found, part, None)
         if not callable(found):
             raise ValueError(f"{source}: the module {module_name} has no function {function_name!r}.")
-        with init_empty_weights(include_buffers=True):
-            built: object = cast("Callable[[], object]", found)()
+        needed = _needed_arguments(found)
+        if needed:
+            raise ValueError(
+                f"{source}: the function needs arguments ({', '.join(needed)}), and is called without any. "
+                "Name one that needs none, and calls it."
+            )
+        try:
+            with init_empty_weights(include_buffers=True):
+                built: object = cast("Callable[[], object]", found)()
+        except (Exception, SystemExit) as error:
+            raise ValueError(
+                f"{source}: the function raised {_tell(error)}. It is called without arguments, and while "
+                "new tensors have no values (meta device)."
+            ) from error
     if not isinstance(built, nn.Module):
         raise ValueError(f"{source}: the function gave {type(built).__name__}, and must give a module.")
     return built
+
+
+def _tell_import(module_name: str, error: BaseException) -> str:
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    if missing is None or not f"{module_name}.".startswith(f"{missing}."):
+        return f"importing the module {module_name} raised {_tell(error)}."  # also by what it imports itself
+    if module_name.endswith(".py"):
+        name = module_name.removesuffix(".py")
+        return f"a module is named without .py: write {name}:FUNCTION."
+    return f"there is no module {missing!r} here ({os.getcwd()}) or among the installed ones."
+
+
+def _needed_arguments(function: Callable[..., object]) -> list[str]:
+    """Name the arguments that a function can't be called without."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # some of C say nothing
+        return []
+    bound = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [one.name for one in parameters if one.default is one.empty and one.kind not in bound]
+
+
+def _tell(error: BaseException) -> str:
+    """Say what was raised, and where in the user's own code."""
+    said = f"{type(error).__name__}: {error}".rstrip(": .")
+    frames = [one for one in traceback.extract_tb(error.__traceback__) if not _is_ours(one.filename)]
+    own = [one for one in frames if not _is_installed(one.filename)] or frames
+    return f"{said} ({own[-1].filename}, line {own[-1].lineno}, in {own[-1].name})" if own else said
+
+
+def _is_ours(filename: str) -> bool:
+    ours = (Path(__file__).parents[1], Path(importlib.__file__).parent)  # the latter imports for us
+    return filename.startswith("<") or any(one in Path(filename).parents for one in ours)
+
+
+def _is_installed(filename: str) -> bool:
+    known = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
+    return any(Path(one) in Path(filename).parents for one in known)
 
 
 @contextmanager

@@ -8,18 +8,16 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from accelfn.launch.flags import spell
+from accelfn.launch.output import FORMATS, choose_format
 
 if TYPE_CHECKING:
     from accelfn.bigmodel.plan.shape import ModelShape
 
 __all__ = ("run_estimate",)
 
-_FORMATS = ("table", "json", "svg", "html")
-_BY_SUFFIX = MappingProxyType({f".{form}": form for form in _FORMATS[1:]})
 _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
@@ -40,12 +38,13 @@ def run_estimate(argv: Sequence[str]) -> int:
     """
     parser = _parser()
     options = parser.parse_args([spell(token) for token in argv])
+    form = choose_format(parser, options.format, options.output)
     _check(parser, options)
     # Not at the top: accelfn.bigmodel loads torch, which --help and bad input do without.
     from accelfn.errors import AccelfnError, DamagedCheckpointError
 
     try:
-        text = _drawn(options)
+        text = _drawn(options, form)
     except (AccelfnError, ValueError, TypeError, OSError) as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         is_of_disk = isinstance(error, OSError) and not isinstance(error, AccelfnError)
@@ -60,7 +59,7 @@ def run_estimate(argv: Sequence[str]) -> int:
     return 0
 
 
-def _drawn(options: argparse.Namespace) -> str:
+def _drawn(options: argparse.Namespace, form: str) -> str:
     import json
 
     from accelfn.bigmodel.estimate import ESTIMATED_DTYPES, estimate_json, estimate_memory
@@ -68,7 +67,6 @@ def _drawn(options: argparse.Namespace) -> str:
 
     title = os.path.basename(os.path.normpath(options.model)) or options.model
     estimate = estimate_memory(_shape(options), _dtypes(options) or ESTIMATED_DTYPES)
-    form = options.format or _BY_SUFFIX.get(Path(options.output or "").suffix, "table")
     if form == "json":
         return json.dumps({"model": options.model, **estimate_json(estimate)}, indent=2)
     draw = {"table": draw_estimate, "svg": draw_estimate_svg, "html": draw_estimate_html}[form]
@@ -145,7 +143,7 @@ def _parser() -> argparse.ArgumentParser:
         help="such as float32 bfloat16 float8 int8 int4 (all usual ones)",
     )
     parser.add_argument(
-        "--format", choices=_FORMATS, help="how it is told (table, or by the end of --output)"
+        "--format", choices=FORMATS, help="how it is told (table, or by the ending of --output)"
     )
     parser.add_argument("--output", metavar="FILE", help="write it to this file instead of printing it")
     parser.add_argument(

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from accelfn.launch.flags import spell
+from accelfn.launch.output import FORMATS, choose_format
 
 if TYPE_CHECKING:
     from accelfn.bigmodel import DevicePlan
@@ -44,6 +45,7 @@ def run_plan_memory(argv: Sequence[str]) -> int:
         if place in budgets:
             parser.error(f"--max_memory gives the place {name} twice. Give it once.")
         budgets[place] = size
+    form = choose_format(parser, options.format, options.output)
     # Not at the top: accelfn.bigmodel loads torch, which --help and bad input do without.
     from accelfn.bigmodel import PlanOptions, plan_named_map, read_source
     from accelfn.errors import AccelfnError, DamagedCheckpointError
@@ -63,7 +65,7 @@ def run_plan_memory(argv: Sequence[str]) -> int:
     except (AccelfnError, ValueError, TypeError) as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 2
-    text = _FORMS[options.format](plan, options.source)
+    text = _FORMS[form](plan, options.source)
     if options.output is None:
         print(text, end="" if text.endswith("\n") else "\n")
         return 0
@@ -151,6 +153,6 @@ def _parser() -> argparse.ArgumentParser:
         ("--fallback_allocation", "put something smaller where the next part is too large for a device"),
     ):
         parser.add_argument(name, action="store_true", help=about)
-    parser.add_argument("--format", choices=tuple(_FORMS), default="table", help="what to draw (table)")
+    parser.add_argument("--format", choices=FORMATS, help="how it is drawn (table, or by --output)")
     parser.add_argument("--output", metavar="FILE", help="write it to this file")
     return parser

@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -80,9 +80,67 @@ def test_what_is_no_function_that_gives_a_module(source: str, said: str, here: P
         read_source(source)
 
 
-def test_what_a_module_lacks_itself_is_its_own_error(here: Path) -> None:
-    with pytest.raises(ModuleNotFoundError, match="absent_module"):
-        read_source("needing:build")
+BROKEN = """
+import os
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, width, *, depth, bias=True, **others):
+        super().__init__()
+
+def late():
+    return helper()
+
+def helper():
+    return nn.Linear(*os.environ["ABSENT_KEY"])
+
+def inside():
+    return nn.Linear(2, "3")
+
+def leaves():
+    raise SystemExit(3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("broken_here:Net", "broken_here:Net: the function needs arguments (width, depth), and is called"),
+        (
+            "broken_here:late",
+            "the function raised KeyError: 'ABSENT_KEY' ({here}/broken_here.py, line 13,",
+        ),
+        ("broken_here:inside", "{here}/broken_here.py, line 16, in inside)"),
+        ("broken_here:leaves", "the function raised SystemExit: 3 ({here}/broken_here.py, line 19, in leav"),
+        ("needing:build", "importing the module needing raised ModuleNotFoundError: No module named 'absent"),
+        ("needing:build", "({here}/needing.py, line 1, in <module>)"),
+        (
+            "raising:build",
+            "importing the module raising raised RuntimeError: no licence ({here}/raising.py",
+        ),
+        ("leaving:build", "raised SystemExit: 2 ({here}/leaving.py, line 2, in <module>)"),
+        ("unsound:build", "raised SyntaxError: "),
+        ("unsound:build", "unsound.py, line 1)."),
+        ("broken_here.py:late", "a module is named without .py: write broken_here:FUNCTION"),
+    ],
+)
+def test_functions_and_modules_that_fail_are_told_with_the_users_line(
+    source: str, said: str, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "broken_here.py").write_text(BROKEN)
+    (here / "raising.py").write_text("raise RuntimeError('no licence')\n")
+    (here / "leaving.py").write_text("import sys\nsys.exit(2)\n")
+    (here / "unsound.py").write_text("def build(:\n")
+    monkeypatch.delitem(sys.modules, "broken_here", raising=False)
+    with pytest.raises(ValueError, match=f"^{source}: ") as caught:
+        read_source(source)
+    assert said.format(here=here) in str(caught.value)
+    assert torch.empty(1).device.type == "cpu"
+
+
+def test_what_is_no_text_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"read_source: source takes a path, .* got 5"):
+        read_source(cast("Any", 5))
 
 
 # --- files ---------------------------------------------------------------------------------------

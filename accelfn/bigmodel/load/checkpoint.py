@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
+from accelfn.bigmodel.arguments import require_path
 from accelfn.bigmodel.load.apply import apply_plan, fetch_from_files
 from accelfn.bigmodel.load.broadcast import load_from_rank0
 from accelfn.bigmodel.load.placing import read_dtype
@@ -30,8 +31,9 @@ __all__ = ("load_checkpoint_and_dispatch", "load_checkpoint_in_model", "load_sta
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 
-_LOAD = "load_checkpoint_in_model"
+_LOAD, _DISPATCH = "load_checkpoint_in_model", "load_checkpoint_and_dispatch"
 _SHOWN = 10
+_IN_MEMORY = "Tensors that are in memory go into a model by its load_state_dict(state, assign=True)."
 
 
 def load_state_dict(
@@ -60,6 +62,7 @@ def load_state_dict(
         CheckpointError: A pickled file asks for more than data.
         ValueError: The map names a place that this machine lacks.
     """
+    require_path("load_state_dict", "file", file)
     checkpoint = open_checkpoint(file)
     places = {} if device_map is None else read_map(device_map)
     at = {name: place_of(name, places) for name in checkpoint.tensors}
@@ -138,21 +141,25 @@ def load_checkpoint_in_model(
         full_state_dict: Whether the checkpoint has whole tensors. Otherwise it has this rank's part of each
             that is spread over ranks.
         broadcast_from_rank0: Only rank 0 reads; the others get everything from it.
-        special_dtypes: Dtypes of single tensors, by name.
+        special_dtypes: Dtypes of single tensors, by name; the model has to have all of them.
         progress: Show a bar; None shows it in a terminal, if tqdm is installed.
 
     Raises:
         NoCheckpointError: There are no weights.
         DamagedCheckpointError: A file isn't sound, or isn't what the index says.
-        CheckpointError: A pickled file asks for more than data.
+        CheckpointError: A pickled file asks for more than data, or is of the format of torch before 1.6.
         CheckpointMismatchError: Names (see ``strict``), shapes or kinds of dtypes differ; tied weights have
             two values; or a tensor without memory would stay without. Nothing was changed.
-        ValueError: The map names what the model lacks, has no place for a tensor, or one that this machine
-            lacks; something can't be on the disk without ``offload_folder``; or arguments contradict each
-            other. Nothing was changed.
+        ValueError: The map or ``special_dtypes`` names what the model lacks; the map has no place for a
+            tensor, or one that this machine lacks; something can't be on the disk without ``offload_folder``;
+            or arguments contradict each other. Nothing was changed.
+        TypeError: ``model`` is no module, ``checkpoint`` or ``offload_folder`` no path, or ``device_map`` or
+            ``special_dtypes`` no mapping. Nothing was changed.
         OSError: A file can't be read, or the folder not written.
     """
-    plain = unwrap_model(require_module(_LOAD, model), keep_torch_compile=False)
+    require_module(_LOAD, model)
+    _check_paths(_LOAD, checkpoint, offload_folder)
+    plain = unwrap_model(model, keep_torch_compile=False)
     wishes = Wishes(
         places=None if device_map is None else _read_map(plain, device_map),
         dtype=_float(dtype),
@@ -248,9 +255,12 @@ def load_checkpoint_and_dispatch(
 
     Raises:
         ValueError: As the three functions do; nothing was changed.
+        TypeError: The same.
         CheckpointError: As :func:`load_checkpoint_in_model` does.
         OSError: A file can't be read, or the folder not written.
     """
+    require_module(_DISPATCH, model)
+    _check_paths(_DISPATCH, checkpoint, offload_folder)
     found: dict[str, Place] | None = None
     if device_map is not None:
         special = _dtypes(special_dtypes)
@@ -316,7 +326,22 @@ def _kept(model: nn.Module, parts: tuple[str, ...]) -> dict[str, torch.dtype]:
     return {name: torch.float32 for name in names if has_part(name, parts)}
 
 
+def _check_paths(operation: str, checkpoint: object, offload_folder: object) -> None:
+    require_path(operation, "checkpoint", checkpoint, _IN_MEMORY if _is_mapping(checkpoint) else "")
+    if offload_folder is not None:
+        require_path(operation, "offload_folder", offload_folder)
+
+
+def _is_mapping(value: object) -> bool:
+    return isinstance(value, Mapping)
+
+
 def _dtypes(said: Mapping[str, str | torch.dtype] | None) -> dict[str, torch.dtype]:
+    if not isinstance(cast("object", said or {}), Mapping):
+        raise TypeError(
+            f"{_LOAD}: special_dtypes takes dtypes by names of tensors, such as "
+            f"{{'head.weight': 'float32'}}: got {said!r}."
+        )
     return {name: cast("torch.dtype", _float(one)) for name, one in (said or {}).items()}
 
 
@@ -348,12 +373,14 @@ def _names(said: Iterable[str] | None) -> tuple[str, ...]:
 def _warn(checkpoint: Checkpoint, plan: LoadPlan) -> None:
     said: list[str] = []
     if plan.missing:
-        said.append(f"it lacks {_listed(plan.missing)}, which stay as they are in the model")
+        verb = "stays as it is" if len(plan.missing) == 1 else "stay as they are"
+        said.append(f"it lacks {_listed(plan.missing)}, which {verb} in the model")
     if plan.unexpected:
-        said.append(f"the model lacks {_listed(plan.unexpected)}, which are left out")
+        verb = "is" if len(plan.unexpected) == 1 else "are"
+        said.append(f"the model lacks {_listed(plan.unexpected)}, which {verb} left out")
     if said:
         warnings.warn(
-            f"{_LOAD}: {checkpoint.place} doesn't have all names of the model, or has others: "
+            f"{_LOAD}: the names of {checkpoint.place} and those of the model differ: "
             f"{'; '.join(said)}. strict=True refuses this.",
             stacklevel=3,
         )

@@ -12,6 +12,7 @@ from torch import nn
 from accelfn.bigmodel.load.source import Checkpoint, Stored
 from accelfn.bigmodel.load.targets import Target, Targets, read_targets, tie_by_names, translate
 from accelfn.bigmodel.places import Place, check_device, order_of
+from accelfn.bigmodel.plan.near import tell_unknown
 from accelfn.checkpoint.weights.state import is_spread
 from accelfn.errors import CheckpointMismatchError, Misfit
 
@@ -100,12 +101,13 @@ def plan_load(
     Raises:
         CheckpointMismatchError: Shapes or kinds of dtypes differ, tied tensors have two values, a tensor
             would stay without any, or (with ``strict``) a name is missing on either side.
-        ValueError: The map has no place for a tensor, this machine lacks a device, or what goes to the disk
-            needs a folder.
+        ValueError: The map has no place for a tensor, this machine lacks a device, what goes to the disk
+            needs a folder, or there are dtypes for tensors that the model lacks.
     """
     stored, values = translate(operation, model, checkpoint.tensors)
     read = read_targets(operation, model)
     targets = tie_by_names(read.tensors, model, stored)
+    _check_special(operation, targets, wishes.special_dtypes or {})
     matched = _match(targets, stored, checkpoint.tied)
     rows = [row for target in targets for row in matched.rows(target, wishes, compare)]
     lacking = [
@@ -267,6 +269,16 @@ def place_of(name: str, places: Mapping[str, Place]) -> Place | None:
         name = name.rpartition(".")[0]
 
 
+def _check_special(operation: str, targets: Iterable[Target], special_dtypes: Mapping[str, object]) -> None:
+    known = {name for target in targets for name in target.names}
+    unknown = [name for name in special_dtypes if name not in known]
+    if unknown:
+        raise ValueError(
+            f"{operation}: special_dtypes names tensors that the model doesn't have: "
+            f"{tell_unknown(unknown, known)}."
+        )
+
+
 def _steps(
     operation: str, targets: Iterable[Target], sources: Mapping[str, Stored], wishes: Wishes
 ) -> tuple[LoadStep, ...]:
@@ -291,15 +303,16 @@ def _steps(
         steps.append(step)
     if uncovered:
         raise ValueError(
-            f"{operation}: device_map has no place for {_listed(uncovered)}. Name these, or modules that "
-            "hold them; '' is the whole model."
+            f"{operation}: device_map has no place for {_listed(uncovered)}. Name "
+            f"{'it, or a module that holds it' if len(uncovered) == 1 else 'them, or modules that hold them'}"
+            "; '' is the whole model."
         )
     if refused:
         more = [f"  and {len(refused) - 5} more"] if len(refused) > 5 else []
         raise ValueError(
-            f"{operation}: the map puts these on the disk, and they can't be used where they lie:\n  "
+            f"{operation}: what the map puts on the disk has to be usable where it lies, and this isn't:\n  "
             + "\n  ".join([*refused[:5], *more])
-            + "\nPass offload_folder, where they are written once as they are needed, or another place."
+            + "\nPass offload_folder, to which it is written once as it is needed, or another place."
         )
     return tuple(sorted(steps, key=lambda step: (str(step.source.path), step.source.start)))
 

@@ -155,7 +155,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     Raises:
         NoCheckpointError: There are no weights.
         DamagedCheckpointError: A file isn't sound: cut off, not of the others' save, or of an unknown dtype.
-        CheckpointError: A pickled file asks for more than data.
+        CheckpointError: A pickled file asks for more than data, or is of the format of torch before 1.6.
         ValueError: It isn't clear which files are meant, or they are another framework's.
     """
     return open_weights(find_weights(path), Path(path))
@@ -170,7 +170,7 @@ def open_weights(files: WeightsFiles, place: Path) -> Checkpoint:
 
     Raises:
         DamagedCheckpointError: A file isn't sound.
-        CheckpointError: A pickled file asks for more than data.
+        CheckpointError: A pickled file asks for more than data, or is of the format of torch before 1.6.
         ValueError: They are another framework's.
     """
     tensors: dict[str, Stored] = {}
@@ -248,13 +248,6 @@ def _open_pickled(path: Path) -> _Opened:
         spans.append(_Span(start, length, crc32))
         return whole[start : start + length]
 
-    with open(path, "rb") as file:
-        if file.read(2) == b"\x80\x02":  # a pickle, and no archive with one in it
-            raise DamagedCheckpointError(
-                f"{path} is of the format of torch before 1.6, which isn't read. Load it with "
-                "torch.load(weights_only=True) and save it again, as safetensors if you can.",
-                path.name,
-            )
     found: object = read_torch_file(path, take)
     named = cast("Mapping[object, object]", found) if isinstance(found, Mapping) else None
     if named is None or not all(isinstance(name, str) for name in named):

@@ -76,6 +76,10 @@ class _Part(NamedTuple):
     stored: Stored
 
 
+def _others(count: int) -> str:
+    return "" if not count else f" and {count} other{'s' * (count > 1)}"
+
+
 def _put_together(model: nn.Module, rule: Any, renamed: str, parts: Sequence[_Part]) -> dict[str, Stored]:
     """Say of what will be made of some tensors which dtypes and shapes it has, and how to make it.
 
@@ -86,7 +90,7 @@ def _put_together(model: nn.Module, rule: Any, renamed: str, parts: Sequence[_Pa
         shapes = _convert(model, rule, renamed, parts, _without_values)
     except RuntimeError as error:
         raise ValueError(
-            f"{renamed} can't be put together of {parts[0].name} and {len(parts) - 1} others: {error}. Is it "
+            f"{renamed} can't be put together of {parts[0].name}{_others(len(parts) - 1)}: {error}. Is it "
             f"a checkpoint of {type(model).__name__}?"
         ) from error
     first = min((part.stored for part in parts), key=lambda one: (str(one.path), one.start))

@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
+from accelfn.bigmodel.arguments import require_path
 from accelfn.bigmodel.load.mapped import mapped_from
 from accelfn.bigmodel.offload.attach import Attached, attach_moves, attach_return, attach_stream
 from accelfn.bigmodel.offload.blocks import has_forward, named_modules, plan_blocks, read_block, slots_of
@@ -19,6 +20,7 @@ from accelfn.bigmodel.offload.stream import Stream, StreamFacts, check_options
 from accelfn.bigmodel.places import Place, PlaceLike, check_device, read_place
 from accelfn.bigmodel.plan.budgets import available_memory
 from accelfn.bigmodel.plan.maps import check_device_map
+from accelfn.checkpoint.weights.state import require_module
 from accelfn.errors import MissingExtraError
 
 __all__ = ("cpu_offload", "disk_offload", "dispatch_model", "read_offload", "undispatch")
@@ -79,8 +81,11 @@ def dispatch_model(
         ValueError: The map names a module that doesn't exist, misses one, or has a place that this machine
             lacks; weights have no values; or something is to lie on the disk and there is no ``offload_dir``.
             Nothing was changed.
+        TypeError: ``model`` is no module, ``device_map`` no mapping, or ``offload_dir`` no path.
         OSError: The folder can't be written.
     """
+    require_module("dispatch_model", model)
+    _check_folder("dispatch_model", offload_dir)
     check_device_map(model, device_map)
     places = read_map(device_map)
     main = None if main_device is None else _device_place(main_device, "main_device")
@@ -125,7 +130,9 @@ def cpu_offload(
 
     Raises:
         ValueError: Weights have no values, or this machine lacks the device. Nothing was changed.
+        TypeError: ``model`` is no module.
     """
+    require_module("cpu_offload", model)
     options = _Options(
         offload_buffers=offload_buffers,
         whole_classes=(*_names(preload_module_classes), *_names(getattr(model, "_no_split_modules", None))),
@@ -166,8 +173,11 @@ def disk_offload(
 
     Raises:
         ValueError: Weights have no values, or this machine lacks the device. Nothing was changed.
+        TypeError: ``model`` is no module, or ``offload_dir`` no path.
         OSError: The folder can't be written.
     """
+    require_module("disk_offload", model)
+    _check_folder("disk_offload", offload_dir, is_needed=True)
     options = _Options(
         offload_buffers=offload_buffers,
         whole_classes=(*_names(preload_module_classes), *_names(getattr(model, "_no_split_modules", None))),
@@ -255,6 +265,11 @@ class _Apply:
                 )
         apply: Any = getattr(type(self.model), "_apply")  # noqa: B009 - torch has no public name for it
         return apply(self.model, function, recurse)
+
+
+def _check_folder(operation: str, offload_dir: object, is_needed: bool = False) -> None:
+    if offload_dir is not None or is_needed:
+        require_path(operation, "offload_dir", offload_dir)
 
 
 def _names(said: str | Iterable[str] | None) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from torch import nn
 
 from accelfn.bigmodel.places import Place, is_accelerator, order_of, read_place
 from accelfn.bigmodel.plan.shape import ModelShape, read_shape
-from accelfn.bigmodel.plan.sizes import AnyDtype, get_module_leaves, read_class_names, sizes_of
+from accelfn.bigmodel.plan.sizes import AnyDtype, check_names, get_module_leaves, read_class_names, sizes_of
 from accelfn.errors import MissingExtraError
 
 __all__ = (
@@ -238,7 +238,9 @@ def get_balanced_memory(
         ValueError: As :func:`get_max_memory` and :func:`compute_module_sizes` do.
         TypeError: As :func:`get_max_memory` does.
     """
-    shape, budgets = read_shape(model), get_max_memory(max_memory)
+    shape = read_shape(model, "get_balanced_memory")
+    check_names(shape, special_dtypes)
+    budgets = get_max_memory(max_memory)
     own = max_memory is None
     return balance_budgets(
         shape, budgets, no_split_module_classes, dtype, special_dtypes, low_zero, leave_tenth=own

@@ -369,8 +369,9 @@ class _Filling:
         size = self._units.bytes_of(together, ())
         first, *others = (node.name for node in together)
         tied = f" with {', '.join(others)}, to which it is tied," if others else ""
+        exact = "1 byte" if size == 1 else f"{size} bytes"
         return (
-            f"the model doesn't fit: {first}{tied} needs {size_text(size)} ({size} bytes) in one place, and "
+            f"the model doesn't fit: {first}{tied} needs {size_text(size)} ({exact}) in one place, and "
             f"{'; '.join(tried)}. Raise a budget, name another place ('cpu', 'disk'), or load with a smaller "
             "dtype."
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import warnings
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
@@ -12,8 +11,9 @@ from torch import nn
 
 from accelfn.bigmodel.places import Place, PlaceLike, read_place
 from accelfn.bigmodel.plan.budgets import MaxMemory, balance_budgets, get_max_memory
+from accelfn.bigmodel.plan.near import tell_unknown
 from accelfn.bigmodel.plan.plan import DevicePlan, PlanOptions, plan_device_map
-from accelfn.bigmodel.plan.shape import ModelShape, read_shape
+from accelfn.bigmodel.plan.shape import ModelShape, read_shape, require_shape
 from accelfn.bigmodel.plan.sizes import AnyDtype
 
 __all__ = (
@@ -52,9 +52,10 @@ def infer_auto_device_map(
         model: Any module.
         max_memory: As :func:`get_max_memory` takes it. None for what this machine has free.
         no_split_module_classes: Names of classes whose modules stay whole, such as those with residual
-            connections.
+            connections. Of a name that is the class of no module a warning tells, unless the model has it in
+            ``_no_split_modules``.
         dtype: With which the model will be loaded; see :func:`compute_module_sizes`.
-        special_dtypes: Dtypes of single tensors, by name.
+        special_dtypes: Dtypes of single tensors, by name; the model has to have all of them.
         verbose: Print each decision.
         clean_result: Name a module instead of all its parts, where these lie in one place.
         offload_buffers: Whether buffers of what is offloaded are offloaded too; it silences a warning.
@@ -67,7 +68,8 @@ def infer_auto_device_map(
     Raises:
         ValueError: Something fits nowhere: the error says what it needs, and what each place has. Or an
             argument has another form.
-        TypeError: ``max_memory`` is no mapping, or a size is neither a text nor a number.
+        TypeError: ``model`` is no module, ``max_memory`` is no mapping, or a size is neither a text nor a
+            number.
 
     >>> model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 5))
     >>> infer_auto_device_map(model, {0: 210, "cpu": "1GB"})
@@ -82,7 +84,8 @@ def infer_auto_device_map(
         fallback_allocation=fallback_allocation,
     )
     say = print if verbose else None
-    plan = plan_device_map(read_shape(model), get_max_memory(max_memory), options, say=say)
+    shape = read_shape(model, "infer_auto_device_map")
+    plan = plan_device_map(shape, get_max_memory(max_memory), options, say=say)
     return _with_warnings(plan)
 
 
@@ -115,6 +118,7 @@ def plan_named_map(
         ValueError: There is no such name, or as :func:`plan_device_map` does.
         TypeError: As :func:`plan_device_map` does.
     """
+    require_shape("plan_named_map", shape)
     if name not in MAP_NAMES:
         raise ValueError(
             f"device_map must be one of {', '.join(map(repr, MAP_NAMES))}, or places by names of modules "
@@ -165,7 +169,8 @@ def resolve_device_map(
 
     Raises:
         ValueError: As :func:`plan_named_map` and :func:`check_device_map` do.
-        TypeError: ``device_map`` is neither a name nor a map; or as :func:`plan_named_map` does.
+        TypeError: ``model`` is no module, ``device_map`` neither a name nor a map; or as
+            :func:`plan_named_map` does.
     """
     if isinstance(device_map, Mapping):
         found = {name: read_place(place, f"device_map[{name!r}]") for name, place in device_map.items()}
@@ -200,19 +205,20 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, PlaceLike]) -> N
     Raises:
         ValueError: A name isn't in the model, a tensor is neither named nor in a module that is, or there is
             no such place.
+        TypeError: ``model`` is no module, or ``device_map`` no mapping.
     """
-    shape = read_shape(model)
+    shape = read_shape(model, "check_device_map")
+    if not isinstance(cast("object", device_map), Mapping):
+        raise TypeError(
+            f"device_map takes places by names of modules, such as {{'': 0}}: got {device_map!r}. "
+            "load_checkpoint_and_dispatch takes 'auto' and the like, and infer_auto_device_map makes a map."
+        )
     modules = {module.name for module in shape.root.modules()}
     leaves = list(shape.root.leaves())
     known = modules | {leaf.name for leaf in leaves}
     unknown = [name for name in device_map if name not in known]
     if unknown:
-        told: list[str] = []
-        for name in unknown[:_MOST_NAMES]:
-            near = difflib.get_close_matches(name, known, n=3)
-            told.append(f"{name!r}" + (f" (near it: {', '.join(map(repr, near))})" if near else ""))
-        more = f" and {len(unknown) - _MOST_NAMES} more" if len(unknown) > _MOST_NAMES else ""
-        raise ValueError(f"device_map names what the model doesn't have: {', '.join(told)}{more}.")
+        raise ValueError(f"device_map names what the model doesn't have: {tell_unknown(unknown, known)}.")
     for name, place in device_map.items():
         read_place(place, f"device_map[{name!r}]")
     lost = [
@@ -221,8 +227,8 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, PlaceLike]) -> N
     if lost:
         more = f" and {len(lost) - _MOST_NAMES} more" if len(lost) > _MOST_NAMES else ""
         raise ValueError(
-            f"device_map has no place for {', '.join(lost[:_MOST_NAMES])}{more}. Name them, a module around "
-            "them, or the whole model as ''."
+            f"device_map has no place for {', '.join(lost[:_MOST_NAMES])}{more}. Name "
+            f"{'it' if len(lost) == 1 else 'them'}, a module around, or the whole model as ''."
         )
 
 

@@ -13,8 +13,17 @@ from accelfn.bigmodel.places import Place, is_accelerator
 from accelfn.bigmodel.plan.budgets import MaxMemory, read_budgets
 from accelfn.bigmodel.plan.clean import clean_device_map
 from accelfn.bigmodel.plan.fill import NoRoom, Room, fill
-from accelfn.bigmodel.plan.shape import LeafShape, ModelShape
-from accelfn.bigmodel.plan.sizes import AnyDtype, CustomDtype, counted_bytes, read_class_names, read_dtype
+from accelfn.bigmodel.plan.near import tell_unknown
+from accelfn.bigmodel.plan.shape import LeafShape, ModelShape, require_shape
+from accelfn.bigmodel.plan.sizes import (
+    AnyDtype,
+    CustomDtype,
+    check_names,
+    counted_bytes,
+    read_class_names,
+    read_dtype,
+    read_dtypes,
+)
 from accelfn.bigmodel.plan.units import Units
 from accelfn.tree.sizes import size_text
 
@@ -26,9 +35,11 @@ class PlanOptions:
     """How a model may be spread.
 
     Attributes:
-        no_split_module_classes: Names of classes whose modules stay whole.
+        no_split_module_classes: Names of classes whose modules stay whole. Of a name that is no module's
+            class the plan warns, unless the model itself has it in ``_no_split_modules``: models of
+            transformers name classes there that some of them lack.
         dtype: With which the model will be loaded; None for its own. It never makes a tensor larger.
-        special_dtypes: Dtypes of single tensors, by name.
+        special_dtypes: Dtypes of single tensors, by name; the model has to have all of them.
         clean_result: Whether the map names a module instead of all its parts, where these lie in one place.
         offload_buffers: Whether buffers of what is offloaded are offloaded too. It only silences the warning
             that there is no room for them.
@@ -46,7 +57,7 @@ class PlanOptions:
     def __post_init__(self) -> None:
         """Take one name for several, and refuse unknown dtypes."""
         names = read_class_names(self.no_split_module_classes)
-        special = {name: read_dtype(one, name) for name, one in self.special_dtypes.items()}
+        special = read_dtypes(self.special_dtypes)
         object.__setattr__(self, "no_split_module_classes", names)
         object.__setattr__(self, "special_dtypes", MappingProxyType(special))
         if self.dtype is not None:
@@ -149,8 +160,8 @@ def plan_device_map(
 
     Raises:
         ValueError: Something fits nowhere: the error says what it needs, and what each place has. Or a budget
-            is of no possible place, or of another form.
-        TypeError: ``budgets`` is no mapping.
+            is of no possible place, or of another form; or ``special_dtypes`` names what the model lacks.
+        TypeError: ``shape`` is no shape, or ``budgets`` no mapping.
 
     >>> from torch import nn
     >>> from accelfn.bigmodel.plan.shape import read_shape
@@ -158,7 +169,9 @@ def plan_device_map(
     >>> plan_device_map(shape, {0: 200, 1: 200}).device_map
     {'0': 0, '1': 1, '2': 1}
     """
+    require_shape("plan_device_map", shape)
     options = PlanOptions() if options is None else options
+    check_names(shape, options.special_dtypes)
     rooms = _rooms(read_budgets(budgets, "budgets"))
     plan = _plan(shape, rooms, options, say)
     if isinstance(plan, NoRoom) and shape.ties:
@@ -231,9 +244,20 @@ def _plan(
         places=tuple(places),
         ties=tuple(ties),
         copies=tuple(copies),
-        warnings=tuple(_warn(places, copies, options)),
+        warnings=(*_warn_of_classes(shape, no_split), *_warn(places, copies, options)),
         options=options,
     )
+
+
+def _warn_of_classes(shape: ModelShape, names: Collection[str]) -> Iterator[str]:
+    known = {module.class_name for module in shape.root.modules()}
+    unknown = sorted(set(names) - known - set(shape.no_split_classes))
+    if unknown:
+        yield (
+            f"no_split_module_classes: no module of the model is of the class{'es' * (len(unknown) > 1)} "
+            f"{tell_unknown(unknown, known)}, so nothing stays whole by "
+            f"{'that name' if len(unknown) == 1 else 'those names'}."
+        )
 
 
 def _warn(places: Sequence[PlacePlan], copies: Sequence[TensorCopy], options: PlanOptions) -> Iterator[str]:

@@ -12,7 +12,15 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ("LeafKind", "LeafShape", "ModelShape", "ModuleShape", "read_shape", "shape_from_leaves")
+__all__ = (
+    "LeafKind",
+    "LeafShape",
+    "ModelShape",
+    "ModuleShape",
+    "read_shape",
+    "require_shape",
+    "shape_from_leaves",
+)
 
 LeafKind: TypeAlias = Literal["parameter", "buffer", "temporary"]
 """A parameter, a buffer that a state dict holds, or one that it doesn't (``persistent=False``)."""
@@ -108,20 +116,35 @@ class ModelShape:
         return total
 
 
-def read_shape(model: nn.Module) -> ModelShape:
+def require_shape(operation: str, shape: object) -> None:
+    """Check that something is the shape of a model.
+
+    Raises:
+        TypeError: It isn't.
+    """
+    if not isinstance(shape, ModelShape):
+        more = " read_shape(model) gives it." if isinstance(shape, nn.Module) else ""
+        raise TypeError(
+            f"{operation}: takes the shape of a model (ModelShape), got {type(shape).__name__}.{more}"
+        )
+
+
+def read_shape(model: nn.Module, operation: str = "read_shape") -> ModelShape:
     """Read what a planner has to know of a model, which may lie on the meta device.
 
     Ranks: local. No value is read.
 
     Args:
         model: Any module. What stands in it under several names is one tensor.
+        operation: What errors call it.
 
     Raises:
         TypeError: ``model`` is no module.
         ValueError: A lazy layer doesn't know its shape yet.
     """
     if not isinstance(cast("object", model), nn.Module):
-        raise TypeError(f"read_shape: takes a module, got {type(model).__name__}.")
+        more = " plan_device_map takes a shape." if isinstance(model, ModelShape) else ""
+        raise TypeError(f"{operation}: takes a module, got {type(model).__name__}.{more}")
     reader = _Reader()
     root = reader.read(model, "")
     ties = reader.ties()

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import nn
 
+from accelfn.bigmodel.plan.near import tell_unknown
 from accelfn.bigmodel.plan.shape import LeafShape, ModelShape, read_shape
 from accelfn.checkpoint.files.stored_dtype import dtype_from_name
 
@@ -20,6 +21,7 @@ __all__ = (
     "AnyDtype",
     "CustomDtype",
     "calculate_maximum_sizes",
+    "check_names",
     "compute_module_sizes",
     "compute_module_total_buffer_size",
     "counted_bytes",
@@ -29,6 +31,7 @@ __all__ = (
     "get_non_persistent_buffers",
     "read_class_names",
     "read_dtype",
+    "read_dtypes",
     "sizes_of",
 )
 
@@ -47,7 +50,6 @@ AnyDtype: TypeAlias = "torch.dtype | CustomDtype | str"
 _CUSTOM_BYTES: Mapping[CustomDtype, float] = MappingProxyType(
     {CustomDtype.FP8: 1, CustomDtype.INT4: 0.5, CustomDtype.INT2: 0.25}
 )
-_NO_DTYPES: Mapping[str, AnyDtype] = MappingProxyType({})
 
 
 def dtype_byte_size(dtype: AnyDtype) -> float:
@@ -88,6 +90,39 @@ def read_dtype(dtype: AnyDtype, what: str = "dtype") -> torch.dtype | CustomDtyp
     )
 
 
+def check_names(shape: ModelShape, special_dtypes: Mapping[str, object] | None) -> None:
+    """Check that a model has the tensors that dtypes are given for. Pure.
+
+    Raises:
+        ValueError: It lacks some, so that a size would be counted that isn't meant.
+    """
+    if not special_dtypes:
+        return
+    known = {leaf.name for leaf in shape.root.leaves()}
+    unknown = [name for name in special_dtypes if name not in known]
+    if unknown:
+        raise ValueError(
+            f"special_dtypes names tensors that the model doesn't have: {tell_unknown(unknown, known)}. "
+            "Names are those of named_parameters() and named_buffers()."
+        )
+
+
+def read_dtypes(special_dtypes: Mapping[str, AnyDtype] | None) -> dict[str, torch.dtype | CustomDtype]:
+    """Read dtypes that are given by names of tensors.
+
+    Raises:
+        ValueError: There is no such dtype.
+        TypeError: They aren't given by name.
+    """
+    given = cast("object", special_dtypes)
+    if given is not None and not isinstance(given, Mapping):
+        raise TypeError(
+            "special_dtypes takes dtypes by names of tensors, such as {'head.weight': 'float32'}: got "
+            f"{given!r}."
+        )
+    return {name: read_dtype(one, name) for name, one in (special_dtypes or {}).items()}
+
+
 def counted_bytes(
     leaf: LeafShape,
     dtype: torch.dtype | CustomDtype | None = None,
@@ -114,7 +149,7 @@ def sizes_of(
 ) -> defaultdict[str, int]:
     """Do what :func:`compute_module_sizes` does for a shape. Pure."""
     known = None if dtype is None else read_dtype(dtype)
-    special = {name: read_dtype(one, name) for name, one in (special_dtypes or _NO_DTYPES).items()}
+    special = read_dtypes(special_dtypes)
     sizes: defaultdict[str, int] = defaultdict(int)
     seen: set[int] = set()
 
@@ -157,12 +192,16 @@ def compute_module_sizes(
         buffers_only: Parameters don't count.
 
     Raises:
-        ValueError: There is no such dtype, or a lazy layer has no shape yet.
+        ValueError: There is no such dtype, ``special_dtypes`` names what the model lacks, or a lazy layer has
+            no shape yet.
+        TypeError: ``model`` is no module.
 
     >>> compute_module_sizes(nn.Sequential(nn.Linear(3, 4)))["0"]
     64
     """
-    return sizes_of(read_shape(model), dtype, special_dtypes, buffers_only)
+    shape = read_shape(model, "compute_module_sizes")
+    check_names(shape, special_dtypes)
+    return sizes_of(shape, dtype, special_dtypes, buffers_only)
 
 
 def compute_module_total_buffer_size(
@@ -221,7 +260,7 @@ def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]
     Args:
         model: Any module, also on the meta device.
     """
-    shape = read_shape(model)
+    shape = read_shape(model, "calculate_maximum_sizes")
     sizes = sizes_of(shape)
     parts = [
         *model.named_parameters(recurse=False),
@@ -273,8 +312,16 @@ def read_class_names(given: Collection[str] | str | None) -> tuple[str, ...]:
     Raises:
         TypeError: They are no names.
     """
+    said = cast("object", given)
+    if not isinstance(said, (str, Iterable)) and said is not None:
+        raise TypeError(_no_names(said))
     names = (given,) if isinstance(given, str) else tuple(given or ())
     for name in cast("tuple[object, ...]", names):
         if not isinstance(name, str):
-            raise TypeError(f"no_split_module_classes takes names of classes, got {name!r}.")
+            raise TypeError(_no_names(name))
     return names
+
+
+def _no_names(given: object) -> str:
+    name = given.__name__ if isinstance(given, type) else "Block"
+    return f"no_split_module_classes takes names of classes, such as [{name!r}]: got {given!r}."

@@ -25,6 +25,8 @@ from accelfn.errors import CheckpointError, DamagedCheckpointError
 
 __all__ = ("TORCH_NAMES", "TakeBytes", "read_torch_file", "read_torch_stream", "refuse_pickle")
 
+# The number that a file of torch before 1.6 begins with, as any protocol of pickle from 2 on writes it.
+_OLD_MAGIC = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _STORAGES = (
     *(("FloatStorage", torch.float32), ("DoubleStorage", torch.float64), ("HalfStorage", torch.float16)),
     *(("BFloat16Storage", torch.bfloat16), ("LongStorage", torch.int64), ("IntStorage", torch.int32)),
@@ -70,7 +72,7 @@ def read_torch_file(path: Path, take: TakeBytes | None = None) -> Any:
             checksums itself; without it they are read and verified here.
 
     Raises:
-        CheckpointError: It asks for something that isn't data.
+        CheckpointError: It asks for something that isn't data, or is of the format of torch before 1.6.
         DamagedCheckpointError: It isn't whole, or no such file.
     """
     with open(path, "rb") as file:
@@ -86,9 +88,19 @@ def read_torch_stream(file: BinaryIO, name: str, take: TakeBytes | None = None) 
         take: Gives the bytes of each storage.
 
     Raises:
-        CheckpointError: It asks for something that isn't data.
+        CheckpointError: It asks for something that isn't data, or is of the format of torch before 1.6.
         DamagedCheckpointError: It isn't whole, or no such file.
     """
+    file.seek(0)
+    head = file.read(2 + 9 + len(_OLD_MAGIC))  # from protocol 4 on with a frame around it
+    if head[:1] == b"\x80" and head.find(_OLD_MAGIC) >= 2:
+        # Other protocols of pickle than the second one torch itself only reads as a program.
+        how = "with weights_only=True" if head[1] == 2 else "if you trust it, with weights_only=False"
+        raise CheckpointError(
+            f"{name} is of the format that torch.save had before torch 1.6 "
+            f"(_use_new_zipfile_serialization=False), which isn't read here. Load it by torch.load, {how}, "
+            "and save it again, as safetensors if you can."
+        )
     try:
         with zipfile.ZipFile(file) as archive:
             return _read_archive(archive, file, file.seek(0, io.SEEK_END), take)

@@ -9,6 +9,7 @@ import copy
 import json
 import os
 import pickle
+import re
 import warnings
 from pathlib import Path
 from typing import Any, cast
@@ -20,7 +21,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from accelfn.bigmodel.load.checkpoint import load_checkpoint_in_model, load_state_dict
+from accelfn.bigmodel.load.checkpoint import (
+    load_checkpoint_and_dispatch,
+    load_checkpoint_in_model,
+    load_state_dict,
+)
 from accelfn.bigmodel.load.mapped import mapped_from
 from accelfn.errors import (
     CheckpointError,
@@ -334,11 +339,15 @@ def test_names_that_differ_are_warned_of_once(tmp_path: Path) -> None:
         warnings.simplefilter("always")
         load_checkpoint_in_model(model, path)
     (said,) = caught
-    assert "it lacks bias" in str(said.message)
-    assert "the model lacks extra" in str(said.message)
+    assert "it lacks bias, which stays as it is in the model" in str(said.message)
+    assert "the model lacks extra, which is left out" in str(said.message)
     assert said.filename == __file__
     assert model.weight.eq(1).all()
     assert torch.equal(model.bias, bias)
+    other = nn.BatchNorm1d(2, track_running_stats=False)
+    with pytest.warns(UserWarning, match="it lacks weight, bias, which stay as they are") as more:
+        load_checkpoint_in_model(other, save({"a": torch.ones(1), "b": torch.ones(1)}, tmp_path, "file"))
+    assert "the model lacks a, b, which are left out" in str(more[0].message)
 
 
 def test_what_would_stay_without_values_is_an_error(tmp_path: Path) -> None:
@@ -501,9 +510,28 @@ def test_a_pickled_file_of_other_bytes_is_refused(tmp_path: Path) -> None:
         load_state_dict(tmp_path / "m.bin")
 
 
-def test_the_format_of_old_torch_is_named(tmp_path: Path) -> None:
-    torch.save({"weight": torch.ones(1)}, tmp_path / "m.bin", _use_new_zipfile_serialization=False)
-    with pytest.raises(DamagedCheckpointError, match=r"format of torch before 1\.6"):
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+@pytest.mark.parametrize("name", ["m.bin", "m.pt"])
+def test_the_format_of_old_torch_is_named(name: str, protocol: int, tmp_path: Path) -> None:
+    path = tmp_path / name
+    torch.save(
+        {"weight": torch.ones(1, 1)},
+        path,
+        _use_new_zipfile_serialization=False,
+        pickle_protocol=protocol,
+    )
+    with pytest.raises(CheckpointError, match=rf"{name} is of the format .* before torch 1\.6") as caught:
+        load_checkpoint_in_model(nn.Linear(1, 1, bias=False), path)
+    assert not isinstance(caught.value, DamagedCheckpointError)
+    # What it says to do, does.
+    (said,) = re.findall(r"Load it by torch\.load, .*with weights_only=(True|False),", str(caught.value))
+    torch.save(torch.load(path, weights_only=said == "True"), path)
+    assert load_state_dict(path)["weight"].eq(1).all()
+
+
+def test_another_pickle_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "m.bin").write_bytes(pickle.dumps({"weight": [1.0]}))
+    with pytest.raises(DamagedCheckpointError, match=r"isn't what torch\.save wrote"):
         load_state_dict(tmp_path / "m.bin")
 
 
@@ -526,6 +554,34 @@ def test_an_index_that_points_outside_is_refused(tmp_path: Path) -> None:
         (folder / name).write_text(json.dumps(said))
         with pytest.raises(DamagedCheckpointError, match="no plain name"):
             load_checkpoint_in_model(nn.Linear(1, 1), folder / name)
+
+
+@pytest.mark.parametrize(
+    ("index", "said"),
+    [
+        (
+            '{"weight_map": {"weight": "/abs.safetensors"}}',
+            "names '/abs.safetensors', which is no plain name",
+        ),
+        ('{"weight_map": {"weight": "absent.safetensors"}}', "absent.safetensors is missing"),
+        ('{"metadata": {"total_size": 5}}', "is no index: it has no weight_map"),
+        ('{"weight_map": {}}', "is no index: it has no weight_map"),
+        ('{"weight_map": ["weight"]}', "is no index: it has no weight_map"),
+        ('{"weight_map": {"weight": 5}}', "the file of 'weight' is 5, and no name"),
+        ("[]", "holds list instead of an object"),
+        ("no JSON", "holds no sound JSON"),
+        ("", "holds no sound JSON"),
+    ],
+)
+def test_an_index_that_is_none_is_refused(index: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    model = nn.Linear(1, 1, device="meta")
+    for path in (tmp_path, tmp_path / "model.safetensors.index.json"):
+        with pytest.raises(DamagedCheckpointError) as caught:
+            load_checkpoint_in_model(model, path)
+        assert said in str(caught.value)
+        assert "model.safetensors.index.json" in str(caught.value)
+    assert model.weight.is_meta
 
 
 def test_several_indexes_of_other_names(tmp_path: Path) -> None:
@@ -591,6 +647,11 @@ def test_kinds_of_dtypes(stored: torch.dtype, wanted: torch.dtype, fits: bool, t
         ({"dtype": "int8"}, ValueError, "must be one of floating-point"),
         ({"dtype": "float99"}, ValueError, "none called 'float99'"),
         ({"dtype": 16}, TypeError, "takes a dtype"),
+        ({"device_map": 5}, TypeError, "device_map takes a mapping of names to places, got 5"),
+        ({"offload_folder": 5}, TypeError, "offload_folder takes a path, .*: got 5"),
+        ({"special_dtypes": {"wieght": "float16"}}, ValueError, "have: 'wieght' .near it: 'weight'"),
+        ({"special_dtypes": {"weight": "float99"}}, ValueError, "none called 'float99'"),
+        ({"special_dtypes": ["weight"]}, TypeError, "special_dtypes takes dtypes by names .* got .'weight'"),
     ],
 )
 def test_arguments(options: dict[str, Any], error: type[Exception], said: str, tmp_path: Path) -> None:
@@ -608,5 +669,17 @@ def test_what_has_no_shape_or_is_no_module_is_refused(tmp_path: Path) -> None:
     lazy.weight = nn.UninitializedParameter()
     with pytest.raises(ValueError, match="has no shape yet"):
         load_checkpoint_in_model(lazy, path)
-    with pytest.raises(TypeError, match="takes a module"):
-        load_checkpoint_in_model(cast("Any", {}), path)
+    for load in (load_checkpoint_in_model, load_checkpoint_and_dispatch):
+        with pytest.raises(TypeError, match=f"{load.__name__}: takes a module, got dict"):
+            load(cast("Any", {}), path)
+
+
+def test_what_is_no_path_is_refused() -> None:
+    for given_, said in ((5, "5"), (None, "NoneType"), (b"/tmp", "b'/tmp'"), ({}, r"dict\. .*assign=True")):
+        for load in (load_checkpoint_in_model, load_checkpoint_and_dispatch):
+            model = nn.Linear(2, 2, device="meta")
+            with pytest.raises(TypeError, match=f"{load.__name__}: checkpoint takes a path, .*: got {said}"):
+                load(model, cast("Any", given_))
+            assert model.weight.is_meta
+        with pytest.raises(TypeError, match="load_state_dict: file takes a path"):
+            load_state_dict(cast("Any", given_))

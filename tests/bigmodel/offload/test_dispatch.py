@@ -626,6 +626,25 @@ def test_weights_without_values_are_named() -> None:
     assert num_hooks(model) == 0
 
 
+def test_arguments_of_another_kind_are_refused(tmp_path: Path) -> None:
+    number: Any = 5
+    model = nn.Linear(2, 2)
+    calls: dict[str, Callable[[], object]] = {
+        "dispatch_model: takes a module, got int": lambda: dispatch_model(number, {}),
+        "cpu_offload: takes a module, got int": lambda: cpu_offload(number),
+        "disk_offload: takes a module, got int": lambda: disk_offload(number, tmp_path),
+        "disk_offload: offload_dir takes a path, .* got 5": lambda: disk_offload(model, number),
+        "dispatch_model: offload_dir .* got 5": lambda: dispatch_model(
+            model, {"": "cpu"}, offload_dir=number
+        ),
+        "device_map takes places by names .* got 5": lambda: dispatch_model(model, number),
+    }
+    for said, call in calls.items():
+        with pytest.raises(TypeError, match=said):
+            call()
+    assert num_hooks(model) == 0
+
+
 def test_a_folder_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = nn.Linear(WIDTH, WIDTH)

@@ -95,6 +95,9 @@ def test_budgets_are_read_and_put_in_order() -> None:
         ({True: 5}, "there is no place True"),
         ({0: -5}, r"max_memory\[0\]: a size is .* got -5"),
         ({"cpu": "10"}, r"max_memory\['cpu'\]: a size is .* got '10'"),
+        ({"cpu": "10gbx"}, r"max_memory\['cpu'\]: a size is .* got '10gbx'"),
+        ({"cpu": float("nan")}, r"max_memory\['cpu'\]: a size is .* got nan"),
+        ({"cpu": float("inf")}, r"max_memory\['cpu'\]: a size is .* got inf"),
         ({0: 1, "cuda:0": 2}, "max_memory gives the place 0 twice, once as 'cuda:0'"),
     ],
 )
@@ -108,6 +111,8 @@ def test_what_is_no_mapping_is_refused() -> None:
         get_max_memory("10GB")  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match=r"max_memory\[0\]: a size is"):
         get_max_memory({0: None})  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"max_memory\[0\]: a size is .* got True"):
+        get_max_memory({0: True})
 
 
 # --- what a machine has --------------------------------------------------------------------------

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import functools
 import warnings
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from torch import nn
 from accelfn.bigmodel import (
     PlanOptions,
     check_device_map,
+    compute_module_sizes,
+    get_balanced_memory,
     infer_auto_device_map,
     plan_device_map,
     plan_named_map,
@@ -93,6 +97,77 @@ def test_what_may_surprise_is_a_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         infer_auto_device_map(M3(), {0: 200}, offload_buffers=True)
+
+
+class Other(nn.Module):
+    """Names classes for its whole family; it has no modules of the second."""
+
+    _no_split_modules = ("Block", "DecoderBlock")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+
+def _resolve(name: str, model: nn.Module, *options: Any) -> dict[str, Place]:
+    return resolve_device_map(model, name, *options)
+
+
+def test_names_of_classes_that_the_model_lacks_are_told_of_once() -> None:
+    by_name = functools.partial(_resolve, "auto")
+    for find in (infer_auto_device_map, by_name):
+        with pytest.warns(UserWarning, match="no module of the model") as caught:
+            find(Model(), {"cpu": "1MB"}, ["Block", "Blocks", "Qwen"])
+        assert len(caught) == 1
+        said = str(caught[0].message)
+        assert "of the classes 'Blocks' (near it: 'Block'), 'Qwen', so nothing" in said
+        with pytest.warns(UserWarning, match="of the class 'Blok' .near it: 'Block'., so nothing"):
+            find(Model(), {"cpu": "1MB"}, "Blok")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            # What the model itself says is meant for all of its family.
+            find(Other(), {"cpu": "1MB"}, None)
+            find(Other(), {"cpu": "1MB"}, ["Block", "DecoderBlock"])
+            find(Model(), {"cpu": "1MB"}, ["Block", "M3"])
+
+
+def test_dtypes_of_tensors_that_the_model_lacks_are_refused() -> None:
+    wrong: dict[str, Any] = {"linear1.wieght": "float16"}
+    for find in (
+        lambda: infer_auto_device_map(M3(), {"cpu": "1MB"}, special_dtypes=wrong),
+        lambda: resolve_device_map(M3(), "balanced", {"cpu": "1MB"}, special_dtypes=wrong),
+        lambda: get_balanced_memory(M3(), {"cpu": "1MB"}, special_dtypes=wrong),
+        lambda: compute_module_sizes(M3(), special_dtypes=wrong),
+    ):
+        with pytest.raises(ValueError, match=r"model doesn't have: 'linear1\.wieght' \(near it: 'linear1\.w"):
+            find()
+    for given_ in (["linear1.weight"], "float16"):
+        with pytest.raises(TypeError, match="special_dtypes takes dtypes by names of tensors"):
+            infer_auto_device_map(M3(), {"cpu": "1MB"}, special_dtypes=cast("Any", given_))
+
+
+def test_what_is_no_model_or_no_shape_is_refused() -> None:
+    shape: Any = read_shape(M3())
+    model: Any = M3()
+    checks: tuple[tuple[str, Callable[[Any], object]], ...] = (
+        ("infer_auto_device_map", infer_auto_device_map),
+        ("get_balanced_memory", get_balanced_memory),
+        ("compute_module_sizes", compute_module_sizes),
+        ("check_device_map", lambda model: check_device_map(model, {})),
+        ("read_shape", read_shape),
+    )
+    for name, find in checks:
+        with pytest.raises(TypeError, match=f"{name}: takes a module, got int"):
+            find(cast("Any", 5))
+        with pytest.raises(TypeError, match=f"{name}: .* got ModelShape. plan_device_map takes a shape"):
+            find(shape)
+    with pytest.raises(TypeError, match=r"plan_device_map: .* got M3\. read_shape\(model\) gives it"):
+        plan_device_map(model, {"cpu": "1MB"})
+    with pytest.raises(TypeError, match=r"plan_named_map: .* got dict\.$"):
+        plan_named_map(cast("Any", {}), "auto")
+    for map_ in ("auto", 5, ["cpu"]):
+        with pytest.raises(TypeError, match="device_map takes places by names of modules"):
+            check_device_map(model, cast("Any", map_))
 
 
 def test_something_smaller_is_placed_where_that_is_asked() -> None:
