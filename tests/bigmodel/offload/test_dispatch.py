@@ -7,6 +7,7 @@ import gc
 import io
 import os
 import pickle
+import re
 import subprocess
 import sys
 import textwrap
@@ -365,22 +366,38 @@ def test_a_buffer_that_is_not_saved_needs_no_place() -> None:
 # --- guards --------------------------------------------------------------------------------------
 
 
-def to_meta(model: Any) -> Any:
-    return model.to("meta")
+def on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to("meta")
 
 
-def to_empty_meta(model: Any) -> Any:
-    return model.to_empty(device="meta")
+MOVES: dict[str, Callable[[Any], Any]] = {
+    "to('meta')": lambda model: model.to("meta"),
+    "to('cpu')": lambda model: model.to("cpu"),
+    "to('cpu:0')": lambda model: model.to(torch.device("cpu:0"), torch.float64),
+    "to('cpu') ": lambda model: model.to(torch.zeros(1)),
+    "to('cuda')": lambda model: model.to(device="cuda"),
+    "cpu()": lambda model: model.cpu(),
+    "cuda()": lambda model: model.cuda(),
+    "xpu()": lambda model: model.xpu(0),
+    "to_empty()": lambda model: model.to_empty(device="cpu"),
+    "meta": lambda model: model._apply(on_meta),
+}
 
 
-@pytest.mark.parametrize("move", [to_meta, to_empty_meta])
-def test_a_spread_model_is_not_moved(move: Callable[[Any], Any]) -> None:
-    model = small()
-    dispatch_model(model, {"": "cpu", "0": "cpu:0"})
-    with pytest.raises(RuntimeError, match=r"weights are spread by a device map.*undispatch"):
-        move(model)
+@pytest.mark.parametrize("name", MOVES)
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+def test_a_spread_model_is_not_moved(name: str, place: str, tmp_path: Path) -> None:
+    """Wherever to: a program does the same on every machine."""
+    plain, model = small(), small()
+    dispatch_model(model, {"": place, "0": "cpu:0"}, offload_dir=tmp_path)
+    for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with pytest.raises(
+            RuntimeError, match=rf"Sequential's weights.*{re.escape(name.strip())}.*undispatch"
+        ):
+            MOVES[name](one)
+        assert torch.equal(plain(inputs()), one(inputs()))
     undispatch(model)
-    assert move(model)[0].weight.is_meta
+    assert model.to("meta")[0].weight.is_meta
 
 
 def test_a_model_that_is_in_one_place_is_moved() -> None:
@@ -399,9 +416,10 @@ def test_dtypes_change_where_nothing_is_on_the_disk(tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match="weights on the disk, which can't become"):
             change()
     assert model[0].weight.dtype == torch.float64
-    assert model.to("cpu") is model
     assert model.double() is model
-    assert copy.deepcopy(model).to("cpu") is not model
+    assert model.to(torch.float64) is model
+    assert model.share_memory() is model
+    assert torch.equal(plain(inputs().double()), model(inputs().double()))
 
 
 def test_a_copy_guards_itself_and_not_its_original() -> None:
