@@ -79,7 +79,8 @@ def dispatch_model(
         ValueError: The map names a module that doesn't exist, misses one, or has a place that this machine
             lacks; weights have no values; or something is to lie on the disk and there is no ``offload_dir``.
             Nothing was changed.
-        OSError: The folder can't be written.
+        OSError: The folder can't be written, or the disk is full. Nothing was changed, and nothing half is
+            left there.
     """
     check_device_map(model, device_map)
     places = read_map(device_map)
@@ -148,7 +149,8 @@ def disk_offload(
     """Keep all weights of a model on the disk, and bring them to a device block by block. In place.
 
     Weights that are mapped from files already stay there. Others are written to the folder, in a safetensors
-    file. A model on the meta device is read from the ``index.json`` of the folder, as Accelerate writes it.
+    file that has no name while it is in use, so that the folder looks empty. A model on the meta device is
+    read from the ``index.json`` of the folder, as Accelerate writes it.
 
     Ranks: local; each needs a folder of its own.
 
@@ -166,7 +168,8 @@ def disk_offload(
 
     Raises:
         ValueError: Weights have no values, or this machine lacks the device. Nothing was changed.
-        OSError: The folder can't be written.
+        OSError: The folder can't be written, or the disk is full. Nothing was changed, and nothing half is
+            left there.
     """
     options = _Options(
         offload_buffers=offload_buffers,

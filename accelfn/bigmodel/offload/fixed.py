@@ -92,6 +92,7 @@ class _Apply:
 def _refusal(model: nn.Module, what: str) -> RuntimeError:
     return RuntimeError(
         f"this {type(model).__name__}'s weights are spread by a device map or offloaded, so it can't be "
-        f"moved as a whole: {what}. It runs where it is: leave the call out, or dispatch it anew with another map. "
-        "accelfn.bigmodel.undispatch(model) makes it a plain model again, whose weights lie where they are."
+        f"moved as a whole: {what}. It runs where it is: leave the call out, or dispatch it anew with "
+        "another map. accelfn.bigmodel.undispatch(model) makes it a plain model again, with its weights "
+        "where they lie."
     )

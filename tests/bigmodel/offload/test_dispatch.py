@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import errno
 import gc
 import io
+import json
 import os
 import pickle
 import re
@@ -298,7 +300,7 @@ def test_a_model_without_values_gets_them_from_a_state_dict() -> None:
     assert isinstance(model[0].weight, nn.Parameter)
 
 
-@pytest.mark.parametrize("how", ["disk_offload", "offload_dir", "offload_index"])
+@pytest.mark.parametrize("how", ["disk_offload", "offload_dir", "both", "offload_index"])
 def test_a_model_without_values_gets_them_from_a_folder_of_accelerate(how: str, tmp_path: Path) -> None:
     plain: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
     offload_state_dict(tmp_path, plain.state_dict())
@@ -308,6 +310,10 @@ def test_a_model_without_values_gets_them_from_a_folder_of_accelerate(how: str, 
         disk_offload(model, tmp_path)
     elif how == "offload_dir":
         dispatch_model(model, {"": "disk"}, offload_dir=tmp_path, offload_buffers=True)
+    elif how == "both":
+        entries = json.loads((tmp_path / "index.json").read_text())
+        (tmp_path / "index.json").unlink()
+        dispatch_model(model, {"": "disk"}, offload_dir=tmp_path, offload_index=entries, offload_buffers=True)
     else:
         index = {"0.weight": {"safetensors_file": str(tmp_path / "x.safetensors")}}
         from safetensors.torch import save_file
@@ -619,6 +625,46 @@ def test_what_cannot_be_is_refused_and_nothing_is_changed(options: dict[str, Any
     with pytest.raises(ValueError, match=message):
         dispatch_model(model, **options)
     assert unchanged(model, before)
+
+
+def onto_disk(model: nn.Module, folder: Path) -> None:
+    disk_offload(model, folder)
+
+
+def partly_onto_disk(model: nn.Module, folder: Path) -> None:
+    dispatch_model(model, {"": "disk", "0": "cpu:0"}, offload_dir=folder)
+
+
+@pytest.mark.parametrize("offload", [onto_disk, partly_onto_disk])
+def test_a_folder_that_takes_no_weights_is_named_and_nothing_is_changed(
+    offload: Callable[[nn.Module, Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, model = small(), small()
+    before = pointers(model)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError, match=r"offload_dir='.*file' can't take weights: it is a file"):
+        offload(model, tmp_path / "file")
+    with pytest.raises(NotADirectoryError, match=r"offload_dir='.*file/below' can't take weights"):
+        offload(model, tmp_path / "file" / "below")
+    refusals = {
+        errno.ENOSPC: "No space left on device. Make room there, or pass a folder on another disk",
+        errno.EACCES: "Permission denied. Pass a folder that you may write to",
+        errno.EROFS: "Read-only file system. Pass a folder that you may write to",
+    }
+    for number, said in refusals.items():
+
+        def refuse(descriptor: int, number: int = number) -> None:
+            raise OSError(number, os.strerror(number))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", refuse)  # when all but that is written
+            with pytest.raises(OSError, match=rf"offload_dir='.*new' can't take weights: {said}") as caught:
+                offload(model, tmp_path / "new")
+        assert caught.value.errno == number
+        assert list((tmp_path / "new").iterdir()) == []
+    assert unchanged(model, before)
+    offload(model, tmp_path / "new")
+    assert torch.equal(plain(inputs()), model(inputs()))
 
 
 def test_weights_without_values_are_named() -> None:
