@@ -18,6 +18,7 @@ from accelfn.bigmodel.load.plan import LoadPlan, Wishes, has_part, place_of, pla
 from accelfn.bigmodel.load.progress import showing
 from accelfn.bigmodel.load.read import Reading, read_tensors
 from accelfn.bigmodel.load.source import Checkpoint, map_stored, open_checkpoint
+from accelfn.bigmodel.load.writing import check_folder
 from accelfn.bigmodel.offload.dispatch import dispatch_model
 from accelfn.bigmodel.offload.dispatch_plan import plan_dispatch, read_map
 from accelfn.bigmodel.places import Place, PlaceLike, check_device
@@ -179,6 +180,8 @@ def load_checkpoint_in_model(
             show=lambda total: showing("load", total, progress),
         )
         return
+    if offload_folder is not None:
+        check_folder(offload_folder, "offload_folder")
     opened = open_checkpoint(checkpoint)
     plan = plan_load(_LOAD, plain, opened, wishes)
     _warn(opened, plan)

@@ -14,6 +14,7 @@ import torch
 
 from accelfn.bigmodel.load.mapped import drop_pages, map_tensors
 from accelfn.bigmodel.load.source import Stamp, Stored, open_unchanged, stamp_of
+from accelfn.bigmodel.load.writing import writing_to
 from accelfn.checkpoint.files.header import Header, format_header
 from accelfn.checkpoint.files.stored_dtype import SAFETENSORS_NAMES
 from accelfn.checkpoint.weights.files import Entry, replacing, write_tensors
@@ -65,21 +66,22 @@ def convert(
         OSError: The folder can't be written to, or is full. Nothing half is left behind.
         ValueError: safetensors has no such dtype.
     """
-    place = Path(folder)
     found: dict[int, torch.Tensor] = {}
     by_file: dict[Path, list[int]] = {}
     for number, one in enumerate(conversions):
         by_file.setdefault(one.source.path, []).append(number)
-    if by_file:
-        os.makedirs(place, exist_ok=True)
-    for path, numbers in by_file.items():
-        open_unchanged(path, stamps).close()
-        # Keys of their own: what is tied, or asked for in two dtypes, may have one name.
-        some = {
-            f"{number}:{conversions[at].source.name}": conversions[at] for number, at in enumerate(numbers)
-        }
-        mapped = _convert_file(path, some, stamps[path], place, advance)
-        found.update(zip(numbers, (mapped[key] for key in some), strict=True))
+    if not by_file:
+        return []
+    with writing_to(folder, "offload_folder") as place:
+        for path, numbers in by_file.items():
+            open_unchanged(path, stamps).close()
+            # Keys of their own: what is tied, or asked for in two dtypes, may have one name.
+            some = {
+                f"{number}:{conversions[at].source.name}": conversions[at]
+                for number, at in enumerate(numbers)
+            }
+            mapped = _convert_file(path, some, stamps[path], place, advance)
+            found.update(zip(numbers, (mapped[key] for key in some), strict=True))
     return [found[number] for number in range(len(conversions))]
 
 

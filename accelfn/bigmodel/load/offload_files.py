@@ -14,6 +14,7 @@ from torch import nn
 
 from accelfn.bigmodel.load.mapped import STORED_DTYPES, map_tensors
 from accelfn.bigmodel.load.placing import read_dtype, set_module_tensor_to_device
+from accelfn.bigmodel.load.writing import writing_to
 from accelfn.bigmodel.places import check_device, read_place
 from accelfn.checkpoint.files.disk import naming
 from accelfn.checkpoint.files.header import Entry
@@ -147,13 +148,22 @@ def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str
 
     Raises:
         ValueError: A tensor has no plain bytes.
-        OSError: A file can't be written. The index is as it was.
+        OSError: A file can't be written. The index is as it was, and no new file is left.
     """
-    os.makedirs(save_dir, exist_ok=True)
     index: dict[str, dict[str, Any]] = {}
-    for name, tensor in state_dict.items():
-        offload_weight(tensor, name, save_dir, index)
-    save_offload_index(index, save_dir)
+    new: list[Path] = []
+    with writing_to(save_dir, "save_dir") as folder:
+        try:
+            for name, tensor in state_dict.items():
+                path = _file_of(folder, name)
+                if not path.exists():
+                    new.append(path)
+                offload_weight(tensor, name, folder, index)
+            save_offload_index(index, folder)
+        except BaseException:
+            for path in new:  # no index names them
+                path.unlink(missing_ok=True)
+            raise
 
 
 def save_offload_index(
@@ -173,7 +183,7 @@ def save_offload_index(
         return
     path = Path(offload_folder) / _INDEX
     merged = {**(_read_index(path) if path.exists() else {}), **index}
-    with replacing(path) as temporary:
+    with naming(str(path)), replacing(path) as temporary:
         temporary.write_text(json.dumps(merged, indent=2))
 
 

@@ -62,7 +62,21 @@ def _around(
     attached: Attached, module: nn.Module, before: Callable[..., Any], after: Callable[..., Any]
 ) -> None:
     attached.handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-    attached.handles.append(module.register_forward_hook(after, always_call=True))
+    attached.handles.append(_with_equal_id(module, module.register_forward_hook(after, always_call=True)))
+
+
+def _with_equal_id(module: nn.Module, handle: RemovableHandle) -> RemovableHandle:
+    """Give a hook that is always called an id that it also has in other modules like this one.
+
+    torch.compile compares the ids of such hooks, and would compile each of many equal blocks anew. torch
+    counts ids up from 0, so these count down.
+    """
+    hooks: dict[int, Any] = vars(module)["_forward_hooks"]
+    always: dict[int, bool] = vars(module)["_forward_hooks_always_called"]
+    equal = min(-1, min(hooks) - 1)
+    hooks[equal], always[equal] = hooks.pop(handle.id), always.pop(handle.id)
+    handle.id = equal
+    return handle
 
 
 def _above(model: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from accelfn.bigmodel.arguments import require_path
-from accelfn.bigmodel.load.mapped import mapped_from
 from accelfn.bigmodel.offload.attach import Attached, attach_moves, attach_return, attach_stream
 from accelfn.bigmodel.offload.blocks import has_forward, named_modules, plan_blocks, read_block, slots_of
 from accelfn.bigmodel.offload.dispatch_plan import DispatchPlan, plan_dispatch, read_map
+from accelfn.bigmodel.offload.fixed import fix, unfix
 from accelfn.bigmodel.offload.settle import Sources, find_ties, find_values, settle
 from accelfn.bigmodel.offload.stream import Stream, StreamFacts, check_options
 from accelfn.bigmodel.places import Place, PlaceLike, check_device, read_place
@@ -82,7 +82,8 @@ def dispatch_model(
             lacks; weights have no values; or something is to lie on the disk and there is no ``offload_dir``.
             Nothing was changed.
         TypeError: ``model`` is no module, ``device_map`` no mapping, or ``offload_dir`` no path.
-        OSError: The folder can't be written.
+        OSError: The folder can't be written, or the disk is full. Nothing was changed, and nothing half is
+            left there.
     """
     require_module("dispatch_model", model)
     _check_folder("dispatch_model", offload_dir)
@@ -155,7 +156,8 @@ def disk_offload(
     """Keep all weights of a model on the disk, and bring them to a device block by block. In place.
 
     Weights that are mapped from files already stay there. Others are written to the folder, in a safetensors
-    file. A model on the meta device is read from the ``index.json`` of the folder, as Accelerate writes it.
+    file that has no name while it is in use, so that the folder looks empty. A model on the meta device is
+    read from the ``index.json`` of the folder, as Accelerate writes it.
 
     Ranks: local; each needs a folder of its own.
 
@@ -174,7 +176,8 @@ def disk_offload(
     Raises:
         ValueError: Weights have no values, or this machine lacks the device. Nothing was changed.
         TypeError: ``model`` is no module, or ``offload_dir`` no path.
-        OSError: The folder can't be written.
+        OSError: The folder can't be written, or the disk is full. Nothing was changed, and nothing half is
+            left there.
     """
     require_module("disk_offload", model)
     _check_folder("disk_offload", offload_dir, is_needed=True)
@@ -203,7 +206,7 @@ def undispatch(model: nn.Module) -> None:
         stream.abandon()
     for attached in cast("_Dispatched", found).attached:
         attached.remove()
-    vars(model).pop("_apply", None)
+    unfix(model)
     vars(model).pop("hf_device_map", None)
 
 
@@ -238,33 +241,6 @@ class _Dispatched:
 
     attached: list[Attached] = field(default_factory=list[Attached])
     streams: list[Stream] = field(default_factory=list[Stream])
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Apply:
-    """Stands for a dispatched model's ``_apply``: ``to``, ``cuda``, ``half`` and the like go through it."""
-
-    model: nn.Module
-
-    def __call__(self, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        tensors = [slot.read() for _, slot in slots_of(self.model)]
-        on_disk = {one.dtype for one in tensors if mapped_from(one) is not None}
-        for device, dtype in dict.fromkeys((one.device, one.dtype) for one in tensors):
-            result = function(torch.empty(0, device=device, dtype=dtype))
-            if result.device != device:
-                raise RuntimeError(
-                    "this model's weights are spread by a device map, so it can't be moved to "
-                    f"{result.device}. Call accelfn.bigmodel.undispatch(model) first, or dispatch it anew "
-                    "with another map."
-                )
-            if result.dtype != dtype and dtype in on_disk:
-                raise RuntimeError(
-                    f"this model has weights on the disk, which can't become {result.dtype} without being "
-                    "read as a whole. Pass dtype= where they are loaded, or call "
-                    "accelfn.bigmodel.undispatch(model) first."
-                )
-        apply: Any = getattr(type(self.model), "_apply")  # noqa: B009 - torch has no public name for it
-        return apply(self.model, function, recurse)
 
 
 def _check_folder(operation: str, offload_dir: object, is_needed: bool = False) -> None:
@@ -308,7 +284,7 @@ def _spread(
     dispatched = _attach(model, plan, places, options)
     vars(model)[_NAME] = dispatched
     if dispatched.streams or len({lies.at for lies in plan.lies.values()}) > 1:
-        vars(model)["_apply"] = _Apply(model)
+        fix(model)
 
 
 def _attach(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 
 from accelfn.bigmodel.load.mapped import map_tensors
+from accelfn.bigmodel.load.writing import writing_to
 from accelfn.bigmodel.offload.packing import is_dense
 from accelfn.checkpoint.files.header import format_header
 from accelfn.checkpoint.files.stored_dtype import SAFETENSORS_NAMES
@@ -31,7 +31,7 @@ def write_mapped(
     Each begins where torch would have it begin, at a multiple of 64 bytes, so that results are the same bits.
 
     Args:
-        folder: It is made if it isn't there.
+        folder: It is made if it isn't there. Errors call it ``offload_dir``.
         tensors: By name, with values. They keep their strides if they fill their memory.
 
     Raises:
@@ -52,15 +52,14 @@ def write_mapped(
     forms = [(name, SAFETENSORS_NAMES[one.dtype], tuple(one.shape)) for name, one in laid.items()]
     _, places = format_header(forms, {}, fill=True)
     entries = [Entry(name, laid[name].dtype, tuple(laid[name].shape)) for name in places]
-    place = Path(folder)
-    place.mkdir(parents=True, exist_ok=True)
-    path = place / f".accelfn-{secrets.token_hex(8)}.safetensors"
-    try:
-        write_tensors(path, entries, (laid[name] for name in places), {}, fill=True)
-        mapped = map_tensors(path, read_header(path).entries)
-    except BaseException:
-        path.unlink(missing_ok=True)
-        raise
+    with writing_to(folder, "offload_dir") as place:
+        path = place / f".accelfn-{secrets.token_hex(8)}.safetensors"
+        try:
+            write_tensors(path, entries, (laid[name] for name in places), {}, fill=True)
+            mapped = map_tensors(path, read_header(path).entries)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
     if os.name == "posix":
         path.unlink(missing_ok=True)
     return {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import errno
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -144,3 +146,26 @@ def test_errors_leave_the_model_as_it_was(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(OSError, match="went away"):
         af.load_checkpoint_and_dispatch(model, path, {"": "cpu"})
     assert all(one.is_meta for one in model.parameters())
+
+
+def test_a_folder_that_takes_no_weights_is_named_and_the_model_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, checkpoint = saved(tmp_path)
+    (tmp_path / "file").write_text("")
+    model = on_meta(Small())
+    with pytest.raises(NotADirectoryError, match=r"offload_folder='.*file' can't take weights: it is a file"):
+        af.load_checkpoint_and_dispatch(model, checkpoint, {"": "disk"}, offload_folder=tmp_path / "file")
+
+    def refuse(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", refuse)
+        with pytest.raises(OSError, match=r"offload_folder='.*new' can't take weights: No space.*Make room"):
+            af.load_checkpoint_and_dispatch(
+                model, checkpoint, {"": "disk"}, offload_folder=tmp_path / "new", dtype=torch.bfloat16
+            )
+    assert all(one.is_meta for one in model.parameters())
+    assert not hasattr(model, "hf_device_map")
+    assert list((tmp_path / "new").iterdir()) == []

@@ -261,10 +261,10 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
             return
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY))
-        with pytest.raises(OSError, match=r"w\.dat"):
-            offload_state_dict(off, {"w": torch.zeros(1 << 15)})
+        with pytest.raises(OSError, match=r"save_dir='.*off' can't take.*Make room.*w\.dat"):
+            offload_state_dict(off, {"new": torch.ones(1), "w": torch.zeros(1 << 15)})
         model = nn.Linear(300, 300, device="meta")
-        with pytest.raises(OSError, match="accelfn-"):
+        with pytest.raises(OSError, match=r"offload_folder='.*new' can't take.*Make room.*accelfn-"):
             load_checkpoint_in_model(
                 model, tmp_path / "m.bin", {"": "disk"}, tmp_path / "new", torch.bfloat16
             )
@@ -278,8 +278,18 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
 
 def test_a_folder_that_can_not_be_one(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match="file"):
+    said = r"save_dir='.*file' can't take weights: it is a file. Pass another folder"
+    with pytest.raises(NotADirectoryError, match=said):
         offload_state_dict(tmp_path / "file", {"w": torch.ones(1)})
+    with pytest.raises(NotADirectoryError, match=r"save_dir='.*file/below' can't take weights"):
+        offload_state_dict(tmp_path / "file" / "below", {"w": torch.ones(1)})
+
+
+def test_what_failed_on_the_way_leaves_no_new_file(tmp_path: Path) -> None:
+    offload_state_dict(tmp_path, {"old": torch.ones(1)})
+    with pytest.raises(ValueError, match="no plain bytes"):
+        offload_state_dict(tmp_path, {"new": torch.ones(1), "bad": torch.ones(1, device="meta")})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["index.json", "old.dat"]
 
 
 def test_without_numpy(tmp_path: Path) -> None:

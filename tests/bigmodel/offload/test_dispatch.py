@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import errno
 import gc
 import io
+import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 import textwrap
@@ -309,7 +312,7 @@ def test_a_model_without_values_gets_them_from_a_state_dict() -> None:
     assert isinstance(model[0].weight, nn.Parameter)
 
 
-@pytest.mark.parametrize("how", ["disk_offload", "offload_dir", "offload_index"])
+@pytest.mark.parametrize("how", ["disk_offload", "offload_dir", "both", "offload_index"])
 def test_a_model_without_values_gets_them_from_a_folder_of_accelerate(how: str, tmp_path: Path) -> None:
     plain: Any = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
     offload_state_dict(tmp_path, plain.state_dict())
@@ -319,6 +322,10 @@ def test_a_model_without_values_gets_them_from_a_folder_of_accelerate(how: str, 
         disk_offload(model, tmp_path)
     elif how == "offload_dir":
         dispatch_model(model, {"": "disk"}, offload_dir=tmp_path, offload_buffers=True)
+    elif how == "both":
+        entries = json.loads((tmp_path / "index.json").read_text())
+        (tmp_path / "index.json").unlink()
+        dispatch_model(model, {"": "disk"}, offload_dir=tmp_path, offload_index=entries, offload_buffers=True)
     else:
         index = {"0.weight": {"safetensors_file": str(tmp_path / "x.safetensors")}}
         from safetensors.torch import save_file
@@ -377,22 +384,38 @@ def test_a_buffer_that_is_not_saved_needs_no_place() -> None:
 # --- guards --------------------------------------------------------------------------------------
 
 
-def to_meta(model: Any) -> Any:
-    return model.to("meta")
+def on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to("meta")
 
 
-def to_empty_meta(model: Any) -> Any:
-    return model.to_empty(device="meta")
+MOVES: dict[str, Callable[[Any], Any]] = {
+    "to('meta')": lambda model: model.to("meta"),
+    "to('cpu')": lambda model: model.to("cpu"),
+    "to('cpu:0')": lambda model: model.to(torch.device("cpu:0"), torch.float64),
+    "to('cpu') ": lambda model: model.to(torch.zeros(1)),
+    "to('cuda')": lambda model: model.to(device="cuda"),
+    "cpu()": lambda model: model.cpu(),
+    "cuda()": lambda model: model.cuda(),
+    "xpu()": lambda model: model.xpu(0),
+    "to_empty()": lambda model: model.to_empty(device="cpu"),
+    "meta": lambda model: model._apply(on_meta),
+}
 
 
-@pytest.mark.parametrize("move", [to_meta, to_empty_meta])
-def test_a_spread_model_is_not_moved(move: Callable[[Any], Any]) -> None:
-    model = small()
-    dispatch_model(model, {"": "cpu", "0": "cpu:0"})
-    with pytest.raises(RuntimeError, match=r"weights are spread by a device map.*undispatch"):
-        move(model)
+@pytest.mark.parametrize("name", MOVES)
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+def test_a_spread_model_is_not_moved(name: str, place: str, tmp_path: Path) -> None:
+    """Wherever to: a program does the same on every machine."""
+    plain, model = small(), small()
+    dispatch_model(model, {"": place, "0": "cpu:0"}, offload_dir=tmp_path)
+    for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with pytest.raises(
+            RuntimeError, match=rf"Sequential's weights.*{re.escape(name.strip())}.*undispatch"
+        ):
+            MOVES[name](one)
+        assert torch.equal(plain(inputs()), one(inputs()))
     undispatch(model)
-    assert move(model)[0].weight.is_meta
+    assert model.to("meta")[0].weight.is_meta
 
 
 def test_a_model_that_is_in_one_place_is_moved() -> None:
@@ -411,9 +434,10 @@ def test_dtypes_change_where_nothing_is_on_the_disk(tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match="weights on the disk, which can't become"):
             change()
     assert model[0].weight.dtype == torch.float64
-    assert model.to("cpu") is model
     assert model.double() is model
-    assert copy.deepcopy(model).to("cpu") is not model
+    assert model.to(torch.float64) is model
+    assert model.share_memory() is model
+    assert torch.equal(plain(inputs().double()), model(inputs().double()))
 
 
 def test_a_copy_guards_itself_and_not_its_original() -> None:
@@ -613,6 +637,46 @@ def test_what_cannot_be_is_refused_and_nothing_is_changed(options: dict[str, Any
     with pytest.raises(ValueError, match=message):
         dispatch_model(model, **options)
     assert unchanged(model, before)
+
+
+def onto_disk(model: nn.Module, folder: Path) -> None:
+    disk_offload(model, folder)
+
+
+def partly_onto_disk(model: nn.Module, folder: Path) -> None:
+    dispatch_model(model, {"": "disk", "0": "cpu:0"}, offload_dir=folder)
+
+
+@pytest.mark.parametrize("offload", [onto_disk, partly_onto_disk])
+def test_a_folder_that_takes_no_weights_is_named_and_nothing_is_changed(
+    offload: Callable[[nn.Module, Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, model = small(), small()
+    before = pointers(model)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError, match=r"offload_dir='.*file' can't take weights: it is a file"):
+        offload(model, tmp_path / "file")
+    with pytest.raises(NotADirectoryError, match=r"offload_dir='.*file/below' can't take weights"):
+        offload(model, tmp_path / "file" / "below")
+    refusals = {
+        errno.ENOSPC: "No space left on device. Make room there, or pass a folder on another disk",
+        errno.EACCES: "Permission denied. Pass a folder that you may write to",
+        errno.EROFS: "Read-only file system. Pass a folder that you may write to",
+    }
+    for number, said in refusals.items():
+
+        def refuse(descriptor: int, number: int = number) -> None:
+            raise OSError(number, os.strerror(number))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", refuse)  # when all but that is written
+            with pytest.raises(OSError, match=rf"offload_dir='.*new' can't take weights: {said}") as caught:
+                offload(model, tmp_path / "new")
+        assert caught.value.errno == number
+        assert list((tmp_path / "new").iterdir()) == []
+    assert unchanged(model, before)
+    offload(model, tmp_path / "new")
+    assert torch.equal(plain(inputs()), model(inputs()))
 
 
 def test_weights_without_values_are_named() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Generator
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from accelfn.bigmodel.offload.attach import attach_stream
+from accelfn.bigmodel.offload.dispatch import cpu_offload, disk_offload, undispatch
 from accelfn.bigmodel.offload.uncompiled import uncompiled
 from tests.bigmodel.offload.trees import WIDTH, doubling, gradients, inputs, stream_of
 
@@ -88,6 +90,45 @@ def test_what_is_compiled_computes_and_trains_as_before(how: str, backend: str) 
     assert stream.facts().peak_blocks == 2
     # One graph for each block, with gradients and without: nothing cuts a block into pieces.
     assert dynamo.utils.counters["stats"]["unique_graphs"] <= 2 * len(model)
+
+
+@pytest.mark.parametrize("where", ["host to cpu:0", "disk to cpu", "disk to cpu:0"])
+@pytest.mark.parametrize("how", ["blocks", "blocks in place", "forwards"])
+def test_equal_blocks_are_one_graph(how: str, where: str, tmp_path: Path) -> None:
+    """The compiler gives up after eight graphs of one function, and with fullgraph=True that is an error."""
+    graphs: list[Any] = []
+
+    def count(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    cast("Any", torch).random.manual_seed(0)
+    plain: Any = nn.Sequential(*(Layer() for _ in range(12)))
+    model: Any = nn.Sequential(*(Layer() for _ in range(12)))
+    model.load_state_dict(plain.state_dict())
+    at, _, used = where.partition(" to ")
+    if at == "host":
+        cpu_offload(model, used)
+    else:
+        disk_offload(model, tmp_path, used)
+    for number, block in enumerate(model):
+        if how == "blocks":
+            model[number] = cast("Any", torch).compile(block, backend=count, fullgraph=True)
+        elif how == "blocks in place":
+            block.compile(backend=count, fullgraph=True)
+        else:
+            block.forward = cast("Any", torch).compile(block.forward, backend=count, fullgraph=True)
+    with torch.no_grad():
+        for seed in range(2):
+            assert torch.equal(model(inputs(seed)), plain(inputs(seed)))
+    assert len(graphs) == 1
+    # A module within a block that is called by itself still finds its weights, and fails cleanly.
+    inner = (model[3]._orig_mod if how == "blocks" else model[3]).up
+    assert torch.equal(inner(inputs()), plain[3].up(inputs()))
+    with pytest.raises(RuntimeError):
+        inner(torch.zeros(WIDTH + 1))
+    undispatch(model)
+    assert all(not vars(one)["_forward_hooks"] for one in cast("list[nn.Module]", list(model.modules())))
 
 
 def test_a_hook_is_not_traced() -> None:
