@@ -137,7 +137,9 @@ def test_a_file_of_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     content = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(content[:-1])
     assert main(["plan-memory", str(tmp_path), *flags]) == 1
-    assert "accelfn plan-memory: damaged: " in capsys.readouterr().err
+    errors = capsys.readouterr().err
+    assert "accelfn plan-memory: damaged: " in errors
+    assert str(tmp_path / "model.safetensors") in errors
 
 
 @pytest.mark.parametrize(

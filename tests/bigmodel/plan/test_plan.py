@@ -321,6 +321,12 @@ def test_a_tensor_that_is_larger_than_every_budget_is_named() -> None:
     )
 
 
+def test_a_single_byte_is_not_several() -> None:
+    model = nn.Sequential(nn.ParameterDict({"one": nn.Parameter(torch.ones(1, dtype=torch.int8), False)}))
+    with pytest.raises(ValueError, match=r"needs 1 B \(1 byte\) in one place"):
+        plan_device_map(read_shape(model), {"cpu": 0, "disk": 0})
+
+
 @pytest.mark.parametrize(
     ("budgets", "said"),
     [

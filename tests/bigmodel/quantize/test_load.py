@@ -5,6 +5,7 @@ import dataclasses
 import importlib
 import os
 import pickle
+import re
 import subprocess
 import sys
 import weakref
@@ -457,6 +458,28 @@ def test_adapters_of_a_quantised_model_train_on_ranks(name: str) -> None:
     first, second = run_ranks(run, 2)
     assert torch.equal(first, second)
     assert not torch.equal(first, made().head.bias)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="forks")
+def test_adapters_of_a_quantised_model_train_on_processes() -> None:
+    """In a program of its own (some seconds), in which only the ranks use the packages."""
+    names = ("int8 of bitsandbytes", "nf4", "int8 of torchao")
+    done = subprocess.run(
+        (sys.executable, "-m", "tests.bigmodel.quantize.ranks", *names),
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    # bitsandbytes says things there, too.
+    lines = re.findall(r"^([\d.]+) ([\d.]+) ([\d.e-]+)$", done.stdout, re.MULTILINE)
+    assert len(lines) == len(names)
+    for before, after, difference in lines:
+        assert float(after) < 0.9 * float(before)
+        assert float(difference) == 0.0
 
 
 @pytest.mark.parametrize("name", ["int8 of bitsandbytes", "nf4", "int8 of torchao"])
