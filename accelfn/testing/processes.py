@@ -56,6 +56,8 @@ _LOOK_S = 0.2
 # answers even from C code that never returns.
 _WHERE_ARE_YOU: int = getattr(signal, "SIGRTMIN", signal.SIGUSR2) if os.name == "posix" else 0
 _ANSWER_S = 1.0
+# Before forking. Threads that have work of their own don't end.
+_THREADS_END_S = 1.0
 # The guard ends the waiting.
 _NEVER = timedelta(days=30)
 
@@ -90,6 +92,7 @@ def run_on_processes(
                 args=(fn, rank, size, configure, seconds, faults, num_nodes, sender, answers[rank]),
                 name=f"rank {rank} of {size}",
             )
+            _let_threads_end()
             _fork(process)
             sender.close()
             processes.append(process)
@@ -112,6 +115,34 @@ def run_on_processes(
         for pipe in (*receivers, *answers):
             pipe.close()
     return conclude(outcomes, "processes")
+
+
+def _let_threads_end() -> None:
+    """Wait for threads of the system that are on their way out, as those of a world of threads before.
+
+    Python's join() returns before a thread has given back what its libraries keep for it. MKL does so under a
+    lock, which a child that is forked meanwhile would find taken for ever: its first product of matrices hangs.
+    """
+    own = str(threading.get_native_id())
+    until, last = time.monotonic() + _THREADS_END_S, None
+    while time.monotonic() < until:
+        states = _thread_states()
+        states.pop(own, None)
+        if states == last and "R" not in states.values():
+            return
+        last = states
+        time.sleep(0.001)
+
+
+def _thread_states() -> dict[str, str]:
+    """Say of each of this process's threads whether it runs (R) or sleeps; nothing where this isn't Linux."""
+    states: dict[str, str] = {}
+    with contextlib.suppress(FileNotFoundError):
+        for thread in os.listdir("/proc/self/task"):
+            with contextlib.suppress(OSError):  # it has ended
+                with open(f"/proc/self/task/{thread}/stat", encoding="utf-8") as file:
+                    states[thread] = file.read().rpartition(")")[2].split()[0]
+    return states
 
 
 def _fork(process: Any) -> None:

@@ -141,6 +141,18 @@ def test_a_rank_that_lingers_after_another_has_told_why_is_not_the_cause() -> No
         assert "in work" in stack
 
 
+def test_threads_of_a_world_before_leave_no_lock_behind() -> None:
+    """Their libraries give memory back under locks, after Python has joined them."""
+    left, right = torch.randn(300, 300), torch.randn(300, 300)
+
+    def work(ctx: Context) -> None:
+        left @ right  # by several threads of MKL
+
+    for _ in range(20):
+        run_ranks(work, 2)
+        run_ranks(work, 1, "processes", timeout_s=60)
+
+
 def test_a_loader_with_workers_runs_on_a_rank() -> None:
     def read(ctx: Context) -> int:
         loader = DataLoader(cast("Any", torch.arange(4)), num_workers=1)

@@ -244,7 +244,7 @@ def test_weights_on_the_disk_are_used_where_they_lie(tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", ["cpu", "cpu:0", "disk"])
 def test_results_are_the_same_bits(place: str, rows: int, dtype: torch.dtype, tmp_path: Path) -> None:
     """Of a single row, a product depends on how the weights are aligned."""
-    torch.manual_seed(0)
+    torch.manual_seed(0)  # pyright: ignore[reportUnknownMemberType]
     plain = nn.Sequential(nn.Linear(33, 47), nn.Tanh(), nn.Linear(47, 65), nn.Linear(65, 32)).to(dtype)
     model = dispatch_model(copy.deepcopy(plain), {"": place}, offload_dir=tmp_path)
     x = torch.randn(rows, 33).to(dtype)

@@ -453,7 +453,7 @@ def test_tensors_of_whole_64_bytes_lie_at_multiples_of_64(tmp_path: Path) -> Non
     length = int.from_bytes(content[:8], "little")
     said = json.loads(content[8 : 8 + length])
     assert [(8 + length + said[name]["data_offsets"][0]) % 64 for name in "bd"] == [0, 0]
-    assert load_file(file)["d"].tolist() == [32.0] * 32
+    assert torch.equal(load_file(file)["d"], torch.full((32,), 32.0))
 
 
 # --- the state dict ------------------------------------------------------------------------------
