@@ -120,8 +120,9 @@ def run_on_processes(
 def _let_threads_end() -> None:
     """Wait for threads of the system that are on their way out, as those of a world of threads before.
 
-    Python's join() returns before a thread has given back what its libraries keep for it. MKL does so under a
-    lock, which a child that is forked meanwhile would find taken for ever: its first product of matrices hangs.
+    Python's join() returns before a thread has given back what its libraries keep for it. MKL does so under
+    a lock, which a child that is forked meanwhile would find taken for ever: its first product of matrices
+    hangs.
     """
     own = str(threading.get_native_id())
     until, last = time.monotonic() + _THREADS_END_S, None

@@ -146,7 +146,7 @@ def test_threads_of_a_world_before_leave_no_lock_behind() -> None:
     left, right = torch.randn(300, 300), torch.randn(300, 300)
 
     def work(ctx: Context) -> None:
-        left @ right  # by several threads of MKL
+        torch.mm(left, right)  # by several threads of MKL
 
     for _ in range(20):
         run_ranks(work, 2)
