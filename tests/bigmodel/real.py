@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -23,18 +24,19 @@ _SIZES: dict[str, Any] = {"vocab_size": 8000, "num_attention_heads": 8}
 _DECODER: dict[str, Any] = {**_SIZES, "num_key_value_heads": 4, "max_position_embeddings": 256}
 
 
-def build(name: str) -> Any:
+def build(name: str, num_layers: int | None = None) -> Any:
     """Build one of them: Llama and Mixtral with an output layer of their own, T5 with tied weights."""
     made: Any = transformers
     if name == "llama":
-        sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 12}
+        sizes = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": num_layers or 12}
         return made.LlamaForCausalLM(made.LlamaConfig(**_DECODER, **sizes, tie_word_embeddings=False)).eval()
     if name == "mixtral":
-        sizes = {"hidden_size": 384, "intermediate_size": 768, "num_hidden_layers": 8, "num_local_experts": 4}
+        sizes = {"hidden_size": 384, "intermediate_size": 768, "num_local_experts": 4}
+        sizes |= {"num_hidden_layers": num_layers or 8}
         return made.MixtralForCausalLM(
             made.MixtralConfig(**_DECODER, **sizes, tie_word_embeddings=False)
         ).eval()
-    sizes = {"d_model": 512, "d_kv": 64, "d_ff": 1536, "num_layers": 6, "num_heads": 8}
+    sizes = {"d_model": 512, "d_kv": 64, "d_ff": 1536, "num_layers": num_layers or 6, "num_heads": 8}
     config = made.T5Config(vocab_size=8000, **sizes, decoder_start_token_id=0, pad_token_id=0)
     return made.T5ForConditionalGeneration(config).eval()
 
@@ -64,11 +66,13 @@ def budgets_of(total: int) -> dict[int | str, int]:
 
 def run(name: str, folder: str) -> dict[str, Any]:
     """Load and run a model in as much memory as its budgets say."""
+    # The libraries' own memory: how much of their code the kernel maps at a time isn't always the same.
+    tokens_of(af.cpu_offload(build(name, 1), "cpu:0"))
+    gc.collect()
     with af.init_empty_weights():
         model = build(name)
     total = sum(parameter.nbytes for parameter in model.parameters())
     budgets = budgets_of(total)
-    torch.ones(64, 64).mm(torch.ones(64, 64))  # the libraries' own memory
     before = memory("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
     af.load_checkpoint_and_dispatch(model, folder, device_map="auto", max_memory=budgets)

@@ -34,10 +34,12 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def test_tokens_are_those_in_memory_and_memory_stays_within_the_bound(saved: Saved) -> None:
     name, model, folder = saved
+    # A simulated device's memory is the C library's, which would keep what is freed, in pieces.
+    frugal = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": "1000000"}
     done = subprocess.run(
         (sys.executable, "-m", "tests.bigmodel.real", name, str(folder)),
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **frugal},
         capture_output=True,
         text=True,
         timeout=100,
@@ -47,9 +49,8 @@ def test_tokens_are_those_in_memory_and_memory_stays_within_the_bound(saved: Sav
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["tokens"] == tokens_of(model)
     assert {"cpu:0", "cpu", "disk"} <= set(found["places"])
-    # What lies in memory, what travels, and as much again of the file's pages that are read for that.
-    slack = 40 * MIB
-    assert found["taken"] <= found["budgets"] + 2 * found["streamed"] + slack
+    slack = 20 * MIB
+    assert found["taken"] <= found["budgets"] + found["streamed"] + slack
     assert found["loaded"] <= found["budgets"] + found["largest"] + slack
     assert found["peak"] <= found["streamed"]
 
