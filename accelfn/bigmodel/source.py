@@ -26,7 +26,7 @@ from accelfn.checkpoint.files.stored_dtype import SAFETENSORS_NAMES
 from accelfn.checkpoint.weights.index import find_weights, read_header
 from accelfn.errors import DamagedCheckpointError, MissingExtraError, NoCheckpointError
 
-__all__ = ("build_on_meta", "read_source")
+__all__ = ("build_on_meta", "importing_from_here", "read_source")
 
 _DTYPES = MappingProxyType({name: dtype for dtype, name in SAFETENSORS_NAMES.items()})
 _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
@@ -79,7 +79,7 @@ def build_on_meta(source: str) -> nn.Module:
             it doesn't give a module. What it raised is the cause.
     """
     module_name, _, function_name = source.partition(":")
-    with _importing_from_here():
+    with importing_from_here():
         try:
             found: Any = importlib.import_module(module_name)
         except (Exception, SystemExit) as error:
@@ -146,7 +146,7 @@ def _is_installed(filename: str) -> bool:
 
 
 @contextmanager
-def _importing_from_here() -> Generator[None, None, None]:
+def importing_from_here() -> Generator[None, None, None]:
     """Find modules in the working directory, as ``python script.py`` would."""
     here = str(Path.cwd())
     sys.path.insert(0, here)

@@ -8,14 +8,13 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, cast
 
 import torch
 
+from accelfn.bigmodel.source import importing_from_here
 from accelfn.checkpoint import Keep, convert_checkpoint, prune_checkpoints
 from accelfn.checkpoint.conversion.parts import find_part
 from accelfn.checkpoint.files.commit import find_leftovers, is_dead, is_leftover, read_head
@@ -238,7 +237,7 @@ def _build(given: str) -> Mapping[str, Any]:
     """Call the user's own function for a module, or for modules and optimizers by name."""
     name, _, spelled = given.rpartition("=")
     module_name, _, function_name = spelled.partition(":")
-    with _importing_from_here():
+    with importing_from_here():
         try:
             module = importlib.import_module(module_name)
         except ModuleNotFoundError as error:
@@ -261,18 +260,6 @@ def _build(given: str) -> Mapping[str, Any]:
             + ("." if name else ", or a dict of modules and optimizers by name.")
         )
     return cast("Mapping[str, Any]", built)
-
-
-@contextmanager
-def _importing_from_here() -> Generator[None, None, None]:
-    """Find modules in the working directory, as ``python script.py`` would."""
-    here = str(Path.cwd())
-    sys.path.insert(0, here)
-    try:
-        yield
-    finally:
-        if here in sys.path:
-            sys.path.remove(here)
 
 
 ACTIONS: Mapping[str, Callable[[argparse.Namespace], int]] = MappingProxyType(

@@ -1,0 +1,72 @@
+"""What the commands that are given a model say of it, and where they write, the same in both."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from accelfn.launch.main import main
+
+pytestmark = pytest.mark.parametrize("command", ["estimate-memory", "plan-memory"])
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("needs", "the function needs arguments (width)"),
+        ("raises", "the function raised ZeroDivisionError: division by zero ("),
+        ("gives", "the function gave int, and must give a module"),
+    ],
+)
+def test_functions_that_give_no_model(
+    command: str,
+    name: str,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    module = f"no_model_of_{command.replace('-', '_')}_{name}"
+    text = "def needs(width): ...\ndef raises():\n    return 1 / 0\ndef gives():\n    return 3\n"
+    (tmp_path / f"{module}.py").write_text(text)
+    (tmp_path / f"broken_{module}.py").write_text("import torch\nraise OSError('no licence')\n")
+    monkeypatch.chdir(tmp_path)
+    try:
+        assert main([command, f"{module}:{name}"]) == 2
+        errors = capsys.readouterr().err
+        assert errors.startswith(f"accelfn {command}: error: {module}:{name}: ")
+        assert said in errors
+        assert (f"{module}.py, line 3, in raises)" in errors) == (name == "raises")
+        # What the import raises isn't taken for a disk that fails.
+        assert main([command, f"broken_{module}:build"]) == 2
+        errors = capsys.readouterr().err
+        assert f"broken_{module}:build: importing the module broken_{module} raised OSError: no lic" in errors
+        assert f"broken_{module}.py, line 2, in <module>)" in errors
+    finally:
+        sys.modules.pop(module, None)
+
+
+def test_the_ending_of_the_output_says_its_form(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_file({"a": torch.zeros(3)}, tmp_path / "model.safetensors")
+    given = [command, str(tmp_path / "model.safetensors")]
+    for ending, begin in (("txt", None), ("json", "{"), ("SVG", "<svg"), ("html", "<!")):
+        assert main([*given, "--output", str(tmp_path / f"a.{ending}")]) == 0
+        assert begin is None or (tmp_path / f"a.{ending}").read_text().lower().startswith(begin)
+    assert main([*given]) == 0
+    assert capsys.readouterr().out == (tmp_path / "a.txt").read_text()
+    assert main([*given, "--output", str(tmp_path / "plain")]) == 0
+    assert (tmp_path / "plain").read_text() == (tmp_path / "a.txt").read_text()
+    with pytest.raises(SystemExit) as stopped:
+        main([*given, "--output", str(tmp_path / "a.foo")])
+    assert stopped.value.code == 2
+    said = "a.foo' ends in none of .txt, .json, .svg, .html, .htm. Give it one of them, or say --format."
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "a.foo").exists()
+    assert main([*given, "--output", str(tmp_path / "a.foo"), "--format", "json"]) == 0
+    assert (tmp_path / "a.foo").read_text().startswith("{")
