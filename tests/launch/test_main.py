@@ -33,7 +33,9 @@ dist.destroy_process_group()
 def environment() -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("ACCELFN_")}
     inherited.pop("OMP_NUM_THREADS", None)
-    return {**inherited, "PYTHONPATH": str(ROOT)}
+    # No configuration of the person who runs the tests, and no SLURM step around them.
+    inherited = {name: value for name, value in inherited.items() if not name.startswith("SLURM_")}
+    return {**inherited, "PYTHONPATH": str(ROOT), "XDG_CONFIG_HOME": "/nonexistent"}
 
 
 def accelfn(*argv: str, cwd: Path = ROOT) -> "subprocess.CompletedProcess[str]":
@@ -94,14 +96,14 @@ print(f"\\nstatus={status} heavy={heavy}")
     [
         (["launhc"], "invalid choice: 'launhc'"),
         (["launch"], "no script given"),
-        (["launch", "--num_proc", "2", "train.py"], "unrecognized arguments: --num_proc"),
+        (["launch", "--num_proc", "2", "train.py"], "unknown flag --num_proc. Did you mean --num_processes?"),
         (
             ["launch", "--num_processes", "two", "train.py"],
-            "argument --num_processes: invalid int value: 'two'",
+            "argument --num_processes: it must be a whole number, 1 or more, got 'two'",
         ),
-        (["launch", "--num_processes"], "argument --num_processes: expected one argument"),
-        (["launch", "--mixed-precision", "bf15", "train.py"], "argument --mixed_precision: invalid choice"),
-        (["launch", "--num_processes", "0", "train.py"], "--num_processes must be at least 1, got 0"),
+        (["launch", "--num_processes"], "argument --num_processes: it needs a value"),
+        (["launch", "--mixed-precision", "bf15", "train.py"], "one of no, fp16, bf16, fp8, got 'bf15'"),
+        (["launch", "--num_processes", "0", "train.py"], "a whole number, 1 or more, got '0'"),
         (["launch", "-m", "--no-python", "train"], "Give one of the two"),
         (["launch", "absent.py"], "there is no script 'absent.py'"),
         (["launch", "docs"], "there is no script 'docs'"),
@@ -124,9 +126,10 @@ def test_dry_run_prints_the_whole_command_and_starts_nothing(tmp_path: Path) -> 
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0] == "ACCELFN_USE_CPU=true \\"
-    assert lines[-1].startswith(f"{sys.executable} -m torch.distributed.run --nnodes=1 --nproc-per-node=2 ")
-    assert lines[-1].endswith(" -- 'my script.py' --lr 1")
+    assert lines[:2] == ["ACCELERATE_USE_CPU=true \\", "ACCELFN_USE_CPU=true \\"]
+    agent = f"{sys.executable} -m accelfn.launch.run.agent --nnodes=1 --nproc-per-node=2 "
+    assert lines[-1].startswith(agent)
+    assert lines[-1].endswith("worker.py 'my script.py' --lr 1")
 
 
 def test_a_busy_port_is_refused_before_anything_starts(tmp_path: Path) -> None:

@@ -197,7 +197,8 @@ def choice(*choices: str) -> Kind:
             raise ValueError(text)
         return found
 
-    return Kind(f"one of {', '.join(choices)}", read, str, "{" + ",".join(choices) + "}", choices)
+    brief = "{" + ",".join(choices) + "}"
+    return Kind(f"one of {', '.join(choices)}", read, str, brief if len(brief) < 60 else "NAME", choices)
 
 
 COUNT: Kind = integer(1)
