@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from accelfn import __version__
 from accelfn.launch.checkpoint import run_checkpoint
+from accelfn.launch.config_command import run_config
 from accelfn.launch.data_plan import run_data_plan
 from accelfn.launch.estimate import run_estimate
 from accelfn.launch.launch import run_launch
@@ -63,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
 
 _COMMANDS = (
     _Command(name="launch", about="start a training script on one or more processes", run=run_launch),
+    _Command(name="config", about="write, show, renew and take over configurations", run=run_config),
     _Command(name="data-plan", about="draw which rank reads which samples", run=run_data_plan),
     _Command(name="estimate-memory", about="say how much memory a model takes", run=run_estimate),
     _Command(
