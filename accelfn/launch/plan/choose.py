@@ -59,7 +59,7 @@ def plan_launch(
     """
     config = resolved.config
     if config.compute_environment == "AMAZON_SAGEMAKER":
-        return plan_sagemaker(resolved, script)
+        return plan_sagemaker(resolved, script, machine)
     if config.tpu and config.tpu_options.use_cluster:
         return plan_pod(config, script)
     total = count_processes(config, machine)

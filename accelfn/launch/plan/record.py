@@ -76,12 +76,16 @@ def format_plan(plan: LaunchPlan) -> str:
         plan: From ``plan_launch``.
 
     Returns:
-        One line for each variable and one for the command; a shell takes them as one command.
+        One line for each variable and one for the command; a shell takes them as one command. Keys of a
+        cloud are hidden.
 
     >>> plan = LaunchPlan(way="single", argv=("python", "a b.py"), env_changes=(("OMP_NUM_THREADS", "2"),))
     >>> print(format_plan(plan))
     OMP_NUM_THREADS=2 \
     python 'a b.py'
     """
-    variables = (f"{name}={shlex.quote(value)}" for name, value in plan.env_changes)
+    secret = frozenset(("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"))
+    variables = (
+        f"{name}={'***' if name in secret else shlex.quote(value)}" for name, value in plan.env_changes
+    )
     return " \\\n".join((*variables, shlex.join(plan.argv)))

@@ -14,7 +14,7 @@ from accelfn.launch.plan.variables import plan_variables
 __all__ = ("plan_sagemaker", "read_hyperparameters")
 
 
-def plan_sagemaker(resolved: Resolved, script: Script) -> LaunchPlan:
+def plan_sagemaker(resolved: Resolved, script: Script, machine: Machine) -> LaunchPlan:
     """Decide the estimator that runs a script on rented machines. Pure.
 
     Raises:
@@ -76,7 +76,7 @@ def plan_sagemaker(resolved: Resolved, script: Script) -> LaunchPlan:
     }
     return LaunchPlan(
         way="sagemaker",
-        argv=("python", "-m", "accelfn.launch.run.sagemaker", json.dumps(told, sort_keys=True)),
+        argv=(machine.python, "-m", "accelfn.launch.run.sagemaker", json.dumps(told, sort_keys=True)),
         env_changes=tuple(sorted((name, value) for name, value in keys.items() if value is not None)),
     )
 

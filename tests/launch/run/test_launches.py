@@ -82,8 +82,12 @@ def test_two_machines_on_loopback(way: str, tmp_path: Path) -> None:
         # What srun sets for a step of two tasks on two nodes, here both on this machine.
         steps = [
             {
-                "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": str(rank),
-                "SLURM_STEP_NODELIST": "localhost", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0",
+                "SLURM_STEP_NUM_NODES": "2",
+                "SLURM_STEP_NUM_TASKS": "2",
+                "SLURM_NODEID": str(rank),
+                "SLURM_STEP_NODELIST": "localhost",
+                "SLURM_JOB_ID": "7",
+                "SLURM_STEP_ID": "0",
             }
             for rank in (0, 1)
         ]
