@@ -222,6 +222,14 @@ it: got 3 processes on 2 machines. Use 2 or 4 processes.
         default=0.1,
         metadata=option(real(0, above=True), "seconds between looks at the processes", group="Elastic"),
     )
+    shutdown_timeout: int | None = field(
+        default=None,
+        metadata=option(
+            COUNT,
+            "seconds that processes have to end after a signal, before they are killed (30)",
+            group="Elastic",
+        ),
+    )
     role: str = field(
         default="default",
         metadata=option(TEXT, "name of the processes in messages", group="Elastic"),

@@ -83,7 +83,21 @@ def plan_launch(
         if config.num_machines > 1 and config.preflight:
             plan = dataclasses.replace(plan, meeting=_plan_meeting(config, script))
     variables = {**variables, **_affinity(config, machine, local_size), **dict(plan.env_changes)}
-    return dataclasses.replace(plan, env_changes=tuple(sorted(variables.items())), local_size=local_size)
+    return dataclasses.replace(
+        plan,
+        env_changes=tuple(sorted(variables.items())),
+        local_size=local_size,
+        patience_s=_patience_s(config, environment),
+    )
+
+
+def _patience_s(config: LaunchConfig, environment: Mapping[str, str]) -> float:
+    """Say how long torchrun may take to end: what it gives its processes, and a little more."""
+    given = config.shutdown_timeout
+    for name in ("PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"):
+        if given is None and environment.get(name, "").isdecimal():
+            given = int(environment[name])
+    return (30 if given is None else given) + 15.0
 
 
 def count_processes(config: LaunchConfig, machine: Machine) -> int:

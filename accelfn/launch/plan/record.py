@@ -55,6 +55,7 @@ class LaunchPlan:
         meeting: Where the machines compare themselves first.
         local_size: Processes on this machine.
         cpus: Cores of each of them; empty to let the system choose.
+        patience_s: How long the command has to end after a signal.
         notes: What the user may want to know.
     """
 
@@ -66,6 +67,7 @@ class LaunchPlan:
     meeting: Meeting | None = None
     local_size: int = 1
     cpus: tuple[tuple[int, ...], ...] = ()
+    patience_s: float = 45.0
     notes: tuple[str, ...] = ()
 
 

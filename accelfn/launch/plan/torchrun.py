@@ -34,6 +34,7 @@ def plan_torchrun(config: LaunchConfig, script: Script, machine: Machine, worker
         *rendezvous,
         *_changed("--max-restarts", config.max_restarts, 0),
         *_changed("--monitor-interval", config.monitor_interval, 0.1),
+        *_changed("--shutdown-timeout", config.shutdown_timeout, None),
         *_changed("--log-dir", config.log_dir, None),
         *_changed("--tee", config.tee, "0"),
         *_changed("--redirects", config.redirects, "0"),

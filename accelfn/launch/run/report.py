@@ -54,7 +54,7 @@ def read_failures(folder: str) -> tuple[Failure, ...]:
             continue  # it was restarted since
         rank = int(one["rank"])
         frames = [frame for frame in one["frames"] if frame["own"]] or one["frames"]
-        exitcode = ended[rank]["exitcode"] if rank in ended else (1 if one["kind"] != "SystemExit" else None)
+        exitcode = ended[rank]["exitcode"] if rank in ended else int(one["status"]) & 0xFF
         found[rank] = Failure(
             rank=rank,
             host=one["host"],

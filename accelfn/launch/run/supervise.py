@@ -19,8 +19,6 @@ from accelfn.launch.run.report import first_failure, format_report, read_failure
 
 __all__ = ("supervise",)
 
-# torchrun gives its processes half a minute to end; a little more, and nobody waits for it any longer.
-_PATIENCE_S = 45.0
 _STOPS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
 # Signals by which schedulers speak to the script; torchrun would die of them.
 _TO_SCRIPTS = ("SIGUSR1", "SIGUSR2")
@@ -36,8 +34,9 @@ def supervise(
 ) -> int:
     """Run a plan's command to its end. Effect: starts processes, hands signals on, prints a report.
 
-    SIGINT, SIGTERM, SIGHUP and SIGQUIT go to the command, which has 45 seconds to end; a second SIGINT ends
-    the waiting. SIGUSR1 and SIGUSR2 go to the scripts. What is left after a failure or a signal is killed.
+    SIGINT, SIGTERM, SIGHUP and SIGQUIT go to the command, which has ``plan.patience_s`` to end; a second
+    SIGINT ends the waiting. SIGUSR1 and SIGUSR2 go to the scripts. What is left after a failure or a signal
+    is killed.
 
     Args:
         plan: What to start.
@@ -47,7 +46,8 @@ def supervise(
         quiet: Whether to leave the report out.
 
     Returns:
-        The exit status: the failed process's own, 128 and more for a signal.
+        The exit status: the failed process's own, 128 and more for a signal. Where scripts answer a signal
+        by leaving with a status of their own, all with the same, it is that one.
 
     Raises:
         OSError: The program can't be started.
@@ -64,13 +64,15 @@ def supervise(
             # A session of its own: Ctrl-C in a terminal must reach the command once, and from here.
             child = subprocess.Popen(plan.argv, env={**environment, **changes}, start_new_session=True)
             child_of.append(child.pid)
-            status = _wait(child, caught, folder)
+            status = _wait(child, caught, folder, plan.patience_s)
             stops = [number for number in caught if signal.Signals(number).name in _STOPS]
             if status != 0 or stops:
                 _kill_left(folder)
         failures = read_failures(folder)
         if stops:
-            return 128 + stops[0]
+            chosen = {one.exitcode for one in failures if one.kind == "SystemExit"}
+            status = chosen.pop() if len(chosen) == 1 else None
+            return status or 128 + stops[0]
         if status == 0:
             return 0
         if not quiet:
@@ -110,7 +112,7 @@ def _catching(caught: list[int]) -> Generator[list[int]]:
             signal.signal(number, handler)
 
 
-def _wait(child: subprocess.Popen[bytes], caught: list[int], folder: str) -> int:
+def _wait(child: subprocess.Popen[bytes], caught: list[int], folder: str, patience_s: float) -> int:
     """Wait for the command's end, and do what signals ask for meanwhile."""
     handled = 0
     give_up_s = float("inf")
@@ -127,7 +129,7 @@ def _wait(child: subprocess.Popen[bytes], caught: list[int], folder: str) -> int
                 continue
             with contextlib.suppress(ProcessLookupError):
                 child.send_signal(number)
-            give_up_s = min(give_up_s, time.monotonic() + _PATIENCE_S)
+            give_up_s = min(give_up_s, time.monotonic() + patience_s)
         if time.monotonic() > give_up_s:
             _kill_left(folder)
             with contextlib.suppress(ProcessLookupError):

@@ -145,7 +145,9 @@ def _keep(error: BaseException) -> None:
     if isinstance(error, SystemExit):
         code = error.code
         text = "" if isinstance(code, int) else str(code)
+        status = code if isinstance(code, int) else 1
     else:
+        status = 1
         text = "".join(traceback.format_exception_only(type(error), error)).strip()
     if isinstance(error, SyntaxError) and error.filename:
         frames.append(
@@ -155,6 +157,7 @@ def _keep(error: BaseException) -> None:
         {
             "kind": type(error).__name__,
             "text": text[:_MAX_TEXT],
+            "status": status,
             "frames": frames,
             "time_s": time.time(),
             "pid": os.getpid(),

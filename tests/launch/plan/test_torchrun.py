@@ -86,6 +86,7 @@ def read_with_torchrun(plan: LaunchPlan) -> dict[str, object]:
                 "--max_restarts=3",
                 "--monitor_interval=0.5",
                 "--log_dir=logs",
+                "--shutdown_timeout=9",
                 "-t",
                 "3",
                 "-r",
@@ -95,6 +96,7 @@ def read_with_torchrun(plan: LaunchPlan) -> dict[str, object]:
             {
                 "max_restarts": 3,
                 "monitor_interval": 0.5,
+                "shutdown_timeout": 9,
                 "log_dir": "logs",
                 "tee": "3",
                 "redirects": "1",

@@ -50,7 +50,7 @@ box = pathlib.Path(os.environ["ACCELFN_RUN_DIR"])
 def said(name, **what): (box / name).write_text(json.dumps(what))
 frames = [dict(file="/u/t.py", line=3, function="f", source="g()", own=True),
           dict(file="/lib/torch/x.py", line=9, function="g", source="h()", own=False)]
-common = dict(attempt=0, host="a", frames=frames)
+common = dict(attempt=0, host="a", frames=frames, status=1)
 said("failed.0.0.json", rank=0, kind="RemoteRankError", text="of rank 1", time_s=1.0, **common)
 said("failed.1.0.json", rank=1, kind="SystemExit", text="", time_s=2.0, **common)
 said("agent.json", failures=[dict(rank=1, local_rank=1, exitcode=5, pid=1, time_s=2.0)])
@@ -162,6 +162,29 @@ time.sleep(60)
         wait_for(tmp_path / "up", process)
         process.send_signal(number)
         assert process.wait(timeout=30) == 128 + number
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_scripts_may_answer_a_signal_with_a_status_of_their_own(tmp_path: Path) -> None:
+    source = """
+import json, os, pathlib, signal, sys, time
+box = pathlib.Path(os.environ["ACCELFN_RUN_DIR"])
+common = dict(attempt=0, host="a", frames=[], text="", kind="SystemExit", time_s=1.0, status=75)
+def leave(number, frame):
+    for rank in (0, 1):
+        (box / f"failed.{rank}.0.json").write_text(json.dumps(dict(rank=rank, **common)))
+    sys.exit(143)
+signal.signal(signal.SIGTERM, leave)
+pathlib.Path("up").write_text("1")
+time.sleep(60)
+"""
+    process = start(tmp_path, source)
+    try:
+        wait_for(tmp_path / "up", process)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 75
     finally:
         process.kill()
         process.communicate()
