@@ -1,16 +1,20 @@
-"""The command line: plan how a training script is started, then become torchrun.
+"""The command line: plan how a training script is started, then start it.
 
 Nothing here imports torch, so ``accelfn --help``, ``--dry_run`` and bad input answer at once.
 """
 
-from accelfn.launch.command import LaunchOptions, LaunchPlan, format_plan, plan_launch, run_plan
-from accelfn.launch.flags import parse_launch_options
+from accelfn.launch.config import LaunchConfig, Resolved, resolve
+from accelfn.launch.flags import parse_flags
+from accelfn.launch.plan import LaunchPlan, Machine, Script, format_plan, plan_launch
 
 __all__ = (
-    "LaunchOptions",
+    "LaunchConfig",
     "LaunchPlan",
+    "Machine",
+    "Resolved",
+    "Script",
     "format_plan",
-    "parse_launch_options",
+    "parse_flags",
     "plan_launch",
-    "run_plan",
+    "resolve",
 )

@@ -1,166 +1,224 @@
-"""The flags of ``accelfn launch``: a table, and how a command line is cut and read with it."""
+"""The command line of ``accelfn launch``: cut before the script, and read by the table of fields."""
 
-import argparse
-from collections.abc import Sequence
-from dataclasses import dataclass
+from __future__ import annotations
 
-from accelfn.launch.command import LaunchOptions
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 
-__all__ = ("Flag", "launch_parser", "parse_launch_options", "spell")
+from accelfn.errors import ConfigurationError
+from accelfn.launch.config.fields import FIELDS, Field, suggest
+from accelfn.launch.config.sources import Given
+
+__all__ = ("ACTIONS", "Action", "Parsed", "flag_rows", "format_help", "parse_flags", "spell")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Flag:
-    """One flag. Its name, without the dashes, is a field of :class:`LaunchOptions`, or ``dry_run``.
+class Action:
+    """A flag of ``accelfn launch`` that is about the command and not about the launch.
 
-    Args:
-        name: Long name with two dashes and underscores.
-        about: Help text.
-        kind: Type of the value; ``bool`` takes none.
-        short: Second, one-letter name.
-        metavar: What stands for the value in the help.
-        choices: The values allowed; empty for any.
+    Attributes:
+        name: Long name without dashes.
+        about: Help in a few words.
+        metavar: Stands for its value; empty if it takes none.
+        aliases: Further spellings.
     """
 
     name: str
     about: str
-    kind: type[bool] | type[int] | type[float] | type[str] = str
-    short: str | None = None
-    metavar: str | None = None
-    choices: tuple[str, ...] = ()
+    metavar: str = ""
+    aliases: tuple[str, ...] = ()
 
 
-_FLAGS = (
-    Flag(name="--num_processes", kind=int, metavar="N", about="processes on all machines together (1)"),
-    Flag(name="--num_machines", kind=int, metavar="N", about="machines that take part (1)"),
-    Flag(name="--machine_rank", kind=int, metavar="N", about="index of this machine, from 0"),
-    Flag(name="--main_process_ip", metavar="HOST", about="address of machine 0"),
-    Flag(
-        name="--main_process_port",
-        kind=int,
-        metavar="PORT",
-        about="port on machine 0 (29500; on one machine any free port)",
-    ),
-    Flag(
-        name="--mixed_precision",
-        choices=("no", "fp16", "bf16", "fp8"),
-        about="precision of contexts that are not given one",
-    ),
-    Flag(
-        name="--gradient_accumulation_steps",
-        kind=int,
-        metavar="N",
-        about="accumulation of contexts that are not given one",
-    ),
-    Flag(name="--cpu", kind=bool, about="use the CPU even where there is an accelerator"),
-    Flag(
-        name="--debug",
-        kind=bool,
-        about="compare calls in full, not by fingerprint, before each operation across ranks",
-    ),
-    Flag(name="--module", short="-m", kind=bool, about="the script is a module, as in python -m"),
-    Flag(name="--no_python", kind=bool, about="the script is a program of its own"),
-    Flag(name="--max_restarts", kind=int, metavar="N", about="start all processes again N times (0)"),
-    Flag(name="--monitor_interval", kind=float, metavar="SECONDS", about="time between looks at processes"),
-    Flag(
-        name="--rdzv_backend",
-        choices=("static", "c10d"),
-        about="how machines meet: by --machine_rank (static), or ranks are given out (c10d)",
-    ),
-    Flag(name="--rdzv_conf", metavar="K=V,...", about="further rendezvous options"),
-    Flag(name="--log_dir", metavar="DIR", about="where output of the processes is kept"),
-    Flag(
-        name="--tee",
-        short="-t",
-        metavar="STREAMS",
-        about="streams to show and keep; 3 is both (see torchrun)",
-    ),
-    Flag(name="--role", metavar="NAME", about="name of the processes in messages"),
-    Flag(
-        name="--num_cpu_threads_per_process",
-        kind=int,
-        metavar="N",
-        about="OMP_NUM_THREADS (cores / processes if the variable is not set)",
-    ),
-    Flag(name="--dry_run", kind=bool, about="print the exact command and its variables, and stop"),
+ACTIONS: tuple[Action, ...] = (
+    Action(name="help", about="show this and stop", aliases=("-h",)),
+    Action(name="config_file", metavar="FILE", about="configuration to read, for the one in its usual place"),
+    Action(name="print_config", about="print every value and where it came from, and stop"),
+    Action(name="dry_run", about="print the exact command and its variables, and stop"),
+    Action(name="sbatch", metavar="FILE", about="write a script for SLURM's sbatch that does this, and stop"),
 )
 
 
-def launch_parser() -> argparse.ArgumentParser:
-    """Build the parser of everything that stands before the script.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parsed:
+    """A command line of ``accelfn launch``, cut and read.
 
-    Returns:
-        A parser for the flags alone. Flags that are not given leave no attribute behind.
+    Attributes:
+        flags: What was given, by the fields' names.
+        actions: What was given of :data:`ACTIONS`, by name; the text of those that take none is empty.
+        script: The script, or None.
+        script_args: What stands after it, unchanged.
+        tokens: What stands before it, unchanged.
     """
-    parser = argparse.ArgumentParser(
-        prog="accelfn launch",
-        usage="accelfn launch [flags] script [arguments of the script]",
-        description="Start a training script on one or more processes, through torchrun.",
-        epilog="In names of flags - and _ mean the same. Everything after the script belongs to the script.",
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-    )
-    for flag in _FLAGS:
-        names = (flag.name,) if flag.short is None else (flag.short, flag.name)
-        if flag.kind is bool:
-            parser.add_argument(*names, action="store_true", help=flag.about)
-        else:
-            parser.add_argument(
-                *names, type=flag.kind, metavar=flag.metavar, choices=flag.choices or None, help=flag.about
+
+    flags: Mapping[str, Given]
+    actions: Mapping[str, str]
+    script: str | None
+    script_args: tuple[str, ...]
+    tokens: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Spelling:
+    """One spelling of a flag: what it sets, and what it means without a value."""
+
+    name: str
+    field: Field | None
+    takes_value: bool
+    bare: str | None
+
+
+def _spellings() -> Mapping[str, _Spelling]:
+    found: dict[str, _Spelling] = {}
+    for action in ACTIONS:
+        for flag in (f"--{action.name}", *action.aliases):
+            found[flag] = _Spelling(action.name, None, bool(action.metavar), None if action.metavar else "")
+    for field in FIELDS:
+        for flag in field.flags:
+            found[flag] = _Spelling(
+                field.name, field, bool(field.kind.metavar), "true" if field.kind.is_bool else None
             )
-    return parser
+        if field.no_flag:
+            found[field.no_flag] = _Spelling(field.name, field, False, "false")
+    return MappingProxyType(found)
 
 
-def parse_launch_options(argv: Sequence[str]) -> tuple[LaunchOptions, bool]:
-    """Read the arguments of ``accelfn launch``. Effect: for ``--help`` and bad input it prints and exits.
+_SPELLINGS = _spellings()
+
+
+def parse_flags(argv: Sequence[str]) -> Parsed:
+    """Read the arguments of ``accelfn launch``. Pure; values are read later, by ``resolve``.
+
+    In names of flags ``-`` and ``_`` mean the same. The first word that is neither a flag nor a flag's value
+    is the script, and everything after it belongs to the script; so does everything after ``--``.
 
     Args:
         argv: Arguments after ``launch``.
 
-    Returns:
-        The options, and whether ``--dry_run`` was given.
-
     Raises:
-        SystemExit: 0 after ``--help``; 2 after one sentence on what is wrong.
+        ConfigurationError: A flag is not known, is given twice, or lacks its value.
 
-    >>> options, dry_run = parse_launch_options(["--num-processes", "2", "train.py", "--lr", "0.1"])
-    >>> options.num_processes, options.script, options.script_args, dry_run
-    (2, 'train.py', ('--lr', '0.1'), False)
+    >>> parsed = parse_flags(["--num-processes", "2", "train.py", "--lr", "0.1"])
+    >>> parsed.flags["num_processes"].text, parsed.script, parsed.script_args
+    ('2', 'train.py', ('--lr', '0.1'))
     """
-    parser = launch_parser()
-    flags, rest = _split_at_script(argv)
-    given = vars(parser.parse_args(flags))
-    dry_run = bool(given.pop("dry_run", False))
-    if not rest:
-        parser.error("no script given. Name one: accelfn launch [flags] train.py")
-    try:
-        return LaunchOptions(script=rest[0], script_args=rest[1:], **given), dry_run
-    except ValueError as error:
-        parser.error(str(error))
-
-
-def _split_at_script(argv: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Cut before the script, so that no parser ever sees the script's arguments.
-
-    argparse could do it with ``nargs=REMAINDER``, but it would still match what comes after the script
-    with our flags, and drop a ``--`` there.
-    """
-    takes_value = frozenset(
-        name for flag in _FLAGS if flag.kind is not bool for name in (flag.name, flag.short) if name
-    )
-    flags: list[str] = []
     tokens = tuple(argv)
+    flags: dict[str, Given] = {}
+    actions: dict[str, str] = {}
     position = 0
     while position < len(tokens) and tokens[position].startswith("-") and tokens[position] != "-":
-        if tokens[position] == "--":
-            return tuple(flags), tokens[position + 1 :]
-        token = spell(tokens[position])
-        flags.append(token)
+        token = tokens[position]
+        if token == "--":
+            break
+        written, equals, value = token.partition("=")
+        spelling = _find(spell(written))
         position += 1
-        if token in takes_value and position < len(tokens):
-            flags.append(tokens[position])
+        if equals:
+            if spelling.bare == "" or (spelling.bare == "false" and not spelling.takes_value):
+                raise ConfigurationError(f"argument {written}: it takes no value, got {value!r}.")
+            text = value
+        elif spelling.takes_value and position < len(tokens) and _is_value(spelling, tokens[position]):
+            text = tokens[position]
             position += 1
-    return tuple(flags), tokens[position:]
+        elif spelling.bare is not None:
+            text = spelling.bare
+        else:
+            raise ConfigurationError(f"argument {written}: it needs a value.")
+        _add(flags, actions, spelling, written, text)
+    rest = tokens[position + 1 :] if tokens[position : position + 1] == ("--",) else tokens[position:]
+    return Parsed(
+        flags=MappingProxyType(flags),
+        actions=MappingProxyType(actions),
+        script=rest[0] if rest else None,
+        script_args=rest[1:],
+        tokens=tokens[:position],
+    )
+
+
+def _find(flag: str) -> _Spelling:
+    found = _SPELLINGS.get(flag)
+    if found is None:
+        close = suggest(flag, _SPELLINGS)
+        # A flag that is cut short is not near enough for difflib.
+        longer = [name for name in _SPELLINGS if name.startswith(flag)] if len(flag) > 5 else []
+        meant = longer[0] if len(longer) == 1 else close
+        hint = f" Did you mean {meant}?" if meant else " accelfn launch --help lists the flags."
+        raise ConfigurationError(f"unknown flag {flag}.{hint} Flags of the script stand after the script.")
+    return found
+
+
+def _is_value(spelling: _Spelling, token: str) -> bool:
+    """Whether the next word belongs to a flag; a yes or no can do without, so the script may follow."""
+    if spelling.bare is None or spelling.field is None:
+        return True
+    try:
+        spelling.field.kind.read(token)
+    except ValueError:
+        return False
+    return True
+
+
+def _add(
+    flags: dict[str, Given], actions: dict[str, str], spelling: _Spelling, written: str, text: str
+) -> None:
+    if spelling.field is None:
+        if spelling.name in actions:
+            raise ConfigurationError(f"{written} is given twice. Give it once.")
+        actions[spelling.name] = text
+        return
+    before = flags.get(spelling.name)
+    if before is None:
+        flags[spelling.name] = Given(text, written)
+    elif spelling.field.kind.repeats:
+        flags[spelling.name] = replace(before, text=f"{before.text}\n{text}")
+    else:
+        both = written if before.spelling == written else f"{before.spelling} and {written}"
+        raise ConfigurationError(
+            f"{both} {'is given twice' if both == written else 'contradict each other'}: "
+            f"{before.text} and {text}. Give one of them."
+        )
+
+
+def flag_rows() -> Iterator[tuple[str, str, str, str]]:
+    """Yield every flag as heading, spellings, help and default; the help and the reference show the same."""
+    for action in ACTIONS:
+        names = ", ".join((*action.aliases, f"--{action.name}"))
+        yield "General", f"{names} {action.metavar}".rstrip(), action.about, ""
+    for field in FIELDS:
+        short = [flag for flag in field.flags if not flag.startswith("--")]
+        names = ", ".join((*short, field.flags[0]))
+        default = "" if field.default is None else field.kind.write(field.default)
+        about = field.about + (f": {field.kind.accepts}" if field.kind.metavar == "NAME" else "")
+        yield field.group, f"{names} {field.kind.metavar}".rstrip(), about, default
+
+
+def format_help() -> str:
+    """Write the help of ``accelfn launch``."""
+    lines = [
+        "usage: accelfn launch [flags] script [arguments of the script]",
+        "",
+        "Start a training script on one or more processes and machines.",
+        "",
+        "In names of flags - and _ mean the same. Those without a value, and those with BOOL, also exist as",
+        "--no_..., which switches off. A value comes from the flag, else from the variable ACCELFN_<FLAG>,",
+        "else from SLURM's step, else from the configuration file. What follows the script belongs to it.",
+    ]
+    heading = ""
+    by_heading: dict[str, list[tuple[str, str]]] = {}
+    for group, names, about, default in flag_rows():
+        by_heading.setdefault(group, []).append((names, f"{about} ({default})" if default else about))
+    for heading, rows in by_heading.items():
+        lines += ["", f"{heading}:"]
+        for names, about in rows:
+            head = f"  {names}"
+            if len(head) > 34:
+                lines.append(head)
+                head = ""
+            lines += textwrap.wrap(
+                about, width=110, initial_indent=f"{head:<36}", subsequent_indent=" " * 36
+            ) or [head]
+    return "\n".join(lines)
 
 
 def spell(token: str) -> str:

@@ -391,7 +391,7 @@ def test_a_launcher_that_is_terminated_lets_all_ranks_stop(tmp_path: Path) -> No
             assert time.monotonic() < deadline, "the processes did not start"
             time.sleep(0.02)
         launcher.send_signal(signal.SIGTERM)
-        assert launcher.wait(timeout=25) == 1  # in less than torchrun gives them before it kills
+        assert launcher.wait(timeout=25) == 75  # in less than torchrun gives them before it kills
     finally:
         launcher.kill()
         launcher.wait()

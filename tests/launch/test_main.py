@@ -33,7 +33,9 @@ dist.destroy_process_group()
 def environment() -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("ACCELFN_")}
     inherited.pop("OMP_NUM_THREADS", None)
-    return {**inherited, "PYTHONPATH": str(ROOT)}
+    # No configuration of the person who runs the tests, and no SLURM step around them.
+    inherited = {name: value for name, value in inherited.items() if not name.startswith("SLURM_")}
+    return {**inherited, "PYTHONPATH": str(ROOT), "XDG_CONFIG_HOME": "/nonexistent"}
 
 
 def accelfn(*argv: str, cwd: Path = ROOT) -> "subprocess.CompletedProcess[str]":
@@ -55,6 +57,8 @@ def accelfn(*argv: str, cwd: Path = ROOT) -> "subprocess.CompletedProcess[str]":
         (["--version"], 0),
         (["launch", "--help"], 0),
         (["launch", "--dry_run", "pyproject.toml"], 0),
+        (["launch", "--print_config"], 0),
+        (["config", "show"], 0),
         (["launch", "absent.py"], 2),
         (["launch", "--nonsense"], 2),
         (["data-plan", "--help"], 0),
@@ -94,16 +98,41 @@ print(f"\\nstatus={status} heavy={heavy}")
     [
         (["launhc"], "invalid choice: 'launhc'"),
         (["launch"], "no script given"),
-        (["launch", "--num_proc", "2", "train.py"], "unrecognized arguments: --num_proc"),
+        (["launch", "--num_proc", "2", "train.py"], "unknown flag --num_proc. Did you mean --num_processes?"),
         (
             ["launch", "--num_processes", "two", "train.py"],
-            "argument --num_processes: invalid int value: 'two'",
+            "argument --num_processes: it must be a whole number, 1 or more, got 'two'",
         ),
-        (["launch", "--num_processes"], "argument --num_processes: expected one argument"),
-        (["launch", "--mixed-precision", "bf15", "train.py"], "argument --mixed_precision: invalid choice"),
-        (["launch", "--num_processes", "0", "train.py"], "--num_processes must be at least 1, got 0"),
+        (["launch", "--num_processes"], "argument --num_processes: it needs a value"),
+        (["launch", "--mixed-precision", "bf15", "train.py"], "one of no, fp16, bf16, fp8, got 'bf15'"),
+        (["launch", "--num_processes", "0", "train.py"], "a whole number, 1 or more, got '0'"),
         (["launch", "-m", "--no-python", "train"], "Give one of the two"),
         (["launch", "absent.py"], "there is no script 'absent.py'"),
+        (["launch", "--cpu", "false", "train.py"], "write --flag=false"),
+        (
+            ["launch", "--config_file", "absent.yaml", "train.py"],
+            "there is no configuration file 'absent.yaml'",
+        ),
+        (["launch", "--machine_rank", "0", "--machine_rank", "1", "t.py"], "--machine_rank is given twice"),
+        (["launch", "--cpu", "--tpu", "t.py"], "--cpu and --tpu exclude each other"),
+        (
+            ["launch", "--sbatch", "/nonexistent/a.sh", "README.md"],
+            "--sbatch /nonexistent/a.sh can't be written",
+        ),
+        (["config", "update"], "there is no configuration file"),
+        (
+            [
+                *(
+                    "launch",
+                    "--num_machines=2",
+                    "--num_processes=2",
+                    "--machine_rank=1",
+                    "--preflight_timeout=0.3",
+                ),
+                *("--main_process_ip=127.0.0.1", "--main_process_port=9", "README.md"),
+            ],
+            "machine 0 could not be reached at 127.0.0.1:9 within 0.3 seconds",
+        ),
         (["launch", "docs"], "there is no script 'docs'"),
         (["launch", "--no_python", "absent-program"], "there is no program 'absent-program'"),
     ],
@@ -124,9 +153,34 @@ def test_dry_run_prints_the_whole_command_and_starts_nothing(tmp_path: Path) -> 
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0] == "ACCELFN_USE_CPU=true \\"
-    assert lines[-1].startswith(f"{sys.executable} -m torch.distributed.run --nnodes=1 --nproc-per-node=2 ")
-    assert lines[-1].endswith(" -- 'my script.py' --lr 1")
+    assert lines[:2] == ["ACCELERATE_USE_CPU=true \\", "ACCELFN_USE_CPU=true \\"]
+    agent = f"{sys.executable} -m accelfn.launch.run.agent --nnodes=1 --nproc-per-node=2 "
+    assert lines[-1].startswith(agent)
+    assert lines[-1].endswith("worker.py 'my script.py' --lr 1")
+
+
+def test_a_configuration_file_counts_and_is_named(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    (tmp_path / "own.yaml").write_text("cpu: yes\nnum_processes: 3\nmixed_precision: no\n")
+    named = ("--config-file", "own.yaml", "--num_processes", "2")
+    shown = accelfn("launch", *named, "--print-config", cwd=tmp_path)
+    assert shown.returncode == 0, shown.stderr
+    rows = [line.split() for line in shown.stdout.splitlines()]
+    assert ["num_processes", "2", "flag", "--num_processes"] in rows
+    assert [*("mixed_precision", "no", "file", "own.yaml,", "line", "3,", "column", "1")] in rows
+    planned = accelfn("launch", *named, "--dry-run", "train.py", cwd=tmp_path)
+    assert "ACCELFN_MIXED_PRECISION=no \\\n" in planned.stdout
+    assert "--nproc-per-node=2" in planned.stdout
+
+
+def test_a_script_for_sbatch_is_written_with_the_flags_that_are_left(tmp_path: Path) -> None:
+    (tmp_path / "train.py").touch()
+    flags = ("--num_machines=2", "--num_processes", "4", "--slurm_partition", "gpu", "--sbatch", "job.sh")
+    done = accelfn("launch", *flags, "train.py", "--lr", "1", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    lines = (tmp_path / "job.sh").read_text().splitlines()
+    assert "#SBATCH --partition=gpu" in lines
+    assert lines[-1].endswith("launch --num_machines=2 --num_processes 4 train.py --lr 1")
 
 
 def test_a_busy_port_is_refused_before_anything_starts(tmp_path: Path) -> None:

@@ -1,0 +1,206 @@
+"""The table of all fields: what flags, variables, file keys, questions and the reference are made from."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from accelfn.launch.config.kinds import Kind
+from accelfn.launch.config.option import Option
+from accelfn.launch.config.record import LaunchConfig
+
+__all__ = (
+    "FIELDS",
+    "FIELD_OF",
+    "SECTIONS",
+    "Field",
+    "Section",
+    "build_config",
+    "read_value",
+    "suggest",
+    "value_of",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """A part of the configuration that is a record of its own.
+
+    Attributes:
+        name: Field of :class:`LaunchConfig`, and key in a file.
+        prefix: What stands in front of its fields in flags.
+        title: Heading in the help.
+        switch: Field without which the section isn't read; empty if it always is.
+        on: The switch's value with which it is read.
+    """
+
+    name: str
+    prefix: str
+    title: str
+    switch: str = ""
+    on: object = True
+
+
+#: Sections in the order of the help.
+SECTIONS: tuple[Section, ...] = (
+    Section(name="fsdp", prefix="fsdp_", title="FSDP", switch="use_fsdp"),
+    Section(name="deepspeed", prefix="deepspeed_", title="DeepSpeed", switch="use_deepspeed"),
+    Section(name="megatron_lm", prefix="megatron_lm_", title="Megatron-LM", switch="use_megatron_lm"),
+    Section(
+        name="parallelism", prefix="parallelism_config_", title="Parallelism", switch="use_parallelism_config"
+    ),
+    Section(name="dynamo", prefix="dynamo_", title="torch.compile"),
+    Section(name="fp8", prefix="fp8_", title="FP8", switch="mixed_precision", on="fp8"),
+    Section(name="mpirun", prefix="mpirun_", title="MPI"),
+    Section(name="tpu_options", prefix="tpu_", title="TPU", switch="tpu"),
+    Section(name="slurm", prefix="slurm_", title="SLURM"),
+    Section(
+        name="sagemaker",
+        prefix="sagemaker_",
+        title="Amazon SageMaker",
+        switch="compute_environment",
+        on="AMAZON_SAGEMAKER",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Field:
+    """One field of the configuration, under all its names.
+
+    Attributes:
+        name: Its unique name: the flag's without dashes, such as ``fsdp_version``.
+        section: Name of its section, or "" at the top.
+        key: Name in the record and in a file, such as ``version``.
+        kind: How its value is written.
+        default: Value where no source gives one.
+        about: Help in a few words.
+        group: Heading in the help.
+        flags: Spellings that set it, the long one first.
+        no_flag: Spelling that sets it to false; empty if it isn't a yes or no.
+        variables: Variables that give it to the launcher, in the order in which they are looked for.
+        exports: Variables that the started processes read it from.
+        secret: Whether its value is never printed.
+    """
+
+    name: str
+    section: str
+    key: str
+    kind: Kind
+    default: object
+    about: str
+    group: str
+    flags: tuple[str, ...]
+    no_flag: str
+    variables: tuple[str, ...]
+    exports: tuple[str, ...]
+    secret: bool
+
+    @property
+    def path(self) -> str:
+        """The field's place in a file, such as ``fsdp.version``."""
+        return f"{self.section}.{self.key}" if self.section else self.key
+
+
+def _fields_of(record: type[Any], section: Section | None) -> Iterable[Field]:
+    for one in dataclasses.fields(record):
+        if "option" not in one.metadata:
+            continue
+        option: Option = one.metadata["option"]
+        name = option.flag or (section.prefix if section else "") + one.name
+        own = [
+            f"ACCELFN_{name.upper()}",
+            *(export for export in option.exports if export.startswith("ACCELFN_")),
+        ]
+        yield Field(
+            name=name,
+            section=section.name if section else "",
+            key=one.name,
+            kind=option.kind,
+            default=one.default,
+            about=option.about,
+            group=section.title if section else option.group,
+            flags=(f"--{name}", *option.aliases),
+            no_flag=f"--no_{name}" if option.kind.is_bool else "",
+            variables=tuple(dict.fromkeys(own)),
+            exports=option.exports,
+            secret=option.secret,
+        )
+
+
+def _all_fields() -> tuple[Field, ...]:
+    base = LaunchConfig()
+    found = list(_fields_of(LaunchConfig, None))
+    for section in SECTIONS:
+        record: object = getattr(base, section.name)
+        found += _fields_of(type(record), section)
+    return tuple(found)
+
+
+#: Every field, in the order of the help.
+FIELDS: tuple[Field, ...] = _all_fields()
+#: Every field by its name.
+FIELD_OF: Mapping[str, Field] = MappingProxyType({field.name: field for field in FIELDS})
+
+
+def read_value(field: Field, text: str) -> object:
+    """Read a field's value from its text. ``none`` is no value, for a field that may have none.
+
+    Args:
+        field: Which field.
+        text: From a flag, a variable or a file.
+
+    Raises:
+        ValueError: The text is not of the field's kind; the message says what is.
+
+    >>> read_value(FIELD_OF["num_processes"], "4"), read_value(FIELD_OF["fsdp_offload_params"], "yes")
+    (4, True)
+    """
+    if field.default is None and text.strip().lower() == "none" and "none" not in field.kind.choices:
+        return None
+    try:
+        return field.kind.read(text)
+    except ValueError:
+        hint = ""
+        if field.kind.choices:
+            close = suggest(text, field.kind.choices)
+            hint = f" Did you mean {close}?" if close else ""
+        raise ValueError(f"it must be {field.kind.accepts}, got {text!r}.{hint}") from None
+
+
+def suggest(word: str, words: Iterable[str]) -> str | None:
+    """Give the one of ``words`` that ``word`` was probably meant to be, if there is any.
+
+    >>> suggest("num_proceses", ["num_machines", "num_processes"])
+    'num_processes'
+    """
+    found = difflib.get_close_matches(word, list(words), n=1, cutoff=0.7)
+    return found[0] if found else None
+
+
+def value_of(config: LaunchConfig, field: Field) -> Any:
+    """Look a field up in a configuration, whichever section it is in."""
+    return getattr(getattr(config, field.section) if field.section else config, field.key)
+
+
+def build_config(values: Mapping[str, object]) -> LaunchConfig:
+    """Build a configuration from values by the fields' names; the others have their defaults.
+
+    Raises:
+        ConfigurationError: The values contradict each other.
+
+    >>> build_config({"num_processes": 2, "fsdp_version": 2}).fsdp.version
+    2
+    """
+    top: dict[str, Any] = {}
+    parts: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        field = FIELD_OF[name]
+        (parts.setdefault(field.section, {}) if field.section else top)[field.key] = value
+    base = LaunchConfig()
+    sections = {name: dataclasses.replace(getattr(base, name), **part) for name, part in parts.items()}
+    return LaunchConfig(**top, **sections)

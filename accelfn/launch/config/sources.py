@@ -1,0 +1,189 @@
+"""Where each value comes from: flag, then variable, then SLURM's step, then file, then default."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from accelfn.errors import ConfigurationError
+from accelfn.launch.config.fields import FIELD_OF, FIELDS, SECTIONS, build_config, read_value, value_of
+from accelfn.launch.config.files import ConfigFile
+from accelfn.launch.config.record import EXCLUSIVE, LaunchConfig
+
+__all__ = ("Given", "Origin", "Resolved", "format_origins", "resolve")
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """The text that a flag was given, and the flag as it was written.
+
+    >>> Given("4", "--num-processes")
+    Given(text='4', spelling='--num-processes')
+    """
+
+    text: str
+    spelling: str
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where one value came from.
+
+    Attributes:
+        source: ``"flag"``, ``"environment"``, ``"launcher"`` (a SLURM step), ``"file"`` or ``"default"``.
+        name: The flag, the variable, or the file with the line; empty for a default.
+    """
+
+    source: str
+    name: str = ""
+
+    def __str__(self) -> str:
+        """Say it in a few words."""
+        return f"{self.source} {self.name}".rstrip()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resolved:
+    """A configuration, and where each of its values came from.
+
+    Attributes:
+        config: The configuration.
+        origins: By the field's name, for every field.
+    """
+
+    config: LaunchConfig
+    origins: Mapping[str, Origin]
+
+
+_DEFAULT = Origin("default")
+
+
+def resolve(
+    flags: Mapping[str, Given],
+    environment: Mapping[str, str],
+    file: ConfigFile | None = None,
+    step: Mapping[str, tuple[object, str]] | None = None,
+) -> Resolved:
+    """Decide every field: flag before variable before SLURM's step before file before default. Pure.
+
+    Of fields that exclude each other (``cpu``, ``multi_gpu`` and ``tpu``; the engines) a stronger source's
+    choice puts out what weaker sources chose.
+
+    Args:
+        flags: Texts by the fields' names, as ``parse_flags`` gives them.
+        environment: Variables; those that are empty don't count.
+        file: From ``read_config``.
+        step: Values by the fields' names with the variable that says so, as ``read_step`` gives them.
+
+    Raises:
+        ConfigurationError: A value is not understood, or values contradict each other. It says where each
+            of them came from.
+
+    >>> found = resolve({"num_processes": Given("4", "--num_processes")}, {"ACCELFN_NUM_PROCESSES": "2"})
+    >>> found.config.num_processes, str(found.origins["num_processes"])
+    (4, 'flag --num_processes')
+    """
+    ladder = (
+        _from_flags(flags),
+        _from_environment(environment),
+        {name: (value, Origin("launcher", said)) for name, (value, said) in (step or {}).items()},
+        _from_file(file),
+    )
+    values: dict[str, object] = {}
+    origins: dict[str, Origin] = dict.fromkeys(FIELD_OF, _DEFAULT)
+    for layer in ladder:
+        put_out = {
+            name for group in EXCLUSIVE if any(values.get(name) is True for name in group) for name in group
+        }
+        for name, (value, origin) in layer.items():
+            if name not in values and not (name in put_out and value is True):
+                values[name], origins[name] = value, origin
+    _refuse_unread(values, origins)
+    try:
+        config = build_config(values)
+    except ConfigurationError as error:
+        told = str(error)
+        others = [
+            f"{name} is from {origins[name]}"
+            for name in FIELD_OF
+            if f"--{name} " in f"{told} " and origins[name].source not in ("flag", "default")
+        ]
+        raise ConfigurationError(f"{told} ({'; '.join(others)})" if others else told) from None
+    return Resolved(config=config, origins=MappingProxyType(origins))
+
+
+_Layer = dict[str, tuple[object, Origin]]
+
+
+def _from_flags(flags: Mapping[str, Given]) -> _Layer:
+    found: _Layer = {}
+    for name, given in flags.items():
+        try:
+            value = read_value(FIELD_OF[name], given.text)
+        except ValueError as error:
+            raise ConfigurationError(f"argument {given.spelling}: {error}") from None
+        found[name] = (value, Origin("flag", given.spelling))
+    return found
+
+
+def _from_environment(environment: Mapping[str, str]) -> _Layer:
+    found: _Layer = {}
+    for field in FIELDS:
+        name = next((name for name in field.variables if environment.get(name, "").strip()), None)
+        if name is None:
+            continue
+        try:
+            value = read_value(field, environment[name])
+        except ValueError as error:
+            raise ConfigurationError(f"the variable {name}: {error}") from None
+        found[field.name] = (value, Origin("environment", name))
+    return found
+
+
+def _from_file(file: ConfigFile | None) -> _Layer:
+    if file is None:
+        return {}
+    return {
+        name: (
+            value,
+            Origin("file", f"{file.path}, {place}" if (place := file.places.get(name)) else file.path),
+        )
+        for name, value in file.values.items()
+    }
+
+
+def _refuse_unread(values: Mapping[str, object], origins: Mapping[str, Origin]) -> None:
+    """Refuse a flag whose section is switched off: who typed it meant something by it."""
+    for section in SECTIONS:
+        if not section.switch or values.get(section.switch) == section.on:
+            continue
+        typed = [
+            origins[field.name].name
+            for field in FIELDS
+            if field.section == section.name and origins[field.name].source == "flag"
+        ]
+        if typed and section.name not in ("tpu_options", "deepspeed", "sagemaker"):
+            switch = f"--{section.switch}" + ("" if section.on is True else f" {section.on}")
+            raise ConfigurationError(f"{typed[0]} has no effect without {switch}. Give both or neither.")
+
+
+def format_origins(resolved: Resolved, *, everything: bool = True) -> str:
+    """Write each field's value, and where it came from, one a line. Secrets are hidden.
+
+    >>> found = resolve({"cpu": Given("true", "--cpu")}, {})
+    >>> print(format_origins(found, everything=False))
+    cpu  true  flag --cpu
+    """
+    rows: list[tuple[str, str, str]] = []
+    for field in FIELDS:
+        origin = resolved.origins[field.name]
+        if origin.source == "default" and not everything:
+            continue
+        value = value_of(resolved.config, field)
+        text = (
+            "-" if value is None else "***" if field.secret else field.kind.write(value).replace("\n", "; ")
+        )
+        rows.append((field.path, text, str(origin)))
+    widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
+    return "\n".join(f"{path:<{widths[0]}}  {text:<{widths[1]}}  {origin}" for path, text, origin in rows)

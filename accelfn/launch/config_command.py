@@ -1,0 +1,170 @@
+"""``accelfn config``: write, show, renew and take over configuration files."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+from accelfn.errors import ConfigurationError, MissingExtraError
+from accelfn.launch.config.accelerate import import_accelerate
+from accelfn.launch.config.fields import build_config
+from accelfn.launch.config.files import find_config_file, format_config, read_config, read_tree
+from accelfn.launch.config.sources import format_origins, resolve
+from accelfn.launch.flags import spell
+from accelfn.launch.plan.machine import Machine, read_machine
+
+__all__ = ("accelerate_path", "default_values", "run_config")
+
+
+def run_config(argv: Sequence[str]) -> int:
+    """Run one of ``default``, ``update``, ``show`` and ``import``. Effect: may write a file.
+
+    Args:
+        argv: Arguments after ``config``.
+
+    Returns:
+        The exit status: 0; 1 where a file is there already and would be lost; 2 for bad input.
+
+    Raises:
+        SystemExit: 0 after ``--help``; 2 after one sentence on what is wrong.
+    """
+    options = _parser().parse_args([spell(token) for token in argv])
+    try:
+        return _ACTIONS[options.action](options, os.environ)
+    except (ConfigurationError, MissingExtraError) as error:
+        print(f"accelfn config: error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"accelfn config: error: {error.filename}: {error.strerror}.", file=sys.stderr)
+        return 2
+
+
+def default_values(machine: Machine, mixed_precision: str) -> dict[str, object]:
+    """Say what ``accelfn config default`` writes for a machine. Pure.
+
+    >>> default_values(Machine(devices=4), "bf16")
+    {'multi_gpu': True, 'mixed_precision': 'bf16', 'num_processes': 4}
+    >>> default_values(Machine(), "no")
+    {'cpu': True, 'mixed_precision': 'no', 'num_processes': 1}
+    """
+    devices = machine.devices or 0
+    place: dict[str, object] = {"multi_gpu": True} if devices > 1 else {} if devices else {"cpu": True}
+    return {**place, "mixed_precision": mixed_precision, "num_processes": max(1, devices)}
+
+
+def accelerate_path(environment: Mapping[str, str], home: str) -> str:
+    """Say where Accelerate keeps its configuration. Pure.
+
+    >>> accelerate_path({"HF_HOME": "/data/hf"}, "/home/ann")
+    '/data/hf/accelerate/default_config.yaml'
+    """
+    cache = environment.get("XDG_CACHE_HOME") or os.path.join(home, ".cache")
+    base = environment.get("HF_HOME") or os.path.join(cache, "huggingface")
+    return os.path.join(base, "accelerate", "default_config.yaml")
+
+
+def _place(options: argparse.Namespace, environment: Mapping[str, str]) -> str:
+    given: str | None = options.config_file
+    return find_config_file(given, environment, sys.platform, os.path.expanduser("~"))[0]
+
+
+def _default(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
+    path = _place(options, environment)
+    if os.path.exists(path) and not options.overwrite:
+        return _refuse_to_overwrite(path)
+    values = default_values(read_machine(environment), options.mixed_precision)
+    return _save(format_config(build_config(values), path, frozenset(values)), path)
+
+
+def _update(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
+    path = _place(options, environment)
+    file = read_config(path)
+    return _save(format_config(build_config(file.values), path, frozenset(file.values)), path)
+
+
+def _show(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
+    path = _place(options, environment)
+    asked = options.config_file is not None or bool(environment.get("ACCELFN_CONFIG"))
+    file = read_config(path) if asked or os.path.exists(path) else None
+    print(f"file: {path}" if file else f"file: {path} (not there)")
+    said = format_origins(resolve({}, environment, file), everything=options.all)
+    if said:
+        print(said)
+    return 0
+
+
+def _import(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
+    source = options.source or accelerate_path(environment, os.path.expanduser("~"))
+    try:
+        text = Path(source).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigurationError(
+            f"there is no configuration of Accelerate at {source!r}. Name it: accelfn config import FILE"
+        ) from None
+    # Accelerate writes JSON into files that end in .yaml as well; YAML reads both.
+    name = f"{source}.json" if text.lstrip().startswith("{") and not source.endswith(".json") else source
+    imported = import_accelerate(read_tree(text, name), source)
+    for note in imported.notes:
+        print(f"note: {note}", file=sys.stderr)
+    path = _place(options, environment)
+    if os.path.exists(path) and not options.overwrite:
+        return _refuse_to_overwrite(path)
+    return _save(format_config(imported.config, path), path)
+
+
+def _refuse_to_overwrite(path: str) -> int:
+    print(
+        f"accelfn config: {path} is there already, and was left as it is. Use --overwrite, or another "
+        "--config_file.",
+        file=sys.stderr,
+    )
+    return 1
+
+
+def _save(text: str, path: str) -> int:
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(f"{target.name}.part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, target)
+    print(f"saved {path}")
+    return 0
+
+
+_ACTIONS: Mapping[str, Callable[[argparse.Namespace, Mapping[str, str]], int]] = MappingProxyType(
+    {"default": _default, "update": _update, "show": _show, "import": _import}
+)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="accelfn config",
+        description="Write, show, renew and take over configuration files of accelfn launch.",
+        epilog="In names of flags - and _ mean the same.",
+        allow_abbrev=False,
+    )
+    actions = parser.add_subparsers(dest="action", required=True, metavar="command")
+
+    def add(name: str, about: str) -> argparse.ArgumentParser:
+        one = actions.add_parser(
+            name, help=about, description=f"{about[0].upper()}{about[1:]}.", allow_abbrev=False
+        )
+        one.add_argument("--config_file", metavar="FILE", help="which file (the one in its usual place)")
+        return one
+
+    default = add("default", "write a plain configuration for this machine")
+    default.add_argument(
+        "--mixed_precision", choices=("no", "fp16", "bf16"), default="no", help="precision (no)"
+    )
+    default.add_argument("--overwrite", action="store_true", help="replace a file that is there")
+    add("update", "write a file anew as this version does")
+    show = add("show", "show what counts, and where it comes from")
+    show.add_argument("--all", action="store_true", help="defaults too")
+    taken = add("import", "take over a configuration of Accelerate")
+    taken.add_argument("source", metavar="SOURCE", nargs="?", help="its file (where Accelerate keeps it)")
+    taken.add_argument("--overwrite", action="store_true", help="replace a file that is there")
+    return parser

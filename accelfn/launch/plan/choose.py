@@ -1,0 +1,209 @@
+"""Which way a script is started, and what every way has in common."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from accelfn.errors import ConfigurationError
+from accelfn.launch.config.fields import FIELDS, value_of
+from accelfn.launch.config.record import LaunchConfig
+from accelfn.launch.config.sources import Resolved
+from accelfn.launch.plan.affinity import plan_affinity
+from accelfn.launch.plan.deepspeed import plan_deepspeed
+from accelfn.launch.plan.machine import Machine, write_cpu_list
+from accelfn.launch.plan.mpirun import plan_mpirun
+from accelfn.launch.plan.record import LOOPBACK, LaunchPlan, Meeting, Script
+from accelfn.launch.plan.sagemaker import plan_sagemaker
+from accelfn.launch.plan.torchrun import endpoint_of, plan_torchrun
+from accelfn.launch.plan.variables import plan_variables
+from accelfn.launch.plan.xla import plan_pod, plan_xla
+
+__all__ = ("count_processes", "plan_launch", "plan_single")
+
+# What may differ between machines without harm.
+_OWN = frozenset(
+    (
+        *("machine_rank", "gpu_ids", "main_process_ip", "main_process_port", "rdzv_endpoint", "rdzv_conf"),
+        *("log_dir", "quiet", "num_cpu_threads_per_process", "enable_cpu_affinity", "preflight"),
+        *("preflight_timeout", "same_network", "num_processes", "tee", "redirects"),
+    )
+)
+
+
+def plan_launch(
+    resolved: Resolved,
+    script: Script,
+    environment: Mapping[str, str],
+    machine: Machine,
+    *,
+    worker: str = "worker.py",
+) -> LaunchPlan:
+    """Decide the command and the variables that start ``script`` on this machine. Pure.
+
+    Args:
+        resolved: The configuration, and where its values came from.
+        script: What to run.
+        environment: Variables that the command will inherit.
+        machine: Facts about this machine.
+        worker: Path of the program that runs a script and keeps what went wrong in it.
+
+    Raises:
+        ConfigurationError: The machine can't do what the configuration asks for.
+
+    >>> from accelfn.launch.config import Given, resolve
+    >>> two = resolve({"num_processes": Given("2", "--num_processes")}, {})
+    >>> plan = plan_launch(two, Script("train.py"), {}, Machine(cores=8))
+    >>> plan.argv[-3:], plan.env_changes
+    (('--', 'worker.py', 'train.py'), (('OMP_NUM_THREADS', '4'),))
+    """
+    config = resolved.config
+    if config.compute_environment == "AMAZON_SAGEMAKER":
+        return plan_sagemaker(resolved, script, machine)
+    if config.tpu and config.tpu_options.use_cluster:
+        return plan_pod(config, script)
+    total = count_processes(config, machine)
+    local_size = total // config.num_machines
+    _check_devices(config, machine, environment, local_size)
+    config = dataclasses.replace(config, num_processes=total)
+    resolved = dataclasses.replace(resolved, config=config)
+    variables = plan_variables(resolved, machine, environment, local_size)
+    if config.tpu:
+        plan = plan_xla(config, script, machine)
+    elif config.mpirun.hostfile is not None:
+        plan = plan_mpirun(
+            config, script, machine, worker, {**variables, **_affinity(config, machine, local_size)}
+        )
+    elif _deepspeed_starts(config):
+        plan = plan_deepspeed(config, script, machine)
+    elif total == 1 and not _wants_agent(config):
+        plan = plan_single(config, script, machine)
+    else:
+        plan = plan_torchrun(config, script, machine, worker)
+        if config.num_machines > 1 and config.preflight:
+            plan = dataclasses.replace(plan, meeting=_plan_meeting(config, script))
+    variables = {**variables, **_affinity(config, machine, local_size), **dict(plan.env_changes)}
+    return dataclasses.replace(
+        plan,
+        env_changes=tuple(sorted(variables.items())),
+        local_size=local_size,
+        patience_s=_patience_s(config, environment),
+    )
+
+
+def _patience_s(config: LaunchConfig, environment: Mapping[str, str]) -> float:
+    """Say how long torchrun may take to end: what it gives its processes, and a little more."""
+    given = config.shutdown_timeout
+    for name in ("PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"):
+        if given is None and environment.get(name, "").isdecimal():
+            given = int(environment[name])
+    return (30 if given is None else given) + 15.0
+
+
+def count_processes(config: LaunchConfig, machine: Machine) -> int:
+    """Say how many processes all machines start together. Pure.
+
+    If nobody says: one for each accelerator, or one where they can't be counted.
+
+    >>> four = Machine(devices=4)
+    >>> count_processes(LaunchConfig(), four), count_processes(LaunchConfig(cpu=True), four)
+    (4, 1)
+    """
+    if config.num_processes is not None:
+        return config.num_processes
+    if config.cpu or config.tpu:
+        here = 1
+    elif config.gpu_ids != "all":
+        here = len(config.gpu_ids.split(","))
+    else:
+        here = machine.devices or 1
+    return here * config.num_machines
+
+
+def plan_single(config: LaunchConfig, script: Script, machine: Machine) -> LaunchPlan:
+    """Run a script by itself, as Python would. Pure.
+
+    Its variables are those of a world of one, so that a script which joins a process group on its own can.
+    """
+    python = () if config.no_python else (machine.python, *(("-m",) if config.module else ()))
+    world = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": LOOPBACK}
+    return LaunchPlan(
+        way="single",
+        argv=(*python, script.name, *script.args),
+        env_changes=tuple((name, str(value)) for name, value in world.items()),
+        fills_port="MASTER_PORT",
+        cpus=plan_affinity(machine.numa, 1, machine.device_numa) if config.enable_cpu_affinity else (),
+    )
+
+
+def _wants_agent(config: LaunchConfig) -> bool:
+    """Whether one process needs torchrun all the same."""
+    return (
+        config.num_machines > 1
+        or config.max_restarts > 0
+        or config.main_process_port is not None
+        or any((config.rdzv_backend, config.rdzv_endpoint, config.rdzv_id, config.rdzv_conf))
+        or any((config.main_process_ip, config.log_dir, config.tee != "0", config.redirects != "0"))
+    )
+
+
+def _deepspeed_starts(config: LaunchConfig) -> bool:
+    return (
+        config.use_deepspeed
+        and config.num_machines > 1
+        and not config.cpu
+        and config.deepspeed.multinode_launcher != "standard"
+    )
+
+
+def _affinity(config: LaunchConfig, machine: Machine, local_size: int) -> dict[str, str]:
+    if not config.enable_cpu_affinity:
+        return {}
+    nodes = () if config.cpu else machine.device_numa
+    if config.gpu_ids != "all" and nodes:
+        ids = [int(one) for one in config.gpu_ids.split(",") if one.isdecimal()]
+        nodes = tuple(nodes[one] if one < len(nodes) else -1 for one in ids)
+    cpus = plan_affinity(machine.numa, local_size, nodes)
+    return {"ACCELFN_WORKER_CPUS": ";".join(write_cpu_list(one) for one in cpus)} if cpus else {}
+
+
+def _check_devices(
+    config: LaunchConfig, machine: Machine, environment: Mapping[str, str], local_size: int
+) -> None:
+    """Refuse more processes than accelerators, where they can be counted without torch."""
+    if config.cpu or config.tpu or config.mpirun.hostfile is not None:
+        return
+    if config.gpu_ids != "all":
+        have, named = len(config.gpu_ids.split(",")), f"--gpu_ids {config.gpu_ids} names"
+    elif machine.devices:
+        have, named = machine.devices, "this machine has"
+    elif machine.devices == 0:
+        shown = environment.get(machine.device_variable)
+        have, named = 0, f"{machine.device_variable}={shown} leaves" if shown is not None else "there are"
+        if not config.multi_gpu:
+            return  # who hides every accelerator wants the CPU
+    else:
+        return
+    if local_size > have:
+        raise ConfigurationError(
+            f"{local_size} processes on this machine need as many accelerators, and {named} {have}. Use "
+            f"--num_processes {max(1, have) * config.num_machines}, or --cpu to run them on the CPU."
+        )
+
+
+def _plan_meeting(config: LaunchConfig, script: Script) -> Meeting:
+    host, port = endpoint_of(config)
+    compare = [("num_machines", str(config.num_machines)), ("num_processes", str(config.num_processes))]
+    for field in FIELDS:
+        value = value_of(config, field)
+        if field.name not in (*_OWN, "num_machines") and not field.secret and value != field.default:
+            compare.append((field.name, "none" if value is None else field.kind.write(value)))
+    compare.append(("the script", script.name.replace("\\", "/").rpartition("/")[2]))
+    return Meeting(
+        host=host,
+        port=port,
+        num_machines=config.num_machines,
+        machine_rank=config.machine_rank,
+        compare=tuple(compare),
+        timeout_s=config.preflight_timeout,
+    )

@@ -1,0 +1,145 @@
+"""SLURM: what a step's variables say of the machines, and scripts for ``sbatch``."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+
+from accelfn.errors import ConfigurationError
+from accelfn.launch.config.record import LaunchConfig
+from accelfn.launch.plan.machine import Machine
+from accelfn.launch.plan.record import Script
+
+__all__ = ("expand_hosts", "read_step", "write_sbatch")
+
+
+def read_step(environment: Mapping[str, str]) -> dict[str, tuple[object, str]]:
+    """Read from the variables of a SLURM step which machine of how many this is. Pure.
+
+    Only variables that ``srun`` sets for its step count: a batch script also has those of the whole
+    allocation, and is one process.
+
+    Args:
+        environment: Variables.
+
+    Returns:
+        Values by the fields' names with the variable that says so; empty outside of a step of several nodes.
+
+    Raises:
+        ConfigurationError: The step has several tasks on a node, or its variables make no sense.
+
+    >>> step = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "1"}
+    >>> {name: value for name, (value, _) in read_step({**step, "SLURM_STEP_NODELIST": "gpu[07-08]"}).items()}
+    {'num_machines': 2, 'machine_rank': 1, 'main_process_ip': 'gpu07', 'main_process_port': 20000}
+    """
+    nodes, tasks = environment.get("SLURM_STEP_NUM_NODES"), environment.get("SLURM_STEP_NUM_TASKS")
+    if not nodes or not tasks or not environment.get("SLURM_NODEID"):
+        return {}
+    num_nodes = _number(environment, "SLURM_STEP_NUM_NODES")
+    num_tasks = _number(environment, "SLURM_STEP_NUM_TASKS")
+    if num_tasks > num_nodes:
+        raise ConfigurationError(
+            f"srun starts accelfn launch {num_tasks} times on {num_nodes} node(s), and each would start "
+            "processes of its own. Use srun --ntasks-per-node=1 accelfn launch ..., or srun python train.py "
+            "without accelfn launch."
+        )
+    if num_nodes < 2:
+        return {}
+    found: dict[str, tuple[object, str]] = {
+        "num_machines": (num_nodes, "SLURM_STEP_NUM_NODES"),
+        "machine_rank": (_number(environment, "SLURM_NODEID"), "SLURM_NODEID"),
+    }
+    for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"):
+        if environment.get(name):
+            found["main_process_ip"] = (expand_hosts(environment[name])[0], name)
+            break
+    # The same on every node, and another one for another job or step on the same node.
+    job = _number(environment, "SLURM_JOB_ID") * 7 + _number(environment, "SLURM_STEP_ID")
+    found["main_process_port"] = (20000 + job % 10000, "SLURM_JOB_ID")
+    return found
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    text = environment.get(name) or "0"
+    if not text.isdecimal():
+        raise ConfigurationError(f"the variable {name} must be a whole number, got {text!r}.")
+    return int(text)
+
+
+def expand_hosts(hosts: str) -> tuple[str, ...]:
+    """Read a host list as SLURM writes it. Pure.
+
+    Raises:
+        ConfigurationError: It has an unknown form.
+
+    >>> expand_hosts("gpu[007-009,12],login"), expand_hosts("rack[1-2]n[3,5]")
+    (('gpu007', 'gpu008', 'gpu009', 'gpu12', 'login'), ('rack1n3', 'rack1n5', 'rack2n3', 'rack2n5'))
+    """
+    # A comma inside brackets separates numbers; outside of them, names.
+    parts = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", hosts.strip())
+    if not parts or ",".join(parts) != hosts.strip():
+        raise ConfigurationError(
+            f"SLURM's list of nodes has an unknown form: {hosts!r}, such as 'gpu[01-03]'."
+        )
+    return tuple(host for part in parts for host in _expand(part))
+
+
+def _expand(pattern: str) -> list[str]:
+    bracket = re.search(r"\[([^\]]*)\]", pattern)
+    if bracket is None:
+        return [pattern]
+    tails = _expand(pattern[bracket.end() :])
+    middles: list[str] = []
+    for item in bracket[1].split(","):
+        first, dash, last = item.partition("-")
+        if dash and first.isdecimal() and last.isdecimal():
+            middles += [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
+        else:
+            middles.append(item)
+    return [pattern[: bracket.start()] + middle + tail for middle in middles for tail in tails]
+
+
+def write_sbatch(config: LaunchConfig, script: Script, tokens: Sequence[str], machine: Machine) -> str:
+    """Write a script for ``sbatch`` that starts the same launch on all its nodes. Pure.
+
+    Args:
+        config: How many machines and processes, and the options of SLURM.
+        script: What to run.
+        tokens: The flags as they were written, without ``--sbatch`` and those that SLURM answers for.
+        machine: Where the script is written; its interpreter is used.
+
+    Returns:
+        The text of the script.
+    """
+    options = config.slurm
+    per_node = (config.num_processes or config.num_machines) // config.num_machines
+    gpus = options.gpus_per_node
+    if gpus is None:
+        gpus = 0 if config.cpu else per_node
+    wanted = (
+        ("job-name", options.job_name),
+        ("nodes", config.num_machines),
+        ("ntasks-per-node", 1),
+        ("gpus-per-node", gpus or None),
+        ("cpus-per-task", options.cpus_per_task),
+        ("mem", options.mem),
+        ("time", options.time),
+        ("partition", options.partition),
+        ("account", options.account),
+        ("output", options.output),
+    )
+    lines = ["#!/bin/bash", *(f"#SBATCH --{name}={value}" for name, value in wanted if value is not None)]
+    lines += [f"#SBATCH {one}" for one in options.extra or ()]
+    lines += ["", "set -euo pipefail", *(options.setup or ())]
+    if config.num_processes is not None and "num_processes" not in " ".join(tokens).replace("-", "_"):
+        tokens = ("--num_processes", str(config.num_processes), *tokens)
+    command = shlex.join(
+        (machine.python, "-m", "accelfn.launch", "launch", *tokens, script.name, *script.args)
+    )
+    lines += [
+        "",
+        "# One launch a node; it finds the number of nodes, its own and the first one's address by itself.",
+        f"srun --ntasks-per-node=1 --kill-on-bad-exit=1 {command}",
+    ]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,83 @@
+"""One function for every way: look before the leap, then become the command or stay beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+import shutil
+import socket
+import sys
+from collections.abc import Mapping
+
+from accelfn import __version__
+from accelfn.errors import ConfigurationError
+from accelfn.launch.plan.record import LOOPBACK, LaunchPlan
+from accelfn.launch.run.preflight import hold_meeting, is_port_free
+from accelfn.launch.run.supervise import supervise
+
+__all__ = ("run_plan",)
+
+
+def run_plan(
+    plan: LaunchPlan,
+    environment: Mapping[str, str],
+    *,
+    num_processes: int | None = None,
+    log_dir: str | None = None,
+    quiet: bool = False,
+) -> int:
+    """Start what a plan says. Effect: starts processes; a single one takes this process's place.
+
+    Args:
+        plan: From ``plan_launch``.
+        environment: What is inherited; the plan's changes are laid over a copy.
+        num_processes: Of the whole world, for the report after a failure.
+        log_dir: Where torchrun keeps output, for that report.
+        quiet: Whether to leave that report out.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        ConfigurationError: A port is in use, a program is missing, or the machines can't meet or differ.
+    """
+    for note in plan.notes:
+        print(f"accelfn launch: {note}", file=sys.stderr)
+    if shutil.which(plan.argv[0]) is None:
+        hint = " Run: pip install deepspeed" if plan.way == "deepspeed" else " Check the PATH."
+        raise ConfigurationError(f"there is no program {plan.argv[0]!r} to start.{hint}")
+    if plan.hosts_port is not None and not is_port_free(plan.hosts_port):
+        raise ConfigurationError(
+            f"port {plan.hosts_port} of this machine is taken by another program. Give a free one with "
+            "--main_process_port; on one machine, leave the flag out and any free port is used."
+        )
+    if plan.meeting is not None:
+        hold_meeting(plan.meeting, _versions())
+    if plan.way == "single":
+        changes = dict(plan.env_changes)
+        if plan.fills_port is not None:
+            changes[plan.fills_port] = str(_free_port())
+        if plan.cpus and sys.platform == "linux":
+            os.sched_setaffinity(0, plan.cpus[0])
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Signals, the terminal and the exit status are then the script's own.
+        os.execvpe(plan.argv[0], plan.argv, {**environment, **changes})
+    return supervise(plan, environment, num_processes=num_processes, log_dir=log_dir, quiet=quiet)
+
+
+def _versions() -> dict[str, str]:
+    """Look up versions without importing what they are of."""
+    found = {"accelfn": __version__, "Python": ".".join(platform.python_version_tuple()[:2])}
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        found["torch"] = importlib.metadata.version("torch").partition("+")[0]
+    return {f"the version of {name}": version for name, version in found.items()}
+
+
+def _free_port() -> int:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind((LOOPBACK, 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,205 @@
+"""Run a script as Python itself would, and keep what went wrong in it for the report.
+
+This file is started by its path, in front of the script: ``python worker.py [-m] script arguments``. It
+imports next to nothing, and is gone from ``sys.path``, ``sys.argv`` and ``__main__`` before the script runs.
+"""
+
+# Nothing else here: this file's folder is the first on sys.path, and these two are loaded already.
+import os
+import sys
+from types import CodeType, ModuleType, TracebackType
+
+__all__ = ("main",)
+
+_MAX_FRAMES = 40
+_MAX_TEXT = 4000
+
+
+def main() -> None:
+    """Become the script that stands on the command line. Effect: replaces ``__main__``, runs it.
+
+    Raises:
+        SystemExit: As the script ends; 1 after an uncaught exception, which was printed.
+    """
+    if not getattr(sys.flags, "safe_path", False):
+        del sys.path[0]
+    _bind_to_cores()
+    is_module = sys.argv[1] == "-m"
+    script = sys.argv[2 if is_module else 1]
+    pid = os.getpid()
+    _write({"pid": pid}, "started")
+    try:
+        if is_module:
+            _run_module(script)
+        else:
+            _run_file(script)
+    except SystemExit as stop:
+        if stop.code not in (None, 0) and os.getpid() == pid:
+            _keep(stop)
+        raise
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001 - whatever it is, it is told and ends the process
+        trace = _strip(error.__traceback__)
+        if os.getpid() == pid:  # not in a child that the script forked
+            _keep(error)
+        _print(error, trace)
+        sys.exit(1)
+
+
+def _bind_to_cores() -> None:
+    shares = os.environ.pop("ACCELFN_WORKER_CPUS", "").split(";")
+    rank = next(
+        (
+            os.environ[name]
+            for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
+            if name in os.environ
+        ),
+        "0",
+    )
+    share = shares[int(rank)] if rank.isdecimal() and int(rank) < len(shares) else ""
+    if share and sys.platform == "linux":
+        cpus: set[int] = set()
+        for part in share.split(","):
+            first, _, last = part.partition("-")
+            cpus |= set(range(int(first), int(last or first) + 1))
+        os.sched_setaffinity(0, cpus)
+
+
+def _new_main() -> ModuleType:
+    """Put an empty ``__main__`` in the place of this module."""
+    import builtins
+
+    fresh = ModuleType("__main__")
+    vars(fresh).update(__builtins__=builtins, __annotations__={})
+    sys.modules["__main__"] = fresh
+    return fresh
+
+
+def _run_file(script: str) -> None:
+    import io
+    from importlib.machinery import SourceFileLoader
+
+    path = os.path.abspath(script)
+    with io.open_code(path) as file:
+        source = file.read()
+    sys.argv = sys.argv[1:]
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
+    main_module = _new_main()
+    vars(main_module).update(__file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path))
+    code: CodeType = compile(source, path, "exec", dont_inherit=True)
+    exec(code, vars(main_module))
+
+
+def _run_module(name: str) -> None:
+    import runpy
+
+    sys.argv = ["-m", *sys.argv[3:]]
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path.insert(0, os.getcwd())
+    _new_main()
+    # What `python -m` itself calls; the public run_module leaves a __main__ that can't be pickled from.
+    vars(runpy)["_run_module_as_main"](name)
+
+
+def _strip(trace: TracebackType | None) -> TracebackType | None:
+    """Leave out what this file and runpy add to the script's frames."""
+    ours = (__file__, "<frozen runpy>", os.path.join(os.path.dirname(os.__file__), "runpy.py"))
+    while trace is not None and trace.tb_frame.f_code.co_filename in ours:
+        trace = trace.tb_next
+    return trace
+
+
+def _print(error: BaseException, trace: TracebackType | None) -> None:
+    """Print an uncaught exception as the interpreter does at its end."""
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
+    if sys.version_info >= (3, 12):
+        sys.last_exc = error
+    error.__traceback__ = trace
+    try:
+        sys.excepthook(type(error), error, trace)
+    except Exception:  # noqa: BLE001 - a broken hook must not hide the error
+        sys.__excepthook__(type(error), error, trace)
+
+
+def _keep(error: BaseException) -> None:
+    """Write what went wrong where the report finds it."""
+    import linecache
+    import time
+    import traceback
+
+    trace = _strip(error.__traceback__)
+    frames: list[dict[str, object]] = []
+    for frame, line in list(traceback.walk_tb(trace))[-_MAX_FRAMES:]:
+        path = frame.f_code.co_filename
+        frames.append(
+            {
+                "file": path,
+                "line": line,
+                "function": frame.f_code.co_name,
+                "source": linecache.getline(path, line).strip()[:200],
+                "own": _is_own(path),
+            }
+        )
+    if isinstance(error, SystemExit):
+        code = error.code
+        text = "" if isinstance(code, int) else str(code)
+        status = code if isinstance(code, int) else 1
+    else:
+        status = 1
+        text = "".join(traceback.format_exception_only(type(error), error)).strip()
+    if isinstance(error, SyntaxError) and error.filename:
+        frames.append(
+            {"file": error.filename, "line": error.lineno or 0, "function": "", "source": "", "own": True}
+        )
+    _write(
+        {
+            "kind": type(error).__name__,
+            "text": text[:_MAX_TEXT],
+            "status": status,
+            "frames": frames,
+            "time_s": time.time(),
+            "pid": os.getpid(),
+        },
+        "failed",
+    )
+
+
+def _is_own(path: str) -> bool:
+    """Whether a file is the user's: not Python's, not an installed package's, not accelfn's."""
+    import sysconfig
+
+    places = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    places.add(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+    return not path.startswith("<") and not any(path.startswith(place + os.sep) for place in places if place)
+
+
+def _write(said: dict[str, object], what: str) -> None:
+    folder = os.environ.get("ACCELFN_RUN_DIR", "")
+    if not os.path.isdir(folder):
+        return  # another machine's folder, or no one is interested
+    import json
+    import socket
+
+    rank = next(
+        (
+            os.environ[name]
+            for name in ("RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "PMI_RANK")
+            if os.environ.get(name)
+        ),
+        "0",
+    )
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    said = {"rank": int(rank), "attempt": int(attempt), "host": socket.gethostname(), **said}
+    path = os.path.join(folder, f"{what}.{rank}.{attempt}.json")
+    try:
+        with open(f"{path}.part", "w", encoding="utf-8") as file:
+            json.dump(said, file)
+        os.replace(f"{path}.part", path)
+    except OSError:
+        pass  # a full disk must not be what the user hears of
+
+
+if __name__ == "__main__":
+    main()

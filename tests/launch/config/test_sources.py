@@ -1,0 +1,235 @@
+"""Every field from every source: flag before variable before SLURM's step before file before default."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+
+from accelfn.errors import ConfigurationError
+from accelfn.launch.config import (
+    FIELD_OF,
+    FIELDS,
+    Field,
+    Given,
+    LaunchConfig,
+    Resolved,
+    build_config,
+    format_config,
+    format_origins,
+    parse_config,
+    resolve,
+)
+from accelfn.launch.config.fields import value_of
+from accelfn.launch.flags import parse_flags
+
+# What else must be true for a field to be allowed; with it every field can be tried alone.
+BESIDE: dict[str, dict[str, str]] = {
+    "machine_rank": {"num_machines": "4", "main_process_ip": "h", "rdzv_backend": "c10d"},
+    "num_machines": {"main_process_ip": "h", "machine_rank": "0"},
+    "use_parallelism_config": {"use_fsdp": "true", "fsdp_version": "2"},
+}
+
+
+def samples(field: Field) -> tuple[str, str]:
+    """Give two texts of a field, neither its default."""
+    kind = field.kind
+    if kind.choices:
+        other = [one for one in kind.choices if one != field.default]
+        return (other[0], other[1]) if len(other) > 1 else (other[0], other[0]) if other else ("", "")
+    if kind.is_bool:
+        return ("true", "false") if field.default is not True else ("false", "true")
+    if kind.accepts.startswith("three"):
+        return "true,false,true", "false,true,true"
+    if field.name == "rdzv_endpoint":
+        return "a:1", "b:2"
+    if "names" in kind.accepts:
+        return "Alpha,Beta", "Gamma"
+    if "device" in kind.accepts:
+        return "2,3", "4"
+    if "text" in kind.accepts:
+        return "some text: #1", "other"
+    if field.name == "fsdp_version":
+        return "2", "1"
+    if field.name == "zero_stage":
+        return "3", "1"
+    return ("0.5", "0.25") if "number" in kind.accepts and "whole" not in kind.accepts else ("2", "3")
+
+
+def beside(field: Field) -> dict[str, str]:
+    wanted = dict(BESIDE.get(field.name, {}))
+    # A section's flag needs its switch.
+    for section, pair in {
+        "fsdp": {"use_fsdp": "true"},
+        "megatron_lm": {"use_megatron_lm": "true"},
+        "parallelism": {"use_parallelism_config": "true", "use_fsdp": "true", "fsdp_version": "2"},
+        "fp8": {"mixed_precision": "fp8"},
+    }.items():
+        if field.section == section:
+            wanted |= pair
+    if field.name == "fsdp_sync_module_states":
+        wanted["fsdp_cpu_ram_efficient_loading"] = "false"
+    if field.name == "fsdp_version":
+        wanted["use_fsdp"] = "true"
+    return wanted
+
+
+def as_file(texts: dict[str, str]) -> str:
+    top: dict[str, str] = {}
+    sections: dict[str, dict[str, str]] = {}
+    for name, text in texts.items():
+        field = FIELD_OF[name]
+        (sections.setdefault(field.section, {}) if field.section else top)[field.key] = text
+    return json.dumps({**top, **sections})
+
+
+def resolve_from(field: Field, *, flag: str = "", variable: str = "", file: str = "") -> Resolved:
+    others = beside(field)
+    flags = {name: Given(text, f"--{name}") for name, text in others.items() if name != field.name}
+    if flag:
+        flags[field.name] = Given(flag, field.flags[0])
+    config_file = parse_config(as_file({field.name: file}), "a.json") if file else None
+    return resolve(flags, {field.variables[0]: variable} if variable else {}, config_file)
+
+
+CAN_CHANGE = [field for field in FIELDS if samples(field)[0]]
+
+
+@pytest.mark.parametrize("field", CAN_CHANGE, ids=lambda field: field.name)
+def test_every_field_from_every_source(field: Field) -> None:
+    first, second = samples(field)
+    meant, other = field.kind.read(first), field.kind.read(second)
+    for sources, origin in (
+        ({"flag": first, "variable": second, "file": second}, "flag"),
+        ({"variable": first, "file": second}, "environment"),
+        ({"file": first}, "file"),
+        ({"flag": second, "file": first}, "flag"),
+        ({"variable": second, "file": first}, "environment"),
+        ({}, "default"),
+    ):
+        found = resolve_from(field, **sources)
+        expected = {"flag": sources.get("flag"), "environment": sources.get("variable")}.get(origin, first)
+        value = field.default if origin == "default" else field.kind.read(expected or "")
+        if field.name not in beside(field):
+            assert value_of(found.config, field) == value, sources
+            assert found.origins[field.name].source == origin
+        assert value in (meant, other, field.default)
+
+
+@pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
+def test_a_field_is_parsed_from_its_flag_and_written_to_a_file(field: Field) -> None:
+    first, _ = samples(field)
+    if not first:
+        return
+    argv = [f"{field.flags[0]}={first}", "train.py"]
+    others = [f"--{name}={text}" for name, text in beside(field).items() if name != field.name]
+    config = resolve(parse_flags([*others, *argv]).flags, {}).config
+    for path in ("a.yaml", "a.json"):
+        text = format_config(config, path)
+        back = build_config(parse_config(text, path).values)
+        if field.secret:
+            assert first not in text
+        else:
+            assert back == config
+    if field.no_flag:
+        off = resolve(parse_flags([*others, field.no_flag, "train.py"]).flags, {}).config
+        assert value_of(off, field) is False
+
+
+@pytest.mark.parametrize("field", [one for one in FIELDS if one.kind.is_bool], ids=lambda field: field.name)
+def test_false_beats_a_weaker_true(field: Field) -> None:
+    config_file = parse_config(as_file({**beside(field), field.name: "true"}), "a.json")
+    if field.name == "fsdp_sync_module_states":
+        config_file = parse_config(as_file({field.name: "true", "use_fsdp": "no"}), "a.json")
+    found = resolve({}, {field.variables[0]: "no"}, config_file)
+    assert value_of(found.config, field) is False
+    assert found.origins[field.name].name == field.variables[0]
+
+
+def test_names_are_unique() -> None:
+    flags = [flag for field in FIELDS for flag in (*field.flags, field.no_flag) if flag]
+    variables = [name for field in FIELDS for name in field.variables]
+    paths = [field.path for field in FIELDS]
+    for names in (flags, variables, paths):
+        assert len(set(names)) == len(names)
+
+
+def test_a_step_of_slurm_stands_between_variable_and_file() -> None:
+    step = {"num_machines": (2, "SLURM_STEP_NUM_NODES"), "machine_rank": (1, "SLURM_NODEID")}
+    file = parse_config("num_machines: 3\nmain_process_ip: h", "a.yaml")
+    found = resolve({}, {"ACCELFN_MACHINE_RANK": "0"}, file, step)
+    assert (found.config.num_machines, found.config.machine_rank) == (2, 0)
+    assert str(found.origins["num_machines"]) == "launcher SLURM_STEP_NUM_NODES"
+
+
+def test_a_choice_puts_out_what_a_weaker_source_chose() -> None:
+    file = parse_config("use_fsdp: true\ncpu: true", "a.yaml")
+    found = resolve(parse_flags(["--use_deepspeed", "--multi_gpu", "t.py"]).flags, {}, file).config
+    assert (found.use_fsdp, found.use_deepspeed, found.cpu, found.multi_gpu) == (False, True, False, True)
+    off = resolve(parse_flags(["--no_use_fsdp", "t.py"]).flags, {}, file).config
+    assert (off.use_fsdp, off.cpu) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("--cpu", "--tpu"), "--cpu and --tpu exclude each other. Give one of them"),
+        (("--use_fsdp", "--use_deepspeed"), "--use_deepspeed and --use_fsdp exclude each other"),
+        (("--multi_gpu", "--num_processes=1"), "--multi_gpu needs at least two processes"),
+        (("--multi_gpu", "--gpu_ids=3"), "--multi_gpu with --gpu_ids 3 has one accelerator"),
+        (("--gpu_ids=1,1",), "--gpu_ids names an accelerator twice"),
+        (("--use_parallelism_config",), "--use_parallelism_config needs --use_fsdp and --fsdp_version 2"),
+        (("--use_fsdp", "--use_parallelism_config"), "needs --use_fsdp and --fsdp_version 2"),
+        (("--use_fsdp", "--fsdp_sync_module_states=no"), "needs --fsdp_sync_module_states"),
+        (("--module", "--no_python"), "Give one of the two"),
+        (("--tpu", "--no_python"), "Leave --no_python out"),
+        (("--fsdp_version=2",), "--fsdp_version has no effect without --use_fsdp"),
+        (("--fp8_backend=te",), "--fp8_backend has no effect without --mixed_precision fp8"),
+        (("--machine_rank=1",), "--machine_rank must be 0 to 0 with --num_machines 1, got 1"),
+        (("--num_processes=5", "--num_machines=2"), "got 5 processes on 2 machines. Use 4 or 6 processes"),
+        (("--num_processes=1", "--num_machines=3"), "got 1 processes on 3 machines. Use 3 processes"),
+        (("--num_machines=2",), "--num_machines 2 needs --main_process_ip"),
+        (
+            ("--num_machines=2", "--main_process_ip=h"),
+            "needs --machine_rank (0 to 1, different on every machine)",
+        ),
+        (
+            ("--num_machines=2", "--main_process_ip=h", "--main_process_port=0"),
+            "Give one number on every machine",
+        ),
+        (("--rdzv_endpoint=a:1", "--main_process_ip=b"), "says the same as --main_process_ip"),
+        (
+            ("--num_processes=two",),
+            "argument --num_processes: it must be a whole number, 1 or more, got 'two'",
+        ),
+        (("--fsdp_state_dict_type=FULL_STAT_DICT", "--use_fsdp"), "Did you mean FULL_STATE_DICT?"),
+    ],
+)
+def test_impossible_configurations(argv: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(message)):
+        resolve(parse_flags((*argv, "train.py")).flags, {})
+
+
+def test_a_contradiction_says_where_the_other_half_comes_from() -> None:
+    file = parse_config("num_machines: 2\nmain_process_ip: h\nmachine_rank: 0", "a.yaml")
+    with pytest.raises(ConfigurationError, match=r"num_machines is from file a\.yaml, line 1, column 1"):
+        resolve({"num_processes": Given("3", "--num_processes")}, {}, file)
+    with pytest.raises(ConfigurationError, match="the variable ACCELFN_CPU: it must be true or false"):
+        resolve({}, {"ACCELFN_CPU": "maybe"})
+
+
+@pytest.mark.parametrize("changes", [{"num_processes": 0}, {"num_processes": True}, {"role": ""}, {"cpu": 1}])
+def test_a_record_refuses_what_no_text_could_give(changes: dict[str, object]) -> None:
+    with pytest.raises(ConfigurationError, match=r"LaunchConfig\.\w+ must be"):
+        replace(LaunchConfig(), **changes)
+
+
+def test_print_config_hides_secrets_and_names_sources() -> None:
+    flags = parse_flags(["--aws_secret_access_key=hush", "--num-processes=2", "t.py"]).flags
+    said = format_origins(resolve(flags, {"ACCELFN_MIXED_PRECISION": "bf16"}))
+    rows = {line.split()[0]: line.split()[1:] for line in said.splitlines()}
+    assert len(rows) == len(FIELDS)
+    assert rows["num_processes"] == ["2", "flag", "--num-processes"]
+    assert rows["mixed_precision"] == ["bf16", "environment", "ACCELFN_MIXED_PRECISION"]
+    assert rows["num_machines"] == ["1", "default"]
+    assert "hush" not in said

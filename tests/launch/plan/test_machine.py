@@ -1,0 +1,127 @@
+"""Facts about a machine, from a /dev and a /sys of our own making; and what a plan does with them."""
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accelfn.errors import ConfigurationError
+from accelfn.launch import Machine, Script, parse_flags, plan_launch, resolve
+from accelfn.launch.plan import NumaNode
+from accelfn.launch.plan.affinity import plan_affinity
+from accelfn.launch.plan.machine import read_cpu_list, read_machine, write_cpu_list
+
+
+def make(root: Path, **files: str) -> None:
+    for name, text in files.items():
+        path = root / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+def test_cards_of_nvidia_are_counted_and_lie_at_a_node(tmp_path: Path) -> None:
+    make(tmp_path, dev__nvidia0="", dev__nvidia1="", dev__nvidiactl="")
+    for number, bus in enumerate(("0000:0A:00.0", "0000:0B:00.0")):
+        (tmp_path / "proc/driver/nvidia/gpus" / bus).mkdir(parents=True)
+        folder = tmp_path / "sys/bus/pci/devices" / bus.lower()
+        folder.mkdir(parents=True)
+        (folder / "numa_node").write_text(f"{number}\n")
+    machine = read_machine({}, root=str(tmp_path))
+    assert (machine.devices, machine.device_numa) == (2, (0, 1))
+    assert read_machine({"CUDA_VISIBLE_DEVICES": "1"}, root=str(tmp_path)).devices == 1
+    assert read_machine({"CUDA_VISIBLE_DEVICES": ""}, root=str(tmp_path)).devices == 0
+
+
+def test_cards_of_amd_are_counted_and_others_are_not_known(tmp_path: Path) -> None:
+    assert read_machine({}, root=str(tmp_path)).devices is None
+    for node, number in enumerate((0, 4711, 4712)):  # node 0 is the processor
+        folder = tmp_path / "sys/class/kfd/kfd/topology/nodes" / str(node)
+        folder.mkdir(parents=True)
+        (folder / "gpu_id").write_text(str(number))
+    assert read_machine({}, root=str(tmp_path)).devices == 2
+
+
+@given(st.sets(st.integers(0, 300), min_size=1))
+def test_lists_of_cores_come_back(cpus: set[int]) -> None:
+    assert read_cpu_list(write_cpu_list(tuple(cpus))) == tuple(sorted(cpus))
+
+
+@given(
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    local_size=st.integers(1, 12),
+    homes=st.lists(st.integers(-1, 5), max_size=12),
+)
+def test_every_process_has_cores_and_none_has_anothers(
+    sizes: list[int], local_size: int, homes: list[int]
+) -> None:
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    nodes = [
+        NumaNode(number, tuple(range(start, start + size)))
+        for number, (start, size) in enumerate(zip(starts, sizes, strict=True))
+    ]
+    plan = plan_affinity(nodes, local_size, homes)
+    assert len(plan) == local_size
+    for rank, cpus in enumerate(plan):
+        home = next(node for node in nodes if set(cpus) <= set(node.cpus))
+        assert cpus
+        if rank < len(homes) and 0 <= homes[rank] < len(nodes):
+            assert home.number == homes[rank]
+        for other in plan[:rank]:
+            assert not set(cpus) & set(other) or other == cpus == home.cpus
+
+
+def check(*argv: str, devices: int | None, env: dict[str, str] | None = None) -> str:
+    parsed = parse_flags((*argv, "train.py"))
+    plan = plan_launch(resolve(parsed.flags, {}), Script("train.py"), env or {}, Machine(devices=devices))
+    found = re.search(r"--nproc-per-node=(\d+)", " ".join(plan.argv))
+    return found[1] if found else "1"
+
+
+def test_one_process_for_each_accelerator_if_nobody_says() -> None:
+    assert check(devices=8) == "8"
+    assert check("--cpu", devices=8) == "1"
+    assert check("--gpu_ids=0,5", devices=8) == "2"
+    assert check(devices=None) == "1"
+    assert check("--num_machines=2", "--main_process_ip=h", "--machine_rank=0", devices=8) == "8"
+
+
+@pytest.mark.parametrize(
+    ("argv", "devices", "env", "message"),
+    [
+        (
+            ("--num_processes=8",),
+            4,
+            {},
+            "need as many accelerators, and this machine has 4. Use --num_processes 4, or --cpu",
+        ),
+        (("--num_processes=4", "--gpu_ids=0,1"), 4, {}, "--gpu_ids 0,1 names 2"),
+        (
+            ("--num_processes=2", "--multi_gpu"),
+            0,
+            {"CUDA_VISIBLE_DEVICES": ""},
+            "CUDA_VISIBLE_DEVICES= leaves 0",
+        ),
+    ],
+)
+def test_more_processes_than_accelerators(
+    argv: tuple[str, ...], devices: int, env: dict[str, str], message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(message)):
+        check(*argv, devices=devices, env=env)
+
+
+def test_who_hides_the_accelerators_wants_the_cpu() -> None:
+    assert check("--num_processes=4", devices=0, env={"CUDA_VISIBLE_DEVICES": ""}) == "4"
+    assert check("--num_processes=4", "--cpu", devices=2) == "4"
+
+
+def test_processes_are_bound_near_their_accelerators() -> None:
+    nodes = (NumaNode(0, (0, 1)), NumaNode(1, (2, 3)))
+    machine = Machine(cores=4, devices=4, numa=nodes, device_numa=(1, 1, 0, 0))
+    argv = ("--num_processes=2", "--enable_cpu_affinity", "--gpu_ids=1,2", "t.py")
+    plan = plan_launch(resolve(parse_flags(argv).flags, {}), Script("t.py"), {}, machine)
+    assert dict(plan.env_changes)["ACCELFN_WORKER_CPUS"] == "2-3;0-1"
+    alone = resolve(parse_flags(("--num_processes=1", "--enable_cpu_affinity", "t.py")).flags, {})
+    assert plan_launch(alone, Script("t.py"), {}, machine).cpus == ((2, 3),)

@@ -1,0 +1,225 @@
+"""The other ways to start: mpirun, DeepSpeed's launcher, torch_xla, TPU pods, SageMaker, SLURM's scripts."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from accelfn.errors import ConfigurationError
+from accelfn.launch import LaunchPlan, Machine, Script, parse_flags, plan_launch, resolve
+from accelfn.launch.plan.slurm import expand_hosts, read_step, write_sbatch
+from accelfn.launch.run.sagemaker import read_pairs
+
+OPEN_MPI = Machine(cores=8, mpirun="/usr/bin/mpirun", is_open_mpi=True)
+HYDRA = Machine(cores=8, mpirun="mpiexec")
+
+
+def plan_of(*argv: str, machine: Machine | None = None, env: dict[str, str] | None = None) -> LaunchPlan:
+    parsed = parse_flags(argv)
+    assert parsed.script is not None
+    script = Script(parsed.script, parsed.script_args)
+    given = {"OMP_NUM_THREADS": "1"} if env is None else env
+    return plan_launch(resolve(parsed.flags, {}), script, given, machine or Machine(cores=8))
+
+
+MPI = ("--num_processes=16", "--num_machines=4", "--mpirun_hostfile=/h/hosts", "--mixed_precision=no")
+
+
+def test_mpirun_of_intel_and_mpich() -> None:
+    plan = plan_of(*MPI, "train.py", "-x", machine=HYDRA)
+    assert plan.argv[:7] == ("mpiexec", "-f", "/h/hosts", "-ppn", "4", "-n", "16")
+    assert plan.argv[7:10] == ("-genv", "ACCELERATE_MIXED_PRECISION", "no")
+    assert plan.argv[-4:] == ("python", "worker.py", "train.py", "-x")
+
+
+def test_mpirun_of_open_mpi_hands_variables_and_the_address_on() -> None:
+    plan = plan_of(*MPI, "--main_process_ip=n0", "--main_process_port=77", "-m", "train", machine=OPEN_MPI)
+    assert plan.argv[:9] == (
+        *("/usr/bin/mpirun", "--hostfile", "/h/hosts", "--npernode", "4", "-n", "16"),
+        *("--bind-to", "socket"),
+    )
+    handed = [plan.argv[index + 1] for index, word in enumerate(plan.argv) if word == "-x"]
+    assert handed == ["ACCELERATE_MIXED_PRECISION", "ACCELFN_MIXED_PRECISION", "MASTER_ADDR", "MASTER_PORT"]
+    assert {("MASTER_ADDR", "n0"), ("MASTER_PORT", "77")} <= set(plan.env_changes)
+    assert plan.argv[-4:] == ("python", "worker.py", "-m", "train")
+
+
+def test_mpirun_that_is_not_there() -> None:
+    with pytest.raises(ConfigurationError, match="needs mpirun or mpiexec, and neither is on the PATH"):
+        plan_of(*MPI, "train.py")
+
+
+DEEPSPEED = ("--use_deepspeed", "--num_processes=8", "--num_machines=2", "--main_process_ip=n0")
+
+
+@pytest.mark.parametrize(
+    ("flags", "argv"),
+    [
+        ((), ("--no_local_rank", "--launcher", "pdsh", "--num_gpus", "4")),
+        (
+            (
+                "--deepspeed_hostfile=h",
+                "--deepspeed_multinode_launcher=openmpi",
+                "--deepspeed_exclusion_filter=a:0",
+            ),
+            ("--hostfile", "h", "--no_local_rank", "--launcher", "openmpi", "--exclude", "a:0"),
+        ),
+        (
+            ("--deepspeed_multinode_launcher=nossh", "--machine_rank=1", "--deepspeed_inclusion_filter=b"),
+            ("--node_rank", "1", "--no_ssh", "--include", "b"),
+        ),
+    ],
+)
+def test_deepspeeds_launcher(flags: tuple[str, ...], argv: tuple[str, ...]) -> None:
+    plan = plan_of(*DEEPSPEED, *flags, "train.py", "-x")
+    end = ("--master_addr", "n0", "--master_port", "29500", "train.py", "-x")
+    assert plan.argv == ("deepspeed", *argv, *end)
+    assert ("ACCELFN_USE_DEEPSPEED", "true") in plan.env_changes
+
+
+def test_deepspeed_through_torchrun() -> None:
+    standard = (*DEEPSPEED, "--deepspeed_multinode_launcher=standard", "--machine_rank=0")
+    assert plan_of(*standard, "train.py").way == "torchrun"
+    assert plan_of("--use_deepspeed", "--num_processes=2", "train.py").way == "torchrun"
+
+
+def test_tpus() -> None:
+    plan = plan_of(
+        "--tpu", "--mixed_precision=bf16", "--main_training_function=train", "--num_processes=8", "t.py"
+    )
+    assert plan.argv == ("python", "-m", "accelfn.launch.run.xla", "train", "8", "script", "t.py")
+    assert ("XLA_USE_BF16", "1") in plan.env_changes
+    pod = plan_of(
+        *("--tpu", "--tpu_cluster", "--tpu_name=t", "--tpu_zone=z", "--tpu_use_sudo", "--vm=0", "--vm=1"),
+        *("--env", "A=b c", "--mixed_precision=no", "t.py", "-x"),
+    )
+    assert pod.argv[:8] == ("gcloud", "compute", "tpus", "tpu-vm", "ssh", "t", "--zone", "z")
+    assert pod.argv[9] == (
+        "sudo env 'A=b c' ACCELFN_IN_TPU_POD=1 ACCELERATE_IN_TPU_POD=1 "
+        "accelfn launch --tpu=true --mixed_precision=no t.py -x"
+    )
+    assert pod.argv[-2:] == ("--worker", "0,1")
+    with pytest.raises(ConfigurationError, match="needs --tpu_name and --tpu_zone"):
+        plan_of("--tpu", "--tpu_cluster", "t.py")
+
+
+def run_module(tmp_path: Path, *argv: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", *argv],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{Path(__file__).parents[3]}{os.pathsep}{tmp_path}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_torch_xla_is_asked_for_and_used(tmp_path: Path) -> None:
+    (tmp_path / "t.py").write_text("import sys\ndef train(index): print('trains', index, sys.argv)\n")
+    done = run_module(tmp_path, "accelfn.launch.run.xla", "train", "8", "script", "t.py", "-x")
+    assert (done.returncode, "needs torch_xla. Run: pip install" in done.stderr) == (1, True)
+    # The interface that torch_xla documents, in its place.
+    folder = tmp_path / "torch_xla" / "distributed"
+    folder.mkdir(parents=True)
+    (tmp_path / "torch_xla" / "__init__.py").touch()
+    spawn = "def spawn(fn, args=(), nprocs=None, start_method='spawn'): fn(0, *args); print(nprocs)\n"
+    (folder / "__init__.py").touch()
+    (folder / "xla_multiprocessing.py").write_text(spawn)
+    done = run_module(tmp_path, "accelfn.launch.run.xla", "train", "8", "script", "t.py", "-x")
+    assert done.stdout == "trains 0 ['t.py', '-x']\nNone\n", done.stderr
+    done = run_module(tmp_path, "accelfn.launch.run.xla", "main", "8", "script", "t.py")
+    assert "t.py has no function 'main'" in done.stderr
+
+
+SAGEMAKER = (
+    *("--compute_environment=AMAZON_SAGEMAKER", "--sagemaker_ec2_instance_type=ml.p3.2xlarge"),
+    *("--sagemaker_iam_role_name=me", "--sagemaker_profile=p", "--num_machines=2", "--mixed_precision=fp16"),
+)
+
+
+def test_sagemaker_is_told_everything(tmp_path: Path) -> None:
+    plan = plan_of(
+        *SAGEMAKER, "--sagemaker_distributed_type=DATA_PARALLEL", "src/t.py", "--lr", "0.1", "--n=3"
+    )
+    told = json.loads(plan.argv[-1])
+    estimator = told["estimator"]
+    assert (estimator["entry_point"], estimator["source_dir"], estimator["instance_count"]) == (
+        "t.py",
+        "src",
+        2,
+    )
+    assert estimator["hyperparameters"] == {"lr": 0.1, "n": 3}
+    assert estimator["distribution"] == {"smdistributed": {"dataparallel": {"enabled": True}}}
+    assert estimator["environment"]["ACCELERATE_MIXED_PRECISION"] == "fp16"
+    assert estimator["environment"]["ACCELFN_USE_SAGEMAKER"] == "true"
+    assert dict(plan.env_changes) == {"AWS_PROFILE": "p", "AWS_DEFAULT_REGION": "us-east-1"}
+    done = run_module(tmp_path, *plan.argv[2:])
+    assert (done.returncode, "pip install sagemaker" in done.stderr) == (1, True)
+    (tmp_path / "a.tsv").write_text("name\twhere\ntrain\ts3://b/t\n")
+    assert read_pairs(str(tmp_path / "a.tsv")) == [("train", "s3://b/t")]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ((*SAGEMAKER, "t.sh"), "runs a Python file that ends in .py, got 't.sh'"),
+        ((*SAGEMAKER, "-m", "t"), "Leave --module and --no_python out"),
+        ((*SAGEMAKER, "t.py", "--flag"), "takes no flag without a value: give --flag True"),
+        ((*SAGEMAKER, "t.py", "word"), "takes arguments as --name value, got 'word'"),
+        ((SAGEMAKER[0], "t.py"), "SageMaker needs --sagemaker_ec2_instance_type"),
+        ((*SAGEMAKER[:3], "t.py"), "SageMaker needs credentials"),
+    ],
+)
+def test_sagemaker_refuses(argv: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(message)):
+        plan_of(*argv)
+
+
+def test_steps_of_slurm() -> None:
+    batch = {"SLURM_JOB_ID": "9", "SLURM_NNODES": "4", "SLURM_PROCID": "0", "SLURM_NODEID": "0"}
+    assert read_step(batch) == {}, "a batch script outside of srun is one process"
+    one = {**batch, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_ID": "1"}
+    assert read_step(one) == {}
+    four = {**one, "SLURM_STEP_NUM_NODES": "4", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NODEID": "3"}
+    found = read_step({**four, "SLURM_JOB_NODELIST": "n[2-5]"})
+    assert {name: value for name, (value, _) in found.items()} == {
+        "num_machines": 4,
+        "machine_rank": 3,
+        "main_process_ip": "n2",
+        "main_process_port": 20064,
+    }
+    with pytest.raises(ConfigurationError, match="srun --ntasks-per-node=1 accelfn launch"):
+        read_step({**four, "SLURM_STEP_NUM_TASKS": "8"})
+    with pytest.raises(ConfigurationError, match="SLURM_NODEID must be a whole number, got 'x'"):
+        read_step({**four, "SLURM_NODEID": "x"})
+
+
+@pytest.mark.parametrize("hosts", ["", "a[1-2", "a]b", "a,,b"])
+def test_host_lists_that_make_no_sense(hosts: str) -> None:
+    with pytest.raises(ConfigurationError, match="has an unknown form"):
+        expand_hosts(hosts)
+
+
+def test_a_script_for_sbatch_is_a_launch_on_every_node() -> None:
+    argv = ("--num_processes=8", "--num_machines=2", "--slurm_time=1:00:00", "--slurm_extra=--qos=high")
+    parsed = parse_flags((*argv, "--slurm_setup", "module load cuda", "train.py", "a b"))
+    step = {"machine_rank": (0, "srun"), "main_process_ip": ("n0", "srun")}
+    config = resolve(parsed.flags, {}, None, step).config
+    text = write_sbatch(config, Script("train.py", ("a b",)), argv[:2], Machine(python="/v/python"))
+    lines = text.splitlines()
+    assert lines[0] == "#!/bin/bash"
+    for wanted in (
+        *("#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=1", "#SBATCH --gpus-per-node=4"),
+        *("#SBATCH --time=1:00:00", "#SBATCH --qos=high", "module load cuda"),
+    ):
+        assert wanted in lines
+    assert lines[-1] == (
+        "srun --ntasks-per-node=1 --kill-on-bad-exit=1 /v/python -m accelfn.launch launch "
+        "--num_processes=8 --num_machines=2 train.py 'a b'"
+    )
+    assert subprocess.run(["bash", "-n", "-c", text], check=False).returncode == 0

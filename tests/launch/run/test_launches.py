@@ -1,0 +1,210 @@
+"""Real launches through torchrun: processes, machines on loopback, restarts, SLURM's variables, mpirun.
+
+The scripts don't load torch, so that a launch costs little more than torchrun itself.
+"""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+
+PORTRAIT = """
+import json, os, pathlib, sys
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR")
+said = {name: os.environ.get(name) for name in names}
+said |= {"argv": sys.argv[1:], "name": __name__}
+rank = os.environ.get("RANK") or os.environ["OMPI_COMM_WORLD_RANK"]
+pathlib.Path(f"rank{rank}.json").write_text(json.dumps(said))
+"""
+
+
+def environment(**more: str) -> dict[str, str]:
+    ours = ("ACCELFN_", "SLURM_", "OMP_", "PYTHON")
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    return {**inherited, "PYTHONPATH": str(ROOT), "XDG_CONFIG_HOME": "/nonexistent", **more}
+
+
+def start(folder: Path, *argv: str, **more: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-m", "accelfn.launch", "launch", *argv],
+        cwd=folder,
+        env=environment(**more),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def finish(process: "subprocess.Popen[str]") -> tuple[int, str]:
+    try:
+        _, stderr = process.communicate(timeout=100)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    return process.returncode, stderr
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def portraits(folder: Path) -> list[dict[str, object]]:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("rank*.json"))]
+
+
+@pytest.mark.parametrize("num_processes", [1, 4])
+def test_processes_of_one_machine(num_processes: int, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PORTRAIT)
+    flags = ("--cpu", "--num_processes", str(num_processes))
+    status, stderr = finish(start(tmp_path, *flags, "train.py", "-x"))
+    assert (status, stderr if num_processes == 1 else "") == (0, "")
+    seen = portraits(tmp_path)
+    assert [one["RANK"] for one in seen] == [str(rank) for rank in range(num_processes)]
+    assert {one["WORLD_SIZE"] for one in seen} == {str(num_processes)}
+    assert all(one["argv"] == ["-x"] and one["name"] == "__main__" for one in seen)
+
+
+@pytest.mark.parametrize("way", ["static", "c10d", "slurm"])
+def test_two_machines_on_loopback(way: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PORTRAIT)
+    port = free_port()
+    common = ("--num_processes=2", "--cpu", "--main_process_port", port, "--max_restarts=0")
+    if way == "slurm":
+        # What srun sets for a step of two tasks on two nodes, here both on this machine.
+        steps = [
+            {
+                "SLURM_STEP_NUM_NODES": "2",
+                "SLURM_STEP_NUM_TASKS": "2",
+                "SLURM_NODEID": str(rank),
+                "SLURM_STEP_NODELIST": "localhost",
+                "SLURM_JOB_ID": "7",
+                "SLURM_STEP_ID": "0",
+            }
+            for rank in (0, 1)
+        ]
+        machines = [start(tmp_path, *common, "train.py", **step) for step in steps]
+    else:
+        flags = ("--num_machines=2", "--main_process_ip=127.0.0.1", f"--rdzv_backend={way}")
+        ranks = [(f"--machine_rank={rank}",) if way == "static" else () for rank in (0, 1)]
+        machines = [start(tmp_path, *common, *flags, *rank, "train.py") for rank in ranks]
+    ended = [finish(machine) for machine in machines]
+    assert [status for status, _ in ended] == [0, 0], ended
+    seen = portraits(tmp_path)
+    assert [(one["RANK"], one["WORLD_SIZE"], one["LOCAL_WORLD_SIZE"]) for one in seen] == [
+        ("0", "2", "1"),
+        ("1", "2", "1"),
+    ]
+    assert sorted(str(one["GROUP_RANK"]) for one in seen) == ["0", "1"]
+
+
+def test_machines_that_differ_are_told_before_torch_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PORTRAIT)
+    flags = ("--num_machines=2", "--num_processes=2", "--main_process_ip=127.0.0.1", "--cpu")
+    port = f"--main_process_port={free_port()}"
+    machines = [
+        start(tmp_path, *flags, port, f"--machine_rank={rank}", f"--mixed_precision={precision}", "train.py")
+        for rank, precision in ((0, "bf16"), (1, "fp16"))
+    ]
+    for status, stderr in map(finish, machines):
+        assert status == 2
+        assert "the machines differ in mixed_precision: bf16 on machine 0" in stderr
+        assert len(stderr.splitlines()) == 1
+    assert portraits(tmp_path) == []
+
+
+FAILS_ON_RANK_1 = """
+import os, sys, time
+
+def loss_of(batch):
+    if os.environ["RANK"] == "1":
+        raise RuntimeError("the loss is a teapot")
+    time.sleep(60)
+
+def train():
+    for batch in range(3):
+        loss_of(batch)
+
+train()
+"""
+
+
+def test_the_last_lines_name_rank_error_frames_and_logs(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(FAILS_ON_RANK_1)
+    flags = ("--cpu", "--num_processes=2", "--log_dir=logs", "--tee=3", "--monitor_interval=0.05")
+    status, stderr = finish(start(tmp_path, *flags, "train.py"))
+    assert status == 1
+    last = stderr.splitlines()[-12:]
+    begin = next(index for index, line in enumerate(last) if line.startswith("accelfn launch: "))
+    assert last[begin:-1] == [
+        f"accelfn launch: rank 1 of 2 failed on {socket.gethostname()}, with exit status 1:",
+        "  RuntimeError: the loss is a teapot",
+        f"    {script}:13 in <module>: train()",
+        f"    {script}:11 in train: loss_of(batch)",
+        f'    {script}:6 in loss_of: raise RuntimeError("the loss is a teapot")',
+    ]
+    assert last[-1].startswith("  logs: logs")
+    folder = tmp_path / last[-1].removeprefix("  logs: ")
+    assert "teapot" in (folder / "1" / "stderr.log").read_text()
+
+
+DIES_ONCE = """
+import os, pathlib, signal, time
+attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+pathlib.Path(f"rank{os.environ['RANK']}.{attempt}").touch()
+if attempt == "0":
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("max_restarts", [1, 0])
+def test_a_killed_worker_is_started_again_as_often_as_allowed(max_restarts: int, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(DIES_ONCE)
+    flags = ("--cpu", "--num_processes=2", f"--max_restarts={max_restarts}", "--monitor_interval=0.05")
+    status, stderr = finish(start(tmp_path, *flags, "train.py"))
+    if max_restarts:
+        assert status == 0, stderr
+        assert {path.name for path in tmp_path.glob("rank*")} == {"rank0.0", "rank1.0", "rank0.1", "rank1.1"}
+    else:
+        assert status == 137
+        assert "accelfn launch: rank 1 of 2 failed" in stderr.splitlines()[-2]
+        assert "killed by SIGKILL" in stderr.splitlines()[-2]
+
+
+def test_modules_and_programs(tmp_path: Path) -> None:
+    package = tmp_path / "own"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "__main__.py").write_text(PORTRAIT + "import sys; sys.exit(int(rank) * 3)")
+    module = start(tmp_path, "--cpu", "--num_processes=2", "-m", "own", "--m", "a b")
+    program = start(tmp_path, "--cpu", "--num_processes=2", "--no_python", "sh", "-c", "touch $RANK.sh")
+    status, stderr = finish(module)
+    assert status == 3
+    assert "rank 1 of 2 failed" in stderr
+    assert [one["argv"] for one in portraits(tmp_path)] == [["--m", "a b"]] * 2
+    status, stderr = finish(program)
+    assert status == 0, stderr
+    assert {path.name for path in tmp_path.glob("*.sh")} == {"0.sh", "1.sh"}
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="there is no mpirun")
+def test_mpirun_starts_two_processes(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(PORTRAIT)
+    (tmp_path / "hosts").write_text("localhost slots=2\n")
+    # In a container the tests may run as root, which Open MPI refuses, and with fewer cores than processes.
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    flags = ("--cpu", "--num_processes=2", "--mpirun_hostfile=hosts", "--mixed_precision=bf16")
+    status, stderr = finish(start(tmp_path, *flags, "train.py", **root))
+    assert status == 0, stderr
+    assert len(portraits(tmp_path)) == 2

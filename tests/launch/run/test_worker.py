@@ -1,0 +1,142 @@
+"""A script under the bootstrap behaves as under Python itself; what goes wrong in it is kept."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from accelfn.launch.run import worker
+
+WORKER = str(Path(worker.__file__))
+
+
+def run(
+    folder: Path, *argv: str, environment: dict[str, str] | None = None
+) -> "subprocess.CompletedProcess[str]":
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("ACCELFN_", "PYTHON"))}
+    return subprocess.run(
+        [sys.executable, *argv],
+        cwd=folder,
+        env={**clean, **(environment or {})},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+SELF_PORTRAIT = """
+from __future__ import annotations
+import inspect, sys
+class Own: pass
+print(sys.argv, sys.path[0], __name__, __file__, __package__, __spec__ and __spec__.name)
+print(sorted(name for name in globals() if name.startswith("__")))
+print(sys.modules["__main__"].__dict__ is globals(), inspect.getsource(Own))
+import helper
+"""
+PICKLES = """
+import multiprocessing, pickle
+class Own:
+    def __init__(self, x): self.x = x
+def double(own): return Own(own.x * 2)
+if __name__ == "__main__":
+    assert pickle.loads(pickle.dumps(Own(1))).x == 1
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print([one.x for one in pool.map(double, [Own(4)])])
+"""
+FAILS = """
+def deep(x):
+    raise ValueError(f"no {x}")
+def outer():
+    deep("é")
+outer()
+"""
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        pytest.param(SELF_PORTRAIT, id="globals"),
+        pytest.param(PICKLES, id="pickle and spawn"),
+        pytest.param(FAILS, id="exception"),
+        pytest.param("def f(:", id="syntax error"),
+        pytest.param("import sys; sys.exit(7)", id="exit 7"),
+        pytest.param("import sys; sys.exit('the end')", id="exit with words"),
+        pytest.param("raise SystemExit", id="exit 0"),
+        pytest.param("raise KeyboardInterrupt", id="interrupt"),
+        pytest.param("import os; os.kill(os.getpid(), 9)", id="killed"),
+        pytest.param("import sys; sys.excepthook = lambda *a: print('mine', a[0]); 1/0", id="own hook"),
+        pytest.param("import atexit; atexit.register(print, 'bye'); 1/0", id="atexit after an exception"),
+        pytest.param(
+            "import threading; threading.Thread(target=print, args=('t',)).start(); 1/0", id="thread"
+        ),
+        pytest.param("# coding: latin-1\nprint('\xe9')", id="another encoding"),
+    ],
+)
+@pytest.mark.parametrize("as_module", [False, True], ids=["script", "module"])
+def test_a_script_is_run_as_by_python(source: str, as_module: bool, tmp_path: Path) -> None:
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    for folder in (inner, tmp_path):
+        (folder / "helper.py").write_text("print('helper of', __file__)")
+    script = inner / "own_script.py"
+    script.write_bytes(source.encode("latin-1") if "latin" in source else source.encode())
+    named = ("-m", "inner.own_script") if as_module else ("inner/own_script.py",)
+    plain = run(tmp_path, *named, "-x", "--", "a b")
+    ours = run(tmp_path, WORKER, *named, "-x", "--", "a b")
+    assert ours.returncode == plain.returncode
+    assert ours.stdout == plain.stdout
+    if source != "raise KeyboardInterrupt":  # whose traceback keeps our frames
+        said = [line for line in plain.stderr.splitlines() if "frozen runpy" not in line]
+        assert ours.stderr.splitlines() == said
+
+
+def test_a_module_that_is_not_there(tmp_path: Path) -> None:
+    done = run(tmp_path, WORKER, "-m", "absent_module")
+    assert done.returncode == 1
+    assert "No module named absent_module" in done.stderr
+
+
+def test_what_went_wrong_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "s.py").write_text(FAILS)
+    box = tmp_path / "box"
+    box.mkdir()
+    variables = {"ACCELFN_RUN_DIR": str(box), "RANK": "3", "TORCHELASTIC_RESTART_COUNT": "2"}
+    done = run(tmp_path, WORKER, "s.py", environment=variables)
+    assert done.returncode == 1
+    assert json.loads((box / "started.3.2.json").read_text())["rank"] == 3
+    kept = json.loads((box / "failed.3.2.json").read_text())
+    assert (kept["kind"], kept["text"], kept["attempt"]) == ("ValueError", "ValueError: no é", 2)
+    assert [(f["line"], f["function"], f["own"]) for f in kept["frames"]] == [
+        (6, "<module>", True),
+        (5, "outer", True),
+        (3, "deep", True),
+    ]
+    assert kept["frames"][-1]["source"] == 'raise ValueError(f"no {x}")'
+
+
+def test_a_forked_child_keeps_nothing(tmp_path: Path) -> None:
+    (tmp_path / "s.py").write_text("import os\nif os.fork() == 0: 1/0\nos.wait()\n")
+    done = run(tmp_path, WORKER, "s.py", environment={"ACCELFN_RUN_DIR": str(tmp_path)})
+    assert done.returncode == 0
+    assert not list(tmp_path.glob("failed*"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="cores are bound on Linux only")
+def test_a_worker_is_bound_to_its_cores(tmp_path: Path) -> None:
+    have = sorted(os.sched_getaffinity(0))
+    (tmp_path / "s.py").write_text(
+        "import os; print(os.sched_getaffinity(0), 'ACCELFN_WORKER_CPUS' in os.environ)"
+    )
+    variables = {"ACCELFN_WORKER_CPUS": f"{have[0]};{have[-1]}", "LOCAL_RANK": "1"}
+    assert run(tmp_path, WORKER, "s.py", environment=variables).stdout == f"{{{have[-1]}}} False\n"
+
+
+def test_the_bootstrap_imports_next_to_nothing(tmp_path: Path) -> None:
+    (tmp_path / "s.py").write_text("import sys; print(sorted(sys.modules))")
+    plain, ours = run(tmp_path, "s.py").stdout, run(tmp_path, WORKER, "s.py").stdout
+    more = set(ours.split(", ")) - set(plain.split(", "))
+    assert len(more) < 15, more

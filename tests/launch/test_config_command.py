@@ -1,0 +1,73 @@
+"""``accelfn config`` writes, shows, renews and takes over files."""
+
+from pathlib import Path
+
+import pytest
+
+from accelfn.launch.config import LaunchConfig, build_config, read_config
+from accelfn.launch.config_command import run_config
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ACCELFN_CONFIG", "HF_HOME", "APPDATA"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("name", ["a.yaml", "a.json"])
+def test_default_writes_what_launch_reads_and_never_overwrites(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "deep" / name
+    assert run_config(["default", "--config-file", str(path), "--mixed_precision", "bf16"]) == 0
+    config = build_config(read_config(str(path)).values)
+    assert config.mixed_precision == "bf16"
+    before = path.read_text()
+    assert run_config(["default", "--config_file", str(path)]) == 1
+    assert "is there already" in capsys.readouterr().err
+    assert path.read_text() == before
+    assert run_config(["default", "--config_file", str(path), "--overwrite"]) == 0
+    assert path.read_text() != before
+
+
+def test_update_writes_the_same_in_todays_words(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("cpu: yes  # the laptop\nmixed_precision: no\nnum_machines: 1\n")
+    assert run_config(["update", "--config_file", str(path)]) == 0
+    assert path.read_text() == 'config_version: 1\ncpu: true\nmixed_precision: "no"\nnum_machines: 1\n'
+
+
+def test_show_says_where_values_come_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run_config(["show"]) == 0
+    assert capsys.readouterr().out == f"file: {tmp_path}/accelfn/config.yaml (not there)\n"
+    (tmp_path / "accelfn").mkdir()
+    (tmp_path / "accelfn" / "config.yaml").write_text("num_processes: 2")
+    monkeypatch.setenv("ACCELFN_CPU", "1")
+    assert run_config(["show"]) == 0
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert lines[0].split() == ["cpu", "true", "environment", "ACCELFN_CPU"]
+    assert lines[1].split()[:3] == ["num_processes", "2", "file"]
+
+
+def test_import_takes_accelerates_file_from_its_usual_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_config(["import"]) == 2
+    assert "there is no configuration of Accelerate" in capsys.readouterr().err
+    source = tmp_path / "cache" / "huggingface" / "accelerate" / "default_config.yaml"
+    source.parent.mkdir(parents=True)
+    source.write_text('{"distributed_type": "MULTI_GPU", "num_processes": 4, "mixed_precision": "no"}')
+    assert run_config(["import"]) == 0
+    found = build_config(read_config(str(tmp_path / "accelfn" / "config.yaml")).values)
+    assert found == LaunchConfig(multi_gpu=True, num_processes=4, mixed_precision="no")
+    assert run_config(["import", str(source)]) == 1
+
+
+def test_a_wrong_file_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.yaml").write_text("cpu: [")
+    assert run_config(["update", "--config_file", str(tmp_path / "a.yaml")]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
