@@ -120,6 +120,11 @@ if TYPE_CHECKING:  # what type checkers see; a test holds it equal to the table 
         restore_loader,
         skip_first_batches,
     )
+    from accelfn.launch.launchers import (
+        debug_launcher,
+        launch_processes,
+        notebook_launcher,
+    )
     from accelfn.parallel import (
         convert_sync_batchnorm,
     )
@@ -295,6 +300,7 @@ _HOMES = MappingProxyType(
             "restore_loader",
             "skip_first_batches",
         ),
+        "accelfn.launch.launchers": ("debug_launcher", "launch_processes", "notebook_launcher"),
         "accelfn.tracking": ("profile",),
         "accelfn.parallel": ("convert_sync_batchnorm",),
         "accelfn.training": (
@@ -418,6 +424,7 @@ __all__ = (
     "convert_to_fp32",
     "cpu_offload",
     "cpu_offload_with_hook",
+    "debug_launcher",
     "detect_environment",
     "disk_offload",
     "dispatch_model",
@@ -440,6 +447,7 @@ __all__ = (
     "initialize_tensors",
     "join_uneven_inputs",
     "latest_checkpoint",
+    "launch_processes",
     "listify",
     "load_and_quantize_model",
     "load_checkpoint_and_dispatch",
@@ -455,6 +463,7 @@ __all__ = (
     "make_train_step",
     "microbatches",
     "no_sync",
+    "notebook_launcher",
     "on_last_process",
     "on_local_main_process",
     "on_local_process",
