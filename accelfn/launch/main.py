@@ -15,6 +15,7 @@ from accelfn.launch.data_plan import run_data_plan
 from accelfn.launch.estimate import run_estimate
 from accelfn.launch.flags import parse_launch_options
 from accelfn.launch.plan_memory import run_plan_memory
+from accelfn.launch.self_test import run_self_test
 
 __all__ = ("main",)
 
@@ -112,6 +113,7 @@ def _count_cores() -> int:
 
 _COMMANDS = (
     _Command(name="launch", about="start a training script on one or more processes", run=_launch),
+    _Command(name="test", about="try the configured setup, and say what works", run=run_self_test),
     _Command(name="data-plan", about="draw which rank reads which samples", run=run_data_plan),
     _Command(name="estimate-memory", about="say how much memory a model takes", run=run_estimate),
     _Command(
