@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from accelfn.launch.flags import spell
-from accelfn.launch.selftest.table import FAULTS, print_results, read_results
+from accelfn.launch.selftest.table import CHECK_NAMES, FAULTS, print_results, read_results
 
 __all__ = ("run_self_test", "self_test_command")
 
@@ -86,7 +86,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--config_file", metavar="FILE", help="configuration to test (the default one)")
     parser.add_argument(
-        "--only", metavar="CHECK", action="append", default=[], help="run this check alone; may be repeated"
+        "--only",
+        metavar="CHECK",
+        action="append",
+        default=[],
+        choices=CHECK_NAMES,
+        help="run this check alone; may be repeated",
     )
     parser.add_argument(
         "--folder", metavar="DIR", default="", help="for checkpoints; all nodes must share it"

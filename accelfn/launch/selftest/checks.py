@@ -25,26 +25,21 @@ from accelfn.launch.selftest.ranks import (
     check_world,
 )
 from accelfn.launch.selftest.saving import check_checkpoint
+from accelfn.launch.selftest.table import CHECK_NAMES
 from accelfn.launch.selftest.trial import Check
 
 __all__ = ("CHECKS",)
 
-CHECKS = (
-    Check("ranks and settings", check_world),
-    Check("collectives", check_collectives),
-    Check("objects across ranks", check_objects),
-    Check("process control", check_process_control),
-    Check("trigger", check_trigger_state),
-    Check("random states", check_random),
-    Check("loader, shuffled", check_shuffled),
-    Check("loader, even batches", check_uneven),
-    Check("loader, split batches", check_split),
-    Check("loader, dispatched", check_dispatched),
-    Check("loader, resumed", check_resumed),
-    Check("training, fp32", check_fp32),
-    Check("training, accumulation", check_accumulation),
-    Check("training, bf16", check_bf16),
-    Check("training, as configured", check_configured),
-    Check("training, Accelerator", check_accelerator),
-    Check("checkpoint round trip", check_checkpoint),
+CHECKS = tuple(
+    Check(name, run)
+    for name, run in zip(
+        CHECK_NAMES,
+        (
+            *(check_world, check_collectives, check_objects, check_process_control, check_trigger_state),
+            *(check_random, check_shuffled, check_uneven, check_split, check_dispatched, check_resumed),
+            *(check_fp32, check_accumulation, check_bf16, check_configured, check_accelerator),
+            check_checkpoint,
+        ),
+        strict=True,
+    )
 )

@@ -10,10 +10,31 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
-__all__ = ("FAULTS", "Result", "print_results", "read_results", "write_result")
+__all__ = ("CHECK_NAMES", "FAULTS", "Result", "print_results", "read_results", "write_result")
 
 Verdict = Literal["pass", "FAIL", "cut off"]
 _WIDTH = 100
+
+#: Of all checks, in their order.
+CHECK_NAMES = (
+    "ranks and settings",
+    "collectives",
+    "objects across ranks",
+    "process control",
+    "trigger",
+    "random states",
+    "loader, shuffled",
+    "loader, even batches",
+    "loader, split batches",
+    "loader, dispatched",
+    "loader, resumed",
+    "training, fp32",
+    "training, accumulation",
+    "training, bf16",
+    "training, as configured",
+    "training, Accelerator",
+    "checkpoint round trip",
+)
 
 #: What can be made to go wrong on the last rank, to see that it is found.
 FAULTS = ("settings", "value", "seed", "data", "model", "death")
