@@ -54,6 +54,21 @@ def test_training_random_states_and_checkpoints_are_sound_on_processes() -> None
         assert verdicts == {check.name: "pass" for check in checks}
 
 
+@pytest.mark.parametrize(
+    ("precision", "window"), [("fp16", 2), ("bf16", 1), ("no", 3)], ids=lambda value: str(value)
+)
+def test_training_as_configured_is_sound_in_each_precision(precision: str, window: int) -> None:
+    (check,) = (check for check in CHECKS if check.name == "training, as configured")
+    said = run_ranks(
+        lambda ctx: check.run(Trial(ctx=ctx)),
+        2,
+        on="processes",
+        mixed_precision=precision,
+        gradient_accumulation_steps=window,
+    )
+    assert all(one.startswith(f"{precision}, {window} per window, within ") for one in said)
+
+
 @pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "death"])
 def test_each_fault_is_found_by_the_checks_that_are_about_it(fault: str) -> None:
     for check in CHECKS:
