@@ -26,9 +26,9 @@ def find_config(given: str | None, environment: Mapping[str, str], platform: str
     >>> find_config(None, {"XDG_CONFIG_HOME": "/etc/ann"}, "linux", "/home/ann")
     '/etc/ann/accelfn/config.yaml'
     """
-    named = given or environment.get("ACCELFN_CONFIG")
+    named = given or environment.get("ACCELFN_CONFIG", "").strip()
     if named:
-        return named
+        return os.path.expanduser(named)
     place: PurePath
     if platform == "win32":
         roaming = environment.get("APPDATA")
@@ -37,7 +37,9 @@ def find_config(given: str | None, environment: Mapping[str, str], platform: str
         place = PurePosixPath(home) / "Library" / "Application Support"
     else:
         of_xdg = environment.get("XDG_CONFIG_HOME")
-        place = PurePosixPath(of_xdg) if of_xdg else PurePosixPath(home) / ".config"
+        # The convention's own rule: a path that isn't absolute doesn't count.
+        absolute = of_xdg is not None and of_xdg.startswith("/")
+        place = PurePosixPath(of_xdg) if of_xdg and absolute else PurePosixPath(home) / ".config"
     return str(place / "accelfn" / "config.yaml")
 
 

@@ -3,11 +3,13 @@
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 
 from accelfn.launch.flags import spell
 from accelfn.launch.selftest.table import CHECK_NAMES, FAULTS, print_results, read_results
@@ -39,7 +41,7 @@ def run_self_test(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="accelfn-test-") as folder:
         report = Path(folder) / "results"
         command = self_test_command(options, launch_flags, str(report))
-        status = subprocess.call(command)
+        status = _run(command)
         results = read_results(report)
         failed = status != 0 or any(result.verdict != "pass" for result in results)
         if options.json:
@@ -52,6 +54,25 @@ def run_self_test(argv: Sequence[str]) -> int:
     if status != 0 and not options.json:
         print(f"accelfn test: the launch ended with status {status}.", file=sys.stderr)
     return int(failed)
+
+
+def _run(command: Sequence[str]) -> int:
+    """Run the launch, and stay until it has ended: it alone knows how to end its ranks."""
+    process = subprocess.Popen(command)
+
+    def pass_on(number: int, _: FrameType | None) -> None:
+        process.send_signal(number)
+
+    def leave(number: int, _: FrameType | None) -> None:
+        """Do nothing: a terminal's Ctrl-C reaches the launch by itself."""
+
+    kept = [(signal.SIGTERM, signal.signal(signal.SIGTERM, pass_on))]
+    kept.append((signal.SIGINT, signal.signal(signal.SIGINT, leave)))
+    try:
+        return process.wait()
+    finally:
+        for number, handler in kept:
+            signal.signal(number, handler)
 
 
 def self_test_command(

@@ -3,9 +3,11 @@
 import argparse
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -106,3 +108,62 @@ def test_the_configuration_file_and_other_flags_go_to_the_launch() -> None:
         *("-m", "accelfn.launch.selftest", "--report", "results", "--timeout", "60"),
         *("--folder", str(Path.cwd() / "shared"), "--only", "trigger"),
     )
+
+
+def ranks_of(folder: Path) -> list[int]:
+    """Find the ranks that were told to use a folder."""
+    found: list[int] = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes().split(b"\0")
+        except OSError:  # it has just ended
+            continue
+        # The launcher has the same words, behind its own.
+        if str(folder).encode() in words and words[1:4:2] != [b"-m", b"launch"] and b"-u" in words[:2]:
+            found.append(int(process.name))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda it: signal.Signals(it).name)
+def test_a_signal_ends_the_ranks_too(tmp_path: Path, number: signal.Signals) -> None:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("ACCELFN_")}
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "accelfn.launch", "test", "--cpu", "--num_processes", "2"),
+            *("--folder", str(tmp_path), "--fault", "hang", "--only", "collectives"),
+        ],
+        cwd=ROOT,
+        env={**inherited, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        until = time.monotonic() + 60
+        while len(pids := ranks_of(tmp_path)) < 2:
+            assert process.poll() is None
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        if number == signal.SIGINT:
+            os.killpg(process.pid, number)  # as a terminal does
+        else:
+            process.send_signal(number)
+        assert process.wait(60) == 1
+    finally:
+        process.kill()
+        process.wait()
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_named_and_ended_in_seconds() -> None:
+    argv = ("--cpu", "--num_processes", "2", "--fault", "hang", "--timeout", "3")
+    done = run("accelfn.launch", "test", *argv, "--only", "collectives", "--only", "trigger")
+    assert done.returncode == 1
+    assert "CollectiveTimeoutError" in done.stdout
+    assert "0 of 2 checks passed" in done.stdout
+    assert "the ranks did not meet again" in done.stdout

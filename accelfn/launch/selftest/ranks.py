@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from typing import Any, cast
 
 import torch
@@ -75,6 +76,8 @@ def check_collectives(trial: Trial) -> str:
     size, rank = ctx.num_processes, ctx.rank
     if trial.spoils("death"):
         os.kill(os.getpid(), getattr(signal, "SIGKILL", signal.SIGTERM))
+    if trial.spoils("hang"):
+        time.sleep(3600)
     dtypes = (torch.float32, torch.bfloat16, torch.int64, torch.uint8)
     tree = {str(dtype): torch.full((2, 3), rank + 1, dtype=dtype, device=ctx.device) for dtype in dtypes}
     tree["flag"] = torch.tensor([rank % 2 == 0], device=ctx.device)

@@ -12,7 +12,7 @@ from typing import IO, Any, Literal, NamedTuple
 
 __all__ = ("CHECK_NAMES", "FAULTS", "Result", "print_results", "read_results", "write_result")
 
-Verdict = Literal["pass", "FAIL", "cut off"]
+Verdict = Literal["pass", "FAIL", "cut off", "not run"]
 _WIDTH = 100
 
 #: Of all checks, in their order.
@@ -37,7 +37,7 @@ CHECK_NAMES = (
 )
 
 #: What can be made to go wrong on the last rank, to see that it is found.
-FAULTS = ("settings", "value", "seed", "data", "model", "death")
+FAULTS = ("settings", "value", "seed", "data", "model", "hang", "death")
 
 
 class Result(NamedTuple):
@@ -45,7 +45,8 @@ class Result(NamedTuple):
 
     Attributes:
         name: Of the check.
-        verdict: ``"pass"``, ``"FAIL"``, or ``"cut off"``: it had begun when the ranks ended.
+        verdict: ``"pass"``, ``"FAIL"``, or ``"cut off"``: it had begun when the ranks ended,
+            or ``"not run"``: after a failure the ranks did not meet again.
         seconds: That it took.
         remark: What there is to say.
     """
@@ -101,7 +102,10 @@ def print_results(results: Sequence[Result], title: str, out: IO[str] | None = N
         line = f"  {result.verdict:<7}  {result.name:<{width}}  {result.seconds:6.2f} s  {remark}"
         print(line.rstrip(), file=file)
     print(verdict, file=file)
+    first_lost = next((result for result in failed if result.verdict == "not run"), None)
     for result in failed:
+        if result.verdict == "not run" and result is not first_lost:
+            continue  # for the same reason
         print(f"\n{result.name}:", file=file)
         print(_wrapped(result.remark), file=file)
 

@@ -48,12 +48,14 @@ def test_ranks_and_loaders_are_sound_on_threads(size: int) -> None:
         assert verdicts == {check.name: "pass" for check in checks}
 
 
+@pytest.mark.slow
 def test_training_random_states_and_checkpoints_are_sound_on_processes() -> None:
     checks = select(of_processes=True)
     for verdicts in run_each(2, "processes", checks):
         assert verdicts == {check.name: "pass" for check in checks}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("precision", "window"), [("fp16", 2), ("bf16", 1), ("no", 3)], ids=lambda value: str(value)
 )
@@ -69,7 +71,8 @@ def test_training_as_configured_is_sound_in_each_precision(precision: str, windo
     assert all(one.startswith(f"{precision}, {window} per window, within ") for one in said)
 
 
-@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "death"])
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault not in ("hang", "death")])
 def test_each_fault_is_found_by_the_checks_that_are_about_it(fault: str) -> None:
     for check in CHECKS:
         if check.name not in FAILS_OF[fault]:
@@ -120,7 +123,7 @@ def test_a_world_that_can_not_be_made_again_fails_what_is_left() -> None:
     results = run_checks(af.Context(), refuse, checks)
     assert [(one.verdict, one.remark) for one in results] == [
         ("FAIL", "first"),
-        ("FAIL", "DistributedError: nobody came"),
+        ("not run", "after the failure above the ranks did not meet again: nobody came"),
     ]
 
 
