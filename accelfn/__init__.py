@@ -40,6 +40,7 @@ if TYPE_CHECKING:  # what type checkers see; a test holds it equal to the table 
         load_model,
         load_state,
         load_tree,
+        merge_fsdp_weights,
         preemption,
         prune_checkpoints,
         save_model,
@@ -119,6 +120,11 @@ if TYPE_CHECKING:  # what type checkers see; a test holds it equal to the table 
         prepare_data_loader,
         restore_loader,
         skip_first_batches,
+    )
+    from accelfn.launch.launchers import (
+        debug_launcher,
+        launch_processes,
+        notebook_launcher,
     )
     from accelfn.parallel import (
         convert_sync_batchnorm,
@@ -213,6 +219,7 @@ _HOMES = MappingProxyType(
             "latest_checkpoint",
             "load_state",
             "load_tree",
+            "merge_fsdp_weights",
             "preemption",
             "prune_checkpoints",
             "save_model",
@@ -295,6 +302,7 @@ _HOMES = MappingProxyType(
             "restore_loader",
             "skip_first_batches",
         ),
+        "accelfn.launch.launchers": ("debug_launcher", "launch_processes", "notebook_launcher"),
         "accelfn.tracking": ("profile",),
         "accelfn.parallel": ("convert_sync_batchnorm",),
         "accelfn.training": (
@@ -418,6 +426,7 @@ __all__ = (
     "convert_to_fp32",
     "cpu_offload",
     "cpu_offload_with_hook",
+    "debug_launcher",
     "detect_environment",
     "disk_offload",
     "dispatch_model",
@@ -440,6 +449,7 @@ __all__ = (
     "initialize_tensors",
     "join_uneven_inputs",
     "latest_checkpoint",
+    "launch_processes",
     "listify",
     "load_and_quantize_model",
     "load_checkpoint_and_dispatch",
@@ -453,8 +463,10 @@ __all__ = (
     "lomo_backward",
     "main_process_first",
     "make_train_step",
+    "merge_fsdp_weights",
     "microbatches",
     "no_sync",
+    "notebook_launcher",
     "on_last_process",
     "on_local_main_process",
     "on_local_process",

@@ -4,6 +4,7 @@ from accelfn.checkpoint.accelerate.reading import AccelerateState, read_accelera
 from accelfn.checkpoint.accelerate.tree import from_accelerate, to_accelerate
 from accelfn.checkpoint.accelerate.writing import write_accelerate
 from accelfn.checkpoint.conversion.convert import Conversion, convert_checkpoint
+from accelfn.checkpoint.conversion.merge import merge_fsdp_weights
 from accelfn.checkpoint.files.find import find_checkpoints, latest_checkpoint
 from accelfn.checkpoint.files.keep import Keep, plan_retention, prune_checkpoints
 from accelfn.checkpoint.files.verify import CheckpointReport, verify_checkpoint
@@ -42,6 +43,7 @@ __all__ = (
     "load_model",
     "load_state",
     "load_tree",
+    "merge_fsdp_weights",
     "parse_size",
     "plan_retention",
     "plan_weights",

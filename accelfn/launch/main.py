@@ -9,9 +9,14 @@ from accelfn import __version__
 from accelfn.launch.checkpoint import run_checkpoint
 from accelfn.launch.config_command import run_config
 from accelfn.launch.data_plan import run_data_plan
+from accelfn.launch.env import run_env
 from accelfn.launch.estimate import run_estimate
 from accelfn.launch.launch import run_launch
+from accelfn.launch.merge_weights import run_merge_weights
 from accelfn.launch.plan_memory import run_plan_memory
+from accelfn.launch.self_test import run_self_test
+from accelfn.launch.to_fsdp2 import run_to_fsdp2
+from accelfn.launch.tpu_config import run_tpu_config
 
 __all__ = ("main",)
 
@@ -65,10 +70,15 @@ def _parser() -> argparse.ArgumentParser:
 _COMMANDS = (
     _Command(name="launch", about="start a training script on one or more processes", run=run_launch),
     _Command(name="config", about="write, show, renew and take over configurations", run=run_config),
+    _Command(name="env", about="print what a report of a fault needs", run=run_env),
+    _Command(name="test", about="try the configured setup, and say what works", run=run_self_test),
     _Command(name="data-plan", about="draw which rank reads which samples", run=run_data_plan),
     _Command(name="estimate-memory", about="say how much memory a model takes", run=run_estimate),
     _Command(
         name="checkpoint", about="verify, list, show, prune and convert checkpoints", run=run_checkpoint
     ),
     _Command(name="plan-memory", about="say where each part of a model would lie", run=run_plan_memory),
+    _Command(name="merge-weights", about="make one file of FSDP's sharded weights", run=run_merge_weights),
+    _Command(name="to-fsdp2", about="rewrite a configuration of FSDP for FSDP2", run=run_to_fsdp2),
+    _Command(name="tpu-config", about="run commands on every machine of a TPU", run=run_tpu_config),
 )

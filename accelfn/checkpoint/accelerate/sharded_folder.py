@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
@@ -19,7 +21,13 @@ from accelfn.checkpoint.accelerate.pickle_data import Maker, RefusedPickleError,
 from accelfn.checkpoint.accelerate.torch_file import TORCH_NAMES, read_torch_stream, refuse_pickle
 from accelfn.errors import CheckpointError, DamagedCheckpointError
 
-__all__ = ("read_sharded_folder",)
+__all__ = (
+    "ShardedFolder",
+    "ShardedTensor",
+    "explaining_damage",
+    "open_sharded_folder",
+    "read_sharded_folder",
+)
 
 _TABLE = ".metadata"
 
@@ -44,16 +52,43 @@ class _Place(NamedTuple):
     length: int
 
 
-def read_sharded_folder(directory: Path, top: str) -> dict[str, Any]:
-    """Give the state dict that ``torch.distributed.checkpoint`` saved, whole, on the CPU.
+class ShardedTensor(NamedTuple):
+    """A tensor of a sharded folder, which isn't read yet.
+
+    Attributes:
+        path: Its place in the state dict that was saved.
+        shape: Of the whole.
+        dtype: Of the whole.
+        fill: Reads its parts, one after the other, into a tensor of that shape and dtype.
+    """
+
+    path: tuple[Any, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    fill: Callable[[torch.Tensor], None]
+
+
+class ShardedFolder(NamedTuple):
+    """What a sharded folder holds.
+
+    Attributes:
+        tensors: In the order of the table.
+        others: Place and reader of each entry that is no tensor.
+    """
+
+    tensors: tuple[ShardedTensor, ...]
+    others: tuple[tuple[tuple[Any, ...], Callable[[], Any]], ...]
+
+
+def open_sharded_folder(directory: Path) -> ShardedFolder:
+    """List what ``torch.distributed.checkpoint`` saved; nothing but its table is read.
 
     Args:
         directory: The folder with ``.metadata`` in it.
-        top: The one key that Accelerate saves a state dict under.
 
     Raises:
-        CheckpointError: A file holds more than data, or lies in a way that isn't understood.
-        DamagedCheckpointError: A file is missing, cut short, or contradicts the table.
+        CheckpointError: The table holds more than data, or bytes lie in a way that isn't understood.
+        DamagedCheckpointError: The table is missing or contradicts itself.
     """
     name = f"{directory.name}/{_TABLE}"
     table = directory / _TABLE
@@ -61,8 +96,21 @@ def read_sharded_folder(directory: Path, top: str) -> dict[str, Any]:
         raise DamagedCheckpointError(
             f"{name} is not there. The save was not finished, or not all was copied.", name
         )
+    with explaining_damage(directory):
+        return _list(directory, read_pickle(table.read_bytes(), _table_names()))
+
+
+@contextmanager
+def explaining_damage(directory: Path) -> Generator[None]:
+    """Turn what goes wrong while a folder's entries are read into our errors.
+
+    Raises:
+        CheckpointError: A file holds more than data.
+        DamagedCheckpointError: A file is missing, cut short, or contradicts the table.
+    """
+    name = f"{directory.name}/{_TABLE}"
     try:
-        return _assemble(directory, read_pickle(table.read_bytes(), _table_names()), top)
+        yield
     except RefusedPickleError as error:
         raise refuse_pickle(name, error) from None
     except CheckpointError:
@@ -75,7 +123,33 @@ def read_sharded_folder(directory: Path, top: str) -> dict[str, Any]:
         ) from error
 
 
-def _assemble(directory: Path, table: _Record, top: str) -> dict[str, Any]:
+def read_sharded_folder(directory: Path, top: str) -> dict[str, Any]:
+    """Give the state dict that ``torch.distributed.checkpoint`` saved, whole, on the CPU.
+
+    Args:
+        directory: The folder with ``.metadata`` in it.
+        top: The one key that Accelerate saves a state dict under.
+
+    Raises:
+        CheckpointError: A file holds more than data, or lies in a way that isn't understood.
+        DamagedCheckpointError: A file is missing, cut short, or contradicts the table.
+    """
+    folder = open_sharded_folder(directory)
+    tree: dict[Any, Any] = {}
+    with explaining_damage(directory):
+        for one in folder.tensors:
+            whole = torch.empty(one.shape, dtype=one.dtype)
+            one.fill(whole)
+            _put(tree, one.path, whole)
+        for path, read in folder.others:
+            _put(tree, path, read())
+        held = _lists(tree)
+        if list(held) != [top]:
+            raise ValueError(f"it holds {', '.join(map(repr, held)) or 'nothing'} and not {top!r} alone")
+        return held[top]
+
+
+def _list(directory: Path, table: _Record) -> ShardedFolder:
     places: dict[tuple[str, tuple[int, ...] | None], _Place] = {}
     for index, stored in cast("dict[_Record, _Record]", table.get("storage_data")).items():
         if stored.fields.get("transform_descriptors"):
@@ -86,35 +160,36 @@ def _assemble(directory: Path, table: _Record, top: str) -> dict[str, Any]:
         offset = index.fields.get("offset")  # plain objects have none
         place = _Place(stored.get("relative_path"), stored.get("offset"), stored.get("length"))
         places[index.get("fqn"), None if offset is None else tuple(offset)] = place
-    tree: dict[Any, Any] = {}
+    tensors: list[ShardedTensor] = []
+    others: list[tuple[tuple[Any, ...], Callable[[], Any]]] = []
     for key, described in cast("dict[str, _Record]", table.get("state_dict_metadata")).items():
-        path = cast("dict[str, Any]", table.get("planner_data") or {}).get(key, (key,))
+        path = tuple(cast("dict[str, Any]", table.get("planner_data") or {}).get(key, (key,)))
         if "size" in described.fields:
-            value = _whole_tensor(directory, key, described, places)
+            shape, dtype = tuple(described.get("size")), described.get("properties")["dtype"]
+            fill = partial(_fill, directory, key, described, places)
+            tensors.append(ShardedTensor(path, shape, dtype, fill))
         else:
-            value = _read_entry(directory, places[key, None])
-        _put(tree, path, value)
-    held = _lists(tree)
-    if list(held) != [top]:
-        raise ValueError(f"it holds {', '.join(map(repr, held)) or 'nothing'} and not {top!r} alone")
-    return held[top]
+            others.append((path, partial(_read_entry, directory, places[key, None])))
+    return ShardedFolder(tuple(tensors), tuple(others))
 
 
-def _whole_tensor(
-    directory: Path, key: str, described: _Record, places: Mapping[tuple[str, tuple[int, ...] | None], _Place]
-) -> torch.Tensor:
-    shape = tuple(described.get("size"))
-    dtype = described.get("properties")["dtype"]
+def _fill(
+    directory: Path,
+    key: str,
+    described: _Record,
+    places: Mapping[tuple[str, tuple[int, ...] | None], _Place],
+    whole: torch.Tensor,
+) -> None:
+    shape = tuple(whole.shape)
     boxes = [(tuple(box.get("offsets")), tuple(box.get("sizes"))) for box in described.get("chunks")]
     if sum(math.prod(sizes) for _, sizes in boxes) != math.prod(shape):
         raise ValueError(f"the parts of {key} don't cover it")
-    whole = torch.empty(shape, dtype=dtype)
     filled = torch.zeros(shape, dtype=torch.bool) if len(boxes) > 1 else None
     for offsets, sizes in boxes:
         if any(o < 0 or o + n > limit for o, n, limit in zip(offsets, sizes, shape, strict=True)):
             raise ValueError(f"a part of {key} lies outside of it")
         part = _read_entry(directory, places[key, offsets])
-        if not isinstance(part, torch.Tensor) or tuple(part.shape) != sizes or part.dtype != dtype:
+        if not isinstance(part, torch.Tensor) or tuple(part.shape) != sizes or part.dtype != whole.dtype:
             raise ValueError(f"a part of {key} isn't the tensor that the table promises")
         box = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
         whole[box] = part
@@ -122,7 +197,6 @@ def _whole_tensor(
             filled[box] = True
     if filled is not None and not filled.all():
         raise ValueError(f"the parts of {key} don't cover it")
-    return whole
 
 
 def _read_entry(directory: Path, place: _Place) -> Any:

@@ -1,0 +1,162 @@
+"""One file of weights, of the sharded folder that FSDP's ranks wrote together."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from mmap import mmap
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accelfn.checkpoint.accelerate.sharded_folder import ShardedTensor, explaining_damage, open_sharded_folder
+from accelfn.checkpoint.files.commit import make_nonce
+from accelfn.checkpoint.files.disk import REAL_DISK, make_folders, naming
+from accelfn.checkpoint.files.header import format_header
+from accelfn.checkpoint.files.stored_dtype import SAFETENSORS_NAMES
+from accelfn.errors import CheckpointError, NoCheckpointError
+
+__all__ = ("merge_fsdp_weights",)
+
+_TABLE = ".metadata"
+# What Accelerate calls the folders within one of its checkpoints.
+_WEIGHTS, _OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"
+
+
+def merge_fsdp_weights(
+    checkpoint_dir: str | os.PathLike[str],
+    output_path: str | os.PathLike[str],
+    safe_serialization: bool = True,
+    remove_checkpoint_dir: bool = False,
+) -> Path:
+    """Put the weights of a sharded folder of ``torch.distributed.checkpoint`` together into one file.
+
+    The file appears whole or not at all. As safetensors it is filled in place: of the weights, only one part
+    of one tensor at a time is in this process's memory. Nothing that the folder holds is run.
+
+    Ranks: local; one process does it all.
+
+    Args:
+        checkpoint_dir: The folder with ``.metadata`` in it, such as Accelerate's ``pytorch_model_fsdp_0``.
+        output_path: The directory to write to; it is made where it is missing.
+        safe_serialization: True: ``model.safetensors``. False: ``pytorch_model.bin``, by ``torch.save``; all
+            weights are in memory then.
+        remove_checkpoint_dir: Remove the folder, once the file is on the disk.
+
+    Returns:
+        Path of the file.
+
+    Raises:
+        NoCheckpointError: There is no such folder; with what is there instead.
+        CheckpointError: It holds something else than weights, or more than data.
+        DamagedCheckpointError: A file is missing, cut short, or contradicts the table.
+        ValueError: safetensors has no dtype for a tensor.
+        FileExistsError: The file is there already.
+        OSError: It can't be written. Nothing is left behind.
+    """
+    source = Path(checkpoint_dir)
+    _check_source(source)
+    tensors = _named(source)
+    target = Path(output_path) / ("model.safetensors" if safe_serialization else "pytorch_model.bin")
+    if os.path.lexists(target):
+        raise FileExistsError(
+            f"merge_fsdp_weights: {target} is there already. Remove it, or give another directory."
+        )
+    if safe_serialization:
+        odd = [name for name, one in tensors.items() if one.dtype not in SAFETENSORS_NAMES]
+        if odd:
+            raise ValueError(
+                f"merge_fsdp_weights: safetensors has no dtype for {odd[0]} ({tensors[odd[0]].dtype}). Pass "
+                "safe_serialization=False (--unsafe_serialization)."
+            )
+    make_folders(REAL_DISK, os.path.abspath(output_path))
+    partial = target.with_name(f".{target.name}.{make_nonce()}")
+    try:
+        with explaining_damage(source), naming(os.fspath(partial)):
+            if safe_serialization:
+                _write_safetensors(partial, tensors)
+            else:
+                _write_pickle(partial, tensors)
+        os.replace(partial, target)
+        REAL_DISK.sync_folder(os.path.abspath(output_path))
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink()
+        raise
+    if remove_checkpoint_dir:
+        shutil.rmtree(source)
+    return target
+
+
+def _check_source(source: Path) -> None:
+    if (source / _TABLE).is_file():
+        return
+    if not source.is_dir():
+        what = "is a file" if source.exists() else "isn't there"
+        raise NoCheckpointError(
+            f"merge_fsdp_weights: {source} {what}. Give the folder with the shards in it."
+        )
+    within = sorted(one.name for one in source.iterdir() if (one / _TABLE).is_file())
+    weights = [name for name in within if not name.startswith("optimizer")]
+    if weights:
+        hint = f"It has {source / weights[0]} in it: give that one."
+    elif (source / "manifest.json").is_file():
+        hint = "It is a checkpoint of accelfn: convert it with accelfn checkpoint convert --to safetensors."
+    else:
+        hint = f"Accelerate writes such a folder as {_WEIGHTS} within a checkpoint."
+    raise NoCheckpointError(
+        f"merge_fsdp_weights: {source} has no {_TABLE}, the table of a sharded folder. {hint}"
+    )
+
+
+def _named(source: Path) -> dict[str, ShardedTensor]:
+    """List the tensors by their names, without a key that all of them stand under."""
+    folder = open_sharded_folder(source)
+    tops = {path[0] for path in (*(one.path for one in folder.tensors), *(path for path, _ in folder.others))}
+    shared = len(tops) == 1 and all(len(one.path) > 1 for one in folder.tensors)
+    if tops & {"optimizer", "optim", "param_groups"}:
+        raise CheckpointError(
+            f"merge_fsdp_weights: {source} holds the state of an optimizer, no weights. Give the folder "
+            f"of the model, which Accelerate writes as {_WEIGHTS} beside {_OPTIMIZER}."
+        )
+    named = {".".join(map(str, one.path[shared:])): one for one in folder.tensors}
+    if not named:
+        raise CheckpointError(f"merge_fsdp_weights: {source} holds no tensor.")
+    return named
+
+
+def _write_safetensors(path: Path, tensors: Mapping[str, ShardedTensor]) -> None:
+    forms = [(name, SAFETENSORS_NAMES[one.dtype], one.shape) for name, one in tensors.items()]
+    head, places = format_header(forms, {"format": "pt"})
+    end = max(place.stop for place in places.values())
+    with open(path, "xb+") as file:
+        file.write(head)
+        file.truncate(max(end, len(head)))
+        file.flush()
+        with mmap(file.fileno(), 0) as memory:
+            for name, place in places.items():
+                if place.stop > place.start:
+                    _fill(memory, place.start, place.stop, tensors[name])
+            memory.flush()
+        os.fsync(file.fileno())
+
+
+def _fill(memory: mmap, start: int, stop: int, tensor: ShardedTensor) -> None:
+    """Read a tensor to where it lies in the file."""
+    # A view holds on to the memory, which can't be closed meanwhile: none outlives this call.
+    flat: Any = torch.frombuffer(memory, dtype=torch.uint8, count=stop - start, offset=start)
+    tensor.fill(flat.view(tensor.dtype).view(tensor.shape))
+
+
+def _write_pickle(path: Path, tensors: Mapping[str, ShardedTensor]) -> None:
+    state: dict[str, torch.Tensor] = {}
+    for name, one in tensors.items():
+        state[name] = torch.empty(one.shape, dtype=one.dtype)
+        one.fill(state[name])
+    with open(path, "xb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())

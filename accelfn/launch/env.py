@@ -1,0 +1,219 @@
+"""``accelfn env``: what this machine, this Python and this configuration are, to paste into a report."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from accelfn import __version__
+from accelfn.launch.config_file import find_config
+from accelfn.launch.flags import spell
+
+__all__ = ("describe_environment", "format_report", "relevant_variables", "run_env")
+
+# What accelfn needs, and what it works with where it is installed.
+_PACKAGES = ("torch", "optree", "safetensors", "typing-extensions")
+_OPTIONAL = (
+    *("accelerate", "bitsandbytes", "cloudpickle", "datasets", "deepspeed", "lomo-optim", "megatron-core"),
+    *("numpy", "psutil", "pyyaml", "questionary", "rich", "torch-xla", "torchao", "torchdata", "torchopt"),
+    *("tqdm", "transformer-engine", "transformers", "triton"),
+    *("aim", "clearml", "comet-ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"),
+)
+_RELEVANT = re.compile(
+    r"(ACCELFN|ACCELERATE|FSDP|MEGATRON_LM|PARALLELISM_CONFIG|NCCL|GLOO|TORCH|TORCHELASTIC|TORCHINDUCTOR|PYTORCH"
+    r"|CUDA|ROCR|HIP|ZE|XLA|PJRT|TPU|OMP|MKL|KMP|OMPI|PMI|MV2|SLURM|MASTER)_\w+"
+    r"|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|NODE_RANK|VIRTUAL_ENV|CONDA_PREFIX|LD_PRELOAD"
+)
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL")
+
+
+def run_env(argv: Sequence[str]) -> int:
+    """Run ``accelfn env``. Effect: prints the report.
+
+    Args:
+        argv: Arguments after ``env``.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        SystemExit: 0 after ``--help``; 2 after one sentence on what is wrong.
+    """
+    parser = argparse.ArgumentParser(
+        prog="accelfn env",
+        description="Print what a report of a fault needs: versions, devices, variables, configuration.",
+        epilog="In names of flags - and _ mean the same. Values of variables that look secret are left out.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config_file", metavar="FILE", help="configuration to show (the default one)")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    options = parser.parse_args([spell(token) for token in argv])
+    report = describe_environment(os.environ, options.config_file)
+    print(json.dumps(report, indent=2) if options.json else format_report(report))
+    return 0
+
+
+def describe_environment(env: Mapping[str, str], config_file: str | None = None) -> dict[str, Any]:
+    """Look at this process's surroundings. Effect: loads torch, and asks it for its devices.
+
+    Args:
+        env: Variables by name.
+        config_file: Of the configuration; None: the one that counts.
+
+    Returns:
+        Facts by name, as JSON has them. What can't be found out is told in words, never an exception.
+    """
+    return {
+        "accelfn": __version__,
+        "command": shutil.which("accelfn") or "not on the PATH",
+        "platform": platform.platform(),
+        "python": f"{platform.python_version()} ({platform.python_implementation()}), {sys.executable}",
+        "packages": _versions(),
+        "cpu": _describe_cpu(),
+        "memory": _describe_memory(),
+        "torch": _describe_torch(),
+        "launcher": _describe_launcher(env),
+        "variables": relevant_variables(env),
+        "configuration": _describe_configuration(env, config_file),
+    }
+
+
+def relevant_variables(env: Mapping[str, str]) -> dict[str, str]:
+    """Choose the variables that matter to a run; a value that looks secret is left out. Pure.
+
+    >>> relevant_variables({"RANK": "0", "HOME": "/h", "NCCL_DEBUG": "INFO", "ACCELFN_KEY": "x"})
+    {'ACCELFN_KEY': '(left out)', 'NCCL_DEBUG': 'INFO', 'RANK': '0'}
+    """
+    return {
+        name: "(left out)" if _SECRET.search(name) else env[name]
+        for name in sorted(env)
+        if _RELEVANT.fullmatch(name)
+    }
+
+
+def format_report(report: Mapping[str, Any]) -> str:
+    """Write a report as a list that reads well in an issue. Pure.
+
+    >>> print(format_report({"accelfn": "0.1.0", "packages": {"torch": "2.13.0"}, "devices": []}))
+    - accelfn: 0.1.0
+    - packages:
+      - torch: 2.13.0
+    - devices: none
+    """
+    lines: list[str] = []
+
+    def add(name: str, value: Any, depth: int) -> None:
+        start = f"{'  ' * depth}- {name}:"
+        if isinstance(value, (Mapping, list)) and not value:
+            lines.append(f"{start} none")
+        elif isinstance(value, Mapping):
+            lines.append(start)
+            for key, part in value.items():  # pyright: ignore[reportUnknownVariableType]
+                add(str(key), part, depth + 1)  # pyright: ignore[reportUnknownArgumentType]
+        elif isinstance(value, list):
+            lines.append(start)
+            lines.extend(f"{'  ' * (depth + 1)}- {part}" for part in value)  # pyright: ignore[reportUnknownVariableType]
+        elif isinstance(value, str) and "\n" in value:
+            lines.append(start)
+            lines.extend(f"{'  ' * (depth + 2)}{line}" for line in value.rstrip().splitlines())
+        else:
+            lines.append(f"{start} {value}")
+
+    for name, value in report.items():
+        add(name, value, 0)
+    return "\n".join(lines)
+
+
+def _versions() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name in (*_PACKAGES, *_OPTIONAL):
+        version = _version(name)
+        if version is not None or name in _PACKAGES:
+            found[name] = version or "not installed"
+    return found
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _describe_cpu() -> dict[str, Any]:
+    allowed = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    facts: dict[str, Any] = {
+        "model": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "cores of this process": allowed,
+    }
+    if sys.platform == "linux":
+        try:
+            told = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+            facts["model"] = told[1] if told else facts["model"]
+            nodes = Path("/sys/devices/system/node").glob("node[0-9]*")
+            facts["NUMA nodes"] = {
+                node.name: (node / "cpulist").read_text().strip() for node in sorted(nodes)
+            }
+        except OSError:
+            pass  # a container may hide them
+    return facts
+
+
+def _describe_memory() -> str:
+    try:
+        told = Path("/proc/meminfo").read_text() if sys.platform == "linux" else ""
+    except OSError:
+        told = ""
+    found = {name: int(kb) for name, kb in re.findall(r"^(\w+):\s+(\d+) kB$", told, re.MULTILINE)}
+    if "MemTotal" not in found:
+        return "unknown"
+    total, free = found["MemTotal"] / 2**20, found.get("MemAvailable", 0) / 2**20
+    return f"{total:.1f} GiB, {free:.1f} GiB free"
+
+
+def _describe_torch() -> dict[str, Any]:
+    """Ask torch for what it was built with, and what it sees."""
+    # Not at the top: torch takes seconds to load, which --help does without.
+    try:
+        from accelfn.launch.env_torch import describe_torch
+
+        return describe_torch()
+    except Exception as error:  # noqa: BLE001 -- a torch that doesn't load is what the report is for
+        return {"failure": f"{type(error).__name__}: {error}"}
+
+
+def _describe_launcher(env: Mapping[str, str]) -> str:
+    try:
+        from accelfn.context.environment import detect_environment
+
+        plan = detect_environment(env)
+    except Exception as error:  # noqa: BLE001 -- as above
+        return f"{type(error).__name__}: {error}"
+    if plan.launcher == "none":
+        return "none: this process is alone"
+    return f"{plan.launcher}: rank {plan.rank} of {plan.size}, node {plan.node_rank} of {plan.num_nodes}"
+
+
+def _describe_configuration(env: Mapping[str, str], given: str | None) -> dict[str, Any] | str:
+    path = find_config(given, env, sys.platform, os.path.expanduser("~"))
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return f"none (looked for {path})"
+    except (OSError, UnicodeDecodeError) as error:
+        return f"{path} can't be read: {error}"
+    lines = [
+        f"{line.partition(':')[0]}: (left out)" if _SECRET.search(line.partition(":")[0].upper()) else line
+        for line in text.splitlines()
+    ]
+    return {"file": path, "contents": "\n".join(lines)}

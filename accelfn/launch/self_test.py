@@ -1,0 +1,134 @@
+"""``accelfn test``: try the configured setup with small programs whose results are known."""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from accelfn.launch.flags import spell
+from accelfn.launch.selftest.table import CHECK_NAMES, FAULTS, print_results, read_results
+
+__all__ = ("run_self_test", "self_test_command")
+
+_MODULE = "accelfn.launch.selftest"
+
+
+def run_self_test(argv: Sequence[str]) -> int:
+    """Run ``accelfn test``. Effect: launches the self-test, and prints its table.
+
+    Args:
+        argv: Arguments after ``test``.
+
+    Returns:
+        0 where every check has passed, 2 where the launch was refused, 1 otherwise.
+
+    Raises:
+        SystemExit: 0 after ``--help``; 2 after one sentence on what is wrong.
+    """
+    parser = _parser()
+    options, launch_flags = parser.parse_known_args([spell(token) for token in argv])
+    words = [word for number, word in enumerate(launch_flags) if not word.startswith("-") and not number]
+    if words:
+        parser.error(f"{words[0]!r} is no flag. The script is the self-test; give flags of accelfn launch.")
+    if options.timeout <= 0:
+        parser.error(f"--timeout must be more than 0 seconds, got {options.timeout:g}.")
+    with tempfile.TemporaryDirectory(prefix="accelfn-test-") as folder:
+        report = Path(folder) / "results"
+        command = self_test_command(options, launch_flags, str(report))
+        status = _run(command)
+        results = read_results(report)
+        failed = status != 0 or any(result.verdict != "pass" for result in results)
+        if options.json:
+            rows = [result._asdict() for result in results]
+            print(json.dumps({"passed": not failed, "status": status, "checks": rows}, indent=2))
+        elif results:
+            print_results(results, "accelfn test")
+    if status == 2 and not results:
+        return 2  # of the launch, which has said why
+    if status != 0 and not options.json:
+        print(f"accelfn test: the launch ended with status {status}.", file=sys.stderr)
+    return int(failed)
+
+
+def _run(command: Sequence[str]) -> int:
+    """Run the launch, and stay until it has ended: it alone knows how to end its ranks."""
+    process = subprocess.Popen(command)
+
+    def pass_on(number: int, _: FrameType | None) -> None:
+        process.send_signal(number)
+
+    def leave(number: int, _: FrameType | None) -> None:
+        """Do nothing: a terminal's Ctrl-C reaches the launch by itself."""
+
+    kept = [(signal.SIGTERM, signal.signal(signal.SIGTERM, pass_on))]
+    kept.append((signal.SIGINT, signal.signal(signal.SIGINT, leave)))
+    try:
+        return process.wait()
+    finally:
+        for number, handler in kept:
+            signal.signal(number, handler)
+
+
+def self_test_command(
+    options: argparse.Namespace, launch_flags: Sequence[str], report: str
+) -> tuple[str, ...]:
+    """Write the command that launches the self-test. Pure.
+
+    Args:
+        options: Of ``accelfn test``.
+        launch_flags: Flags for ``accelfn launch``.
+        report: File for the results.
+    """
+    return (
+        *(sys.executable, "-m", "accelfn.launch", "launch"),
+        *(("--config_file", options.config_file) if options.config_file else ()),
+        *launch_flags,
+        *("-m", _MODULE, "--report", report, "--timeout", f"{options.timeout:g}"),
+        *(("--fault", options.fault) if options.fault else ()),
+        *(("--folder", os.path.abspath(options.folder)) if options.folder else ()),
+        *(part for name in options.only for part in ("--only", name)),
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="accelfn test",
+        usage="accelfn test [--config_file FILE] [flags of accelfn launch]",
+        description="Launch the self-test as a script would be launched, and print what works.",
+        epilog="All other flags are those of accelfn launch, such as --cpu --num_processes 2. In names of "
+        "flags - and _ mean the same.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config_file", metavar="FILE", help="configuration to test (the default one)")
+    parser.add_argument(
+        "--only",
+        metavar="CHECK",
+        action="append",
+        default=[],
+        choices=CHECK_NAMES,
+        help="run this check alone; may be repeated",
+    )
+    parser.add_argument(
+        "--folder", metavar="DIR", default="", help="for checkpoints; all nodes must share it"
+    )
+    parser.add_argument(
+        "--timeout",
+        metavar="S",
+        type=float,
+        default=120.0,
+        help="seconds that ranks wait for each other (120)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the results as JSON")
+    parser.add_argument(
+        "--fault",
+        choices=FAULTS,
+        default="",
+        help="break something on the last rank, to see that it is found",
+    )
+    return parser

@@ -1,0 +1,130 @@
+"""The results of a self-test, on paper: records of lines in a file, and a table of them."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any, Literal, NamedTuple
+
+__all__ = ("CHECK_NAMES", "FAULTS", "Result", "print_results", "read_results", "write_result")
+
+Verdict = Literal["pass", "FAIL", "cut off", "not run"]
+_WIDTH = 100
+
+#: Of all checks, in their order.
+CHECK_NAMES = (
+    "ranks and settings",
+    "collectives",
+    "objects across ranks",
+    "process control",
+    "trigger",
+    "random states",
+    "loader, shuffled",
+    "loader, even batches",
+    "loader, split batches",
+    "loader, dispatched",
+    "loader, resumed",
+    "training, fp32",
+    "training, accumulation",
+    "training, bf16",
+    "training, as configured",
+    "training, Accelerator",
+    "checkpoint round trip",
+)
+
+#: What can be made to go wrong on the last rank, to see that it is found.
+FAULTS = ("settings", "value", "seed", "data", "model", "hang", "death")
+
+
+class Result(NamedTuple):
+    """What became of a check.
+
+    Attributes:
+        name: Of the check.
+        verdict: ``"pass"``, ``"FAIL"``, or ``"cut off"``: it had begun when the ranks ended,
+            or ``"not run"``: after a failure the ranks did not meet again.
+        seconds: That it took.
+        remark: What there is to say.
+    """
+
+    name: str
+    verdict: Verdict
+    seconds: float
+    remark: str
+
+
+def write_result(path: Path, result: Result) -> None:
+    """Add a line to a file of results. It is read also when the ranks come to a sudden end."""
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(json.dumps(result) + "\n")
+
+
+def read_results(path: Path) -> tuple[Result, ...]:
+    """Read a file of results; of several lines on one check the last counts.
+
+    Args:
+        path: That ranks have written; it may be missing.
+    """
+    if not path.exists():
+        return ()
+    rows = [Result(*json.loads(line)) for line in path.read_text("utf-8").splitlines()]
+    return tuple({row.name: row for row in rows}.values())
+
+
+def print_results(results: Sequence[Result], title: str, out: IO[str] | None = None) -> None:
+    """Print a table: with colours on a terminal, where rich is installed; plain otherwise.
+
+    Args:
+        results: In their order.
+        title: Of the whole.
+        out: Where to; standard output when None.
+    """
+    file = out or sys.stdout
+    failed = [result for result in results if result.verdict != "pass"]
+    total_s = sum(result.seconds for result in results)
+    verdict = f"{len(results) - len(failed)} of {len(results)} checks passed in {total_s:.1f} s"
+    try:
+        rich: Any = importlib.import_module("rich.console") if file.isatty() else None
+    except ImportError:
+        rich = None
+    if rich is not None:
+        _print_rich(rich.Console(file=file), results, title, verdict, bool(failed))
+        return
+    width = max([len(result.name) for result in results], default=0)
+    print(title, file=file)
+    for result in results:
+        # What failed is told below in full.
+        remark = result.remark if result.verdict == "pass" else ""
+        line = f"  {result.verdict:<7}  {result.name:<{width}}  {result.seconds:6.2f} s  {remark}"
+        print(line.rstrip(), file=file)
+    print(verdict, file=file)
+    first_lost = next((result for result in failed if result.verdict == "not run"), None)
+    for result in failed:
+        if result.verdict == "not run" and result is not first_lost:
+            continue  # for the same reason
+        print(f"\n{result.name}:", file=file)
+        print(_wrapped(result.remark), file=file)
+
+
+def _print_rich(console: Any, results: Sequence[Result], title: str, verdict: str, failed: bool) -> None:
+    table_module: Any = importlib.import_module("rich.table")
+    text: Any = importlib.import_module("rich.text").Text  # so that no bracket is taken for a style
+    table = table_module.Table(title=title)
+    for column, justify in (("check", "left"), ("result", "left"), ("seconds", "right"), ("remark", "left")):
+        table.add_column(column, justify=justify)
+    for result in results:
+        style = "green" if result.verdict == "pass" else "bold red"
+        table.add_row(
+            text(result.name), text(result.verdict, style=style), f"{result.seconds:.2f}", text(result.remark)
+        )
+    console.print(table)
+    console.print(text(verdict, style="bold red" if failed else "bold green"))
+
+
+def _wrapped(message: str) -> str:
+    lines = [textwrap.wrap(line, _WIDTH - 2) or [""] for line in message.splitlines()]
+    return textwrap.indent("\n".join(part for line in lines for part in line), "  ")

@@ -1,0 +1,146 @@
+"""``accelfn tpu-config``: run commands on every machine of a TPU, through gcloud."""
+
+import argparse
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from accelfn.errors import ConfigurationError, MissingExtraError
+from accelfn.launch.config_file import find_config, read_tree
+from accelfn.launch.flags import spell
+
+__all__ = ("run_tpu_config", "tpu_command")
+
+# A directory of every machine in which nothing of the user's hides an installed package.
+_WHERE = "/usr/share"
+
+
+def tpu_command(
+    name: str,
+    commands: Sequence[str],
+    *,
+    zone: str | None = None,
+    alpha: bool = False,
+    install: str | None = None,
+) -> tuple[str, ...]:
+    """Write the gcloud command that runs shell commands on all machines of a TPU. Pure.
+
+    Args:
+        name: Of the TPU.
+        commands: To run, one after the other.
+        zone: Of the TPU; None: the one that gcloud is set to.
+        alpha: Use gcloud's alpha commands.
+        install: Install accelfn first: ``"latest"`` or a version. None: don't.
+
+    >>> tpu_command("my-tpu", ["python -V"], zone="us-central1-a")[-3:]
+    ('--command=cd /usr/share; python -V', '--worker=all', '--zone=us-central1-a')
+    """
+    wanted = "-U accelfn" if install == "latest" else shlex.quote(f"accelfn=={install}")
+    first = () if install is None else (f"pip install {wanted}",)
+    joined = "; ".join((f"cd {_WHERE}", *first, *commands))
+    return (
+        *("gcloud", *(("alpha",) if alpha else ()), "compute", "tpus", "tpu-vm", "ssh", name),
+        *(f"--command={joined}", "--worker=all"),
+        *((f"--zone={zone}",) if zone is not None else ()),
+    )
+
+
+def run_tpu_config(argv: Sequence[str]) -> int:
+    """Run ``accelfn tpu-config``. Effect: prints the gcloud command, and runs it without ``--debug``.
+
+    Args:
+        argv: Arguments after ``tpu-config``.
+
+    Returns:
+        The exit status: that of gcloud; 2 for bad input.
+
+    Raises:
+        SystemExit: 0 after ``--help``; 2 after one sentence on what is wrong.
+    """
+    parser = _parser()
+    options = parser.parse_args([spell(token) for token in argv])
+    try:
+        told = _configured(options.config_file)
+        name = options.tpu_name or told.get("name")
+        zone = options.tpu_zone or told.get("zone")
+        commands = _commands(options, told)
+    except (ConfigurationError, MissingExtraError, OSError, UnicodeDecodeError) as error:
+        parser.error(str(error))
+    if not name:
+        parser.error("no TPU is named. Give --tpu_name, or a --config_file with a name in it.")
+    if not commands:
+        parser.error(
+            "there is nothing to run. Give --command, --command_file, or a --config_file with commands."
+        )
+    install = options.accelfn_version if options.install_accelfn else None
+    command = tpu_command(name, commands, zone=zone, alpha=options.use_alpha, install=install)
+    print(shlex.join(command), flush=True)
+    if options.debug:
+        return 0
+    gcloud = shutil.which(command[0])
+    if gcloud is None:
+        parser.error(
+            "gcloud isn't on the PATH, and it is what reaches a TPU. Install the Google Cloud CLI, or print "
+            "the command with --debug and run it elsewhere."
+        )
+    try:
+        return subprocess.call([gcloud, *command[1:]])
+    except OSError as error:
+        print(f"{parser.prog}: error: {gcloud} can't be started: {error.strerror}.", file=sys.stderr)
+        return 1
+
+
+def _configured(given: str | None) -> dict[str, Any]:
+    """Read what a configuration says of the TPU, in accelfn's or in Accelerate's layout."""
+    path = find_config(given, os.environ, sys.platform, os.path.expanduser("~"))
+    if given is None and not os.path.exists(path):
+        return {}
+    tree = read_tree(path)
+    section = tree.get("tpu_options")
+    own: Mapping[str, Any] = cast("Mapping[str, Any]", section) if isinstance(section, dict) else {}
+    names = {"name": "tpu_name", "zone": "tpu_zone", "commands": "commands", "command_file": "command_file"}
+    return {short: own.get(short, tree.get(long)) for short, long in names.items()}
+
+
+def _commands(options: argparse.Namespace, told: Mapping[str, Any]) -> list[str]:
+    """Choose what to run: the flags', else the configuration's; a file before single commands."""
+    of_flags: list[str] = [word for words in options.command for word in words]
+    file = options.command_file or (None if of_flags else told.get("command_file"))
+    lines: list[str] = []
+    if file:
+        path = Path(str(file)).expanduser()
+        if not path.is_file():
+            raise ConfigurationError(f"there is no file of commands {str(file)!r}. Check --command_file.")
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    elif not of_flags:
+        given: object = told.get("commands") or []
+        of_flags = [given] if isinstance(given, str) else [str(one) for one in cast("Sequence[Any]", given)]
+    return [line for line in (*lines, *of_flags) if line and not line.startswith("#")]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="accelfn tpu-config",
+        description="Run commands on every machine of a TPU, through gcloud.",
+        epilog="In names of flags - and _ mean the same.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config_file", metavar="FILE", help="configuration to read (the default one)")
+    parser.add_argument("--tpu_name", metavar="NAME", help="of the TPU")
+    parser.add_argument("--tpu_zone", metavar="ZONE", help="of the TPU (the one that gcloud is set to)")
+    parser.add_argument("--use_alpha", action="store_true", help="gcloud alpha")
+    parser.add_argument("--command_file", metavar="FILE", help="shell commands, one a line")
+    parser.add_argument(
+        "--command", metavar="COMMAND", nargs="+", action="append", default=[], help="may be repeated"
+    )
+    parser.add_argument("--install_accelfn", action="store_true", help="install accelfn there first")
+    parser.add_argument(
+        "--accelfn_version", metavar="VERSION", default="latest", help="a version, or latest (latest)"
+    )
+    parser.add_argument("--debug", action="store_true", help="only print the gcloud command")
+    return parser

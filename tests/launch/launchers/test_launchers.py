@@ -1,0 +1,409 @@
+"""Ranks started from code: what they get, what comes back, and that none is left behind."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import accelfn as af
+from accelfn.errors import (
+    CollectiveTimeoutError,
+    ConfigurationError,
+    DistributedError,
+    MissingExtraError,
+    MissingRankError,
+    RemoteTraceback,
+)
+from accelfn.launch.launchers.elastic import Meeting, launch_config
+from accelfn.launch.launchers.job import write_job
+from accelfn.launch.launchers.tpu import asks_for_tpu
+
+ROOT = Path(__file__).parents[3]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def wait_until_gone(pids: list[int]) -> bool:
+    until = time.monotonic() + 20
+    while any(is_alive(pid) for pid in pids):
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+# --- launch_processes ----------------------------------------------------------------------------
+
+
+def test_each_rank_has_its_context_and_what_it_returns_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELFN_MIXED_PRECISION", "fp16")  # an option wins
+    offset = torch.tensor([10.0])  # the function is a closure
+
+    def fn(ctx: af.Context, factor: float) -> dict[str, Any]:
+        total = af.reduce(ctx, offset * (ctx.rank + 1) * factor)
+        return {
+            "place": (ctx.rank, ctx.local_rank, ctx.num_processes, ctx.world.num_nodes),
+            "total": total,
+            "precision": ctx.mixed_precision,
+            "variable": os.environ.get("OF_THE_RANKS"),
+            "argv": sys.argv,
+            "pid": os.getpid(),
+        }
+
+    before = dict(os.environ)
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait)  # forking beside threads would be unsafe; this isn't forking
+    thread.start()
+    try:
+        results = af.launch_processes(
+            fn, 2, (2.0,), environment={"OF_THE_RANKS": "seen"}, timeout_s=60, mixed_precision="bf16"
+        )
+    finally:
+        stop.set()
+        thread.join()
+    assert [one["place"] for one in results] == [(0, 0, 2, 1), (1, 1, 2, 1)]
+    assert all(torch.equal(one["total"], torch.tensor([60.0])) for one in results)
+    assert [one["precision"] for one in results] == ["bf16", "bf16"]
+    assert [one["variable"] for one in results] == ["seen", "seen"]
+    assert [one["argv"] for one in results] == [sys.argv, sys.argv]
+    assert len({one["pid"] for one in results} | {os.getpid()}) == 3
+    assert dict(os.environ) == before
+    assert not torch.distributed.is_initialized()
+    assert wait_until_gone([one["pid"] for one in results])
+
+
+def test_an_exception_of_a_rank_comes_with_its_traceback_and_ends_the_others(tmp_path: Path) -> None:
+    def fn(ctx: af.Context) -> None:
+        (tmp_path / str(ctx.rank)).write_text(str(os.getpid()))
+        af.wait_for_everyone(ctx)
+        if ctx.rank == 1:
+            raise KeyError("the loss is a teapot")
+        time.sleep(90)
+
+    with pytest.raises(KeyError, match="the loss is a teapot") as caught:
+        af.launch_processes(fn, 2, timeout_s=60)
+    cause = caught.value.__cause__
+    assert isinstance(cause, RemoteTraceback)
+    assert 'raise KeyError("the loss is a teapot")' in cause.text
+    if sys.version_info >= (3, 11):
+        assert caught.value.__notes__[0].startswith("raised on rank 1 of 2 (fresh processes)")
+    assert wait_until_gone([int((tmp_path / str(rank)).read_text()) for rank in (0, 1)])
+
+
+def test_a_rank_that_is_killed_is_named() -> None:
+    def fn(ctx: af.Context) -> None:
+        if ctx.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        af.wait_for_everyone(ctx)
+
+    with pytest.raises(MissingRankError, match="rank 1 was killed by SIGKILL before it returned"):
+        af.launch_processes(fn, 2, timeout_s=60)
+
+
+@pytest.mark.slow
+def test_ranks_that_do_not_end_are_ended_and_say_where_they_were(tmp_path: Path) -> None:
+    def fn(ctx: af.Context) -> None:
+        (tmp_path / "pid").write_text(str(os.getpid()))
+        wait_for_godot = threading.Event()
+        wait_for_godot.wait()
+
+    with pytest.raises(CollectiveTimeoutError, match="rank 0 did not end in time") as caught:
+        af.launch_processes(fn, 1, timeout_s=8)
+    assert "in fn" in str(caught.value)
+    assert "longer timeout_s than 8" in str(caught.value)
+    assert wait_until_gone([int((tmp_path / "pid").read_text())])
+
+
+def test_what_cannot_be_sent_is_refused_on_either_way() -> None:
+    lock = threading.Lock()
+    with pytest.raises(TypeError, match=r"can't be sent to fresh processes: .*lock.*inside of the function"):
+        af.launch_processes(lambda ctx: lock.locked(), 1)
+
+    def give_lock(_: af.Context) -> object:
+        return threading.Lock()
+
+    with pytest.raises(TypeError, match="rank 0 returned lock, which can't be sent back"):
+        af.launch_processes(give_lock, 1, timeout_s=60)
+
+
+def test_leaving_the_process_is_an_error_and_not_the_launchers_own_end() -> None:
+    with pytest.raises(DistributedError, match=r"rank 0 left by sys.exit\(3\)"):
+        af.launch_processes(lambda ctx: sys.exit(3), 1, timeout_s=60)
+
+
+def at_the_top_of_a_module(ctx: af.Context) -> int:
+    return ctx.rank
+
+
+def test_without_cloudpickle_a_function_of_a_module_is_sent_and_another_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    assert af.launch_processes(at_the_top_of_a_module, 1, timeout_s=60) == [0]
+    with pytest.raises(MissingExtraError, match=r"pip install 'accelfn\[notebook\]'"):
+        af.launch_processes(lambda ctx: ctx.rank, 1)
+    of_the_notebook = SimpleNamespace(train=None)
+    exec("def train(ctx): return 1", of_the_notebook.__dict__)
+    of_the_notebook.train.__module__ = "__main__"
+    monkeypatch.setattr(sys.modules["__main__"], "train", of_the_notebook.train, raising=False)
+    with pytest.raises(MissingExtraError, match="train is written in a notebook"):
+        write_job(tmp_path, "launch_processes", of_the_notebook.train, (), {}, {})
+
+
+SCRIPT = """
+import os, pathlib, sys, time
+import accelfn as af
+
+def fn(ctx):
+    pathlib.Path(sys.argv[1], str(ctx.rank)).write_text(str(os.getpid()))
+    time.sleep(90)
+
+af.launch_processes(fn, 2)  # a script needs no guard: ranks do not run it again
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda it: signal.Signals(it).name)
+def test_a_launcher_that_ends_leaves_no_rank_behind(tmp_path: Path, number: signal.Signals) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    launcher = subprocess.Popen(
+        [sys.executable, "script.py", str(tmp_path)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.DEVNULL,
+    )
+    files = [tmp_path / "0", tmp_path / "1"]
+    try:
+        until = time.monotonic() + 60
+        while not all(file.exists() and file.read_text() for file in files):
+            assert launcher.poll() is None
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        launcher.send_signal(number)
+        assert launcher.wait(30) != 0
+    finally:
+        launcher.kill()
+        launcher.wait()
+    assert wait_until_gone([int(file.read_text()) for file in files])
+
+
+# --- notebook_launcher and debug_launcher --------------------------------------------------------
+
+
+def describe(value: object) -> tuple[Any, ...]:
+    with af.init_context() as ctx:
+        place = (ctx.rank, ctx.local_rank, ctx.num_processes, ctx.is_local_main_process)
+        return (*place, ctx.mixed_precision, str(ctx.device), value)
+
+
+def test_notebook_launcher_gives_the_precision_it_was_asked_for() -> None:
+    before = dict(os.environ)
+    assert af.notebook_launcher(describe, ("x",), 2, mixed_precision="bf16") == [
+        (0, 0, 2, True, "bf16", "cpu", "x"),
+        (1, 1, 2, False, "bf16", "cpu", "x"),
+    ]
+    assert dict(os.environ) == before
+
+
+def test_debug_launcher_uses_the_cpu_and_numbers_its_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELFN_TORCH_DEVICE", "cuda:1")
+    monkeypatch.setenv("ACCELFN_MIXED_PRECISION", "bf16")
+    assert af.debug_launcher(describe, (None,)) == [
+        (0, 0, 2, True, "no", "cpu", None),
+        (1, 1, 2, False, "no", "cpu", None),
+    ]
+
+
+def fail_with_an_open_context() -> None:
+    ctx = af.init_context()
+    if ctx.rank == 0:
+        raise LookupError("no such column")
+    af.wait_for_everyone(ctx)
+
+
+def test_the_rank_that_failed_is_told_of_though_the_others_fail_too() -> None:
+    with pytest.raises(LookupError, match="no such column") as caught:
+        af.debug_launcher(fail_with_an_open_context)
+    if sys.version_info >= (3, 11):
+        assert "also failed: rank 1" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mixed_precision": "bf15"}, "mixed_precision must be one of no, .*got 'bf15'"),
+        ({"node_rank": 2, "num_nodes": 2}, "got node_rank=2 of num_nodes=2"),
+        ({"max_restarts": -1}, "max_restarts=-1"),
+        ({"monitor_interval": 0}, "monitor_interval=0"),
+        ({"use_port": "http"}, "use_port must be 0..65535, got 'http'"),
+        ({"num_processes": 0}, "num_processes must be at least 1, got 0"),
+    ],
+    ids=str,
+)
+def test_a_bad_argument_is_refused_before_anything_starts(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        af.notebook_launcher(describe, (0,), **arguments)
+
+
+def test_the_number_of_processes_is_that_of_the_accelerators_or_must_be_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
+    with pytest.raises(ConfigurationError, match="num_processes must be given"):
+        af.notebook_launcher(describe, (0,))
+    with pytest.raises(ValueError, match="num_processes must be at least 1, got 0"):
+        af.debug_launcher(describe, (0,), 0)
+    with pytest.raises(ValueError, match="num_processes must be at least 1, got 0"):
+        af.launch_processes(at_the_top_of_a_module, 0)
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        listener.listen()
+        port = str(listener.getsockname()[1])
+        with pytest.raises(ConfigurationError, match=f"port {port} of 127.0.0.1 can't be had"):
+            af.notebook_launcher(describe, (0,), 2, use_port=port)
+
+
+def fail_once(folder: str) -> tuple[int, str | None]:
+    with af.init_context() as ctx:
+        print("hello", flush=True)
+        marker = Path(folder, "tried")
+        first = not marker.exists()
+        af.wait_for_everyone(ctx)
+        if first and ctx.rank == 1:
+            marker.touch()
+            raise RuntimeError("the first time")
+        af.wait_for_everyone(ctx)
+        return ctx.rank, os.environ.get("TORCHELASTIC_RESTART_COUNT")
+
+
+@pytest.mark.slow
+def test_ranks_are_started_again_and_their_lines_have_the_prefix(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    before = dict(os.environ)
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    results = af.notebook_launcher(
+        fail_once, (str(tmp_path),), 2, max_restarts=1, log_line_prefix_template="[rank ${rank}]: "
+    )
+    assert results == [(0, "1"), (1, "1")]
+    assert "[rank 1]: hello" in capfd.readouterr().out
+    assert dict(os.environ) == before
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+    (tmp_path / "tried").unlink()
+    with pytest.raises(RuntimeError, match="the first time") as caught:
+        af.notebook_launcher(fail_once, (str(tmp_path),), 2, rdzv_conf={"timeout": 30})
+    assert isinstance(caught.value.__cause__, RemoteTraceback)
+
+
+def place() -> tuple[int, int, int, int]:
+    with af.init_context() as ctx:
+        af.wait_for_everyone(ctx)
+        return ctx.rank, ctx.local_rank, ctx.world.node_rank, ctx.num_processes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+def test_two_nodes_meet(backend: str) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    results: dict[int, Any] = {}
+
+    def run_node(node: int) -> None:
+        results[node] = af.notebook_launcher(
+            place, (), 1, use_port=port, num_nodes=2, node_rank=node, rdzv_backend=backend, rdzv_id="two"
+        )
+
+    nodes = [threading.Thread(target=run_node, args=(node,)) for node in (0, 1)]
+    for node in nodes:
+        node.start()
+    for node in nodes:
+        node.join(100)
+    ranks = sorted(rank for (rank,) in results.values())
+    assert ranks == [(0, 0, 0, 2), (1, 0, 1, 2)]
+    if backend == "static":
+        assert results[0] == [(0, 0, 0, 2)]
+
+
+@pytest.mark.slow
+def test_nodes_that_do_not_meet_are_told_so() -> None:
+    with pytest.raises(DistributedError, match=r"node 1 of 2 could not start its ranks .*at 127.0.0.1:1\)"):
+        af.notebook_launcher(
+            place, (), 1, use_port=1, num_nodes=2, node_rank=1, rdzv_conf={"timeout": 2, "read_timeout": 2}
+        )
+
+
+def test_the_agent_is_told_all_that_was_asked_for() -> None:
+    meeting = Meeting(
+        local_size=4,
+        num_nodes=2,
+        node_rank=1,
+        backend="c10d",
+        endpoint="10.0.0.1:4000",
+        options={"timeout": "60"},
+        run_id="seven",
+        max_restarts=3,
+        monitor_interval=0.5,
+    )
+    config = launch_config(meeting, "logs")
+    assert (config.min_nodes, config.max_nodes, config.nproc_per_node) == (2, 2, 4)
+    assert (config.rdzv_backend, config.rdzv_endpoint, config.run_id) == ("c10d", "10.0.0.1:4000", "seven")
+    assert config.rdzv_configs == {"timeout": "60", "is_host": "false"}
+    assert (config.max_restarts, config.monitor_interval) == (3, 0.5)
+
+
+# --- TPU -----------------------------------------------------------------------------------------
+
+
+def test_variables_of_a_tpu() -> None:
+    assert asks_for_tpu({"TPU_NAME": "t"})
+    assert not asks_for_tpu({})
+
+
+def test_a_tpu_takes_torch_xla(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PJRT_DEVICE", "TPU")
+    monkeypatch.setitem(sys.modules, "torch_xla", None)
+    with pytest.raises(MissingExtraError, match="takes torch_xla"):
+        af.notebook_launcher(describe, (0,), 8)
+
+
+def test_a_tpu_is_left_to_torch_xla(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+
+    def launch(fn: Any, args: tuple[Any, ...] = (), start_method: str = "spawn") -> None:
+        calls.append(start_method)
+        kept = dict(os.environ)
+        for index in range(2):  # a stand-in: the ranks are calls, one after the other
+            try:
+                fn(index, *args)
+            finally:
+                os.environ.clear()
+                os.environ.update(kept)
+
+    monkeypatch.setenv("PJRT_DEVICE", "TPU")
+    monkeypatch.setitem(sys.modules, "torch_xla", SimpleNamespace(launch=launch))
+
+    def read(x: int) -> tuple[int, str]:
+        return x, os.environ["ACCELFN_MIXED_PRECISION"]
+
+    assert af.notebook_launcher(read, (5,), 8, "bf16") == [(5, "bf16"), (5, "bf16")]
+    assert calls == ["spawn"]
+    with pytest.raises(ConfigurationError, match="'xla' is not on this machine"):
+        af.notebook_launcher(describe, (0,))

@@ -1,0 +1,175 @@
+"""The checks of the self-test: they pass on sound worlds, and each fault makes the right ones fail."""
+
+import io
+from pathlib import Path
+
+import pytest
+
+import accelfn as af
+from accelfn.launch.selftest.checks import CHECKS
+from accelfn.launch.selftest.program import run_checks
+from accelfn.launch.selftest.table import FAULTS, Result, print_results, read_results, write_result
+from accelfn.launch.selftest.trial import Check, Trial, demand
+from accelfn.testing import Where, run_ranks
+
+# Threads don't replicate models, and share the generators that "random states" is about.
+OF_PROCESSES = ("random states", "training", "checkpoint")
+FAILS_OF = {
+    "settings": {"ranks and settings"},
+    "value": {"collectives"},
+    "seed": {"random states"},
+    "data": {"loader, shuffled", "loader, split batches", "loader, dispatched", "loader, resumed"},
+    "model": {"training, fp32", "training, accumulation"},  # and the other trainings, alike
+}
+
+
+def select(*, of_processes: bool) -> tuple[Check, ...]:
+    return tuple(check for check in CHECKS if check.name.startswith(OF_PROCESSES) == of_processes)
+
+
+def run_each(size: int, on: Where, checks: tuple[Check, ...]) -> list[dict[str, str]]:
+    """Run all checks in one world; give what each rank says of each."""
+
+    def run(ctx: af.Context) -> list[Result]:
+        results: list[Result] = []
+        for check in checks:
+            check.run(Trial(ctx=ctx))
+            results.append(Result(check.name, "pass", 0.0, ""))
+        return results
+
+    outcomes: list[list[Result]] = run_ranks(run, size, on=on)
+    return [{one.name: one.verdict for one in rank} for rank in outcomes]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_ranks_and_loaders_are_sound_on_threads(size: int) -> None:
+    checks = select(of_processes=False)
+    for verdicts in run_each(size, "memory", checks):
+        assert verdicts == {check.name: "pass" for check in checks}
+
+
+@pytest.mark.slow
+def test_training_random_states_and_checkpoints_are_sound_on_processes() -> None:
+    checks = select(of_processes=True)
+    for verdicts in run_each(2, "processes", checks):
+        assert verdicts == {check.name: "pass" for check in checks}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("precision", "window"), [("fp16", 2), ("bf16", 1), ("no", 3)], ids=lambda value: str(value)
+)
+def test_training_as_configured_is_sound_in_each_precision(precision: str, window: int) -> None:
+    (check,) = (check for check in CHECKS if check.name == "training, as configured")
+    said = run_ranks(
+        lambda ctx: check.run(Trial(ctx=ctx)),
+        2,
+        on="processes",
+        mixed_precision=precision,
+        gradient_accumulation_steps=window,
+    )
+    assert all(one.startswith(f"{precision}, {window} per window, within ") for one in said)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault not in ("hang", "death")])
+def test_each_fault_is_found_by_the_checks_that_are_about_it(fault: str) -> None:
+    for check in CHECKS:
+        if check.name not in FAILS_OF[fault]:
+            continue
+        on: Where = "processes" if check.name.startswith(OF_PROCESSES) else "memory"
+        with pytest.raises((AssertionError, af.errors.DistributedError)):
+            run_ranks(lambda ctx, check=check: check.run(Trial(ctx=ctx, fault=fault)), 2, on=on)
+
+
+def be_well(trial: Trial) -> str:
+    return "well"
+
+
+def test_after_a_failure_the_next_check_has_a_new_world() -> None:
+    opened: list[af.Context] = []
+    told: list[Result] = []
+
+    def open_context() -> af.Context:
+        opened.append(af.Context())
+        return opened[-1]
+
+    def fail(trial: Trial) -> str:
+        demand(trial.ctx.rank > 0, "this rank is the first")
+        return "unseen"
+
+    def crash(trial: Trial) -> str:
+        raise OSError(f"no disk for {trial.fault}")
+
+    checks = (Check("one", fail), Check("two", crash), Check("three", be_well))
+    results = run_checks(af.Context(), open_context, checks, fault="seed", told=told.append)
+    assert [(one.name, one.verdict, one.remark) for one in results] == [
+        ("one", "FAIL", "this rank is the first"),
+        ("two", "FAIL", "OSError: no disk for seed"),
+        ("three", "pass", "well"),
+    ]
+    assert len(opened) == 2
+    assert [one.verdict for one in told] == ["cut off", "FAIL", "cut off", "FAIL", "cut off", "pass"]
+
+
+def test_a_world_that_can_not_be_made_again_fails_what_is_left() -> None:
+    def refuse() -> af.Context:
+        raise af.errors.DistributedError("nobody came")
+
+    def fail(trial: Trial) -> str:
+        raise AssertionError("first")
+
+    checks = (Check("one", fail), Check("two", be_well))
+    results = run_checks(af.Context(), refuse, checks)
+    assert [(one.verdict, one.remark) for one in results] == [
+        ("FAIL", "first"),
+        ("not run", "after the failure above the ranks did not meet again: nobody came"),
+    ]
+
+
+def test_what_one_rank_finds_every_rank_is_told() -> None:
+    def fail_on_one(trial: Trial) -> str:
+        demand(trial.ctx.rank == 0, "only here")
+        return ""
+
+    def run(ctx: af.Context) -> tuple[Result, ...]:
+        return tuple(run_checks(ctx, lambda: ctx, [Check("one", fail_on_one)]))
+
+    (first,), (second,) = run_ranks(run, 2)
+    assert (first.verdict, first.remark) == ("FAIL", "rank 1: AssertionError: only here")
+    assert (second.verdict, second.remark) == ("FAIL", "only here")
+
+
+def test_a_plain_table_tells_failures_in_full(tmp_path: Path) -> None:
+    results = (
+        Result("collectives", "pass", 0.25, "over gloo"),
+        Result("checkpoint", "FAIL", 1.5, "the weights came back\n  row 2"),
+    )
+    out = io.StringIO()
+    print_results(results, "accelfn test", out)
+    assert out.getvalue() == (
+        "accelfn test\n"
+        "  pass     collectives    0.25 s  over gloo\n"
+        "  FAIL     checkpoint     1.50 s\n"
+        "1 of 2 checks passed in 1.8 s\n"
+        "\ncheckpoint:\n  the weights came back\n    row 2\n"
+    )
+    file = tmp_path / "results"
+    assert read_results(file) == ()
+    write_result(file, Result("collectives", "cut off", 0.0, ""))
+    for result in results:
+        write_result(file, result)
+    assert read_results(file) == results
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_on_a_terminal_rich_draws_the_table() -> None:
+    pytest.importorskip("rich")
+    out = Terminal()
+    print_results((Result("collectives", "FAIL", 0.25, "[red] is text"),), "accelfn test", out)
+    assert "[red] is text" in out.getvalue()
+    assert "│" in out.getvalue()

@@ -1,0 +1,122 @@
+"""``accelfn env``: a report that can be pasted, and read by programs."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accelfn import __version__
+from accelfn.launch import env_torch
+from accelfn.launch.config_file import find_config
+from accelfn.launch.env import describe_environment, format_report, relevant_variables
+from accelfn.launch.main import main
+
+
+def test_the_report_names_versions_variables_and_the_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "two.yaml"
+    config.write_text("num_processes: 2\naws_secret_access_key: abc\n")
+    monkeypatch.setenv("ACCELFN_CONFIG", str(config))
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("ACCELFN_API_KEY", "hush")
+    assert main(["env", "--json"]) == 0
+    out = capsys.readouterr().out
+    report = json.loads(out)
+    assert report["accelfn"] == __version__
+    assert report["packages"]["torch"] == torch.__version__
+    assert "safetensors" in report["packages"]
+    assert report["torch"]["backends"]
+    assert report["variables"]["NCCL_DEBUG"] == "INFO"
+    assert report["configuration"]["file"] == str(config)
+    assert "num_processes: 2" in report["configuration"]["contents"]
+    assert "hush" not in out
+    assert "abc" not in out
+    assert main(["env", "--config-file", str(config)]) == 0
+    text = capsys.readouterr().out
+    assert f"- accelfn: {__version__}\n" in text
+    assert "  - NCCL_DEBUG: INFO\n" in text
+    assert "num_processes: 2" in text
+
+
+def test_what_is_broken_is_told_and_the_rest_still_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> dict[str, Any]:
+        raise OSError("libcuda.so.1: cannot open shared object file")
+
+    monkeypatch.setattr(env_torch, "describe_torch", fail)
+    (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe")
+    report = describe_environment({"WORLD_SIZE": "2"}, str(tmp_path / "binary.yaml"))
+    assert report["torch"] == {"failure": "OSError: libcuda.so.1: cannot open shared object file"}
+    assert "WORLD_SIZE" in report["launcher"]
+    assert "can't be read" in report["configuration"]
+    assert describe_environment({}, str(tmp_path / "absent.yaml"))["configuration"].startswith("none (")
+    assert format_report(report)
+
+
+def test_the_world_of_a_launcher_is_named() -> None:
+    env = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
+    assert describe_environment(env)["launcher"] == "env: rank 1 of 2, node 0 of 1"
+
+
+@given(st.dictionaries(st.from_regex(r"(ACCELFN|HOME|NCCL|AWS)_[A-Z_]{1,12}", fullmatch=True), st.text()))
+def test_nothing_secret_and_nothing_private_is_shown(env: dict[str, str]) -> None:
+    shown = relevant_variables(env)
+    assert shown.keys() == {name for name in env if name.startswith(("ACCELFN_", "NCCL_"))}
+    for name, value in shown.items():
+        secret = any(word in name for word in ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL"))
+        assert value == ("(left out)" if secret else env[name])
+
+
+@pytest.mark.parametrize(
+    ("given_path", "environment", "platform", "expected"),
+    [
+        ("mine.yaml", {"ACCELFN_CONFIG": "other.yaml"}, "linux", "mine.yaml"),
+        (None, {"ACCELFN_CONFIG": "other.yaml"}, "linux", "other.yaml"),
+        (None, {}, "linux", "/home/ann/.config/accelfn/config.yaml"),
+        (None, {}, "darwin", "/home/ann/Library/Application Support/accelfn/config.yaml"),
+        (None, {"APPDATA": "C:\\ann"}, "win32", "C:\\ann\\accelfn\\config.yaml"),
+    ],
+)
+def test_where_the_configuration_is_looked_for(
+    given_path: str | None, environment: dict[str, str], platform: str, expected: str
+) -> None:
+    assert find_config(given_path, environment, platform, "/home/ann") == expected
+
+
+def test_devices_are_described_as_torch_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelfn.context import DeviceFacts, Hardware
+
+    class Properties:
+        name, total_memory, major, minor = "Stand-in", 8 << 30, 9, 0
+
+    class Module:
+        @staticmethod
+        def get_device_properties(index: int) -> Properties:
+            return Properties()
+
+    hardware = Hardware(devices=(DeviceFacts(type="cuda", count=2), DeviceFacts(type="cpu")))
+    monkeypatch.setattr(env_torch, "read_hardware", lambda: hardware)
+
+    def module_of(kind: str) -> type[Module]:
+        return Module
+
+    def reaches(one: int, other: int) -> bool:
+        return (one, other) == (0, 1)
+
+    monkeypatch.setattr(torch, "get_device_module", module_of)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", reaches)
+    facts = env_torch.describe_torch()
+    assert facts["accelerators"][1] == "cuda:1 Stand-in, 8.0 GiB, capability 9.0"
+    assert facts["reach each other directly"] == ["cuda:0 to 1", "cuda:1 to none"]
+
+
+def test_an_unknown_flag_is_refused() -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["env", "--yaml"])
+    assert stop.value.code == 2

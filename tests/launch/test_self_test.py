@@ -1,0 +1,169 @@
+"""``accelfn test`` as a user runs it."""
+
+import argparse
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from accelfn.launch.self_test import self_test_command
+from accelfn.launch.selftest.checks import CHECKS
+
+ROOT = Path(__file__).parents[2]
+NAMES = [check.name for check in CHECKS]
+
+
+def run(*argv: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("ACCELFN_")}
+    return subprocess.run(
+        [sys.executable, "-m", *argv],
+        cwd=ROOT,
+        env={**inherited, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_processes", ["1", "2"])
+def test_everything_passes_here(num_processes: str) -> None:
+    done = run("accelfn.launch", "test", "--cpu", "--num-processes", num_processes)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "accelfn test"
+    assert [line[11:].split("  ")[0] for line in lines[1:-1]] == NAMES
+    assert lines[-1].startswith(f"{len(NAMES)} of {len(NAMES)} checks passed in ")
+
+
+def test_a_broken_setup_fails_and_the_table_says_why() -> None:
+    only = ("--only", "random states", "--only", "trigger")
+    done = run("accelfn.launch", "test", "--cpu", "--num_processes", "2", "--fault", "seed", *only)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "1 of 2 checks passed" in done.stdout
+    assert "1 leaf differs between ranks" in done.stdout
+    assert "rank 1  numbers after set_seed(11)" in done.stdout
+
+
+def test_a_rank_that_dies_is_seen_by_what_it_was_at() -> None:
+    arguments = ("--cpu", "--num_processes", "2", "--fault", "death", "--only", "collectives", "--json")
+    done = run("accelfn.launch", "test", *arguments)
+    assert done.returncode == 1
+    told = json.loads(done.stdout)
+    assert not told["passed"]
+    assert told["status"] != 0
+    assert told["checks"][0]["name"] == "collectives"
+    assert told["checks"][0]["verdict"] != "pass"
+
+
+def test_a_port_where_nobody_answers_is_named_in_seconds() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    world = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    done = run("accelfn.launch.selftest", "--timeout", "2", ACCELFN_USE_CPU="true", **world)
+    assert done.returncode == 1
+    assert "the ranks can't be set up: rank 1 could not join its world of 2" in done.stderr
+    assert port in done.stderr
+
+
+def test_a_setup_that_accelfn_has_no_machinery_for_fails() -> None:
+    done = run("accelfn.launch.selftest", ACCELFN_USE_CPU="true", ACCELFN_MIXED_PRECISION="fp8")
+    assert done.returncode == 1
+    assert "the ranks can't be set up" in done.stderr
+    assert "fp8" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["train.py"], "'train.py' is no flag"),
+        (["--timeout", "0"], "--timeout must be more than 0"),
+        (["--fault", "bad-luck"], "invalid choice"),
+        (["--only", "the weather"], "invalid choice: 'the weather'"),
+        (["--num_processes", "0"], "--num_processes must be at least 1"),
+    ],
+    ids=str,
+)
+def test_bad_input_is_one_sentence_and_status_2(argv: list[str], message: str) -> None:
+    done = run("accelfn.launch", "test", *argv)
+    assert done.returncode == 2
+    assert message in done.stderr.splitlines()[-1]
+
+
+def test_the_configuration_file_and_other_flags_go_to_the_launch() -> None:
+    options = argparse.Namespace(
+        config_file="two.yaml", timeout=60.0, fault="", folder="shared", only=["trigger"]
+    )
+    command = self_test_command(options, ["--num_processes", "2"], "results")
+    assert command[1:] == (
+        *("-m", "accelfn.launch", "launch", "--config_file", "two.yaml", "--num_processes", "2"),
+        *("-m", "accelfn.launch.selftest", "--report", "results", "--timeout", "60"),
+        *("--folder", str(Path.cwd() / "shared"), "--only", "trigger"),
+    )
+
+
+def ranks_of(folder: Path) -> list[int]:
+    """Find the ranks that were told to use a folder."""
+    found: list[int] = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes().split(b"\0")
+        except OSError:  # it has just ended
+            continue
+        # The launcher has the same words, behind its own.
+        if str(folder).encode() in words and words[1:4:2] != [b"-m", b"launch"] and b"-u" in words[:2]:
+            found.append(int(process.name))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda it: signal.Signals(it).name)
+def test_a_signal_ends_the_ranks_too(tmp_path: Path, number: signal.Signals) -> None:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("ACCELFN_")}
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "accelfn.launch", "test", "--cpu", "--num_processes", "2"),
+            *("--folder", str(tmp_path), "--fault", "hang", "--only", "collectives"),
+        ],
+        cwd=ROOT,
+        env={**inherited, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        until = time.monotonic() + 60
+        while len(pids := ranks_of(tmp_path)) < 2:
+            assert process.poll() is None
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        if number == signal.SIGINT:
+            os.killpg(process.pid, number)  # as a terminal does
+        else:
+            process.send_signal(number)
+        assert process.wait(60) == 1
+    finally:
+        process.kill()
+        process.wait()
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+@pytest.mark.slow
+def test_a_rank_that_hangs_is_named_and_ended_in_seconds() -> None:
+    argv = ("--cpu", "--num_processes", "2", "--fault", "hang", "--timeout", "3")
+    done = run("accelfn.launch", "test", *argv, "--only", "collectives", "--only", "trigger")
+    assert done.returncode == 1
+    assert "CollectiveTimeoutError" in done.stdout
+    assert "0 of 2 checks passed" in done.stdout
+    assert "the ranks did not meet again" in done.stdout

@@ -1,0 +1,156 @@
+"""``accelfn to-fsdp2``: which keys go, which stay, and what it refuses."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accelfn.errors import ConfigurationError
+from accelfn.launch.main import main
+from accelfn.launch.to_fsdp2 import rewrite_for_fsdp2
+
+OLD: dict[str, Any] = {
+    "distributed_type": "FSDP",
+    "num_processes": 8,
+    "fsdp_config": {
+        "fsdp_version": 1,
+        "fsdp_sharding_strategy": "SHARD_GRAD_OP",
+        "fsdp_backward_prefetch": "BACKWARD_PRE",
+        "fsdp_forward_prefetch": False,
+        "fsdp_use_orig_params": True,
+        "fsdp_sync_module_states": True,
+        "fsdp_offload_params": False,
+        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+    },
+}
+NEW: dict[str, Any] = {
+    "distributed_type": "FSDP",
+    "num_processes": 8,
+    "fsdp_config": {
+        "fsdp_version": 2,
+        "fsdp_reshard_after_forward": False,
+        "fsdp_offload_params": False,
+        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+    },
+}
+
+
+def test_a_file_of_accelerate_is_rewritten() -> None:
+    made = rewrite_for_fsdp2(OLD)
+    assert made.tree == NEW
+    assert "fsdp_sharding_strategy: SHARD_GRAD_OP is fsdp_reshard_after_forward: false." in made.notes
+    assert len(made.notes) == 6
+    assert OLD["fsdp_config"]["fsdp_version"] == 1
+
+
+@pytest.mark.parametrize(
+    ("strategy", "reshards"),
+    [
+        ("FULL_SHARD", True),
+        ("HYBRID_SHARD", True),
+        ("SHARD_GRAD_OP", False),
+        ("HYBRID_SHARD_ZERO2", False),
+        ("NO_SHARD", False),
+        ("full_shard", True),
+        (1, True),
+        ("4", True),
+        (3, False),
+    ],
+)
+def test_each_sharding_strategy(strategy: object, reshards: bool) -> None:
+    for section, prefix in (("fsdp_config", "fsdp_"), ("fsdp", "")):
+        made = rewrite_for_fsdp2({section: {f"{prefix}sharding_strategy": strategy}})
+        assert made.tree == {section: {f"{prefix}version": 2, f"{prefix}reshard_after_forward": reshards}}
+    assert ("FSDP2 always shards" in " ".join(made.notes)) == (strategy in ("NO_SHARD", 3))
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [{"num_processes": 1}, {"fsdp_config": {"fsdp_version": 2, "fsdp_sharding_strategy": 1}}, {"fsdp": None}],
+    ids=str,
+)
+def test_what_needs_no_change_stays(tree: dict[str, Any]) -> None:
+    assert rewrite_for_fsdp2(tree) == (tree, ())
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(
+            ("version", "offload_params", "backward_prefetch", "use_orig_params", "auto_wrap_policy")
+        ),
+        st.sampled_from((1, True, "x")),
+    )
+)
+def test_rewriting_again_changes_nothing(fields: dict[str, Any]) -> None:
+    once = rewrite_for_fsdp2({"fsdp": fields}).tree
+    assert rewrite_for_fsdp2(once) == (once, ())
+
+
+def test_bad_sections_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="unknown sharding strategy 'HALF'"):
+        rewrite_for_fsdp2({"fsdp": {"sharding_strategy": "HALF"}})
+    with pytest.raises(ConfigurationError, match="fsdp must hold names and values"):
+        rewrite_for_fsdp2({"fsdp": "yes"})
+
+
+@pytest.mark.parametrize("suffix", [".json", ".yaml"])
+def test_the_command_writes_the_new_file(
+    tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # JSON is YAML as well.
+    old, new = tmp_path / f"old{suffix}", tmp_path / f"new{suffix}"
+    old.write_text(json.dumps(OLD))
+    assert main(["to-fsdp2", "--config_file", str(old), "--output-file", str(new)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"{new}: rewritten for FSDP2"
+    yaml = pytest.importorskip("yaml")
+    assert yaml.safe_load(new.read_text()) == NEW
+    assert json.loads(old.read_text()) == OLD
+    assert main(["to-fsdp2", "--config_file", str(old), "--overwrite"]) == 0
+    assert yaml.safe_load(old.read_text()) == NEW
+    capsys.readouterr()
+    assert main(["to-fsdp2", "--config_file", str(old), "--overwrite"]) == 0
+    assert capsys.readouterr().out == f"{old}: nothing to change\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([old.name, new.name])
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "message"),
+    [
+        ("{}", ("--overwrite",), "is empty"),
+        ("fsdp: [", ("--overwrite",), "line 1, column 8"),
+        ("fsdp: {version: 1}", (), "give --output_file"),
+        ("fsdp: {version: 1}", ("--output_file", "config.yaml"), "is there already"),
+        ("- 1", ("--overwrite",), "has no names with values"),
+        (None, ("--overwrite",), "there is no configuration file"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_status_2(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    text: str | None,
+    flags: tuple[str, ...],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if text is not None:
+        Path("config.yaml").write_text(text)
+    with pytest.raises(SystemExit) as stop:
+        main(["to-fsdp2", "--config_file", "config.yaml", *flags])
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_without_pyyaml_the_extra_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    (tmp_path / "config.yaml").write_text("a: 1")
+    with pytest.raises(SystemExit) as stop:
+        main(["to-fsdp2", "--config_file", str(tmp_path / "config.yaml"), "--overwrite"])
+    assert stop.value.code == 2
+    assert "pip install 'accelfn[cli]'" in capsys.readouterr().err

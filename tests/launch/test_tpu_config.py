@@ -1,0 +1,102 @@
+"""``accelfn tpu-config``: the gcloud command, from flags or a file."""
+
+import os
+import shlex
+from pathlib import Path
+
+import pytest
+
+from accelfn.launch.main import main
+from accelfn.launch.tpu_config import tpu_command
+
+
+@pytest.fixture(autouse=True)
+def no_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("ACCELFN_CONFIG", raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "none"))
+
+
+def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> list[str]:
+    assert main(["tpu-config", *argv, "--debug"]) == 0
+    return shlex.split(capsys.readouterr().out)
+
+
+def test_the_command_is_that_of_gcloud() -> None:
+    assert tpu_command("t", ["pip list", "echo 'a b'"], zone="z", alpha=True, install="1.2") == (
+        *("gcloud", "alpha", "compute", "tpus", "tpu-vm", "ssh", "t"),
+        "--command=cd /usr/share; pip install accelfn==1.2; pip list; echo 'a b'",
+        *("--worker=all", "--zone=z"),
+    )
+    assert tpu_command("t", ["x"], install="latest")[-2] == (
+        "--command=cd /usr/share; pip install -U accelfn; x"
+    )
+
+
+def test_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ("--tpu-name", "t", "--command", "echo a", "--command", "echo b", "echo c", "--install_accelfn")
+    assert printed(capsys, *argv)[-2:] == [
+        "--command=cd /usr/share; pip install -U accelfn; echo a; echo b; echo c",
+        "--worker=all",
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tpu_name: t\ntpu_zone: z\ncommands: [echo a, echo b]\n",
+        "tpu_options: {name: t, zone: z, commands: [echo a, echo b]}\n",
+    ],
+    ids=["Accelerate's", "ours"],
+)
+def test_a_configuration_gives_what_flags_do_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    pytest.importorskip("yaml")
+    (tmp_path / "tpu.yaml").write_text(text)
+    config = ("--config_file", str(tmp_path / "tpu.yaml"))
+    assert printed(capsys, *config)[-4:] == [
+        *("t", "--command=cd /usr/share; echo a; echo b", "--worker=all", "--zone=z")
+    ]
+    assert printed(capsys, *config, "--tpu_name", "u", "--tpu_zone", "y", "--command", "echo c")[-4:] == [
+        *("u", "--command=cd /usr/share; echo c", "--worker=all", "--zone=y")
+    ]
+
+
+def test_a_file_of_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "commands").write_text("# set up\necho a\n\n  echo b\n")
+    argv = ("--tpu_name", "t", "--command_file", str(tmp_path / "commands"))
+    assert printed(capsys, *argv)[-2] == "--command=cd /usr/share; echo a; echo b"
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ((), "no TPU is named"),
+        (("--tpu_name", "t"), "there is nothing to run"),
+        (("--tpu_name", "t", "--command_file", "absent"), "there is no file of commands 'absent'"),
+        (("--config_file", "absent.yaml"), "there is no configuration file 'absent.yaml'"),
+        (("--tpu_name", "t", "--command", "x"), "gcloud isn't on the PATH"),
+    ],
+    ids=str,
+)
+def test_bad_input_is_one_sentence_and_status_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], message: str
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(SystemExit) as stop:
+        main(["tpu-config", *argv])
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="the stand-in is a shell script")
+def test_gcloud_is_run_and_its_status_is_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gcloud = tmp_path / "gcloud"
+    gcloud.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > "{tmp_path}/seen"\nexit 3\n')
+    gcloud.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["tpu-config", "--tpu_name", "t", "--command", "echo 'a b'; ls"]) == 3
+    assert (tmp_path / "seen").read_text().splitlines() == [
+        *("compute", "tpus", "tpu-vm", "ssh", "t"),
+        *("--command=cd /usr/share; echo 'a b'; ls", "--worker=all"),
+    ]
