@@ -1,4 +1,4 @@
-"""What a run leaves to look at: experiment trackers and profiles."""
+"""What a run shows and leaves to look at: experiment trackers, logs, progress, profiles."""
 
 from accelfn.tracking.built_in import (
     AimTracker,
@@ -14,7 +14,10 @@ from accelfn.tracking.built_in import (
     WandBTracker,
 )
 from accelfn.tracking.choose import TrackerPlan, plan_trackers
+from accelfn.tracking.logger import RankLogger, get_logger
 from accelfn.tracking.profiling import profile
+from accelfn.tracking.progress import ProgressBar, tqdm
+from accelfn.tracking.tracebacks import install_rich_tracebacks
 from accelfn.tracking.tracker import BlankTracker, GeneralTracker
 from accelfn.tracking.trackers import (
     OnError,
@@ -40,6 +43,8 @@ __all__ = (
     "JSONLTracker",
     "MLflowTracker",
     "OnError",
+    "ProgressBar",
+    "RankLogger",
     "SwanLabTracker",
     "TensorBoardTracker",
     "TrackerHistory",
@@ -48,8 +53,10 @@ __all__ = (
     "TrackioTracker",
     "WandBTracker",
     "finish",
+    "get_logger",
     "get_tracker",
     "init_trackers",
+    "install_rich_tracebacks",
     "log",
     "log_images",
     "log_table",
@@ -57,4 +64,5 @@ __all__ = (
     "plan_trackers",
     "profile",
     "read_numbers",
+    "tqdm",
 )

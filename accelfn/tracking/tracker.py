@@ -53,8 +53,8 @@ class GeneralTracker:
         @property
         def tracker(self) -> Any: ...  # noqa: D102 -- described above
 
-    def __init__(self) -> None:
-        """Check that the attributes are there."""
+    def __init__(self, project_name: str = "") -> None:
+        """Check that the attributes are there. What a project is, its own constructor knows."""
         check_tracker(self)
 
     def start(self) -> None:

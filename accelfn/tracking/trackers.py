@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from accelfn.comm import attempt, failing_together
 from accelfn.context import Context
-from accelfn.errors import ConfigurationError
+from accelfn.errors import ConfigurationError, MissingExtraError
 from accelfn.tracking.choose import TrackerPlan, plan_trackers
 from accelfn.tracking.tracker import BlankTracker, GeneralTracker
 from accelfn.tracking.values import plain_config, read_numbers
@@ -100,8 +100,10 @@ def init_trackers(
         The trackers, for :func:`log` and the others.
 
     Raises:
-        ConfigurationError: As :func:`plan_trackers`; ``init_kwargs`` name a tracker that isn't chosen.
+        ConfigurationError: As :func:`plan_trackers`; ``init_kwargs`` name a tracker that isn't chosen, or a
+            tracker refuses them.
         MissingExtraError: The package of a tracker that was named isn't installed.
+        TypeError: A tracker's constructor doesn't take its ``init_kwargs``.
         Exception: With ``on_error="raise"``, what a tracker raised; ``RemoteRankError`` on other ranks.
 
     >>> import tempfile
@@ -311,8 +313,10 @@ def _started(
         if one.main_process_only and not trackers.ctx.is_main_process:
             continue
 
-        def start(one: GeneralTracker | type[GeneralTracker] = one) -> None:
+        with failing_together(trackers.ctx, "init_trackers"):
             tracker = _built(one, plan, project_name, options.get(one.name, {}))
+
+        def start(tracker: GeneralTracker = tracker) -> None:
             tracker.start()
             active.append(tracker)
 
@@ -375,7 +379,7 @@ def _guarded(trackers: Trackers, name: str, doing: str, action: Callable[[], Non
     if error is None:
         return
     _failed(trackers, name, doing, error)
-    if trackers.on_error == "raise":
+    if _is_raised(trackers, doing, error):
         with failing_together(trackers.ctx, f"tracker.{doing}"):
             raise error
 
@@ -384,10 +388,16 @@ def _failed(trackers: Trackers, name: str, doing: str, error: Exception) -> None
     """Count a failure, and say it if it is the first of this tracker."""
     failures = trackers.history.failures
     failures[name] = failures.get(name, 0) + 1
-    if failures[name] > 1 or trackers.on_error == "raise":
+    if failures[name] > 1 or _is_raised(trackers, doing, error):
         return
     what = "is left out of this run" if doing == "start" else "may lack what is logged"
     warn_caller(
         f"the tracker {name!r} failed in {doing}: {type(error).__name__}: {error}. The run goes on, and the "
         f'tracker {what} (said once). With on_error="raise" this would stop the run.'
     )
+
+
+def _is_raised(trackers: Trackers, doing: str, error: Exception) -> bool:
+    # What the caller has asked for wrongly would be wrong on every day, unlike a network that is down.
+    is_mistake = doing == "start" and isinstance(error, (ConfigurationError, MissingExtraError))
+    return trackers.on_error == "raise" or is_mistake

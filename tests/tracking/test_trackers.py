@@ -373,6 +373,18 @@ def test_a_tracker_that_can_not_start_is_left_out() -> None:
     assert kinds(broken) == ["built"]
 
 
+def test_wrong_arguments_of_a_tracker_are_an_error_on_every_rank() -> None:
+    def run(ctx: Context) -> str:
+        try:
+            init_trackers(ctx, "project", log_with=Broken, init_kwargs={"broken": {"brakes": ()}})
+            af.wait_for_everyone(ctx)
+        except (TypeError, RemoteRankError) as error:
+            return type(error).__name__
+        return "nothing"
+
+    assert run_ranks(run, 2) == ["TypeError", "RemoteRankError"]
+
+
 def test_where_it_is_asked_for_a_failure_is_every_ranks() -> None:
     def run(ctx: Context) -> str:
         memory = Memory()

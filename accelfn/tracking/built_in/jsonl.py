@@ -90,6 +90,7 @@ class JSONLTracker(BuiltInTracker):
             os.lseek(self._file, size - 1, os.SEEK_SET)
             if os.read(self._file, 1) != b"\n":  # the last line was torn: what follows stands on its own
                 os.write(self._file, b"\n")
+        self._num_images = sum(1 for _ in self.folder.glob("images/*"))
         self._write(
             "start",
             format=_FORMAT,
