@@ -15,6 +15,7 @@ from accelfn.launch.data_plan import run_data_plan
 from accelfn.launch.estimate import run_estimate
 from accelfn.launch.flags import parse_launch_options
 from accelfn.launch.plan_memory import run_plan_memory
+from accelfn.launch.runs import run_runs
 
 __all__ = ("main",)
 
@@ -118,4 +119,5 @@ _COMMANDS = (
         name="checkpoint", about="verify, list, show, prune and convert checkpoints", run=run_checkpoint
     ),
     _Command(name="plan-memory", about="say where each part of a model would lie", run=run_plan_memory),
+    _Command(name="runs", about="list, show and draw runs that were logged", run=run_runs),
 )
