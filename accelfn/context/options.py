@@ -250,7 +250,7 @@ def apply_options(now: Fields, options: ContextOptions) -> Fields:
         guard=_guard(now["guard"], options),
         reduction=reduction,
         profiling=handlers.get("profile", now["profiling"]),
-        log_with=now["log_with"] if options.get("log_with") is None else settle_log_with(options["log_with"]),
+        log_with=_log_with(now["log_with"], options.get("log_with")),
     )
 
 
@@ -384,6 +384,10 @@ def _project(now: ProjectConfiguration, options: ContextOptions) -> ProjectConfi
     # A logging folder of its own stays; one that was only the project's folder moves with it.
     logging_dir = None if project.logging_dir == project.project_dir else project.logging_dir
     return dataclasses.replace(project, project_dir=os.fspath(directory), logging_dir=logging_dir)
+
+
+def _log_with(now: tuple[Any, ...], asked: Any) -> tuple[Any, ...]:
+    return now if asked is None else settle_log_with(asked)
 
 
 def _rng_types(now: tuple[str, ...], asked: Sequence[str | RNGType] | None) -> tuple[str, ...]:

@@ -150,7 +150,8 @@ def _panel(left: int, top: int, name: str, curves: Sequence[Curve], log_scale: b
     for tick in ticks:
         _, y = place(first, tick)
         lines.append(f'<line x1="{left}" y1="{y:.1f}" x2="{left + _WIDTH}" y2="{y:.1f}" stroke="{_LINE}"/>')
-        label = number_text(10**tick if log_scale else tick)
+        # 10**tick is no float any more where ticks reach beyond the values.
+        label = number_text(tick) if not log_scale else number_text(10**tick) if tick < 300 else f"1e{tick:g}"
         lines.append(_text(left - 6, y + 4, label, _GREY, anchor="end"))
     bottom = top + _HEIGHT + 16
     lines.append(_text(left, bottom, f"{first}", _GREY))

@@ -217,7 +217,7 @@ class _Reading:
             images=MappingProxyType({name: tuple(files) for name, files in self.images.items()}),
             tables=tuple(self.tables),
             num_damaged=self.num_damaged,
-            **{"name": folder.name, **self.facts},
+            **cast("dict[str, Any]", {"name": folder.name, **self.facts}),
         )
 
 

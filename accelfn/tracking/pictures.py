@@ -9,6 +9,8 @@ from typing import Any, cast
 
 import torch
 
+from accelfn.comm.wire import as_bytes
+
 __all__ = ("encode_png", "read_pixels")
 
 _CHANNELS = (1, 3, 4)
@@ -55,7 +57,7 @@ def encode_png(pixels: torch.Tensor) -> bytes:
     # Before each row stands how it is predicted: 0, not at all.
     rows = torch.cat([torch.zeros(height, 1, dtype=torch.uint8), pixels.reshape(height, -1)], dim=1)
     header = struct.pack(">IIBBBBB", width, height, 8, _COLOR_TYPES[channels], 0, 0, 0)
-    body = zlib.compress(bytes(cast("list[int]", rows.flatten().tolist())), 6)
+    body = zlib.compress(as_bytes(rows.flatten()), 6)
     parts = ((b"IHDR", header), (b"IDAT", body), (b"IEND", b""))
     return b"\x89PNG\r\n\x1a\n" + b"".join(
         struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -75,7 +77,7 @@ def _as_tensor(image: Any, name: str) -> torch.Tensor:
     if hasattr(image, "__array__"):
         import numpy as np
 
-        return torch.from_numpy(np.ascontiguousarray(image))
+        return torch.as_tensor(np.ascontiguousarray(image))
     raise TypeError(
         f"{name!r} must be images: arrays, tensors or images of Pillow, got {type(image).__name__}."
     )

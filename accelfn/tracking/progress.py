@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable, Iterator
 from types import TracebackType
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 from typing_extensions import Self
 
@@ -78,7 +78,7 @@ def tqdm(
     >>> [number for number in tqdm(range(3), disable=True)]
     [0, 1, 2]
     """
-    if isinstance(iterable, bool):
+    if isinstance(cast("object", iterable), bool):
         raise TypeError(
             f"tqdm: the first argument is what is gone through, got {iterable}. Pass "
             f"main_process_only={iterable} by its name."

@@ -86,14 +86,14 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (Mapping, argparse.Namespace)) or (
         dataclasses.is_dataclass(value) and not isinstance(value, type)
     ):
-        return plain_config(value)
+        return plain_config(cast("object", value))
     if isinstance(value, AbstractSet):
         return sorted((_plain(one) for one in cast("AbstractSet[Any]", value)), key=str)
     if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
         return [_plain(one) for one in cast("Sequence[Any]", value)]
     if isinstance(value, torch.Tensor) or _is_array(value):
         return read_numbers({"": value})[""]
-    return os.fspath(value) if isinstance(value, os.PathLike) else str(value)
+    return str(os.fspath(cast("os.PathLike[str]", value)) if isinstance(value, os.PathLike) else value)
 
 
 def _is_array(value: Any) -> bool:
@@ -133,7 +133,7 @@ def _fetch(tensors: Sequence[torch.Tensor]) -> list[Any]:
         places = [place for place, one in enumerate(tensors) if one.device == device]
         for place, fetched in zip(places, _through_bytes([tensors[one] for one in places]), strict=True):
             on_host[place] = fetched
-    return [one.item() if one.numel() == 1 else one.tolist() for one in on_host]
+    return [one.item() if one.numel() == 1 else cast("Any", one).tolist() for one in on_host]
 
 
 def _through_bytes(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -141,9 +141,11 @@ def _through_bytes(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     parts = [one.resolve_conj().contiguous().reshape(-1).view(torch.uint8) for one in tensors]
     buffer = torch.cat(parts).cpu()
     fetched: list[torch.Tensor] = []
-    # clone: a part may lie where numbers of its dtype can't begin.
-    for part, one in zip(buffer.split([len(part) for part in parts]), tensors, strict=True):
-        fetched.append(part.clone().view(one.dtype).reshape(one.shape))
+    start = 0
+    for part, one in zip(parts, tensors, strict=True):
+        # clone: a part may lie where numbers of its dtype can't begin.
+        fetched.append(buffer[start : start + len(part)].clone().view(one.dtype).reshape(one.shape))
+        start += len(part)
     return fetched
 
 

@@ -122,7 +122,10 @@ def test_what_can_not_be_started_is_refused_by_the_constructor(
 def test_a_missing_package_and_a_missing_directory_are_said_by_the_constructor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("accelfn.tracking.built_in.base._is_there", lambda name: name == "tensorboard")  # pyright: ignore[reportUnknownLambdaType]
+    def is_there(name: str) -> bool:
+        return name == "tensorboard"
+
+    monkeypatch.setattr("accelfn.tracking.built_in.base._is_there", is_there)
     with pytest.raises(MissingExtraError, match="pip install wandb"):
         Accelerator(cpu=True, log_with="wandb")
     with pytest.raises(ConfigurationError, match="Pass logging_dir, or project_dir"):

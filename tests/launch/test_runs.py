@@ -89,7 +89,7 @@ def test_a_step_that_is_logged_again_counts_as_it_was_last(tmp_path: Path) -> No
 
 def test_what_is_torn_strange_or_of_a_later_version_is_passed_by(tmp_path: Path) -> None:
     strange = ("[1]", '{"kind": "log", "values": 3}', '{"kind": "log", "step": "x", "values": {"a": 1}}', "{")
-    later = {"kind": "__class__", "values": {}}
+    later: dict[str, Any] = {"kind": "__class__", "values": {}}
     run = read_run(write(tmp_path, begin("one"), step(1, a=1.0), *strange, later, step(2, a=2.0)))
     assert run.curves["a"] == Curve((1, 2), (1.0, 2.0))
     assert run.num_damaged == 4

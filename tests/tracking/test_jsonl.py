@@ -1,5 +1,8 @@
 """The run folder: what is written, and what is left of it when a program is killed."""
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# torch leaves open what tolist gives.
+
 import json
 import math
 import os

@@ -3,7 +3,7 @@
 import logging
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -11,6 +11,7 @@ import accelfn as af
 from accelfn import Context, get_logger, tqdm
 from accelfn.errors import ConfigurationError, EnvironmentPlanError, MissingExtraError
 from accelfn.testing import run_ranks
+from accelfn.tracking import ProgressBar
 
 LAUNCHED = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 
@@ -168,9 +169,9 @@ def test_without_a_context_the_launcher_says_who_shows_it() -> None:
     bar: Any = tqdm(range(1), main_process_only=False)
     assert not bar.disable
     bar.close()
-    hidden: Any = tqdm(total=5, disable=False)
+    hidden = cast("Any", tqdm(total=5, disable=False))
     assert hidden.disable  # asked not to be disabled, but not the main process
-    with tqdm(total=2) as counted:
+    with cast("ProgressBar[int]", tqdm(total=2)) as counted:
         counted.update(2)
         counted.set_description("x")
         counted.set_postfix(loss=0.5)
@@ -184,7 +185,7 @@ def test_the_users_wish_for_no_bar_counts() -> None:
 
 def test_the_old_form_is_an_error() -> None:
     with pytest.raises(TypeError, match="main_process_only=True by its name"):
-        tqdm(True)  # pyright: ignore[reportCallIssue, reportArgumentType]
+        tqdm(True)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="main_process_only=False by its name"):
         tqdm(False)  # pyright: ignore[reportArgumentType]
 
@@ -211,7 +212,10 @@ def test_rich_tracebacks_are_asked_for_and_can_be_undone() -> None:
         undo()
     assert sys.excepthook is before
     undo = af.install_rich_tracebacks()
-    sys.excepthook = other = lambda *_: None  # pyright: ignore[reportUnknownLambdaType]
+
+    def other(*_: Any) -> None: ...
+
+    sys.excepthook = other
     undo()
     assert sys.excepthook is other  # somebody else's by now
     sys.excepthook = before

@@ -1,5 +1,8 @@
 """Trackers as functions: who acts, what they get, and what happens when one fails."""
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# torch leaves open what tolist gives.
+
 import argparse
 import dataclasses
 import enum
@@ -267,10 +270,10 @@ def test_all_means_what_is_installed_and_skips_with_a_note_what_lacks_a_director
 
 
 def test_the_notes_of_all_are_said_once_on_the_main_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "accelfn.tracking.trackers.plan_trackers",
-        lambda *_: TrackerPlan(chosen=(Memory,), skipped=("aim writes to a directory",)),  # pyright: ignore[reportUnknownLambdaType]
-    )
+    def plan(*_: object) -> TrackerPlan:
+        return TrackerPlan(chosen=(Memory,), skipped=("aim writes to a directory",))
+
+    monkeypatch.setattr("accelfn.tracking.trackers.plan_trackers", plan)
     with pytest.warns(UserWarning, match='log_with="all": aim writes') as caught:
         run_ranks(lambda ctx: init_trackers(ctx, "project").names, 2)
     assert len(caught) == 1
@@ -419,7 +422,7 @@ def test_what_a_tracker_does_not_keep_is_said_once() -> None:
     class Plain(GeneralTracker):
         name = "plain"
         requires_logging_directory = False
-        tracker = "behind"  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]
+        tracker = "behind"  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
 
     trackers = init_trackers(Context(), "project", log_with=Plain)
     with pytest.warns(UserWarning, match="'plain' keeps no images") as caught:  # noqa: PT031 -- of both

@@ -25,8 +25,9 @@ def settle_log_with(log_with: Any) -> tuple[Any, ...]:
     """
     if log_with is None:
         return ()
-    alone = isinstance(log_with, (str, type)) or not isinstance(log_with, Iterable)
-    asked = [log_with] if alone else list(cast("Iterable[Any]", log_with))
+    asked: list[Any] = [log_with]
+    if isinstance(log_with, Iterable) and not isinstance(log_with, (str, type)):
+        asked = list(cast("Iterable[Any]", log_with))
     settled: list[Any] = []
     for one in asked:
         item = _settle_name(one) if isinstance(one, str) else one
