@@ -392,7 +392,8 @@ def _failed(trackers: Trackers, name: str, doing: str, error: Exception) -> None
         return
     what = "is left out of this run" if doing == "start" else "may lack what is logged"
     warn_caller(
-        f"the tracker {name!r} failed in {doing}: {type(error).__name__}: {error}. The run goes on, and the "
+        f"the tracker {name!r} failed in {doing}: {type(error).__name__}: {str(error).rstrip('.')}. "
+        "The run goes on, and the "
         f'tracker {what} (said once). With on_error="raise" this would stop the run.'
     )
 
