@@ -36,6 +36,7 @@ from accelfn.accelerator.proxies import (
 )
 from accelfn.accelerator.saving import Saving
 from accelfn.accelerator.scaling import Scaling
+from accelfn.accelerator.tracking import Tracking
 from accelfn.context import Context, close_context, init_context
 from accelfn.context.config import (
     AutocastKwargs,
@@ -92,7 +93,7 @@ def _check_compat(compat: object) -> None:
         )
 
 
-class Accelerator(Facts, Extras, Saving, LaterParts):
+class Accelerator(Facts, Extras, Saving, Tracking, LaterParts):
     """Train with Accelerate's method names.
 
     Takes the arguments of :func:`accelfn.init_context`; ``context`` builds it over one that exists, such as
@@ -119,7 +120,8 @@ class Accelerator(Facts, Extras, Saving, LaterParts):
     explains.
 
     Raises:
-        ConfigurationError: As :func:`accelfn.init_context`.
+        ConfigurationError: As :func:`accelfn.init_context` and :func:`accelfn.tracking.plan_trackers`.
+        MissingExtraError: The package of a tracker that ``log_with`` names isn't installed.
     """
 
     def __init__(
@@ -211,6 +213,12 @@ class Accelerator(Facts, Extras, Saving, LaterParts):
         self._save_hooks = Hooks()
         self._load_hooks = Hooks()
         self._next_number = self.context.project.iteration
+        try:
+            self._check_trackers()
+        except Exception:
+            if context is None:  # it is ours, and nobody else will close it
+                self.close()
+            raise
 
     # --- the window ------------------------------------------------------------------------------
 
@@ -562,7 +570,8 @@ class Accelerator(Facts, Extras, Saving, LaterParts):
         close_context(self.context)
 
     def end_training(self) -> None:
-        """End the trackers, of which there are none yet, and what the constructor started."""
+        """End the trackers, and what the constructor started."""
+        self._end_run()
         self.close()
 
     def __getattr__(self, name: str) -> Any:

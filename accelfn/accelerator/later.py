@@ -5,7 +5,7 @@ A part that comes takes its methods from here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,7 +15,6 @@ from accelfn.errors import NotAvailableError
 
 __all__ = ("LaterParts",)
 
-_TRACKING = "Until then call the tracker's own package on the main process."
 _MESH = "Until then all ranks hold the whole model, and process_index is the place among them."
 
 
@@ -32,35 +31,6 @@ class LaterParts:
     Questions that have a true answer without the part are answered; everything else raises
     ``NotAvailableError``.
     """
-
-    # --- trackers --------------------------------------------------------------------------------
-
-    @property
-    def trackers(self) -> Sequence[Any]:
-        """Trackers at work: none, as this version has none."""
-        return ()
-
-    def init_trackers(
-        self,
-        project_name: str,
-        config: Mapping[str, Any] | None = None,
-        init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
-    ) -> None:
-        """Start the trackers: not in this version."""
-        raise _refuse("init_trackers", "trackers", _TRACKING)
-
-    def log(
-        self,
-        values: Mapping[str, Any],
-        step: int | None = None,
-        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
-    ) -> None:
-        """Send values to the trackers: not in this version."""
-        raise _refuse("log", "trackers", _TRACKING)
-
-    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """Give a tracker by its name: not in this version."""
-        raise _refuse("get_tracker", "trackers", _TRACKING)
 
     # --- a mesh of ranks -------------------------------------------------------------------------
 

@@ -69,6 +69,7 @@ class Context:
         guard: How ranks are kept in agreement, and how long they wait for each other.
         reduction: Exact mode, where gradients are summed in a fixed order; None for their mean.
         profiling: What :func:`accelfn.profile` watches and writes.
+        log_with: Experiment trackers that the run asks for: names, trackers and classes of these.
         tag: Name of the operations that are called through this context, see :meth:`tagged`.
     """
 
@@ -85,6 +86,7 @@ class Context:
     guard: Guard = field(default_factory=Guard)
     reduction: CanonicalReduction | None = None
     profiling: ProfileKwargs = field(default_factory=ProfileKwargs)
+    log_with: tuple[Any, ...] = ()
     tag: str = ""
 
     def __post_init__(self) -> None:
@@ -97,10 +99,14 @@ class Context:
         return self
 
     def __reduce__(self) -> tuple[Callable[[dict[str, Any]], Context], tuple[dict[str, Any]]]:
-        """Pickle without the world: what is loaded is one process on the CPU, with the same options."""
-        left_behind = ("world", "collectives")
+        """Pickle without the world: what is loaded is one process on the CPU, with the same options.
+
+        Of ``log_with`` it has the names: a tracker may hold an open file.
+        """
+        left_behind = ("world", "collectives", "log_with")
         names = [one.name for one in dataclasses.fields(self) if one.name not in left_behind]
-        return _alone, ({name: getattr(self, name) for name in names},)
+        trackers = tuple(one for one in self.log_with if isinstance(one, str))
+        return _alone, ({**{name: getattr(self, name) for name in names}, "log_with": trackers},)
 
     @property
     def device(self) -> torch.device:
@@ -268,6 +274,7 @@ def with_options(ctx: Context, options: ContextOptions) -> Context:
         guard=ctx.guard,
         reduction=ctx.reduction,
         profiling=ctx.profiling,
+        log_with=ctx.log_with,
     )
     fields = apply_options(now, options)
     if fields["precision"].mode != ctx.precision.mode:

@@ -105,7 +105,8 @@ def init_context(
         fsdp_plugin: Sharding by FSDP.
         megatron_lm_plugin: Megatron-LM.
         rng_types: Random states that loaders synchronise; ``("generator",)`` when None.
-        log_with: Experiment trackers.
+        log_with: Experiment trackers that :func:`accelfn.init_trackers` starts: names, trackers, classes of
+            these, or a list.
         project_dir: Folder for outputs; ``project_config`` wins if it names one.
         project_config: Where outputs go.
         gradient_accumulation_plugin: Accumulation in more detail than a number of steps.

@@ -35,6 +35,7 @@ from accelfn.context.config import (
     TERecipeKwargs,
     TorchDynamoPlugin,
 )
+from accelfn.context.config.trackers import settle_log_with
 from accelfn.context.precision import Precision
 from accelfn.errors import ConfigurationError, NotAvailableError
 
@@ -205,6 +206,7 @@ class Fields(TypedDict):
     guard: Guard
     reduction: CanonicalReduction | None
     profiling: ProfileKwargs
+    log_with: tuple[Any, ...]
 
 
 def apply_options(now: Fields, options: ContextOptions) -> Fields:
@@ -248,6 +250,7 @@ def apply_options(now: Fields, options: ContextOptions) -> Fields:
         guard=_guard(now["guard"], options),
         reduction=reduction,
         profiling=handlers.get("profile", now["profiling"]),
+        log_with=_log_with(now["log_with"], options.get("log_with")),
     )
 
 
@@ -383,6 +386,10 @@ def _project(now: ProjectConfiguration, options: ContextOptions) -> ProjectConfi
     return dataclasses.replace(project, project_dir=os.fspath(directory), logging_dir=logging_dir)
 
 
+def _log_with(now: tuple[Any, ...], asked: Any) -> tuple[Any, ...]:
+    return now if asked is None else settle_log_with(asked)
+
+
 def _rng_types(now: tuple[str, ...], asked: Sequence[str | RNGType] | None) -> tuple[str, ...]:
     if asked is None:
         return now
@@ -421,7 +428,6 @@ def _refuse_unavailable(options: ContextOptions) -> None:
         ("megatron_lm_plugin", "Megatron-LM", options.get("megatron_lm_plugin") is not None),
         ("parallelism_config", "a mesh of ranks", parallelism is not None and parallelism.total_size > 1),
         ("mixed_precision", "fp8", mode in ("fp8", PrecisionType.FP8)),
-        ("log_with", "experiment tracking", bool(options.get("log_with"))),
     )
     for argument, what, is_asked in asked:
         if is_asked:

@@ -1,4 +1,4 @@
-"""The command line: plan how a training script is started, then start it.
+"""The command line: plan how a training script is started, and carry the plan out.
 
 Nothing here imports torch, so ``accelfn --help``, ``--dry_run`` and bad input answer at once.
 """
@@ -6,15 +6,24 @@ Nothing here imports torch, so ``accelfn --help``, ``--dry_run`` and bad input a
 from accelfn.launch.config import LaunchConfig, Resolved, resolve
 from accelfn.launch.flags import parse_flags
 from accelfn.launch.plan import LaunchPlan, Machine, Script, format_plan, plan_launch
+from accelfn.launch.run_curves import draw_runs_html, draw_runs_svg
+from accelfn.launch.run_files import Curve, RunRecord, RunTable, find_runs, read_run
 
 __all__ = (
+    "Curve",
     "LaunchConfig",
     "LaunchPlan",
     "Machine",
     "Resolved",
+    "RunRecord",
+    "RunTable",
     "Script",
+    "draw_runs_html",
+    "draw_runs_svg",
+    "find_runs",
     "format_plan",
     "parse_flags",
     "plan_launch",
+    "read_run",
     "resolve",
 )

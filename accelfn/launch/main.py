@@ -14,6 +14,7 @@ from accelfn.launch.estimate import run_estimate
 from accelfn.launch.launch import run_launch
 from accelfn.launch.merge_weights import run_merge_weights
 from accelfn.launch.plan_memory import run_plan_memory
+from accelfn.launch.runs import run_runs
 from accelfn.launch.self_test import run_self_test
 from accelfn.launch.to_fsdp2 import run_to_fsdp2
 from accelfn.launch.tpu_config import run_tpu_config
@@ -78,6 +79,7 @@ _COMMANDS = (
         name="checkpoint", about="verify, list, show, prune and convert checkpoints", run=run_checkpoint
     ),
     _Command(name="plan-memory", about="say where each part of a model would lie", run=run_plan_memory),
+    _Command(name="runs", about="list, show and draw runs that were logged", run=run_runs),
     _Command(name="merge-weights", about="make one file of FSDP's sharded weights", run=run_merge_weights),
     _Command(name="to-fsdp2", about="rewrite a configuration of FSDP for FSDP2", run=run_to_fsdp2),
     _Command(name="tpu-config", about="run commands on every machine of a TPU", run=run_tpu_config),

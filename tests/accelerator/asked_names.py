@@ -110,7 +110,7 @@ _ARGUMENTS = (
     *_rows("argument", "fsdp_plugin=None", part="FSDP"),
     *_rows("argument", "megatron_lm_plugin=None", part="Megatron-LM"),
     *_rows("argument", "rng_types=None"),
-    *_rows("argument", "log_with=None", part="experiment tracking"),
+    *_rows("argument", "log_with=None"),
     *_rows("argument", "project_dir=None", "project_config=None", "gradient_accumulation_plugin=None"),
     *_rows("argument", "step_scheduler_with_optimizer=True", "kwargs_handlers=None"),
     AskedName(kind="argument", documented="dynamo_backend=None"),
@@ -260,7 +260,7 @@ _METHODS = (
         documented="register_load_state_pre_hook(hook)",
         note="called as `hook(models, input_dir)`",
     ),
-    *_rows("method", "get_tracker(name, unwrap=False)", part="trackers"),
+    *_rows("method", "get_tracker(name, unwrap=False)"),
 )
 
 _PROPERTIES = (
@@ -300,7 +300,7 @@ _ATTRIBUTES = (
     AskedName(kind="attribute", documented="device_placement"),
     *_rows("attribute", "project_dir"),
     AskedName(kind="attribute", documented="step"),
-    AskedName(kind="attribute", documented="trackers", note="empty, as trackers are not in this version"),
+    AskedName(kind="attribute", documented="trackers", note="those that act on this rank"),
 )
 
 _DDP = (
@@ -382,7 +382,7 @@ _CLASSES = (
     AskedName(
         kind="class", documented="AcceleratorState", here="Context", home="accelfn", note="passed, not shared"
     ),
-    *_rows("class", "GeneralTracker", home="accelfn", part="trackers"),
+    *_rows("class", "GeneralTracker", home="accelfn"),
 )
 
 _FUNCTIONS = (

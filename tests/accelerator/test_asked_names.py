@@ -46,7 +46,7 @@ EXAMPLES: dict[str, Any] = {
     "fsdp_plugin": FullyShardedDataParallelPlugin(),
     "megatron_lm_plugin": MegatronLMPlugin(),
     "rng_types": ["torch"],
-    "log_with": "tensorboard",
+    "log_with": "jsonl",
     "project_dir": "run",
     "project_config": ProjectConfiguration(total_limit=5),
     "gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=2),
@@ -69,7 +69,6 @@ CALLS: dict[str, tuple[Any, ...]] = {
     "register_save_state_pre_hook": (print,),
     "register_load_state_pre_hook": (print,),
     "get_state_dict": (nn.Linear(1, 1),),
-    "get_tracker": ("tensorboard",),
 }
 
 

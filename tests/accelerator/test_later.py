@@ -12,7 +12,6 @@ from accelfn.testing import run_ranks
 
 NAMES = [name for name in vars(LaterParts) if not name.startswith("_")]
 ANSWERS = {
-    "trackers": (),
     "parallelism_config": None,
     "torch_device_mesh": None,
     "is_fsdp2": False,

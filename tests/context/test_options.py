@@ -226,7 +226,6 @@ UNAVAILABLE: tuple[tuple[str, Any], ...] = (
     ("parallelism_config", ParallelismConfig(dp_replicate_size=2)),
     ("mixed_precision", "fp8"),
     ("mixed_precision", PrecisionType.FP8),
-    ("log_with", "tensorboard"),
 )
 
 

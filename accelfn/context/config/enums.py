@@ -154,6 +154,7 @@ class LoggerType(StringEnum):
     """Built-in experiment trackers; ``ALL`` stands for each one that is installed."""
 
     ALL = "all"
+    JSONL = "jsonl"
     AIM = "aim"
     TENSORBOARD = "tensorboard"
     WANDB = "wandb"

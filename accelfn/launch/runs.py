@@ -1,0 +1,234 @@
+"""``accelfn runs``: list, show and draw what the JSONL tracker has written. Loads no torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from accelfn.errors import ConfigurationError
+from accelfn.launch.flags import spell
+from accelfn.launch.run_curves import draw_runs_html, draw_runs_svg, names_of, number_text
+from accelfn.launch.run_files import RunRecord, find_runs, read_run
+
+__all__ = ("run_runs",)
+
+_MOST_VALUES = 3
+
+
+def run_runs(argv: Sequence[str]) -> int:
+    """List, show or draw runs. Effect: prints, or writes a file where one is named.
+
+    Args:
+        argv: Arguments after ``runs``.
+
+    Returns:
+        The exit status: 0, or 2 after one sentence on what is wrong.
+
+    Raises:
+        SystemExit: 0 after ``--help``; 2 after one sentence on what is wrong.
+    """
+    parser = _parser()
+    options = parser.parse_args([spell(token) for token in argv])
+    try:
+        if options.action == "list":
+            text = _list(options)
+        elif options.action == "show":
+            text = _show(options)
+        else:
+            text = _plot(options)
+    except (FileNotFoundError, ValueError, ConfigurationError) as error:
+        print(f"accelfn runs {options.action}: error: {error}", file=sys.stderr)
+        return 2
+    if getattr(options, "output", None) is None:
+        print(text.rstrip("\n"))
+        return 0
+    try:
+        Path(options.output).write_text(text, encoding="utf-8")
+    except OSError as error:
+        print(
+            f"accelfn runs {options.action}: error: can't write {options.output!r}: {error.strerror}. Check "
+            "--output.",
+            file=sys.stderr,
+        )
+        return 2
+    return 0
+
+
+def _list(options: argparse.Namespace) -> str:
+    runs = [read_run(folder) for folder in find_runs(options.dir)]
+    runs.sort(key=lambda run: (math.isnan(run.started_s), run.started_s))
+    if options.json:
+        return json.dumps([_facts(run) for run in runs], indent=1)
+    if not runs:
+        return f"no runs in {options.dir!r}"
+    rows = [("run", "began", "state", "steps", "last values")]
+    for run in runs:
+        last = [f"{name} {number_text(curve.values[-1])}" for name, curve in run.curves.items()]
+        more = f", and {len(last) - _MOST_VALUES} more" if len(last) > _MOST_VALUES else ""
+        name = run.folder.relative_to(options.dir).as_posix()
+        values = ", ".join(last[:_MOST_VALUES]) + more
+        rows.append((name, _time(run.started_s), _state(run), str(run.num_steps), values))
+    return _table(rows, right=(3,))
+
+
+def _show(options: argparse.Namespace) -> str:
+    run = read_run(_find(options.run, options.dir))
+    if options.json:
+        return json.dumps(_facts(run), indent=1)
+    lines = [
+        f"run      {run.name}",
+        f"project  {run.project}",
+        f"folder   {run.folder}",
+        f"began    {_time(run.started_s)}, {_state(run)}, {_duration(run.last_s - run.started_s)}",
+    ]
+    if run.num_starts > 1:
+        lines.append(f"         gone on with {run.num_starts - 1} times")
+    if run.num_damaged:
+        lines.append(f"damaged  {run.num_damaged} lines can't be read")
+    if run.config:
+        lines += ["", _table([(name, json.dumps(value)) for name, value in run.config.items()])]
+    if run.curves:
+        rows = [("name", "steps", "first", "last", "least", "most")]
+        for name, curve in run.curves.items():
+            numbers = [value for value in curve.values if not math.isnan(value)] or [math.nan]
+            shown = (curve.values[0], curve.values[-1], min(numbers), max(numbers))
+            first, last, least, most = map(number_text, shown)
+            rows.append((name, str(len(curve.steps)), first, last, least, most))
+        lines += ["", _table(rows, right=(1, 2, 3, 4, 5))]
+    if run.texts:
+        lines += ["", _table(list(run.texts.items()))]
+    for name, files in run.images.items():
+        lines += ["", f"images {name}: {len(files)}, the last is {run.folder / files[-1]}"]
+    for table in run.tables:
+        where = "" if table.step is None else f", step {table.step}"
+        rows = [table.columns, *(tuple(map(str, row)) for row in table.rows)]
+        lines += ["", f"table {table.name}{where}", _table(rows)]
+    return "\n".join(lines)
+
+
+def _plot(options: argparse.Namespace) -> str:
+    runs = [read_run(_find(one, options.dir)) for one in options.runs]
+    names = names_of(runs, options.names or ())
+    if not names:
+        raise ValueError("there is nothing to draw: no numbers have been logged yet.")
+    suffix = Path(options.output or "").suffix
+    form = options.format or ("html" if suffix in (".html", ".htm") else "svg")
+    draw = draw_runs_html if form == "html" else draw_runs_svg
+    return draw(runs, names, log_scale=options.log_scale)
+
+
+def _find(given: str, top: str) -> Path:
+    """Find a run by its folder, by its name or the beginning of that, or as the latest one."""
+    path = Path(given)
+    if path.name == "events.jsonl" or (path / "events.jsonl").is_file():
+        return path
+    folders = find_runs(top)
+    if given == "latest" and folders:
+        return max(folders, key=lambda folder: _began(read_run(folder)))
+    names = {folder: folder.relative_to(top).as_posix() for folder in folders}
+    exact = [folder for folder in folders if given in (folder.name, names[folder])]
+    found = exact or [one for one in folders if one.name.startswith(given) or names[one].startswith(given)]
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        there = ", ".join(names.values()) or "none"
+        raise FileNotFoundError(f"there is no run {given!r} in {top!r}. Runs there: {there}.")
+    several = ", ".join(names[one] for one in found)
+    raise ValueError(f"{given!r} may mean several runs: {several}. Give one of these.")
+
+
+def _began(run: RunRecord) -> float:
+    return -math.inf if math.isnan(run.started_s) else run.started_s
+
+
+def _facts(run: RunRecord) -> dict[str, Any]:
+    return {
+        "run": run.name,
+        "project": run.project,
+        "folder": str(run.folder),
+        "began": None if math.isnan(run.started_s) else run.started_s,
+        "state": _state(run),
+        "steps": run.num_steps,
+        "config": dict(run.config),
+        "last": {name: _json(curve.values[-1]) for name, curve in run.curves.items()},
+        "texts": dict(run.texts),
+        "images": {name: list(files) for name, files in run.images.items()},
+        "tables": [table._asdict() for table in run.tables],
+        "damaged_lines": run.num_damaged,
+    }
+
+
+def _json(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
+
+
+def _state(run: RunRecord) -> str:
+    return "finished" if run.is_finished else "open"
+
+
+def _time(seconds: float) -> str:
+    return "?" if math.isnan(seconds) else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def _duration(seconds: float) -> str:
+    """Write a duration.
+
+    >>> _duration(3.21), _duration(125), _duration(7322)
+    ('3.2 s', '2 min 5 s', '2 h 2 min')
+    """
+    if math.isnan(seconds):
+        return "?"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def _table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
+    widths = [
+        max(len(row[place]) for row in rows if place < len(row)) for place in range(max(map(len, rows)))
+    ]
+    lines: list[str] = []
+    for row in rows:
+        cells = [
+            cell.rjust(widths[place]) if place in right else cell.ljust(widths[place])
+            for place, cell in enumerate(row)
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="accelfn runs",
+        description="List, show and draw runs that the JSONL tracker has written.",
+        epilog="In names of flags - and _ mean the same. RUN is a run's folder, its name or the beginning of "
+        "that, or the word latest.",
+        allow_abbrev=False,
+    )
+    actions = parser.add_subparsers(dest="action", required=True, metavar="list|show|plot")
+    listing = actions.add_parser("list", help="a table of the runs of a folder", allow_abbrev=False)
+    listing.add_argument("dir", metavar="DIR", nargs="?", default="runs", help="where to look (runs)")
+    showing = actions.add_parser("show", help="configuration and values of a run", allow_abbrev=False)
+    showing.add_argument("run", metavar="RUN")
+    plotting = actions.add_parser("plot", help="curves of one run or several", allow_abbrev=False)
+    plotting.add_argument("runs", metavar="RUN", nargs="+")
+    plotting.add_argument(
+        "--names", metavar="NAME", nargs="+", help="what to draw, such as loss (all numbers)"
+    )
+    plotting.add_argument(
+        "--format", choices=("svg", "html"), help="an image, or a page with tables (by the end of --output)"
+    )
+    plotting.add_argument("--output", metavar="FILE", help="write it to this file instead of printing it")
+    plotting.add_argument("--log_scale", action="store_true", help="draw values by their logarithm")
+    for one in (listing, showing):
+        one.add_argument("--json", action="store_true", help="for programs")
+    for one in (showing, plotting):
+        one.add_argument("--dir", metavar="DIR", default="runs", help="where to look for names (runs)")
+    return parser

@@ -1,0 +1,195 @@
+"""The tracker that needs no package: one file of JSON lines for each run."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import secrets
+import socket
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+from accelfn.errors import ConfigurationError
+from accelfn.tracking.built_in.base import BuiltInTracker
+from accelfn.tracking.pictures import encode_png, read_pixels
+from accelfn.tracking.values import plain_config
+
+__all__ = ("JSONLTracker",)
+
+_FORMAT = 1
+
+
+class JSONLTracker(BuiltInTracker):
+    """Writes a run into a folder: ``<logging_dir>/<project_name>/<run_name>/``.
+
+    ``events.jsonl`` in it has one JSON object a line, and lines are only ever added, each by one write; so
+    what was logged is there after a crash, and at most the last line is torn. Images lie in ``images/`` as
+    PNG files. ``accelfn runs`` lists, shows and draws such folders, and
+    :func:`accelfn.launch.read_run` reads them. The guide describes the lines.
+
+    Args:
+        project_name: Folder of the runs that belong together.
+        logging_dir: What the folders are made in.
+        run_name: Of this run; None makes one of the time and six random digits.
+        resume: Whether to go on with a run of this name that is there; a step that is logged again counts as
+            it was logged last.
+
+    Raises:
+        ConfigurationError: ``resume`` without ``run_name``.
+    """
+
+    name = "jsonl"
+    requires_logging_directory = True
+    default_directory: ClassVar[str | None] = "runs"
+
+    def __init__(
+        self,
+        project_name: str,
+        logging_dir: str | os.PathLike[str] = "runs",
+        *,
+        run_name: str | None = None,
+        resume: bool = False,
+    ) -> None:
+        """Choose the folder; nothing is written before ``start``."""
+        super().__init__()
+        if resume and run_name is None:
+            raise ConfigurationError("jsonl: resume=True needs run_name, the name of the run to go on with.")
+        self.project_name = project_name
+        self.run_name = run_name or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+        self.folder = Path(logging_dir) / _safe(project_name) / _safe(self.run_name)
+        self.resume = resume
+        self._file: int | None = None
+        self._num_images = 0
+
+    @property
+    def tracker(self) -> Path:
+        """The folder of the run."""
+        return self.folder
+
+    def start(self) -> None:
+        """Make the folder, and write the first line.
+
+        Raises:
+            ConfigurationError: There is a run of this name, and ``resume`` isn't set.
+        """
+        path = self.folder / "events.jsonl"
+        is_there = path.exists()
+        if is_there and not self.resume:
+            raise ConfigurationError(
+                f"jsonl: there is a run {self.run_name!r} in {self.folder.parent} already. Choose another "
+                "run_name, or go on with it by resume=True."
+            )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_BINARY", 0), 0o666)
+        size = os.lseek(self._file, 0, os.SEEK_END)
+        if size:
+            os.lseek(self._file, size - 1, os.SEEK_SET)
+            if os.read(self._file, 1) != b"\n":  # the last line was torn: what follows stands on its own
+                os.write(self._file, b"\n")
+        self._num_images = sum(1 for _ in self.folder.glob("images/*"))
+        self._write(
+            "start",
+            format=_FORMAT,
+            project=self.project_name,
+            run=self.run_name,
+            host=socket.gethostname(),
+            process=os.getpid(),
+        )
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Write a line with the configuration."""
+        self._write("config", values=values)
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Write a line with the values of a step.
+
+        Raises:
+            TypeError: ``kwargs`` are given.
+        """
+        _refuse(kwargs)
+        self._write("log", step=step, values=plain_config(values))
+
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Write images as PNG files, and a line that names them; ``captions`` has one text for each image."""
+        captions = kwargs.pop("captions", None)
+        _refuse(kwargs)
+        for name, images in values.items():
+            files: list[str] = []
+            for pixels in read_pixels(images, name):
+                number = self._num_images
+                file = f"images/{_safe(name)}-{'' if step is None else f'{step}-'}{os.getpid()}-{number}.png"
+                self._num_images += 1
+                (self.folder / "images").mkdir(exist_ok=True)
+                (self.folder / file).write_bytes(encode_png(pixels))
+                files.append(file)
+            self._write("images", step=step, name=name, files=files, captions=captions)
+
+    def log_table(
+        self,
+        table_name: str,
+        columns: Sequence[str] | None = None,
+        data: Sequence[Sequence[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Write a line with a table."""
+        _refuse(kwargs)
+        if dataframe is not None:
+            columns, data = [str(one) for one in dataframe.columns], dataframe.values.tolist()
+        table = plain_config({"columns": columns or [], "rows": data or []})
+        self._write("table", step=step, name=table_name, **table)
+
+    def finish(self) -> None:
+        """Write the last line, and close the file when it is on the disk."""
+        if self._file is None:
+            return
+        self._write("finish")
+        os.fsync(self._file)
+        os.close(self._file)
+        self._file = None
+
+    def _write(self, kind: str, **fields: Any) -> None:
+        if self._file is None:
+            raise ConfigurationError(
+                f"jsonl: the run {self.run_name!r} isn't open: it has not been started, or it has ended."
+            )
+        line = json.dumps(
+            {"kind": kind, "time": time.time(), **_finite(fields)}, ensure_ascii=False, allow_nan=False
+        )
+        # One write for the whole line: a process that is killed leaves it whole, or nothing of it.
+        os.write(self._file, line.encode(errors="backslashreplace") + b"\n")
+
+
+def _safe(name: str) -> str:
+    """Give a name as one part of a path.
+
+    >>> _safe("a/b: c"), _safe("..")
+    ('a_b_ c', '_')
+    """
+    return re.sub(r"^\.+", "_", re.sub(r"[^\w.\- ]", "_", name).strip()) or "_"
+
+
+def _finite(value: Any) -> Any:
+    """Write what JSON has no number for as text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, Mapping):
+        return dict(_finite_items(cast("Mapping[str, Any]", value)))
+    if isinstance(value, list):
+        return [_finite(one) for one in cast("list[Any]", value)]
+    return value
+
+
+def _finite_items(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        yield name, _finite(value)
+
+
+def _refuse(kwargs: Mapping[str, Any]) -> None:
+    if kwargs:
+        raise TypeError(f"jsonl takes no {', '.join(kwargs)} in log_kwargs. Leave it out.")

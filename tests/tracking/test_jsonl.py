@@ -1,0 +1,245 @@
+"""The run folder: what is written, and what is left of it when a program is killed."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# torch leaves open what tolist gives.
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accelfn import Context
+from accelfn.errors import ConfigurationError
+from accelfn.tracking import JSONLTracker, finish, get_tracker, init_trackers, log, log_images, log_table
+from accelfn.tracking.pictures import encode_png, read_pixels
+
+ROOT = Path(__file__).parents[2]
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+
+
+def started(folder: Path, **options: Any) -> JSONLTracker:
+    tracker = JSONLTracker("digits", folder, **options)
+    tracker.start()
+    return tracker
+
+
+def test_the_lines_of_a_whole_run(tmp_path: Path) -> None:
+    ctx = Context().replace(project_dir=tmp_path)
+    trackers = init_trackers(
+        ctx, "digits", config={"lr": 0.1, "sizes": (1, 2)}, init_kwargs={"jsonl": {"run_name": "one"}}
+    )
+    log(trackers, {"loss": torch.tensor(0.5), "none": None, "text": "ä", "more": {"a": [1, True]}}, step=1)
+    log_images(trackers, {"faces": torch.zeros(2, 3, 4, 5)}, step=1)
+    log_table(trackers, "rows", ["a", "b"], [[1, "x"], [math.inf, None]], step=2)
+    finish(trackers)
+    folder = get_tracker(trackers, "jsonl", unwrap=True)
+    assert folder == tmp_path / "digits" / "one"
+    found = lines(folder)
+    assert all(line.pop("time") > 1e9 for line in found)
+    first = found.pop(0)
+    assert (first["kind"], first["format"], first["project"], first["run"]) == ("start", 1, "digits", "one")
+    assert first["process"] == os.getpid()
+    files = [f"images/faces-1-{os.getpid()}-{number}.png" for number in range(2)]
+    assert found == [
+        {"kind": "config", "values": {"lr": 0.1, "sizes": [1, 2]}},
+        {
+            "kind": "log",
+            "step": 1,
+            "values": {"loss": 0.5, "none": None, "text": "ä", "more": {"a": [1, True]}},
+        },
+        {"kind": "images", "step": 1, "name": "faces", "files": files, "captions": None},
+        {
+            "kind": "table",
+            "step": 2,
+            "name": "rows",
+            "columns": ["a", "b"],
+            "rows": [[1, "x"], ["Infinity", None]],
+        },
+        {"kind": "finish"},
+    ]
+    assert all((folder / file).is_file() for file in files)
+
+
+@given(
+    st.dictionaries(
+        st.text(max_size=5),
+        st.recursive(
+            st.none() | st.booleans() | st.integers() | st.floats() | st.text(), st.lists, max_leaves=4
+        ),
+        max_size=4,
+    )
+)
+def test_any_plain_value_is_one_line_of_standard_json(values: dict[str, Any]) -> None:
+    import tempfile
+
+    def refuse(word: str) -> Any:
+        raise AssertionError(f"{word} isn't JSON")
+
+    with tempfile.TemporaryDirectory() as folder:
+        tracker = started(Path(folder))
+        tracker.log(values, step=1)
+        tracker.finish()
+        text = (tracker.folder / "events.jsonl").read_bytes()
+    assert text.count(b"\n") == 3
+    found = json.loads(text.splitlines()[1], parse_constant=refuse)
+    assert list(found["values"]) == list(values)
+
+
+def test_without_a_name_each_run_has_its_own_folder(tmp_path: Path) -> None:
+    assert started(tmp_path).folder != started(tmp_path).folder
+
+
+def test_names_stay_inside_of_the_folder(tmp_path: Path) -> None:
+    tracker = JSONLTracker("../x/y", tmp_path, run_name="..")
+    tracker.start()
+    assert tracker.folder.resolve().is_relative_to(tmp_path)
+    assert lines(tracker.folder)[0]["project"] == "../x/y"
+
+
+def test_a_run_of_the_same_name_is_refused_and_gone_on_with_where_that_is_asked(tmp_path: Path) -> None:
+    first = started(tmp_path, run_name="one")
+    first.log({"loss": 1.0}, step=1)
+    with pytest.raises(ConfigurationError, match=r"there is a run 'one'.*resume=True"):
+        started(tmp_path, run_name="one")
+    with pytest.raises(ConfigurationError, match="resume=True needs run_name"):
+        JSONLTracker("digits", tmp_path, resume=True)
+    second = started(tmp_path, run_name="one", resume=True)
+    second.log({"loss": 0.5}, step=2)
+    assert [line["kind"] for line in lines(second.folder)] == ["start", "log", "start", "log"]
+
+
+def test_a_wrong_run_name_is_not_taken_for_a_network_that_is_down(tmp_path: Path) -> None:
+    ctx = Context().replace(project_dir=tmp_path)
+    options = {"jsonl": {"run_name": "one"}}
+    init_trackers(ctx, "digits", init_kwargs=options)
+    with pytest.raises(ConfigurationError, match="there is a run 'one'"):
+        init_trackers(ctx, "digits", init_kwargs=options)
+
+
+def test_what_follows_a_torn_line_stands_on_its_own(tmp_path: Path) -> None:
+    first = started(tmp_path, run_name="one")
+    with (first.folder / "events.jsonl").open("a") as file:
+        file.write('{"kind": "log", "val')
+    second = started(tmp_path, run_name="one", resume=True)
+    second.log({"loss": 0.5}, step=2)
+    text = (second.folder / "events.jsonl").read_text().splitlines()
+    assert [json.loads(text[number])["kind"] for number in (0, 2, 3)] == ["start", "start", "log"]
+
+
+def test_a_run_that_has_not_begun_or_has_ended_says_so(tmp_path: Path) -> None:
+    tracker = JSONLTracker("digits", tmp_path)
+    with pytest.raises(ConfigurationError, match="isn't open"):
+        tracker.log({})
+    tracker.finish()  # nothing to end
+    assert not tracker.folder.exists()
+    with pytest.raises(TypeError, match="jsonl takes no commit"):
+        tracker.log({}, commit=True)
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from accelfn.tracking import JSONLTracker
+tracker = JSONLTracker("digits", sys.argv[1], run_name="one")
+tracker.start()
+step = 0
+while True:
+    tracker.log({"loss": [step] * 500}, step=step)
+    if step == 20:
+        print("ready", flush=True)
+    step += 1
+"""
+
+
+def test_a_program_that_is_killed_leaves_whole_lines(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILLED, str(tmp_path)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(ROOT)}
+    ) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"ready\n"
+        child.send_signal(signal.SIGKILL)
+    found = lines(tmp_path / "digits" / "one")[1:]
+    assert len(found) > 20
+    assert [line["step"] for line in found] == list(range(len(found)))
+
+
+# --- images --------------------------------------------------------------------------------------
+
+
+def decode_png(data: bytes) -> tuple[int, int, int, bytes]:
+    """Read what encode_png writes: height, width, colour type, and the bytes of the pixels."""
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    place, found = 8, dict[bytes, bytes]()
+    while place < len(data):
+        size = int.from_bytes(data[place : place + 4], "big")
+        kind, body = data[place + 4 : place + 8], data[place + 8 : place + 8 + size]
+        check = int.from_bytes(data[place + 8 + size : place + 12 + size], "big")
+        assert check == zlib.crc32(kind + body)
+        found[kind] = body
+        place += 12 + size
+    width, height = (int.from_bytes(found[b"IHDR"][part : part + 4], "big") for part in (0, 4))
+    raw = zlib.decompress(found[b"IDAT"])
+    row = len(raw) // height
+    assert all(raw[start] == 0 for start in range(0, len(raw), row))
+    pixels = b"".join(raw[start + 1 : start + row] for start in range(0, len(raw), row))
+    return height, width, found[b"IHDR"][9], pixels
+
+
+@given(st.integers(1, 5), st.integers(1, 5), st.sampled_from([1, 3, 4]), st.integers(0, 99))
+def test_a_png_file_has_the_pixels(height: int, width: int, channels: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    pixels = torch.randint(0, 256, (height, width, channels), generator=generator, dtype=torch.uint8)
+    found = decode_png(encode_png(pixels))
+    assert found == (height, width, {1: 0, 3: 2, 4: 6}[channels], bytes(pixels.flatten().tolist()))
+
+
+def test_images_of_every_form_are_pixels() -> None:
+    numpy = pytest.importorskip("numpy")
+    cases: tuple[tuple[Any, list[tuple[int, ...]]], ...] = (
+        (torch.zeros(8, 9), [(8, 9, 1)]),
+        (torch.zeros(8, 9, 3), [(8, 9, 3)]),
+        (torch.zeros(3, 8, 9), [(8, 9, 3)]),
+        (torch.zeros(2, 1, 8, 9), [(8, 9, 1)] * 2),
+        ([torch.zeros(8, 9, 4), numpy.zeros((2, 2))], [(8, 9, 4), (2, 2, 1)]),
+    )
+    for images, shapes in cases:
+        assert [tuple(one.shape) for one in read_pixels(images)] == shapes
+    values = read_pixels(torch.tensor([[0.0, 0.5, 1.0, 7.0, -1.0, math.nan]]))[0].flatten().tolist()
+    assert values == [0, 128, 255, 255, 0, 0]
+    assert read_pixels(torch.tensor([[True, False]]))[0].flatten().tolist() == [255, 0]
+    assert read_pixels(torch.tensor([[-5, 300]]))[0].flatten().tolist() == [0, 255]
+
+
+def test_images_of_pillow_are_pixels() -> None:
+    image = pytest.importorskip("PIL.Image")
+    assert tuple(read_pixels(image.new("RGB", (9, 8)))[0].shape) == (8, 9, 3)
+    assert tuple(read_pixels(image.new("L", (9, 8)))[0].shape) == (8, 9, 1)
+    assert tuple(read_pixels(image.new("P", (9, 8)))[0].shape) == (8, 9, 3)
+
+
+@pytest.mark.parametrize(
+    ("images", "error", "message"),
+    [
+        (torch.zeros(5), ValueError, r"'faces' has one of shape \(5,\)"),
+        (torch.zeros(5, 6, 7), ValueError, r"of shape \(5, 6, 7\)"),
+        (torch.zeros(0, 4), ValueError, "at least one pixel"),
+        ("a path", TypeError, "'faces' must be images.*got str"),
+    ],
+)
+def test_what_is_no_image_is_said(images: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        read_pixels(images, "faces")

@@ -1,0 +1,221 @@
+"""Loggers that know their rank, bars that are shown once, and tracebacks by rich."""
+
+import logging
+import sys
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pytest
+
+import accelfn as af
+from accelfn import Context, get_logger, tqdm
+from accelfn.errors import ConfigurationError, EnvironmentPlanError, MissingExtraError
+from accelfn.testing import run_ranks
+from accelfn.tracking import ProgressBar
+
+LAUNCHED = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+
+
+class Kept(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+    @property
+    def texts(self) -> list[str]:
+        return [record.getMessage() for record in self.records]
+
+
+@pytest.fixture
+def kept() -> Iterator[Kept]:
+    handler, logger = Kept(), logging.getLogger("accelfn-test")
+    logger.addHandler(handler)
+    logger.propagate = False
+    yield handler
+    logger.removeHandler(handler)
+    logger.setLevel(logging.NOTSET)
+
+
+@pytest.fixture
+def _launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in LAUNCHED.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_a_message_comes_once_or_from_every_rank(kept: Kept) -> None:
+    def run(ctx: Context) -> None:
+        logger = get_logger("accelfn-test", "INFO", ctx=ctx)
+        logger.info("once")
+        logger.debug("never")
+        logger.info("all of %d", 3, main_process_only=False)
+
+    run_ranks(run, 3)
+    assert sorted(kept.texts) == sorted(["[RANK 0] once", *(f"[RANK {rank}] all of 3" for rank in range(3))])
+
+
+def test_in_order_they_come_in_order(kept: Kept) -> None:
+    def run(ctx: Context) -> None:
+        logger = get_logger("accelfn-test", "INFO", ctx=ctx)
+        for number in range(3):
+            logger.info("turn %d", number, in_order=True)
+
+    run_ranks(run, 4)
+    assert kept.texts == [f"[RANK {rank}] turn {number}" for number in range(3) for rank in range(4)]
+
+
+def test_ranks_whose_level_is_higher_wait_in_order_too(kept: Kept) -> None:
+    def run(ctx: Context) -> None:
+        logger = get_logger("accelfn-test", "WARNING", ctx=ctx)
+        logger.info("nobody says it", in_order=True)
+        af.wait_for_everyone(ctx)
+
+    run_ranks(run, 2)
+    assert kept.texts == []
+
+
+def test_in_order_needs_a_context_only_where_there_are_several_ranks(
+    kept: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    get_logger("accelfn-test").warning("alone", in_order=True)
+    assert kept.texts == ["[RANK 0] alone"]
+    for name, value in LAUNCHED.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigurationError, match=r"in_order=True lets 2 ranks.*get_logger\(name, ctx=ctx\)"):
+        get_logger("accelfn-test").warning("two", in_order=True)
+
+
+@pytest.mark.usefixtures("_launched")
+def test_before_there_is_a_context_the_launcher_says_the_rank(kept: Kept) -> None:
+    logger = get_logger("accelfn-test")
+    logger.warning("for the main process")
+    logger.warning("for all", main_process_only=False)
+    assert kept.texts == ["[RANK 1] for all"]
+
+
+def test_a_context_says_more_than_the_launcher(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")  # and no rank
+    get_logger("accelfn-test", ctx=Context()).warning("mine")
+    assert kept.texts == ["[RANK 0] mine"]
+    with pytest.raises(EnvironmentPlanError):
+        get_logger("accelfn-test")
+
+
+@pytest.mark.parametrize("method", ["debug", "info", "warning", "error", "critical"])
+def test_a_record_names_the_line_of_the_caller(kept: Kept, method: str) -> None:
+    logger = get_logger("accelfn-test", "DEBUG")
+    getattr(logger, method)("here")
+    logger.log(logging.ERROR, "here")
+    logger.warning_once("here")
+    try:
+        raise ValueError("x")
+    except ValueError:
+        logger.exception("here")
+    assert {record.funcName for record in kept.records} == {"test_a_record_names_the_line_of_the_caller"}
+    assert len(kept.records) == 4
+    assert kept.records[-1].exc_info is not None
+
+
+def test_a_warning_is_given_once_for_its_arguments(kept: Kept) -> None:
+    logger = get_logger("accelfn-test")
+    for number in (1, 1, 2):
+        logger.warning_once("number %d", number, extra={"unhashable": []})
+    get_logger("accelfn-test").warning_once("number %d", 1)  # another logger remembers for itself
+    assert kept.texts == ["[RANK 0] number 1", "[RANK 0] number 2", "[RANK 0] number 1"]
+
+
+def test_the_level_is_the_loggers_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    root, logger = logging.getLogger(), logging.getLogger("accelfn-test")
+    before = root.level
+    get_logger("accelfn-test", "debug")
+    assert (logger.level, root.level) == (logging.DEBUG, before)
+    get_logger("accelfn-test")
+    assert logger.level == logging.DEBUG
+    monkeypatch.setenv("ACCELERATE_LOG_LEVEL", "error")
+    get_logger("accelfn-test")
+    assert logger.level == logging.ERROR
+    monkeypatch.setenv("ACCELFN_LOG_LEVEL", "info")
+    get_logger("accelfn-test")
+    assert logger.level == logging.INFO
+    get_logger("accelfn-test", logging.CRITICAL)
+    assert (logger.level, root.level) == (logging.CRITICAL, before)
+    with pytest.raises(ConfigurationError, match=r"no level 'LOUD'. Use one of DEBUG"):
+        get_logger("accelfn-test", "LOUD")
+    logger.setLevel(logging.NOTSET)
+
+
+# --- progress ------------------------------------------------------------------------------------
+
+
+def test_a_bar_is_shown_on_the_main_process_and_the_loop_is_the_same(capfd: Any) -> None:
+    pytest.importorskip("tqdm")
+
+    def run(ctx: Context) -> tuple[list[int], bool]:
+        bar: Any = tqdm(range(3), ctx=ctx, desc=f"rank{ctx.rank}")
+        is_hidden = bool(bar.disable)  # which a bar is too when it has ended
+        return list(bar), is_hidden
+
+    assert run_ranks(run, 2) == [([0, 1, 2], False), ([0, 1, 2], True)]
+    shown = capfd.readouterr().err
+    assert "rank0" in shown
+    assert "rank1" not in shown
+
+
+@pytest.mark.usefixtures("_launched")
+def test_without_a_context_the_launcher_says_who_shows_it() -> None:
+    pytest.importorskip("tqdm")
+    bar: Any = tqdm(range(1), main_process_only=False)
+    assert not bar.disable
+    bar.close()
+    hidden = cast("Any", tqdm(total=5, disable=False))
+    assert hidden.disable  # asked not to be disabled, but not the main process
+    with cast("ProgressBar[int]", tqdm(total=2)) as counted:
+        counted.update(2)
+        counted.set_description("x")
+        counted.set_postfix(loss=0.5)
+
+
+def test_the_users_wish_for_no_bar_counts() -> None:
+    pytest.importorskip("tqdm")
+    bar: Any = tqdm(range(1), disable=True)
+    assert bar.disable
+
+
+def test_the_old_form_is_an_error() -> None:
+    with pytest.raises(TypeError, match="main_process_only=True by its name"):
+        tqdm(True)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="main_process_only=False by its name"):
+        tqdm(False)  # pyright: ignore[reportArgumentType]
+
+
+def test_what_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
+    monkeypatch.setitem(sys.modules, "rich.traceback", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'accelfn\[progress\]'"):
+        tqdm(range(3))
+    with pytest.raises(MissingExtraError, match=r"pip install 'accelfn\[cli\]'"):
+        af.install_rich_tracebacks()
+
+
+# --- tracebacks ----------------------------------------------------------------------------------
+
+
+def test_rich_tracebacks_are_asked_for_and_can_be_undone() -> None:
+    pytest.importorskip("rich")
+    before = sys.excepthook
+    undo = af.install_rich_tracebacks()
+    try:
+        assert sys.excepthook is not before
+    finally:
+        undo()
+    assert sys.excepthook is before
+    undo = af.install_rich_tracebacks()
+
+    def other(*_: Any) -> None: ...
+
+    sys.excepthook = other
+    undo()
+    assert sys.excepthook is other  # somebody else's by now
+    sys.excepthook = before

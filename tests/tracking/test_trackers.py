@@ -1,0 +1,545 @@
+"""Trackers as functions: who acts, what they get, and what happens when one fails."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# torch leaves open what tolist gives.
+
+import argparse
+import dataclasses
+import enum
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import accelfn as af
+from accelfn import Context
+from accelfn.errors import ConfigurationError, MissingExtraError, NotAvailableError, RemoteRankError
+from accelfn.testing import run_ranks
+from accelfn.tracking import (
+    BlankTracker,
+    BuiltInTracker,
+    GeneralTracker,
+    TrackerPlan,
+    Trackers,
+    finish,
+    get_tracker,
+    init_trackers,
+    log,
+    log_images,
+    log_table,
+    plain_config,
+    plan_trackers,
+)
+
+
+class Memory(GeneralTracker):
+    """Remembers every call."""
+
+    name = "memory"
+    requires_logging_directory = False
+
+    def __init__(self, project_name: str = "", **options: Any) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, ...]] = [("built", project_name, options)]
+
+    @property
+    def tracker(self) -> list[tuple[Any, ...]]:
+        return self.calls
+
+    def start(self) -> None:
+        self.calls.append(("start",))
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.calls.append(("config", values))
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        self.calls.append(("log", values, step, kwargs))
+
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        self.calls.append(("images", list(values), step))
+
+    def log_table(
+        self,
+        table_name: str,
+        columns: Any = None,
+        data: Any = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.calls.append(("table", table_name, columns, data, step))
+
+    def finish(self) -> None:
+        self.calls.append(("finish",))
+
+
+class Everywhere(Memory):
+    name = "everywhere"
+    main_process_only = False
+
+
+class Broken(Memory):
+    """Fails in the calls that ``breaks`` names."""
+
+    name = "broken"
+
+    def __init__(self, project_name: str = "", breaks: tuple[str, ...] = ("log",)) -> None:
+        super().__init__(project_name)
+        self.breaks = breaks
+
+    def _check(self, call: str) -> None:
+        if call in self.breaks:
+            raise ConnectionError(f"no network in {call}")
+
+    def start(self) -> None:
+        self._check("start")
+        super().start()
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self._check("config")
+        super().store_init_configuration(values)
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        self._check("log")
+        super().log(values, step, **kwargs)
+
+    def finish(self) -> None:
+        self._check("finish")
+        super().finish()
+
+
+def kinds(tracker: Memory) -> list[str]:
+    return [call[0] for call in tracker.calls]
+
+
+# --- a run ---------------------------------------------------------------------------------------
+
+
+def test_an_instance_is_taken_as_it_is_and_gets_every_call_in_order() -> None:
+    memory = Memory("mine", color="red")
+    trackers = init_trackers(Context(), "project", log_with=memory, config={"lr": 0.1})
+    log(trackers, {"loss": torch.tensor(0.5)}, step=3, log_kwargs={"memory": {"commit": True}})
+    log_images(trackers, {"faces": torch.zeros(2, 2)}, step=3)
+    log_table(trackers, "rows", ["a", "b"], [[1, torch.tensor(2)]], step=4)
+    finish(trackers)
+    finish(trackers)
+    assert memory.calls == [
+        ("built", "mine", {"color": "red"}),
+        ("start",),
+        ("config", {"lr": 0.1}),
+        ("log", {"loss": 0.5}, 3, {"commit": True}),
+        ("images", ["faces"], 3),
+        ("table", "rows", ["a", "b"], [[1, 2]], 4),
+        ("finish",),
+    ]
+
+
+def test_a_class_is_built_with_the_project_and_its_arguments() -> None:
+    trackers = init_trackers(
+        Context(), "project", log_with=[Memory], init_kwargs={"memory": {"color": "red"}}
+    )
+    memory = get_tracker(trackers, "memory")
+    assert isinstance(memory, Memory)
+    assert memory.calls[0] == ("built", "project", {"color": "red"})
+    assert get_tracker(trackers, "memory", unwrap=True) is memory.calls
+
+
+def test_a_class_that_requires_a_directory_gets_the_one_of_the_context(tmp_path: Path) -> None:
+    class Filed(Memory):
+        name = "filed"
+        requires_logging_directory = True
+
+    ctx = Context().replace(project_dir=tmp_path, log_with=Filed)
+    memory = get_tracker(init_trackers(ctx, "project"), "filed")
+    assert memory.calls[0] == ("built", "project", {"logging_dir": str(tmp_path)})
+    with pytest.raises(ConfigurationError, match="'filed' writes to a directory, and none is given"):
+        init_trackers(Context(), "project", log_with=Filed)
+
+
+def test_all_are_started_before_any_gets_the_configuration() -> None:
+    order: list[str] = []
+
+    class First(Memory):
+        def start(self) -> None:
+            order.append(f"start {self.name}")
+
+        def store_init_configuration(self, values: dict[str, Any]) -> None:
+            order.append(f"config {self.name}")
+
+    class Second(First):
+        name = "second"
+
+    init_trackers(Context(), "project", log_with=[First, Second], config={})
+    assert order == ["start memory", "start second", "config memory", "config second"]
+
+
+def test_the_main_process_acts_and_others_return_at_once() -> None:
+    def run(ctx: Context) -> tuple[list[str], bool, tuple[str, ...], int]:
+        trackers = init_trackers(ctx, "project", log_with=[Memory, Everywhere], config={"a": 1})
+        log(trackers, {"rank": ctx.rank}, step=0)
+        finish(trackers)
+        memory, everywhere = get_tracker(trackers, "memory"), get_tracker(trackers, "everywhere")
+        seen = everywhere.calls[3][1]["rank"]
+        return kinds(memory) if ctx.rank == 0 else [], isinstance(memory, BlankTracker), trackers.names, seen
+
+    found = run_ranks(run, 3)
+    names = ("memory", "everywhere")
+    calls = ["built", "start", "config", "log", "finish"]
+    assert found == [(calls, False, names, 0), ([], True, names, 1), ([], True, names, 2)]
+
+
+def test_nothing_communicates_so_a_program_may_call_on_the_main_process_alone() -> None:
+    def run(ctx: Context) -> int:
+        if ctx.is_main_process:
+            trackers = init_trackers(ctx, "project", log_with=Memory)
+            log(trackers, {"a": 1})
+            finish(trackers)
+        return int(af.reduce(ctx, torch.ones(())))
+
+    assert run_ranks(run, 2) == [2, 2]
+
+
+def test_a_rank_where_no_tracker_acts_does_not_touch_the_values() -> None:
+    class Untouchable:
+        def __getattr__(self, name: str) -> Any:
+            raise AssertionError(f"{name} was asked for")
+
+    def run(ctx: Context) -> None:
+        trackers = init_trackers(ctx, "project", log_with=Memory)
+        if not ctx.is_main_process:
+            log(trackers, {"a": Untouchable()})
+            log_images(trackers, {"a": Untouchable()})
+
+    run_ranks(run, 2)
+
+
+def test_two_runs_at_once_know_nothing_of_each_other() -> None:
+    one, other = Memory(), Memory()
+    first = init_trackers(Context(), "one", log_with=one)
+    second = init_trackers(Context(), "other", log_with=other)
+    log(first, {"a": 1})
+    finish(first)
+    log(second, {"b": 2})
+    assert kinds(one) == ["built", "start", "log", "finish"]
+    assert kinds(other) == ["built", "start", "log"]
+
+
+def test_logging_after_the_end_is_an_error() -> None:
+    trackers = init_trackers(Context(), "project", log_with=Memory)
+    finish(trackers)
+    with pytest.raises(ConfigurationError, match="log: these trackers have ended"):
+        log(trackers, {"a": 1})
+
+
+def test_a_stand_in_takes_any_call() -> None:
+    blank = BlankTracker("wandb")
+    blank.start()
+    blank.log_images({})
+    blank.log_table("t")
+    assert blank.tracker.config.update({"a": 1}) is blank
+    assert blank.name == "wandb"
+    with pytest.raises(AttributeError):
+        blank.__wrapped__  # noqa: B018 -- what inspect looks for
+
+
+# --- what is chosen ------------------------------------------------------------------------------
+
+
+def names(log_with: Any, directory: str | None = None, there: tuple[str, ...] = ()) -> tuple[str, ...]:
+    return plan_trackers(log_with, directory, installed=lambda one: one.name in (*there, "jsonl")).names
+
+
+def test_all_means_what_is_installed_and_skips_with_a_note_what_lacks_a_directory() -> None:
+    there = ("tensorboard", "wandb", "aim")
+    plan = plan_trackers("all", installed=lambda one: one.name in there)
+    assert plan.names == ("wandb",)
+    assert [note.split()[0] for note in plan.skipped] == ["aim", "tensorboard"]
+    assert names("all", "runs", there) == ("jsonl", "aim", "tensorboard", "wandb")
+    assert names(["all", "wandb", Memory()], "runs", there) == (
+        "wandb",
+        "memory",
+        "jsonl",
+        "aim",
+        "tensorboard",
+    )
+
+
+def test_the_notes_of_all_are_said_once_on_the_main_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def plan(*_: object) -> TrackerPlan:
+        return TrackerPlan(chosen=(Memory,), skipped=("aim writes to a directory",))
+
+    monkeypatch.setattr("accelfn.tracking.trackers.plan_trackers", plan)
+    with pytest.warns(UserWarning, match='log_with="all": aim writes') as caught:
+        run_ranks(lambda ctx: init_trackers(ctx, "project").names, 2)
+    assert len(caught) == 1
+
+
+def test_a_class_of_a_built_in_name_takes_its_place_under_all() -> None:
+    class Mine(Memory):
+        name = "wandb"
+
+    plan = plan_trackers(["all", Mine], installed=lambda one: one.name == "wandb")
+    assert plan.chosen == (Mine,)
+
+
+@pytest.mark.parametrize(
+    ("log_with", "error", "message"),
+    [
+        ("tensorbord", ConfigurationError, "there is no tracker 'tensorbord'. Did you mean 'tensorboard'"),
+        (["jsonl", "nothing like it"], ConfigurationError, "Known are all, jsonl, aim, "),
+        ("wandb", MissingExtraError, "needs wandb, and that isn't installed: pip install wandb"),
+        ("tensorboard", MissingExtraError, "tensorboard or tensorboardX.*: pip install tensorboard"),
+        ("aim", MissingExtraError, r"pip install 'aim<4'"),
+        ([Memory, Memory()], ConfigurationError, "names memory twice"),
+        (3, TypeError, "which extend accelfn.GeneralTracker: got int"),
+        (dict, TypeError, "got the class dict"),
+    ],
+)
+def test_what_is_wrong_with_log_with_is_said(log_with: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        names(log_with)
+
+
+def test_a_named_tracker_without_its_directory_is_an_error() -> None:
+    with pytest.raises(ConfigurationError, match="Pass logging_dir, or project_dir"):
+        names("tensorboard", there=("tensorboard",))
+
+
+@pytest.mark.parametrize("asked", [None, (), []])
+def test_nothing_asked_is_nothing_chosen(asked: Any) -> None:
+    assert names(asked) == ()
+
+
+def test_attributes_that_are_missing_are_named() -> None:
+    class Half(GeneralTracker):
+        name = "half"
+
+    class Bare(GeneralTracker):
+        def __init__(self) -> None: ...
+
+    with pytest.raises(NotImplementedError, match="Half has no requires_logging_directory and no tracker"):
+        Half()
+    with pytest.raises(NotImplementedError, match="Bare has no name and no requires_logging_dir"):
+        plan_trackers(Bare())
+    with pytest.raises(NotImplementedError, match="Half has no"):
+        plan_trackers(Half)
+
+
+def test_arguments_for_a_tracker_that_is_not_chosen_are_an_error() -> None:
+    with pytest.raises(ConfigurationError, match="arguments for wandb, and chosen are: memory"):
+        init_trackers(Context(), "project", log_with=Memory, init_kwargs={"wandb": {}})
+    trackers = init_trackers(Context(), "project", log_with=Memory)
+    with pytest.raises(ConfigurationError, match="log_kwargs has arguments for 'wandb'"):
+        log(trackers, {}, log_kwargs={"wandb": {}})
+    with pytest.raises(ConfigurationError, match="there is no tracker 'wandb' in this run"):
+        get_tracker(trackers, "wandb")
+    with pytest.raises(ValueError, match="on_error must be"):
+        init_trackers(Context(), "project", log_with=Memory, on_error="ignore")  # pyright: ignore[reportArgumentType]
+
+
+def test_a_table_has_rows_that_fit_its_columns() -> None:
+    trackers = init_trackers(Context(), "project", log_with=Memory)
+    with pytest.raises(ValueError, match="one of the two"):
+        log_table(trackers, "t")
+    with pytest.raises(ValueError, match=r"needs 2 cells.*row 1 has 1"):
+        log_table(trackers, "t", ["a", "b"], [[1, 2], [3]])
+
+
+# --- a tracker that fails ------------------------------------------------------------------------
+
+
+def test_a_tracker_that_fails_is_said_once_and_the_others_go_on() -> None:
+    memory, broken = Memory(), Broken(breaks=("config", "log", "finish"))
+    with pytest.warns(UserWarning, match="'broken' failed in store_init_.*ConnectionError: no net") as caught:  # noqa: PT031 -- the number of warnings of all of it is the point
+        trackers = init_trackers(Context(), "project", log_with=[broken, memory], config={"a": 1})
+        for step in range(3):
+            log(trackers, {"a": step}, step=step)
+        finish(trackers)
+    assert len(caught) == 1
+    assert Path(caught[0].filename).name == Path(__file__).name
+    assert trackers.history.failures == {"broken": 5}
+    assert kinds(memory) == ["built", "start", "config", "log", "log", "log", "finish"]
+
+
+def test_a_tracker_that_can_not_start_is_left_out() -> None:
+    memory, broken = Memory(), Broken(breaks=("start",))
+    with pytest.warns(UserWarning, match="'broken' failed in start.*left out of this run"):
+        trackers = init_trackers(Context(), "project", log_with=[broken, memory])
+    log(trackers, {"a": 1})
+    assert trackers.active == (memory,)
+    assert isinstance(get_tracker(trackers, "broken"), BlankTracker)
+    assert kinds(broken) == ["built"]
+
+
+def test_wrong_arguments_of_a_tracker_are_an_error_on_every_rank() -> None:
+    def run(ctx: Context) -> str:
+        try:
+            init_trackers(ctx, "project", log_with=Broken, init_kwargs={"broken": {"brakes": ()}})
+            af.wait_for_everyone(ctx)
+        except (TypeError, RemoteRankError) as error:
+            return type(error).__name__
+        return "nothing"
+
+    assert run_ranks(run, 2) == ["TypeError", "RemoteRankError"]
+
+
+def test_where_it_is_asked_for_a_failure_is_every_ranks() -> None:
+    def run(ctx: Context) -> str:
+        memory = Memory()
+        trackers = init_trackers(ctx, "project", log_with=[Broken(breaks=("log",)), memory], on_error="raise")
+        try:
+            log(trackers, {"a": 1})
+            af.wait_for_everyone(ctx)
+        except RemoteRankError as error:
+            return f"{error.rank} {error.cause} {error.operation}"
+        except ConnectionError:
+            return f"mine, {kinds(memory)[-1]}"
+        return "nothing"
+
+    assert run_ranks(run, 2) == ["mine, log", "0 ConnectionError tracker.log"]
+
+
+def test_a_value_that_can_not_be_read_does_not_stop_the_run() -> None:
+    class Unreadable:
+        dtype, shape, size = None, (), 1
+
+        def tolist(self) -> Any: ...
+
+        def item(self) -> Any:
+            raise ValueError("not today")
+
+    trackers = init_trackers(Context(), "project", log_with=Memory)
+    with pytest.warns(UserWarning, match="'values' failed in log: ValueError: not today"):
+        log(trackers, {"a": Unreadable()})
+
+
+def test_what_a_tracker_does_not_keep_is_said_once() -> None:
+    class Plain(GeneralTracker):
+        name = "plain"
+        requires_logging_directory = False
+        tracker = "behind"  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
+
+    trackers = init_trackers(Context(), "project", log_with=Plain)
+    with pytest.warns(UserWarning, match="'plain' keeps no images") as caught:  # noqa: PT031 -- of both
+        log_images(trackers, {"a": torch.zeros(1, 1)})
+        log_table(trackers, "t", ["a"], [[1]])
+    assert len(caught) == 1
+    strict = init_trackers(Context(), "project", log_with=Plain, on_error="raise")
+    with pytest.raises(NotAvailableError, match="keeps no tables"):
+        log_table(strict, "t", ["a"], [[1]])
+
+
+# --- values --------------------------------------------------------------------------------------
+
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool)
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    shape = draw(st.lists(st.integers(0, 3), max_size=3))
+    dtype = draw(st.sampled_from(DTYPES))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 999)))
+    return (torch.randn(shape, generator=generator, dtype=torch.float64) * 100).to(dtype)
+
+
+@given(st.lists(tensors(), min_size=1, max_size=6))
+def test_numbers_through_bytes_are_those_of_each_tensor(values: list[torch.Tensor]) -> None:
+    from accelfn.tracking.values import _through_bytes  # pyright: ignore[reportPrivateUsage]
+
+    fetched = _through_bytes(values)
+    assert [one.dtype for one in fetched] == [one.dtype for one in values]
+    assert [one.tolist() for one in fetched] == [one.tolist() for one in values]
+
+
+@given(st.dictionaries(st.text(max_size=3), tensors(), max_size=4))
+def test_a_tensor_of_one_element_is_a_number_and_others_are_lists(values: dict[str, torch.Tensor]) -> None:
+    for name, number in af.tracking.read_numbers({"deep": values})["deep"].items():
+        one = values[name]
+        assert number == (one.item() if one.numel() == 1 else one.tolist())
+
+
+def test_what_is_no_tensor_stays_what_it_is() -> None:
+    numpy = pytest.importorskip("numpy")
+    values = {"a": None, "b": "x", "c": [1, 2.5], "d": numpy.float32(0.5), "e": numpy.arange(2), "f": (True,)}
+    found = af.tracking.read_numbers(values)
+    assert found == {"a": None, "b": "x", "c": [1, 2.5], "d": 0.5, "e": [0, 1], "f": [True]}
+    assert type(found["d"]) is float
+
+
+def test_a_tensor_that_is_spread_over_ranks_is_refused_by_its_name() -> None:
+    class Shard:
+        def is_replicate(self) -> bool:
+            return False
+
+    spread = torch.ones(2)
+    spread.placements = (Shard(),)  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(NotAvailableError, match=r"'norms/0' is a tensor that is spread.*full_tensor"):
+        af.tracking.read_numbers({"norms": [spread]})
+
+
+class Mode(enum.Enum):
+    FAST = "fast"
+
+
+@dataclasses.dataclass
+class Options:
+    path: Path
+    mode: Mode = Mode.FAST
+
+
+def test_a_configuration_becomes_plain() -> None:
+    config = argparse.Namespace(options=Options(Path("a/b")), kinds={"b", "a"}, size=torch.ones(2), f=len)
+    assert plain_config(config) == {
+        "options": {"path": "a/b", "mode": "fast"},
+        "kinds": ["a", "b"],
+        "size": [1.0, 1.0],
+        "f": "<built-in function len>",
+    }
+    with pytest.raises(TypeError, match=r"config must be a mapping.*got list"):
+        plain_config([1])
+
+
+# --- the context ---------------------------------------------------------------------------------
+
+
+def test_the_context_keeps_what_is_asked_for() -> None:
+    memory = Memory()
+    ctx = Context().replace(log_with=["WandB", memory, "wandb"])
+    assert ctx.log_with == ("wandb", memory)
+    assert ctx.replace(mixed_precision="bf16").log_with == ctx.log_with
+    assert ctx.replace(log_with=[]).log_with == ()
+    with pytest.raises(ConfigurationError, match="Did you mean 'mlflow'"):
+        Context().replace(log_with="mlfow")
+
+
+def test_a_context_travels_with_the_names_alone() -> None:
+    import pickle
+
+    ctx = Context().replace(log_with=["jsonl", Memory()])
+    assert pickle.loads(pickle.dumps(ctx)).log_with == ("jsonl",)
+
+
+def test_without_any_word_a_run_goes_into_json_lines(tmp_path: Path) -> None:
+    trackers = init_trackers(Context().replace(project_dir=tmp_path), "digits")
+    finish(trackers)
+    assert trackers.names == ("jsonl",)
+    assert [path.name for path in tmp_path.glob("digits/*/*")] == ["events.jsonl"]
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    """Fail on warnings that no test expects, wherever they are raised."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def test_records_print_without_their_history() -> None:
+    assert "history" not in repr(Trackers())
+    assert issubclass(af.tracking.JSONLTracker, BuiltInTracker)
