@@ -314,7 +314,6 @@ _HOMES = MappingProxyType(
             "skip_first_batches",
         ),
         "accelfn.launch.launchers": ("debug_launcher", "launch_processes", "notebook_launcher"),
-        "accelfn.tracking": ("profile",),
         "accelfn.tracking": (
             "GeneralTracker",
             "Trackers",
