@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from accelfn import __version__
-from accelfn.launch.config_file import find_config
+from accelfn.launch.config.files import find_config_file
 from accelfn.launch.flags import spell
 
 __all__ = ("describe_environment", "format_report", "relevant_variables", "run_env")
@@ -205,7 +205,7 @@ def _describe_launcher(env: Mapping[str, str]) -> str:
 
 
 def _describe_configuration(env: Mapping[str, str], given: str | None) -> dict[str, Any] | str:
-    path = find_config(given, env, sys.platform, os.path.expanduser("~"))
+    path, _ = find_config_file(given, env, sys.platform, os.path.expanduser("~"))
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 from accelfn.errors import ConfigurationError, MissingExtraError
-from accelfn.launch.config_file import format_tree, read_tree
+from accelfn.launch.config.plain import format_plain, read_plain
 from accelfn.launch.flags import spell
 
 __all__ = ("Rewritten", "rewrite_for_fsdp2", "run_to_fsdp2")
@@ -128,8 +128,8 @@ def run_to_fsdp2(argv: Sequence[str]) -> int:
     if options.output_file is not None and os.path.lexists(target) and not options.overwrite:
         parser.error(f"{target} is there already. Give another --output_file, or --overwrite.")
     try:
-        made = rewrite_for_fsdp2(read_tree(options.config_file))
-        text = format_tree(str(target), made.tree)
+        made = rewrite_for_fsdp2(read_plain(options.config_file))
+        text = format_plain(str(target), made.tree)
     except (ConfigurationError, MissingExtraError) as error:
         parser.error(str(error))
     if made.notes or options.output_file is not None:

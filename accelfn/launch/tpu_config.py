@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from accelfn.errors import ConfigurationError, MissingExtraError
-from accelfn.launch.config_file import find_config, read_tree
+from accelfn.launch.config.files import find_config_file
+from accelfn.launch.config.plain import read_plain
 from accelfn.launch.flags import spell
 
 __all__ = ("run_tpu_config", "tpu_command")
@@ -97,10 +98,10 @@ def run_tpu_config(argv: Sequence[str]) -> int:
 
 def _configured(given: str | None) -> dict[str, Any]:
     """Read what a configuration says of the TPU, in accelfn's or in Accelerate's layout."""
-    path = find_config(given, os.environ, sys.platform, os.path.expanduser("~"))
-    if given is None and not os.path.exists(path):
+    path, is_asked = find_config_file(given, os.environ, sys.platform, os.path.expanduser("~"))
+    if not is_asked and not os.path.exists(path):
         return {}
-    tree = read_tree(path)
+    tree = read_plain(path)
     section = tree.get("tpu_options")
     own: Mapping[str, Any] = cast("Mapping[str, Any]", section) if isinstance(section, dict) else {}
     names = {"name": "tpu_name", "zone": "tpu_zone", "commands": "commands", "command_file": "command_file"}

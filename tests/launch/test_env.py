@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from accelfn import __version__
 from accelfn.launch import env_torch
-from accelfn.launch.config_file import find_config
 from accelfn.launch.env import describe_environment, format_report, relevant_variables
 from accelfn.launch.main import main
 
@@ -71,22 +70,6 @@ def test_nothing_secret_and_nothing_private_is_shown(env: dict[str, str]) -> Non
     for name, value in shown.items():
         secret = any(word in name for word in ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL"))
         assert value == ("(left out)" if secret else env[name])
-
-
-@pytest.mark.parametrize(
-    ("given_path", "environment", "platform", "expected"),
-    [
-        ("mine.yaml", {"ACCELFN_CONFIG": "other.yaml"}, "linux", "mine.yaml"),
-        (None, {"ACCELFN_CONFIG": "other.yaml"}, "linux", "other.yaml"),
-        (None, {}, "linux", "/home/ann/.config/accelfn/config.yaml"),
-        (None, {}, "darwin", "/home/ann/Library/Application Support/accelfn/config.yaml"),
-        (None, {"APPDATA": "C:\\ann"}, "win32", "C:\\ann\\accelfn\\config.yaml"),
-    ],
-)
-def test_where_the_configuration_is_looked_for(
-    given_path: str | None, environment: dict[str, str], platform: str, expected: str
-) -> None:
-    assert find_config(given_path, environment, platform, "/home/ann") == expected
 
 
 def test_devices_are_described_as_torch_tells(monkeypatch: pytest.MonkeyPatch) -> None:

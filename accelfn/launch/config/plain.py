@@ -1,4 +1,4 @@
-"""Where the configuration file lies, and what stands in it, unjudged."""
+"""What stands in a configuration file of any layout, unjudged: for commands that leave the rest as it is."""
 
 from __future__ import annotations
 
@@ -6,44 +6,15 @@ import importlib
 import json
 import os
 from collections.abc import Mapping
-from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
+from pathlib import Path
 from typing import Any, cast
 
 from accelfn.errors import ConfigurationError, MissingExtraError
 
-__all__ = ("find_config", "format_tree", "read_tree")
+__all__ = ("format_plain", "read_plain")
 
 
-def find_config(given: str | None, environment: Mapping[str, str], platform: str, home: str) -> str:
-    """Say which file counts: the flag's, else that of ``ACCELFN_CONFIG``, else the platform's place. Pure.
-
-    Args:
-        given: Value of ``--config_file``.
-        environment: Variables.
-        platform: As ``sys.platform``.
-        home: The user's folder.
-
-    >>> find_config(None, {"XDG_CONFIG_HOME": "/etc/ann"}, "linux", "/home/ann")
-    '/etc/ann/accelfn/config.yaml'
-    """
-    named = given or environment.get("ACCELFN_CONFIG", "").strip()
-    if named:
-        return os.path.expanduser(named)
-    place: PurePath
-    if platform == "win32":
-        roaming = environment.get("APPDATA")
-        place = PureWindowsPath(roaming) if roaming else PureWindowsPath(home) / "AppData" / "Roaming"
-    elif platform == "darwin":
-        place = PurePosixPath(home) / "Library" / "Application Support"
-    else:
-        of_xdg = environment.get("XDG_CONFIG_HOME")
-        # The convention's own rule: a path that isn't absolute doesn't count.
-        absolute = of_xdg is not None and of_xdg.startswith("/")
-        place = PurePosixPath(of_xdg) if of_xdg and absolute else PurePosixPath(home) / ".config"
-    return str(place / "accelfn" / "config.yaml")
-
-
-def read_tree(path: str) -> dict[str, Any]:
+def read_plain(path: str) -> dict[str, Any]:
     """Read a YAML or JSON file of names and values. Effect: reads the disk.
 
     Args:
@@ -94,7 +65,7 @@ def _parse_yaml(path: str, text: str) -> object:
         raise ConfigurationError(f"{path}{where}: {problem}. Correct it, or make a new file.") from None
 
 
-def format_tree(path: str, tree: Mapping[str, Any]) -> str:
+def format_plain(path: str, tree: Mapping[str, Any]) -> str:
     """Write names and values as text: JSON where ``path`` ends in ``.json``, else YAML. Pure.
 
     Raises:
