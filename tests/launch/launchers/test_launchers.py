@@ -239,7 +239,7 @@ def test_the_rank_that_failed_is_told_of_though_the_others_fail_too() -> None:
     with pytest.raises(LookupError, match="no such column") as caught:
         af.debug_launcher(fail_with_an_open_context)
     if sys.version_info >= (3, 11):
-        assert "also failed: rank 1" in caught.value.__notes__[0]
+        assert "also failed: rank 1 RemoteRankError" in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize(
