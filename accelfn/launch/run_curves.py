@@ -224,7 +224,8 @@ def _ticks(low: float, high: float) -> list[float]:
         return [low - spread, low, low + spread]
     rough = (high - low) / _TICKS
     power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * part for part in (1, 2, 5, 10) if power * part >= rough)
+    # The last one is for a logarithm that was rounded down to the power below.
+    step = next((power * part for part in (1, 2, 5, 10) if power * part >= rough), power * 20)
     begin, end = math.floor(low / step), math.ceil(high / step)
     return [number * step for number in range(begin, end + 1)]
 
