@@ -220,11 +220,12 @@ def _ticks(low: float, high: float) -> list[float]:
     """
     most = max(abs(low), abs(high))
     if high - low < max(most * 1e-9, 1e-300):  # no number lies between that could be told apart
-        spread = most / 5 or 1.0
+        spread = max(most / 5, high - low) or 1.0
         return [low - spread, low, low + spread]
     rough = (high - low) / _TICKS
     power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * part for part in (1, 2, 5, 10) if power * part >= rough)
+    # The last one is for a logarithm that was rounded down to the power below.
+    step = next((power * part for part in (1, 2, 5, 10) if power * part >= rough), power * 20)
     begin, end = math.floor(low / step), math.ceil(high / step)
     return [number * step for number in range(begin, end + 1)]
 

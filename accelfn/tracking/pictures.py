@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Sequence
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -14,7 +15,7 @@ from accelfn.comm.wire import as_bytes
 __all__ = ("encode_png", "read_pixels")
 
 _CHANNELS = (1, 3, 4)
-_COLOR_TYPES = {1: 0, 3: 2, 4: 6}
+_COLOR_TYPES = MappingProxyType({1: 0, 3: 2, 4: 6})
 
 
 def read_pixels(images: Any, name: str = "image") -> list[torch.Tensor]:

@@ -23,7 +23,7 @@ logger = af.get_logger(__name__, "INFO")
 def load() -> TensorDataset:
     """Give 512 points of the plane, float32 (2,), with their distance from the origin, float32 (1,)."""
     points = torch.randn(512, 2, generator=torch.Generator().manual_seed(0))
-    return TensorDataset(points, points.norm(dim=1, keepdim=True))
+    return TensorDataset(points, points.square().sum(dim=1, keepdim=True).sqrt())
 
 
 def train(ctx: af.Context, folder: Path, learning_rate: float) -> Path:

@@ -136,8 +136,9 @@ def test_ticks_are_few_and_reach_over_all(one: float, other: float) -> None:
     ticks = _ticks(low, high)
     assert 2 <= len(ticks) <= 7
     assert ticks == sorted(ticks)
-    assert ticks[0] <= low + abs(low) * 1e-9
-    assert ticks[-1] >= high - abs(high) * 1e-9
+    rounding = max(abs(low), abs(high)) * 1e-9
+    assert ticks[0] <= low + rounding
+    assert ticks[-1] >= high - rounding
 
 
 def test_of_many_points_the_peaks_stay() -> None:

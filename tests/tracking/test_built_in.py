@@ -120,7 +120,7 @@ def test_tensorboard_leaves_out_lists_and_none(tmp_path: Path, recwarn: pytest.W
 
 @pytest.fixture
 def mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    package = cast("Any", pytest.importorskip("mlflow"))
+    package: Any = pytest.importorskip("mlflow")
     for name in ("EXPERIMENT_NAME", "RUN_ID", "TAGS", "NESTED_RUN"):
         monkeypatch.delenv(f"MLFLOW_{name}", raising=False)
     before = package.get_tracking_uri()
@@ -243,7 +243,7 @@ def test_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_aim(tmp_path: Path) -> None:
-    package = cast("Any", pytest.importorskip("aim"))
+    package: Any = pytest.importorskip("aim")
     options: dict[str, Any] = {"system_tracking_interval": None, "capture_terminal_logs": False}
     trackers = begin("aim", tmp_path, **options)
     run_hash = get_tracker(trackers, "aim", unwrap=True).hash
@@ -371,7 +371,7 @@ def test_clearml(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_swanlab(tmp_path: Path) -> None:
-    package = cast("Any", pytest.importorskip("swanlab"))
+    package: Any = pytest.importorskip("swanlab")
     trackers = begin("swanlab", mode="offline", log_dir=str(tmp_path / "swan"))
     log(trackers, {"note": "well"}, step=0)
     run = get_tracker(trackers, "swanlab", unwrap=True)
@@ -392,6 +392,6 @@ def test_a_folder_that_a_run_left_is_no_package(tmp_path: Path, monkeypatch: pyt
     from accelfn.tracking.built_in import WandBTracker, is_installed
 
     (tmp_path / "left_by_a_run").mkdir()
-    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.setattr(WandBTracker, "modules", ("left_by_a_run",))
     assert not is_installed(WandBTracker)
