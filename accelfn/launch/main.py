@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from accelfn import __version__
 from accelfn.launch.checkpoint import run_checkpoint
+from accelfn.launch.completion import run_completion
 from accelfn.launch.config_command import run_config
 from accelfn.launch.data_plan import run_data_plan
 from accelfn.launch.estimate import run_estimate
@@ -62,6 +63,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _complete(argv: Sequence[str]) -> int:
+    return run_completion(argv, tuple(command.name for command in _COMMANDS))
+
+
 _COMMANDS = (
     _Command(name="launch", about="start a training script on one or more processes", run=run_launch),
     _Command(name="config", about="write, show, renew and take over configurations", run=run_config),
@@ -71,4 +76,5 @@ _COMMANDS = (
         name="checkpoint", about="verify, list, show, prune and convert checkpoints", run=run_checkpoint
     ),
     _Command(name="plan-memory", about="say where each part of a model would lie", run=run_plan_memory),
+    _Command(name="completion", about="complete commands and flags in a shell", run=_complete),
 )
