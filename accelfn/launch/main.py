@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from accelfn import __version__
 from accelfn.launch.checkpoint import run_checkpoint
+from accelfn.launch.completion import run_completion
 from accelfn.launch.config_command import run_config
 from accelfn.launch.data_plan import run_data_plan
 from accelfn.launch.env import run_env
@@ -68,6 +69,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _complete(argv: Sequence[str]) -> int:
+    return run_completion(argv, tuple(command.name for command in _COMMANDS))
+
+
 _COMMANDS = (
     _Command(name="launch", about="start a training script on one or more processes", run=run_launch),
     _Command(name="config", about="write, show, renew and take over configurations", run=run_config),
@@ -83,4 +88,5 @@ _COMMANDS = (
     _Command(name="merge-weights", about="make one file of FSDP's sharded weights", run=run_merge_weights),
     _Command(name="to-fsdp2", about="rewrite a configuration of FSDP for FSDP2", run=run_to_fsdp2),
     _Command(name="tpu-config", about="run commands on every machine of a TPU", run=run_tpu_config),
+    _Command(name="completion", about="complete commands and flags in a shell", run=_complete),
 )

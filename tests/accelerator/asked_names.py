@@ -429,6 +429,12 @@ _COMMANDS = (
         here="accelfn launch --mixed_precision bf16 script.py",
         home="command line",
     ),
+    AskedName(
+        kind="command",
+        documented="accelerate launch --config_file file.yaml script.py",
+        here="accelfn launch --config_file file.yaml script.py",
+        home="command line",
+    ),
     *(
         AskedName(
             kind="command",
@@ -438,8 +444,7 @@ _COMMANDS = (
             part=part,
         )
         for rest, part in (
-            ("launch --config_file file.yaml script.py", "configuration files"),
-            ("config", "configuration files"),
+            ("config", "the questionnaire"),
             ("test", "the self-test"),
             ("test --config_file file.yaml", "the self-test"),
         )

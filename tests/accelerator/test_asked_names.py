@@ -27,8 +27,8 @@ from accelfn import (
     TorchDynamoPlugin,
 )
 from accelfn.context.config import VARIABLES
-from accelfn.errors import NotAvailableError
-from accelfn.launch.flags import parse_launch_options
+from accelfn.errors import ConfigurationError, NotAvailableError
+from accelfn.launch.flags import parse_flags
 from accelfn.launch.main import main
 from tests.accelerator.asked_names import ASKED, NO_DEFAULT, AskedName, parameters_of, tables
 
@@ -145,10 +145,10 @@ def wrong_command(asked: AskedName) -> str:
     command, *words = asked.written_here.removeprefix("accelfn ").split()
     try:
         if command == "launch":
-            parse_launch_options(words)
+            parse_flags(words)
         else:
             main([command, *words])
-    except SystemExit:
+    except (SystemExit, ConfigurationError):
         return "not a command"
     return ""
 

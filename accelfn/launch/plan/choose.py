@@ -173,6 +173,12 @@ def _check_devices(
     """Refuse more processes than accelerators, where they can be counted without torch."""
     if config.cpu or config.tpu or config.mpirun.hostfile is not None:
         return
+    if config.multi_gpu and config.num_processes is None and local_size * config.num_machines < 2:
+        counted = "can't be counted without torch" if machine.devices is None else f"are {machine.devices}"
+        raise ConfigurationError(
+            f"--multi_gpu needs at least two accelerators, and those of this machine {counted}. Say how many "
+            "processes with --num_processes, or leave --multi_gpu out."
+        )
     if config.gpu_ids != "all":
         have, named = len(config.gpu_ids.split(",")), f"--gpu_ids {config.gpu_ids} names"
     elif machine.devices:

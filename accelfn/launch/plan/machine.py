@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -58,9 +59,11 @@ def read_machine(environment: Mapping[str, str], *, root: str = "/", wants_mpi: 
     usable = os.sched_getaffinity(0) if sys.platform == "linux" else frozenset(range(os.cpu_count() or 1))
     mpirun = (shutil.which("mpirun") or shutil.which("mpiexec")) if wants_mpi else None
     devices, device_numa = _read_devices(root)
+    variable = "CUDA_VISIBLE_DEVICES" if devices else _device_variable(root)
     return Machine(
         cores=len(usable),
         devices=count_devices(devices, environment),
+        device_variable=variable,
         numa=_read_numa(root, frozenset(usable)),
         device_numa=device_numa,
         python=sys.executable,
@@ -98,6 +101,29 @@ def _read_devices(root: str) -> tuple[int | None, tuple[int, ...]]:
     kfd = Path(root, "sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id")
     found = sum(1 for path in kfd if _read_number(path) > 0)
     return (found or None), ()
+
+
+# Files that drivers of other makers put into /dev, and the variables that choose among their accelerators.
+_OTHERS: tuple[tuple[str, str], ...] = (
+    ("davinci[0-9]*", "ASCEND_RT_VISIBLE_DEVICES"),
+    ("accel/accel[0-9]*", "HABANA_VISIBLE_MODULES"),
+    ("cambricon_dev[0-9]*", "MLU_VISIBLE_DEVICES"),
+    ("mtgpu*", "MUSA_VISIBLE_DEVICES"),
+    ("neuron[0-9]*", "NEURON_RT_VISIBLE_CORES"),
+    ("tcaicard[0-9]*", "SDAA_VISIBLE_DEVICES"),
+)
+
+
+def _device_variable(root: str) -> str:
+    """Name the variable that chooses among the accelerators of this machine's maker."""
+    for pattern, variable in _OTHERS:
+        if any(Path(root, "dev").glob(pattern)):
+            return variable
+    for path in Path(root, "sys/class/drm").glob("renderD*/device/vendor"):
+        with contextlib.suppress(OSError):
+            if path.read_text().strip() == "0x8086":
+                return "ZE_AFFINITY_MASK"
+    return "CUDA_VISIBLE_DEVICES"
 
 
 def _read_number(path: Path) -> int:

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -32,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parse_args = cast("Callable[[list[str] | None], Any]", torchrun.parse_args)  # pyright: ignore[reportUnknownMemberType]
     run = cast("Callable[[Any], None]", torchrun.run)  # pyright: ignore[reportUnknownMemberType]
     folder = os.environ.get("ACCELFN_RUN_DIR", "")
+    if os.path.isdir(folder):
+        _end_with_parent()
     try:
         run(parse_args(None if argv is None else list(argv)))
     except ChildFailedError as error:
@@ -57,6 +61,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         _tell(folder, {"error": f"{type(error).__name__}: {error}", "time_s": time.time()})
         return 1
     return 0
+
+
+def _end_with_parent() -> None:
+    """Have the system send SIGTERM if the launcher is killed, so that the processes end with it."""
+    if sys.platform == "linux":
+        set_death_signal = 1
+        ctypes.CDLL(None).prctl(set_death_signal, int(signal.SIGTERM))
 
 
 def _tell(folder: str, said: dict[str, object]) -> None:

@@ -176,6 +176,9 @@ def _write_deepspeed_variables(plan: LaunchPlan, environment: Mapping[str, str],
             lines.append(f"{name}={value}")
         else:
             print(f"accelfn launch: warning: DeepSpeed can't hand on {name}={value!r}.", file=sys.stderr)
+    # The script's own modules have to be found on the other machines too.
+    paths = [path for path in (environment.get("PYTHONPATH"), os.getcwd()) if path]
+    lines.append(f"PYTHONPATH={os.pathsep.join(paths)}")
     path = Path(folder, "deepspeed_env")
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return str(path)

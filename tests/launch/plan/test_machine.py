@@ -43,6 +43,24 @@ def test_cards_of_amd_are_counted_and_others_are_not_known(tmp_path: Path) -> No
     assert read_machine({}, root=str(tmp_path)).devices == 2
 
 
+@pytest.mark.parametrize(
+    ("file", "variable"),
+    [("dev/davinci0", "ASCEND_RT_VISIBLE_DEVICES"), ("dev/accel/accel1", "HABANA_VISIBLE_MODULES")],
+)
+def test_other_makers_have_variables_of_their_own(file: str, variable: str, tmp_path: Path) -> None:
+    make(tmp_path, **{file.replace("/", "__"): ""})
+    machine = read_machine({}, root=str(tmp_path))
+    assert (machine.devices, machine.device_variable) == (None, variable)
+    argv = ("--gpu_ids=0,1", "t.py")
+    plan = plan_launch(resolve(parse_flags(argv).flags, {}), Script("t.py"), {}, machine)
+    assert dict(plan.env_changes)[variable] == "0,1"
+
+
+def test_intels_accelerators_are_known_by_their_maker(tmp_path: Path) -> None:
+    make(tmp_path, sys__class__drm__renderD128__device__vendor="0x8086\n")
+    assert read_machine({}, root=str(tmp_path)).device_variable == "ZE_AFFINITY_MASK"
+
+
 @given(st.sets(st.integers(0, 300), min_size=1))
 def test_lists_of_cores_come_back(cpus: set[int]) -> None:
     assert read_cpu_list(write_cpu_list(tuple(cpus))) == tuple(sorted(cpus))
@@ -96,6 +114,7 @@ def test_one_process_for_each_accelerator_if_nobody_says() -> None:
             {},
             "need as many accelerators, and this machine has 4. Use --num_processes 4, or --cpu",
         ),
+        (("--multi_gpu",), 1, {}, "needs at least two accelerators, and those of this machine are 1."),
         (("--num_processes=4", "--gpu_ids=0,1"), 4, {}, "--gpu_ids 0,1 names 2"),
         (
             ("--num_processes=2", "--multi_gpu"),
