@@ -571,8 +571,10 @@ class Accelerator(Facts, Extras, Saving, Tracking, LaterParts):
 
     def end_training(self) -> None:
         """End the trackers, and what the constructor started."""
-        self._end_run()
-        self.close()
+        try:
+            self._end_run()
+        finally:
+            self.close()
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"Accelerator has no attribute {name!r}.")
