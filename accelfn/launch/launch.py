@@ -15,6 +15,7 @@ from accelfn.launch.config.sources import Resolved, format_origins, resolve
 from accelfn.launch.flags import Parsed, format_help, parse_flags, spell
 from accelfn.launch.plan.choose import count_processes, plan_launch
 from accelfn.launch.plan.machine import read_machine
+from accelfn.launch.plan.mpirun import read_mpi
 from accelfn.launch.plan.record import Script, format_plan
 from accelfn.launch.plan.slurm import read_step, write_sbatch
 from accelfn.launch.run import run_plan
@@ -59,7 +60,7 @@ def _launch(parsed: Parsed, environment: Mapping[str, str]) -> int:
     file = load_config(parsed.actions.get("config_file"), environment)
     writes_script = parsed.actions.get("sbatch")
     if writes_script is None:
-        step = read_step(environment)
+        step = read_step(environment) or read_mpi(environment)
     else:
         # srun will say on each node which one it is.
         step = {"machine_rank": (0, "srun"), "main_process_ip": ("srun's first node", "srun")}

@@ -65,6 +65,7 @@ def plan_launch(
     total = count_processes(config, machine)
     local_size = total // config.num_machines
     _check_devices(config, machine, environment, local_size)
+    assumed = config.num_processes is None and total > config.num_machines
     config = dataclasses.replace(config, num_processes=total)
     resolved = dataclasses.replace(resolved, config=config)
     variables = plan_variables(resolved, machine, environment, local_size)
@@ -88,6 +89,7 @@ def plan_launch(
         env_changes=tuple(sorted(variables.items())),
         local_size=local_size,
         patience_s=_patience_s(config, environment),
+        notes=(f"{local_size} processes on this machine, one for each accelerator",) if assumed else (),
     )
 
 

@@ -10,7 +10,46 @@ from accelfn.launch.config.record import LaunchConfig
 from accelfn.launch.plan.machine import Machine
 from accelfn.launch.plan.record import LaunchPlan, Script
 
-__all__ = ("plan_mpirun",)
+__all__ = ("plan_mpirun", "read_mpi")
+
+# Names of rank, size and size on this node, of Open MPI and of Intel MPI and MPICH.
+_RANKS = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
+)
+
+
+def read_mpi(environment: Mapping[str, str]) -> dict[str, tuple[object, str]]:
+    """Read which machine of how many this is, where mpirun starts one launch on each. Pure.
+
+    Args:
+        environment: Variables.
+
+    Returns:
+        Values by the fields' names with the variable that says so; empty if mpirun didn't start this, or
+        started a script that now starts this.
+
+    Raises:
+        ConfigurationError: mpirun starts several launches on a node, and none would know of the others.
+
+    >>> one = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
+    >>> {name: value for name, (value, _) in read_mpi(one).items()}
+    {'num_machines': 2, 'machine_rank': 1}
+    """
+    if "ACCELFN_RUN_DIR" in environment:
+        return {}
+    for rank, size, local_size in _RANKS:
+        texts = [environment.get(name, "") for name in (rank, size)]
+        if not all(text.isdecimal() for text in texts) or int(texts[1]) < 2:
+            continue
+        if environment.get(local_size) != "1":
+            raise ConfigurationError(
+                f"mpirun starts accelfn launch {texts[1]} times ({size}), several on a node, and each would "
+                "start processes of its own. Use mpirun python train.py without accelfn launch, one launch a "
+                "node, or accelfn launch --mpirun_hostfile."
+            )
+        return {"num_machines": (int(texts[1]), size), "machine_rank": (int(texts[0]), rank)}
+    return {}
 
 
 def plan_mpirun(

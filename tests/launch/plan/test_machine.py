@@ -131,6 +131,12 @@ def test_more_processes_than_accelerators(
         check(*argv, devices=devices, env=env)
 
 
+def test_what_is_assumed_is_told() -> None:
+    plan = plan_launch(resolve({}, {}), Script("t.py"), {}, Machine(devices=2))
+    assert plan.notes == ("2 processes on this machine, one for each accelerator",)
+    assert plan_launch(resolve({}, {}), Script("t.py"), {}, Machine(devices=1)).notes == ()
+
+
 def test_who_hides_the_accelerators_wants_the_cpu() -> None:
     assert check("--num_processes=4", devices=0, env={"CUDA_VISIBLE_DEVICES": ""}) == "4"
     assert check("--num_processes=4", "--cpu", devices=2) == "4"

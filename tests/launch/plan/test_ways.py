@@ -11,6 +11,7 @@ import pytest
 
 from accelfn.errors import ConfigurationError
 from accelfn.launch import LaunchPlan, Machine, Script, parse_flags, plan_launch, resolve
+from accelfn.launch.plan.mpirun import read_mpi
 from accelfn.launch.plan.slurm import expand_hosts, read_step, write_sbatch
 from accelfn.launch.run.sagemaker import read_pairs
 
@@ -197,6 +198,19 @@ def test_steps_of_slurm() -> None:
         read_step({**four, "SLURM_STEP_NUM_TASKS": "8"})
     with pytest.raises(ConfigurationError, match="SLURM_NODEID must be a whole number, got 'x'"):
         read_step({**four, "SLURM_NODEID": "x"})
+
+
+def test_a_launch_under_mpirun() -> None:
+    one = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "1"}
+    assert {name: value for name, (value, _) in read_mpi(one).items()} == {
+        "num_machines": 2,
+        "machine_rank": 1,
+    }
+    assert read_mpi({"PMI_RANK": "0", "PMI_SIZE": "1"}) == {}
+    several = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
+    with pytest.raises(ConfigurationError, match=r"mpirun starts accelfn launch 4 times"):
+        read_mpi(several)
+    assert read_mpi({**several, "ACCELFN_RUN_DIR": "/tmp/x"}) == {}, "a script that mpirun started may launch"
 
 
 @pytest.mark.parametrize("hosts", ["", "a[1-2", "a]b", "a,,b"])
