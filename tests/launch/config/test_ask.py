@@ -10,7 +10,7 @@ import struct
 import subprocess
 import sys
 import termios
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from fcntl import ioctl
 
@@ -62,9 +62,9 @@ def plain(screen: bytes | bytearray) -> str:
 
 
 @contextlib.contextmanager
-def on_terminal(arguments: Sequence[str], home: pathlib.Path, columns: int = 240) -> Iterator[Terminal]:
+def on_terminal(arguments: Sequence[str], home: pathlib.Path) -> Generator[Terminal]:
     ours, theirs = pty.openpty()
-    ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 60, columns, 0, 0))
+    ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 60, 240, 0, 0))
     environment = {
         "PATH": os.environ["PATH"],
         "PYTHONPATH": str(ROOT),
@@ -137,7 +137,7 @@ def hold_session(
 ) -> tuple[LaunchConfig, str]:
     """Answer on a terminal, and give what was written and what the screen showed."""
     path = home / name
-    saved = read_config(str(path)).values if path.exists() else {}
+    saved: Mapping[str, object] = read_config(str(path)).values if path.exists() else {}
     steps, expected = plan_session(texts, saved, home)
     with on_terminal(["--config_file", str(path)], home) as terminal:
         place = 0

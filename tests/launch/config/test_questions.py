@@ -133,7 +133,7 @@ def test_questions_hang_on_those_before_them_only() -> None:
     assert len(set(names)) == len(names)
 
     class Watched(dict[str, object]):
-        def get(self, key: str, default: object = None) -> object:  # pyright: ignore[reportIncompatibleMethodOverride]
+        def get(self, key: str, default: object = None) -> object:
             read.add(key)
             return super().get(key, default)
 
