@@ -11,6 +11,7 @@ from types import MappingProxyType
 
 from accelfn.errors import ConfigurationError, MissingExtraError
 from accelfn.launch.config.accelerate import import_accelerate
+from accelfn.launch.config.ask import ask_values, format_launch
 from accelfn.launch.config.fields import build_config
 from accelfn.launch.config.files import find_config_file, format_config, read_config, read_tree
 from accelfn.launch.config.sources import format_origins, resolve
@@ -21,13 +22,16 @@ __all__ = ("accelerate_path", "default_values", "run_config")
 
 
 def run_config(argv: Sequence[str]) -> int:
-    """Run one of ``default``, ``update``, ``show`` and ``import``. Effect: may write a file.
+    """Ask for a configuration, or run ``default``, ``update``, ``show`` or ``import``.
+
+    Effect: may write a file, and talk to the user.
 
     Args:
         argv: Arguments after ``config``.
 
     Returns:
-        The exit status: 0; 1 where a file is there already and would be lost; 2 for bad input.
+        The exit status: 0; 1 where a file is there already and would be lost; 2 for bad input; 130 after
+        Ctrl-C.
 
     Raises:
         SystemExit: 0 after ``--help``; 2 after one sentence on what is wrong.
@@ -70,6 +74,21 @@ def accelerate_path(environment: Mapping[str, str], home: str) -> str:
 def _place(options: argparse.Namespace, environment: Mapping[str, str]) -> str:
     given: str | None = options.config_file
     return find_config_file(given, environment, sys.platform, os.path.expanduser("~"))[0]
+
+
+def _ask(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
+    path = _place(options, environment)
+    try:
+        values = ask_values(path, read_machine(environment).devices or 0)
+    except (KeyboardInterrupt, EOFError):
+        print("\naccelfn config: stopped; nothing was written.", file=sys.stderr)
+        return 130
+    if values is None:
+        print(f"accelfn config: {path} was left as it is.", file=sys.stderr)
+        return 1
+    status = _save(format_config(build_config(values), path, frozenset(values)), path)
+    print(format_launch(values, path if options.config_file else None))
+    return status
 
 
 def _default(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
@@ -135,25 +154,33 @@ def _save(text: str, path: str) -> int:
     return 0
 
 
-_ACTIONS: Mapping[str, Callable[[argparse.Namespace, Mapping[str, str]], int]] = MappingProxyType(
-    {"default": _default, "update": _update, "show": _show, "import": _import}
+_ACTIONS: Mapping[str | None, Callable[[argparse.Namespace, Mapping[str, str]], int]] = MappingProxyType(
+    {None: _ask, "default": _default, "update": _update, "show": _show, "import": _import}
 )
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="accelfn config",
-        description="Write, show, renew and take over configuration files of accelfn launch.",
+        description="Write, show, renew and take over configuration files of accelfn launch. Without a "
+        "command: ask for what to write.",
         epilog="In names of flags - and _ mean the same.",
         allow_abbrev=False,
     )
-    actions = parser.add_subparsers(dest="action", required=True, metavar="command")
+    parser.add_argument("--config_file", metavar="FILE", help="which file (the one in its usual place)")
+    actions = parser.add_subparsers(dest="action", metavar="command")
 
     def add(name: str, about: str) -> argparse.ArgumentParser:
         one = actions.add_parser(
             name, help=about, description=f"{about[0].upper()}{about[1:]}.", allow_abbrev=False
         )
-        one.add_argument("--config_file", metavar="FILE", help="which file (the one in its usual place)")
+        # Suppressed, so that one given before the command stays.
+        one.add_argument(
+            "--config_file",
+            metavar="FILE",
+            default=argparse.SUPPRESS,
+            help="which file (the one in its usual place)",
+        )
         return one
 
     default = add("default", "write a plain configuration for this machine")

@@ -1,0 +1,166 @@
+"""Carries the questionnaire of ``accelfn config`` out on a terminal."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from accelfn.errors import ConfigurationError, MissingExtraError
+from accelfn.launch.config.fields import build_config
+from accelfn.launch.config.files import read_config
+from accelfn.launch.config.question import Answers, Question
+from accelfn.launch.config.questions import default_of, first_answers, next_question, read_answer, values_of
+
+__all__ = ("Put", "ask_questions", "ask_values", "format_launch")
+
+#: Puts a question to the user: question, choices, and the default offered. Gives the text of the answer; an
+#: empty one takes the default.
+Put = Callable[[Question, tuple[str, ...], object], str]
+
+
+def ask_values(path: str, devices: int) -> Mapping[str, object] | None:
+    """Ask everything on the terminal. Effect: reads the file at ``path``, and talks to the user.
+
+    Args:
+        path: Where the answers will be written; a file that is there already gives the defaults.
+        devices: Accelerators of this machine; defaults are made from them.
+
+    Returns:
+        Values by the fields' names, or None if the user wants to keep a file that can't be read.
+
+    Raises:
+        ConfigurationError: There is no terminal, or nothing can be written at ``path``.
+        MissingExtraError: questionary isn't installed.
+        KeyboardInterrupt: The user doesn't want any more.
+        EOFError: Likewise, or the terminal is gone.
+    """
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise ConfigurationError(
+            "questions need a terminal, and this is none. Write a plain configuration with accelfn config "
+            "default, or give flags to accelfn launch."
+        )
+    questionary = _load_questionary()
+    _check_place(path)
+    saved: Mapping[str, object] = MappingProxyType({})
+    if os.path.exists(path):
+        try:
+            saved = read_config(path).values
+            build_config(saved)
+        except ConfigurationError as error:
+            print(f"note: {error}", file=sys.stderr)
+            if not questionary.confirm("Replace that file by your answers?", default=False).unsafe_ask():
+                return None
+            saved = MappingProxyType({})
+
+    def put(question: Question, few: tuple[str, ...], default: object) -> str:
+        return _put(questionary, question, few, default)
+
+    return values_of(ask_questions(first_answers(saved, devices), saved, put, print))
+
+
+def ask_questions(
+    answers: Answers, saved: Mapping[str, object], put: Put, say: Callable[[str], None]
+) -> Answers:
+    """Put each question of the plan until nothing is left to ask. Effect: only those of ``put`` and ``say``.
+
+    Args:
+        answers: From ``first_answers``.
+        saved: Values of a file that is there already; they are the defaults.
+        put: Puts one question.
+        say: Told why an answer won't do, before the question is put again.
+    """
+    question = next_question(answers)
+    while question is not None:
+        default = default_of(question, answers, saved)
+        text = put(question, question.choices(answers), default)
+        if question.is_path and text.strip() and text.strip().lower() != "none":
+            text = os.path.abspath(os.path.expanduser(text.strip()))  # the file is read from any folder
+        try:
+            takes_default = not text.strip() and (default is not None or question.optional)
+            value = default if takes_default else read_answer(question, answers, text)
+        except ValueError as error:
+            say(f"  That won't do: {error}")
+            continue
+        answers = {**answers, question.name: value}
+        question = next_question(answers)
+    return answers
+
+
+def format_launch(values: Mapping[str, object], config_file: str | None) -> str:
+    """Write how to launch with a configuration. Pure.
+
+    Args:
+        values: From ``ask_values``.
+        config_file: The value that ``--config_file`` must have; None where the file is found by itself.
+
+    >>> print(format_launch({"num_machines": 2, "machine_rank": 0}, "my config.yaml"))
+    launch with: accelfn launch --config_file 'my config.yaml' your_script.py
+    on the other machines, with the same file: give --machine_rank as well, 0 to 1
+    """
+    flag = "" if config_file is None else f"--config_file {shlex.quote(config_file)} "
+    lines = [f"launch with: accelfn launch {flag}your_script.py"]
+    machines = values.get("num_machines", 1)
+    if isinstance(machines, int) and values.get("machine_rank") is not None:
+        lines.append(
+            f"on the other machines, with the same file: give --machine_rank as well, 0 to {machines - 1}"
+        )
+    return "\n".join(lines)
+
+
+def _load_questionary() -> Any:
+    try:
+        import questionary
+    except ImportError as error:
+        raise MissingExtraError(
+            "the questions need questionary, which is not installed. Run: pip install 'accelfn[cli]'"
+        ) from error
+    return questionary
+
+
+def _check_place(path: str) -> None:
+    """Refuse before the first question what could not be written after the last."""
+    place = Path(path).absolute()
+    if place.is_dir():
+        raise ConfigurationError(f"{path} is a folder. Name a file: accelfn config --config_file FILE")
+    folder = next(one for one in place.parents if one.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ConfigurationError(
+            f"{path} can't be written: {folder} is not a folder that you may write to. Name another file: "
+            "accelfn config --config_file FILE"
+        )
+
+
+def _put(questionary: Any, question: Question, few: tuple[str, ...], default: object) -> str:
+    if question.kind.is_bool:
+        answer = questionary.confirm(question.text, default=default is True).unsafe_ask()
+        return "true" if answer else "false"
+    if few:
+        choices = [questionary.Choice(question.titles.get(one, one), value=one) for one in few]
+        # Digits move to a choice; there are nine that need no other key.
+        return questionary.select(
+            question.text,
+            choices=choices,
+            default=None if default is None else str(default),
+            use_shortcuts=len(few) < 10,
+        ).unsafe_ask()
+    if not question.kind.repeats:
+        return questionary.text(_with_default(question, default)).unsafe_ask()
+    lines = [questionary.text(_with_default(question, default)).unsafe_ask()]
+    if lines[0].strip().lower() not in ("", "none"):
+        while line := questionary.text("Another one [no more]:").unsafe_ask().strip():
+            lines.append(line)
+    return "\n".join(lines)
+
+
+def _with_default(question: Question, default: object) -> str:
+    if default is not None:
+        shown = question.kind.write(default).replace("\n", "; ")
+        return f"{question.text} [{shown}{', or none' if question.optional else ''}]:"
+    if question.optional:
+        return f"{question.text} [none]:"
+    return f"{question.text} (such as {question.example}):"

@@ -1,0 +1,443 @@
+"""``accelfn config`` on a real pseudo-terminal, one session for each branch of the questionnaire."""
+
+import contextlib
+import os
+import pathlib
+import pty
+import re
+import select
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+from fcntl import ioctl
+
+import pytest
+
+from accelfn.launch.config import LaunchConfig, build_config, format_config, read_config
+from accelfn.launch.config.ask import ask_questions
+from accelfn.launch.config.question import Question
+from accelfn.launch.config.questions import config_of, first_answers
+from accelfn.launch.config_command import run_config
+
+ROOT = pathlib.Path(__file__).parents[3]
+PATIENCE_S = 60  # until the terminal is taken to hang; no figure of speed
+DOWN = "\x1b[B"
+
+
+@dataclass(frozen=True)
+class Terminal:
+    """A program with the other end of its terminal."""
+
+    program: subprocess.Popen[bytes]
+    handle: int
+    screen: bytearray
+
+    def wait_for(self, words: str, start: int) -> int:
+        """Read until the words stand there after ``start``; give the place behind them."""
+        while (found := self.screen.find(words.encode(), start)) < 0:
+            assert self.read(), f"{words!r} never came:\n{plain(self.screen)}"
+        return found + len(words.encode())
+
+    def read(self) -> bool:
+        ready, _, _ = select.select([self.handle], [], [], PATIENCE_S)
+        assert ready, f"nothing came any more:\n{plain(self.screen)}"
+        try:
+            piece = os.read(self.handle, 65536)
+        except OSError:  # Linux says so when the program has ended
+            return False
+        self.screen.extend(piece)
+        return bool(piece)
+
+    def end(self) -> tuple[int, str]:
+        while self.read():
+            pass
+        return self.program.wait(PATIENCE_S), plain(self.screen)
+
+
+def plain(screen: bytes | bytearray) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen.decode(errors="replace")).replace("\r", "")
+
+
+@contextlib.contextmanager
+def on_terminal(arguments: Sequence[str], home: pathlib.Path) -> Generator[Terminal]:
+    ours, theirs = pty.openpty()
+    ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 60, 240, 0, 0))
+    environment = {
+        "PATH": os.environ["PATH"],
+        "PYTHONPATH": str(ROOT),
+        "HOME": str(home),
+        "XDG_CONFIG_HOME": str(home),
+        "TERM": "xterm",
+        "PROMPT_TOOLKIT_NO_CPR": "1",  # nobody here answers where the cursor is
+        "CUDA_VISIBLE_DEVICES": "",  # the defaults shall not hang on the machine
+    }
+    program = subprocess.Popen(
+        [sys.executable, "-m", "accelfn.launch", "config", *arguments],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=environment,
+        cwd=home,
+        start_new_session=True,
+    )
+    os.close(theirs)
+    try:
+        yield Terminal(program, ours, bytearray())
+    finally:
+        program.kill()
+        program.wait()
+        os.close(ours)
+
+
+@dataclass(frozen=True)
+class Step:
+    question: Question
+    keys: str
+
+
+def plan_session(
+    texts: Mapping[str, Sequence[str] | str], saved: Mapping[str, object], home: pathlib.Path
+) -> tuple[tuple[Step, ...], LaunchConfig]:
+    """Say which questions will come and which keys answer them; those without a text get Enter."""
+    left = {name: [text] if isinstance(text, str) else list(text) for name, text in texts.items()}
+    steps: list[Step] = []
+
+    def put(question: Question, few: tuple[str, ...], default: object) -> str:
+        text = left[question.name].pop(0) if left.get(question.name) else None
+        if question.kind.is_bool:
+            steps.append(Step(question, "\r" if text is None else text[0]))
+            return question.kind.write(default if text is None else text == "yes")
+        if few:
+            chosen = str(default) if text is None else text
+            downs = few.index(chosen) - few.index(str(default))
+            # Menus of up to nine take digits; the others arrows.
+            keys = "" if not downs else str(few.index(chosen) + 1) if len(few) < 10 else DOWN * downs
+            steps.append(Step(question, f"{keys}\r"))
+            return chosen
+        lines = (text or "").replace("\n", "\r")
+        more = question.kind.repeats and text and text != "none"
+        steps.append(Step(question, f"{lines}\r\r" if more else f"{lines}\r"))
+        return text or ""
+
+    here = os.getcwd()
+    os.chdir(home)  # as the program's, for answers that are relative paths
+    try:
+        answers = ask_questions(first_answers(saved), saved, put, lambda _: None)
+    finally:
+        os.chdir(here)
+    assert not any(left.values()), left
+    return tuple(steps), config_of(answers)
+
+
+def hold_session(
+    texts: Mapping[str, Sequence[str] | str], home: pathlib.Path, name: str = "made.yaml"
+) -> tuple[LaunchConfig, str]:
+    """Answer on a terminal, and give what was written and what the screen showed."""
+    path = home / name
+    saved: Mapping[str, object] = read_config(str(path)).values if path.exists() else {}
+    steps, expected = plan_session(texts, saved, home)
+    with on_terminal(["--config_file", str(path)], home) as terminal:
+        place = 0
+        before = None
+        for step in steps:
+            if before is step.question:  # what stands there once more is the old one
+                place = terminal.wait_for("That won't do", place)
+            before = step.question
+            place = terminal.wait_for(step.question.text, place)
+            os.write(terminal.handle, step.keys.encode())
+        status, screen = terminal.end()
+    assert status == 0, screen
+    assert f"saved {path}" in screen
+    assert f"launch with: accelfn launch --config_file {path} your_script.py" in screen
+    written = build_config(read_config(str(path)).values)
+    assert written == expected
+    return written, screen
+
+
+def test_one_process_with_every_option_of_dynamo(tmp_path: pathlib.Path) -> None:
+    config, _ = hold_session(
+        {
+            "use_dynamo": "yes",
+            "dynamo_backend": "torchxla_trace_once",
+            "customize_dynamo": "yes",
+            "dynamo_mode": "max-autotune",
+            "dynamo_use_fullgraph": "yes",
+            "dynamo_use_dynamic": "no",
+            "dynamo_use_regional_compilation": "yes",
+            "use_deepspeed": "no",
+            "gpu_ids": "0",
+            "enable_cpu_affinity": "yes",
+            "mixed_precision": "bf16",
+            "gradient_accumulation_steps": "4",
+        },
+        tmp_path,
+        "made.json",
+    )
+    assert config.num_processes == 1
+    assert (config.dynamo.backend, config.dynamo.mode) == ("torchxla_trace_once", "max-autotune")
+    assert (config.gpu_ids, config.gradient_accumulation_steps) == ("0", 4)
+
+
+def test_several_processes_on_cpus_through_mpirun(tmp_path: pathlib.Path) -> None:
+    config, screen = hold_session(
+        {
+            "machine_type": "several processes on CPUs",
+            "num_machines": "2",
+            "mpirun_hostfile": "hosts",
+            "debug": "yes",
+            "num_processes": ["x", "3", "8"],
+        },
+        tmp_path,
+    )
+    assert config.cpu
+    assert config.debug
+    assert config.mpirun.hostfile == str(tmp_path / "hosts")
+    assert (config.num_machines, config.num_processes) == (2, 8)
+    assert "That won't do: it must be a whole number, 1 or more, got 'x'" in screen
+    assert "got 3 processes on 2 machines" in screen
+
+
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+def test_machines_that_meet(backend: str, tmp_path: pathlib.Path) -> None:
+    config, screen = hold_session(
+        {
+            "machine_type": "several accelerators",
+            "num_machines": "3",
+            "rdzv_backend": backend,
+            **({"machine_rank": "1"} if backend == "static" else {}),
+            "main_process_ip": ["", "10.0.0.7"],
+            "main_process_port": ["0", "29600"],
+            "num_processes": "12",
+            "gpu_ids": ["0,1,2", "0,1,2,3"],
+        },
+        tmp_path,
+    )
+    assert (config.main_process_ip, config.main_process_port) == ("10.0.0.7", 29600)
+    assert config.machine_rank == (1 if backend == "static" else None)
+    assert ("on the other machines" in screen) is (backend == "static")
+    assert "names fewer" in screen
+
+
+def test_deepspeed_by_questions_on_several_machines(tmp_path: pathlib.Path) -> None:
+    config, _ = hold_session(
+        {
+            "machine_type": "several accelerators",
+            "num_machines": "2",
+            "main_process_ip": "10.0.0.7",
+            "use_deepspeed": "yes",
+            "zero_stage": "3",
+            "offload_optimizer_device": "nvme",
+            "offload_optimizer_nvme_path": "/disk",
+            "offload_param_device": "cpu",
+            "gradient_clipping": "1.0",
+            "zero3_save_16bit_model": "yes",
+            "zero3_init_flag": "yes",
+            "deepspeed_moe_layer_cls_names": "Moe,Experts",
+            "deepspeed_multinode_launcher": "slurm",
+            "deepspeed_hostfile": "/etc/hosts",
+            "deepspeed_exclusion_filter": "worker-1:0",
+            "num_processes": "4",
+        },
+        tmp_path,
+    )
+    assert config.use_deepspeed
+    deepspeed = config.deepspeed
+    assert (deepspeed.zero_stage, deepspeed.gradient_clipping) == (3, 1.0)
+    assert (deepspeed.offload_optimizer_nvme_path, deepspeed.offload_param_nvme_path) == ("/disk", None)
+    assert deepspeed.moe_layer_cls_names == ("Moe", "Experts")
+
+
+def test_deepspeed_by_its_own_file(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config, screen = hold_session(
+        {"use_deepspeed": "yes", "deepspeed_config_file": "~/ds.json"},
+        tmp_path,
+    )
+    assert config.deepspeed.config_file == str(tmp_path / "ds.json")
+    assert config.deepspeed.zero_stage is None
+    assert config.mixed_precision is None
+    assert "precision" not in screen
+
+
+def test_fsdp_version_1(tmp_path: pathlib.Path) -> None:
+    config, _ = hold_session(
+        {
+            "machine_type": "several accelerators",
+            "use_fsdp": "yes",
+            "fsdp_version": "1",
+            "fsdp_sharding_strategy": "HYBRID_SHARD",
+            "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP",
+            "fsdp_min_num_params": "1e6",
+            "fsdp_backward_prefetch": "NO_PREFETCH",
+            "fsdp_state_dict_type": "LOCAL_STATE_DICT",
+            "fsdp_forward_prefetch": "yes",
+            "fsdp_use_orig_params": "no",
+            "fsdp_cpu_ram_efficient_loading": "no",
+            "fsdp_sync_module_states": "no",
+            "num_processes": "2",
+        },
+        tmp_path,
+    )
+    assert (config.fsdp.version, config.fsdp.min_num_params) == (1, 1_000_000)
+    assert not config.fsdp.sync_module_states
+
+
+def test_fsdp_version_2_on_a_mesh_in_fp8_of_torchao(tmp_path: pathlib.Path) -> None:
+    config, screen = hold_session(
+        {
+            "machine_type": "several accelerators",
+            "use_fsdp": "yes",
+            "fsdp_reshard_after_forward": "no",
+            "fsdp_offload_params": "yes",
+            "fsdp_transformer_layer_cls_to_wrap": "Block, Other",
+            "fsdp_state_dict_type": "FULL_STATE_DICT",
+            "fsdp_activation_checkpointing": "yes",
+            "use_parallelism_config": "yes",
+            "parallelism_config_tp_size": "2",
+            "parallelism_config_cp_size": "2",
+            "parallelism_config_cp_comm_strategy": "alltoall",
+            "parallelism_config_dp_shard_size": "2",
+            "num_processes": ["4", "8"],
+            "mixed_precision": "fp8",
+            "fp8_backend": "ao",
+            "fp8_enable_fsdp_float8_all_gather": "no",
+        },
+        tmp_path,
+    )
+    assert config.use_parallelism_config
+    assert (config.fsdp.version, config.num_processes) == (2, 8)
+    assert config.fsdp.transformer_layer_cls_to_wrap == ("Block", "Other")
+    assert (config.fp8.backend, config.fp8.enable_fsdp_float8_all_gather) == ("ao", False)
+    assert "it needs 8 processes, got 4" in screen
+
+
+def test_megatron_in_fp8_of_transformer_engine(tmp_path: pathlib.Path) -> None:
+    config, _ = hold_session(
+        {
+            "machine_type": "several accelerators",
+            "use_megatron_lm": "yes",
+            "megatron_lm_tp_degree": "2",
+            "megatron_lm_sequence_parallelism": "no",
+            "megatron_lm_pp_degree": "2",
+            "megatron_lm_num_micro_batches": "3",
+            "megatron_lm_recompute_activations": "no",
+            "megatron_lm_use_distributed_optimizer": "no",
+            "megatron_lm_gradient_clipping": "0.5",
+            "mixed_precision": "fp8",
+            "fp8_backend": "te",
+            "fp8_use_autocast_during_eval": "yes",
+            "fp8_margin": "1",
+            "fp8_interval": "2",
+            "fp8_format": "E4M3",
+            "fp8_amax_history_len": "16",
+            "fp8_amax_compute_algo": "max",
+            "override_precision": "yes",
+            "override_wgrad": "yes",
+        },
+        tmp_path,
+    )
+    assert (config.megatron_lm.num_micro_batches, config.num_processes) == (3, 4)
+    assert config.fp8.override_linear_precision == (False, False, True)
+    assert (config.fp8.amax_history_len, config.fp8.amax_compute_algo) == (16, "max")
+
+
+def test_a_cluster_of_tpus(tmp_path: pathlib.Path) -> None:
+    config, _ = hold_session(
+        {
+            "machine_type": "TPU",
+            "num_processes": "8",
+            "main_training_function": "train",
+            "tpu_cluster": "yes",
+            "tpu_name": "pod",
+            "tpu_zone": "us-central1-a",
+            "tpu_use_sudo": "yes",
+            "commands": "pip install x\necho done",
+            "vm": "vm-1",
+            "env": "A=1\nB=2",
+            "mixed_precision": "bf16",
+            "downcast_bf16": "yes",
+        },
+        tmp_path,
+    )
+    assert config.tpu_options.commands == ("pip install x", "echo done")
+    assert (config.tpu_options.vm, config.tpu_options.env) == (("vm-1",), ("A=1", "B=2"))
+    assert (config.mixed_precision, config.downcast_bf16) == ("bf16", True)
+
+
+def test_sagemaker_in_fp8_of_ms_amp(tmp_path: pathlib.Path) -> None:
+    config, _ = hold_session(
+        {
+            "compute_environment": "AMAZON_SAGEMAKER",
+            "sagemaker_region": "eu-west-1",
+            "sagemaker_iam_role_name": "trainer",
+            "sagemaker_inputs_file": "inputs.tsv",
+            "sagemaker_distributed_type": "DATA_PARALLEL",
+            "sagemaker_ec2_instance_type": "ml.p3dn.24xlarge",
+            "num_machines": "2",
+            "mixed_precision": "fp8",
+            "fp8_backend": "msamp",
+            "fp8_opt_level": "O1",
+        },
+        tmp_path,
+    )
+    assert (config.sagemaker.profile, config.sagemaker.region) == ("default", "eu-west-1")
+    assert (config.sagemaker.ec2_instance_type, config.num_machines) == ("ml.p3dn.24xlarge", 2)
+    assert config.sagemaker.inputs_file == str(tmp_path / "inputs.tsv")
+
+
+def test_a_file_that_is_there_gives_the_defaults(tmp_path: pathlib.Path) -> None:
+    saved = LaunchConfig(cpu=True, num_processes=6, max_restarts=2, mixed_precision="bf16")
+    (tmp_path / "made.yaml").write_text(format_config(saved, "made.yaml"))
+    config, screen = hold_session({"gradient_accumulation_steps": "2"}, tmp_path)
+    assert config == LaunchConfig(
+        cpu=True, num_processes=6, max_restarts=2, mixed_precision="bf16", gradient_accumulation_steps=2
+    )
+    assert "on all machines together? [6]:" in screen
+
+
+@pytest.mark.parametrize("key", ["\x03", "\x04"], ids=["ctrl-c", "ctrl-d"])
+def test_who_stops_leaves_nothing_behind(key: str, tmp_path: pathlib.Path) -> None:
+    with on_terminal([], tmp_path) as terminal:
+        place = terminal.wait_for("Where does the script run?", 0)
+        os.write(terminal.handle, b"\r")
+        place = terminal.wait_for("What does it run on?", place)
+        os.write(terminal.handle, b"2\r")
+        terminal.wait_for("How many machines?", place)
+        os.write(terminal.handle, key.encode())
+        status, screen = terminal.end()
+    assert status == 130
+    assert "stopped; nothing was written" in screen
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_cannot_be_read_is_not_replaced_unasked(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "accelfn" / "config.yaml"
+    path.parent.mkdir()
+    path.write_text("config_version: 99\n")
+    with on_terminal([], tmp_path) as terminal:
+        terminal.wait_for("Replace that file by your answers?", 0)
+        os.write(terminal.handle, b"\r")
+        status, screen = terminal.end()
+    assert status == 1
+    assert "config_version 99 is newer" in screen
+    assert path.read_text() == "config_version: 99\n"
+
+
+def test_without_a_terminal_the_error_names_the_other_ways(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_config([]) == 2
+    error = capsys.readouterr().err
+    assert "accelfn config default" in error
+    assert "flags" in error
+
+
+def test_a_missing_extra_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "questionary", None)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert run_config([]) == 2
+    assert "pip install 'accelfn[cli]'" in capsys.readouterr().err

@@ -1,0 +1,273 @@
+"""The questionnaire as a plan: every path ends in a configuration that holds and survives its file."""
+
+import dataclasses
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accelfn.launch.config import (
+    FIELD_OF,
+    LaunchConfig,
+    build_config,
+    format_config,
+    parse_config,
+    resolve,
+)
+from accelfn.launch.config.ask import ask_questions
+from accelfn.launch.config.question import Answers, Question
+from accelfn.launch.config.questions import (
+    QUESTIONS,
+    config_of,
+    default_of,
+    first_answers,
+    next_question,
+    read_answer,
+    refuse,
+    values_of,
+)
+from accelfn.launch.plan import machine as machines
+from accelfn.launch.plan.choose import plan_launch
+from accelfn.launch.plan.record import Script
+
+TEXTS = ("a", "10.0.0.7", "two words", "no", "a,b", "'quoted' \"twice\"", "x: y # z", "Grüße")
+NUMBERS = ("0", "1", "2", "3", "4", "6", "8", "12", "-1", "0.5", "29501", "all", "0,1", "0,0", "none", "")
+
+
+def refuse_nothing(reason: str) -> None:
+    raise AssertionError(reason)
+
+
+def draw_answers(data: st.DataObject, saved: Mapping[str, object], devices: int) -> tuple[Answers, int]:
+    """Answer at random, right and wrong; say how many answers were refused."""
+    refused = 0
+    asked: list[str] = []
+
+    def put(question: Question, few: tuple[str, ...], default: object) -> str:
+        if asked.count(question.name) > 1:  # enough nonsense; what is offered must always do
+            return "" if default is not None or question.optional else question.example
+        asked.append(question.name)
+        if question.kind.is_bool:
+            return data.draw(st.sampled_from(("true", "false")), label=question.name)
+        return data.draw(st.sampled_from(few or (*NUMBERS, *TEXTS)), label=question.name)
+
+    def say(reason: str) -> None:
+        nonlocal refused
+        refused += 1
+        assert len(reason) > 20
+
+    return ask_questions(first_answers(saved, devices), saved, put, say), refused
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data(), st.sampled_from((0, 1, 4)), st.sampled_from(("a.yaml", "a.json")))
+def test_every_path_ends_in_a_configuration_that_survives_its_file(
+    data: st.DataObject, devices: int, name: str
+) -> None:
+    answers, _ = draw_answers(data, {}, devices)
+    config = config_of(answers)
+    values = values_of(answers)
+    file = parse_config(format_config(config, name, frozenset(values)), name)
+    assert build_config(file.values) == config
+    assert dict(file.values) == values
+    assert resolve({}, {}, file).config == config
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data())
+def test_who_presses_enter_all_the_way_keeps_the_file(data: st.DataObject) -> None:
+    answers, _ = draw_answers(data, {}, 0)
+    saved = values_of(answers)
+
+    def put(question: Question, few: tuple[str, ...], default: object) -> str:
+        return question.kind.write(default) if question.kind.is_bool or few else ""
+
+    again = ask_questions(first_answers(saved, 4), saved, put, refuse_nothing)
+    assert config_of(again) == config_of(answers)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data(), st.data())
+def test_values_of_any_file_never_lead_into_a_dead_end(one: st.DataObject, two: st.DataObject) -> None:
+    saved = values_of(draw_answers(one, {}, 2)[0])
+    answers, _ = draw_answers(two, saved, 0)
+    assert next_question(answers) is None
+    config_of(answers)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data())
+def test_what_is_usual_is_never_refused(data: st.DataObject) -> None:
+    answers: Answers = first_answers({}, data.draw(st.sampled_from((0, 1, 2, 8))))
+    while (question := next_question(answers)) is not None:
+        usual = default_of(question, answers, {})
+        if usual is None and not question.optional:
+            usual = read_answer(question, answers, question.example)
+        assert not refuse(question, answers, usual), question.name
+        few = question.choices(answers)
+        texts = few or (("true", "false") if question.kind.is_bool else ("3", "7", "a"))
+        text = data.draw(st.sampled_from(texts), label=question.name)
+        try:
+            value = read_answer(question, answers, text)
+        except ValueError:
+            value = usual
+        answers = {**answers, question.name: value}
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data())
+def test_launches_take_what_was_answered(data: st.DataObject) -> None:
+    answers, _ = draw_answers(data, {}, 0)
+    config = config_of(answers)
+    if config.sagemaker.profile is None and config.compute_environment == "AMAZON_SAGEMAKER":
+        return  # its keys are given at launch
+    file = parse_config(format_config(config, "a.json", frozenset(values_of(answers))), "a.json")
+    here = machines.Machine(cores=4, mpirun="/usr/bin/mpirun", is_open_mpi=True)
+    plan_launch(resolve({}, {}, file), Script("train.py"), {}, here)
+
+
+def test_questions_hang_on_those_before_them_only() -> None:
+    read: set[str] = set()
+    names = [question.name for question in QUESTIONS]
+    assert len(set(names)) == len(names)
+
+    class Watched(dict[str, object]):
+        def get(self, key: str, default: object = None) -> object:
+            read.add(key)
+            return super().get(key, default)
+
+    for position, question in enumerate(QUESTIONS):
+        read.clear()
+        for kind in ("one process", "several processes on CPUs", "several accelerators", "TPU"):
+            for yes in (True, False):
+                answers = Watched(dict.fromkeys(names, yes) | {"machine_type": kind, "num_machines": 2})
+                question.when(answers)
+                question.choices(answers)
+                question.default(answers)
+        assert read <= {*names[: position + 1], "devices", "rdzv_endpoint"}, question.name
+
+
+def test_each_question_is_about_one_field_or_about_others() -> None:
+    own = {question.name for question in QUESTIONS if question.name not in FIELD_OF}
+    assert own == {
+        *("machine_type", "use_dynamo", "customize_dynamo"),
+        *("override_precision", "override_fprop", "override_dgrad", "override_wgrad"),
+    }
+
+
+def answer_all(texts: Mapping[str, str], saved: Mapping[str, object], devices: int = 0) -> LaunchConfig:
+    """Answer by name; others as offered. Every text must be asked for, and be taken."""
+    left = dict(texts)
+
+    def put(question: Question, few: tuple[str, ...], default: object) -> str:
+        if question.name in left:
+            return left.pop(question.name)
+        return question.kind.write(default) if question.kind.is_bool or few else ""
+
+    answers = ask_questions(first_answers(saved, devices), saved, put, refuse_nothing)
+    assert not left
+    return config_of(answers)
+
+
+def test_what_no_question_is_about_stays() -> None:
+    saved = {"max_restarts": 3, "slurm_partition": "gpu", "num_processes": 2, "cpu": True}
+    config = answer_all({}, saved)
+    assert (config.max_restarts, config.slurm.partition, config.num_processes) == (3, "gpu", 2)
+    one = answer_all({"machine_type": "one process"}, saved)
+    assert (one.max_restarts, one.num_processes) == (3, 1)
+
+
+def test_secrets_of_a_file_are_not_taken_along() -> None:
+    assert "aws_secret_access_key" not in first_answers({"aws_secret_access_key": "s"})
+
+
+def test_faults_of_accelerates_questionnaire_are_none_here() -> None:
+    tpu = answer_all({"machine_type": "TPU", "mixed_precision": "bf16", "downcast_bf16": "yes"}, {})
+    assert (tpu.mixed_precision, tpu.downcast_bf16) == ("bf16", True)
+    te = answer_all(
+        {
+            "machine_type": "several accelerators",
+            "mixed_precision": "fp8",
+            "fp8_backend": "te",
+            "fp8_amax_history_len": "16",
+            "fp8_amax_compute_algo": "max",
+            "override_precision": "yes",
+            "override_dgrad": "yes",
+        },
+        {},
+        devices=2,
+    )
+    assert (te.fp8.amax_history_len, te.fp8.amax_compute_algo) == (16, "max")
+    assert te.fp8.override_linear_precision == (False, True, False)
+    backends = next(question for question in QUESTIONS if question.name == "dynamo_backend").choices({})
+    assert "torchxla_trace_once" in backends
+    assert not any("torh" in one for one in backends)
+    text = format_config(LaunchConfig(mixed_precision="no"), "a.yaml")
+    assert 'mixed_precision: "no"' in text
+
+
+@pytest.mark.parametrize(
+    ("before", "name", "text", "reason"),
+    [
+        ({"machine_type": "several accelerators"}, "num_processes", "1", "2 or more"),
+        ({"machine_type": "several accelerators"}, "num_processes", "x", "a whole number"),
+        ({"machine_type": "several processes on CPUs", "num_machines": 2}, "num_processes", "3", "divide"),
+        (
+            {"machine_type": "several processes on CPUs", "num_machines": 2},
+            "machine_rank",
+            "2",
+            "one of 0, 1",
+        ),
+        (
+            {"machine_type": "several processes on CPUs", "num_machines": 2},
+            "main_process_port",
+            "0",
+            "any free",
+        ),
+        ({"machine_type": "several accelerators", "num_processes": 4}, "gpu_ids", "0,1", "fewer"),
+        ({"machine_type": "several accelerators", "num_processes": 2}, "gpu_ids", "1,1", "twice"),
+        ({"machine_type": "TPU"}, "mixed_precision", "fp8", "one of no, bf16"),
+        ({"use_megatron_lm": True, "megatron_lm_tp_degree": 4}, "num_processes", "6", "copy of the model"),
+        (
+            {"use_parallelism_config": True, "parallelism_config_tp_size": 2},
+            "num_processes",
+            "4",
+            "needs 2 processes",
+        ),
+        ({"use_parallelism_config": True}, "parallelism_config_dp_shard_size", "1", "no mesh"),
+        (
+            {"use_parallelism_config": True, "num_machines": 2, "parallelism_config_tp_size": 3},
+            "parallelism_config_dp_shard_size",
+            "1",
+            "evenly",
+        ),
+    ],
+)
+def test_answers_that_contradict_each_other_are_refused(
+    before: dict[str, object], name: str, text: str, reason: str
+) -> None:
+    question = next(one for one in QUESTIONS if one.name == name)
+    so_far = {**before, "main_process_ip": "10.0.0.1"} if before.get("num_machines") else before
+    with pytest.raises(ValueError, match=reason):
+        read_answer(question, so_far, text)
+
+
+def test_no_program_is_kept_from_a_file_where_a_tpu_was_chosen() -> None:
+    told: list[str] = []
+    texts = iter(("TPU", "one process"))
+
+    def put(question: Question, few: tuple[str, ...], default: object) -> str:
+        if question.name == "machine_type":
+            return next(texts)
+        return question.kind.write(default) if question.kind.is_bool or few else ""
+
+    saved = {"no_python": True}
+    answers = ask_questions(first_answers(saved), saved, put, told.append)
+    assert "--no_python" in told[0]
+    assert config_of(answers).no_python
+
+
+def test_questions_are_records() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        QUESTIONS[0].name = "x"  # pyright: ignore[reportAttributeAccessIssue]
