@@ -167,8 +167,10 @@ def is_in_backward() -> bool:
 class _AtEnd:
     """Does something once: when it is called, or else when it is forgotten."""
 
+    _work: Callable[[], None] | None = None  # also if __init__ was interrupted
+
     def __init__(self, work: Callable[[], None]) -> None:
-        self._work: Callable[[], None] | None = work
+        self._work = work
 
     def __call__(self) -> None:
         work, self._work = self._work, None

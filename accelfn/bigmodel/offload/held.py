@@ -64,6 +64,7 @@ class Held:
         copies: The same, one by one.
         counts: Of changes of the copies, when they were as those at rest.
         hung: By slot: what hangs there now. Empty at rest.
+        replaced: By slot: what hung there while ``hung`` takes its place. Empty otherwise.
         rest: By slot: what hung there before.
         guard: Of the thread that waits for the transfer.
     """
@@ -79,6 +80,7 @@ class Held:
     copies: tuple[torch.Tensor, ...] = ()
     counts: tuple[int, ...] = ()
     hung: tuple[torch.Tensor | None, ...] = ()
+    replaced: tuple[torch.Tensor | None, ...] = ()
     rest: tuple[torch.Tensor | None, ...] = ()
     guard: threading.Lock = field(default_factory=threading.Lock)
 
@@ -221,24 +223,30 @@ def hang(held: Held, *, grads: bool) -> None:
         copies[position] if position >= 0 else moved.get(place)
         for place, position in enumerate(held.layout.positions)
     )
-    if not held.hung:
+    if held.hung:
+        held.replaced = held.hung
+    else:
         held.rest = tuple(slot.peek() for slot in held.block.slots)
     held.hung = hung
     for slot, tensor in zip(held.block.slots, hung, strict=True):
         if tensor is not None:
             slot.write(tensor)
+    held.replaced = ()
 
 
 def take_down(held: Held) -> None:
-    """Hang the tensors at rest back, with what forward passes have written into the copies."""
+    """Hang the tensors at rest back, with what forward passes have written into the copies.
+
+    It can be done again if it was interrupted, as :func:`hang` may have been before.
+    """
     block = held.block
-    for place, (slot, hung) in enumerate(zip(block.slots, held.hung, strict=True)):
-        # Else the module has hung something of its own there, which stays.
-        if hung is not None and slot.peek() is hung:
-            back = held.rest[place] if place in block.sources else held.hosts[place]
-            assert back is not None
-            slot.write(back)
-    held.hung = held.rest = ()
+    for ours in (held.hung, held.replaced):
+        for place, (slot, hung) in enumerate(zip(block.slots, ours, strict=False)):
+            # Else the module has hung something of its own there, which stays.
+            if hung is not None and slot.peek() is hung:
+                back = held.rest[place] if place in block.sources else held.hosts[place]
+                assert back is not None
+                slot.write(back)
     written = {position for position in range(len(held.copies)) if held.is_written(position)}
     # Batch normalisation writes into its buffers without counting it as a change.
     uncounted = {
@@ -248,6 +256,7 @@ def take_down(held: Held) -> None:
     } - written
     if written or uncounted:
         _write_back(held, written, uncounted)
+    held.hung = held.replaced = held.rest = ()
 
 
 def _write_back(held: Held, written: set[int], uncounted: set[int]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 
@@ -35,6 +34,9 @@ def sizes_of(blocks: Sequence[Block]) -> list[int]:
 class Residents:
     """Which blocks are on a device, or underway. Every method but :meth:`arrive` needs the lock.
 
+    What ends something can be done again, and then does the rest of it: a KeyboardInterrupt may come
+    anywhere.
+
     A block comes when it is taken, or wanted by one who will probably need it next. It goes as soon as nobody
     uses it or wants it.
 
@@ -59,7 +61,7 @@ class Residents:
         self.peak_bytes = 0
         self._blocks = blocks
         self._held: dict[int, Held] = {}
-        self._users: Counter[int] = Counter()
+        self._users: dict[int, frozenset[object]] = {}
         self._wanted: dict[object, tuple[int, ...]] = {}
         self._addresses: dict[int, int] = {}  # of memory on the device: the block
         self._layouts: dict[int, Layout] = {}
@@ -77,18 +79,20 @@ class Residents:
 
     # --- who needs what ---
 
-    def use(self, block: int) -> None:
-        """Keep a block until :meth:`unuse`."""
-        self._users[block] += 1
+    def use(self, block: int, user: object) -> None:
+        """Keep a block for somebody until :meth:`unuse`."""
+        self._users[block] = self._users.get(block, frozenset()) | {user}
 
-    def unuse(self, block: int) -> None:
+    def unuse(self, block: int, user: object) -> None:
         """End a use of a block. With the last one, its modules hold their weights at rest again."""
-        self._users[block] -= 1
-        if not self._users[block]:
-            del self._users[block]
-            held = self._held.get(block)
-            if held is not None and held.hung:
-                take_down(held)
+        others = self._users.get(block, frozenset()) - {user}
+        if others:
+            self._users[block] = others
+            return
+        held = self._held.get(block)
+        if held is not None and held.hung:
+            take_down(held)
+        self._users.pop(block, None)
 
     def is_wanting(self, wanter: object) -> bool:
         """Whether somebody has said what it wants."""
@@ -171,18 +175,21 @@ class Residents:
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
             if block not in self._was_read:
                 held.arrival = self.link.begin([host.detach() for host in packed], layout.packing)
-            with torch.no_grad() if len(layout.firsts) < len(hosts) else nullcontext():
-                held.moved = {
-                    place: host.to(device, non_blocking=True)
-                    for place, (host, position) in enumerate(zip(hosts, layout.positions, strict=True))
-                    if host is not None and position < 0
-                }
+            alone = {
+                place: host
+                for place, (host, position) in enumerate(zip(hosts, layout.positions, strict=True))
+                if host is not None and position < 0
+            }
+            if alone:  # seldom, and a KeyboardInterrupt amid no_grad could leave gradients off
+                with torch.no_grad():
+                    held.moved = {place: host.to(device, non_blocking=True) for place, host in alone.items()}
         return held
 
     def _let_go(self, block: int) -> None:
-        held = self._held.pop(block)
+        held = self._held[block]
         if held.memory is not None:
             self._addresses.pop(held.memory.untyped_storage().data_ptr(), None)
+        del self._held[block]
         if block not in self.stays:
             self.link.release([host for host in held.hosts if host is not None])
 

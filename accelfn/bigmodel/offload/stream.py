@@ -259,7 +259,7 @@ class Stream:
         residents = self.residents
         with residents.lock:
             call.is_user = True
-            residents.use(block)
+            residents.use(block, call)
             if grads and one.sources:
                 _require_leaves(one)
             self._learn(block)
@@ -325,16 +325,25 @@ class Stream:
                 return
 
     def _leave_last(self) -> None:
+        # A KeyboardInterrupt may come at any step. Each can be done again, and the call stays until all are.
         calls = self._thread.entered
-        call = calls.pop()
-        if call.saving is not None:
+        call = calls[-1]
+        if call.saving is not None and is_innermost(call.saving):
             call.saving.__exit__(None, None, None)
+        try:
+            self._end(call, is_last=len(calls) == 1)
+        except Exception:
+            calls.pop()
+            raise
+        calls.pop()
+
+    def _end(self, call: _Entered, is_last: bool) -> None:
         if self._opened is None:
             return
         with self._opened.lock:
             if call.is_user:
-                self._opened.unuse(call.block)
-            if not calls:
+                self._opened.unuse(call.block, call)
+            if is_last:
                 self._thread.last = -1
                 self._opened.want(_me(), None)
             elif call.is_user:
@@ -342,12 +351,16 @@ class Stream:
                 self._opened.want(_me(), (call.block, *self._ahead(self._thread.last)))
 
     def _drop_interrupted(self) -> bool:
-        """Forget calls of this thread that aren't running any more, and say whether there were any."""
+        """Forget what was interrupted in this thread, and say whether forward passes were among it."""
         calls = self._thread.entered
         found = False
         while calls and calls[-1].frame is not None and not is_within(calls[-1].frame):
             self._leave_last()
             found = True
+        if not calls and self._opened is not None and not is_in_backward():
+            wanter = _me(is_backward=True)
+            if self._opened.is_wanting(wanter):
+                self._end_backward(wanter)
         return found
 
     def _learn(self, block: int) -> None:

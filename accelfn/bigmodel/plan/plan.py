@@ -265,7 +265,8 @@ def _warn(places: Sequence[PlacePlan], copies: Sequence[TensorCopy], options: Pl
     away = [one for one in places if not is_accelerator(one.place)]
     buffers = sum(leaf.num_bytes for one in away for leaf in one.leaves if leaf.kind != "parameter")
     free = [(one.budget or 0) - one.used - one.reserved for one in accelerators]
-    if accelerators and buffers > max(0, *free) and not options.offload_buffers:
+    in_use = any(one.leaves for one in accelerators)
+    if in_use and buffers > max(0, *free) and not options.offload_buffers:
         yield (
             f"buffers of {size_text(buffers)} are offloaded with their modules, and no accelerator has so "
             "much left to keep them there. Pass offload_buffers=True, so that they are brought when they are "

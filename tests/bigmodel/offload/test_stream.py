@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Generator, Sequence
@@ -731,6 +732,59 @@ def test_a_single_block_that_was_interrupted_uses_new_weights_in_the_next_pass(g
         assert torch.equal(plain[1](inputs()), model[1](inputs()))
     assert at_rest(model)
     assert stream.resident == ()
+
+
+class InterruptAt:
+    """Raises a KeyboardInterrupt at one of the lines of offloading that are run, as a signal may."""
+
+    def __init__(self, number: int) -> None:
+        self.left = number
+
+    def __call__(self, frame: Any, event: str, arg: object) -> Any:
+        if "bigmodel/offload" not in frame.f_code.co_filename.replace("\\", "/"):
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self
+
+
+# An interrupt in a __del__ is one that Python itself swallows.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("part", range(4))
+def test_an_interrupt_at_any_line_is_made_good_by_the_next_pass(part: int) -> None:
+    plain = layers(3)
+    model = copy.deepcopy(plain)
+    stream = by_layers(model)
+
+    def run(one: nn.Module) -> torch.Tensor:
+        out = one(inputs())
+        out.sum().backward()
+        return out
+
+    expected = run(plain)
+    number, is_through = part + 1, False
+    while not is_through:
+        interrupt = InterruptAt(number)
+        try:
+            sys.settrace(interrupt)
+            run(model)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        is_through = interrupt.left > 0
+        with torch.no_grad():
+            model(inputs())
+        model.zero_grad()
+        assert torch.equal(run(model), expected), number
+        assert same(gradients(model), gradients(plain)), number
+        assert at_rest(model), number
+        assert stream.resident == (), number
+        number += 4 * 3  # the other parts have those between, of which a third is enough
+    assert number > 300
 
 
 def test_an_interrupt_that_the_model_itself_catches() -> None:
