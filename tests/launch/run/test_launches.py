@@ -208,3 +208,24 @@ def test_mpirun_starts_two_processes(tmp_path: Path) -> None:
     status, stderr = finish(start(tmp_path, *flags, "train.py", **root))
     assert status == 0, stderr
     assert len(portraits(tmp_path)) == 2
+
+
+FOR_ACCELERATE = """
+import pathlib
+from accelerate import Accelerator
+accelerator = Accelerator()
+rank, size = accelerator.process_index, accelerator.num_processes
+steps, device = accelerator.gradient_accumulation_steps, accelerator.device.type
+pathlib.Path(f"{rank}.txt").write_text(f"{size} {accelerator.mixed_precision} {steps} {device}")
+accelerator.end_training()
+"""
+
+
+# Two interpreters that import torch and accelerate: that their variables are understood is for them to say.
+def test_a_script_that_is_still_written_for_accelerate(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    (tmp_path / "train.py").write_text(FOR_ACCELERATE)
+    flags = ("--cpu", "--num_processes=2", "--mixed_precision=bf16", "--gradient_accumulation_steps=3")
+    status, stderr = finish(start(tmp_path, *flags, "train.py"))
+    assert status == 0, stderr
+    assert [(tmp_path / f"{rank}.txt").read_text() for rank in (0, 1)] == ["2 bf16 3 cpu"] * 2
