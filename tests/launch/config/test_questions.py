@@ -151,7 +151,7 @@ def test_questions_hang_on_those_before_them_only() -> None:
 def test_each_question_is_about_one_field_or_about_others() -> None:
     own = {question.name for question in QUESTIONS if question.name not in FIELD_OF}
     assert own == {
-        *("machine_type", "use_dynamo", "customize_dynamo"),
+        *("machine_type", "has_profile", "use_dynamo", "customize_dynamo"),
         *("override_precision", "override_fprop", "override_dgrad", "override_wgrad"),
     }
 
@@ -176,6 +176,17 @@ def test_what_no_question_is_about_stays() -> None:
     assert (config.max_restarts, config.slurm.partition, config.num_processes) == (3, "gpu", 2)
     one = answer_all({"machine_type": "one process"}, saved)
     assert (one.max_restarts, one.num_processes) == (3, 1)
+
+
+def test_a_profile_that_was_declined_is_not_offered_again() -> None:
+    texts = {"compute_environment": "AMAZON_SAGEMAKER", "sagemaker_iam_role_name": "trainer"}
+    config = answer_all({**texts, "has_profile": "no"}, {})
+    assert config.sagemaker.profile is None
+    saved = {"compute_environment": "AMAZON_SAGEMAKER", "sagemaker_iam_role_name": "trainer"}
+    assert answer_all({}, saved) == config.__class__(
+        compute_environment="AMAZON_SAGEMAKER", sagemaker=config.sagemaker, mixed_precision="no"
+    )
+    assert answer_all(texts, {}).sagemaker.profile == "default"
 
 
 def test_secrets_of_a_file_are_not_taken_along() -> None:
