@@ -178,6 +178,20 @@ def test_what_no_question_is_about_stays() -> None:
     assert (one.max_restarts, one.num_processes) == (3, 1)
 
 
+@pytest.mark.parametrize("kind", ["one process", "several processes on CPUs", "several accelerators", "TPU"])
+def test_the_kind_of_machine_is_found_in_a_file(kind: str) -> None:
+    config = answer_all({"machine_type": kind}, {}, devices=2)
+    values = {"cpu": config.cpu, "multi_gpu": config.multi_gpu, "tpu": config.tpu}
+    saved = {**values, "num_processes": config.num_processes}
+    assert answer_all({}, saved, devices=4) == config
+
+
+def test_what_a_file_says_is_not_offered_where_it_no_longer_fits() -> None:
+    saved = {"cpu": True, "num_processes": 3, "main_process_ip": "a", "machine_rank": 5}
+    config = answer_all({"num_machines": "2"}, saved)
+    assert (config.num_processes, config.machine_rank, config.main_process_ip) == (2, 0, "a")
+
+
 def test_a_profile_that_was_declined_is_not_offered_again() -> None:
     texts = {"compute_environment": "AMAZON_SAGEMAKER", "sagemaker_iam_role_name": "trainer"}
     config = answer_all({**texts, "has_profile": "no"}, {})
