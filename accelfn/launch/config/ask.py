@@ -16,7 +16,7 @@ from accelfn.launch.config.files import read_config
 from accelfn.launch.config.question import Answers, Question
 from accelfn.launch.config.questions import default_of, first_answers, next_question, read_answer, values_of
 
-__all__ = ("Put", "ask_questions", "ask_values", "format_launch")
+__all__ = ("Put", "ask_questions", "ask_values", "format_launch", "format_prompt")
 
 #: Puts a question to the user: question, choices, and the default offered. Gives the text of the answer; an
 #: empty one takes the default.
@@ -112,6 +112,21 @@ def format_launch(values: Mapping[str, object], config_file: str | None) -> str:
     return "\n".join(lines)
 
 
+def format_prompt(question: Question, default: object) -> str:
+    """Write a question whose answer is typed, with what Enter alone would answer. Pure.
+
+    >>> from accelfn.launch.config.questions import QUESTIONS
+    >>> format_prompt(next(one for one in QUESTIONS if one.name == "num_machines"), 2)
+    'How many machines? [2]:'
+    """
+    if default is not None:
+        shown = question.kind.write(default).replace("\n", "; ")
+        return f"{question.text} [{shown}{', or none' if question.optional else ''}]:"
+    if question.optional:
+        return f"{question.text} [none]:"
+    return f"{question.text} (such as {question.example}):"
+
+
 def _load_questionary() -> Any:
     try:
         import questionary
@@ -149,18 +164,9 @@ def _put(questionary: Any, question: Question, few: tuple[str, ...], default: ob
             use_shortcuts=len(few) < 10,
         ).unsafe_ask()
     if not question.kind.repeats:
-        return questionary.text(_with_default(question, default)).unsafe_ask()
-    lines = [questionary.text(_with_default(question, default)).unsafe_ask()]
+        return questionary.text(format_prompt(question, default)).unsafe_ask()
+    lines = [questionary.text(format_prompt(question, default)).unsafe_ask()]
     if lines[0].strip().lower() not in ("", "none"):
         while line := questionary.text("Another one [no more]:").unsafe_ask().strip():
             lines.append(line)
     return "\n".join(lines)
-
-
-def _with_default(question: Question, default: object) -> str:
-    if default is not None:
-        shown = question.kind.write(default).replace("\n", "; ")
-        return f"{question.text} [{shown}{', or none' if question.optional else ''}]:"
-    if question.optional:
-        return f"{question.text} [none]:"
-    return f"{question.text} (such as {question.example}):"

@@ -66,13 +66,14 @@ MACHINE_QUESTIONS: tuple[Question, ...] = (
         "Where does the script run?",
         titles={"LOCAL_MACHINE": "this machine, or several like it", "AMAZON_SAGEMAKER": "Amazon SageMaker"},
     ),
-    of_table(
-        "sagemaker_profile",
+    about(
+        "has_profile",
         is_sagemaker,
-        f"AWS profile of the credentials (none: set {_KEYS} at launch)",
-        default="default",
-        optional=True,
+        f"Do the credentials come from a profile of AWS? (otherwise set {_KEYS} at launch)",
+        found=lambda values: values.get("sagemaker_profile") is not None if is_sagemaker(values) else None,
+        default=lambda _: True,
     ),
+    of_table("sagemaker_profile", is_true("has_profile"), "Which profile?", default="default"),
     of_table("sagemaker_region", is_sagemaker, "AWS region"),
     of_table(
         "sagemaker_iam_role_name",

@@ -433,6 +433,33 @@ def test_without_a_terminal_the_error_names_the_other_ways(capsys: pytest.Captur
     assert "flags" in error
 
 
+@pytest.mark.parametrize(
+    ("place", "reason"), [("folder", "is a folder"), ("file/config.yaml", "can't be written")]
+)
+def test_a_place_that_cannot_be_written_is_said_first(
+    place: str,
+    reason: str,
+    tmp_path: pathlib.Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert run_config(["--config_file", str(tmp_path / place)]) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_the_file_may_be_named_before_or_behind_a_command(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(tmp_path / "a.json")
+    assert run_config(["--config_file", path, "default"]) == 0
+    assert run_config(["show", "--config_file", path]) == 0
+    assert f"file: {path}\n" in capsys.readouterr().out
+
+
 def test_a_missing_extra_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -151,7 +151,7 @@ def test_questions_hang_on_those_before_them_only() -> None:
 def test_each_question_is_about_one_field_or_about_others() -> None:
     own = {question.name for question in QUESTIONS if question.name not in FIELD_OF}
     assert own == {
-        *("machine_type", "use_dynamo", "customize_dynamo"),
+        *("machine_type", "has_profile", "use_dynamo", "customize_dynamo"),
         *("override_precision", "override_fprop", "override_dgrad", "override_wgrad"),
     }
 
@@ -176,6 +176,31 @@ def test_what_no_question_is_about_stays() -> None:
     assert (config.max_restarts, config.slurm.partition, config.num_processes) == (3, "gpu", 2)
     one = answer_all({"machine_type": "one process"}, saved)
     assert (one.max_restarts, one.num_processes) == (3, 1)
+
+
+@pytest.mark.parametrize("kind", ["one process", "several processes on CPUs", "several accelerators", "TPU"])
+def test_the_kind_of_machine_is_found_in_a_file(kind: str) -> None:
+    config = answer_all({"machine_type": kind}, {}, devices=2)
+    values = {"cpu": config.cpu, "multi_gpu": config.multi_gpu, "tpu": config.tpu}
+    saved = {**values, "num_processes": config.num_processes}
+    assert answer_all({}, saved, devices=4) == config
+
+
+def test_what_a_file_says_is_not_offered_where_it_no_longer_fits() -> None:
+    saved = {"cpu": True, "num_processes": 3, "main_process_ip": "a", "machine_rank": 5}
+    config = answer_all({"num_machines": "2"}, saved)
+    assert (config.num_processes, config.machine_rank, config.main_process_ip) == (2, 0, "a")
+
+
+def test_a_profile_that_was_declined_is_not_offered_again() -> None:
+    texts = {"compute_environment": "AMAZON_SAGEMAKER", "sagemaker_iam_role_name": "trainer"}
+    config = answer_all({**texts, "has_profile": "no"}, {})
+    assert config.sagemaker.profile is None
+    saved = {"compute_environment": "AMAZON_SAGEMAKER", "sagemaker_iam_role_name": "trainer"}
+    assert answer_all({}, saved) == config.__class__(
+        compute_environment="AMAZON_SAGEMAKER", sagemaker=config.sagemaker, mixed_precision="no"
+    )
+    assert answer_all(texts, {}).sagemaker.profile == "default"
 
 
 def test_secrets_of_a_file_are_not_taken_along() -> None:
