@@ -441,13 +441,8 @@ _COMMANDS = (
             documented=f"accelerate {rest}",
             here=f"accelfn {rest}",
             home="command line",
-            part=part,
         )
-        for rest, part in (
-            ("config", "the questionnaire"),
-            ("test", "the self-test"),
-            ("test --config_file file.yaml", "the self-test"),
-        )
+        for rest in ("config", "test", "test --config_file file.yaml")
     ),
 )
 

@@ -147,9 +147,11 @@ def wrong_command(asked: AskedName) -> str:
         if command == "launch":
             parse_flags(words)
         else:
-            main([command, *words])
-    except (SystemExit, ConfigurationError):
+            main([command, *words, "--help"])
+    except ConfigurationError:
         return "not a command"
+    except SystemExit as stopped:
+        return "not a command" if stopped.code else ""
     return ""
 
 

@@ -88,7 +88,7 @@ def test_a_setup_that_accelfn_has_no_machinery_for_fails() -> None:
         (["--timeout", "0"], "--timeout must be more than 0"),
         (["--fault", "bad-luck"], "invalid choice"),
         (["--only", "the weather"], "invalid choice: 'the weather'"),
-        (["--num_processes", "0"], "--num_processes must be at least 1"),
+        (["--num_processes", "0"], "--num_processes: it must be a whole number, 1 or more"),
     ],
     ids=str,
 )
