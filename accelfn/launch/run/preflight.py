@@ -44,8 +44,7 @@ def hold_meeting(meeting: Meeting, versions: Mapping[str, str]) -> None:
     except OSError as error:
         raise ConfigurationError(
             f"--main_process_ip {meeting.host} can't be resolved: {error.strerror or error}. Check "
-            "the name, or "
-            "give the address of machine 0."
+            "the name, or give the address of machine 0."
         ) from None
     deadline_s = time.monotonic() + meeting.timeout_s
     if meeting.machine_rank == 0:
@@ -93,8 +92,7 @@ def _listen(meeting: Meeting, family: int) -> socket.socket:
         listener.close()
         raise ConfigurationError(
             f"port {meeting.port} of this machine can't be used: {error.strerror or error}. Give a "
-            "free one with "
-            "--main_process_port, the same on every machine."
+            "free one with --main_process_port, the same on every machine."
         ) from None
     return listener
 
@@ -136,8 +134,7 @@ def _say_missing(told: list[Mapping[str, Any]], meeting: Meeting) -> str:
     return (
         f"{missing} of {meeting.num_machines} machines did not come to {meeting.host}:{meeting.port} within "
         f"{meeting.timeout_s:g} seconds; there were: {came}. Start the same command on every "
-        "machine, or wait "
-        "longer with --preflight_timeout."
+        "machine, or wait longer with --preflight_timeout."
     )
 
 
@@ -154,8 +151,7 @@ def find_clash(told: Iterable[Mapping[str, Any]]) -> str | None:
             if one["machine_rank"] is not None and one["machine_rank"] == other["machine_rank"]:
                 return (
                     f"two machines have --machine_rank {one['machine_rank']}: {other['host']} and "
-                    f"{one['host']}. "
-                    "Give each its own."
+                    f"{one['host']}. Give each its own."
                 )
     names = list(dict.fromkeys(name for one in machines for name in one["values"]))
     clashes: list[str] = []
@@ -195,18 +191,15 @@ def _visit(meeting: Meeting, own: Mapping[str, Any], deadline_s: float) -> None:
         if heard.get("magic") != _MAGIC:
             raise ConfigurationError(
                 f"another program answers at {meeting.host}:{meeting.port}. Give a free port of machine "
-                "0 with "
-                "--main_process_port, the same on every machine."
+                "0 with --main_process_port, the same on every machine."
             )
         if heard.get("clash"):
             raise ConfigurationError(str(heard["clash"]))
         return
     raise ConfigurationError(
         f"machine 0 could not be reached at {meeting.host}:{meeting.port} within "
-        f"{meeting.timeout_s:g} seconds: "
-        f"{last}. Check --main_process_ip, --main_process_port and the firewall, and that "
-        "accelfn launch runs "
-        "there."
+        f"{meeting.timeout_s:g} seconds: {last}. Check --main_process_ip, --main_process_port and the "
+        "firewall, and that accelfn launch runs there."
     )
 
 
