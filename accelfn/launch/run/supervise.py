@@ -34,9 +34,9 @@ def supervise(
 ) -> int:
     """Run a plan's command to its end. Effect: starts processes, hands signals on, prints a report.
 
-    SIGINT, SIGTERM, SIGHUP and SIGQUIT go to the command, which has ``plan.patience_s`` to end; a second
-    SIGINT ends the waiting. SIGUSR1 and SIGUSR2 go to the scripts. What is left after a failure or a signal
-    is killed.
+    SIGINT, SIGTERM, SIGHUP (unless nohup has it ignored) and SIGQUIT go to the command, which has
+    ``plan.patience_s`` to end; a second SIGINT ends the waiting. SIGUSR1 and SIGUSR2 go to the scripts. What
+    is left after a failure or a signal is killed.
 
     Args:
         plan: What to start.
@@ -100,10 +100,12 @@ def _catching(caught: list[int]) -> Generator[list[int]]:
     def hand_on(number: int, frame: FrameType | None) -> None:
         caught.append(number)
 
+    numbers = [getattr(signal, name) for name in (*_STOPS, *_TO_SCRIPTS) if hasattr(signal, name)]
     previous = {
         number: signal.signal(number, hand_on)
-        for name in (*_STOPS, *_TO_SCRIPTS)
-        if (number := getattr(signal, name, None)) is not None
+        for number in numbers
+        # Started by nohup, it is to outlive the terminal.
+        if signal.Signals(number).name != "SIGHUP" or signal.getsignal(number) is not signal.SIG_IGN
     }
     try:
         yield child_of

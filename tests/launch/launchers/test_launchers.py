@@ -166,7 +166,8 @@ def test_without_cloudpickle_a_function_of_a_module_is_sent_and_another_is_refus
 
 
 SCRIPT = """
-import os, pathlib, sys, time
+import os, pathlib, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # the tests may run in a shell's background
 import accelfn as af
 
 def fn(ctx):

@@ -17,7 +17,9 @@ from accelfn.launch.run.supervise import supervise
 ROOT = Path(__file__).parents[3]
 
 SUPERVISOR = """
-import os, sys
+import os, signal, sys
+if hasattr(signal, "SIGHUP"):  # the tests themselves may have been started by nohup
+    signal.signal(signal.SIGHUP, signal.SIG_IGN if "NOHUP" in os.environ else signal.SIG_DFL)
 from accelfn.launch.plan import LaunchPlan
 from accelfn.launch.run.supervise import supervise
 sys.exit(supervise(LaunchPlan(way="torchrun", argv=tuple(sys.argv[1:])), os.environ))
@@ -162,6 +164,26 @@ time.sleep(60)
         wait_for(tmp_path / "up", process)
         process.send_signal(number)
         assert process.wait(timeout=30) == 128 + number
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_launch_by_nohup_outlives_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NOHUP", "1")
+    source = """
+import pathlib, time
+pathlib.Path("up").write_text("1")
+while not pathlib.Path("go").exists():
+    time.sleep(0.02)
+"""
+    process = start(tmp_path, source)
+    try:
+        wait_for(tmp_path / "up", process)
+        process.send_signal(signal.SIGHUP)
+        time.sleep(0.3)  # more than one look of the supervisor
+        (tmp_path / "go").touch()
+        assert process.wait(timeout=30) == 0
     finally:
         process.kill()
         process.communicate()
