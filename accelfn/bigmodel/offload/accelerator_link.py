@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from accelfn.bigmodel.offload.link import Arrival, Link, Worker, let_pages_go
-from accelfn.bigmodel.offload.packing import Packing, is_packed, pack
+from accelfn.bigmodel.offload.packing import Packing, is_packed, lasting_tensors, pack
 
 __all__ = ("accelerator_link",)
 
@@ -43,7 +43,7 @@ def accelerator_link(device: torch.device, num_ahead: int) -> Link:
             done.popleft().synchronize()
 
     def send(source: torch.Tensor, num_bytes: int) -> tuple[torch.Tensor, torch.Event]:
-        with side, torch.inference_mode(False), torch.no_grad():
+        with side, lasting_tensors():
             memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
             memory.copy_(source, non_blocking=True)
             copied = torch.Event(device)
@@ -67,7 +67,7 @@ def accelerator_link(device: torch.device, num_ahead: int) -> Link:
         sent: list[torch.Event] = []
 
         def stage() -> torch.Tensor:
-            with torch.inference_mode(False), torch.no_grad():
+            with lasting_tensors():
                 pinned = _take(staged, packing.num_bytes, num_ahead + 1)
                 pack(kept, packing, pinned)
                 memory, copied = send(pinned[: packing.num_bytes], packing.num_bytes)

@@ -10,7 +10,7 @@ import torch
 from accelfn.bigmodel.load.mapped import mapped_from, read_in
 from accelfn.bigmodel.offload.accelerator_link import accelerator_link
 from accelfn.bigmodel.offload.link import Arrival, Link, Worker, let_pages_go
-from accelfn.bigmodel.offload.packing import Packing, pack
+from accelfn.bigmodel.offload.packing import Packing, lasting_tensors, pack
 from accelfn.bigmodel.places import Place, check_device, is_simulated
 
 __all__ = ("mapped_link", "open_link", "thread_link")
@@ -42,8 +42,7 @@ def thread_link() -> Link:
 
     def begin(hosts: Sequence[torch.Tensor], packing: Packing) -> Arrival:
         def carry() -> torch.Tensor:
-            # Tensors of inference mode couldn't be used in training later, and the mode is the caller's.
-            with torch.inference_mode(False), torch.no_grad():
+            with lasting_tensors():
                 memory = torch.empty(packing.num_bytes, dtype=torch.uint8)
                 pack(hosts, packing, memory)
             return memory

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
-from typing import NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ("Packing", "Piece", "is_dense", "is_packable", "is_packed", "pack", "plan_packing", "unpack")
+__all__ = (
+    "Packing",
+    "Piece",
+    "is_dense",
+    "is_packable",
+    "is_packed",
+    "lasting_tensors",
+    "pack",
+    "plan_packing",
+    "unpack",
+)
 
 # What CUDA's allocator aligns to; kernels that read vectors of 16 bytes need no more.
 _ALIGNMENT = 256
@@ -89,6 +99,15 @@ def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(stride))
 
 
+def lasting_tensors() -> AbstractContextManager[Any]:
+    """Let new tensors be usable in training later, also where the caller runs in inference mode.
+
+    Elsewhere the mode isn't touched: torch's guard of it is an object, and one that a KeyboardInterrupt
+    leaves behind would bring back an old state whenever it is collected, with gradients switched off.
+    """
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
+
+
 def unpack(memory: torch.Tensor, packing: Packing) -> tuple[torch.Tensor, ...]:
     """Give the tensors that lie in the memory. Each counts its own changes (``_version``).
 
@@ -98,7 +117,7 @@ def unpack(memory: torch.Tensor, packing: Packing) -> tuple[torch.Tensor, ...]:
     """
     storage, device = memory.untyped_storage(), memory.device
     # Views of `memory` would share one counter of changes; so would what is made in inference mode have none.
-    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+    with lasting_tensors():
         return tuple(
             [
                 torch.empty(0, dtype=dtype, device=device).set_(
@@ -112,7 +131,7 @@ def unpack(memory: torch.Tensor, packing: Packing) -> tuple[torch.Tensor, ...]:
 def pack(tensors: Sequence[torch.Tensor], packing: Packing, memory: torch.Tensor) -> None:
     """Write the tensors' values into memory of the packing."""
     for view, tensor in zip(unpack(memory, packing), tensors, strict=True):
-        view.copy_(tensor)
+        view.copy_(tensor.detach())
 
 
 def is_packed(tensors: Sequence[torch.Tensor], packing: Packing) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 
 import torch
 
@@ -22,6 +22,7 @@ from accelfn.bigmodel.offload.held import (
     versions_of,
 )
 from accelfn.bigmodel.offload.link import Link
+from accelfn.bigmodel.offload.packing import lasting_tensors
 
 __all__ = ("Residents", "sizes_of")
 
@@ -171,8 +172,7 @@ class Residents:
         held = Held(block=self._blocks[block], hosts=hosts, layout=layout, versions=(), device=device)
         packed = packed_hosts(held)
         held.versions = versions_of(packed)
-        # Tensors of inference mode couldn't be used in training later.
-        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+        with lasting_tensors():
             if block not in self._was_read:
                 held.arrival = self.link.begin([host.detach() for host in packed], layout.packing)
             alone = {
