@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import struct
 import zlib
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ import torch
 
 from accelfn.comm.wire import as_bytes
 
-__all__ = ("encode_png", "read_pixels")
+__all__ = ("as_array", "as_pillow", "encode_png", "read_pixels")
 
 _CHANNELS = (1, 3, 4)
 _COLOR_TYPES = MappingProxyType({1: 0, 3: 2, 4: 6})
@@ -43,6 +44,28 @@ def read_pixels(images: Any, name: str = "image") -> list[torch.Tensor]:
     if tensor.dim() == 4:
         return [_one(image, name) for image in tensor]
     return [_one(tensor, name)]
+
+
+def as_array(pixels: torch.Tensor) -> Any:
+    """Give pixels as an array of numpy, as most packages take them: ``(H, W)`` where there is one channel.
+
+    Args:
+        pixels: uint8 on the CPU, ``(H, W, C)``.
+
+    >>> as_array(torch.zeros(8, 9, 1, dtype=torch.uint8)).shape
+    (8, 9)
+    """
+    return (pixels[:, :, 0] if pixels.shape[2] == 1 else pixels).numpy()
+
+
+def as_pillow(pixels: torch.Tensor) -> Any:
+    """Give pixels as an image of Pillow, which the packages that take these need themselves.
+
+    Args:
+        pixels: uint8 on the CPU, ``(H, W, C)``.
+    """
+    pillow: Any = importlib.import_module("PIL.Image")
+    return pillow.fromarray(as_array(pixels))
 
 
 def encode_png(pixels: torch.Tensor) -> bytes:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
+
+from typing_extensions import Self
 
 from accelfn.errors import NotAvailableError
 
@@ -113,20 +115,24 @@ class GeneralTracker:
 class BlankTracker(GeneralTracker):
     """Stands for a tracker where it doesn't act: on the other ranks, or when it couldn't be started.
 
-    Whatever is called on it does nothing, and so does what is behind it, so that one program text fits all
-    ranks.
+    Whatever is called, set, looked up or entered on it does nothing, and so does what is behind it, so that
+    one program text fits all ranks. It is false, empty, and has nothing to iterate over.
 
     >>> blank = BlankTracker("wandb")
     >>> blank.log({"loss": 0.5})
     >>> blank.tracker.log_artifact("model").wait()
     BlankTracker('wandb')
+    >>> blank.tracker.summary["best"] = 0.5
+    >>> with blank.tracker.phase("validation"):
+    ...     [*blank.tracker.files], bool(blank)
+    ([], False)
     """
 
     requires_logging_directory = False
 
     def __init__(self, name: str) -> None:
         """Take the name of the one that it stands for."""
-        self.name = name
+        self.__dict__["name"] = name
 
     @property
     def tracker(self) -> BlankTracker:
@@ -152,9 +158,49 @@ class BlankTracker(GeneralTracker):
             raise AttributeError(f"BlankTracker has no attribute {name!r}.")
         return self
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Do nothing."""
+
     def __call__(self, *args: Any, **kwargs: Any) -> BlankTracker:
         """Do nothing."""
         return self
+
+    def __getitem__(self, key: Any) -> BlankTracker:
+        """Give itself, whatever is looked up."""
+        return self
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """Do nothing."""
+
+    def __delitem__(self, key: Any) -> None:
+        """Do nothing."""
+
+    def __contains__(self, key: Any) -> bool:
+        """Say no."""
+        return False
+
+    def __iter__(self) -> Iterator[Any]:
+        """Have nothing to iterate over."""
+        return iter(())
+
+    def __len__(self) -> int:
+        """Be empty, and false."""
+        return 0
+
+    def __enter__(self) -> Self:
+        """Do nothing."""
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        """Do nothing; what was raised goes on."""
+
+    def __truediv__(self, part: Any) -> BlankTracker:
+        """Stand for a path too, such as the folder of :class:`JSONLTracker`."""
+        return self
+
+    def __format__(self, spec: str) -> str:
+        """Format its text, of whatever type ``spec`` is meant for."""
+        return repr(self)
 
     def __repr__(self) -> str:
         return f"BlankTracker({self.__dict__.get('name')!r})"

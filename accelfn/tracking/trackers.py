@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from accelfn.comm import attempt, failing_together
 from accelfn.context import Context
 from accelfn.errors import ConfigurationError, MissingExtraError
 from accelfn.tracking.choose import TrackerPlan, plan_trackers
 from accelfn.tracking.tracker import BlankTracker, GeneralTracker
-from accelfn.tracking.values import plain_config, read_numbers
+from accelfn.tracking.values import plain_config, read_numbers, read_step
 from accelfn.tracking.warned import warn_caller
 
 __all__ = (
@@ -103,7 +103,8 @@ def init_trackers(
         ConfigurationError: As :func:`plan_trackers`; ``init_kwargs`` name a tracker that isn't chosen, or a
             tracker refuses them.
         MissingExtraError: The package of a tracker that was named isn't installed.
-        TypeError: A tracker's constructor doesn't take its ``init_kwargs``.
+        TypeError: An argument is of another kind, or a tracker's constructor doesn't take its
+            ``init_kwargs``.
         Exception: With ``on_error="raise"``, what a tracker raised; ``RemoteRankError`` on other ranks.
 
     >>> import tempfile
@@ -116,6 +117,7 @@ def init_trackers(
     """
     if on_error not in ("warn", "raise"):
         raise ValueError(f'init_trackers: on_error must be "warn" or "raise", got {on_error!r}.')
+    _check_arguments(project_name, init_kwargs, logging_dir)
     asked = log_with if log_with is not None else ctx.log_with or "jsonl"
     directory = logging_dir if logging_dir is not None else ctx.project.logging_dir
     plan = plan_trackers(asked, directory)
@@ -159,20 +161,23 @@ def log(
     Args:
         trackers: From :func:`init_trackers`.
         values: Names and values: numbers, tensors of any shape, texts, None, or mappings and lists of these.
-        step: Number of the step.
+        step: Number of the step, an integer of any kind.
         log_kwargs: Further arguments for one tracker's calls, by its name.
 
     Raises:
         ConfigurationError: The trackers have ended, or ``log_kwargs`` name one that isn't there.
+        TypeError: ``values`` is no mapping, or ``step`` is no whole number.
         Exception: With ``on_error="raise"``, what a tracker raised; ``RemoteRankError`` on other ranks.
     """
     options = _options(trackers, "log", log_kwargs)
+    _check_mapping(values, "log", "values")
     if not trackers.active:
         return
+    at = read_step(step, "log")
     numbers: list[dict[str, Any]] = []
     _guarded(trackers, "values", "log", lambda: numbers.append(read_numbers(values)))
     if numbers:
-        _each(trackers, "log", lambda one: one.log(dict(numbers[0]), step=step, **options.get(one.name, {})))
+        _each(trackers, "log", lambda one: one.log(dict(numbers[0]), step=at, **options.get(one.name, {})))
 
 
 def log_images(
@@ -200,10 +205,14 @@ def log_images(
         Exception: As :func:`log`.
     """
     options = _options(trackers, "log_images", log_kwargs)
+    _check_mapping(values, "log_images", "values")
+    if not trackers.active:
+        return
+    at = read_step(step, "log_images")
     _each(
         trackers,
         "log_images",
-        lambda one: one.log_images(dict(values), step=step, **options.get(one.name, {})),
+        lambda one: one.log_images(dict(values), step=at, **options.get(one.name, {})),
     )
 
 
@@ -248,13 +257,14 @@ def log_table(
     options = _options(trackers, "log_table", log_kwargs)
     if not trackers.active:
         return
+    at = read_step(step, "log_table")
     rows: list[list[Any]] | None = None
     if data is not None:
         cells: dict[str, Any] = read_numbers({"rows": [list(row) for row in data]})
         rows = cells["rows"]
 
     def keep(one: GeneralTracker) -> None:
-        one.log_table(name, columns, rows, dataframe, step, **options.get(one.name, {}))
+        one.log_table(name, columns, rows, dataframe, at, **options.get(one.name, {}))
 
     _each(trackers, "log_table", keep)
 
@@ -300,6 +310,25 @@ def get_tracker(trackers: Trackers, name: str, unwrap: bool = False) -> Any:
     if found is None:
         return BlankTracker(name)
     return found.tracker if unwrap else found
+
+
+def _check_arguments(project_name: object, init_kwargs: object, logging_dir: object) -> None:
+    if not isinstance(project_name, str) or not project_name:
+        raise TypeError(f"init_trackers: project_name must be a text: got {project_name!r}.")
+    if logging_dir is not None and not isinstance(logging_dir, (str, os.PathLike)):
+        raise TypeError(f"init_trackers: logging_dir must be a path: got {logging_dir!r}.")
+    if init_kwargs is None:
+        return
+    _check_mapping(init_kwargs, "init_trackers", "init_kwargs")
+    for name, options in cast("Mapping[str, object]", init_kwargs).items():
+        _check_mapping(options, "init_trackers", f"init_kwargs[{name!r}]")
+
+
+def _check_mapping(value: object, operation: str, argument: str) -> None:
+    if not isinstance(value, Mapping):
+        raise TypeError(
+            f"{operation}: {argument} must be a mapping of names: got {type(value).__name__} {value!r}."
+        )
 
 
 def _started(

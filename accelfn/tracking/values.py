@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import enum
+import operator
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -12,9 +13,9 @@ from typing import Any, cast
 
 import torch
 
-from accelfn.errors import NotAvailableError
+from accelfn.errors import ConfigurationError, NotAvailableError
 
-__all__ = ("flatten_names", "plain_config", "read_numbers")
+__all__ = ("flatten_names", "plain_config", "read_numbers", "read_step")
 
 
 def read_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,19 +50,29 @@ def plain_config(config: object) -> dict[str, Any]:
 
     Raises:
         TypeError: It is nothing of these.
+        ConfigurationError: It contains itself.
 
     >>> plain_config({"dtype": torch.bfloat16, "sizes": (64, 10), "seed": None})
     {'dtype': 'torch.bfloat16', 'sizes': [64, 10], 'seed': None}
     """
-    if isinstance(config, argparse.Namespace):
-        config = vars(config)
-    elif dataclasses.is_dataclass(config) and not isinstance(config, type):
-        config = {one.name: getattr(config, one.name) for one in dataclasses.fields(config)}
-    if not isinstance(config, Mapping):
-        raise TypeError(
-            f"config must be a mapping, a dataclass or an argparse.Namespace: got {type(config).__name__}."
-        )
-    return {str(name): _plain(value) for name, value in cast("Mapping[object, object]", config).items()}
+    return _plain_mapping(config, ())
+
+
+def read_step(step: Any, operation: str) -> int | None:
+    """Give the number of a step as an int: of an integer, of torch's and numpy's kinds too.
+
+    Raises:
+        TypeError: It is no whole number.
+
+    >>> read_step(torch.tensor(3), "log")
+    3
+    """
+    if step is None or type(step) is int:
+        return step
+    try:
+        return operator.index(step)
+    except TypeError:
+        raise TypeError(f"{operation}: step must be a whole number or None: got {step!r}.") from None
 
 
 def flatten_names(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
@@ -78,19 +89,46 @@ def flatten_names(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[
             yield path, value
 
 
-def _plain(value: Any) -> Any:
+def _plain_mapping(config: object, above: tuple[int, ...]) -> dict[str, Any]:
+    if isinstance(config, argparse.Namespace):
+        inside: object = vars(config)
+    elif dataclasses.is_dataclass(config) and not isinstance(config, type):
+        inside = {one.name: getattr(config, one.name) for one in dataclasses.fields(config)}
+    else:
+        inside = config
+    if not isinstance(inside, Mapping):
+        raise TypeError(
+            f"config must be a mapping, a dataclass or an argparse.Namespace: got {type(config).__name__}."
+        )
+    items = cast("Mapping[object, object]", inside).items()
+    return {str(name): _plain(value, _within(config, above, str(name))) for name, value in items}
+
+
+def _within(container: object, above: tuple[int, ...], name: str) -> tuple[int, ...]:
+    """Give what ``name`` lies in, unless that lies in itself."""
+    if id(container) in above:
+        raise ConfigurationError(
+            f"config contains itself: the {type(container).__name__} that {name!r} is in lies inside of "
+            "itself. Leave that entry out."
+        )
+    return (*above, id(container))
+
+
+def _plain(value: Any, above: tuple[int, ...]) -> Any:
     if isinstance(value, enum.Enum):
-        return _plain(value.value)
+        return _plain(value.value, above)
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (Mapping, argparse.Namespace)) or (
         dataclasses.is_dataclass(value) and not isinstance(value, type)
     ):
-        return plain_config(cast("object", value))
+        return _plain_mapping(cast("object", value), above)
     if isinstance(value, AbstractSet):
-        return sorted((_plain(one) for one in cast("AbstractSet[Any]", value)), key=str)
+        inside = _within(cast("object", value), above, "")
+        return sorted((_plain(one, inside) for one in cast("AbstractSet[Any]", value)), key=str)
     if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
-        return [_plain(one) for one in cast("Sequence[Any]", value)]
+        values = cast("Sequence[Any]", value)
+        return [_plain(one, _within(values, above, str(place))) for place, one in enumerate(values)]
     if isinstance(value, torch.Tensor) or _is_array(value):
         return read_numbers({"": value})[""]
     return str(os.fspath(cast("os.PathLike[str]", value)) if isinstance(value, os.PathLike) else value)

@@ -139,11 +139,17 @@ def test_mlflow(mlflow: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         Context(),
         "digits",
         log_with="mlflow",
-        config={**CONFIG, "long": "x" * 7000, **{f"p{number}": number for number in range(150)}},
+        config={
+            **CONFIG,
+            "long": "x" * 7000,
+            "a@b": 1,
+            **{f"p{number}": number for number in range(150)},
+        },
         init_kwargs={"mlflow": options},
         on_error="raise",
     )
     run_id = get_tracker(trackers, "mlflow", unwrap=True).info.run_id
+    log(trackers, {"acc@5": 0.5, "../up": 1}, step=0)
     log_steps(trackers)
 
     client = mlflow.MlflowClient()
@@ -151,6 +157,7 @@ def test_mlflow(mlflow: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert (run.info.run_name, run.info.status, run.data.tags["team"]) == ("one", "FINISHED", "a")
     assert client.get_experiment(run.info.experiment_id).name == "digits"
     params = run.data.params
+    assert (params["a_b"], run.data.metrics["acc_5"], run.data.metrics["up"]) == ("1", 0.5, 1.0)
     assert (params["lr"], params["model/layers"], params["p149"], "long" in params) == (
         "0.1",
         "2",
@@ -186,7 +193,12 @@ def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = get_tracker(trackers, "wandb", unwrap=True)
     assert run.config["model"] == CONFIG["model"]
     log(trackers, {"loss": torch.tensor(0.75)}, step=0)
+    log_table(trackers, "mixed", data=[[1, "x"], ["y", 2.5]], step=0)
+    with pytest.warns(UserWarning, match="wandb shows no object, so 'odd' is left out"):
+        log(trackers, {"odd": object(), "even": 2}, step=0)
     log_steps(trackers)
+    # The end of a run doesn't wait for its file, the end of the package does.
+    importlib.import_module("wandb").teardown()
     (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
     form: Any = importlib.import_module("wandb.proto.wandb_internal_pb2").Record
     records = [form.FromString(data) for data in wandb_records(file.read_bytes())]
@@ -197,10 +209,11 @@ def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     found = [(one["_step"], one["loss"]) for one in steps if "loss" in one]
     assert found == [(0, 1.0), (1, 0.5), (2, 0.25)]
+    assert steps[0]["even"] == 2
     (last,) = (one for one in steps if "faces" in one or any(name.startswith("faces") for name in one))
     assert any(name.startswith("rows") for name in last)
     assert len(list(tmp_path.glob("wandb/offline-run-*/files/media/images/*.png"))) == 2
-    assert len(list(tmp_path.glob("wandb/offline-run-*/files/media/table/*.json"))) == 1
+    assert len(list(tmp_path.glob("wandb/offline-run-*/files/media/table/*.json"))) == 2
 
 
 def wandb_records(data: bytes) -> Iterator[bytes]:
@@ -295,6 +308,7 @@ def test_comet_ml(tmp_path: Path) -> None:
     config: Any = importlib.import_module("comet_ml").ExperimentConfig(offline_directory=str(tmp_path / "c"))
     trackers = begin("comet_ml", online=False, experiment_config=config, mode="create")
     log(trackers, {"note": "well", "both": {"a": 1}}, step=0)
+    log_images(trackers, {"black": torch.zeros(1, 8, 8), "mask": torch.zeros(8, 8, dtype=torch.bool)}, step=0)
     log_steps(trackers)
     (file,) = (tmp_path / "c").glob("*.zip")
     with zipfile.ZipFile(file) as archive:
@@ -305,7 +319,7 @@ def test_comet_ml(tmp_path: Path) -> None:
     assert found == [(0, 1.0), (1, 0.5), (2, 0.25)]
     assert any(one["metricName"] == "both_a" for one in metrics)
     text = json.dumps(lines)
-    assert all(word in text for word in ("layers", "faces", "rows.csv"))
+    assert all(word in text for word in ("layers", "faces", "black", "mask", "rows.csv"))
     assert len(names) > 1
 
 
@@ -340,10 +354,13 @@ print("FOLDER", task.get_offline_mode_folder())
 @pytest.mark.slow
 def test_clearml(tmp_path: Path) -> None:
     pytest.importorskip("clearml")
+    # Its reports go out from a process that it forks while threads are at work, which hangs at times.
+    (tmp_path / "clearml.conf").write_text("sdk { development { report_use_subprocess: false } }\n")
     done = subprocess.run(
         [sys.executable, "-c", CLEARML, json.dumps(CONFIG)],
         env={
             **os.environ,
+            "CLEARML_CONFIG_FILE": str(tmp_path / "clearml.conf"),
             "PYTHONPATH": str(Path(__file__).parents[2]),
             "HOME": str(tmp_path),
             "CLEARML_OFFLINE_MODE": "1",

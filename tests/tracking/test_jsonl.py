@@ -140,6 +140,24 @@ def test_what_follows_a_torn_line_stands_on_its_own(tmp_path: Path) -> None:
     assert [json.loads(text[number])["kind"] for number in (0, 2, 3)] == ["start", "start", "log"]
 
 
+def test_a_full_disk_is_said_and_what_follows_stands_on_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracker = started(tmp_path)
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:20]))
+    for _ in range(2):
+        with pytest.raises(OSError, match=r"only 20 of \d+ bytes of a line were written"):
+            tracker.log({"loss": 1.0}, step=1)
+    monkeypatch.undo()
+    tracker.log({"loss": 0.5}, step=2)
+    tracker.finish()
+    whole = (tracker.folder / "events.jsonl").read_text().splitlines()
+    kept = [json.loads(line) for line in whole if line.endswith("}")]
+    assert [line["kind"] for line in kept] == ["start", "log", "finish"]
+    assert kept[1]["values"] == {"loss": 0.5}
+
+
 def test_a_run_that_has_not_begun_or_has_ended_says_so(tmp_path: Path) -> None:
     tracker = JSONLTracker("digits", tmp_path)
     with pytest.raises(ConfigurationError, match="isn't open"):

@@ -9,7 +9,7 @@ import enum
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -247,6 +247,23 @@ def test_a_stand_in_takes_any_call() -> None:
         blank.__wrapped__  # noqa: B018 -- what inspect looks for
 
 
+def test_a_stand_in_takes_what_runs_of_packages_take_beside_calls() -> None:
+    blank = BlankTracker("wandb")
+    run = blank.tracker
+    run.summary["best"] = 1
+    run.name = "renamed"
+    del run.summary["best"]
+    with run.context("validation") as inside:
+        assert inside["loss"] is blank
+    assert list(run.scan_history()) == []
+    assert "best" not in run.summary
+    assert not run
+    assert run.dir / "images" is blank
+    assert f"{run.id:>5} {run.lr:.3f}" == "BlankTracker('wandb') BlankTracker('wandb')"
+    with pytest.raises(ValueError, match="of the user"), run.context():
+        raise ValueError("of the user")
+
+
 # --- what is chosen ------------------------------------------------------------------------------
 
 
@@ -340,6 +357,63 @@ def test_arguments_for_a_tracker_that_is_not_chosen_are_an_error() -> None:
         get_tracker(trackers, "wandb")
     with pytest.raises(ValueError, match="on_error must be"):
         init_trackers(Context(), "project", log_with=Memory, on_error="ignore")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"project_name": None}, "project_name must be a text: got None"),
+        ({"project_name": ""}, "project_name must be a text: got ''"),
+        ({"project_name": Path("x")}, "project_name must be a text"),
+        ({"logging_dir": 3}, "logging_dir must be a path: got 3"),
+        ({"init_kwargs": [1]}, r"init_kwargs must be a mapping of names: got list \[1\]"),
+        ({"init_kwargs": {"memory": 1}}, r"init_kwargs\['memory'\] must be a mapping of names: got int 1"),
+    ],
+)
+def test_arguments_of_another_kind_are_an_error_before_anything_starts(
+    arguments: dict[str, Any], message: str
+) -> None:
+    memory = Memory()
+    with pytest.raises(TypeError, match=f"init_trackers: {message}"):
+        init_trackers(Context(), **{"project_name": "project", "log_with": memory, **arguments})
+    assert kinds(memory) == ["built"]
+
+
+@pytest.mark.parametrize("step", [torch.tensor(7), torch.tensor([7]), True])
+def test_a_step_of_another_package_is_a_number(step: Any) -> None:
+    memory = Memory()
+    trackers = init_trackers(Context(), "project", log_with=memory)
+    log(trackers, {"a": 1}, step=step)
+    log_images(trackers, {}, step=step)
+    log_table(trackers, "t", data=[[1]], step=step)
+    steps = [memory.calls[-3][2], memory.calls[-2][2], memory.calls[-1][4]]
+    assert steps == [int(step)] * 3
+    assert type(steps[0]) is int or step is True
+
+
+@pytest.mark.parametrize("step", [2.5, "7", torch.tensor(2.0), [1]])
+def test_a_step_that_is_no_whole_number_is_an_error(step: Any) -> None:
+    memory = Memory()
+    trackers = init_trackers(Context(), "project", log_with=memory)
+    for name, call in {
+        "log": lambda: log(trackers, {}, step=step),
+        "log_images": lambda: log_images(trackers, {}, step=step),
+        "log_table": lambda: log_table(trackers, "t", data=[], step=step),
+    }.items():
+        with pytest.raises(TypeError, match=f"{name}: step must be a whole number or None: got "):
+            call()
+    with pytest.raises(TypeError, match="log: values must be a mapping of names: got list"):
+        log(trackers, cast("Any", [1]))
+    assert kinds(memory) == ["built", "start"]
+
+
+def test_a_configuration_that_contains_itself_is_an_error() -> None:
+    inner: dict[str, Any] = {}
+    inner["again"] = [inner]
+    with pytest.raises(ConfigurationError, match="config contains itself: the dict that 'again' is in"):
+        init_trackers(Context(), "project", log_with=Memory, config={"deep": inner})
+    both = {"a": 1}
+    assert plain_config({"x": both, "y": [both, both]}) == {"x": both, "y": [both, both]}
 
 
 def test_a_table_has_rows_that_fit_its_columns() -> None:

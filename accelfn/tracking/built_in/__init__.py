@@ -1,7 +1,7 @@
 """The built-in trackers: one adapter a module; a package is imported when its tracker starts."""
 
 from accelfn.tracking.built_in.aim import AimTracker
-from accelfn.tracking.built_in.base import BuiltInTracker, is_installed
+from accelfn.tracking.built_in.base import BuiltInTracker, ProjectTracker, is_installed
 from accelfn.tracking.built_in.clearml import ClearMLTracker
 from accelfn.tracking.built_in.comet_ml import CometMLTracker
 from accelfn.tracking.built_in.dvclive import DVCLiveTracker
@@ -20,6 +20,7 @@ __all__ = (
     "DVCLiveTracker",
     "JSONLTracker",
     "MLflowTracker",
+    "ProjectTracker",
     "SwanLabTracker",
     "TensorBoardTracker",
     "TrackioTracker",

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from typing import Any, ClassVar, cast
 
 from accelfn.tracking.built_in.base import BuiltInTracker
-from accelfn.tracking.pictures import read_pixels
+from accelfn.tracking.pictures import as_pillow, read_pixels
 
 __all__ = ("AimTracker",)
 
@@ -73,16 +72,9 @@ class AimTracker(BuiltInTracker):
                 if len(pair) == 2 and isinstance(pair[1], str):
                     images, captioned = pair[0], {**of_image, "caption": pair[1]}
             for pixels in read_pixels(images, name):
-                picture = self._package.Image(_pillow(pixels), **captioned)
+                picture = self._package.Image(as_pillow(pixels), **captioned)
                 self.writer.track(picture, name=name, step=step, **of_track)
 
     def finish(self) -> None:
         """End the run."""
         self.writer.close()
-
-
-def _pillow(pixels: Any) -> Any:
-    """Aim takes images of Pillow, which it needs itself."""
-    pillow: Any = importlib.import_module("PIL.Image")
-    array = pixels.numpy()
-    return pillow.fromarray(array[:, :, 0] if array.shape[2] == 1 else array)

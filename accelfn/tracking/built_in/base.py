@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from accelfn.errors import MissingExtraError
 from accelfn.tracking.tracker import GeneralTracker
 from accelfn.tracking.warned import warn_caller
 
-__all__ = ("BuiltInTracker", "is_installed")
+__all__ = ("BuiltInTracker", "ProjectTracker", "is_installed", "name_columns")
 
 
 class BuiltInTracker(GeneralTracker):
@@ -54,6 +56,68 @@ class BuiltInTracker(GeneralTracker):
         warn_caller(
             f"{self.name} shows no {type(value).__name__}, so {name!r} is left out there (said once)."
         )
+
+
+class ProjectTracker(BuiltInTracker):
+    """Base of those whose package begins the run of a project by ``init(project=...)``, as wandb does.
+
+    Args:
+        run_name: The project.
+        **kwargs: For the package's ``init``.
+    """
+
+    requires_logging_directory = False
+
+    def __init__(self, run_name: str, **kwargs: Any) -> None:
+        """Keep the name; nothing is started before ``start``."""
+        super().__init__()
+        self.run_name = run_name
+        self._options = {"project": run_name, **kwargs}
+
+    def start(self) -> None:
+        """Begin the run."""
+        self._package = self.load()
+        self.run: Any = self._package.init(**self._options)
+
+    @property
+    def tracker(self) -> Any:
+        """The run."""
+        return self.run
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Keep values: what JSON can hold, and objects of the package; ``kwargs`` are for ``run.log``."""
+        try:
+            self.run.log(values, step=step, **kwargs)
+        except (TypeError, ValueError):
+            shown = {name: value for name, value in values.items() if self._is_shown(value)}
+            if len(shown) == len(values):  # it isn't the values
+                raise
+            for name in values.keys() - shown.keys():
+                self.leave_out(name, values[name])
+            if shown:
+                self.run.log(shown, step=step, **kwargs)
+
+    def _is_shown(self, value: Any) -> bool:
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError):
+            return type(value).__module__.partition(".")[0] in self.modules
+        return True
+
+    def finish(self) -> None:
+        """End the run."""
+        self.run.finish()
+
+
+def name_columns(columns: Sequence[str] | None, data: Sequence[Sequence[Any]] | None) -> list[str]:
+    """Give names of columns: those that were given, or numbers.
+
+    >>> name_columns(None, [[1, "x"]])
+    ['0', '1']
+    """
+    if columns is not None:
+        return list(columns)
+    return [str(number) for number in range(max((len(row) for row in data or ()), default=0))]
 
 
 def is_installed(tracker: type[BuiltInTracker]) -> bool:

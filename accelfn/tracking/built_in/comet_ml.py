@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 from accelfn.tracking.built_in.base import BuiltInTracker
-from accelfn.tracking.pictures import read_pixels
+from accelfn.tracking.pictures import as_pillow, read_pixels
 
 __all__ = ("CometMLTracker",)
 
@@ -68,7 +68,7 @@ class CometMLTracker(BuiltInTracker):
         """Keep images; ``kwargs`` are for each ``log_image``."""
         for name, images in values.items():
             for pixels in read_pixels(images, name):
-                self.writer.log_image(pixels.numpy(), name=name, step=step, **kwargs)
+                self.writer.log_image(as_pillow(pixels), name=name, step=step, **kwargs)
 
     def log_table(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from accelfn.tracking.built_in.base import BuiltInTracker
-from accelfn.tracking.pictures import read_pixels
+from accelfn.tracking.pictures import as_array, read_pixels
 from accelfn.tracking.values import flatten_names
 
 __all__ = ("DVCLiveTracker",)
@@ -64,8 +64,7 @@ class DVCLiveTracker(BuiltInTracker):
             all_pixels = read_pixels(images, name)
             for number, pixels in enumerate(all_pixels):
                 file = f"{name}.png" if len(all_pixels) == 1 else f"{name}-{number}.png"
-                array = pixels.numpy()
-                self.live.log_image(file, array[:, :, 0] if array.shape[2] == 1 else array, **kwargs)
+                self.live.log_image(file, as_array(pixels), **kwargs)
 
     def finish(self) -> None:
         """End the run."""

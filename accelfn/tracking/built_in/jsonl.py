@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -64,6 +65,7 @@ class JSONLTracker(BuiltInTracker):
         self.resume = resume
         self._file: int | None = None
         self._num_images = 0
+        self._is_torn = False
 
     @property
     def tracker(self) -> Path:
@@ -88,8 +90,7 @@ class JSONLTracker(BuiltInTracker):
         size = os.lseek(self._file, 0, os.SEEK_END)
         if size:
             os.lseek(self._file, size - 1, os.SEEK_SET)
-            if os.read(self._file, 1) != b"\n":  # the last line was torn: what follows stands on its own
-                os.write(self._file, b"\n")
+            self._is_torn = os.read(self._file, 1) != b"\n"
         self._num_images = sum(1 for _ in self.folder.glob("images/*"))
         self._write(
             "start",
@@ -161,8 +162,13 @@ class JSONLTracker(BuiltInTracker):
         line = json.dumps(
             {"kind": kind, "time": time.time(), **_finite(fields)}, ensure_ascii=False, allow_nan=False
         )
+        # After a torn line, of a crash or a full disk, the next one stands on its own.
+        data = (b"\n" if self._is_torn else b"") + line.encode(errors="backslashreplace") + b"\n"
         # One write for the whole line: a process that is killed leaves it whole, or nothing of it.
-        os.write(self._file, line.encode(errors="backslashreplace") + b"\n")
+        written = os.write(self._file, data)
+        self._is_torn = written < len(data)
+        if self._is_torn:
+            raise OSError(errno.ENOSPC, f"only {written} of {len(data)} bytes of a line were written")
 
 
 def _safe(name: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any, ClassVar
@@ -22,6 +23,9 @@ _BATCH = 100
 
 class MLflowTracker(BuiltInTracker):
     """Logs to MLflow, where its tracking address says.
+
+    Names keep letters, digits, and ``_ - . /`` and blanks, which is what MLflow takes; all else in them
+    becomes ``_``.
 
     The variables ``MLFLOW_EXPERIMENT_NAME``, ``MLFLOW_RUN_ID``, ``MLFLOW_TAGS`` (JSON) and
     ``MLFLOW_NESTED_RUN`` win over the arguments, as for other programs that log to MLflow.
@@ -93,11 +97,12 @@ class MLflowTracker(BuiltInTracker):
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Keep the configuration as parameters, without texts that are too long for MLflow."""
         longest = importlib.import_module("mlflow.utils.validation").MAX_PARAM_VAL_LENGTH
-        params = {name: value for name, value in flatten_names(values) if len(str(value)) <= longest}
+        pairs: list[tuple[str, Any]] = []
         for name, value in flatten_names(values):
-            if name not in params:
+            if len(str(value)) <= longest:
+                pairs.append((_name(name), value))
+            else:
                 self.leave_out(name, value)
-        pairs = list(params.items())
         for begin in range(0, len(pairs), _BATCH):
             self._package.log_params(dict(pairs[begin : begin + _BATCH]))
 
@@ -106,7 +111,7 @@ class MLflowTracker(BuiltInTracker):
         numbers: dict[str, float] = {}
         for name, value in flatten_names(values):
             if isinstance(value, (int, float)):
-                numbers[name] = value
+                numbers[_name(name)] = value
             else:
                 self.leave_out(name, value)
         if numbers:
@@ -114,9 +119,10 @@ class MLflowTracker(BuiltInTracker):
 
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Keep images as files of the run."""
+        at = "" if step is None else f"{step}-"
         for name, images in values.items():
             for number, pixels in enumerate(read_pixels(images, name)):
-                file = PurePosixPath("images", f"{name}-{'' if step is None else f'{step}-'}{number}.png")
+                file = PurePosixPath("images", f"{_name(name)}-{at}{number}.png")
                 self._package.log_image(pixels.numpy(), artifact_file=str(file), **kwargs)
 
     def log_table(
@@ -132,7 +138,7 @@ class MLflowTracker(BuiltInTracker):
         if dataframe is None:
             rows = list(data or ())
             dataframe = {name: [row[place] for row in rows] for place, name in enumerate(columns or ())}
-        self._package.log_table(dataframe, artifact_file=f"{table_name}.json", **kwargs)
+        self._package.log_table(dataframe, artifact_file=f"{_name(table_name)}.json", **kwargs)
 
     def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
         """Keep a figure of matplotlib or plotly as a file of the run."""
@@ -149,6 +155,16 @@ class MLflowTracker(BuiltInTracker):
     def finish(self) -> None:
         """End the run."""
         self._package.end_run()
+
+
+def _name(name: str) -> str:
+    """Give a name as MLflow takes it: one odd name would lose all that is sent with it.
+
+    >>> _name("acc@5"), _name("../top//1")
+    ('acc_5', 'top/1')
+    """
+    parts = [part for part in re.sub(r"[^/\w.\- ]", "_", name).split("/") if part.strip(". ")]
+    return "/".join(parts) or "_"
 
 
 def _read_tags(tags: Mapping[str, Any] | str | None) -> dict[str, Any] | None:
