@@ -26,7 +26,7 @@ class Curve(NamedTuple):
     """Values of one name, by step. Steps grow.
 
     Attributes:
-        steps: Number of each step; without numbers they count from 0.
+        steps: Number of each step; a value without one has that behind the last, or 0.
         values: What was logged last for each.
     """
 
@@ -119,10 +119,34 @@ def read_run(folder: str | Path) -> RunRecord:
     if not file.is_file():
         raise FileNotFoundError(f"there is no run in {str(folder)!r}: it has no {_FILE}.")
     reading = _Reading()
-    with file.open("rb") as lines:
+    with file.open(encoding="utf-8", errors="replace", newline="\n") as lines:
         for line in lines:
             reading.add(line)
     return reading.record(file.parent)
+
+
+class _Points:
+    """What was logged of one name."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.values: list[float] = []
+        self.last = -1
+        self.are_in_order = True
+
+    def add(self, step: int | None, value: float) -> None:
+        at = self.last + 1 if step is None else int(step)
+        if at <= self.last and self.steps:
+            self.are_in_order = False
+        self.last = at
+        self.steps.append(at)
+        self.values.append(value)
+
+    def curve(self) -> Curve:
+        if self.are_in_order:
+            return Curve(tuple(self.steps), tuple(self.values))
+        pairs = sorted(dict(zip(self.steps, self.values, strict=True)).items())
+        return Curve(tuple(step for step, _ in pairs), tuple(value for _, value in pairs))
 
 
 class _Reading:
@@ -131,23 +155,13 @@ class _Reading:
     def __init__(self) -> None:
         self.facts: dict[str, Any] = {}
         self.config: dict[str, Any] = {}
-        self.values: dict[str, dict[int, float]] = {}
+        self.points: dict[str, _Points] = {}
         self.texts: dict[str, str] = {}
         self.images: dict[str, list[str]] = {}
         self.tables: list[RunTable] = []
         self.num_damaged = 0
-
-    def add(self, line: bytes) -> None:
-        try:
-            read = json.loads(line)
-        except ValueError:
-            self.num_damaged += 1
-            return
-        if not isinstance(read, dict):
-            self.num_damaged += 1
-            return
-        entry = cast("dict[str, Any]", read)
-        kinds = {
+        self._decode = json.JSONDecoder().decode
+        self._kinds = {
             "start": self._start,
             "config": self._config,
             "log": self._log,
@@ -155,15 +169,18 @@ class _Reading:
             "table": self._table,
             "finish": self._finish,
         }
-        take = kinds.get(str(entry.get("kind")))
+
+    def add(self, line: str) -> None:
         try:
+            entry: dict[str, Any] = self._decode(line)
+            take = self._kinds.get(entry.get("kind", ""))
             self.facts["last_s"] = float(entry.get("time", math.nan))
             if take is not None:  # kinds of later versions are passed by
                 take(entry)
         except ConfigurationError:
             raise
-        except (AttributeError, TypeError, ValueError):  # not of the form that the tracker writes
-            self.num_damaged += 1
+        except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError):
+            self.num_damaged += 1  # no JSON, or not of the form that the tracker writes
 
     def _start(self, entry: dict[str, Any]) -> None:
         if entry.get("format", _FORMAT) > _FORMAT:
@@ -185,13 +202,17 @@ class _Reading:
         for name, value in _flat(entry.get("values") or {}):
             number = _WORDS.get(value, value) if isinstance(value, str) else value
             if isinstance(number, (int, float)):
-                by_step = self.values.setdefault(name, {})
-                by_step[len(by_step) if step is None else int(step)] = float(number)
+                points = self.points.get(name)
+                if points is None:
+                    points = self.points[name] = _Points()
+                points.add(step, float(number))
             elif value is not None:
                 self.texts[name] = str(value)
 
     def _images(self, entry: dict[str, Any]) -> None:
-        self.images.setdefault(str(entry.get("name")), []).extend(entry.get("files") or ())
+        files = [str(file) for file in entry["files"]]
+        if files:
+            self.images.setdefault(str(entry.get("name")), []).extend(files)
 
     def _table(self, entry: dict[str, Any]) -> None:
         rows = tuple(tuple(row) for row in entry.get("rows") or ())
@@ -203,16 +224,10 @@ class _Reading:
         self.facts["is_finished"] = True
 
     def record(self, folder: Path) -> RunRecord:
-        curves = {name: sorted(by_step.items()) for name, by_step in self.values.items()}
         return RunRecord(
             folder=folder,
             config=MappingProxyType(self.config),
-            curves=MappingProxyType(
-                {
-                    name: Curve(tuple(step for step, _ in pairs), tuple(value for _, value in pairs))
-                    for name, pairs in curves.items()
-                }
-            ),
+            curves=MappingProxyType({name: points.curve() for name, points in self.points.items()}),
             texts=MappingProxyType(self.texts),
             images=MappingProxyType({name: tuple(files) for name, files in self.images.items()}),
             tables=tuple(self.tables),

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from accelfn.errors import ConfigurationError
@@ -19,6 +20,7 @@ from accelfn.launch.run_files import RunRecord, find_runs, read_run
 __all__ = ("run_runs",)
 
 _MOST_VALUES = 3
+_FORMS = MappingProxyType({"": "svg", ".svg": "svg", ".html": "html", ".htm": "html"})
 
 
 def run_runs(argv: Sequence[str]) -> int:
@@ -61,20 +63,29 @@ def run_runs(argv: Sequence[str]) -> int:
 
 
 def _list(options: argparse.Namespace) -> str:
-    runs = [read_run(folder) for folder in find_runs(options.dir)]
+    top = options.folder or options.dir
+    runs = [run for folder in find_runs(top) if (run := _readable(folder)) is not None]
     runs.sort(key=lambda run: (math.isnan(run.started_s), run.started_s))
     if options.json:
         return json.dumps([_facts(run) for run in runs], indent=1)
     if not runs:
-        return f"no runs in {options.dir!r}"
+        return f"no runs in {top!r}"
     rows = [("run", "began", "state", "steps", "last values")]
     for run in runs:
         last = [f"{name} {number_text(curve.values[-1])}" for name, curve in run.curves.items()]
         more = f", and {len(last) - _MOST_VALUES} more" if len(last) > _MOST_VALUES else ""
-        name = run.folder.relative_to(options.dir).as_posix()
+        name = run.folder.relative_to(top).as_posix()
         values = ", ".join(last[:_MOST_VALUES]) + more
         rows.append((name, _time(run.started_s), _state(run), str(run.num_steps), values))
     return _table(rows, right=(3,))
+
+
+def _readable(folder: Path) -> RunRecord | None:
+    try:
+        return read_run(folder)
+    except (ConfigurationError, OSError) as error:  # one of them doesn't hide the others
+        print(f"accelfn runs list: {folder} is left out: {error}", file=sys.stderr)
+        return None
 
 
 def _show(options: argparse.Namespace) -> str:
@@ -82,8 +93,8 @@ def _show(options: argparse.Namespace) -> str:
     if options.json:
         return json.dumps(_facts(run), indent=1)
     lines = [
-        f"run      {run.name}",
-        f"project  {run.project}",
+        f"run      {_clean(run.name)}",
+        f"project  {_clean(run.project)}",
         f"folder   {run.folder}",
         f"began    {_time(run.started_s)}, {_state(run)}, {_duration(run.last_s - run.started_s)}",
     ]
@@ -104,11 +115,11 @@ def _show(options: argparse.Namespace) -> str:
     if run.texts:
         lines += ["", _table(list(run.texts.items()))]
     for name, files in run.images.items():
-        lines += ["", f"images {name}: {len(files)}, the last is {run.folder / files[-1]}"]
+        lines += ["", f"images {_clean(name)}: {len(files)}, the last is {run.folder / files[-1]}"]
     for table in run.tables:
         where = "" if table.step is None else f", step {table.step}"
         rows = [table.columns, *(tuple(map(str, row)) for row in table.rows)]
-        lines += ["", f"table {table.name}{where}", _table(rows)]
+        lines += ["", f"table {_clean(table.name)}{where}", _table(rows)]
     return "\n".join(lines)
 
 
@@ -118,7 +129,9 @@ def _plot(options: argparse.Namespace) -> str:
     if not names:
         raise ValueError("there is nothing to draw: no numbers have been logged yet.")
     suffix = Path(options.output or "").suffix
-    form = options.format or ("html" if suffix in (".html", ".htm") else "svg")
+    form = options.format or _FORMS.get(suffix.lower())
+    if form is None:
+        raise ValueError(f"--output {options.output!r} ends in none of .svg, .html. Say --format too.")
     draw = draw_runs_html if form == "html" else draw_runs_svg
     return draw(runs, names, log_scale=options.log_scale)
 
@@ -130,7 +143,7 @@ def _find(given: str, top: str) -> Path:
         return path
     folders = find_runs(top)
     if given == "latest" and folders:
-        return max(folders, key=lambda folder: _began(read_run(folder)))
+        return max(folders, key=_began)
     names = {folder: folder.relative_to(top).as_posix() for folder in folders}
     exact = [folder for folder in folders if given in (folder.name, names[folder])]
     found = exact or [one for one in folders if one.name.startswith(given) or names[one].startswith(given)]
@@ -143,8 +156,9 @@ def _find(given: str, top: str) -> Path:
     raise ValueError(f"{given!r} may mean several runs: {several}. Give one of these.")
 
 
-def _began(run: RunRecord) -> float:
-    return -math.inf if math.isnan(run.started_s) else run.started_s
+def _began(folder: Path) -> float:
+    run = _readable(folder)
+    return -math.inf if run is None or math.isnan(run.started_s) else run.started_s
 
 
 def _facts(run: RunRecord) -> dict[str, Any]:
@@ -190,7 +204,17 @@ def _duration(seconds: float) -> str:
     return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
+def _clean(text: str) -> str:
+    r"""Give a text that was logged as one line that does nothing to a terminal.
+
+    >>> _clean("red \x1b[31m\n")
+    'red \\x1b[31m\\n'
+    """
+    return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
+
+
 def _table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
+    rows = [[_clean(cell) for cell in row] for row in rows]
     widths = [
         max(len(row[place]) for row in rows if place < len(row)) for place in range(max(map(len, rows)))
     ]
@@ -214,7 +238,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="list|show|plot")
     listing = actions.add_parser("list", help="a table of the runs of a folder", allow_abbrev=False)
-    listing.add_argument("dir", metavar="DIR", nargs="?", default="runs", help="where to look (runs)")
+    listing.add_argument("folder", metavar="DIR", nargs="?", help="the same as --dir")
     showing = actions.add_parser("show", help="configuration and values of a run", allow_abbrev=False)
     showing.add_argument("run", metavar="RUN")
     plotting = actions.add_parser("plot", help="curves of one run or several", allow_abbrev=False)
@@ -229,6 +253,6 @@ def _parser() -> argparse.ArgumentParser:
     plotting.add_argument("--log_scale", action="store_true", help="draw values by their logarithm")
     for one in (listing, showing):
         one.add_argument("--json", action="store_true", help="for programs")
-    for one in (showing, plotting):
-        one.add_argument("--dir", metavar="DIR", default="runs", help="where to look for names (runs)")
+    for one in (listing, showing, plotting):
+        one.add_argument("--dir", metavar="DIR", default="runs", help="where to look (runs)")
     return parser

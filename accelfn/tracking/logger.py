@@ -51,7 +51,7 @@ class RankLogger(_Adapter):
         """
         main_process_only, in_order = kwargs.pop("main_process_only", True), kwargs.pop("in_order", False)
         # One frame, this one, lies between the logging package and whoever called it.
-        kwargs.setdefault("stacklevel", 2)
+        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
         if not in_order or self._who.size == 1:
             if self.isEnabledFor(level) and (in_order or not main_process_only or self._who.is_main):
                 message, options = self.process(msg, kwargs)
@@ -80,7 +80,7 @@ class RankLogger(_Adapter):
         said = repr((msg, args, kwargs))
         if said not in self._said:
             self._said.add(said)
-            self.log(logging.WARNING, msg, *args, **{"stacklevel": 3, **kwargs})
+            self.log(logging.WARNING, msg, *args, **{**kwargs, "stacklevel": kwargs.get("stacklevel", 1) + 1})
 
 
 def get_logger(name: str, log_level: str | int | None = None, *, ctx: Context | None = None) -> RankLogger:
@@ -94,8 +94,8 @@ def get_logger(name: str, log_level: str | int | None = None, *, ctx: Context | 
 
     Args:
         name: Of the logger, such as ``__name__``.
-        log_level: Level that the logger is set to: ``"DEBUG"``, ``"INFO"``, ``"WARNING"``, ``"ERROR"``,
-            ``"CRITICAL"`` or a number. None: what the variable ``ACCELFN_LOG_LEVEL``, or else
+        log_level: Level that the logger is set to: a name of ``LogLevel``, in any case, or a number. None:
+            what the variable ``ACCELFN_LOG_LEVEL``, or else
             ``ACCELERATE_LOG_LEVEL``, says; without it the level stays what it is.
         ctx: The world; needed for ``in_order=True``.
 
@@ -112,11 +112,12 @@ def get_logger(name: str, log_level: str | int | None = None, *, ctx: Context | 
     >>> logger.logger.removeHandler(handler)
     """
     logger = logging.getLogger(name)
-    level = _from_environment(os.environ) if log_level is None else log_level
+    level, source = (log_level, "") if log_level is not None else _from_environment(os.environ)
     if isinstance(level, str):
         if level.upper() not in LogLevel:
+            where = f" (from the variable {source})" if source else ""
             raise ConfigurationError(
-                f"get_logger: there is no level {level!r}. Use one of {', '.join(LogLevel.values())}."
+                f"get_logger: there is no level {level!r}{where}. Use one of {', '.join(LogLevel.values())}."
             )
         level = level.upper()
     if level is not None:
@@ -124,5 +125,8 @@ def get_logger(name: str, log_level: str | int | None = None, *, ctx: Context | 
     return RankLogger(logger, who_is(ctx), ctx)
 
 
-def _from_environment(env: Mapping[str, str]) -> str | None:
-    return env.get("ACCELFN_LOG_LEVEL", "").strip() or env.get("ACCELERATE_LOG_LEVEL", "").strip() or None
+def _from_environment(env: Mapping[str, str]) -> tuple[str | None, str]:
+    for name in ("ACCELFN_LOG_LEVEL", "ACCELERATE_LOG_LEVEL"):
+        if env.get(name, "").strip():
+            return env[name].strip(), name
+    return None, ""

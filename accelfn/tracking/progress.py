@@ -55,7 +55,7 @@ class ProgressBar(Protocol[T_co]):
 
 def tqdm(
     iterable: Iterable[T] | None = None,
-    *,
+    *args: Any,
     ctx: Context | None = None,
     main_process_only: bool = True,
     **options: Any,
@@ -68,7 +68,8 @@ def tqdm(
         iterable: What is gone through; None for a bar that ``update`` moves.
         ctx: The world; None: what the launcher's variables say.
         main_process_only: False shows a bar on every rank.
-        **options: For ``tqdm.auto.tqdm``, which refuses names that it doesn't know. With ``disable=True``
+        *args: For ``tqdm.auto.tqdm``: what stands before the bar, the number of items, and so on.
+        **options: For it too; it, which refuses names that it doesn't know. With ``disable=True``
             there is no bar anywhere.
 
     Raises:
@@ -89,4 +90,4 @@ def tqdm(
         raise MissingExtraError("tqdm needs tqdm: pip install 'accelfn[progress]'.") from error
     if main_process_only and not who_is(ctx).is_main:
         options["disable"] = True
-    return package.tqdm(iterable, **options)
+    return package.tqdm(iterable, *args, **options)

@@ -95,6 +95,28 @@ def test_what_is_torn_strange_or_of_a_later_version_is_passed_by(tmp_path: Path)
     assert run.num_damaged == 4
 
 
+def test_a_value_without_a_step_stands_behind_the_last(tmp_path: Path) -> None:
+    run = read_run(write(tmp_path, begin("one"), step(1, a=1.0), step(None, a=2.0), step(None, b=3.0)))
+    assert run.curves["a"] == Curve((1, 2), (1.0, 2.0))
+    assert run.curves["b"] == Curve((0,), (3.0,))
+
+
+def test_lines_that_fit_nothing_cost_only_themselves(tmp_path: Path) -> None:
+    strange = [
+        '{"kind": "images", "name": "x"}',
+        '{"kind": "log", "step": 1e400, "values": {"a": 1}}',
+        '{"kind": ["log"]}',
+        "[" * 5000,
+    ]
+    folder = write(tmp_path, begin("one"), step(1, a=1.0), *strange, {"kind": "images", "files": []})
+    with (folder / "events.jsonl").open("ab") as file:
+        file.write(b'{"kind": "log", "step": 2, "values": {"a": 2.0, "t": "\xff"}}\n')
+    run = read_run(folder)
+    assert (run.num_damaged, dict(run.images)) == (4, {})
+    assert run.curves["a"] == Curve((1, 2), (1.0, 2.0))
+    assert dict(run.texts) == {"t": "\ufffd"}
+
+
 def test_a_newer_format_and_a_missing_run_are_errors(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="'one' is of format 2, and this version of accelfn reads 1"):
         read_run(write(tmp_path / "a", begin("one", format=2)))
@@ -202,6 +224,28 @@ def test_the_list_is_in_order_of_time(capsys: pytest.CaptureFixture[str]) -> Non
     assert [one["run"] for one in json.loads(said(capsys, "list", "--json"))] == ["first", "second"]
 
 
+def test_one_run_that_cannot_be_read_does_not_hide_the_others(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(runs / "digits/later", begin("later", 3e9, format=99))
+    assert main(["runs", "list", "--dir", str(runs)]) == 0
+    found = capsys.readouterr()
+    assert [line.split()[0] for line in found.out.splitlines()] == ["run", "digits/first", "digits/second"]
+    assert f"{runs / 'digits/later'} is left out: the run 'later' is of format 99" in found.err
+    assert said(capsys, "show", "latest").startswith("run      second\n")
+
+
+def test_what_was_logged_does_nothing_to_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "a\x1b[31m\nb"
+    write(tmp_path / "one", begin(name), step(1, **{name: 1.0}), step(1, note="\ud800\x07"))
+    for action in (("list", str(tmp_path)), ("show", "one", "--dir", str(tmp_path))):
+        text = said(capsys, *action)
+        assert "a\\x1b[31m\\nb" in text
+        assert not any(sign in text for sign in "\x1b\x07\ud800")
+
+
 def test_an_empty_folder_has_no_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert said(capsys, "list", str(tmp_path)) == f"no runs in {str(tmp_path)!r}\n"
 
@@ -236,6 +280,7 @@ def test_curves_are_drawn_to_a_file_or_printed(tmp_path: Path, capsys: pytest.Ca
         (("plot", "first"), "there is nothing to draw: no numbers have been logged yet."),
         (("plot", "second", "--names", "los"), "no run has numbers called 'los'. There are: loss, b, c, d."),
         (("plot", "second", "--output", "no/x.svg"), "can't write 'no/x.svg'"),
+        (("plot", "second", "--output", "x.png"), "--output 'x.png' ends in none of .svg, .html."),
         (("list", "nowhere"), "there is no folder 'nowhere'. Runs lie where logging_dir said."),
     ],
 )

@@ -145,7 +145,11 @@ def test_a_full_disk_is_said_and_what_follows_stands_on_its_own(
 ) -> None:
     tracker = started(tmp_path)
     write = os.write
-    monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:20]))
+
+    def write_some(file: int, data: bytes) -> int:
+        return write(file, data[:20])
+
+    monkeypatch.setattr(os, "write", write_some)
     for _ in range(2):
         with pytest.raises(OSError, match=r"only 20 of \d+ bytes of a line were written"):
             tracker.log({"loss": 1.0}, step=1)

@@ -1,5 +1,6 @@
 """Loggers that know their rank, bars that are shown once, and tracebacks by rich."""
 
+import io
 import logging
 import sys
 from collections.abc import Iterator
@@ -118,6 +119,19 @@ def test_a_record_names_the_line_of_the_caller(kept: Kept, method: str) -> None:
     assert kept.records[-1].exc_info is not None
 
 
+def test_a_helper_names_its_callers_line_by_stacklevel(kept: Kept) -> None:
+    logger = get_logger("accelfn-test", "DEBUG")
+
+    def helper(stacklevel: int) -> None:
+        logger.info("x", stacklevel=stacklevel)
+        logger.warning_once("once", stacklevel=stacklevel)
+
+    helper(1)
+    helper(2)
+    here = "test_a_helper_names_its_callers_line_by_stacklevel"
+    assert [record.funcName for record in kept.records] == ["helper", "helper", here, here]
+
+
 def test_a_warning_is_given_once_for_its_arguments(kept: Kept) -> None:
     logger = get_logger("accelfn-test")
     for number in (1, 1, 2):
@@ -143,6 +157,12 @@ def test_the_level_is_the_loggers_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (logger.level, root.level) == (logging.CRITICAL, before)
     with pytest.raises(ConfigurationError, match=r"no level 'LOUD'. Use one of DEBUG"):
         get_logger("accelfn-test", "LOUD")
+    monkeypatch.setenv("ACCELFN_LOG_LEVEL", "10")
+    with pytest.raises(ConfigurationError, match=r"no level '10' \(from the variable ACCELFN_LOG_LEVEL\)"):
+        get_logger("accelfn-test")
+    monkeypatch.setenv("ACCELFN_LOG_LEVEL", "warn")
+    get_logger("accelfn-test")
+    assert logger.level == logging.WARNING
     logger.setLevel(logging.NOTSET)
 
 
@@ -175,6 +195,15 @@ def test_without_a_context_the_launcher_says_who_shows_it() -> None:
         counted.update(2)
         counted.set_description("x")
         counted.set_postfix(loss=0.5)
+
+
+def test_arguments_by_place_are_those_of_tqdm() -> None:
+    pytest.importorskip("tqdm")
+    file = io.StringIO()
+    bar: Any = tqdm(range(2), "training", 5, ctx=Context(), file=file)
+    assert bar.total == 5
+    bar.close()
+    assert "training" in file.getvalue()
 
 
 def test_the_users_wish_for_no_bar_counts() -> None:

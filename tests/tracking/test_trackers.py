@@ -374,8 +374,9 @@ def test_arguments_of_another_kind_are_an_error_before_anything_starts(
     arguments: dict[str, Any], message: str
 ) -> None:
     memory = Memory()
+    given: dict[str, Any] = {"project_name": "project", "log_with": memory, **arguments}
     with pytest.raises(TypeError, match=f"init_trackers: {message}"):
-        init_trackers(Context(), **{"project_name": "project", "log_with": memory, **arguments})
+        init_trackers(Context(), **given)
     assert kinds(memory) == ["built"]
 
 

@@ -167,13 +167,16 @@ class LoggerType(StringEnum):
 
 
 class LogLevel(StringEnum):
-    """Names of the standard logging levels."""
+    """Names of the standard logging levels; ``WARN`` and ``FATAL`` are other names of two of them."""
 
     DEBUG = "DEBUG"
     INFO = "INFO"
     WARNING = "WARNING"
     ERROR = "ERROR"
     CRITICAL = "CRITICAL"
+    NOTSET = "NOTSET"
+    WARN = "WARN"
+    FATAL = "FATAL"
 
 
 class FP8Backend(StringEnum):
