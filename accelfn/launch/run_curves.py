@@ -72,8 +72,7 @@ def draw_runs_svg(runs: Sequence[RunRecord], names: Sequence[str], *, log_scale:
     for number, run in enumerate(runs):
         top = height - legend + _ROW * number + _ROW // 2
         parts.append(
-            f'<line x1="{_LEFT}" y1="{top}" x2="{_LEFT + 30}" y2="{top}" stroke="{_color(number)}" '
-            'stroke-width="2"/>'
+            f'<line x1="{_LEFT}" y1="{top}" x2="{_LEFT + 30}" y2="{top}" {_stroke(number)} stroke-width="2"/>'
         )
         parts.append(_text(_LEFT + 38, top + 4, _title(run), _INK))
     head = (
@@ -165,9 +164,7 @@ def _panel(left: int, top: int, name: str, curves: Sequence[Curve], log_scale: b
                 lines.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{_color(number)}"/>')
             else:
                 text = " ".join(f"{x:.1f},{y:.1f}" for x, y in drawn)
-                lines.append(
-                    f'<polyline points="{text}" fill="none" stroke="{_color(number)}" stroke-width="1.5"/>'
-                )
+                lines.append(f'<polyline points="{text}" fill="none" {_stroke(number)} stroke-width="1.5"/>')
     return lines
 
 
@@ -247,6 +244,12 @@ def _title(run: RunRecord) -> str:
 
 def _color(number: int) -> str:
     return _COLORS[number % len(_COLORS)]
+
+
+def _stroke(number: int) -> str:
+    """Give colour and dashes of a line: where colours begin again, dashes tell lines apart."""
+    dashes = number // len(_COLORS)
+    return f'stroke="{_color(number)}"' + (f' stroke-dasharray="{2 + 3 * dashes} 3"' if dashes else "")
 
 
 def _text(x: float, y: float, text: str, color: str, *, anchor: str = "start", size: int = 12) -> str:

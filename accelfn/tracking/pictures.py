@@ -23,9 +23,10 @@ def read_pixels(images: Any, name: str = "image") -> list[torch.Tensor]:
     """Give images as pixels.
 
     Args:
-        images: One image, a batch of them as one array or tensor, or a list. An image is an array or tensor
-            ``(H, W)``, ``(H, W, C)`` or ``(C, H, W)`` with 1, 3 or 4 channels, or an image of Pillow. Floats
-            lie in 0..1, integers in 0..255; what is outside is cut.
+        images: One image, a batch of them as one array or tensor of four dimensions, or a list. An image is
+            an array or tensor ``(H, W)``, ``(H, W, C)`` or ``(C, H, W)`` with 1, 3 or 4 channels, or an image
+            of Pillow with 8 bits a channel. Where both could be channels, the last dimension is. Floats lie
+            in 0..1, integers in 0..255; what is outside is cut.
         name: What they are called, for messages.
 
     Returns:
@@ -93,6 +94,11 @@ def _as_tensor(image: Any, name: str) -> torch.Tensor:
     if isinstance(image, torch.Tensor):
         return image.detach().cpu()
     if hasattr(image, "convert") and hasattr(image, "tobytes"):  # an image of Pillow
+        if image.mode.startswith(("I", "F")):  # Pillow's own conversion would cut what is above 255
+            raise ValueError(
+                f"{name!r} has an image of Pillow with more than 8 bits a channel (mode {image.mode}). Scale "
+                "it, and convert it to L or RGB."
+            )
         mode = image.mode if image.mode in ("L", "RGB", "RGBA") else "RGB"
         width, height = image.size
         return torch.frombuffer(bytearray(image.convert(mode).tobytes()), dtype=torch.uint8).reshape(

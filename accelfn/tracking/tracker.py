@@ -198,6 +198,14 @@ class BlankTracker(GeneralTracker):
         """Stand for a path too, such as the folder of :class:`JSONLTracker`."""
         return self
 
+    def __int__(self) -> int:
+        """Be 0."""
+        return 0
+
+    def __float__(self) -> float:
+        """Be 0."""
+        return 0.0
+
     def __format__(self, spec: str) -> str:
         """Format its text, of whatever type ``spec`` is meant for."""
         return repr(self)

@@ -196,7 +196,8 @@ def log_images(
     Args:
         trackers: From :func:`init_trackers`.
         values: Names, and images: an array or tensor ``(H, W)``, ``(H, W, C)`` or ``(C, H, W)`` with 1, 3 or
-            4 channels (floats in 0..1, integers in 0..255), a batch of them, an image of Pillow, or a list.
+            4 channels (floats in 0..1, integers in 0..255), a batch of four dimensions, an image of Pillow,
+            or a list. Where the first and the last dimension could be channels, the last one is.
         step: Number of the step.
         log_kwargs: Further arguments for one tracker's calls, by its name.
 
@@ -248,7 +249,8 @@ def log_table(
     """
     if (data is None) == (dataframe is None):
         raise ValueError(f"log_table: {name!r} needs rows or a dataframe, one of the two.")
-    for number, row in enumerate(data or ()):
+    given = None if data is None else [list(row) for row in data]  # an iterator is read once
+    for number, row in enumerate(given or ()):
         if columns is not None and len(row) != len(columns):
             raise ValueError(
                 f"log_table: each row of {name!r} needs {len(columns)} cells, one for each column: row "
@@ -259,8 +261,8 @@ def log_table(
         return
     at = read_step(step, "log_table")
     rows: list[list[Any]] | None = None
-    if data is not None:
-        cells: dict[str, Any] = read_numbers({"rows": [list(row) for row in data]})
+    if given is not None:
+        cells: dict[str, Any] = read_numbers({"rows": given})
         rows = cells["rows"]
 
     def keep(one: GeneralTracker) -> None:

@@ -152,6 +152,13 @@ def test_any_curves_make_a_picture(curves: list[list[tuple[int, float]]], log_sc
     assert draw_runs_html(runs, ["a"], log_scale=log_scale).count("<svg") == 1
 
 
+def test_every_run_has_a_line_of_its_own_look() -> None:
+    picture = draw_runs_svg([run_of(a=Curve((0, 1), (0.0, float(number)))) for number in range(20)], ["a"])
+    lines = ElementTree.fromstring(picture).iter("{http://www.w3.org/2000/svg}polyline")
+    looks = {(line.attrib["stroke"], line.attrib.get("stroke-dasharray")) for line in lines}
+    assert len(looks) == 20
+
+
 @given(st.floats(-1e299, 1e299), st.floats(-1e299, 1e299))
 def test_ticks_are_few_and_reach_over_all(one: float, other: float) -> None:
     low, high = min(one, other), max(one, other)

@@ -252,6 +252,11 @@ def test_images_of_pillow_are_pixels() -> None:
     assert tuple(read_pixels(image.new("RGB", (9, 8)))[0].shape) == (8, 9, 3)
     assert tuple(read_pixels(image.new("L", (9, 8)))[0].shape) == (8, 9, 1)
     assert tuple(read_pixels(image.new("P", (9, 8)))[0].shape) == (8, 9, 3)
+    for mode in ("I;16", "I", "F"):
+        with pytest.raises(
+            ValueError, match=f"'faces' has an image of Pillow with more than 8 bits .*{mode}"
+        ):
+            read_pixels(image.new(mode, (9, 8)), "faces")
 
 
 @pytest.mark.parametrize(

@@ -259,6 +259,7 @@ def test_a_stand_in_takes_what_runs_of_packages_take_beside_calls() -> None:
     assert "best" not in run.summary
     assert not run
     assert run.dir / "images" is blank
+    assert (int(run.step), float(run.step)) == (0, 0.0)
     assert f"{run.id:>5} {run.lr:.3f}" == "BlankTracker('wandb') BlankTracker('wandb')"
     with pytest.raises(ValueError, match="of the user"), run.context():
         raise ValueError("of the user")
@@ -426,6 +427,14 @@ def test_a_table_has_rows_that_fit_its_columns() -> None:
 
 
 # --- a tracker that fails ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("data", [torch.ones(2, 1), iter([[1.0], (torch.tensor(1.0),)])])
+def test_rows_of_a_table_come_from_anything(data: Any) -> None:
+    memory = Memory()
+    trackers = init_trackers(Context(), "project", log_with=memory)
+    log_table(trackers, "t", ["a"], data)
+    assert memory.calls[-1][3] == [[1.0], [1.0]]
 
 
 def test_a_tracker_that_fails_is_said_once_and_the_others_go_on() -> None:
