@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -158,44 +159,20 @@ def load_checkpoint_in_model(
             ``special_dtypes`` no mapping. Nothing was changed.
         OSError: A file can't be read, or the folder not written.
     """
-    require_module(_LOAD, model)
-    _check_paths(_LOAD, checkpoint, offload_folder)
-    plain = unwrap_model(model, keep_torch_compile=False)
-    wishes = Wishes(
-        places=None if device_map is None else _read_map(plain, device_map),
-        dtype=_float(dtype),
-        special_dtypes=_dtypes(special_dtypes),
-        keep_in_fp32=_names(keep_in_fp32_modules),
-        has_folder=offload_folder is not None,
+    _load(
+        _LOAD,
+        model,
+        checkpoint,
+        device_map,
+        offload_folder,
+        dtype,
+        keep_in_fp32_modules=keep_in_fp32_modules,
         strict=strict,
-        is_whole=full_state_dict,
+        full_state_dict=full_state_dict,
+        broadcast_from_rank0=broadcast_from_rank0,
+        special_dtypes=special_dtypes,
+        progress=progress,
     )
-    if broadcast_from_rank0:
-        load_from_rank0(
-            _LOAD,
-            plain,
-            checkpoint,
-            wishes,
-            report=_warn,
-            show=lambda total: showing("load", total, progress),
-        )
-        return
-    if offload_folder is not None:
-        check_folder(offload_folder, "offload_folder")
-    opened = open_checkpoint(checkpoint)
-    plan = plan_load(_LOAD, plain, opened, wishes)
-    _warn(opened, plan)
-    total = sum(step.source.num_bytes for step in plan.steps)
-    with showing("load", total, progress) as advance:
-        apply_plan(
-            plain,
-            plan,
-            opened.stamps,
-            fetch_from_files(opened.stamps),
-            folder=offload_folder,
-            is_whole=full_state_dict,
-            advance=advance,
-        )
 
 
 def load_checkpoint_and_dispatch(
@@ -266,7 +243,7 @@ def load_checkpoint_and_dispatch(
     _check_paths(_DISPATCH, checkpoint, offload_folder)
     found: dict[str, Place] | None = None
     if device_map is not None:
-        special = _dtypes(special_dtypes)
+        special = _dtypes(_DISPATCH, special_dtypes)
         if dtype is not None:
             special = {**_kept(model, _names(keep_in_fp32_modules)), **special}
         found = resolve_device_map(
@@ -274,18 +251,18 @@ def load_checkpoint_and_dispatch(
             device_map,
             max_memory,
             no_split_module_classes,
-            _float(dtype),
+            _float(_DISPATCH, dtype),
             special,
             offload_buffers,
             fallback_allocation,
         )
-    load_checkpoint_in_model(
+    _load(
+        _DISPATCH,
         model,
         checkpoint,
         None if found is None else _where_to_load(model, found, offload_buffers),
         offload_folder,
         dtype,
-        offload_buffers=offload_buffers,
         keep_in_fp32_modules=keep_in_fp32_modules,
         strict=strict,
         full_state_dict=full_state_dict,
@@ -306,6 +283,61 @@ def load_checkpoint_and_dispatch(
         # Who says how much the host may hold, means the pages of mapped weights, too.
         cache_bytes=0 if max_memory is not None else None,
     )
+
+
+def _load(
+    operation: str,
+    model: nn.Module,
+    checkpoint: str | os.PathLike[str],
+    device_map: object,
+    offload_folder: str | os.PathLike[str] | None,
+    dtype: str | torch.dtype | None,
+    *,
+    keep_in_fp32_modules: Iterable[str] | None,
+    strict: bool,
+    full_state_dict: bool,
+    broadcast_from_rank0: bool,
+    special_dtypes: Mapping[str, str | torch.dtype] | None,
+    progress: bool | None,
+) -> None:
+    require_module(operation, model)
+    _check_paths(operation, checkpoint, offload_folder)
+    plain = unwrap_model(model, keep_torch_compile=False)
+    wishes = Wishes(
+        places=None if device_map is None else _read_map(operation, plain, device_map),
+        dtype=_float(operation, dtype),
+        special_dtypes=_dtypes(operation, special_dtypes),
+        keep_in_fp32=_names(keep_in_fp32_modules),
+        has_folder=offload_folder is not None,
+        strict=strict,
+        is_whole=full_state_dict,
+    )
+    if broadcast_from_rank0:
+        load_from_rank0(
+            operation,
+            plain,
+            checkpoint,
+            wishes,
+            report=partial(_warn, operation),
+            show=lambda total: showing("load", total, progress),
+        )
+        return
+    if offload_folder is not None:
+        check_folder(offload_folder, "offload_folder")
+    opened = open_checkpoint(checkpoint)
+    plan = plan_load(operation, plain, opened, wishes)
+    _warn(operation, opened, plan)
+    total = sum(step.source.num_bytes for step in plan.steps)
+    with showing("load", total, progress) as advance:
+        apply_plan(
+            plain,
+            plan,
+            opened.stamps,
+            fetch_from_files(opened.stamps),
+            folder=offload_folder,
+            is_whole=full_state_dict,
+            advance=advance,
+        )
 
 
 def _where_to_load(
@@ -339,19 +371,19 @@ def _is_mapping(value: object) -> bool:
     return isinstance(value, Mapping)
 
 
-def _dtypes(said: Mapping[str, str | torch.dtype] | None) -> dict[str, torch.dtype]:
+def _dtypes(operation: str, said: Mapping[str, str | torch.dtype] | None) -> dict[str, torch.dtype]:
     if not isinstance(cast("object", said or {}), Mapping):
         raise TypeError(
-            f"{_LOAD}: special_dtypes takes dtypes by names of tensors, such as "
+            f"{operation}: special_dtypes takes dtypes by names of tensors, such as "
             f"{{'head.weight': 'float32'}}: got {said!r}."
         )
-    return {name: cast("torch.dtype", _float(one)) for name, one in (said or {}).items()}
+    return {name: cast("torch.dtype", _float(operation, one)) for name, one in (said or {}).items()}
 
 
-def _read_map(model: nn.Module, device_map: object) -> dict[str, Any]:
+def _read_map(operation: str, model: nn.Module, device_map: object) -> dict[str, Any]:
     if not isinstance(device_map, Mapping):
         raise TypeError(
-            f"{_LOAD}: device_map takes a mapping of names to places, got {device_map!r}. "
+            f"{operation}: device_map takes a mapping of names to places, got {device_map!r}. "
             "load_checkpoint_and_dispatch makes one of 'auto' and the like."
         )
     places = read_map(cast("Mapping[str, object]", device_map))
@@ -359,11 +391,11 @@ def _read_map(model: nn.Module, device_map: object) -> dict[str, Any]:
     return dict(places)
 
 
-def _float(dtype: str | torch.dtype | None) -> torch.dtype | None:
+def _float(operation: str, dtype: str | torch.dtype | None) -> torch.dtype | None:
     found = read_dtype(dtype)
     if found is not None and not found.is_floating_point:
         raise ValueError(
-            f"{_LOAD}: dtype must be one of floating-point numbers, got {found}. Others are never cast. "
+            f"{operation}: dtype must be one of floating-point numbers, got {found}. Others are never cast. "
             "To make them of others, use load_and_quantize_model."
         )
     return found
@@ -373,7 +405,7 @@ def _names(said: Iterable[str] | None) -> tuple[str, ...]:
     return () if said is None else (said,) if isinstance(said, str) else tuple(said)
 
 
-def _warn(checkpoint: Checkpoint, plan: LoadPlan) -> None:
+def _warn(operation: str, checkpoint: Checkpoint, plan: LoadPlan) -> None:
     said: list[str] = []
     if plan.missing:
         verb = "stays as it is" if len(plan.missing) == 1 else "stay as they are"
@@ -383,9 +415,9 @@ def _warn(checkpoint: Checkpoint, plan: LoadPlan) -> None:
         said.append(f"the model lacks {_listed(plan.unexpected)}, which {verb} left out")
     if said:
         warnings.warn(
-            f"{_LOAD}: the names of {checkpoint.place} and those of the model differ: "
+            f"{operation}: the names of {checkpoint.place} and those of the model differ: "
             f"{'; '.join(said)}. strict=True refuses this.",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

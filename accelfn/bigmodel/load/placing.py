@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from accelfn.bigmodel.dtypes import named_dtype
 from accelfn.bigmodel.offload.blocks import Slot
 from accelfn.bigmodel.places import PlaceLike, check_device, read_place
 
@@ -208,7 +209,7 @@ def set_module_tensor_to_device(
 
 
 def read_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    """Turn ``"float16"`` or ``"torch.float16"`` into a dtype.
+    """Turn ``"float16"``, ``"torch.float16"`` or ``"fp16"`` into a dtype.
 
     Raises:
         ValueError: torch has no such dtype.
@@ -218,8 +219,8 @@ def read_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
         return dtype
     if not isinstance(cast("object", dtype), str):
         raise TypeError(f"dtype: takes a dtype of torch or its name, got {type(dtype).__name__}.")
-    found: object = getattr(torch, dtype.removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
+    found = named_dtype(dtype)
+    if found is None:
         raise ValueError(f"dtype: torch has none called {dtype!r}. Use 'float16', 'bfloat16' or another.")
     return found
 

@@ -12,18 +12,23 @@ __all__ = ("check_folder", "writing_to")
 
 
 def check_folder(folder: str | os.PathLike[str], argument: str) -> None:
-    """Refuse what is a file.
+    """Refuse what is a file, or lies below one.
 
     Args:
         folder: It needn't be there.
         argument: As the caller knows it.
 
     Raises:
-        NotADirectoryError: It is there, and is no directory.
+        NotADirectoryError: It is there, or a part of its path is, and is no directory.
+        ValueError: It can't be a path.
     """
     path = Path(folder)
-    if path.exists() and not path.is_dir():
-        raise _said(NotADirectoryError(errno.ENOTDIR, "it is a file"), path, argument)
+    if "\0" in str(path):
+        raise ValueError(f"{argument}: a path has no zero bytes: got {str(path)!r}.")
+    there = next(one for one in (path, *path.absolute().parents) if one.exists())
+    if not there.is_dir():
+        what = "it is a file" if there == path else f"{there} is a file"
+        raise _said(NotADirectoryError(errno.ENOTDIR, what), path, argument)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -13,9 +12,9 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import nn
 
+from accelfn.bigmodel.dtypes import named_dtype
 from accelfn.bigmodel.plan.near import tell_unknown
 from accelfn.bigmodel.plan.shape import LeafShape, ModelShape, read_shape
-from accelfn.checkpoint.files.stored_dtype import dtype_from_name
 
 __all__ = (
     "AnyDtype",
@@ -45,7 +44,7 @@ class CustomDtype(Enum):
 
 
 AnyDtype: TypeAlias = "torch.dtype | CustomDtype | str"
-"""A dtype, its name such as ``"float16"`` or ``"torch.float16"``, or one of :class:`CustomDtype`."""
+"""A dtype, its name such as ``"float16"``, ``"torch.float16"`` or ``"fp16"``, or a :class:`CustomDtype`."""
 
 _CUSTOM_BYTES: Mapping[CustomDtype, float] = MappingProxyType(
     {CustomDtype.FP8: 1, CustomDtype.INT4: 0.5, CustomDtype.INT2: 0.25}
@@ -82,8 +81,9 @@ def read_dtype(dtype: AnyDtype, what: str = "dtype") -> torch.dtype | CustomDtyp
         name = given.removeprefix("torch.")
         if name in {one.value for one in CustomDtype}:
             return CustomDtype(name)
-        with contextlib.suppress(ValueError):
-            return dtype_from_name(name)
+        found = named_dtype(name)
+        if found is not None:
+            return found
     raise ValueError(
         f"{what} must be a dtype of torch or its name, such as 'float16', or one of CustomDtype: got "
         f"{given!r}."

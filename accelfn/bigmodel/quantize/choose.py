@@ -101,12 +101,18 @@ def plan_quantization(
     # Skipped under one of its names, it is skipped: there is only one of it.
     layers = [names[0] for names in found.values() if not any(is_skipped(name) for name in names)]
     if not layers:
+        placed = f", and {_few(whole)} would lie where layers can't be quantised" if whole else ""
+        place = "a device_map that leaves room for some" if whole else "other skip_modules"
         raise ValueError(
             f"load_and_quantize_model: nothing is left to quantise. The model has {len(found)} layers of "
-            f"nn.Linear, and {', '.join((*skipped, *whole)) or 'nothing'} is skipped. Pass other "
-            "skip_modules, or load the model without quantising it."
+            f"nn.Linear; {_few(skipped) or 'nothing'} is skipped{placed}. Pass {place}, or load the model "
+            "without quantising it."
         )
     return QuantizationPlan(layers=tuple(layers), skipped=tuple(dict.fromkeys((*skipped, *whole))))
+
+
+def _few(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def kept_dtype(name: str, dtype: torch.dtype, config: QuantizationConfig) -> torch.dtype:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Literal, TypeAlias
 
 import torch
 
+from accelfn.bigmodel.dtypes import named_dtype
 from accelfn.context.config.checks import (
     check_bools,
     check_reals,
@@ -22,16 +22,7 @@ from accelfn.errors import ConfigurationError
 
 __all__ = ("BnbQuantizationConfig", "QuantizationConfig", "TorchaoQuantizationConfig")
 
-_DTYPES = MappingProxyType(
-    {
-        "fp32": torch.float32,
-        "fp16": torch.float16,
-        "bf16": torch.bfloat16,
-        "float32": torch.float32,
-        "float16": torch.float16,
-        "bfloat16": torch.bfloat16,
-    }
-)
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _QUANT_TYPES = ("fp4", "nf4")
 _WEIGHTS = ("int8", "int4")
 # What the kernels for packed 4-bit integers take.
@@ -150,17 +141,12 @@ QuantizationConfig: TypeAlias = BnbQuantizationConfig | TorchaoQuantizationConfi
 
 def _dtype(record: object, name: str) -> torch.dtype:
     value = unchecked(record, name)
-    found = _DTYPES.get(value.removeprefix("torch.")) if isinstance(value, str) else value
-    if not isinstance(found, torch.dtype):
-        if isinstance(value, str):
-            raise ConfigurationError(
-                f"{where(record, name)} does not know {value!r}. Use one of {', '.join(_DTYPES)}, or a dtype "
-                "of torch."
-            )
+    found = named_dtype(value) if isinstance(value, str) else value
+    if found is not None and not isinstance(found, torch.dtype):
         raise wrong_type(record, name, "a dtype of torch or its name")
-    if found not in _DTYPES.values():
+    if found not in _DTYPES:
         raise ConfigurationError(
-            f"{where(record, name)} must be one of {', '.join(sorted(map(str, set(_DTYPES.values()))))}, got "
-            f"{found}."
+            f"{where(record, name)} must be one of {', '.join(map(str, _DTYPES))} or a name of these, such "
+            f"as 'bf16', got {value!r}."
         )
     return found

@@ -57,6 +57,8 @@ def test_a_base_model_is_quantised_whole_unless_it_shares_weights() -> None:
     assert default_skip_modules(Base(tied=True)) == ("one", "two", "last")
     with pytest.raises(ValueError, match=r"nothing is left to quantise\. The model has 3 layers"):
         plan_quantization(Base(tied=True), config())
+    with pytest.raises(ValueError, match=r"1 is skipped, and 0 would lie where .* Pass a device_map that"):
+        plan_quantization(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), config(), ["0"])
 
 
 def test_layers_that_compute_in_their_own_way_stay() -> None:
