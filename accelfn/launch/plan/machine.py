@@ -33,6 +33,8 @@ class Machine:
         device_variable: Variable by which accelerators are chosen.
         numa: Its memory nodes; empty where the system doesn't say.
         device_numa: Node of each accelerator; -1 where the system doesn't say.
+        has_false_peers: Whether its accelerators say that they reach each other's memory and don't: several
+            GeForce RTX 40 cards with a driver before 550.40.07.
         python: The interpreter.
         mpirun: Path of mpirun or mpiexec, or None.
         is_open_mpi: Whether that is Open MPI's.
@@ -43,6 +45,7 @@ class Machine:
     device_variable: str = "CUDA_VISIBLE_DEVICES"
     numa: tuple[NumaNode, ...] = ()
     device_numa: tuple[int, ...] = ()
+    has_false_peers: bool = False
     python: str = "python"
     mpirun: str | None = None
     is_open_mpi: bool = False
@@ -66,6 +69,7 @@ def read_machine(environment: Mapping[str, str], *, root: str = "/", wants_mpi: 
         device_variable=variable,
         numa=_read_numa(root, frozenset(usable)),
         device_numa=device_numa,
+        has_false_peers=_has_false_peers(Path(root, "proc/driver/nvidia")),
         python=sys.executable,
         mpirun=mpirun,
         is_open_mpi=mpirun is not None and _is_open_mpi(mpirun),
@@ -101,6 +105,22 @@ def _read_devices(root: str) -> tuple[int | None, tuple[int, ...]]:
     kfd = Path(root, "sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id")
     found = sum(1 for path in kfd if _read_number(path) > 0)
     return (found or None), ()
+
+
+def _has_false_peers(driver: Path) -> bool:
+    models = [_read_text(path) for path in driver.glob("gpus/*/information")]
+    cards = sum(re.search(r"GeForce RTX 40\d\d", model) is not None for model in models)
+    version = re.search(r"Module\D*?(\d+)\.(\d+)(?:\.(\d+))?", _read_text(driver / "version"))
+    if cards < 2 or version is None:
+        return False
+    return tuple(int(part or 0) for part in version.groups()) < (550, 40, 7)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 # Files that drivers of other makers put into /dev, and the variables that choose among their accelerators.

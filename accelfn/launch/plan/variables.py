@@ -12,6 +12,8 @@ __all__ = ("plan_variables",)
 
 # Sections whose values are all handed on, because the launcher's defaults aren't the record's.
 _WHOLE = ("fsdp", "megatron_lm")
+# How NCCL is told to go through the host's memory.
+_WITHOUT_PEERS = ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE")
 
 
 def plan_variables(
@@ -61,6 +63,9 @@ def plan_variables(
         # What stands in a file is older than what the user has set for this shell.
         if chosen != "file" or machine.device_variable not in environment:
             found[machine.device_variable] = config.gpu_ids
+    if machine.has_false_peers and not config.cpu:
+        # NCCL would believe the cards, and hang.
+        found.update({name: "1" for name in _WITHOUT_PEERS if name not in environment})
     threads = config.num_cpu_threads_per_process
     if threads is None and "OMP_NUM_THREADS" not in environment:
         threads = max(1, machine.cores // local_size)  # torchrun would set 1 and leave most cores idle

@@ -34,6 +34,31 @@ def test_cards_of_nvidia_are_counted_and_lie_at_a_node(tmp_path: Path) -> None:
     assert read_machine({"CUDA_VISIBLE_DEVICES": ""}, root=str(tmp_path)).devices == 0
 
 
+@pytest.mark.parametrize(
+    ("models", "driver", "expected"),
+    [
+        (("NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 4070 Ti"), "535.104.05", True),
+        (("NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 4090"), "550.40.06", True),
+        (("NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 4090"), "550.40.07", False),
+        (("NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 4090"), "560.28", False),
+        (("NVIDIA GeForce RTX 4090",), "535.104.05", False),
+        (("NVIDIA RTX 4000 Ada", "NVIDIA RTX 4000 Ada"), "535.104.05", False),
+        (("NVIDIA GeForce RTX 4090", "NVIDIA GeForce RTX 4090"), "", False),
+    ],
+)
+def test_cards_that_wrongly_say_they_reach_each_other_are_known(
+    models: tuple[str, ...], driver: str, expected: bool, tmp_path: Path
+) -> None:
+    place = tmp_path / "proc/driver/nvidia"
+    for number, model in enumerate(models):
+        (place / f"gpus/{number}").mkdir(parents=True)
+        (place / f"gpus/{number}/information").write_text(f"Model: \t\t {model}\nIRQ:   \t\t 40\n")
+    if driver:
+        line = f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {driver}  Sat Aug 19 01:15:15 UTC 2023\n"
+        (place / "version").write_text(f"{line}GCC version:  gcc version 12.2.0\n")
+    assert read_machine({}, root=str(tmp_path)).has_false_peers is expected
+
+
 def test_cards_of_amd_are_counted_and_others_are_not_known(tmp_path: Path) -> None:
     assert read_machine({}, root=str(tmp_path)).devices is None
     for node, number in enumerate((0, 4711, 4712)):  # node 0 is the processor

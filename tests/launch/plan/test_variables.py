@@ -9,11 +9,14 @@ from accelfn.launch.config.files import parse_config
 WORLD = {"LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "RANK", "WORLD_SIZE"}
 
 
-def plan_of(*argv: str, env: dict[str, str] | None = None, file: str = "") -> LaunchPlan:
+def plan_of(
+    *argv: str, env: dict[str, str] | None = None, file: str = "", has_false_peers: bool = False
+) -> LaunchPlan:
     parsed = parse_flags((*argv, "train.py"))
     config_file = parse_config(file, "a.yaml") if file else None
     resolved = resolve(parsed.flags, {}, config_file)
-    return plan_launch(resolved, Script("train.py"), env or {}, Machine(cores=8))
+    machine = Machine(cores=8, has_false_peers=has_false_peers)
+    return plan_launch(resolved, Script("train.py"), env or {}, machine)
 
 
 def variables_of(*argv: str, env: dict[str, str] | None = None, file: str = "") -> dict[str, str]:
@@ -87,6 +90,16 @@ def test_only_what_was_given_changes_the_environment(
 def test_accelerators_that_the_shell_chose_win_over_a_file() -> None:
     assert "CUDA_VISIBLE_DEVICES" not in variables_of(env={"CUDA_VISIBLE_DEVICES": "5"}, file="gpu_ids: 0,1")
     assert variables_of(file="gpu_ids: 0,1")["CUDA_VISIBLE_DEVICES"] == "0,1"
+
+
+def test_cards_that_wrongly_say_they_reach_each_other_are_kept_from_it() -> None:
+    def told(*argv: str, env: dict[str, str] | None = None) -> dict[str, str]:
+        changes = dict(plan_of(*argv, env=env, has_false_peers=True).env_changes)
+        return {name: value for name, value in changes.items() if name.startswith("NCCL")}
+
+    assert told("--num_processes=2") == {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
+    assert told("--num_processes=2", env={"NCCL_P2P_DISABLE": "0"}) == {"NCCL_IB_DISABLE": "1"}
+    assert told("--num_processes=2", "--cpu") == {}
 
 
 def test_a_context_reads_what_is_said_of_fsdp_and_the_mesh() -> None:
