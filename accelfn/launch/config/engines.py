@@ -118,6 +118,14 @@ class FsdpSection:
             exports=plain_names("FSDP_ACTIVATION_CHECKPOINTING"),
         ),
     )
+    activation_checkpointing_offload: bool = field(
+        default=False,
+        metadata=option(
+            BOOL,
+            "what is kept of them waits in host memory, in version 2, for scripts of Accelerate",
+            exports=plain_names("FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"),
+        ),
+    )
     ignored_modules: str | None = field(
         default=None,
         metadata=option(

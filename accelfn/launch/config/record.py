@@ -312,6 +312,15 @@ it: got 3 processes on 2 machines. Use 2 or 4 processes.
                 "--fsdp_cpu_ram_efficient_loading needs --fsdp_sync_module_states: otherwise all processes "
                 "but one train without the weights. Switch the first off or the second on."
             )
+        if (
+            self.use_fsdp
+            and fsdp.activation_checkpointing_offload
+            and not (fsdp.version == 2 and fsdp.activation_checkpointing)
+        ):
+            raise ConfigurationError(
+                "--fsdp_activation_checkpointing_offload needs --fsdp_version 2 and "
+                "--fsdp_activation_checkpointing. Give both, or leave it out."
+            )
         self._check_devices()
         self._check_machines()
 

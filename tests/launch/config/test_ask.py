@@ -295,6 +295,7 @@ def test_fsdp_version_2_on_a_mesh_in_fp8_of_torchao(tmp_path: pathlib.Path) -> N
             "fsdp_transformer_layer_cls_to_wrap": "Block, Other",
             "fsdp_state_dict_type": "FULL_STATE_DICT",
             "fsdp_activation_checkpointing": "yes",
+            "fsdp_activation_checkpointing_offload": "yes",
             "use_parallelism_config": "yes",
             "parallelism_config_tp_size": "2",
             "parallelism_config_cp_size": "2",
@@ -310,6 +311,7 @@ def test_fsdp_version_2_on_a_mesh_in_fp8_of_torchao(tmp_path: pathlib.Path) -> N
     assert config.use_parallelism_config
     assert (config.fsdp.version, config.num_processes) == (2, 8)
     assert config.fsdp.transformer_layer_cls_to_wrap == ("Block", "Other")
+    assert config.fsdp.activation_checkpointing_offload
     assert (config.fp8.backend, config.fp8.enable_fsdp_float8_all_gather) == ("ao", False)
     assert "it needs 8 processes, got 4" in screen
 

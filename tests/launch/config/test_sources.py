@@ -71,6 +71,8 @@ def beside(field: Field) -> dict[str, str]:
         wanted["fsdp_cpu_ram_efficient_loading"] = "false"
     if field.name == "fsdp_version":
         wanted["use_fsdp"] = "true"
+    if field.name == "fsdp_activation_checkpointing_offload":
+        wanted |= {"fsdp_version": "2", "fsdp_activation_checkpointing": "true"}
     return wanted
 
 
@@ -181,6 +183,10 @@ def test_a_choice_puts_out_what_a_weaker_source_chose() -> None:
         (("--use_parallelism_config",), "--use_parallelism_config needs --use_fsdp and --fsdp_version 2"),
         (("--use_fsdp", "--use_parallelism_config"), "needs --use_fsdp and --fsdp_version 2"),
         (("--use_fsdp", "--fsdp_sync_module_states=no"), "needs --fsdp_sync_module_states"),
+        (
+            ("--use_fsdp", "--fsdp_activation_checkpointing", "--fsdp_activation_checkpointing_offload"),
+            "--fsdp_activation_checkpointing_offload needs --fsdp_version 2",
+        ),
         (("--module", "--no_python"), "Give one of the two"),
         (("--tpu", "--no_python"), "Leave --no_python out"),
         (("--fsdp_version=2",), "--fsdp_version has no effect without --use_fsdp"),
