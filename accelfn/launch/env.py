@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import json
 import os
@@ -15,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from accelfn import __version__
+from accelfn.launch.arguments import CommandParser, read_arguments
 from accelfn.launch.config.files import find_config_file
-from accelfn.launch.flags import spell
 
-__all__ = ("describe_environment", "format_report", "relevant_variables", "run_env")
+__all__ = ("describe_environment", "env_parser", "format_report", "relevant_variables", "run_env")
 
 # What accelfn needs, and what it works with where it is installed.
 _PACKAGES = ("torch", "optree", "safetensors", "typing-extensions")
@@ -48,18 +47,23 @@ def run_env(argv: Sequence[str]) -> int:
     Raises:
         SystemExit: 0 after ``--help``; 2 after one sentence on what is wrong.
     """
-    parser = argparse.ArgumentParser(
-        prog="accelfn env",
-        description="Print what a report of a fault needs: versions, devices, variables, configuration.",
-        epilog="In names of flags - and _ mean the same. Values of variables that look secret are left out.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--config_file", metavar="FILE", help="configuration to show (the default one)")
-    parser.add_argument("--json", action="store_true", help="as JSON")
-    options = parser.parse_args([spell(token) for token in argv])
+    parser = env_parser()
+    options = read_arguments(parser, argv)
     report = describe_environment(os.environ, options.config_file)
     print(json.dumps(report, indent=2) if options.json else format_report(report))
     return 0
+
+
+def env_parser() -> CommandParser:
+    """Describe the arguments of the command."""
+    parser = CommandParser(
+        prog="accelfn env",
+        description="Print what a report of a fault needs: versions, devices, variables, configuration.",
+        epilog="In names of flags - and _ mean the same. Values that look secret are left out.",
+    )
+    parser.add_argument("--config_file", metavar="FILE", help="configuration to show (the default one)")
+    parser.add_argument("--json", action="store_true", help="as JSON")
+    return parser
 
 
 def describe_environment(env: Mapping[str, str], config_file: str | None = None) -> dict[str, Any]:

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accelfn.launch.flags import spell
+from accelfn.launch.arguments import CommandParser, read_arguments
 from accelfn.launch.output import FORMATS, choose_format
 
 if TYPE_CHECKING:
     from accelfn.bigmodel.plan.shape import ModelShape
 
-__all__ = ("run_estimate",)
+__all__ = ("estimate_parser", "run_estimate")
 
 _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -36,8 +36,8 @@ def run_estimate(argv: Sequence[str]) -> int:
     Raises:
         SystemExit: 0 after ``--help``; 2 after one sentence on what is wrong.
     """
-    parser = _parser()
-    options = parser.parse_args([spell(token) for token in argv])
+    parser = estimate_parser()
+    options = read_arguments(parser, argv)
     form = choose_format(parser, options.format, options.output)
     _check(parser, options)
     # Not at the top: accelfn.bigmodel loads torch, which --help and bad input do without.
@@ -122,13 +122,12 @@ def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None
     )
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def estimate_parser() -> CommandParser:
+    """Describe the arguments of the command."""
+    parser = CommandParser(
         prog="accelfn estimate-memory",
         description="Estimate how much memory a model takes: its weights, its largest layer, and training "
         "with Adam, for several dtypes. Nothing is downloaded, and no weight is read.",
-        epilog="In names of flags - and _ mean the same.",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "model",

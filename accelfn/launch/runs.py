@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from accelfn.errors import ConfigurationError
-from accelfn.launch.flags import spell
+from accelfn.launch.arguments import CommandParser, read_arguments
 from accelfn.launch.run_curves import draw_runs_html, draw_runs_svg, names_of, number_text
 from accelfn.launch.run_files import RunRecord, find_runs, read_run
 
-__all__ = ("run_runs",)
+__all__ = ("run_runs", "runs_parser")
 
 _MOST_VALUES = 3
 
@@ -33,8 +33,8 @@ def run_runs(argv: Sequence[str]) -> int:
     Raises:
         SystemExit: 0 after ``--help``; 2 after one sentence on what is wrong.
     """
-    parser = _parser()
-    options = parser.parse_args([spell(token) for token in argv])
+    parser = runs_parser()
+    options = read_arguments(parser, argv)
     try:
         if options.action == "list":
             text = _list(options)
@@ -204,20 +204,20 @@ def _table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
     return "\n".join(lines)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def runs_parser() -> CommandParser:
+    """Describe the arguments of the command."""
+    parser = CommandParser(
         prog="accelfn runs",
         description="List, show and draw runs that the JSONL tracker has written.",
         epilog="In names of flags - and _ mean the same. RUN is a run's folder, its name or the beginning of "
         "that, or the word latest.",
-        allow_abbrev=False,
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="list|show|plot")
-    listing = actions.add_parser("list", help="a table of the runs of a folder", allow_abbrev=False)
+    listing = actions.add_parser("list", help="a table of the runs of a folder")
     listing.add_argument("dir", metavar="DIR", nargs="?", default="runs", help="where to look (runs)")
-    showing = actions.add_parser("show", help="configuration and values of a run", allow_abbrev=False)
+    showing = actions.add_parser("show", help="configuration and values of a run")
     showing.add_argument("run", metavar="RUN")
-    plotting = actions.add_parser("plot", help="curves of one run or several", allow_abbrev=False)
+    plotting = actions.add_parser("plot", help="curves of one run or several")
     plotting.add_argument("runs", metavar="RUN", nargs="+")
     plotting.add_argument(
         "--names", metavar="NAME", nargs="+", help="what to draw, such as loss (all numbers)"

@@ -1,6 +1,5 @@
 """``accelfn to-fsdp2``: a configuration for FSDP, rewritten for FSDP2."""
 
-import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -9,10 +8,10 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 from accelfn.errors import ConfigurationError, MissingExtraError
+from accelfn.launch.arguments import CommandParser, read_arguments
 from accelfn.launch.config.plain import format_plain, read_plain
-from accelfn.launch.flags import spell
 
-__all__ = ("Rewritten", "rewrite_for_fsdp2", "run_to_fsdp2")
+__all__ = ("Rewritten", "rewrite_for_fsdp2", "run_to_fsdp2", "to_fsdp2_parser")
 
 # Section of a file, and what stands before its keys: Accelerate's, and ours.
 _SECTIONS = (("fsdp_config", "fsdp_"), ("fsdp", ""))
@@ -120,8 +119,8 @@ def run_to_fsdp2(argv: Sequence[str]) -> int:
     Raises:
         SystemExit: 0 after ``--help``; 2 after one sentence on what is wrong.
     """
-    parser = _parser()
-    options = parser.parse_args([spell(token) for token in argv])
+    parser = to_fsdp2_parser()
+    options = read_arguments(parser, argv)
     if options.output_file is None and not options.overwrite:
         parser.error("give --output_file for the new file, or --overwrite to replace the old one.")
     target = Path(options.output_file or options.config_file)
@@ -147,12 +146,11 @@ def run_to_fsdp2(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def to_fsdp2_parser() -> CommandParser:
+    """Describe the arguments of the command."""
+    parser = CommandParser(
         prog="accelfn to-fsdp2",
         description="Rewrite the FSDP section of a configuration file for FSDP2.",
-        epilog="In names of flags - and _ mean the same.",
-        allow_abbrev=False,
     )
     parser.add_argument("--config_file", metavar="FILE", required=True, help="configuration to read")
     parser.add_argument("--output_file", metavar="FILE", help="configuration to write")
