@@ -14,7 +14,7 @@ from accelfn.errors import ConfigurationError, MissingExtraError
 from accelfn.launch.arguments import CommandParser, read_arguments
 from accelfn.launch.config.accelerate import import_accelerate
 from accelfn.launch.config.ask import ask_values, format_launch
-from accelfn.launch.config.fields import build_config
+from accelfn.launch.config.fields import FIELD_OF, build_config
 from accelfn.launch.config.files import find_config_file, format_config, read_config, read_tree
 from accelfn.launch.config.sources import format_origins, resolve
 from accelfn.launch.plan.machine import Machine, read_machine
@@ -99,6 +99,12 @@ def _default(options: argparse.Namespace, environment: Mapping[str, str]) -> int
 def _update(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
     path = _place(options, environment)
     file = read_config(path)
+    for name in file.values:
+        if FIELD_OF[name].secret:
+            variable = FIELD_OF[name].variables[0]
+            print(
+                f"note: {name} is left out, for secrets are never written; set {variable}.", file=sys.stderr
+            )
     return _save(format_config(build_config(file.values), path, frozenset(file.values)), path)
 
 

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from accelfn import __version__
+from accelfn.errors import ConfigurationError, MissingExtraError
 from accelfn.launch.arguments import CommandParser, read_arguments
-from accelfn.launch.config.files import find_config_file
+from accelfn.launch.config.files import Entry, find_config_file, parse_config, read_tree
+from accelfn.launch.config.secrets import hide_in_text, is_secret
 
 __all__ = ("describe_environment", "env_parser", "format_report", "relevant_variables", "run_env")
 
@@ -32,7 +34,7 @@ _RELEVANT = re.compile(
     r"|CUDA|ROCR|HIP|ZE|XLA|PJRT|TPU|OMP|MKL|KMP|OMPI|PMI|MV2|SLURM|MASTER)_\w+"
     r"|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|NODE_RANK|VIRTUAL_ENV|CONDA_PREFIX|LD_PRELOAD"
 )
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL")
+_LEFT_OUT = "(left out)"
 
 
 def run_env(argv: Sequence[str]) -> int:
@@ -98,7 +100,7 @@ def relevant_variables(env: Mapping[str, str]) -> dict[str, str]:
     {'ACCELFN_KEY': '(left out)', 'NCCL_DEBUG': 'INFO', 'RANK': '0'}
     """
     return {
-        name: "(left out)" if _SECRET.search(name) else env[name]
+        name: _LEFT_OUT if is_secret(name) else hide_in_text(env[name])
         for name in sorted(env)
         if _RELEVANT.fullmatch(name)
     }
@@ -216,8 +218,25 @@ def _describe_configuration(env: Mapping[str, str], given: str | None) -> dict[s
         return f"none (looked for {path})"
     except (OSError, UnicodeDecodeError) as error:
         return f"{path} can't be read: {error}"
-    lines = [
-        f"{line.partition(':')[0]}: (left out)" if _SECRET.search(line.partition(":")[0].upper()) else line
-        for line in text.splitlines()
-    ]
-    return {"file": path, "contents": "\n".join(lines)}
+    try:
+        tree = read_tree(text, path)
+    except (ConfigurationError, MissingExtraError) as error:
+        return str(error)
+    # Never the text of the file: which parts of that are secret only who reads it knows.
+    facts: dict[str, Any] = {"file": path}
+    try:
+        parse_config(text, path)
+    except ConfigurationError as error:
+        facts["fault"] = hide_in_text(str(error))
+    return {**facts, "contents": {key: _shown(key, entry) for key, entry in tree.items()}}
+
+
+def _shown(key: str, entry: Entry) -> Any:
+    """Give an entry as JSON has it, without what looks secret."""
+    if is_secret(key):
+        return _LEFT_OUT
+    if isinstance(entry.value, str):
+        return hide_in_text(entry.value)
+    if isinstance(entry.value, tuple):
+        return [_shown("", one) for one in entry.value]
+    return {name: _shown(name, one) for name, one in entry.value.items()}

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from accelfn.errors import ConfigurationError, MissingExtraError
+from accelfn.launch.config.fields import FIELDS
 from accelfn.launch.config.files import ConfigFile, find_config_file, read_config
 from accelfn.launch.config.record import LaunchConfig
 from accelfn.launch.config.sources import Resolved, format_origins, resolve
@@ -94,15 +95,25 @@ def _write_sbatch(
     parsed: Parsed, resolved: Resolved, script: Script, environment: Mapping[str, str], path: str
 ) -> int:
     tokens: list[str] = []
+    secret = [field for field in FIELDS if field.secret]
+    hidden = {flag for field in secret for flag in field.flags}
     skip = False
     for token in parsed.tokens:
         name = spell(token).partition("=")[0]
         if skip:
             skip = False
-        elif name == "--sbatch" or name.startswith("--slurm_"):
+        elif name == "--sbatch" or name.startswith("--slurm_") or name in hidden:
             skip = "=" not in token
         else:
             tokens.append(token)
+    for field in secret:
+        if field.name in parsed.flags:
+            # A job's script lies about, and SLURM keeps a copy of it.
+            print(
+                f"accelfn launch: {field.flags[0]} isn't written into {path}. Set {field.variables[0]} where "
+                "you call sbatch, which hands variables on.",
+                file=sys.stderr,
+            )
     text = write_sbatch(resolved.config, script, tokens, read_machine(environment))
     try:
         Path(path).write_text(text, encoding="utf-8")

@@ -14,6 +14,7 @@ from accelfn.errors import ConfigurationError, MissingExtraError
 from accelfn.launch.arguments import CommandParser, read_arguments
 from accelfn.launch.config.files import find_config_file
 from accelfn.launch.config.plain import read_plain
+from accelfn.launch.config.secrets import hide_in_words
 
 __all__ = ("run_tpu_config", "tpu_command", "tpu_config_parser")
 
@@ -80,9 +81,10 @@ def run_tpu_config(argv: Sequence[str]) -> int:
         )
     install = options.accelfn_version if options.install_accelfn else None
     command = tpu_command(name, commands, zone=zone, alpha=options.use_alpha, install=install)
-    print(shlex.join(command), flush=True)
     if options.debug:
+        print(shlex.join(command))
         return 0
+    print(shlex.join(hide_in_words(command)), flush=True)  # a log may keep it
     gcloud = shutil.which(command[0])
     if gcloud is None:
         parser.error(

@@ -169,6 +169,32 @@ def test_bad_input_is_one_sentence_and_status_2(argv: list[str], message: str) -
     assert "Traceback" not in done.stderr
 
 
+def test_no_secret_is_printed_or_written(tmp_path: Path) -> None:
+    secret = ("--aws_secret_access_key", "hush", "--aws-access-key-id=hush")
+    script = tmp_path / "job.sh"
+    rented = ("--compute_environment=AMAZON_SAGEMAKER", "--sagemaker_ec2_instance_type=m")
+    pod = ("--tpu", "--tpu_cluster", "--tpu_name=t", "--tpu_zone=z")
+    for argv in (
+        ("--print_config", *secret),
+        ("--sbatch", str(script), *secret, "README.md"),
+        ("--dry_run", *rented, "--sagemaker_iam_role_name=me", *secret, "docs/cli.py", "--hf_token", "hush"),
+        ("--dry_run", "--cpu", "docs/cli.py", "--hf_token", "hush", "--tokenizer", "small"),
+        (
+            "--dry_run",
+            "--tpu_cluster",
+            "--tpu",
+            "--tpu_name=t",
+            "--tpu_zone=z",
+            "--env=K_TOKEN=hush",
+            "docs/cli.py",
+        ),
+    ):
+        done = accelfn("launch", *argv)
+        assert done.returncode == 0, done.stderr
+        assert "hush" not in done.stdout + done.stderr
+    assert "hush" not in script.read_text()
+
+
 def test_dry_run_prints_the_whole_command_and_starts_nothing(tmp_path: Path) -> None:
     script = tmp_path / "my script.py"
     script.write_text("raise SystemExit('started')")

@@ -10,6 +10,7 @@ from accelfn.errors import ConfigurationError
 from accelfn.launch.config.fields import FIELD_OF, FIELDS, SECTIONS, build_config, read_value, value_of
 from accelfn.launch.config.files import ConfigFile
 from accelfn.launch.config.record import EXCLUSIVE, LaunchConfig
+from accelfn.launch.config.secrets import HIDDEN, hide_in_text
 
 __all__ = ("Given", "Origin", "Resolved", "format_origins", "resolve")
 
@@ -182,7 +183,11 @@ def format_origins(resolved: Resolved, *, everything: bool = True) -> str:
             continue
         value = value_of(resolved.config, field)
         text = (
-            "-" if value is None else "***" if field.secret else field.kind.write(value).replace("\n", "; ")
+            "-"
+            if value is None
+            else HIDDEN
+            if field.secret
+            else hide_in_text(field.kind.write(value)).replace("\n", "; ")
         )
         rows.append((field.path, text, str(origin)))
     widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]

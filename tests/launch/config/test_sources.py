@@ -239,3 +239,10 @@ def test_print_config_hides_secrets_and_names_sources() -> None:
     assert rows["mixed_precision"] == ["bf16", "environment", "ACCELFN_MIXED_PRECISION"]
     assert rows["num_machines"] == ["1", "default"]
     assert "hush" not in said
+
+
+def test_print_config_hides_secrets_in_commands() -> None:
+    flags = parse_flags(["--env=HF_TOKEN=hush", "--slurm_setup=export WANDB_API_KEY=hush", "t.py"]).flags
+    said = format_origins(resolve(flags, {}), everything=False)
+    assert "HF_TOKEN=***" in said
+    assert "hush" not in said
