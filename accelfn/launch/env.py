@@ -51,6 +51,12 @@ def run_env(argv: Sequence[str]) -> int:
     """
     parser = env_parser()
     options = read_arguments(parser, argv)
+    try:
+        path, _ = find_config_file(options.config_file, os.environ, sys.platform, os.path.expanduser("~"))
+    except ConfigurationError as error:
+        parser.error(str(error))
+    if options.config_file is not None and not os.path.isfile(path):
+        parser.error(f"there is no configuration file {path!r}. Check the path.")
     report = describe_environment(os.environ, options.config_file)
     print(json.dumps(report, indent=2) if options.json else format_report(report))
     return 0

@@ -11,6 +11,7 @@ from pathlib import Path
 from accelfn.errors import ConfigurationError, MissingExtraError
 from accelfn.launch.config.fields import FIELDS
 from accelfn.launch.config.files import ConfigFile, find_config_file, read_config
+from accelfn.launch.config.paths import refuse_missing_files
 from accelfn.launch.config.record import LaunchConfig
 from accelfn.launch.config.sources import Resolved, format_origins, resolve
 from accelfn.launch.flags import Parsed, format_help, parse_flags, spell
@@ -64,7 +65,7 @@ def _launch(parsed: Parsed, environment: Mapping[str, str]) -> int:
         step = read_step(environment) or read_mpi(environment)
     else:
         # srun will say on each node which one it is.
-        step = {"machine_rank": (0, "srun"), "main_process_ip": ("srun's first node", "srun")}
+        step = {"machine_rank": (0, "srun"), "main_process_ip": ("first-node-of-srun", "srun")}
     resolved = resolve(parsed.flags, environment, file, step)
     if "print_config" in parsed.actions:
         print(format_origins(resolved))
@@ -74,6 +75,7 @@ def _launch(parsed: Parsed, environment: Mapping[str, str]) -> int:
     script = Script(parsed.script, parsed.script_args)
     config = resolved.config
     _refuse_missing(script, config)
+    refuse_missing_files(resolved)
     if writes_script is not None:
         return _write_sbatch(parsed, resolved, script, environment, writes_script)
     machine = read_machine(environment, wants_mpi=config.mpirun.hostfile is not None)

@@ -88,7 +88,7 @@ def self_test_command(
     """
     return (
         *(sys.executable, "-m", "accelfn.launch", "launch"),
-        *(("--config_file", options.config_file) if options.config_file else ()),
+        *(("--config_file", options.config_file) if options.config_file is not None else ()),
         *launch_flags,
         *("-m", _MODULE, "--report", report, "--timeout", f"{options.timeout:g}"),
         *(("--fault", options.fault) if options.fault else ()),

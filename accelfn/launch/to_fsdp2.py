@@ -123,6 +123,8 @@ def run_to_fsdp2(argv: Sequence[str]) -> int:
     options = read_arguments(parser, argv)
     if options.output_file is None and not options.overwrite:
         parser.error("give --output_file for the new file, or --overwrite to replace the old one.")
+    if options.output_file is not None and not options.output_file.strip():
+        parser.error(f"--output_file needs the name of a file, got {options.output_file!r}.")
     target = Path(options.output_file or options.config_file)
     if options.output_file is not None and os.path.lexists(target) and not options.overwrite:
         parser.error(f"{target} is there already. Give another --output_file, or --overwrite.")

@@ -179,15 +179,7 @@ def test_no_secret_is_printed_or_written(tmp_path: Path) -> None:
         ("--sbatch", str(script), *secret, "README.md"),
         ("--dry_run", *rented, "--sagemaker_iam_role_name=me", *secret, "docs/cli.py", "--hf_token", "hush"),
         ("--dry_run", "--cpu", "docs/cli.py", "--hf_token", "hush", "--tokenizer", "small"),
-        (
-            "--dry_run",
-            "--tpu_cluster",
-            "--tpu",
-            "--tpu_name=t",
-            "--tpu_zone=z",
-            "--env=K_TOKEN=hush",
-            "docs/cli.py",
-        ),
+        ("--dry_run", *pod, "--env=HF_TOKEN=hush", "docs/cli.py"),
     ):
         done = accelfn("launch", *argv)
         assert done.returncode == 0, done.stderr

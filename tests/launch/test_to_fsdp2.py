@@ -124,7 +124,7 @@ def test_the_command_writes_the_new_file(
         ("fsdp: [", ("--overwrite",), "line 1, column 8"),
         ("fsdp: {version: 1}", (), "give --output_file"),
         ("fsdp: {version: 1}", ("--output_file", "config.yaml"), "is there already"),
-        ("- 1", ("--overwrite",), "has no names with values"),
+        ("- 1", ("--overwrite",), "this is something else"),
         (None, ("--overwrite",), "there is no configuration file"),
     ],
 )

@@ -31,6 +31,7 @@ _SECTIONS: Mapping[str, str] = MappingProxyType(
         "dynamo_config": "dynamo_",
         "fp8_config": "fp8_",
         "mpirun_config": "mpirun_",
+        "ipex_config": "",
     }
 )
 # Keys that are called otherwise here; within a section without its prefix.
@@ -63,8 +64,12 @@ _DROPPED: Mapping[str, str] = MappingProxyType(
         "mpirun_ccl": "it is Intel's library's own business; set CCL_WORKER_COUNT",
         "fsdp_limit_all_gathers": "it is always on",
         "fp8_use_mxfp8_block_scaling": "set ACCELFN_FP8_USE_MXFP8_BLOCK_SCALING",
+        "ipex": "Intel's extension has come to its end, and torch itself computes as fast on Intel's CPUs",
+        "use_xpu": "torch finds an XPU itself",
     }
 )
+# Those of them that ask for something only where they are true.
+_SWITCHES = ("ipex", "use_xpu", "fsdp_limit_all_gathers", "fp8_use_mxfp8_block_scaling")
 # By number, as layouts before 0.23 wrote them.
 _NUMBERED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -165,6 +170,8 @@ def _take(key: str, entry: Entry, values: dict[str, object], notes: list[str], p
     name = _RENAMED.get(key, key)
     reason = _DROPPED.get(key)
     if reason is not None:
+        if key in _SWITCHES and not _is_true(entry):
+            return  # it asks for nothing
         notes.append(f"{key}: left out; {reason}.")
         return
     field = FIELD_OF.get(name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from accelfn.launch.config.kinds import BOOL, COUNT, NAMES, SIZE, TEXT, choice, integer, real
+from accelfn.launch.config.kinds import BOOL, COUNT, FILE, NAMES, SIZE, TEXT, choice, integer, real
 from accelfn.launch.config.option import accelerate_names, option, plain_names
 
 __all__ = ("DeepSpeedSection", "FsdpSection", "MegatronSection")
@@ -142,7 +142,7 @@ class DeepSpeedSection:
 
     config_file: str | None = field(
         default=None,
-        metadata=option(TEXT, "DeepSpeed's own JSON file", exports=accelerate_names("DEEPSPEED_CONFIG_FILE")),
+        metadata=option(FILE, "DeepSpeed's own JSON file", exports=accelerate_names("DEEPSPEED_CONFIG_FILE")),
     )
     zero_stage: int | None = field(
         default=None,
@@ -218,7 +218,7 @@ class DeepSpeedSection:
     )
     hostfile: str | None = field(
         default=None,
-        metadata=option(TEXT, "file that names the machines"),
+        metadata=option(FILE, "file that names the machines"),
     )
     exclusion_filter: str | None = field(
         default=None,
