@@ -143,6 +143,20 @@ print(f"\\nstatus={status} heavy={heavy}")
             "--sbatch /nonexistent/a.sh can't be written",
         ),
         (["config", "update"], "there is no configuration file"),
+        (["launch", "--config_file", "", "README.md"], "--config_file needs the name of a file, got ''"),
+        (["config", "show", "--config_file", ""], "--config_file needs the name of a file, got ''"),
+        (["test", "--config_file", ""], "--config_file needs the name of a file, got ''"),
+        (["tpu-config", "--config_file", ""], "--config_file needs the name of a file, got ''"),
+        (["to-fsdp2", "--config_file", "", "--overwrite"], "--config_file needs the name of a file"),
+        (["launch", "--main_process_ip", "bad host", "README.md"], "got 'bad host'"),
+        (
+            ["launch", "--use_deepspeed", "--deepspeed_config_file", "absent.json", "README.md"],
+            "--deepspeed_config_file: there is no file 'absent.json'. Check the path",
+        ),
+        (
+            ["launch", "--use_deepspeed", "--deepspeed_hostfile", "docs", "README.md"],
+            "--deepspeed_hostfile: it must be a file, and is a folder: 'docs'",
+        ),
         (
             [
                 *(

@@ -64,7 +64,7 @@ _DROPPED: Mapping[str, str] = MappingProxyType(
         "mpirun_ccl": "it is Intel's library's own business; set CCL_WORKER_COUNT",
         "fsdp_limit_all_gathers": "it is always on",
         "fp8_use_mxfp8_block_scaling": "set ACCELFN_FP8_USE_MXFP8_BLOCK_SCALING",
-        "ipex": "Intel's extension has come to its end, and torch itself computes as fast on Intel's CPUs",
+        "ipex": "accelfn doesn't use Intel's extension; a script may import it itself",
         "use_xpu": "torch finds an XPU itself",
     }
 )

@@ -129,7 +129,8 @@ def read_config(path: str) -> ConfigFile:
             f"there is no configuration file {path!r}. Check the path, or make one with accelfn config."
         ) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"the configuration file {path!r} can't be read: {error}.") from error
+        reason = error.strerror if isinstance(error, OSError) else "it isn't a text in UTF-8"
+        raise ConfigurationError(f"the configuration file {path!r} can't be read: {reason}.") from error
     return parse_config(text, path)
 
 

@@ -25,12 +25,15 @@ def read_plain(path: str) -> dict[str, Any]:
         ConfigurationError: It isn't there, is empty, or is no such file; with line and column where known.
         MissingExtraError: It is YAML, and PyYAML isn't installed.
     """
+    if not path.strip():
+        raise ConfigurationError(f"--config_file needs the name of a file, got {path!r}.")
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigurationError(f"there is no configuration file {path!r}. Check the path.") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{path} can't be read: {error}.") from error
+        reason = error.strerror if isinstance(error, OSError) else "it isn't a text in UTF-8"
+        raise ConfigurationError(f"{path} can't be read: {reason}.") from error
     read_tree(text, path)  # says what is wrong, and where
     try:
         tree: object = json.loads(text) if path.endswith(".json") else _yaml().safe_load(text)

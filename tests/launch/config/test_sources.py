@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from accelfn.context.config.settings import VARIABLES
 from accelfn.errors import ConfigurationError
 from accelfn.launch.config import (
     FIELD_OF,
@@ -228,6 +229,32 @@ def test_a_contradiction_says_where_the_other_half_comes_from() -> None:
 def test_a_record_refuses_what_no_text_could_give(changes: dict[str, object]) -> None:
     with pytest.raises(ConfigurationError, match=r"LaunchConfig\.\w+ must be"):
         replace(LaunchConfig(), **changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("ACCELFN_NUM_PROCESES", "ACCELFN_NUM_PROCESSES"),
+        ("ACCELFN_MIXED_PRECISON", "ACCELFN_MIXED_PRECISION"),
+        ("ACCELFN_FSDP_VERSON", "ACCELFN_FSDP_VERSION"),
+        ("ACCELFN_TORCH_DEVIC", "ACCELFN_TORCH_DEVICE"),
+    ],
+)
+def test_a_misspelt_variable_is_refused(name: str, meant: str) -> None:
+    said = f"the variable {name} is not known. Did you mean {meant}?"
+    with pytest.raises(ConfigurationError, match=re.escape(said)):
+        resolve({}, {name: "4"})
+    assert resolve({}, {name: " "}).config == LaunchConfig()
+
+
+def test_other_variables_are_left_alone() -> None:
+    theirs = {"ACCELFN_MY_OWN": "1", "ACCELFN_": "1", "NUM_PROCESES": "1"}
+    ours = {name: "" for variable in VARIABLES for name in variable.names if name.startswith("ACCELFN_")}
+    assert len(ours) > 50
+    assert resolve({}, theirs).config == LaunchConfig()
+    fields = {name for field in FIELDS for name in field.variables}
+    # Whatever a script may read is never taken for a misspelt name.
+    assert resolve({}, {name: "1" for name in ours if name not in fields}).config == LaunchConfig()
 
 
 def test_print_config_hides_secrets_and_names_sources() -> None:
