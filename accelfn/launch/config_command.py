@@ -16,7 +16,8 @@ from accelfn.launch.config.accelerate import import_accelerate
 from accelfn.launch.config.ask import ask_values, format_launch
 from accelfn.launch.config.fields import FIELD_OF, build_config
 from accelfn.launch.config.files import find_config_file, format_config, read_config, read_tree
-from accelfn.launch.config.sources import format_origins, resolve
+from accelfn.launch.config.sources import resolve
+from accelfn.launch.output import print_origins
 from accelfn.launch.plan.machine import Machine, read_machine
 
 __all__ = ("accelerate_path", "config_parser", "default_values", "run_config")
@@ -113,9 +114,7 @@ def _show(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
     asked = options.config_file is not None or bool(environment.get("ACCELFN_CONFIG"))
     file = read_config(path) if asked or os.path.exists(path) else None
     print(f"file: {path}" if file else f"file: {path} (not there)")
-    said = format_origins(resolve({}, environment, file), everything=options.all)
-    if said:
-        print(said)
+    print_origins(resolve({}, environment, file), everything=options.all)
     return 0
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from accelfn.launch.arguments import CommandParser, read_arguments
+from accelfn.launch.output import print_drawn
 
 __all__ = ("data_plan_parser", "run_data_plan")
 
@@ -64,7 +65,7 @@ def run_data_plan(argv: Sequence[str]) -> int:
         )
     except ConfigurationError as error:
         parser.error(str(error))
-    print(draw_plan(plan, sharing=options.sharing))
+    print_drawn(draw_plan(plan, sharing=options.sharing))
     if options.svg is not None:
         try:
             Path(options.svg).write_text(draw_plan_svg(plan, sharing=options.sharing), encoding="utf-8")

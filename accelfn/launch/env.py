@@ -9,17 +9,25 @@ import platform
 import re
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from accelfn import __version__
 from accelfn.errors import ConfigurationError, MissingExtraError
 from accelfn.launch.arguments import CommandParser, read_arguments
 from accelfn.launch.config.files import Entry, find_config_file, parse_config, read_tree
 from accelfn.launch.config.secrets import hide_in_text, is_secret
+from accelfn.launch.output import is_terminal, print_table
 
-__all__ = ("describe_environment", "env_parser", "format_report", "relevant_variables", "run_env")
+__all__ = (
+    "describe_environment",
+    "env_parser",
+    "format_report",
+    "relevant_variables",
+    "report_rows",
+    "run_env",
+)
 
 # What accelfn needs, and what it works with where it is installed.
 _PACKAGES = ("torch", "optree", "safetensors", "typing-extensions")
@@ -58,7 +66,12 @@ def run_env(argv: Sequence[str]) -> int:
     if options.config_file is not None and not os.path.isfile(path):
         parser.error(f"there is no configuration file {path!r}. Check the path.")
     report = describe_environment(os.environ, options.config_file)
-    print(json.dumps(report, indent=2) if options.json else format_report(report))
+    if options.json:
+        print(json.dumps(report, indent=2))
+    elif is_terminal():
+        print_table((), list(report_rows(report)))
+    else:
+        print(format_report(report))
     return 0
 
 
@@ -143,6 +156,28 @@ def format_report(report: Mapping[str, Any]) -> str:
     for name, value in report.items():
         add(name, value, 0)
     return "\n".join(lines)
+
+
+def report_rows(report: Mapping[str, Any], depth: int = 0) -> Iterator[tuple[str, str]]:
+    """Yield a report as rows of names and values, what is inside of something indented. Pure.
+
+    Args:
+        report: From :func:`describe_environment`.
+        depth: How deep it stands.
+
+    >>> list(report_rows({"accelfn": "0.1.0", "packages": {"torch": "2.13.0"}, "devices": []}))
+    [('accelfn', '0.1.0'), ('packages', ''), ('  torch', '2.13.0'), ('devices', 'none')]
+    """
+    for name, value in report.items():
+        key = f"{'  ' * depth}{name}"
+        if isinstance(value, Mapping) and value:
+            yield key, ""
+            yield from report_rows(cast("Mapping[str, Any]", value), depth + 1)
+        elif isinstance(value, (Mapping, list)):
+            parts = cast("Sequence[object]", value if isinstance(value, list) else ())
+            yield key, "\n".join(map(str, parts)) or "none"
+        else:
+            yield key, str(value)
 
 
 def _versions() -> dict[str, str]:

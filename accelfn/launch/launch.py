@@ -13,8 +13,9 @@ from accelfn.launch.config.fields import FIELDS
 from accelfn.launch.config.files import ConfigFile, find_config_file, read_config
 from accelfn.launch.config.paths import refuse_missing_files
 from accelfn.launch.config.record import LaunchConfig
-from accelfn.launch.config.sources import Resolved, format_origins, resolve
+from accelfn.launch.config.sources import Resolved, resolve
 from accelfn.launch.flags import Parsed, format_help, parse_flags, spell
+from accelfn.launch.output import print_origins
 from accelfn.launch.plan.choose import count_processes, plan_launch
 from accelfn.launch.plan.machine import read_machine
 from accelfn.launch.plan.mpirun import read_mpi
@@ -68,7 +69,7 @@ def _launch(parsed: Parsed, environment: Mapping[str, str]) -> int:
         step = {"machine_rank": (0, "srun"), "main_process_ip": ("first-node-of-srun", "srun")}
     resolved = resolve(parsed.flags, environment, file, step)
     if "print_config" in parsed.actions:
-        print(format_origins(resolved))
+        print_origins(resolved)
         return 0
     if parsed.script is None:
         raise ConfigurationError("no script given. Name one: accelfn launch [flags] train.py")

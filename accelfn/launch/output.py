@@ -8,11 +8,14 @@ import errno
 import importlib
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TextIO, cast
+from typing import Any, NamedTuple, TextIO, cast
+
+from accelfn.launch.config.sources import Resolved, origin_rows
 
 __all__ = (
     "CLOSED_PIPE",
@@ -23,7 +26,10 @@ __all__ = (
     "guarded_output",
     "is_closed_pipe",
     "is_terminal",
+    "print_drawn",
+    "print_origins",
     "print_table",
+    "refuse_missing_model",
 )
 
 FORMATS = ("table", "json", "svg", "html")
@@ -31,6 +37,8 @@ FORMATS = ("table", "json", "svg", "html")
 #: (128 + SIGPIPE), so that scripts which allow for the one allow for the other.
 CLOSED_PIPE = 141
 
+_FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _BY_ENDING = MappingProxyType(
     {"": "table", ".txt": "table", ".json": "json", ".svg": "svg", ".html": "html", ".htm": "html"}
 )
@@ -52,6 +60,36 @@ def choose_format(parser: argparse.ArgumentParser, given: str | None, output: st
         known = ", ".join(one for one in _BY_ENDING if one)
         parser.error(f"--output {output!r} ends in none of {known}. Give it one of them, or say --format.")
     return given or _BY_ENDING[ending]
+
+
+def refuse_missing_model(
+    parser: argparse.ArgumentParser, model: str, output: str | None, *, is_name: bool = False
+) -> None:
+    """Say what is wrong with a model's place or the output's, before torch is loaded to find out.
+
+    Args:
+        parser: That has read the arguments.
+        model: A folder, a file, or ``MODULE:FUNCTION``.
+        output: What ``--output`` says; None if it is printed.
+        is_name: Whether the model is a name that another library knows.
+
+    Raises:
+        SystemExit: 2 after one sentence, where there is nothing of that name, or no folder for the output.
+    """
+    if output is not None and not os.path.isdir(os.path.dirname(output) or "."):
+        parser.error(f"can't write {output!r}: there is no such folder. Check --output.")
+    if os.path.exists(model) or is_name or _FACTORY.fullmatch(model):
+        return
+    if _HUB_NAME.fullmatch(model):
+        parser.error(
+            f"there is no file or folder {model!r} in {os.getcwd()!r}, and nothing is downloaded. If it is a "
+            f"model on the Hugging Face Hub, get its configuration first: hf download {model} config.json "
+            f"--local-dir {os.path.basename(model)}"
+        )
+    parser.error(
+        f"there is no file or folder {model!r}. Pass a folder with a config.json, a safetensors file or "
+        "index, or MODULE:FUNCTION, such as train:build_model."
+    )
 
 
 def is_terminal() -> bool:
@@ -79,7 +117,7 @@ def print_table(
     box: Any = importlib.import_module("rich.box")
     text: Any = importlib.import_module("rich.text").Text  # so that no bracket is taken for a style
     table: Any = importlib.import_module("rich.table").Table(
-        title=title or None,
+        title=text(title) if title else None,
         title_justify="left",
         show_header=bool(head),
         box=box.SIMPLE_HEAD if head else None,
@@ -119,6 +157,79 @@ def format_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, right: S
         ).rstrip()
         for line in lines
     )
+
+
+def print_origins(resolved: Resolved, *, everything: bool = True) -> None:
+    """Print each field's value, and where it came from. Secrets are hidden.
+
+    Args:
+        resolved: From ``resolve``.
+        everything: Defaults too.
+    """
+    rows = origin_rows(resolved, everything=everything)
+    if rows:
+        print_table(("field", "value", "from") if is_terminal() else (), rows)
+
+
+def print_drawn(text: str) -> None:
+    """Print a text with tables in it: as it is, or with the tables drawn by rich on a terminal.
+
+    Args:
+        text: Columns of its tables are two spaces apart; the first table has a line of names, others don't.
+    """
+    if not is_terminal():
+        print(text.removesuffix("\n"))
+        return
+    lines = text.splitlines()
+    tables = 0
+    place = 0
+    while place < len(lines):
+        columns = _columns(lines[place:])
+        if columns.num_lines < 2:
+            print(lines[place])
+            place += 1
+            continue
+        cells = [
+            tuple(line[start:end].strip() for start, end in columns.spans)
+            for line in lines[place : place + columns.num_lines]
+        ]
+        head, rows = ((), cells) if tables else (cells[0], cells[1:])
+        print_table(head, rows, right=columns.right)
+        place += columns.num_lines
+        tables += 1
+
+
+class _Columns(NamedTuple):
+    """Where the columns of a table stand that a text begins with."""
+
+    num_lines: int
+    spans: tuple[tuple[int, int], ...]
+    right: tuple[int, ...]
+
+
+def _columns(lines: Sequence[str]) -> _Columns:
+    found = _Columns(0, (), ())
+    for num_lines in range(1, len(lines) + 1):
+        if not lines[num_lines - 1].strip():
+            break
+        block = lines[:num_lines]
+        width = max(map(len, block))
+        filled = "".join(
+            " " if all(line[place : place + 1] in ("", " ") for line in block) else "x"
+            for place in range(width)
+        )
+        spans = tuple(match.span() for match in re.finditer(r"x+(?: x+)*", filled))
+        # A line that closes gaps is of no table.
+        if len(spans) < 2 or len(spans) < len(found.spans) - (num_lines == 2):
+            break
+        right = tuple(
+            column
+            for column, (start, end) in enumerate(spans)
+            if all(line[end - 1 : end].strip() for line in block)
+            and not all(line[start : start + 1].strip() for line in block)
+        )
+        found = _Columns(num_lines, spans, right)
+    return found
 
 
 class OutputError(Exception):

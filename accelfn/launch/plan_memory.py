@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from accelfn.launch.arguments import CommandParser, read_arguments
-from accelfn.launch.output import FORMATS, choose_format
+from accelfn.launch.output import FORMATS, choose_format, print_drawn, refuse_missing_model
 
 if TYPE_CHECKING:
     from accelfn.bigmodel import DevicePlan
@@ -45,6 +45,7 @@ def run_plan_memory(argv: Sequence[str]) -> int:
             parser.error(f"--max_memory gives the place {name} twice. Give it once.")
         budgets[place] = size
     form = choose_format(parser, options.format, options.output)
+    refuse_missing_model(parser, options.source, options.output)
     # Not at the top: accelfn.bigmodel loads torch, which --help and bad input do without.
     from accelfn.bigmodel import PlanOptions, plan_named_map, read_source
     from accelfn.errors import AccelfnError, DamagedCheckpointError
@@ -66,7 +67,8 @@ def run_plan_memory(argv: Sequence[str]) -> int:
         return 2
     text = _FORMS[form](plan, options.source)
     if options.output is None:
-        print(text, end="" if text.endswith("\n") else "\n")
+        show = print_drawn if form == "table" else print
+        show(text.removesuffix("\n"))
         return 0
     try:
         Path(options.output).write_text(text if text.endswith("\n") else f"{text}\n", encoding="utf-8")

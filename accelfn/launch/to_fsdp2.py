@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, cast
 
 from accelfn.errors import ConfigurationError, MissingExtraError
 from accelfn.launch.arguments import CommandParser, read_arguments
+from accelfn.launch.config.accelerate import RENAMED
 from accelfn.launch.config.plain import format_plain, read_plain
 
 __all__ = ("Rewritten", "rewrite_for_fsdp2", "run_to_fsdp2", "to_fsdp2_parser")
@@ -21,6 +22,7 @@ _DROPPED = MappingProxyType(
         "sync_module_states": "FSDP2 has no such choice",
         "use_orig_params": "FSDP2 always keeps the parameters",
         "forward_prefetch": "not implemented for FSDP2",
+        "limit_all_gathers": "it is always on",
     }
 )
 _RESHARDS = MappingProxyType(
@@ -71,9 +73,12 @@ def rewrite_for_fsdp2(tree: Mapping[str, Any]) -> Rewritten:
     fields.pop("version", None)
     made: dict[str, Any] = {"version": 2}
     notes: list[str] = []
-    for name, value in fields.items():
-        if name in _DROPPED:
-            notes.append(f"{prefix}{name} is dropped: {_DROPPED[name]}.")
+    for spelled, value in fields.items():
+        name = RENAMED.get(f"fsdp_{spelled}", f"fsdp_{spelled}").removeprefix("fsdp_")
+        if name != spelled and name in fields:
+            notes.append(f"{prefix}{spelled} is dropped: {prefix}{name} says it.")
+        elif name in _DROPPED:
+            notes.append(f"{prefix}{spelled} is dropped: {_DROPPED[name]}.")
         elif name == "sharding_strategy":
             made["reshard_after_forward"] = _reshards(value)
             answer = str(made["reshard_after_forward"]).lower()
@@ -82,6 +87,8 @@ def rewrite_for_fsdp2(tree: Mapping[str, Any]) -> Rewritten:
                 notes.append("FSDP2 always shards. To keep whole copies, use plain data parallelism.")
         elif name != "reshard_after_forward" or "sharding_strategy" not in fields:
             made[name] = value
+            if name != spelled:
+                notes.append(f"{prefix}{spelled} is called {prefix}{name} now.")
             if name == "state_dict_type" and value == "LOCAL_STATE_DICT":
                 notes.append("FSDP2 has no LOCAL_STATE_DICT: choose SHARDED_STATE_DICT or FULL_STATE_DICT.")
     notes.append(f"{prefix}version is 2.")

@@ -67,6 +67,7 @@ def accelfn(*argv: str, cwd: Path = ROOT) -> "subprocess.CompletedProcess[str]":
         (["plan-memory", "train:build", "--max-memory", "0"], 2),
         (["estimate-memory", "--help"], 0),
         (["estimate-memory", "bert-base-cased"], 2),
+        (["plan-memory", "absent"], 2),
         (["env", "--help"], 0),
         (["env", "--nonsense"], 2),
         (["test", "--help"], 0),
@@ -120,6 +121,8 @@ print(f"\\nstatus={status} heavy={heavy}")
         (["completion", "bsh"], "got 'bsh'. Did you mean bash?"),
         (["test", "train.py"], "'train.py' is no flag"),
         (["estimate-memory", "absent"], "there is no file or folder 'absent'"),
+        (["plan-memory", "absent"], "there is no file or folder 'absent'"),
+        (["plan-memory", "a/b/c"], "there is no file or folder 'a/b/c'. Pass a folder"),
         (["launch"], "no script given"),
         (["launch", "--num_proc", "2", "train.py"], "unknown flag --num_proc. Did you mean --num_processes?"),
         (

@@ -11,7 +11,7 @@ from accelfn.launch.config.fields import FIELD_OF, Field, build_config, read_val
 from accelfn.launch.config.files import Entry
 from accelfn.launch.config.record import LaunchConfig
 
-__all__ = ("Imported", "import_accelerate")
+__all__ = ("RENAMED", "Imported", "import_accelerate")
 
 
 class Imported(NamedTuple):
@@ -34,8 +34,8 @@ _SECTIONS: Mapping[str, str] = MappingProxyType(
         "ipex_config": "",
     }
 )
-# Keys that are called otherwise here; within a section without its prefix.
-_RENAMED: Mapping[str, str] = MappingProxyType(
+#: Keys of Accelerate, of any version, that are called otherwise here.
+RENAMED: Mapping[str, str] = MappingProxyType(
     {
         "use_cpu": "cpu",
         "tpu_use_cluster": "tpu_cluster",
@@ -167,7 +167,7 @@ def _take_kind(kind: str, values: dict[str, object], notes: list[str], path: str
 
 
 def _take(key: str, entry: Entry, values: dict[str, object], notes: list[str], path: str) -> None:
-    name = _RENAMED.get(key, key)
+    name = RENAMED.get(key, key)
     reason = _DROPPED.get(key)
     if reason is not None:
         if key in _SWITCHES and not _is_true(entry):

@@ -13,7 +13,7 @@ from accelfn.launch.config.files import ConfigFile
 from accelfn.launch.config.record import EXCLUSIVE, LaunchConfig
 from accelfn.launch.config.secrets import HIDDEN, hide_in_text
 
-__all__ = ("Given", "Origin", "Resolved", "format_origins", "resolve")
+__all__ = ("Given", "Origin", "Resolved", "format_origins", "origin_rows", "resolve")
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +201,18 @@ def format_origins(resolved: Resolved, *, everything: bool = True) -> str:
     >>> print(format_origins(found, everything=False))
     cpu  true  flag --cpu
     """
+    rows = origin_rows(resolved, everything=everything)
+    widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
+    return "\n".join(f"{path:<{widths[0]}}  {text:<{widths[1]}}  {origin}" for path, text, origin in rows)
+
+
+def origin_rows(resolved: Resolved, *, everything: bool = True) -> list[tuple[str, str, str]]:
+    """List each field's place in a file, its value as text, and where that came from. Secrets are hidden.
+
+    Args:
+        resolved: From :func:`resolve`.
+        everything: Defaults too.
+    """
     rows: list[tuple[str, str, str]] = []
     for field in FIELDS:
         origin = resolved.origins[field.name]
@@ -215,5 +227,4 @@ def format_origins(resolved: Resolved, *, everything: bool = True) -> str:
             else hide_in_text(field.kind.write(value)).replace("\n", "; ")
         )
         rows.append((field.path, text, str(origin)))
-    widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
-    return "\n".join(f"{path:<{widths[0]}}  {text:<{widths[1]}}  {origin}" for path, text, origin in rows)
+    return rows

@@ -194,8 +194,8 @@ use_cpu: true
 
 
 def test_what_accelerate_once_said_of_intels_extension() -> None:
-    said: dict[str, object] = {"cpu": True, "num_processes": 4, "mixed_precision": "no", "same_network": False}
-    expected = build_config({**said, "mpirun_hostfile": "/hosts"})
+    said: dict[str, object] = {"cpu": True, "num_processes": 4, "mixed_precision": "no"}
+    expected = build_config({**said, "same_network": False, "mpirun_hostfile": "/hosts"})
     found = imported(LAYOUT_1_0_CPU)
     assert found.config == expected
     assert [note.split(":")[0] for note in found.notes] == ["mpirun_ccl"]
