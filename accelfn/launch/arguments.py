@@ -65,14 +65,24 @@ class CommandParser(argparse.ArgumentParser):
     argparse lets its messages be changed in no other way than by a class.
     """
 
-    def __init__(self, **options: Any) -> None:
-        """Take the options of argparse; flags are never cut short, and - and _ mean the same in them."""
+    def __init__(
+        self,
+        prog: str | None = None,
+        usage: str | None = None,
+        description: str | None = None,
+        epilog: str | None = "In names of flags - and _ mean the same.",
+        formatter_class: type[argparse.HelpFormatter] = argparse.HelpFormatter,
+        **options: Any,  # newer versions of argparse hand their own on to the parsers of commands
+    ) -> None:
+        """Take what argparse takes; flags are never cut short, and - and _ mean the same in them."""
         super().__init__(
-            **{
-                "allow_abbrev": False,
-                "epilog": "In names of flags - and _ mean the same.",
-                **options,
-            }
+            prog=prog,
+            usage=usage,
+            description=description,
+            epilog=epilog,
+            formatter_class=formatter_class,
+            allow_abbrev=False,
+            **options,
         )
 
     def error(self, message: str) -> NoReturn:
@@ -132,12 +142,12 @@ def describe_arguments(parser: argparse.ArgumentParser) -> CommandWords:
     commands: dict[str, CommandWords] = {}
     about: dict[str, str] = {}
     # argparse has no public way to ask.
-    actions: list[argparse.Action] = parser._actions  # pyright: ignore[reportPrivateUsage]
+    actions: list[argparse.Action] = parser._actions
     for one in actions:
         if isinstance(one, argparse._SubParsersAction):  # pyright: ignore[reportPrivateUsage]
-            inner = cast("dict[str, argparse.ArgumentParser]", one.choices)
+            inner: Mapping[str, argparse.ArgumentParser] = cast("Any", one).choices
             commands = {name: describe_arguments(each) for name, each in inner.items()}
-            told = cast("list[argparse.Action]", one._choices_actions)  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
+            told: Sequence[argparse.Action] = cast("Any", one)._choices_actions
             about = {each.dest: each.help or "" for each in told}
         elif one.option_strings:
             few = tuple(str(each) for each in one.choices or ())

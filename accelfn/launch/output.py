@@ -10,7 +10,7 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, TextIO, cast
@@ -264,7 +264,7 @@ class _Guarded:
 
 
 @contextlib.contextmanager
-def _told() -> Iterator[None]:
+def _told() -> Generator[None]:
     try:
         yield
     except OSError as error:
@@ -272,7 +272,7 @@ def _told() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def guarded_output(real: TextIO) -> Iterator[None]:
+def guarded_output(real: TextIO) -> Generator[None]:
     """Run a command whose output may find no taker. Effect: puts another ``sys.stdout`` in its place.
 
     Everything is written when the block ends; what fails then fails here and not at the interpreter's end.
