@@ -7,9 +7,9 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from accelfn.launch.flags import spell
+from accelfn.launch.arguments import CommandParser, read_arguments
 
-__all__ = ("run_checkpoint",)
+__all__ = ("checkpoint_parser", "run_checkpoint")
 
 
 def run_checkpoint(argv: Sequence[str]) -> int:
@@ -24,8 +24,8 @@ def run_checkpoint(argv: Sequence[str]) -> int:
     Raises:
         SystemExit: 0 after ``--help``; 2 after one sentence on what is wrong.
     """
-    parser = _parser()
-    options = parser.parse_args([spell(token) for token in argv])
+    parser = checkpoint_parser()
+    options = read_arguments(parser, argv)
     refuse: Callable[[str], None] = options.refuse
     _check_options(options, refuse)
     # Not at the top: accelfn.checkpoint loads torch, which --help and bad input do without.
@@ -84,19 +84,16 @@ def _check_options(options: argparse.Namespace, refuse: Callable[[str], None]) -
                 refuse(f"--model must be [NAME=]MODULE:FUNCTION, such as train:build_model: got {given!r}.")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def checkpoint_parser() -> CommandParser:
+    """Describe the arguments of the command."""
+    parser = CommandParser(
         prog="accelfn checkpoint",
         description="Look at checkpoints, check them, remove old ones, and convert them.",
-        epilog="In names of flags - and _ mean the same.",
-        allow_abbrev=False,
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="command")
 
     def add(name: str, about: str) -> argparse.ArgumentParser:
-        one = actions.add_parser(
-            name, help=about, description=f"{about[0].upper()}{about[1:]}.", allow_abbrev=False
-        )
+        one = actions.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}.")
         one.set_defaults(refuse=one.error, prog=one.prog)
         return one
 

@@ -8,7 +8,7 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -25,6 +25,7 @@ from accelfn.checkpoint.files.manifest import MANIFEST
 from accelfn.checkpoint.files.verify import verify_files
 from accelfn.errors import DamagedCheckpointError, NoCheckpointError
 from accelfn.launch.outline import draw_rows, outline, random_kinds, row_leaves
+from accelfn.launch.output import print_table
 from accelfn.tree.sizes import size_text
 
 __all__ = ("ACTIONS",)
@@ -92,7 +93,7 @@ def _list(options: argparse.Namespace) -> int:
         print(json.dumps(told, indent=2))
         return 0
     if rows:
-        _print_table(
+        print_table(
             ("name", "step", "metric", "ranks", "size", "written"),
             [
                 (
@@ -105,6 +106,7 @@ def _list(options: argparse.Namespace) -> int:
                 )
                 for row in rows
             ],
+            right=(1, 2, 3, 4),
         )
     else:
         print(f"no checkpoint in {options.directory}")
@@ -136,18 +138,6 @@ def _what(path: str) -> str:
     except NoCheckpointError as error:
         return str(error).rpartition(": ")[2].removesuffix(".")
     return "a directory"
-
-
-def _print_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    lines = [head, *rows]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-    numbers = {"step", "metric", "ranks", "size"}
-    for line in lines:
-        cells = [
-            f"{cell:>{width}}" if name in numbers else f"{cell:<{width}}"
-            for name, cell, width in zip(head, line, widths, strict=True)
-        ]
-        print("  ".join(cells).rstrip())
 
 
 def _show(options: argparse.Namespace) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -10,15 +11,16 @@ from pathlib import Path
 from types import MappingProxyType
 
 from accelfn.errors import ConfigurationError, MissingExtraError
+from accelfn.launch.arguments import CommandParser, read_arguments
 from accelfn.launch.config.accelerate import import_accelerate
 from accelfn.launch.config.ask import ask_values, format_launch
-from accelfn.launch.config.fields import build_config
+from accelfn.launch.config.fields import FIELD_OF, build_config
 from accelfn.launch.config.files import find_config_file, format_config, read_config, read_tree
-from accelfn.launch.config.sources import format_origins, resolve
-from accelfn.launch.flags import spell
+from accelfn.launch.config.sources import resolve
+from accelfn.launch.output import print_origins
 from accelfn.launch.plan.machine import Machine, read_machine
 
-__all__ = ("accelerate_path", "default_values", "run_config")
+__all__ = ("accelerate_path", "config_parser", "default_values", "run_config")
 
 
 def run_config(argv: Sequence[str]) -> int:
@@ -30,20 +32,17 @@ def run_config(argv: Sequence[str]) -> int:
         argv: Arguments after ``config``.
 
     Returns:
-        The exit status: 0; 1 where a file is there already and would be lost; 2 for bad input; 130 after
-        Ctrl-C.
+        The exit status: 0; 1 where the disk fails, or the user keeps the file that is there; 2 for bad
+        input; 130 after Ctrl-C.
 
     Raises:
         SystemExit: 0 after ``--help``; 2 after one sentence on what is wrong.
     """
-    options = _parser().parse_args([spell(token) for token in argv])
+    options = read_arguments(config_parser(), argv)
     try:
         return _ACTIONS[options.action](options, os.environ)
     except (ConfigurationError, MissingExtraError) as error:
         print(f"accelfn config: error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"accelfn config: error: {error.filename}: {error.strerror}.", file=sys.stderr)
         return 2
 
 
@@ -93,8 +92,7 @@ def _ask(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
 
 def _default(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
     path = _place(options, environment)
-    if os.path.exists(path) and not options.overwrite:
-        return _refuse_to_overwrite(path)
+    _refuse_to_overwrite(path, options)
     values = default_values(read_machine(environment), options.mixed_precision)
     return _save(format_config(build_config(values), path, frozenset(values)), path)
 
@@ -102,6 +100,12 @@ def _default(options: argparse.Namespace, environment: Mapping[str, str]) -> int
 def _update(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
     path = _place(options, environment)
     file = read_config(path)
+    for name in file.values:
+        if FIELD_OF[name].secret:
+            variable = FIELD_OF[name].variables[0]
+            print(
+                f"note: {name} is left out, for secrets are never written; set {variable}.", file=sys.stderr
+            )
     return _save(format_config(build_config(file.values), path, frozenset(file.values)), path)
 
 
@@ -110,9 +114,7 @@ def _show(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
     asked = options.config_file is not None or bool(environment.get("ACCELFN_CONFIG"))
     file = read_config(path) if asked or os.path.exists(path) else None
     print(f"file: {path}" if file else f"file: {path} (not there)")
-    said = format_origins(resolve({}, environment, file), everything=options.all)
-    if said:
-        print(said)
+    print_origins(resolve({}, environment, file), everything=options.all)
     return 0
 
 
@@ -124,32 +126,39 @@ def _import(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
         raise ConfigurationError(
             f"there is no configuration of Accelerate at {source!r}. Name it: accelfn config import FILE"
         ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it isn't a text in UTF-8"
+        raise ConfigurationError(f"{source} can't be read: {reason}.") from None
     # Accelerate writes JSON into files that end in .yaml as well; YAML reads both.
     name = f"{source}.json" if text.lstrip().startswith("{") and not source.endswith(".json") else source
     imported = import_accelerate(read_tree(text, name), source)
     for note in imported.notes:
         print(f"note: {note}", file=sys.stderr)
     path = _place(options, environment)
-    if os.path.exists(path) and not options.overwrite:
-        return _refuse_to_overwrite(path)
+    _refuse_to_overwrite(path, options)
     return _save(format_config(imported.config, path), path)
 
 
-def _refuse_to_overwrite(path: str) -> int:
-    print(
-        f"accelfn config: {path} is there already, and was left as it is. Use --overwrite, or another "
-        "--config_file.",
-        file=sys.stderr,
-    )
-    return 1
+def _refuse_to_overwrite(path: str, options: argparse.Namespace) -> None:
+    if os.path.lexists(path) and not options.overwrite:
+        raise ConfigurationError(
+            f"{path} is there already, and was left as it is. Use --overwrite, or another --config_file."
+        )
 
 
 def _save(text: str, path: str) -> int:
     target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f"{target.name}.part")
-    part.write_text(text, encoding="utf-8")
-    os.replace(part, target)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, target)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        print(f"accelfn config: error: {path} can't be written: {error.strerror}.", file=sys.stderr)
+        of_path = (PermissionError, FileExistsError, NotADirectoryError, IsADirectoryError)
+        return 2 if isinstance(error, of_path) else 1
     print(f"saved {path}")
     return 0
 
@@ -159,21 +168,18 @@ _ACTIONS: Mapping[str | None, Callable[[argparse.Namespace, Mapping[str, str]], 
 )
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def config_parser() -> CommandParser:
+    """Describe the arguments of the command."""
+    parser = CommandParser(
         prog="accelfn config",
         description="Write, show, renew and take over configuration files of accelfn launch. Without a "
         "command: ask for what to write.",
-        epilog="In names of flags - and _ mean the same.",
-        allow_abbrev=False,
     )
     parser.add_argument("--config_file", metavar="FILE", help="which file (the one in its usual place)")
     actions = parser.add_subparsers(dest="action", metavar="command")
 
     def add(name: str, about: str) -> argparse.ArgumentParser:
-        one = actions.add_parser(
-            name, help=about, description=f"{about[0].upper()}{about[1:]}.", allow_abbrev=False
-        )
+        one = actions.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}.")
         # Suppressed, so that one given before the command stays.
         one.add_argument(
             "--config_file",

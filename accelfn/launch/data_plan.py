@@ -1,12 +1,12 @@
 """``accelfn data-plan``: draw which rank reads which samples."""
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from accelfn.launch.flags import spell
+from accelfn.launch.arguments import CommandParser, read_arguments
+from accelfn.launch.output import print_drawn
 
-__all__ = ("run_data_plan",)
+__all__ = ("data_plan_parser", "run_data_plan")
 
 
 def run_data_plan(argv: Sequence[str]) -> int:
@@ -27,8 +27,8 @@ def run_data_plan(argv: Sequence[str]) -> int:
     rank 1  2 3     (1 2)
     0
     """
-    parser = _parser()
-    options = parser.parse_args([spell(token) for token in argv])
+    parser = data_plan_parser()
+    options = read_arguments(parser, argv)
     for name, least in (
         ("num_samples", 0),
         ("batch_size", 1),
@@ -65,7 +65,7 @@ def run_data_plan(argv: Sequence[str]) -> int:
         )
     except ConfigurationError as error:
         parser.error(str(error))
-    print(draw_plan(plan, sharing=options.sharing))
+    print_drawn(draw_plan(plan, sharing=options.sharing))
     if options.svg is not None:
         try:
             Path(options.svg).write_text(draw_plan_svg(plan, sharing=options.sharing), encoding="utf-8")
@@ -74,13 +74,12 @@ def run_data_plan(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def data_plan_parser() -> CommandParser:
+    """Describe the arguments of the command."""
+    parser = CommandParser(
         prog="accelfn data-plan",
         description="Draw which rank reads which samples of an epoch, in which step. Positions count along "
         "the order of the epoch; those in brackets are padding.",
-        epilog="In names of flags - and _ mean the same.",
-        allow_abbrev=False,
     )
     numbers = (
         ("--num_samples", "samples of the epoch", None),

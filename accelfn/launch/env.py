@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import json
 import os
@@ -10,15 +9,25 @@ import platform
 import re
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from accelfn import __version__
-from accelfn.launch.config.files import find_config_file
-from accelfn.launch.flags import spell
+from accelfn.errors import ConfigurationError, MissingExtraError
+from accelfn.launch.arguments import CommandParser, read_arguments
+from accelfn.launch.config.files import Entry, find_config_file, parse_config, read_tree
+from accelfn.launch.config.secrets import hide_in_text, is_secret
+from accelfn.launch.output import is_terminal, print_table
 
-__all__ = ("describe_environment", "format_report", "relevant_variables", "run_env")
+__all__ = (
+    "describe_environment",
+    "env_parser",
+    "format_report",
+    "relevant_variables",
+    "report_rows",
+    "run_env",
+)
 
 # What accelfn needs, and what it works with where it is installed.
 _PACKAGES = ("torch", "optree", "safetensors", "typing-extensions")
@@ -33,7 +42,7 @@ _RELEVANT = re.compile(
     r"|CUDA|ROCR|HIP|ZE|XLA|PJRT|TPU|OMP|MKL|KMP|OMPI|PMI|MV2|SLURM|MASTER)_\w+"
     r"|RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|NODE_RANK|VIRTUAL_ENV|CONDA_PREFIX|LD_PRELOAD"
 )
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL")
+_LEFT_OUT = "(left out)"
 
 
 def run_env(argv: Sequence[str]) -> int:
@@ -48,18 +57,34 @@ def run_env(argv: Sequence[str]) -> int:
     Raises:
         SystemExit: 0 after ``--help``; 2 after one sentence on what is wrong.
     """
-    parser = argparse.ArgumentParser(
+    parser = env_parser()
+    options = read_arguments(parser, argv)
+    try:
+        path, _ = find_config_file(options.config_file, os.environ, sys.platform, os.path.expanduser("~"))
+    except ConfigurationError as error:
+        parser.error(str(error))
+    if options.config_file is not None and not os.path.isfile(path):
+        parser.error(f"there is no configuration file {path!r}. Check the path.")
+    report = describe_environment(os.environ, options.config_file)
+    if options.json:
+        print(json.dumps(report, indent=2))
+    elif is_terminal():
+        print_table((), list(report_rows(report)))
+    else:
+        print(format_report(report))
+    return 0
+
+
+def env_parser() -> CommandParser:
+    """Describe the arguments of the command."""
+    parser = CommandParser(
         prog="accelfn env",
         description="Print what a report of a fault needs: versions, devices, variables, configuration.",
-        epilog="In names of flags - and _ mean the same. Values of variables that look secret are left out.",
-        allow_abbrev=False,
+        epilog="In names of flags - and _ mean the same. Values that look secret are left out.",
     )
     parser.add_argument("--config_file", metavar="FILE", help="configuration to show (the default one)")
     parser.add_argument("--json", action="store_true", help="as JSON")
-    options = parser.parse_args([spell(token) for token in argv])
-    report = describe_environment(os.environ, options.config_file)
-    print(json.dumps(report, indent=2) if options.json else format_report(report))
-    return 0
+    return parser
 
 
 def describe_environment(env: Mapping[str, str], config_file: str | None = None) -> dict[str, Any]:
@@ -94,7 +119,7 @@ def relevant_variables(env: Mapping[str, str]) -> dict[str, str]:
     {'ACCELFN_KEY': '(left out)', 'NCCL_DEBUG': 'INFO', 'RANK': '0'}
     """
     return {
-        name: "(left out)" if _SECRET.search(name) else env[name]
+        name: _LEFT_OUT if is_secret(name) else hide_in_text(env[name])
         for name in sorted(env)
         if _RELEVANT.fullmatch(name)
     }
@@ -131,6 +156,28 @@ def format_report(report: Mapping[str, Any]) -> str:
     for name, value in report.items():
         add(name, value, 0)
     return "\n".join(lines)
+
+
+def report_rows(report: Mapping[str, Any], depth: int = 0) -> Iterator[tuple[str, str]]:
+    """Yield a report as rows of names and values, what is inside of something indented. Pure.
+
+    Args:
+        report: From :func:`describe_environment`.
+        depth: How deep it stands.
+
+    >>> list(report_rows({"accelfn": "0.1.0", "packages": {"torch": "2.13.0"}, "devices": []}))
+    [('accelfn', '0.1.0'), ('packages', ''), ('  torch', '2.13.0'), ('devices', 'none')]
+    """
+    for name, value in report.items():
+        key = f"{'  ' * depth}{name}"
+        if isinstance(value, Mapping) and value:
+            yield key, ""
+            yield from report_rows(cast("Mapping[str, Any]", value), depth + 1)
+        elif isinstance(value, (Mapping, list)):
+            parts = cast("Sequence[object]", value if isinstance(value, list) else ())
+            yield key, "\n".join(map(str, parts)) or "none"
+        else:
+            yield key, str(value)
 
 
 def _versions() -> dict[str, str]:
@@ -212,8 +259,25 @@ def _describe_configuration(env: Mapping[str, str], given: str | None) -> dict[s
         return f"none (looked for {path})"
     except (OSError, UnicodeDecodeError) as error:
         return f"{path} can't be read: {error}"
-    lines = [
-        f"{line.partition(':')[0]}: (left out)" if _SECRET.search(line.partition(":")[0].upper()) else line
-        for line in text.splitlines()
-    ]
-    return {"file": path, "contents": "\n".join(lines)}
+    try:
+        tree = read_tree(text, path)
+    except (ConfigurationError, MissingExtraError) as error:
+        return str(error)
+    # Never the text of the file: which parts of that are secret only who reads it knows.
+    facts: dict[str, Any] = {"file": path}
+    try:
+        parse_config(text, path)
+    except ConfigurationError as error:
+        facts["fault"] = hide_in_text(str(error))
+    return {**facts, "contents": {key: _shown(key, entry) for key, entry in tree.items()}}
+
+
+def _shown(key: str, entry: Entry) -> Any:
+    """Give an entry as JSON has it, without what looks secret."""
+    if is_secret(key):
+        return _LEFT_OUT
+    if isinstance(entry.value, str):
+        return hide_in_text(entry.value)
+    if isinstance(entry.value, tuple):
+        return [_shown("", one) for one in entry.value]
+    return {name: _shown(name, one) for name, one in entry.value.items()}

@@ -10,16 +10,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accelfn.launch.flags import spell
-from accelfn.launch.output import FORMATS, choose_format
+from accelfn.launch.arguments import CommandParser, read_arguments
+from accelfn.launch.output import FORMATS, choose_format, print_drawn, refuse_missing_model
 
 if TYPE_CHECKING:
     from accelfn.bigmodel.plan.shape import ModelShape
 
-__all__ = ("run_estimate",)
+__all__ = ("estimate_parser", "run_estimate")
 
-_FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
-_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_DTYPE = re.compile(r"(?:torch\.)?[a-z][a-z0-9_]*")
 
 
 def run_estimate(argv: Sequence[str]) -> int:
@@ -36,10 +35,15 @@ def run_estimate(argv: Sequence[str]) -> int:
     Raises:
         SystemExit: 0 after ``--help``; 2 after one sentence on what is wrong.
     """
-    parser = _parser()
-    options = parser.parse_args([spell(token) for token in argv])
+    parser = estimate_parser()
+    options = read_arguments(parser, argv)
     form = choose_format(parser, options.format, options.output)
-    _check(parser, options)
+    refuse_missing_model(parser, options.model, options.output, is_name=options.library_name == "timm")
+    for name in _dtypes(options):
+        if not _DTYPE.fullmatch(name):
+            parser.error(
+                f"--dtypes: {name!r} is no dtype. Use such as float32, bfloat16, float8, int8 or int4."
+            )
     # Not at the top: accelfn.bigmodel loads torch, which --help and bad input do without.
     from accelfn.errors import AccelfnError, DamagedCheckpointError
 
@@ -50,7 +54,8 @@ def run_estimate(argv: Sequence[str]) -> int:
         is_of_disk = isinstance(error, OSError) and not isinstance(error, AccelfnError)
         return 1 if is_of_disk or isinstance(error, DamagedCheckpointError) else 2
     if options.output is None:
-        print(text.removesuffix("\n"))
+        show = print_drawn if form == "table" else print
+        show(text.removesuffix("\n"))
         return 0
     try:
         Path(options.output).write_text(text if text.endswith("\n") else f"{text}\n", encoding="utf-8")
@@ -103,32 +108,12 @@ def _shape(options: argparse.Namespace) -> ModelShape:
     return read_shape(model)
 
 
-def _check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Say what is wrong with the arguments, before torch is loaded to find out."""
-    given: str = options.model
-    if options.output is not None and not os.path.isdir(os.path.dirname(options.output) or "."):
-        parser.error(f"can't write {options.output!r}: there is no such folder. Check --output.")
-    if os.path.exists(given) or options.library_name == "timm" or _FACTORY.fullmatch(given):
-        return
-    if _HUB_NAME.fullmatch(given):
-        parser.error(
-            f"there is no file or folder {given!r} in {os.getcwd()!r}, and nothing is downloaded. If it is a "
-            f"model on the Hugging Face Hub, get its configuration first: hf download {given} config.json "
-            f"--local-dir {os.path.basename(given)}"
-        )
-    parser.error(
-        f"there is no file or folder {given!r}. Pass a folder with a config.json, a safetensors file or "
-        "index, or MODULE:FUNCTION, such as train:build_model."
-    )
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def estimate_parser() -> CommandParser:
+    """Describe the arguments of the command."""
+    parser = CommandParser(
         prog="accelfn estimate-memory",
         description="Estimate how much memory a model takes: its weights, its largest layer, and training "
         "with Adam, for several dtypes. Nothing is downloaded, and no weight is read.",
-        epilog="In names of flags - and _ mean the same.",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "model",

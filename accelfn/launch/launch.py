@@ -9,10 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from accelfn.errors import ConfigurationError, MissingExtraError
+from accelfn.launch.config.fields import FIELDS
 from accelfn.launch.config.files import ConfigFile, find_config_file, read_config
+from accelfn.launch.config.paths import refuse_missing_files
 from accelfn.launch.config.record import LaunchConfig
-from accelfn.launch.config.sources import Resolved, format_origins, resolve
+from accelfn.launch.config.sources import Resolved, resolve
 from accelfn.launch.flags import Parsed, format_help, parse_flags, spell
+from accelfn.launch.output import print_origins
 from accelfn.launch.plan.choose import count_processes, plan_launch
 from accelfn.launch.plan.machine import read_machine
 from accelfn.launch.plan.mpirun import read_mpi
@@ -63,16 +66,17 @@ def _launch(parsed: Parsed, environment: Mapping[str, str]) -> int:
         step = read_step(environment) or read_mpi(environment)
     else:
         # srun will say on each node which one it is.
-        step = {"machine_rank": (0, "srun"), "main_process_ip": ("srun's first node", "srun")}
+        step = {"machine_rank": (0, "srun"), "main_process_ip": ("first-node-of-srun", "srun")}
     resolved = resolve(parsed.flags, environment, file, step)
     if "print_config" in parsed.actions:
-        print(format_origins(resolved))
+        print_origins(resolved)
         return 0
     if parsed.script is None:
         raise ConfigurationError("no script given. Name one: accelfn launch [flags] train.py")
     script = Script(parsed.script, parsed.script_args)
     config = resolved.config
     _refuse_missing(script, config)
+    refuse_missing_files(resolved)
     if writes_script is not None:
         return _write_sbatch(parsed, resolved, script, environment, writes_script)
     machine = read_machine(environment, wants_mpi=config.mpirun.hostfile is not None)
@@ -94,15 +98,25 @@ def _write_sbatch(
     parsed: Parsed, resolved: Resolved, script: Script, environment: Mapping[str, str], path: str
 ) -> int:
     tokens: list[str] = []
+    secret = [field for field in FIELDS if field.secret]
+    hidden = {flag for field in secret for flag in field.flags}
     skip = False
     for token in parsed.tokens:
         name = spell(token).partition("=")[0]
         if skip:
             skip = False
-        elif name == "--sbatch" or name.startswith("--slurm_"):
+        elif name == "--sbatch" or name.startswith("--slurm_") or name in hidden:
             skip = "=" not in token
         else:
             tokens.append(token)
+    for field in secret:
+        if field.name in parsed.flags:
+            # A job's script lies about, and SLURM keeps a copy of it.
+            print(
+                f"accelfn launch: {field.flags[0]} isn't written into {path}. Set {field.variables[0]} where "
+                "you call sbatch, which hands variables on.",
+                file=sys.stderr,
+            )
     text = write_sbatch(resolved.config, script, tokens, read_machine(environment))
     try:
         Path(path).write_text(text, encoding="utf-8")

@@ -1,13 +1,12 @@
 """``accelfn merge-weights``: one file of weights, of the folder that FSDP's ranks wrote."""
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from accelfn.launch.flags import spell
+from accelfn.launch.arguments import CommandParser, read_arguments
 
-__all__ = ("run_merge_weights",)
+__all__ = ("merge_weights_parser", "run_merge_weights")
 
 
 def run_merge_weights(argv: Sequence[str]) -> int:
@@ -22,8 +21,8 @@ def run_merge_weights(argv: Sequence[str]) -> int:
     Raises:
         SystemExit: 0 after ``--help``; 2 after one sentence on what is wrong.
     """
-    parser = _parser()
-    options = parser.parse_args([spell(token) for token in argv])
+    parser = merge_weights_parser()
+    options = read_arguments(parser, argv)
     if not Path(options.checkpoint_dir).is_dir():
         what = "it is a file" if Path(options.checkpoint_dir).exists() else "there is no such directory"
         parser.error(f"{options.checkpoint_dir}: {what}. Check the path.")
@@ -51,12 +50,11 @@ def run_merge_weights(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def merge_weights_parser() -> CommandParser:
+    """Describe the arguments of the command."""
+    parser = CommandParser(
         prog="accelfn merge-weights",
         description="Put the sharded weights of FSDP (torch.distributed.checkpoint) together into one file.",
-        epilog="In names of flags - and _ mean the same.",
-        allow_abbrev=False,
     )
     parser.add_argument("checkpoint_dir", metavar="CHECKPOINT_DIR", help="the folder with .metadata in it")
     parser.add_argument("output_path", metavar="OUTPUT", help="directory for the file")

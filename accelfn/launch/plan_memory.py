@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -10,13 +9,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from accelfn.launch.flags import spell
-from accelfn.launch.output import FORMATS, choose_format
+from accelfn.launch.arguments import CommandParser, read_arguments
+from accelfn.launch.output import FORMATS, choose_format, print_drawn, refuse_missing_model
 
 if TYPE_CHECKING:
     from accelfn.bigmodel import DevicePlan
 
-__all__ = ("run_plan_memory",)
+__all__ = ("plan_memory_parser", "run_plan_memory")
 
 _MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 
@@ -33,8 +32,8 @@ def run_plan_memory(argv: Sequence[str]) -> int:
     Raises:
         SystemExit: 0 after ``--help``; 2 after one sentence on what is wrong.
     """
-    parser = _parser()
-    options = parser.parse_args([spell(token) for token in argv])
+    parser = plan_memory_parser()
+    options = read_arguments(parser, argv)
     budgets: dict[int | str, str] | None = None
     for pair in options.max_memory or ():
         name, equals, size = pair.partition("=")
@@ -46,6 +45,7 @@ def run_plan_memory(argv: Sequence[str]) -> int:
             parser.error(f"--max_memory gives the place {name} twice. Give it once.")
         budgets[place] = size
     form = choose_format(parser, options.format, options.output)
+    refuse_missing_model(parser, options.source, options.output)
     # Not at the top: accelfn.bigmodel loads torch, which --help and bad input do without.
     from accelfn.bigmodel import PlanOptions, plan_named_map, read_source
     from accelfn.errors import AccelfnError, DamagedCheckpointError
@@ -67,7 +67,8 @@ def run_plan_memory(argv: Sequence[str]) -> int:
         return 2
     text = _FORMS[form](plan, options.source)
     if options.output is None:
-        print(text, end="" if text.endswith("\n") else "\n")
+        show = print_drawn if form == "table" else print
+        show(text.removesuffix("\n"))
         return 0
     try:
         Path(options.output).write_text(text if text.endswith("\n") else f"{text}\n", encoding="utf-8")
@@ -120,12 +121,11 @@ _FORMS: Mapping[str, Callable[[DevicePlan, str], str]] = MappingProxyType(
 )
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def plan_memory_parser() -> CommandParser:
+    """Describe the arguments of the command."""
+    parser = CommandParser(
         prog="accelfn plan-memory",
         description="Say where each part of a model would lie, without reading a weight.",
-        epilog="In names of flags - and _ mean the same.",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "source",

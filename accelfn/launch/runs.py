@@ -13,11 +13,12 @@ from types import MappingProxyType
 from typing import Any
 
 from accelfn.errors import ConfigurationError
-from accelfn.launch.flags import spell
+from accelfn.launch.arguments import CommandParser, read_arguments
+from accelfn.launch.output import print_table
 from accelfn.launch.run_curves import draw_runs_html, draw_runs_svg, names_of, number_text
 from accelfn.launch.run_files import RunRecord, find_runs, read_run
 
-__all__ = ("run_runs",)
+__all__ = ("run_runs", "runs_parser")
 
 _MOST_VALUES = 3
 _FORMS = MappingProxyType({"": "svg", ".svg": "svg", ".html": "html", ".htm": "html"})
@@ -35,49 +36,34 @@ def run_runs(argv: Sequence[str]) -> int:
     Raises:
         SystemExit: 0 after ``--help``; 2 after one sentence on what is wrong.
     """
-    parser = _parser()
-    options = parser.parse_args([spell(token) for token in argv])
+    options = read_arguments(runs_parser(), argv)
+    act = {"list": _list, "show": _show, "plot": _plot}[options.action]
     try:
-        if options.action == "list":
-            text = _list(options)
-        elif options.action == "show":
-            text = _show(options)
-        else:
-            text = _plot(options)
+        act(options)
     except (FileNotFoundError, ValueError, ConfigurationError) as error:
         print(f"accelfn runs {options.action}: error: {error}", file=sys.stderr)
-        return 2
-    if getattr(options, "output", None) is None:
-        print(text.rstrip("\n"))
-        return 0
-    try:
-        Path(options.output).write_text(text, encoding="utf-8")
-    except OSError as error:
-        print(
-            f"accelfn runs {options.action}: error: can't write {options.output!r}: {error.strerror}. Check "
-            "--output.",
-            file=sys.stderr,
-        )
         return 2
     return 0
 
 
-def _list(options: argparse.Namespace) -> str:
+def _list(options: argparse.Namespace) -> None:
     top = options.folder or options.dir
     runs = [run for folder in find_runs(top) if (run := _readable(folder)) is not None]
     runs.sort(key=lambda run: (math.isnan(run.started_s), run.started_s))
     if options.json:
-        return json.dumps([_facts(run) for run in runs], indent=1)
+        print(json.dumps([_facts(run) for run in runs], indent=1))
+        return
     if not runs:
-        return f"no runs in {top!r}"
-    rows = [("run", "began", "state", "steps", "last values")]
+        print(f"no runs in {top!r}")
+        return
+    rows: list[tuple[str, ...]] = []
     for run in runs:
         last = [f"{name} {number_text(curve.values[-1])}" for name, curve in run.curves.items()]
         more = f", and {len(last) - _MOST_VALUES} more" if len(last) > _MOST_VALUES else ""
         name = run.folder.relative_to(top).as_posix()
         values = ", ".join(last[:_MOST_VALUES]) + more
         rows.append((name, _time(run.started_s), _state(run), str(run.num_steps), values))
-    return _table(rows, right=(3,))
+    _print_table(("run", "began", "state", "steps", "last values"), rows, right=(3,))
 
 
 def _readable(folder: Path) -> RunRecord | None:
@@ -88,42 +74,45 @@ def _readable(folder: Path) -> RunRecord | None:
         return None
 
 
-def _show(options: argparse.Namespace) -> str:
+def _show(options: argparse.Namespace) -> None:
     run = read_run(_find(options.run, options.dir))
     if options.json:
-        return json.dumps(_facts(run), indent=1)
-    lines = [
-        f"run      {_clean(run.name)}",
-        f"project  {_clean(run.project)}",
-        f"folder   {run.folder}",
-        f"began    {_time(run.started_s)}, {_state(run)}, {_duration(run.last_s - run.started_s)}",
+        print(json.dumps(_facts(run), indent=1))
+        return
+    facts = [
+        ("run", run.name),
+        ("project", run.project),
+        ("folder", str(run.folder)),
+        ("began", f"{_time(run.started_s)}, {_state(run)}, {_duration(run.last_s - run.started_s)}"),
     ]
     if run.num_starts > 1:
-        lines.append(f"         gone on with {run.num_starts - 1} times")
+        facts.append(("", f"gone on with {run.num_starts - 1} times"))
     if run.num_damaged:
-        lines.append(f"damaged  {run.num_damaged} lines can't be read")
+        facts.append(("damaged", f"{run.num_damaged} lines can't be read"))
+    _print_table((), facts)
     if run.config:
-        lines += ["", _table([(name, json.dumps(value)) for name, value in run.config.items()])]
+        print()
+        _print_table((), [(name, json.dumps(value)) for name, value in run.config.items()])
     if run.curves:
-        rows = [("name", "steps", "first", "last", "least", "most")]
+        rows: list[tuple[str, ...]] = []
         for name, curve in run.curves.items():
             numbers = [value for value in curve.values if not math.isnan(value)] or [math.nan]
             shown = (curve.values[0], curve.values[-1], min(numbers), max(numbers))
-            first, last, least, most = map(number_text, shown)
-            rows.append((name, str(len(curve.steps)), first, last, least, most))
-        lines += ["", _table(rows, right=(1, 2, 3, 4, 5))]
+            rows.append((name, str(len(curve.steps)), *map(number_text, shown)))
+        print()
+        _print_table(("name", "steps", "first", "last", "least", "most"), rows, right=(1, 2, 3, 4, 5))
     if run.texts:
-        lines += ["", _table(list(run.texts.items()))]
+        print()
+        _print_table((), list(run.texts.items()))
     for name, files in run.images.items():
-        lines += ["", f"images {_clean(name)}: {len(files)}, the last is {run.folder / files[-1]}"]
+        print(f"\nimages {_clean(name)}: {len(files)}, the last is {_clean(str(run.folder / files[-1]))}")
     for table in run.tables:
         where = "" if table.step is None else f", step {table.step}"
-        rows = [table.columns, *(tuple(map(str, row)) for row in table.rows)]
-        lines += ["", f"table {_clean(table.name)}{where}", _table(rows)]
-    return "\n".join(lines)
+        print(f"\ntable {_clean(table.name)}{where}")
+        _print_table(table.columns, [tuple(map(str, row)) for row in table.rows])
 
 
-def _plot(options: argparse.Namespace) -> str:
+def _plot(options: argparse.Namespace) -> None:
     runs = [read_run(_find(one, options.dir)) for one in options.runs]
     names = names_of(runs, options.names or ())
     if not names:
@@ -133,7 +122,14 @@ def _plot(options: argparse.Namespace) -> str:
     if form is None:
         raise ValueError(f"--output {options.output!r} ends in none of .svg, .html. Say --format too.")
     draw = draw_runs_html if form == "html" else draw_runs_svg
-    return draw(runs, names, log_scale=options.log_scale)
+    text = draw(runs, names, log_scale=options.log_scale)
+    if options.output is None:
+        print(text.rstrip("\n"))
+        return
+    try:
+        Path(options.output).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"can't write {options.output!r}: {error.strerror}. Check --output.") from None
 
 
 def _find(given: str, top: str) -> Path:
@@ -213,35 +209,27 @@ def _clean(text: str) -> str:
     return "".join(one if one.isprintable() else repr(one)[1:-1] for one in text)
 
 
-def _table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> str:
-    rows = [[_clean(cell) for cell in row] for row in rows]
-    widths = [
-        max(len(row[place]) for row in rows if place < len(row)) for place in range(max(map(len, rows)))
-    ]
-    lines: list[str] = []
-    for row in rows:
-        cells = [
-            cell.rjust(widths[place]) if place in right else cell.ljust(widths[place])
-            for place, cell in enumerate(row)
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+def _print_table(head: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> None:
+    """Print what was logged: rows of any length, and texts with any signs."""
+    width = max(map(len, (head, *rows)))
+    even = [[_clean(cell) for cell in (*row, *[""] * (width - len(row)))] for row in (head, *rows)]
+    print_table(even[0] if head else (), even[1:], right=right)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def runs_parser() -> CommandParser:
+    """Describe the arguments of the command."""
+    parser = CommandParser(
         prog="accelfn runs",
         description="List, show and draw runs that the JSONL tracker has written.",
         epilog="In names of flags - and _ mean the same. RUN is a run's folder, its name or the beginning of "
         "that, or the word latest.",
-        allow_abbrev=False,
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="list|show|plot")
-    listing = actions.add_parser("list", help="a table of the runs of a folder", allow_abbrev=False)
+    listing = actions.add_parser("list", help="a table of the runs of a folder")
     listing.add_argument("folder", metavar="DIR", nargs="?", help="the same as --dir")
-    showing = actions.add_parser("show", help="configuration and values of a run", allow_abbrev=False)
+    showing = actions.add_parser("show", help="configuration and values of a run")
     showing.add_argument("run", metavar="RUN")
-    plotting = actions.add_parser("plot", help="curves of one run or several", allow_abbrev=False)
+    plotting = actions.add_parser("plot", help="curves of one run or several")
     plotting.add_argument("runs", metavar="RUN", nargs="+")
     plotting.add_argument(
         "--names", metavar="NAME", nargs="+", help="what to draw, such as loss (all numbers)"

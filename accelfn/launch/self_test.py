@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+from accelfn.launch.arguments import CommandParser
 from accelfn.launch.flags import spell
 from accelfn.launch.selftest.table import CHECK_NAMES, FAULTS, print_results, read_results
 
-__all__ = ("run_self_test", "self_test_command")
+__all__ = ("run_self_test", "self_test_command", "self_test_parser")
 
 _MODULE = "accelfn.launch.selftest"
 
@@ -31,7 +32,7 @@ def run_self_test(argv: Sequence[str]) -> int:
     Raises:
         SystemExit: 0 after ``--help``; 2 after one sentence on what is wrong.
     """
-    parser = _parser()
+    parser = self_test_parser()
     options, launch_flags = parser.parse_known_args([spell(token) for token in argv])
     words = [word for number, word in enumerate(launch_flags) if not word.startswith("-") and not number]
     if words:
@@ -87,7 +88,7 @@ def self_test_command(
     """
     return (
         *(sys.executable, "-m", "accelfn.launch", "launch"),
-        *(("--config_file", options.config_file) if options.config_file else ()),
+        *(("--config_file", options.config_file) if options.config_file is not None else ()),
         *launch_flags,
         *("-m", _MODULE, "--report", report, "--timeout", f"{options.timeout:g}"),
         *(("--fault", options.fault) if options.fault else ()),
@@ -96,14 +97,14 @@ def self_test_command(
     )
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def self_test_parser() -> CommandParser:
+    """Describe the arguments of the command."""
+    parser = CommandParser(
         prog="accelfn test",
         usage="accelfn test [--config_file FILE] [flags of accelfn launch]",
         description="Launch the self-test as a script would be launched, and print what works.",
         epilog="All other flags are those of accelfn launch, such as --cpu --num_processes 2. In names of "
         "flags - and _ mean the same.",
-        allow_abbrev=False,
     )
     parser.add_argument("--config_file", metavar="FILE", help="configuration to test (the default one)")
     parser.add_argument(

@@ -1,6 +1,5 @@
 """``accelfn to-fsdp2``: a configuration for FSDP, rewritten for FSDP2."""
 
-import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -9,10 +8,11 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 from accelfn.errors import ConfigurationError, MissingExtraError
+from accelfn.launch.arguments import CommandParser, read_arguments
+from accelfn.launch.config.accelerate import RENAMED
 from accelfn.launch.config.plain import format_plain, read_plain
-from accelfn.launch.flags import spell
 
-__all__ = ("Rewritten", "rewrite_for_fsdp2", "run_to_fsdp2")
+__all__ = ("Rewritten", "rewrite_for_fsdp2", "run_to_fsdp2", "to_fsdp2_parser")
 
 # Section of a file, and what stands before its keys: Accelerate's, and ours.
 _SECTIONS = (("fsdp_config", "fsdp_"), ("fsdp", ""))
@@ -22,6 +22,7 @@ _DROPPED = MappingProxyType(
         "sync_module_states": "FSDP2 has no such choice",
         "use_orig_params": "FSDP2 always keeps the parameters",
         "forward_prefetch": "not implemented for FSDP2",
+        "limit_all_gathers": "it is always on",
     }
 )
 _RESHARDS = MappingProxyType(
@@ -72,9 +73,12 @@ def rewrite_for_fsdp2(tree: Mapping[str, Any]) -> Rewritten:
     fields.pop("version", None)
     made: dict[str, Any] = {"version": 2}
     notes: list[str] = []
-    for name, value in fields.items():
-        if name in _DROPPED:
-            notes.append(f"{prefix}{name} is dropped: {_DROPPED[name]}.")
+    for spelled, value in fields.items():
+        name = RENAMED.get(f"fsdp_{spelled}", f"fsdp_{spelled}").removeprefix("fsdp_")
+        if name != spelled and name in fields:
+            notes.append(f"{prefix}{spelled} is dropped: {prefix}{name} says it.")
+        elif name in _DROPPED:
+            notes.append(f"{prefix}{spelled} is dropped: {_DROPPED[name]}.")
         elif name == "sharding_strategy":
             made["reshard_after_forward"] = _reshards(value)
             answer = str(made["reshard_after_forward"]).lower()
@@ -83,6 +87,8 @@ def rewrite_for_fsdp2(tree: Mapping[str, Any]) -> Rewritten:
                 notes.append("FSDP2 always shards. To keep whole copies, use plain data parallelism.")
         elif name != "reshard_after_forward" or "sharding_strategy" not in fields:
             made[name] = value
+            if name != spelled:
+                notes.append(f"{prefix}{spelled} is called {prefix}{name} now.")
             if name == "state_dict_type" and value == "LOCAL_STATE_DICT":
                 notes.append("FSDP2 has no LOCAL_STATE_DICT: choose SHARDED_STATE_DICT or FULL_STATE_DICT.")
     notes.append(f"{prefix}version is 2.")
@@ -120,10 +126,12 @@ def run_to_fsdp2(argv: Sequence[str]) -> int:
     Raises:
         SystemExit: 0 after ``--help``; 2 after one sentence on what is wrong.
     """
-    parser = _parser()
-    options = parser.parse_args([spell(token) for token in argv])
+    parser = to_fsdp2_parser()
+    options = read_arguments(parser, argv)
     if options.output_file is None and not options.overwrite:
         parser.error("give --output_file for the new file, or --overwrite to replace the old one.")
+    if options.output_file is not None and not options.output_file.strip():
+        parser.error(f"--output_file needs the name of a file, got {options.output_file!r}.")
     target = Path(options.output_file or options.config_file)
     if options.output_file is not None and os.path.lexists(target) and not options.overwrite:
         parser.error(f"{target} is there already. Give another --output_file, or --overwrite.")
@@ -147,12 +155,11 @@ def run_to_fsdp2(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def to_fsdp2_parser() -> CommandParser:
+    """Describe the arguments of the command."""
+    parser = CommandParser(
         prog="accelfn to-fsdp2",
         description="Rewrite the FSDP section of a configuration file for FSDP2.",
-        epilog="In names of flags - and _ mean the same.",
-        allow_abbrev=False,
     )
     parser.add_argument("--config_file", metavar="FILE", required=True, help="configuration to read")
     parser.add_argument("--output_file", metavar="FILE", help="configuration to write")

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from accelfn.errors import ConfigurationError, MissingExtraError
+from accelfn.launch.arguments import CommandParser, read_arguments
 from accelfn.launch.config.files import find_config_file
 from accelfn.launch.config.plain import read_plain
-from accelfn.launch.flags import spell
+from accelfn.launch.config.secrets import hide_in_words
 
-__all__ = ("run_tpu_config", "tpu_command")
+__all__ = ("run_tpu_config", "tpu_command", "tpu_config_parser")
 
 # A directory of every machine in which nothing of the user's hides an installed package.
 _WHERE = "/usr/share"
@@ -63,8 +64,8 @@ def run_tpu_config(argv: Sequence[str]) -> int:
     Raises:
         SystemExit: 0 after ``--help``; 2 after one sentence on what is wrong.
     """
-    parser = _parser()
-    options = parser.parse_args([spell(token) for token in argv])
+    parser = tpu_config_parser()
+    options = read_arguments(parser, argv)
     try:
         told = _configured(options.config_file)
         name = options.tpu_name or told.get("name")
@@ -80,9 +81,10 @@ def run_tpu_config(argv: Sequence[str]) -> int:
         )
     install = options.accelfn_version if options.install_accelfn else None
     command = tpu_command(name, commands, zone=zone, alpha=options.use_alpha, install=install)
-    print(shlex.join(command), flush=True)
     if options.debug:
+        print(shlex.join(command))
         return 0
+    print(shlex.join(hide_in_words(command)), flush=True)  # a log may keep it
     gcloud = shutil.which(command[0])
     if gcloud is None:
         parser.error(
@@ -124,12 +126,11 @@ def _commands(options: argparse.Namespace, told: Mapping[str, Any]) -> list[str]
     return [line for line in (*lines, *of_flags) if line and not line.startswith("#")]
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def tpu_config_parser() -> CommandParser:
+    """Describe the arguments of the command."""
+    parser = CommandParser(
         prog="accelfn tpu-config",
         description="Run commands on every machine of a TPU, through gcloud.",
-        epilog="In names of flags - and _ mean the same.",
-        allow_abbrev=False,
     )
     parser.add_argument("--config_file", metavar="FILE", help="configuration to read (the default one)")
     parser.add_argument("--tpu_name", metavar="NAME", help="of the TPU")

@@ -424,15 +424,15 @@ def test_a_damaged_source_has_a_status_of_its_own(tmp_path: Path, capsys: pytest
 # --- bad input -----------------------------------------------------------------------------------
 
 BAD: tuple[tuple[tuple[str, ...], str], ...] = (
-    ((), "the following arguments are required: command"),
-    (("look",), "invalid choice: 'look'"),
-    (("verify",), "the following arguments are required: DIRECTORY"),
+    ((), "command must be given"),
+    (("look",), "got 'look'"),
+    (("verify",), "DIRECTORY must be given"),
     (("verify", "/no/such"), "/no/such: there is no such directory"),
     (("list", "pyproject.toml"), "pyproject.toml: it is a file"),
     (("show", ".", "--nonsense"), "--nonsense"),
     (("prune", ".", "--last", "0"), "--last must be at least 1, got 0"),
     (("prune", ".", "--best", "2"), "--best needs --mode"),
-    (("prune", ".", "--mode", "low"), "invalid choice: 'low'"),
+    (("prune", ".", "--mode", "low"), "got 'low'"),
     (("convert", ".", "new"), "--to"),
     (("convert", ".", "new", "--to", "accelfn", "--name", "model"), "--name must be OLD=NEW"),
     (

@@ -25,7 +25,7 @@ def test_default_writes_what_launch_reads_and_never_overwrites(
     config = build_config(read_config(str(path)).values)
     assert config.mixed_precision == "bf16"
     before = path.read_text()
-    assert run_config(["default", "--config_file", str(path)]) == 1
+    assert run_config(["default", "--config_file", str(path)]) == 2
     assert "is there already" in capsys.readouterr().err
     assert path.read_text() == before
     assert run_config(["default", "--config_file", str(path), "--overwrite"]) == 0
@@ -64,7 +64,30 @@ def test_import_takes_accelerates_file_from_its_usual_place(
     assert run_config(["import"]) == 0
     found = build_config(read_config(str(tmp_path / "accelfn" / "config.yaml")).values)
     assert found == LaunchConfig(multi_gpu=True, num_processes=4, mixed_precision="no")
-    assert run_config(["import", str(source)]) == 1
+    assert run_config(["import", str(source)]) == 2
+    assert run_config(["import", str(tmp_path)]) == 2
+
+
+def test_a_place_that_cannot_be_written_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder").mkdir()
+    for place in (tmp_path / "file" / "a.yaml", tmp_path / "folder"):
+        assert run_config(["default", "--overwrite", "--config_file", str(place)]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"accelfn config: error: {place} can't be written: ")
+        assert len(said.splitlines()) == 1
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["file", "folder"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no disk that is always full")
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.yaml.part").symlink_to("/dev/full")
+    assert run_config(["default", "--config_file", str(tmp_path / "a.yaml")]) == 1
+    said = "accelfn config: error: {} can't be written: No space left on device.\n"
+    assert capsys.readouterr().err == said.format(tmp_path / "a.yaml")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_wrong_file_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from accelfn import __version__
 from accelfn.launch import env_torch
+from accelfn.launch.config.secrets import hide_in_text
 from accelfn.launch.env import describe_environment, format_report, relevant_variables
 from accelfn.launch.main import main
 
@@ -32,7 +33,11 @@ def test_the_report_names_versions_variables_and_the_configuration(
     assert report["torch"]["backends"]
     assert report["variables"]["NCCL_DEBUG"] == "INFO"
     assert report["configuration"]["file"] == str(config)
-    assert "num_processes: 2" in report["configuration"]["contents"]
+    assert report["configuration"]["contents"] == {
+        "num_processes": "2",
+        "aws_secret_access_key": "(left out)",
+    }
+    assert "unknown key 'aws_secret_access_key'" in report["configuration"]["fault"]
     assert "hush" not in out
     assert "abc" not in out
     assert main(["env", "--config-file", str(config)]) == 0
@@ -40,6 +45,34 @@ def test_the_report_names_versions_variables_and_the_configuration(
     assert f"- accelfn: {__version__}\n" in text
     assert "  - NCCL_DEBUG: INFO\n" in text
     assert "num_processes: 2" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("a.yaml", "sagemaker:\n  aws_secret_access_key: hush\n"),
+        ("a.yaml", "sagemaker: {aws_secret_access_key: hush, region: us-east-2}\n"),
+        ("a.yaml", "sagemaker:\n  aws_secret_access_key: |\n    hush\n    hush\n"),
+        ("a.yaml", "sagemaker:\n  aws_secret_access_key:\n    hush\n"),
+        ("a.yaml", "? aws_secret_access_key\n: hush\n"),
+        ("a.yaml", "aws_secret_access_key: [hush, {deep: hush}]\n"),
+        ("a.yaml", "tpu_options:\n  env: [HF_TOKEN=hush, 'WANDB_API_KEY=hush']\n"),
+        ("a.yaml", "slurm:\n  setup:\n    - export HF_TOKEN='hush hush'; module load cuda\n"),
+        ("a.yaml", "slurm: {setup: ['curl -H \"Authorization: Bearer hush\" https://ann:hush@host/a']}\n"),
+        ("a.yaml", "num_processes: HF_TOKEN=hush\n"),
+        ("a.yaml", "aws_secret_access_key: hush: hush\n"),
+        ("a.json", '{"sagemaker": {"aws_secret_access_key": "hush"}, "aws_access_key_id": "hush"}'),
+        ("a.json", '{"sagemaker": {"aws_secret_access_key": "hush"'),
+    ],
+)
+def test_no_secret_of_a_configuration_is_shown(
+    name: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(env_torch, "describe_torch", dict[str, Any])
+    (tmp_path / name).write_text(text)
+    report = describe_environment({}, str(tmp_path / name))
+    assert "hush" not in format_report(report)
+    assert "hush" not in json.dumps(report)
 
 
 def test_what_is_broken_is_told_and_the_rest_still_comes(
@@ -73,7 +106,11 @@ def test_nothing_secret_and_nothing_private_is_shown(env: dict[str, str]) -> Non
     assert shown.keys() == {name for name in env if name.startswith(("ACCELFN_", "NCCL_"))}
     for name, value in shown.items():
         secret = any(word in name for word in ("KEY", "TOKEN", "SECRET", "PASSWORD", "CREDENTIAL"))
-        assert value == ("(left out)" if secret else env[name])
+        assert value == ("(left out)" if secret else hide_in_text(env[name]))
+
+
+def test_no_secret_in_the_value_of_a_variable_is_shown() -> None:
+    assert relevant_variables({"ACCELFN_ENV": "HF_TOKEN=hush\nA=1"}) == {"ACCELFN_ENV": "HF_TOKEN=***\nA=1"}
 
 
 def test_devices_are_described_as_torch_tells(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,6 +138,18 @@ def test_devices_are_described_as_torch_tells(monkeypatch: pytest.MonkeyPatch) -
     facts = env_torch.describe_torch()
     assert facts["accelerators"][1] == "cuda:1 Stand-in, 8.0 GiB, capability 9.0"
     assert facts["reach each other directly"] == ["cuda:0 to 1", "cuda:1 to none"]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"), [("absent.yaml", "there is no configuration file"), ("", "needs the name")]
+)
+def test_a_file_that_was_asked_for_must_be_there(
+    given: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["env", "--config_file", given])
+    assert stop.value.code == 2
+    assert said in capsys.readouterr().err
 
 
 def test_an_unknown_flag_is_refused() -> None:

@@ -67,6 +67,7 @@ def accelfn(*argv: str, cwd: Path = ROOT) -> "subprocess.CompletedProcess[str]":
         (["plan-memory", "train:build", "--max-memory", "0"], 2),
         (["estimate-memory", "--help"], 0),
         (["estimate-memory", "bert-base-cased"], 2),
+        (["plan-memory", "absent"], 2),
         (["env", "--help"], 0),
         (["env", "--nonsense"], 2),
         (["test", "--help"], 0),
@@ -104,7 +105,24 @@ print(f"\\nstatus={status} heavy={heavy}")
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["launhc"], "invalid choice: 'launhc'"),
+        (["launhc"], "got 'launhc'. Did you mean launch?"),
+        (["--versoin"], "unknown flag --versoin. Did you mean --version?"),
+        (["config", "defualt"], "got 'defualt'. Did you mean default?"),
+        (["config", "default", "--overwite"], "unknown flag --overwite. Did you mean --overwrite?"),
+        (["env", "--yaml"], "unknown flag --yaml. accelfn env --help lists the flags"),
+        (["config", "show", "all"], "'all' is one word too many"),
+        (["merge-weights", "from"], "OUTPUT must be given. accelfn merge-weights --help says what it takes"),
+        (["data-plan", "--num_samples", "x", "--batch_size", "2"], "it must be a whole number, got 'x'"),
+        (["plan-memory", "train:build", "--device_map"], "argument --device_map: it needs a value"),
+        (["checkpoint", "list", "absent"], "absent: there is no such directory"),
+        (["to-fsdp2", "--config_file", "absent.yaml"], "give --output_file"),
+        (["tpu-config", "--debug"], "no TPU is named"),
+        (["runs", "lst"], "got 'lst'. Did you mean list?"),
+        (["completion", "bsh"], "got 'bsh'. Did you mean bash?"),
+        (["test", "train.py"], "'train.py' is no flag"),
+        (["estimate-memory", "absent"], "there is no file or folder 'absent'"),
+        (["plan-memory", "absent"], "there is no file or folder 'absent'"),
+        (["plan-memory", "a/b/c"], "there is no file or folder 'a/b/c'. Pass a folder"),
         (["launch"], "no script given"),
         (["launch", "--num_proc", "2", "train.py"], "unknown flag --num_proc. Did you mean --num_processes?"),
         (
@@ -128,6 +146,20 @@ print(f"\\nstatus={status} heavy={heavy}")
             "--sbatch /nonexistent/a.sh can't be written",
         ),
         (["config", "update"], "there is no configuration file"),
+        (["launch", "--config_file", "", "README.md"], "--config_file needs the name of a file, got ''"),
+        (["config", "show", "--config_file", ""], "--config_file needs the name of a file, got ''"),
+        (["test", "--config_file", ""], "--config_file needs the name of a file, got ''"),
+        (["tpu-config", "--config_file", ""], "--config_file needs the name of a file, got ''"),
+        (["to-fsdp2", "--config_file", "", "--overwrite"], "--config_file needs the name of a file"),
+        (["launch", "--main_process_ip", "bad host", "README.md"], "got 'bad host'"),
+        (
+            ["launch", "--use_deepspeed", "--deepspeed_config_file", "absent.json", "README.md"],
+            "--deepspeed_config_file: there is no file 'absent.json'. Check the path",
+        ),
+        (
+            ["launch", "--use_deepspeed", "--deepspeed_hostfile", "docs", "README.md"],
+            "--deepspeed_hostfile: it must be a file, and is a folder: 'docs'",
+        ),
         (
             [
                 *(
@@ -149,8 +181,27 @@ def test_bad_input_is_one_sentence_and_status_2(argv: list[str], message: str) -
     done = accelfn(*argv)
     assert done.returncode == 2
     assert done.stdout == ""
-    assert message in done.stderr.splitlines()[-1]
+    assert len(done.stderr.splitlines()) == 1
+    assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_no_secret_is_printed_or_written(tmp_path: Path) -> None:
+    secret = ("--aws_secret_access_key", "hush", "--aws-access-key-id=hush")
+    script = tmp_path / "job.sh"
+    rented = ("--compute_environment=AMAZON_SAGEMAKER", "--sagemaker_ec2_instance_type=m")
+    pod = ("--tpu", "--tpu_cluster", "--tpu_name=t", "--tpu_zone=z")
+    for argv in (
+        ("--print_config", *secret),
+        ("--sbatch", str(script), *secret, "README.md"),
+        ("--dry_run", *rented, "--sagemaker_iam_role_name=me", *secret, "docs/cli.py", "--hf_token", "hush"),
+        ("--dry_run", "--cpu", "docs/cli.py", "--hf_token", "hush", "--tokenizer", "small"),
+        ("--dry_run", *pod, "--env=HF_TOKEN=hush", "docs/cli.py"),
+    ):
+        done = accelfn("launch", *argv)
+        assert done.returncode == 0, done.stderr
+        assert "hush" not in done.stdout + done.stderr
+    assert "hush" not in script.read_text()
 
 
 def test_dry_run_prints_the_whole_command_and_starts_nothing(tmp_path: Path) -> None:

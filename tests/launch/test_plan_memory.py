@@ -147,7 +147,7 @@ def test_a_file_of_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     [
         ((), "SOURCE"),
         (("absent:build",), "there is no module 'absent'"),
-        (("no/such",), "there is no such file or folder"),
+        (("no/such",), "there is no file or folder 'no/such'"),
         (
             ("{source}", "--max_memory", "0"),
             "--max_memory takes PLACE=SIZE, such as 0=10GB or cpu=30GB: got '0'",
@@ -164,7 +164,7 @@ def test_a_file_of_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (("{source}", "--format", "png"), "--format"),
         (
             ("{source}", "--max_memory", "cpu=1GB", "--output", "/no/such/a"),
-            "can't write '/no/such/a': No such",
+            "can't write '/no/such/a': there is no such folder",
         ),
         (("{source}", "--nonsense"), "--nonsense"),
     ],

@@ -86,8 +86,8 @@ def test_a_setup_that_accelfn_has_no_machinery_for_fails() -> None:
     [
         (["train.py"], "'train.py' is no flag"),
         (["--timeout", "0"], "--timeout must be more than 0"),
-        (["--fault", "bad-luck"], "invalid choice"),
-        (["--only", "the weather"], "invalid choice: 'the weather'"),
+        (["--fault", "bad-luck"], "got 'bad-luck'"),
+        (["--only", "the weather"], "got 'the weather'"),
         (["--num_processes", "0"], "--num_processes: it must be a whole number, 1 or more"),
     ],
     ids=str,

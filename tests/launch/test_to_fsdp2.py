@@ -80,7 +80,10 @@ def test_what_needs_no_change_stays(tree: dict[str, Any]) -> None:
 @given(
     st.dictionaries(
         st.sampled_from(
-            ("version", "offload_params", "backward_prefetch", "use_orig_params", "auto_wrap_policy")
+            (
+                *("version", "offload_params", "backward_prefetch", "use_orig_params", "auto_wrap_policy"),
+                *("backward_prefetch_policy", "transformer_cls_to_wrap", "transformer_layer_cls_to_wrap"),
+            )
         ),
         st.sampled_from((1, True, "x")),
     )
@@ -88,6 +91,23 @@ def test_what_needs_no_change_stays(tree: dict[str, Any]) -> None:
 def test_rewriting_again_changes_nothing(fields: dict[str, Any]) -> None:
     once = rewrite_for_fsdp2({"fsdp": fields}).tree
     assert rewrite_for_fsdp2(once) == (once, ())
+
+
+@pytest.mark.parametrize(("section", "prefix"), [("fsdp_config", "fsdp_"), ("fsdp", "")])
+def test_spellings_of_older_versions(section: str, prefix: str) -> None:
+    fields = {
+        "backward_prefetch_policy": "BACKWARD_PRE",
+        "transformer_cls_to_wrap": "Block",
+        "limit_all_gathers": True,
+    }
+    made = rewrite_for_fsdp2({section: {f"{prefix}{name}": value for name, value in fields.items()}})
+    kept = {"version": 2, "transformer_layer_cls_to_wrap": "Block"}
+    assert made.tree == {section: {f"{prefix}{name}": value for name, value in kept.items()}}
+    told = " ".join(made.notes)
+    assert f"{prefix}backward_prefetch_policy is dropped: FSDP2 has no such choice." in told
+    assert f"{prefix}transformer_cls_to_wrap is called {prefix}transformer_layer_cls_to_wrap now." in told
+    both = {f"{prefix}transformer_cls_to_wrap": "A", f"{prefix}transformer_layer_cls_to_wrap": "B"}
+    assert rewrite_for_fsdp2({section: both}).tree[section][f"{prefix}transformer_layer_cls_to_wrap"] == "B"
 
 
 def test_bad_sections_are_refused() -> None:
@@ -124,7 +144,7 @@ def test_the_command_writes_the_new_file(
         ("fsdp: [", ("--overwrite",), "line 1, column 8"),
         ("fsdp: {version: 1}", (), "give --output_file"),
         ("fsdp: {version: 1}", ("--output_file", "config.yaml"), "is there already"),
-        ("- 1", ("--overwrite",), "has no names with values"),
+        ("- 1", ("--overwrite",), "this is something else"),
         (None, ("--overwrite",), "there is no configuration file"),
     ],
 )

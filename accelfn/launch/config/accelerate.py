@@ -11,7 +11,7 @@ from accelfn.launch.config.fields import FIELD_OF, Field, build_config, read_val
 from accelfn.launch.config.files import Entry
 from accelfn.launch.config.record import LaunchConfig
 
-__all__ = ("Imported", "import_accelerate")
+__all__ = ("RENAMED", "Imported", "import_accelerate")
 
 
 class Imported(NamedTuple):
@@ -31,10 +31,11 @@ _SECTIONS: Mapping[str, str] = MappingProxyType(
         "dynamo_config": "dynamo_",
         "fp8_config": "fp8_",
         "mpirun_config": "mpirun_",
+        "ipex_config": "",
     }
 )
-# Keys that are called otherwise here; within a section without its prefix.
-_RENAMED: Mapping[str, str] = MappingProxyType(
+#: Keys of Accelerate, of any version, that are called otherwise here.
+RENAMED: Mapping[str, str] = MappingProxyType(
     {
         "use_cpu": "cpu",
         "tpu_use_cluster": "tpu_cluster",
@@ -63,8 +64,12 @@ _DROPPED: Mapping[str, str] = MappingProxyType(
         "mpirun_ccl": "it is Intel's library's own business; set CCL_WORKER_COUNT",
         "fsdp_limit_all_gathers": "it is always on",
         "fp8_use_mxfp8_block_scaling": "set ACCELFN_FP8_USE_MXFP8_BLOCK_SCALING",
+        "ipex": "accelfn doesn't use Intel's extension; a script may import it itself",
+        "use_xpu": "torch finds an XPU itself",
     }
 )
+# Those of them that ask for something only where they are true.
+_SWITCHES = ("ipex", "use_xpu", "fsdp_limit_all_gathers", "fp8_use_mxfp8_block_scaling")
 # By number, as layouts before 0.23 wrote them.
 _NUMBERED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -162,9 +167,11 @@ def _take_kind(kind: str, values: dict[str, object], notes: list[str], path: str
 
 
 def _take(key: str, entry: Entry, values: dict[str, object], notes: list[str], path: str) -> None:
-    name = _RENAMED.get(key, key)
+    name = RENAMED.get(key, key)
     reason = _DROPPED.get(key)
     if reason is not None:
+        if key in _SWITCHES and not _is_true(entry):
+            return  # it asks for nothing
         notes.append(f"{key}: left out; {reason}.")
         return
     field = FIELD_OF.get(name)

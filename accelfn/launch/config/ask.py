@@ -83,6 +83,8 @@ def ask_questions(
         try:
             takes_default = not text.strip() and (default is not None or question.optional)
             value = default if takes_default else read_answer(question, answers, text)
+            if question.is_path and isinstance(value, str) and not os.path.isfile(value):
+                raise ValueError(f"there is no file {value!r}. Make it first, or check the path.")
         except ValueError as error:
             say(f"  That won't do: {error}")
             continue
@@ -155,8 +157,13 @@ def _put(questionary: Any, question: Question, few: tuple[str, ...], default: ob
         answer = questionary.confirm(question.text, default=default is True).unsafe_ask()
         return "true" if answer else "false"
     if few:
-        choices = [questionary.Choice(question.titles.get(one, one), value=one) for one in few]
-        # Digits move to a choice; there are nine that need no other key.
+        # Digits move to a choice; there are nine that need no other key. A choice that is itself a digit is
+        # reached by that one, whatever its place.
+        own = all(len(one) == 1 and one.isdecimal() for one in few)
+        choices = [
+            questionary.Choice(question.titles.get(one, one), value=one, shortcut_key=one if own else True)
+            for one in few
+        ]
         return questionary.select(
             question.text,
             choices=choices,

@@ -208,6 +208,11 @@ _FSDP: tuple[Question, ...] = (
         "Hand out the weights of process 0?",
     ),
     of_table("fsdp_activation_checkpointing", is_true("use_fsdp"), "Compute activations again in backward?"),
+    of_table(
+        "fsdp_activation_checkpointing_offload",
+        lambda answers: _fsdp(2)(answers) and answers.get("fsdp_activation_checkpointing") is True,
+        "Keep what that starts from in host memory? (scripts of Accelerate do)",
+    ),
     of_table("use_parallelism_config", _fsdp(2), "Lay the processes out as a mesh?"),
     of_table("parallelism_config_dp_replicate_size", is_true("use_parallelism_config")),
     of_table(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from accelfn.launch.config.kinds import BOOL, COUNT, NAMES, SIZE, TEXT, choice, integer, real
+from accelfn.launch.config.kinds import BOOL, COUNT, FILE, NAMES, SIZE, TEXT, choice, integer, real
 from accelfn.launch.config.option import accelerate_names, option, plain_names
 
 __all__ = ("DeepSpeedSection", "FsdpSection", "MegatronSection")
@@ -118,6 +118,14 @@ class FsdpSection:
             exports=plain_names("FSDP_ACTIVATION_CHECKPOINTING"),
         ),
     )
+    activation_checkpointing_offload: bool = field(
+        default=False,
+        metadata=option(
+            BOOL,
+            "what is kept of them waits in host memory, in version 2, for scripts of Accelerate",
+            exports=plain_names("FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD"),
+        ),
+    )
     ignored_modules: str | None = field(
         default=None,
         metadata=option(
@@ -134,7 +142,7 @@ class DeepSpeedSection:
 
     config_file: str | None = field(
         default=None,
-        metadata=option(TEXT, "DeepSpeed's own JSON file", exports=accelerate_names("DEEPSPEED_CONFIG_FILE")),
+        metadata=option(FILE, "DeepSpeed's own JSON file", exports=accelerate_names("DEEPSPEED_CONFIG_FILE")),
     )
     zero_stage: int | None = field(
         default=None,
@@ -210,7 +218,7 @@ class DeepSpeedSection:
     )
     hostfile: str | None = field(
         default=None,
-        metadata=option(TEXT, "file that names the machines"),
+        metadata=option(FILE, "file that names the machines"),
     )
     exclusion_filter: str | None = field(
         default=None,

@@ -29,6 +29,8 @@ __all__ = (
 #: The layout that this version writes.
 CONFIG_VERSION = 1
 
+_MOST_VALUES = 100_000
+
 # Keys that only files of Accelerate have at the top.
 _OF_ACCELERATE = (
     "distributed_type",
@@ -99,9 +101,14 @@ def find_config_file(
     Returns:
         Its path, and whether it was asked for, so that it is an error if it isn't there.
 
+    Raises:
+        ConfigurationError: The flag names no file.
+
     >>> find_config_file(None, {"ACCELFN_CONFIG": "my.yaml"}, "linux", "/home/ann")
     ('my.yaml', True)
     """
+    if given is not None and not given.strip():
+        raise ConfigurationError(f"--config_file needs the name of a file, got {given!r}.")
     named = given or environment.get("ACCELFN_CONFIG", "").strip()
     if named:
         return os.path.expanduser(named), True
@@ -122,7 +129,8 @@ def read_config(path: str) -> ConfigFile:
             f"there is no configuration file {path!r}. Check the path, or make one with accelfn config."
         ) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"the configuration file {path!r} can't be read: {error}.") from error
+        reason = error.strerror if isinstance(error, OSError) else "it isn't a text in UTF-8"
+        raise ConfigurationError(f"the configuration file {path!r} can't be read: {reason}.") from error
     return parse_config(text, path)
 
 
@@ -237,15 +245,30 @@ def read_tree(text: str, path: str) -> Mapping[str, Entry]:
         ConfigurationError: It is not valid, with line and column, or not a mapping, or has a key twice.
         MissingExtraError: It is YAML and PyYAML isn't installed.
     """
-    if PurePath(path).suffix == ".json":
-        entry = _read_json(text, path)
-    else:
-        entry = _read_yaml(text, path)
+    try:
+        entry = _read_json(text, path) if PurePath(path).suffix == ".json" else _read_yaml(text, path)
+        _count(entry, 0)
+    except RecursionError:
+        raise ConfigurationError(
+            f"{path}: this is nested too deeply, or contains itself; a configuration has sections, and keys "
+            "in them."
+        ) from None
     if not isinstance(entry.value, Mapping):
         raise ConfigurationError(
             f"{path}: a configuration is a list of `key: value`, this is something else."
         )
     return entry.value
+
+
+def _count(entry: Entry, before: int) -> int:
+    """Count the values of a tree, to refuse one whose aliases make it grow without end."""
+    before += 1
+    if before > _MOST_VALUES:
+        raise RecursionError
+    if not isinstance(entry.value, str):
+        for one in entry.value if isinstance(entry.value, tuple) else entry.value.values():
+            before = _count(one, before)
+    return before
 
 
 def _read_json(text: str, path: str) -> Entry:
@@ -263,6 +286,8 @@ def _read_json(text: str, path: str) -> Entry:
         raise ConfigurationError(
             f"{path}, line {error.lineno}, column {error.colno}: this is not valid JSON: {error.msg}."
         ) from error
+    except ValueError as error:  # a number of thousands of digits
+        raise ConfigurationError(f"{path}: a number in it can't be read: {error}.") from error
 
 
 def _json_entry(value: object) -> Entry:
@@ -291,23 +316,30 @@ def _read_yaml(text: str, path: str) -> Entry:
         where = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
         said = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise ConfigurationError(f"{path}{where}: this is not valid YAML: {said}.") from error
-    return Entry(MappingProxyType({}), "") if node is None else _yaml_entry(node, path)
+    return Entry(MappingProxyType({}), "") if node is None else _yaml_entry(node, path, {})
 
 
-def _yaml_entry(node: Any, path: str) -> Entry:
+def _yaml_entry(node: Any, path: str, made: dict[int, Entry]) -> Entry:
+    """Make the entry of a node. One that stands in several places by an alias is made once."""
+    if id(node) not in made:
+        made[id(node)] = _new_yaml_entry(node, path, made)
+    return made[id(node)]
+
+
+def _new_yaml_entry(node: Any, path: str, made: dict[int, Entry]) -> Entry:
     where = f"line {node.start_mark.line + 1}, column {node.start_mark.column + 1}"
     if node.id == "scalar":
         plain = node.style is None  # only without quotes do these words mean: no value
         return Entry("" if plain and node.value in ("~", "null", "Null", "NULL") else str(node.value), where)
     if node.id == "sequence":
-        return Entry(tuple(_yaml_entry(one, path) for one in node.value), where)
+        return Entry(tuple(_yaml_entry(one, path, made) for one in node.value), where)
     found: dict[str, Entry] = {}
     for key_node, value_node in node.value:
         key = str(key_node.value)
         at = f"line {key_node.start_mark.line + 1}, column {key_node.start_mark.column + 1}"
         if key in found:
             raise ConfigurationError(f"{path}, {at}: the key {key!r} stands there twice. Remove one.")
-        found[key] = Entry(_yaml_entry(value_node, path).value, at)
+        found[key] = Entry(_yaml_entry(value_node, path, made).value, at)
     return Entry(MappingProxyType(found), where)
 
 

@@ -13,7 +13,10 @@ __all__ = (
     "BOOL",
     "COUNT",
     "DEVICES",
+    "ENDPOINT",
+    "FILE",
     "FLAGS_3",
+    "HOST",
     "NAMES",
     "PORT",
     "SIZE",
@@ -29,6 +32,8 @@ __all__ = (
 _TRUE = ("y", "yes", "t", "true", "on", "1")
 _FALSE = ("n", "no", "f", "false", "off", "0")
 _WHOLE = re.compile(r"[+-]?[0-9]+")
+_HOST = re.compile(r"[\w.:%-]+|\[[\w.:%-]+\]")
+_ENDPOINT = re.compile(r"([\w.%-]+|\[[\w.:%-]+\])(:[0-9]+)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +121,15 @@ def _read_devices(text: str) -> str:
     return word
 
 
+def _matching(pattern: re.Pattern[str]) -> Callable[[str], object]:
+    def read(text: str) -> str:
+        if not pattern.fullmatch(text.strip()):
+            raise ValueError(text)
+        return text.strip()
+
+    return read
+
+
 def _read_three(text: str) -> tuple[bool, ...]:
     values = tuple(_read_bool(part) for part in text.split(","))
     if len(values) != 3:
@@ -146,6 +160,12 @@ BOOL: Kind = Kind(_BOOL_WORDS, _read_bool, _write_bool, "BOOL", is_bool=True)
 #: A yes or no whose flag takes no value: ``--flag``, ``--flag=true``, ``--no_flag``.
 SWITCH: Kind = Kind(_BOOL_WORDS, _read_bool, _write_bool, "", is_bool=True)
 TEXT: Kind = Kind("a text that is not empty", _read_text, str, "TEXT")
+#: A file that must be there when the value is used; whose kind it is, ``refuse_missing_files`` looks for it.
+FILE: Kind = Kind("the name of a file", _read_text, str, "FILE")
+HOST: Kind = Kind("the name or address of a machine", _matching(_HOST), str, "HOST")
+ENDPOINT: Kind = Kind(
+    "HOST:PORT, the name or address of a machine and a port", _matching(_ENDPOINT), str, "HOST:PORT"
+)
 NAMES: Kind = Kind("names separated by commas", _read_names, _write_names, "A,B,...")
 #: Several texts of any form; in a variable one a line.
 TEXTS: Kind = Kind("one or more texts", _read_texts, _write_texts, "TEXT", repeats=True)

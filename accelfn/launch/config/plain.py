@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from accelfn.errors import ConfigurationError, MissingExtraError
+from accelfn.launch.config.files import read_tree
 
 __all__ = ("format_plain", "read_plain")
 
@@ -24,21 +25,20 @@ def read_plain(path: str) -> dict[str, Any]:
         ConfigurationError: It isn't there, is empty, or is no such file; with line and column where known.
         MissingExtraError: It is YAML, and PyYAML isn't installed.
     """
+    if not path.strip():
+        raise ConfigurationError(f"--config_file needs the name of a file, got {path!r}.")
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigurationError(f"there is no configuration file {path!r}. Check the path.") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{path} can't be read: {error}.") from error
-    if path.endswith(".json"):
-        try:
-            tree: object = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ConfigurationError(
-                f"{path}, line {error.lineno}, column {error.colno}: {error.msg}. Correct it."
-            ) from None
-    else:
-        tree = _parse_yaml(path, text)
+        reason = error.strerror if isinstance(error, OSError) else "it isn't a text in UTF-8"
+        raise ConfigurationError(f"{path} can't be read: {reason}.") from error
+    read_tree(text, path)  # says what is wrong, and where
+    try:
+        tree: object = json.loads(text) if path.endswith(".json") else _yaml().safe_load(text)
+    except (ValueError, *_yaml_errors()) as error:
+        raise ConfigurationError(f"{path}: a value can't be read: {str(error).splitlines()[0]}.") from None
     if not isinstance(tree, dict) or not tree:
         what = "is empty" if not tree else "has no names with values at its top"
         raise ConfigurationError(f"{path} {what}. Make a new file, or give another one.")
@@ -54,15 +54,11 @@ def _yaml() -> Any:
         ) from None
 
 
-def _parse_yaml(path: str, text: str) -> object:
-    yaml = _yaml()
+def _yaml_errors() -> tuple[type[Exception], ...]:
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
-        problem = getattr(error, "problem", None) or str(error)
-        raise ConfigurationError(f"{path}{where}: {problem}. Correct it, or make a new file.") from None
+        return (importlib.import_module("yaml").YAMLError,)
+    except ImportError:
+        return ()
 
 
 def format_plain(path: str, tree: Mapping[str, Any]) -> str:

@@ -7,7 +7,18 @@ from typing import Any
 
 from accelfn.errors import ConfigurationError
 from accelfn.launch.config.engines import DeepSpeedSection, FsdpSection, MegatronSection
-from accelfn.launch.config.kinds import COUNT, DEVICES, PORT, SWITCH, TEXT, choice, integer, real
+from accelfn.launch.config.kinds import (
+    COUNT,
+    DEVICES,
+    ENDPOINT,
+    HOST,
+    PORT,
+    SWITCH,
+    TEXT,
+    choice,
+    integer,
+    real,
+)
 from accelfn.launch.config.option import Option, accelerate_names, option
 from accelfn.launch.config.sections import (
     DynamoSection,
@@ -166,7 +177,7 @@ it: got 3 processes on 2 machines. Use 2 or 4 processes.
     )
     main_process_ip: str | None = field(
         default=None,
-        metadata=option(TEXT, "address of machine 0", group="Machines"),
+        metadata=option(HOST, "address of machine 0", group="Machines"),
     )
     main_process_port: int | None = field(
         default=None,
@@ -189,7 +200,7 @@ it: got 3 processes on 2 machines. Use 2 or 4 processes.
     rdzv_endpoint: str | None = field(
         default=None,
         metadata=option(
-            TEXT, "HOST:PORT to meet at, for main_process_ip and main_process_port", group="Machines"
+            ENDPOINT, "HOST:PORT to meet at, for main_process_ip and main_process_port", group="Machines"
         ),
     )
     rdzv_id: str | None = field(
@@ -311,6 +322,15 @@ it: got 3 processes on 2 machines. Use 2 or 4 processes.
             raise ConfigurationError(
                 "--fsdp_cpu_ram_efficient_loading needs --fsdp_sync_module_states: otherwise all processes "
                 "but one train without the weights. Switch the first off or the second on."
+            )
+        if (
+            self.use_fsdp
+            and fsdp.activation_checkpointing_offload
+            and not (fsdp.version == 2 and fsdp.activation_checkpointing)
+        ):
+            raise ConfigurationError(
+                "--fsdp_activation_checkpointing_offload needs --fsdp_version 2 and "
+                "--fsdp_activation_checkpointing. Give both, or leave it out."
             )
         self._check_devices()
         self._check_machines()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from accelfn.launch.config.kinds import BOOL, COUNT, FLAGS_3, SWITCH, TEXT, TEXTS, choice, integer
+from accelfn.launch.config.kinds import BOOL, COUNT, FILE, FLAGS_3, SWITCH, TEXT, TEXTS, choice, integer
 from accelfn.launch.config.option import accelerate_names, option, plain_names
 
 __all__ = (
@@ -262,7 +262,7 @@ class TpuSection:
     command_file: str | None = field(
         default=None,
         metadata=option(
-            TEXT, "file of shell commands that accelfn tpu-config runs there", flag="command_file"
+            FILE, "file of shell commands that accelfn tpu-config runs there", flag="command_file"
         ),
     )
     commands: tuple[str, ...] | None = field(
@@ -279,7 +279,7 @@ class MpirunSection:
 
     hostfile: str | None = field(
         default=None,
-        metadata=option(TEXT, "start through mpirun, on the machines that this file names"),
+        metadata=option(FILE, "start through mpirun, on the machines that this file names"),
     )
 
 
@@ -371,11 +371,11 @@ class SageMakerSection:
     )
     inputs_file: str | None = field(
         default=None,
-        metadata=option(TEXT, "TSV of names and places of inputs"),
+        metadata=option(FILE, "TSV of names and places of inputs"),
     )
     metrics_file: str | None = field(
         default=None,
-        metadata=option(TEXT, "TSV of names and patterns of metrics"),
+        metadata=option(FILE, "TSV of names and patterns of metrics"),
     )
     distributed_type: str = field(
         default="NO",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -10,8 +11,9 @@ from accelfn.errors import ConfigurationError
 from accelfn.launch.config.fields import FIELD_OF, FIELDS, SECTIONS, build_config, read_value, value_of
 from accelfn.launch.config.files import ConfigFile
 from accelfn.launch.config.record import EXCLUSIVE, LaunchConfig
+from accelfn.launch.config.secrets import HIDDEN, hide_in_text
 
-__all__ = ("Given", "Origin", "Resolved", "format_origins", "resolve")
+__all__ = ("Given", "Origin", "Resolved", "format_origins", "origin_rows", "resolve")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,14 @@ class Resolved:
 
 
 _DEFAULT = Origin("default")
+_PREFIX = "ACCELFN_"
+# Variables of scripts and of the launcher itself that no field is about.
+_OTHERS = (
+    *("ALLOW_CP_STANDALONE", "BYPASS_DEVICE_MAP", "CONFIG", "CONFIG_DS_FIELDS", "DEBUG_MODE"),
+    *("FP8_OVERRIDE_DGRAD", "FP8_OVERRIDE_FPROP", "FP8_OVERRIDE_WGRAD", "FP8_USE_MXFP8_BLOCK_SCALING"),
+    *("GUARD", "INIT_INCLUDE_BUFFERS", "IN_TPU_POD", "LOG_LEVEL", "REDUCTION", "RUN_DIR"),
+    *("SAGEMAKER_DISTRIBUTED_TYPE", "TORCH_DEVICE", "USE_CPU", "USE_SAGEMAKER", "WORKER_CPUS"),
+)
 
 
 def resolve(
@@ -128,6 +138,7 @@ def _from_flags(flags: Mapping[str, Given]) -> _Layer:
 
 
 def _from_environment(environment: Mapping[str, str]) -> _Layer:
+    _refuse_misspelt(environment)
     found: _Layer = {}
     for field in FIELDS:
         name = next((name for name in field.variables if environment.get(name, "").strip()), None)
@@ -139,6 +150,21 @@ def _from_environment(environment: Mapping[str, str]) -> _Layer:
             raise ConfigurationError(f"the variable {name}: {error}") from None
         found[field.name] = (value, Origin("environment", name))
     return found
+
+
+def _refuse_misspelt(environment: Mapping[str, str]) -> None:
+    """Refuse a variable that is nearly one of ours; any other name may be the user's own."""
+    known = {name for field in FIELDS for name in (*field.variables, *field.exports)}
+    known |= {f"{_PREFIX}{name}" for name in _OTHERS}
+    shorter = {name.removeprefix(_PREFIX): name for name in sorted(known) if name.startswith(_PREFIX)}
+    for name in sorted(environment):
+        if not name.startswith(_PREFIX) or name in known or not environment[name].strip():
+            continue
+        close = difflib.get_close_matches(name.removeprefix(_PREFIX), shorter, n=1, cutoff=0.85)
+        if close:
+            raise ConfigurationError(
+                f"the variable {name} is not known. Did you mean {shorter[close[0]]}? Correct or unset it."
+            )
 
 
 def _from_file(file: ConfigFile | None) -> _Layer:
@@ -175,6 +201,18 @@ def format_origins(resolved: Resolved, *, everything: bool = True) -> str:
     >>> print(format_origins(found, everything=False))
     cpu  true  flag --cpu
     """
+    rows = origin_rows(resolved, everything=everything)
+    widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
+    return "\n".join(f"{path:<{widths[0]}}  {text:<{widths[1]}}  {origin}" for path, text, origin in rows)
+
+
+def origin_rows(resolved: Resolved, *, everything: bool = True) -> list[tuple[str, str, str]]:
+    """List each field's place in a file, its value as text, and where that came from. Secrets are hidden.
+
+    Args:
+        resolved: From :func:`resolve`.
+        everything: Defaults too.
+    """
     rows: list[tuple[str, str, str]] = []
     for field in FIELDS:
         origin = resolved.origins[field.name]
@@ -182,8 +220,11 @@ def format_origins(resolved: Resolved, *, everything: bool = True) -> str:
             continue
         value = value_of(resolved.config, field)
         text = (
-            "-" if value is None else "***" if field.secret else field.kind.write(value).replace("\n", "; ")
+            "-"
+            if value is None
+            else HIDDEN
+            if field.secret
+            else hide_in_text(field.kind.write(value)).replace("\n", "; ")
         )
         rows.append((field.path, text, str(origin)))
-    widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
-    return "\n".join(f"{path:<{widths[0]}}  {text:<{widths[1]}}  {origin}" for path, text, origin in rows)
+    return rows

@@ -5,6 +5,8 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass
 
+from accelfn.launch.config.secrets import HIDDEN, hide_in_text, hide_in_words, is_secret
+
 __all__ = ("LOOPBACK", "PORT", "LaunchPlan", "Meeting", "Script", "format_plan")
 
 LOOPBACK = "127.0.0.1"
@@ -78,16 +80,16 @@ def format_plan(plan: LaunchPlan) -> str:
         plan: From ``plan_launch``.
 
     Returns:
-        One line for each variable and one for the command; a shell takes them as one command. Keys of a
-        cloud are hidden.
+        One line for each variable and one for the command; a shell takes them as one command. What looks
+        secret is hidden.
 
     >>> plan = LaunchPlan(way="single", argv=("python", "a b.py"), env_changes=(("OMP_NUM_THREADS", "2"),))
     >>> print(format_plan(plan))
     OMP_NUM_THREADS=2 \
     python 'a b.py'
     """
-    secret = frozenset(("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"))
     variables = (
-        f"{name}={'***' if name in secret else shlex.quote(value)}" for name, value in plan.env_changes
+        f"{name}={HIDDEN if is_secret(name) else shlex.quote(hide_in_text(value))}"
+        for name, value in plan.env_changes
     )
-    return " \\\n".join((*variables, shlex.join(plan.argv)))
+    return " \\\n".join((*variables, shlex.join(hide_in_words(plan.argv))))

@@ -168,6 +168,52 @@ def test_layouts(text: str, expected: dict[str, object]) -> None:
     assert found.notes == ()
 
 
+# As ClusterConfig of 1.0.1 writes it for several processes on CPUs.
+LAYOUT_1_0_CPU = """
+compute_environment: LOCAL_MACHINE
+debug: false
+distributed_type: MULTI_CPU
+downcast_bf16: 'no'
+enable_cpu_affinity: false
+ipex_config:
+  ipex: false
+machine_rank: 0
+main_training_function: main
+mixed_precision: 'no'
+mpirun_config:
+  mpirun_ccl: '1'
+  mpirun_hostfile: /hosts
+num_machines: 1
+num_processes: 4
+rdzv_backend: static
+same_network: false
+tpu_use_cluster: false
+tpu_use_sudo: false
+use_cpu: true
+"""
+
+
+def test_what_accelerate_once_said_of_intels_extension() -> None:
+    said: dict[str, object] = {"cpu": True, "num_processes": 4, "mixed_precision": "no"}
+    expected = build_config({**said, "same_network": False, "mpirun_hostfile": "/hosts"})
+    found = imported(LAYOUT_1_0_CPU)
+    assert found.config == expected
+    assert [note.split(":")[0] for note in found.notes] == ["mpirun_ccl"]
+    asked = imported(LAYOUT_1_0_CPU.replace("ipex: false", "ipex: true\n  use_xpu: true"))
+    assert asked.config == expected
+    assert "ipex: left out; accelfn doesn't use Intel's extension" in asked.notes[0]
+    assert "use_xpu: left out; torch finds an XPU itself" in asked.notes[1]
+
+
+def test_offloaded_checkpoints_of_activations() -> None:
+    text = (
+        "fsdp_config: {fsdp_version: 2, fsdp_activation_checkpointing: true, X: true}\ndistributed_type: FSDP"
+    )
+    found = imported(text.replace("X", "fsdp_activation_checkpointing_offload"))
+    assert found.config.fsdp.activation_checkpointing_offload
+    assert found.notes == ()
+
+
 def test_what_has_no_place_is_told() -> None:
     found = imported("distributed_type: MULTI_XPU\nnum_processes: -1\nmpirun_config: {mpirun_ccl: 4}")
     assert found.config == LaunchConfig(multi_gpu=True)

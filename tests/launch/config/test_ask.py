@@ -113,10 +113,13 @@ def plan_session(
         if few:
             chosen = str(default) if text is None else text
             downs = few.index(chosen) - few.index(str(default))
-            # Menus of up to nine take digits; the others arrows.
-            keys = "" if not downs else str(few.index(chosen) + 1) if len(few) < 10 else DOWN * downs
+            # Menus of up to nine take digits, and a choice that is one its own; the others arrows.
+            digit = chosen if all(one.isdecimal() for one in few) else str(few.index(chosen) + 1)
+            keys = "" if not downs else digit if len(few) < 10 else DOWN * downs
             steps.append(Step(question, f"{keys}\r"))
             return chosen
+        if question.is_path and text and not text.startswith(("none", "absent", "/")):
+            (home / text.removeprefix("~/")).touch()
         lines = (text or "").replace("\n", "\r")
         more = question.kind.repeats and text and text != "none"
         steps.append(Step(question, f"{lines}\r\r" if more else f"{lines}\r"))
@@ -186,7 +189,7 @@ def test_several_processes_on_cpus_through_mpirun(tmp_path: pathlib.Path) -> Non
         {
             "machine_type": "several processes on CPUs",
             "num_machines": "2",
-            "mpirun_hostfile": "hosts",
+            "mpirun_hostfile": ["absent", "hosts"],
             "debug": "yes",
             "num_processes": ["x", "3", "8"],
         },
@@ -198,6 +201,7 @@ def test_several_processes_on_cpus_through_mpirun(tmp_path: pathlib.Path) -> Non
     assert (config.num_machines, config.num_processes) == (2, 8)
     assert "That won't do: it must be a whole number, 1 or more, got 'x'" in screen
     assert "got 3 processes on 2 machines" in screen
+    assert f"there is no file '{tmp_path / 'absent'}'" in screen
 
 
 @pytest.mark.parametrize("backend", ["static", "c10d"])
@@ -208,7 +212,7 @@ def test_machines_that_meet(backend: str, tmp_path: pathlib.Path) -> None:
             "num_machines": "3",
             "rdzv_backend": backend,
             **({"machine_rank": "1"} if backend == "static" else {}),
-            "main_process_ip": ["", "10.0.0.7"],
+            "main_process_ip": ["", "bad host", "10.0.0.7"],
             "main_process_port": ["0", "29600"],
             "num_processes": "12",
             "gpu_ids": ["0,1,2", "0,1,2,3"],
@@ -295,6 +299,7 @@ def test_fsdp_version_2_on_a_mesh_in_fp8_of_torchao(tmp_path: pathlib.Path) -> N
             "fsdp_transformer_layer_cls_to_wrap": "Block, Other",
             "fsdp_state_dict_type": "FULL_STATE_DICT",
             "fsdp_activation_checkpointing": "yes",
+            "fsdp_activation_checkpointing_offload": "yes",
             "use_parallelism_config": "yes",
             "parallelism_config_tp_size": "2",
             "parallelism_config_cp_size": "2",
@@ -310,6 +315,7 @@ def test_fsdp_version_2_on_a_mesh_in_fp8_of_torchao(tmp_path: pathlib.Path) -> N
     assert config.use_parallelism_config
     assert (config.fsdp.version, config.num_processes) == (2, 8)
     assert config.fsdp.transformer_layer_cls_to_wrap == ("Block", "Other")
+    assert config.fsdp.activation_checkpointing_offload
     assert (config.fp8.backend, config.fp8.enable_fsdp_float8_all_gather) == ("ao", False)
     assert "it needs 8 processes, got 4" in screen
 

@@ -8,6 +8,9 @@ import pytest
 from accelfn.errors import ConfigurationError, MissingExtraError
 from accelfn.launch.config import default_path, find_config_file, parse_config, read_config
 
+# Each line has the one before it nine times; without a bound it would fill the memory.
+LAUGHS = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12))
+
 
 @pytest.mark.parametrize(
     ("environment", "platform", "expected"),
@@ -50,6 +53,15 @@ def test_the_flag_wins_over_the_variable_and_both_are_asked_for() -> None:
         ('{"cpu": 1,}', "a.json", "a.json, line 1, column 11: this is not valid JSON"),
         ('{"cpu": true, "cpu": false}', "a.json", "the key 'cpu' stands there twice"),
         ("distributed_type: FSDP", "a.yaml", "accelfn config import a.yaml"),
+        ("a: &a [*a]", "a.yaml", "a.yaml: this is nested too deeply, or contains itself"),
+        ("a: &a {b: *a}", "a.yaml", "contains itself"),
+        ("[" * 20000, "a.yaml", "nested too deeply"),
+        ("[" * 20000, "a.json", "nested too deeply"),
+        ('{"a":' * 20000, "a.json", "nested too deeply"),
+        (LAUGHS, "a.yaml", "nested too deeply, or contains itself"),
+        (f'{{"num_processes": {"1" * 5000}}}', "a.json", "a number in it can't be read"),
+        ("main_process_ip: bad host", "a.yaml", "the name or address of a machine, got 'bad host'"),
+        ("rdzv_endpoint: a b:1", "a.yaml", "it must be HOST:PORT"),
     ],
 )  # fmt: skip
 def test_wrong_files(text: str, path: str, message: str) -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from accelfn.context.config.settings import VARIABLES
 from accelfn.errors import ConfigurationError
 from accelfn.launch.config import (
     FIELD_OF,
@@ -71,6 +72,8 @@ def beside(field: Field) -> dict[str, str]:
         wanted["fsdp_cpu_ram_efficient_loading"] = "false"
     if field.name == "fsdp_version":
         wanted["use_fsdp"] = "true"
+    if field.name == "fsdp_activation_checkpointing_offload":
+        wanted |= {"fsdp_version": "2", "fsdp_activation_checkpointing": "true"}
     return wanted
 
 
@@ -181,6 +184,10 @@ def test_a_choice_puts_out_what_a_weaker_source_chose() -> None:
         (("--use_parallelism_config",), "--use_parallelism_config needs --use_fsdp and --fsdp_version 2"),
         (("--use_fsdp", "--use_parallelism_config"), "needs --use_fsdp and --fsdp_version 2"),
         (("--use_fsdp", "--fsdp_sync_module_states=no"), "needs --fsdp_sync_module_states"),
+        (
+            ("--use_fsdp", "--fsdp_activation_checkpointing", "--fsdp_activation_checkpointing_offload"),
+            "--fsdp_activation_checkpointing_offload needs --fsdp_version 2",
+        ),
         (("--module", "--no_python"), "Give one of the two"),
         (("--tpu", "--no_python"), "Leave --no_python out"),
         (("--fsdp_version=2",), "--fsdp_version has no effect without --use_fsdp"),
@@ -224,6 +231,32 @@ def test_a_record_refuses_what_no_text_could_give(changes: dict[str, object]) ->
         replace(LaunchConfig(), **changes)
 
 
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("ACCELFN_NUM_PROCESES", "ACCELFN_NUM_PROCESSES"),
+        ("ACCELFN_MIXED_PRECISON", "ACCELFN_MIXED_PRECISION"),
+        ("ACCELFN_FSDP_VERSON", "ACCELFN_FSDP_VERSION"),
+        ("ACCELFN_TORCH_DEVIC", "ACCELFN_TORCH_DEVICE"),
+    ],
+)
+def test_a_misspelt_variable_is_refused(name: str, meant: str) -> None:
+    said = f"the variable {name} is not known. Did you mean {meant}?"
+    with pytest.raises(ConfigurationError, match=re.escape(said)):
+        resolve({}, {name: "4"})
+    assert resolve({}, {name: " "}).config == LaunchConfig()
+
+
+def test_other_variables_are_left_alone() -> None:
+    theirs = {"ACCELFN_MY_OWN": "1", "ACCELFN_": "1", "NUM_PROCESES": "1"}
+    ours = {name: "" for variable in VARIABLES for name in variable.names if name.startswith("ACCELFN_")}
+    assert len(ours) > 50
+    assert resolve({}, theirs).config == LaunchConfig()
+    fields = {name for field in FIELDS for name in field.variables}
+    # Whatever a script may read is never taken for a misspelt name.
+    assert resolve({}, {name: "1" for name in ours if name not in fields}).config == LaunchConfig()
+
+
 def test_print_config_hides_secrets_and_names_sources() -> None:
     flags = parse_flags(["--aws_secret_access_key=hush", "--num-processes=2", "t.py"]).flags
     said = format_origins(resolve(flags, {"ACCELFN_MIXED_PRECISION": "bf16"}))
@@ -232,4 +265,11 @@ def test_print_config_hides_secrets_and_names_sources() -> None:
     assert rows["num_processes"] == ["2", "flag", "--num-processes"]
     assert rows["mixed_precision"] == ["bf16", "environment", "ACCELFN_MIXED_PRECISION"]
     assert rows["num_machines"] == ["1", "default"]
+    assert "hush" not in said
+
+
+def test_print_config_hides_secrets_in_commands() -> None:
+    flags = parse_flags(["--env=HF_TOKEN=hush", "--slurm_setup=export WANDB_API_KEY=hush", "t.py"]).flags
+    said = format_origins(resolve(flags, {}), everything=False)
+    assert "HF_TOKEN=***" in said
     assert "hush" not in said
