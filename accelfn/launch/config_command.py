@@ -15,7 +15,7 @@ from accelfn.launch.arguments import CommandParser, read_arguments
 from accelfn.launch.config.accelerate import import_accelerate
 from accelfn.launch.config.ask import ask_values, format_launch
 from accelfn.launch.config.fields import FIELD_OF, build_config
-from accelfn.launch.config.files import find_config_file, format_config, read_config, read_tree
+from accelfn.launch.config.files import find_config_file, format_config, read_config, read_text, read_tree
 from accelfn.launch.config.sources import resolve
 from accelfn.launch.output import print_origins
 from accelfn.launch.plan.machine import Machine, read_machine
@@ -121,14 +121,11 @@ def _show(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
 def _import(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
     source = options.source or accelerate_path(environment, os.path.expanduser("~"))
     try:
-        text = Path(source).read_text(encoding="utf-8")
+        text = read_text(source)
     except FileNotFoundError:
         raise ConfigurationError(
             f"there is no configuration of Accelerate at {source!r}. Name it: accelfn config import FILE"
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it isn't a text in UTF-8"
-        raise ConfigurationError(f"{source} can't be read: {reason}.") from None
     # Accelerate writes JSON into files that end in .yaml as well; YAML reads both.
     name = f"{source}.json" if text.lstrip().startswith("{") and not source.endswith(".json") else source
     imported = import_accelerate(read_tree(text, name), source)

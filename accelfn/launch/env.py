@@ -16,7 +16,7 @@ from typing import Any, cast
 from accelfn import __version__
 from accelfn.errors import ConfigurationError, MissingExtraError
 from accelfn.launch.arguments import CommandParser, read_arguments
-from accelfn.launch.config.files import Entry, find_config_file, parse_config, read_tree
+from accelfn.launch.config.files import Entry, find_config_file, parse_config, read_text, read_tree
 from accelfn.launch.config.secrets import hide_in_text, is_secret
 from accelfn.launch.output import is_terminal, print_table
 
@@ -63,7 +63,7 @@ def run_env(argv: Sequence[str]) -> int:
         path, _ = find_config_file(options.config_file, os.environ, sys.platform, os.path.expanduser("~"))
     except ConfigurationError as error:
         parser.error(str(error))
-    if options.config_file is not None and not os.path.isfile(path):
+    if options.config_file is not None and not os.path.exists(path):
         parser.error(f"there is no configuration file {path!r}. Check the path.")
     report = describe_environment(os.environ, options.config_file)
     if options.json:
@@ -254,13 +254,10 @@ def _describe_launcher(env: Mapping[str, str]) -> str:
 def _describe_configuration(env: Mapping[str, str], given: str | None) -> dict[str, Any] | str:
     path, _ = find_config_file(given, env, sys.platform, os.path.expanduser("~"))
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_text(path)
+        tree = read_tree(text, path)
     except FileNotFoundError:
         return f"none (looked for {path})"
-    except (OSError, UnicodeDecodeError) as error:
-        return f"{path} can't be read: {error}"
-    try:
-        tree = read_tree(text, path)
     except (ConfigurationError, MissingExtraError) as error:
         return str(error)
     # Never the text of the file: which parts of that are secret only who reads it knows.

@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 from accelfn.errors import ConfigurationError
 from accelfn.launch.config.fields import FIELDS, Field, suggest
+from accelfn.launch.config.renamed import RENAMED
 from accelfn.launch.config.sources import Given
 
 __all__ = ("ACTIONS", "Action", "Parsed", "flag_rows", "format_help", "parse_flags", "spell")
@@ -139,7 +140,8 @@ def parse_flags(argv: Sequence[str]) -> Parsed:
 def _find(flag: str) -> _Spelling:
     found = _SPELLINGS.get(flag)
     if found is None:
-        close = suggest(flag, _SPELLINGS)
+        ours = f"--{RENAMED.get(flag.removeprefix('--'), '')}"
+        close = ours if ours in _SPELLINGS else suggest(flag, _SPELLINGS)
         # A flag that is cut short is not near enough for difflib.
         longer = [name for name in _SPELLINGS if name.startswith(flag)] if len(flag) > 5 else []
         meant = longer[0] if len(longer) == 1 else close

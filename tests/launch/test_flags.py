@@ -58,6 +58,7 @@ def test_what_may_repeat_adds_up() -> None:
     [
         (("--num_proceses", "2"), "unknown flag --num_proceses. Did you mean --num_processes?"),
         (("--num_proc", "2"), "unknown flag --num_proc. Did you mean --num_processes?"),
+        (("--use_cpu",), "unknown flag --use_cpu. Did you mean --cpu?"),
         (("--zzz",), "unknown flag --zzz. accelfn launch --help lists the flags"),
         (("--num_processes",), "argument --num_processes: it needs a value"),
         (

@@ -7,11 +7,12 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from accelfn.errors import ConfigurationError
-from accelfn.launch.config.fields import FIELD_OF, Field, build_config, read_value
+from accelfn.launch.config.fields import FIELD_OF, Field, build_config, read_value, suggest
 from accelfn.launch.config.files import Entry
 from accelfn.launch.config.record import LaunchConfig
+from accelfn.launch.config.renamed import RENAMED
 
-__all__ = ("RENAMED", "Imported", "import_accelerate")
+__all__ = ("Imported", "import_accelerate")
 
 
 class Imported(NamedTuple):
@@ -32,29 +33,6 @@ _SECTIONS: Mapping[str, str] = MappingProxyType(
         "fp8_config": "fp8_",
         "mpirun_config": "mpirun_",
         "ipex_config": "",
-    }
-)
-#: Keys of Accelerate, of any version, that are called otherwise here.
-RENAMED: Mapping[str, str] = MappingProxyType(
-    {
-        "use_cpu": "cpu",
-        "tpu_use_cluster": "tpu_cluster",
-        "tpu_env": "env",
-        "tpu_vm": "vm",
-        "fp8_amax_history_length": "fp8_amax_history_len",
-        "fp8_amax_compute_algorithm": "fp8_amax_compute_algo",
-        "fp8_optimization_level": "fp8_opt_level",
-        "fsdp_backward_prefetch_policy": "fsdp_backward_prefetch",
-        "fsdp_transformer_cls_to_wrap": "fsdp_transformer_layer_cls_to_wrap",
-        "profile": "sagemaker_profile",
-        "region": "sagemaker_region",
-        "ec2_instance_type": "sagemaker_ec2_instance_type",
-        "iam_role_name": "sagemaker_iam_role_name",
-        "image_uri": "sagemaker_image_uri",
-        "base_job_name": "sagemaker_base_job_name",
-        "pytorch_version": "sagemaker_pytorch_version",
-        "transformers_version": "sagemaker_transformers_version",
-        "py_version": "sagemaker_py_version",
     }
 )
 # Keys that say nothing more; why.
@@ -163,7 +141,9 @@ def _take_kind(kind: str, values: dict[str, object], notes: list[str], path: str
         if kind != "MULTI_GPU":
             notes.append(f"distributed_type {kind}: taken as multi_gpu; torch finds the accelerators itself.")
     elif kind not in ("NO", ""):
-        raise ConfigurationError(f"{path}: distributed_type {kind!r} is not known.")
+        close = suggest(kind, (*_ENGINES, "MULTI_GPU", "MULTI_CPU", "XLA", "NO"))
+        hint = f"Did you mean {close}?" if close else "Correct it, or write a new file with accelfn config."
+        raise ConfigurationError(f"{path}: distributed_type {kind!r} is not known. {hint}")
 
 
 def _take(key: str, entry: Entry, values: dict[str, object], notes: list[str], path: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any, cast
 from accelfn.errors import ConfigurationError, MissingExtraError
 from accelfn.launch.config.fields import FIELDS, SECTIONS, Field, read_value, suggest, value_of
 from accelfn.launch.config.record import LaunchConfig
+from accelfn.launch.config.renamed import RENAMED
 
 __all__ = (
     "CONFIG_VERSION",
@@ -23,6 +24,7 @@ __all__ = (
     "format_config",
     "parse_config",
     "read_config",
+    "read_text",
     "read_tree",
 )
 
@@ -123,15 +125,30 @@ def read_config(path: str) -> ConfigFile:
         MissingExtraError: It is YAML and PyYAML isn't installed.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        return parse_config(read_text(path), path)
     except FileNotFoundError:
         raise ConfigurationError(
             f"there is no configuration file {path!r}. Check the path, or make one with accelfn config."
         ) from None
+
+
+def read_text(path: str) -> str:
+    """Read the text of a configuration file. Effect: reads the disk.
+
+    Raises:
+        FileNotFoundError: There is none.
+        ConfigurationError: It can't be read.
+    """
+    try:
+        # One without a writer would wait for ever; what a shell hands over, as <(...), has one.
+        if Path(path).is_fifo() and not os.path.abspath(path).startswith(("/dev/", "/proc/")):
+            raise ConfigurationError(f"{path!r} is a named pipe, and a configuration must be a file.")
+        return Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it isn't a text in UTF-8"
         raise ConfigurationError(f"the configuration file {path!r} can't be read: {reason}.") from error
-    return parse_config(text, path)
 
 
 def parse_config(text: str, path: str) -> ConfigFile:
@@ -215,7 +232,7 @@ def _hint(key: str, by_path: Mapping[str, Field]) -> str:
         **{path: path for path in by_path},
     }
     # Within its section first: `versoin` under fsdp is fsdp.version.
-    close = suggest(key, by_path) or suggest(wanted, names)
+    close = RENAMED.get(key) or suggest(key, by_path) or suggest(wanted, names)
     meant = names.get(close) if close else None
     if meant is None:
         return ""

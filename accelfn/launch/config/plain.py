@@ -6,11 +6,10 @@ import importlib
 import json
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, cast
 
 from accelfn.errors import ConfigurationError, MissingExtraError
-from accelfn.launch.config.files import read_tree
+from accelfn.launch.config.files import read_text, read_tree
 
 __all__ = ("format_plain", "read_plain")
 
@@ -28,12 +27,9 @@ def read_plain(path: str) -> dict[str, Any]:
     if not path.strip():
         raise ConfigurationError(f"--config_file needs the name of a file, got {path!r}.")
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_text(path)
     except FileNotFoundError:
         raise ConfigurationError(f"there is no configuration file {path!r}. Check the path.") from None
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it isn't a text in UTF-8"
-        raise ConfigurationError(f"{path} can't be read: {reason}.") from error
     read_tree(text, path)  # says what is wrong, and where
     try:
         tree: object = json.loads(text) if path.endswith(".json") else _yaml().safe_load(text)

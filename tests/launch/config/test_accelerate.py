@@ -228,7 +228,8 @@ def test_what_has_no_place_is_told() -> None:
     ("text", "message"),
     [
         ("distributed_type: NO\nflying: yes", "line 2, column 1: accelfn doesn't know the key 'flying'"),
-        ("distributed_type: QUANTUM", "distributed_type 'QUANTUM' is not known"),
+        ("distributed_type: QUANTUM", "distributed_type 'QUANTUM' is not known. Correct it"),
+        ("distributed_type: DEEPSPED", "'DEEPSPED' is not known. Did you mean DEEPSPEED?"),
         ("mixed_precision: fp32", "line 1, column 1: mixed_precision: it must be one of no, fp16, bf16, fp8"),
         (
             "num_machines: 2\nnum_processes: 2",

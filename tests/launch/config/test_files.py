@@ -1,5 +1,6 @@
 """Configuration files: where they are looked for, and what is told of a wrong one."""
 
+import os
 import re
 from pathlib import Path
 
@@ -53,6 +54,7 @@ def test_the_flag_wins_over_the_variable_and_both_are_asked_for() -> None:
         ('{"cpu": 1,}', "a.json", "a.json, line 1, column 11: this is not valid JSON"),
         ('{"cpu": true, "cpu": false}', "a.json", "the key 'cpu' stands there twice"),
         ("distributed_type: FSDP", "a.yaml", "accelfn config import a.yaml"),
+        ("use_cpu: true", "a.yaml", "unknown key 'use_cpu'. Did you mean cpu?"),
         ("a: &a [*a]", "a.yaml", "a.yaml: this is nested too deeply, or contains itself"),
         ("a: &a {b: *a}", "a.yaml", "contains itself"),
         ("[" * 20000, "a.yaml", "nested too deeply"),
@@ -83,6 +85,19 @@ def test_lists_may_be_lists() -> None:
     assert values["fsdp_transformer_layer_cls_to_wrap"] == ("A", "B")
     assert values["commands"] == ("echo 1", "ls")
     assert parse_config("", "a.yaml").values == {}
+
+
+def test_a_pipe_without_a_writer_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.yaml")
+    with pytest.raises(ConfigurationError, match="is a named pipe"):
+        read_config(str(tmp_path / "a.yaml"))
+    reading, writing = os.pipe()
+    os.write(writing, b"num_processes: 2")
+    os.close(writing)
+    try:
+        assert dict(read_config(f"/dev/fd/{reading}").values) == {"num_processes": 2}
+    finally:
+        os.close(reading)
 
 
 def test_a_file_that_is_not_there_and_a_file_in_latin_1(tmp_path: Path) -> None:
