@@ -51,7 +51,8 @@ def run_plan(
     _refuse_missing_packages(plan.needs)
     if shutil.which(plan.argv[0]) is None:
         raise ConfigurationError(f"there is no program {plan.argv[0]!r} to start. Check the PATH.")
-    if plan.hosts_port is not None and not is_port_free(plan.hosts_port):
+    # Where machines meet, who holds the port may be one of them, and is asked.
+    if plan.meeting is None and plan.hosts_port is not None and not is_port_free(plan.hosts_port):
         raise ConfigurationError(
             f"port {plan.hosts_port} of this machine is taken by another program. Give a free one with "
             "--main_process_port; on one machine, leave the flag out and any free port is used."
