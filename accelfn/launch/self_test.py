@@ -86,7 +86,7 @@ def self_test_command(
         report: File for the results.
     """
     return (
-        *(sys.executable, "-m", "accelfn.launch", "launch"),
+        *(sys.executable, "-m", "accelfn", "launch"),
         *(("--config_file", options.config_file) if options.config_file else ()),
         *launch_flags,
         *("-m", _MODULE, "--report", report, "--timeout", f"{options.timeout:g}"),

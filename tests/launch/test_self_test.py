@@ -104,7 +104,7 @@ def test_the_configuration_file_and_other_flags_go_to_the_launch() -> None:
     )
     command = self_test_command(options, ["--num_processes", "2"], "results")
     assert command[1:] == (
-        *("-m", "accelfn.launch", "launch", "--config_file", "two.yaml", "--num_processes", "2"),
+        *("-m", "accelfn", "launch", "--config_file", "two.yaml", "--num_processes", "2"),
         *("-m", "accelfn.launch.selftest", "--report", "results", "--timeout", "60"),
         *("--folder", str(Path.cwd() / "shared"), "--only", "trigger"),
     )

@@ -26,7 +26,8 @@ class Failure:
         host: Name of its machine.
         time_s: When.
         exitcode: As ``subprocess`` gives it: negative for a signal; None if it isn't known.
-        kind: Class of the exception; empty if there was none.
+        kind: Class of the exception; empty if there was none; of torchrun ``"lost"`` where the other machines
+            have gone, else ``"agent"``.
         text: The exception as Python prints it.
         frames: File, line, function and source of its frames, the innermost last; the user's where known.
     """
@@ -71,7 +72,8 @@ def read_failures(folder: str) -> tuple[Failure, ...]:
                 rank=rank, host=hosts.get(rank, ""), time_s=float(one["time_s"]), exitcode=one["exitcode"]
             )
     if not found and "error" in told:
-        return (Failure(rank=None, text=str(told["error"]), kind="agent", exitcode=1),)
+        kind = "lost" if started else "agent"
+        return (Failure(rank=None, text=str(told["error"]), kind=kind, exitcode=1),)
     return tuple(found[rank] for rank in sorted(found))
 
 
@@ -118,6 +120,11 @@ def format_report(
     first = first_failure(failures)
     if first is None:
         return ""
+    if first.kind == "lost":
+        return (
+            "accelfn launch: this machine has lost the others, and its processes were ended:\n"
+            f"  {first.text}\n  why, stands in the report of the machine that ended first"
+        )
     if first.rank is None:
         return f"accelfn launch: the processes could not be started:\n  {first.text}"
     of = f" of {num_processes}" if num_processes else ""
