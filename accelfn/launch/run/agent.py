@@ -33,19 +33,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     previous = signal.signal(signal.SIGINT, _leave)
     folder = os.environ.get("ACCELFN_RUN_DIR", "")
     has_report = os.path.isdir(folder)
-    talks = bool(
-        {"LOGLEVEL", "TORCH_CPP_LOG_LEVEL"} & os.environ.keys()
-    )  # somebody wants to see torchrun's log
-    if has_report and not talks:
+    logs_cpp = "TORCH_CPP_LOG_LEVEL" in os.environ
+    if has_report and "LOGLEVEL" not in os.environ:  # with that, somebody wants to see torchrun's log
         # What goes wrong is in the report. torch's C++ part reads the variable when it loads.
         logging.disable(logging.ERROR)
-        os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    if has_report and not talks:
-        del os.environ["TORCH_CPP_LOG_LEVEL"]  # the scripts are to have their own
+    if not logs_cpp:
+        os.environ.pop("TORCH_CPP_LOG_LEVEL", None)  # the scripts are to have their own
     parse_args = cast("Callable[[list[str] | None], Any]", torchrun.parse_args)  # pyright: ignore[reportUnknownMemberType]
     run = cast("Callable[[Any], None]", torchrun.run)  # pyright: ignore[reportUnknownMemberType]
     if has_report:
