@@ -57,6 +57,10 @@ def _launch(parsed: Parsed, environment: Mapping[str, str]) -> int:
     if "help" in parsed.actions:
         print(format_help())
         return 0
+    try:
+        os.getcwd()
+    except OSError:
+        raise ConfigurationError("the current folder isn't there any more. Change to one that is.") from None
     file = load_config(parsed.actions.get("config_file"), environment)
     writes_script = parsed.actions.get("sbatch")
     if writes_script is None:
@@ -90,6 +94,10 @@ def _launch(parsed: Parsed, environment: Mapping[str, str]) -> int:
     )
 
 
+# Stands in every script that --sbatch has written.
+_MARK = "-m accelfn.launch launch"
+
+
 def _read_step(parsed: Parsed, environment: Mapping[str, str]) -> Mapping[str, tuple[object, str]]:
     """Ask srun and mpirun which machine of how many this is, unless the user says how many there are."""
     field = FIELD_OF["num_machines"]
@@ -119,6 +127,11 @@ def _write_sbatch(
             skip = "=" not in token
         else:
             tokens.append(token)
+    there = Path(path)
+    if there.is_file() and f" {_MARK} " not in there.read_text(encoding="utf-8", errors="replace"):
+        raise ConfigurationError(
+            f"--sbatch {path} is there and none of these scripts. Name another, or remove it."
+        )
     text = write_sbatch(resolved.config, script, tokens, read_machine(environment))
     try:
         Path(path).write_text(text, encoding="utf-8")

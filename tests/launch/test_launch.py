@@ -65,3 +65,28 @@ def test_the_steps_own_number_of_machines_changes_nothing(capsys: pytest.Capture
 def test_a_number_that_is_none_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     status, said = dry_run(capsys, "--num_machines=two")
     assert (status, "argument --num_machines: it must be a whole number" in said) == (2, True)
+
+
+def test_sbatch_writes_over_its_own_scripts_only(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("own.sh").write_text("echo mine\n")
+    flags = ("--num_machines=2", "--num_processes=2", "--cpu")
+    assert run_launch([*flags, "--sbatch", "own.sh", "t.py"]) == 2
+    assert "--sbatch own.sh is there" in capsys.readouterr().err
+    assert Path("own.sh").read_text() == "echo mine\n"
+    for _ in range(2):
+        assert run_launch([*flags, "--sbatch", "job.sh", "t.py"]) == 0
+
+
+def test_a_folder_that_has_gone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    tmp_path.rename(tmp_path.with_name("moved"))
+    tmp_path.with_name("moved").joinpath("t.py").unlink()
+    tmp_path.with_name("moved").rmdir()
+    assert run_launch(["t.py"]) == 2
+    assert "the current folder isn't there any more" in capsys.readouterr().err
+
+
+def test_a_folder_of_logs_that_cannot_be_made(capsys: pytest.CaptureFixture[str]) -> None:
+    if not Path("/proc/self").exists():
+        pytest.skip("there is no /proc")
+    assert run_launch(["--cpu", "--num_machines=1", "--num_processes=2", "--log_dir=/proc/x", "t.py"]) == 2
+    assert "--log_dir /proc/x can't be made" in capsys.readouterr().err

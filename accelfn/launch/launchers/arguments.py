@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
+import difflib
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import cast
 
+from accelfn.errors import ConfigurationError
 from accelfn.launch.launchers.sending import name_of
 
-__all__ = ("check_call", "check_environment", "check_seconds", "check_whole")
+__all__ = ("check_call", "check_environment", "check_options", "check_seconds", "check_whole")
 
 
-def check_call(caller: str, fn: Callable[..., Any], args: Sequence[Any]) -> None:
+def check_call(caller: str, fn: object, args: object) -> None:
     """Refuse a function that is none, and arguments that aren't a tuple or the like.
 
     Raises:
+        ConfigurationError: The current folder has been removed, and no process can start in it.
         TypeError: One of the two. A text would be spread into its letters, a tensor into its rows.
     """
-    given: object = args
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise ConfigurationError(
+            f"{caller}: the current folder isn't there any more, and no process can start in it. Change to "
+            "one that is, with os.chdir."
+        ) from error
     if not callable(fn):
         raise TypeError(f"{caller}: the first argument must be a function, got {fn!r}.")
-    if isinstance(given, str | bytes) or not isinstance(given, Sequence):
+    if isinstance(args, str | bytes) or not isinstance(args, Sequence):
         raise TypeError(
             f"{caller}: args must be a tuple or list with one item for each argument of {name_of(fn)}, got "
-            f"{type(given).__name__}. For a single one write args=(x,)."
+            f"{type(args).__name__}. For a single one write args=(x,)."
         )
 
 
@@ -58,22 +68,41 @@ def check_seconds(caller: str, name: str, given: object) -> None:
         raise ValueError(f"{caller}: {name} must be more than 0 seconds, got {given!r}.")
 
 
-def check_environment(caller: str, given: Mapping[str, str] | None) -> dict[str, str]:
+def check_options(caller: str, given: Iterable[str], known: Iterable[str]) -> None:
+    """Refuse a keyword that a context doesn't know.
+
+    Raises:
+        TypeError: There is one.
+    """
+    names = tuple(known)
+    for name in given:
+        if name not in names:
+            close = difflib.get_close_matches(name, names, 1)
+            hint = (
+                f"Did you mean {close[0]}?"
+                if close
+                else f"It takes those of init_context: {', '.join(names)}."
+            )
+            raise TypeError(f"{caller}: unknown argument {name!r}. {hint}")
+
+
+def check_environment(caller: str, given: object) -> dict[str, str]:
     """Give the variables as a dictionary.
 
     Raises:
         TypeError: It isn't a mapping of texts to texts.
         ValueError: A system has no such name or value.
     """
-    found: object = {} if given is None else given
-    if not isinstance(found, Mapping):
-        raise TypeError(f"{caller}: environment must be a mapping of names to texts, got {found!r}.")
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping):
+        raise TypeError(f"{caller}: environment must be a mapping of names to texts, got {given!r}.")
     checked: dict[str, str] = {}
-    for name, value in found.items():  # pyright: ignore[reportUnknownVariableType] -- looked at here
+    for name, value in cast("Mapping[object, object]", given).items():
         if not isinstance(name, str) or not isinstance(value, str):
             raise TypeError(
-                f"{caller}: environment must hold texts, got {name!r}: {value!r}. Write {str(name)!r}: "  # pyright: ignore[reportUnknownArgumentType]
-                f"{str(value)!r}."  # pyright: ignore[reportUnknownArgumentType]
+                f"{caller}: environment must hold texts, got {name!r}: {value!r}. Write {str(name)!r}: "
+                f"{str(value)!r}."
             )
         if not name or "=" in name or "\0" in name + value:
             raise ValueError(f"{caller}: environment can't hold {name!r}: {value!r}. Names have no =.")

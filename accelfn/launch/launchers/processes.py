@@ -13,6 +13,7 @@ from accelfn.context import Context, ContextOptions
 from accelfn.launch.launchers.arguments import (
     check_call,
     check_environment,
+    check_options,
     check_seconds,
     check_whole,
 )
@@ -72,6 +73,7 @@ def launch_processes(
     if timeout_s is not None:
         check_seconds("launch_processes", "timeout_s", timeout_s)
     given = check_environment("launch_processes", environment)
+    check_options("launch_processes", options, ContextOptions.__annotations__)
     with launch_folder() as place:
         variables = {**rank_threads(num_processes), **given}
         write_job(place, "launch_processes", fn, args, options, variables)

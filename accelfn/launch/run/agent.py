@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -62,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "local_rank": failure.local_rank,
                 "exitcode": failure.exitcode,
                 "pid": failure.pid,
+                "host": socket.gethostname(),
                 "time_s": failure.timestamp,
             }
             for rank, failure in error.failures.items()

@@ -51,6 +51,13 @@ def run_plan(
     _refuse_missing_packages(plan.needs)
     if shutil.which(plan.argv[0]) is None:
         raise ConfigurationError(f"there is no program {plan.argv[0]!r} to start. Check the PATH.")
+    if log_dir is not None:
+        try:
+            os.makedirs(log_dir, exist_ok=True)
+        except OSError as error:
+            raise ConfigurationError(
+                f"--log_dir {log_dir} can't be made: {error.strerror}. Name another."
+            ) from None
     # Where machines meet, who holds the port may be one of them, and is asked.
     if plan.meeting is None and plan.hosts_port is not None and not is_port_free(plan.hosts_port):
         raise ConfigurationError(

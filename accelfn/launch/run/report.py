@@ -54,7 +54,9 @@ def read_failures(folder: str) -> tuple[Failure, ...]:
         if int(one["attempt"]) != last_attempt:
             continue  # it was restarted since
         rank = int(one["rank"])
-        frames = [frame for frame in one["frames"] if frame["own"]] or one["frames"]
+        frames = [frame for frame in one["frames"] if frame["own"]]
+        if not frames and one["kind"] != "SystemExit":  # a program of accelfn itself has said what it had to
+            frames = one["frames"]
         exitcode = ended[rank]["exitcode"] if rank in ended else int(one["status"]) & 0xFF
         found[rank] = Failure(
             rank=rank,
@@ -69,7 +71,10 @@ def read_failures(folder: str) -> tuple[Failure, ...]:
     for rank, one in ended.items():
         if rank not in found:
             found[rank] = Failure(
-                rank=rank, host=hosts.get(rank, ""), time_s=float(one["time_s"]), exitcode=one["exitcode"]
+                rank=rank,
+                host=hosts.get(rank) or str(one.get("host", "")),
+                time_s=float(one["time_s"]),
+                exitcode=one["exitcode"],
             )
     if not found and "error" in told:
         kind = "lost" if started else "agent"
@@ -129,7 +134,7 @@ def format_report(
         return f"accelfn launch: the processes could not be started:\n  {first.text}"
     of = f" of {num_processes}" if num_processes else ""
     on = f" on {first.host}" if first.host else ""
-    after = f" after {restarts} restarts" if restarts else ""
+    after = f" after {restarts} restart{'s' if restarts > 1 else ''}" if restarts else ""
     lines = [f"accelfn launch: rank {first.rank}{of} failed{on}{after}, {_ended(first.exitcode)}:"]
     told = first.text.splitlines()
     if len(told) > _MAX_LINES:

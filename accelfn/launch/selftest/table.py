@@ -127,12 +127,13 @@ def print_results(results: Sequence[Result], title: str, out: IO[str] | None = N
         line = f"  {result.verdict:<7}  {result.name:<{width}}  {result.seconds:6.2f} s  {remark}"
         print(line.rstrip(), file=file)
     print(verdict, file=file)
-    first_lost = next((result for result in failed if result.verdict == "not run"), None)
+    by_remark: dict[str, list[str]] = {}
     for result in failed:
-        if result.verdict == "not run" and result is not first_lost:
-            continue  # for the same reason
-        print(f"\n{result.name}:", file=file)
-        print(_wrapped(result.remark), file=file)
+        by_remark.setdefault(result.remark, []).append(result.name)
+    for remark, names in by_remark.items():
+        shown = names if len(names) < 5 else [*names[:3], f"and {len(names) - 3} more"]
+        print(f"\n{', '.join(shown)}:", file=file)
+        print(_wrapped(remark), file=file)
 
 
 def _print_rich(console: Any, results: Sequence[Result], title: str, verdict: str, failed: bool) -> None:

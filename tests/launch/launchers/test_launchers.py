@@ -207,6 +207,11 @@ def test_what_is_no_call_is_refused_before_anything_starts(
         ({"environment": ["FOO=1"]}, TypeError, "environment must be a mapping"),
         ({"environment": {"A=B": "1"}}, ValueError, "environment can't hold 'A=B'"),
         ({"timeout_s": "3"}, TypeError, "timeout_s must be a number of seconds, got '3'"),
+        (
+            {"mixed_precison": "no"},
+            TypeError,
+            "unknown argument 'mixed_precison'. Did you mean mixed_precision?",
+        ),
         ({"timeout_s": 0}, ValueError, "timeout_s must be more than 0 seconds, got 0"),
         ({"timeout_s": float("nan")}, ValueError, "timeout_s must be more than 0 seconds, got nan"),
     ],
@@ -216,8 +221,19 @@ def test_what_launch_processes_alone_takes(
     change: dict[str, Any], kind: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(subprocess, "Popen", None)
+    launch: Any = af.launch_processes
     with pytest.raises(kind, match=message):
-        af.launch_processes(at_the_top_of_a_module, **{"num_processes": 1, **change})
+        launch(at_the_top_of_a_module, **{"num_processes": 1, **change})
+
+
+def test_a_folder_that_has_gone_is_told_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(ConfigurationError, match="the current folder isn't there any more"):
+        af.launch_processes(at_the_top_of_a_module, 1)
 
 
 def test_a_number_of_another_library_will_do() -> None:
@@ -289,7 +305,8 @@ def test_a_context_does_not_come_back_and_still_pickles_for_workers_of_a_loader(
 def test_the_lines_of_a_notebooks_cell_are_in_the_traceback() -> None:
     name = "/tmp/ipykernel_7/1234.py"
     source = "def boom(ctx):\n    rate = 0\n    return 1 / rate  # of the cell\n"
-    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)  # as IPython does
+    lines: list[str] = [*source.splitlines(keepends=True)]
+    linecache.cache[name] = (len(source), None, lines, name)  # as IPython does
     space: dict[str, Any] = {"__name__": "__main__"}
     exec(compile(source, name, "exec"), space)
     try:
@@ -345,11 +362,10 @@ af.launch_processes(fn, 2)  # a script needs no guard: ranks do not run it again
 """
 
 
-ELASTIC = SCRIPT.replace(
-    "launch_processes(fn, 2)", "notebook_launcher(fn, (None,), 2, rdzv_conf={'timeout': 60})"
-)
-ELASTIC = ELASTIC.replace("str(ctx.rank)", "os.environ['RANK']").replace(
-    "str(os.getpid())", "f'{os.getpid()} {os.getppid()}'"
+ELASTIC = (
+    SCRIPT.replace("launch_processes(fn, 2)", "notebook_launcher(fn, (None,), 2, rdzv_conf={'timeout': 60})")
+    .replace("str(ctx.rank)", "os.environ['RANK']")
+    .replace("str(os.getpid())", "f'{os.getpid()} {os.getppid()}'")
 )
 
 
