@@ -82,9 +82,7 @@ def supervise(
         if status == 0:
             return 0
         if not quiet:
-            restarts = max(
-                (int(p.name.split(".")[2]) for p in Path(folder).glob("started.*.json")), default=0
-            )
+            restarts = _count_restarts(folder)
             report = format_report(
                 failures, num_processes=num_processes, log_dir=_attempt_folder(log_dir), restarts=restarts
             )
@@ -127,6 +125,7 @@ def _wait(child: subprocess.Popen[bytes], caught: list[int], folder: str, plan: 
     stopped_s: float | None = None  # when the first signal came to stop it
     ended_s: float | None = None  # when the processes of this machine were first seen to have ended
     has_told = False
+    restarts = 0
     look_s = 0.0
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -149,6 +148,12 @@ def _wait(child: subprocess.Popen[bytes], caught: list[int], folder: str, plan: 
         if AGENT in plan.argv and now_s > look_s:
             look_s = now_s + _LOOK_S
             pids = read_pids(folder)
+            if _count_restarts(folder) > restarts:
+                restarts = _count_restarts(folder)
+                told = (
+                    f"after a failure or a change of machines, all processes have started again ({restarts})"
+                )
+                print(f"accelfn launch: {told}.", file=sys.stderr)
             if len(pids) < plan.local_size or any(map(_is_alive, pids)):
                 ended_s = None
             elif ended_s is None:
@@ -165,6 +170,10 @@ def _wait(child: subprocess.Popen[bytes], caught: list[int], folder: str, plan: 
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             return child.wait()
+
+
+def _count_restarts(folder: str) -> int:
+    return max((int(path.name.split(".")[2]) for path in Path(folder).glob("started.*.json")), default=0)
 
 
 def _is_alive(pid: int) -> bool:

@@ -245,6 +245,22 @@ time.sleep(600)
         process.communicate()
 
 
+def test_processes_that_have_started_again_are_told_of(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    source = """
+import json, os, pathlib, sys, time
+box = pathlib.Path(os.environ["ACCELFN_RUN_DIR"])
+for attempt in (0, 1):
+    said = dict(rank=0, attempt=attempt, host="a", pid=os.getpid())
+    (box / f"started.0.{attempt}.json").write_text(json.dumps(said))
+time.sleep(0.5)
+"""
+    monkeypatch.setattr("accelfn.launch.run.supervise._LOOK_S", 0.0)
+    assert supervise(LaunchPlan(way="torchrun", argv=(*plan_of(source).argv, AGENT)), os.environ) == 0
+    assert "all processes have started again (1)" in capfd.readouterr().err
+
+
 def test_an_interrupt_before_torchrun_is_up_is_no_traceback(tmp_path: Path) -> None:
     source = "import pathlib, time; pathlib.Path('up').write_text('1'); time.sleep(60)"
     process = start(tmp_path, source, AGENT)
