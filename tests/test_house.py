@@ -48,6 +48,7 @@ FLOORS = (
     ("bigmodel",),
     ("accelerator",),
     ("launch",),
+    ("__main__",),
 )
 FLOOR_OF = types.MappingProxyType({name: height for height, row in enumerate(FLOORS) for name in row})
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from accelfn.errors import ConfigurationError, MissingExtraError
-from accelfn.launch.config.fields import FIELDS
+from accelfn.launch.config.fields import FIELD_OF, FIELDS, read_value
 from accelfn.launch.config.files import ConfigFile, find_config_file, read_config
-from accelfn.launch.config.paths import refuse_missing_files
-from accelfn.launch.config.record import LaunchConfig
 from accelfn.launch.config.sources import Resolved, resolve
 from accelfn.launch.flags import Parsed, format_help, parse_flags, spell
+from accelfn.launch.inputs import refuse_missing
 from accelfn.launch.output import print_origins
 from accelfn.launch.plan.choose import count_processes, plan_launch
 from accelfn.launch.plan.machine import read_machine
@@ -60,10 +58,14 @@ def _launch(parsed: Parsed, environment: Mapping[str, str]) -> int:
     if "help" in parsed.actions:
         print(format_help())
         return 0
+    try:
+        os.getcwd()
+    except OSError:
+        raise ConfigurationError("the current folder isn't there any more. Change to one that is.") from None
     file = load_config(parsed.actions.get("config_file"), environment)
     writes_script = parsed.actions.get("sbatch")
     if writes_script is None:
-        step = read_step(environment) or read_mpi(environment)
+        step = _read_step(parsed, environment)
     else:
         # srun will say on each node which one it is.
         step = {"machine_rank": (0, "srun"), "main_process_ip": ("first-node-of-srun", "srun")}
@@ -75,8 +77,7 @@ def _launch(parsed: Parsed, environment: Mapping[str, str]) -> int:
         raise ConfigurationError("no script given. Name one: accelfn launch [flags] train.py")
     script = Script(parsed.script, parsed.script_args)
     config = resolved.config
-    _refuse_missing(script, config)
-    refuse_missing_files(resolved)
+    refuse_missing(script, resolved)
     if writes_script is not None:
         return _write_sbatch(parsed, resolved, script, environment, writes_script)
     machine = read_machine(environment, wants_mpi=config.mpirun.hostfile is not None)
@@ -94,6 +95,26 @@ def _launch(parsed: Parsed, environment: Mapping[str, str]) -> int:
     )
 
 
+# Stands in every script that --sbatch has written.
+_MARK = "-m accelfn.launch launch"
+
+
+def _read_step(parsed: Parsed, environment: Mapping[str, str]) -> Mapping[str, tuple[object, str]]:
+    """Ask srun and mpirun which machine of how many this is, unless the user says how many there are."""
+    field = FIELD_OF["num_machines"]
+    texts = [parsed.flags[field.name].text] if field.name in parsed.flags else []
+    texts += [environment[name] for name in field.variables if environment.get(name, "").strip()]
+    try:
+        chosen = read_value(field, texts[0]) if texts else None
+    except ValueError:
+        chosen = None  # the sentence about it comes with all that is read
+    if chosen == 1:
+        return {}
+    step = read_step(environment) or read_mpi(environment)
+    # Rank and address are those of the step's machines, not of as many as the user has in mind.
+    return {} if step and chosen not in (None, step[field.name][0]) else step
+
+
 def _write_sbatch(
     parsed: Parsed, resolved: Resolved, script: Script, environment: Mapping[str, str], path: str
 ) -> int:
@@ -109,6 +130,11 @@ def _write_sbatch(
             skip = "=" not in token
         else:
             tokens.append(token)
+    there = Path(path)
+    if there.is_file() and f" {_MARK} " not in there.read_text(encoding="utf-8", errors="replace"):
+        raise ConfigurationError(
+            f"--sbatch {path} is there and none of these scripts. Name another, or remove it."
+        )
     for field in secret:
         if field.name in parsed.flags:
             # A job's script lies about, and SLURM keeps a copy of it.
@@ -124,24 +150,3 @@ def _write_sbatch(
         raise ConfigurationError(f"--sbatch {path} can't be written: {error.strerror}.") from None
     print(f"wrote {path}; start it with: sbatch {path}")
     return 0
-
-
-def _refuse_missing(script: Script, config: LaunchConfig) -> None:
-    """Say what is wrong with the script's name, before torch is loaded once per process to find out."""
-    if config.module or config.compute_environment != "LOCAL_MACHINE" or config.tpu_options.use_cluster:
-        return  # finding a module runs its parent packages, which is the script's own business
-    if config.no_python:
-        if shutil.which(script.name) is None:
-            raise ConfigurationError(f"there is no program {script.name!r} to run. Check the path or PATH.")
-        return
-    path = Path(script.name)
-    if not path.is_file():
-        word = script.name.lower() in ("true", "false", "yes", "no")
-        hint = (
-            f"a flag without a value stands before it: write --flag={script.name}, or --no_flag"
-            if word
-            else "Check the path; for a module use -m, for another program --no_python"
-        )
-        raise ConfigurationError(f"there is no script {script.name!r} in {os.getcwd()!r}. {hint}.")
-    if not os.access(path, os.R_OK):
-        raise ConfigurationError(f"the script {script.name!r} can't be read. Check its permissions.")

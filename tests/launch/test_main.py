@@ -175,6 +175,14 @@ print(f"\\nstatus={status} heavy={heavy}")
         ),
         (["launch", "docs"], "there is no script 'docs'"),
         (["launch", "--no_python", "absent-program"], "there is no program 'absent-program'"),
+        (["launch", "-m", "nosuchmodule"], "there is no module 'nosuchmodule' to run: looked in "),
+        (
+            ["launch", "--mpirun_hostfile=nohosts", "README.md"],
+            "--mpirun_hostfile: there is no file",
+        ),
+        (["launch", "--tee", "9", "README.md"], "--tee must be 0 (nothing), 1 (output)"),
+        (["launch", "--log_dir=LICENSE", "README.md"], "--log_dir LICENSE must be a folder"),
+        (["launch", "--tpu", "README.md"], "--tpu needs the package torch_xla, which isn't installed for "),
     ],
 )
 def test_bad_input_is_one_sentence_and_status_2(argv: list[str], message: str) -> None:

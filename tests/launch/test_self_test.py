@@ -54,13 +54,54 @@ def test_a_broken_setup_fails_and_the_table_says_why() -> None:
 
 def test_a_rank_that_dies_is_seen_by_what_it_was_at() -> None:
     arguments = ("--cpu", "--num_processes", "2", "--fault", "death", "--only", "collectives", "--json")
-    done = run("accelfn.launch", "test", *arguments)
+    done = run("accelfn.launch", "test", *arguments, "--only", "trigger")
     assert done.returncode == 1
     told = json.loads(done.stdout)
     assert not told["passed"]
     assert told["status"] != 0
-    assert told["checks"][0]["name"] == "collectives"
-    assert told["checks"][0]["verdict"] != "pass"
+    # Which of the two depends on whether the other rank has come to say so before it is ended.
+    assert [(one["name"], one["verdict"] in ("FAIL", "cut off")) for one in told["checks"]] == [
+        ("collectives", True),
+        ("trigger", False),
+    ]
+    assert told["checks"][1]["verdict"] == "not run"
+
+
+def test_ranks_that_cannot_join_end_with_a_table_that_says_why() -> None:
+    flags = ("--cpu", "--num_processes", "2", "--only", "trigger")
+    done = run("accelfn.launch", "test", *flags, GLOO_SOCKET_IFNAME="nosuch0")
+    assert done.returncode == 1
+    assert "  FAIL     joining of rank " in done.stdout
+    assert "Unable to find address for: nosuch0" in done.stdout
+    assert "  not run  trigger" in done.stdout
+    assert "torch/distributed/elastic" not in done.stderr  # what torchrun has to say of it
+    assert done.stderr.splitlines()[-1] == "accelfn test: the launch ended with status 1."
+
+
+def test_a_rank_that_dies_before_it_joins_ends_with_a_table(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import os\nif os.environ.get('RANK') == '1': os._exit(9)\n")
+    flags = ("--cpu", "--num_processes", "2", "--only", "trigger")
+    done = run("accelfn.launch", "test", *flags, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
+    assert done.returncode == 1
+    assert ", with exit status 9" in done.stderr
+    assert "  not run  trigger" in done.stdout
+
+
+@pytest.mark.slow
+def test_fp16_learns_what_one_process_learns() -> None:
+    flags = (
+        "--cpu",
+        "--num_processes",
+        "2",
+        "--mixed_precision",
+        "fp16",
+        "--only",
+        "training, as configured",
+    )
+    done = run("accelfn.launch", "test", *flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    # No step is skipped by one of the two: what is left is rounding of fp16.
+    assert float(done.stdout.splitlines()[1].rpartition(" ")[2]) < 5e-3
 
 
 def test_a_port_where_nobody_answers_is_named_in_seconds() -> None:
@@ -104,7 +145,7 @@ def test_the_configuration_file_and_other_flags_go_to_the_launch() -> None:
     )
     command = self_test_command(options, ["--num_processes", "2"], "results")
     assert command[1:] == (
-        *("-m", "accelfn.launch", "launch", "--config_file", "two.yaml", "--num_processes", "2"),
+        *("-m", "accelfn", "launch", "--config_file", "two.yaml", "--num_processes", "2"),
         *("-m", "accelfn.launch.selftest", "--report", "results", "--timeout", "60"),
         *("--folder", str(Path.cwd() / "shared"), "--only", "trigger"),
     )

@@ -160,7 +160,7 @@ BOOL: Kind = Kind(_BOOL_WORDS, _read_bool, _write_bool, "BOOL", is_bool=True)
 #: A yes or no whose flag takes no value: ``--flag``, ``--flag=true``, ``--no_flag``.
 SWITCH: Kind = Kind(_BOOL_WORDS, _read_bool, _write_bool, "", is_bool=True)
 TEXT: Kind = Kind("a text that is not empty", _read_text, str, "TEXT")
-#: A file that must be there when the value is used; whose kind it is, ``refuse_missing_files`` looks for it.
+#: A file that must be there when the value is used; ``accelfn.launch.inputs`` looks for it.
 FILE: Kind = Kind("the name of a file", _read_text, str, "FILE")
 HOST: Kind = Kind("the name or address of a machine", _matching(_HOST), str, "HOST")
 ENDPOINT: Kind = Kind(

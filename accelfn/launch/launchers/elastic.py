@@ -20,7 +20,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from accelfn.errors import DistributedError
-from accelfn.launch.launchers.job import RANK_COMMAND, attempts, read_outcome, told_to_end
+from accelfn.launch.launchers.job import END_WITH_PARENT, RANK_COMMAND, attempts, read_outcome, told_to_end
 from accelfn.launch.launchers.local import ending
 from accelfn.testing.outcome import Outcome
 
@@ -29,8 +29,8 @@ __all__ = ("Meeting", "be_agent", "launch_config", "run_elastic")
 # How long the agent waits for its ranks to end before it kills them, and how long we wait for the agent.
 _SHUTDOWN_S = 5
 _LAST_S = 10.0
-_BOOT = """
-import json, pathlib, sys
+_BOOT = f"""{END_WITH_PARENT}
+import json, pathlib
 setup = json.loads(pathlib.Path(sys.argv[1], "setup.json").read_text("utf-8"))
 sys.path[:] = setup["path"]
 from accelfn.launch.launchers.elastic import be_agent

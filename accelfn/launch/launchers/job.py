@@ -6,31 +6,31 @@ A pipe would do on one machine; files do under torchrun as well, which starts ra
 from __future__ import annotations
 
 import contextlib
-import importlib
-import io
 import json
+import linecache
 import os
-import pickle
 import signal
+import subprocess
 import sys
+import tempfile
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import torch
-
 from accelfn.context import text_of
-from accelfn.errors import DistributedError, MissingExtraError, MissingRankError, RemoteTraceback
+from accelfn.errors import DistributedError, MissingRankError, RemoteTraceback
+from accelfn.launch.launchers.sending import pack, pack_call, unpack
 from accelfn.testing.outcome import Outcome
 
 __all__ = (
+    "END_WITH_PARENT",
     "RANK_COMMAND",
     "WHERE_ARE_YOU",
     "attempts",
     "count_reports",
-    "name_of",
+    "launch_folder",
+    "learn_sources",
     "read_call",
     "read_outcome",
     "told_to_end",
@@ -38,15 +38,37 @@ __all__ = (
     "write_report",
 )
 
+# First of all in a process of a launch: on Linux the system ends it with the one that has started it, though
+# that was killed. Elsewhere, and if that is gone already, it looks itself.
+END_WITH_PARENT = """
+import sys
+if sys.platform == "linux":
+    import ctypes
+    ctypes.CDLL(None).prctl(1, 9)
+"""
+
+# Waits for the end of the launcher or of the launch, and takes the folder away.
+_KEEPER = """
+import os, select, shutil, sys, time
+folder, launcher = sys.argv[1], int(sys.argv[2])
+while os.getppid() == launcher and not select.select([0], [], [], 1.0)[0]:
+    pass
+for _ in range(20):  # ranks that are about to end may still write
+    shutil.rmtree(folder, ignore_errors=True)
+    if not os.path.exists(folder):
+        break
+    time.sleep(0.1)
+"""
+
 # What `python -c` runs in a rank. The search path and the variables are set before anything is imported:
 # torch reads OMP_NUM_THREADS when it loads.
-_BOOT = """
-import json, os, pathlib, sys
+_BOOT = f"""{END_WITH_PARENT}
+import json, os, pathlib
 setup = json.loads(pathlib.Path(sys.argv[1], "setup.json").read_text("utf-8"))
 sys.path[:] = setup["path"]
 os.environ.update(setup["environment"])
 from accelfn.launch.launchers.rank import be_rank
-be_rank(sys.argv[1], setup["argv"], setup["launcher"])
+be_rank(sys.argv[1], setup)
 """
 RANK_COMMAND = ("-u", "-c", _BOOT)
 
@@ -76,71 +98,54 @@ def write_job(
         MissingExtraError: The function can be sent by cloudpickle only, which isn't installed.
         TypeError: The function or an argument holds what can't be sent to another process.
     """
-    (folder / "call").write_bytes(_pack_call(caller, fn, args, options))
+    (folder / "call").write_bytes(pack_call(caller, fn, args, options))
     setup = {
         "path": [os.path.abspath(part) if part else os.getcwd() for part in sys.path],
         "argv": sys.argv,
         "launcher": os.getpid(),
         "environment": dict(environment),
+        "sources": _sources_of_cells(),
     }
     (folder / "setup.json").write_text(json.dumps(setup), encoding="utf-8")
 
 
-def _pack_call(
-    caller: str, fn: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any] | None
-) -> bytes:
-    pickler = _pickler()
-    has_cloudpickle = pickler is not pickle
-    called = name_of(fn)
-    try:
-        packed = _pack((fn, tuple(args), options), pickler)
-    except Exception as error:
-        if has_cloudpickle or not _is_unnamed(fn):
-            raise TypeError(
-                f"{caller}: {called} and its arguments can't be sent to fresh processes: {text_of(error)}. "
-                "Make what can't be sent (locks, open files, generators, process groups, contexts) inside of "
-                "the function."
-            ) from error
-        raise _cloudpickle_is_missing(caller, called) from error
-    if not has_cloudpickle and getattr(fn, "__module__", None) == "__main__":
-        raise _cloudpickle_is_missing(caller, called)  # a rank has another __main__, without the function
-    return packed
+def _sources_of_cells() -> dict[str, list[str]]:
+    """Collect the lines of code that lies in no file, as that of a notebook's cells: tracebacks show them."""
+    return {
+        name: list(entry[2])
+        for name, entry in linecache.cache.items()
+        if len(entry) == 4 and entry[1] is None and not os.path.exists(name)
+    }
 
 
-def _is_unnamed(fn: object) -> bool:
-    return "<" in str(getattr(fn, "__qualname__", "<object>"))
+def learn_sources(sources: Mapping[str, Sequence[str]]) -> None:
+    """Have tracebacks of this process show the lines of the launcher's cells. Effect: fills ``linecache``."""
+    for name, lines in sources.items():
+        linecache.cache[name] = (sum(map(len, lines)), None, list(lines), name)
 
 
-def _cloudpickle_is_missing(caller: str, called: str) -> MissingExtraError:
-    return MissingExtraError(
-        f"{caller}: {called} is written in a notebook, in the script itself or inside of another function. "
-        "To send such a function to fresh processes takes cloudpickle: pip install 'accelfn[notebook]'. Or "
-        "write it at the top of a module of its own, and import it from there."
-    )
-
-
-def name_of(fn: object) -> str:
-    """Give what a function is called in messages."""
-    return str(getattr(fn, "__qualname__", type(fn).__name__))
-
-
-def _pickler() -> ModuleType:
-    try:
-        return importlib.import_module("cloudpickle")
-    except ImportError:
-        return pickle
-
-
-def _pack(value: Any, pickler: ModuleType | None = None) -> bytes:
-    # By torch, which writes float8 and unsigned tensors too; pickle alone can't read those.
-    buffer = io.BytesIO()
-    torch.save(value, buffer, pickle_module=pickler or _pickler())
-    return buffer.getvalue()
-
-
-def _unpack(content: bytes, device: str | None) -> Any:
-    # Of a file that this very launch has written, in a folder of its own.
-    return torch.load(io.BytesIO(content), map_location=device, weights_only=False)
+@contextlib.contextmanager
+def launch_folder() -> Generator[Path]:
+    """Make a folder for a launch, which goes when the launch or this process ends, however it ends."""
+    with tempfile.TemporaryDirectory(prefix="accelfn-launch-", ignore_cleanup_errors=True) as folder:
+        if os.name != "posix":
+            yield Path(folder)
+            return
+        # A killed process can't clean up. Who reads its pipe hears of its end; a session of its own, so that
+        # a signal to the whole group leaves it alive.
+        keeper = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _KEEPER, folder, str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        assert keeper.stdin is not None
+        try:
+            yield Path(folder)
+        finally:
+            keeper.stdin.close()
+            keeper.wait()
 
 
 def read_call(folder: Path) -> tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any] | None]:
@@ -150,7 +155,7 @@ def read_call(folder: Path) -> tuple[Callable[..., Any], tuple[Any, ...], Mappin
         DistributedError: What the function needs isn't to be had in this process.
     """
     try:
-        return _unpack((folder / "call").read_bytes(), None)
+        return unpack((folder / "call").read_bytes(), None)
     except Exception as error:
         raise DistributedError(
             f"the function can't be set up in a fresh process: {type(error).__name__}: {text_of(error)}. "
@@ -176,7 +181,7 @@ def write_report(
     """
     if error is None:
         try:
-            content = _pack((value, None, ""))
+            content = pack((value, None, ""))
         except Exception as problem:  # noqa: BLE001 -- whatever a value does when it is pickled
             error = TypeError(
                 f"rank {rank} returned {type(value).__name__}, which can't be sent back: {text_of(problem)}. "
@@ -198,12 +203,13 @@ def _pack_error(rank: int, error: BaseException) -> bytes:
     # That a rank leaves or is interrupted must not end the launcher's process as well.
     if isinstance(error, Exception):
         with contextlib.suppress(Exception):
-            content = _pack((None, error, text))
-            _unpack(content, "cpu")  # an exception may pickle and still not come back
+            content = pack((None, error, text))
+            unpack(content, "cpu")  # an exception may pickle and still not come back
             return content
     said = f"left by sys.exit({text_of(error)})" if isinstance(error, SystemExit) else ""
-    said = said or f"raised {type(error).__name__}: {text_of(error)}"
-    return _pack((None, DistributedError(f"rank {rank} {said}"), text))
+    text_of_error = text_of(error)
+    said = said or f"raised {type(error).__name__}" + (f": {text_of_error}" if text_of_error else "")
+    return pack((None, DistributedError(f"rank {rank} {said}"), text))
 
 
 def count_reports(folder: Path, attempt: int) -> int:
@@ -226,7 +232,7 @@ def read_outcome(folder: Path, rank: int, attempt: int = 0) -> Outcome | None:
     if not path.exists():
         return None
     try:
-        value, error, text = _unpack(path.read_bytes(), "cpu")
+        value, error, text = unpack(path.read_bytes(), "cpu")
     except Exception as problem:  # noqa: BLE001 -- of classes that only the rank has
         return Outcome(
             error=TypeError(

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
 from accelfn.context.config import PrecisionType
 from accelfn.errors import ConfigurationError
+from accelfn.launch.launchers.arguments import check_call, check_seconds, check_whole
 from accelfn.launch.launchers.elastic import Meeting, run_elastic
-from accelfn.launch.launchers.job import write_job
+from accelfn.launch.launchers.job import launch_folder, write_job
 from accelfn.launch.launchers.local import run_locally
 from accelfn.launch.launchers.processes import rank_threads
 from accelfn.launch.launchers.tpu import asks_for_tpu, run_on_tpu
@@ -83,28 +82,31 @@ def notebook_launcher(
         ConfigurationError: The port is taken.
         MissingRankError: A rank died.
         MissingExtraError: ``function`` needs cloudpickle, or the TPU torch_xla, which isn't installed.
-        TypeError: ``function``, an argument or a result can't be sent to another process.
+        TypeError: ``function``, an argument or a result can't be sent to another process; what holds a
+            context or an ``Accelerator`` is refused. Or an argument of this function is of the wrong kind.
         ValueError: An argument is not valid, or contradicts another.
     """
+    caller = "notebook_launcher"
+    check_call(caller, function, args)
+    if num_processes is not None:
+        num_processes = check_whole(caller, "num_processes", num_processes, 1)
+    num_nodes = check_whole(caller, "num_nodes", num_nodes, 1)
+    node_rank = check_whole(caller, "node_rank", node_rank, 0)
+    max_restarts = check_whole(caller, "max_restarts", max_restarts, 0)
+    check_seconds(caller, "monitor_interval", monitor_interval)
     known = tuple(kind.value for kind in PrecisionType)
     if mixed_precision not in known:
         raise ValueError(
             f"notebook_launcher: mixed_precision must be one of {', '.join(known)}, got {mixed_precision!r}."
         )
-    if num_nodes < 1 or not 0 <= node_rank < num_nodes:
+    if node_rank >= num_nodes:
         raise ValueError(
             f"notebook_launcher: node_rank must lie in 0..num_nodes - 1: got node_rank={node_rank} of "
             f"num_nodes={num_nodes}."
         )
-    if max_restarts < 0 or monitor_interval <= 0:
-        raise ValueError(
-            "notebook_launcher: max_restarts must be at least 0 and monitor_interval more than 0: got "
-            f"max_restarts={max_restarts}, monitor_interval={monitor_interval}."
-        )
     port = _port_of(use_port)
     precision = {"ACCELFN_MIXED_PRECISION": mixed_precision}
-    with tempfile.TemporaryDirectory(prefix="accelfn-launch-", ignore_cleanup_errors=True) as folder:
-        place = Path(folder)
+    with launch_folder() as place:
         if asks_for_tpu(os.environ):
             write_job(place, "notebook_launcher", function, args, None, precision)
             return conclude(run_on_tpu(place), "TPU")
@@ -158,26 +160,27 @@ def debug_launcher(function: Callable[..., T], args: Sequence[Any] = (), num_pro
         Exception: What a rank raised, with a note that names the rank; its cause is the rank's traceback.
         MissingRankError: A rank died.
         MissingExtraError: ``function`` needs cloudpickle, which isn't installed.
-        TypeError: ``function``, an argument or a result can't be sent to another process.
+        TypeError: ``function``, an argument or a result can't be sent to another process; what holds a
+            context or an ``Accelerator`` is refused. Or an argument of this function is of the wrong kind.
         ValueError: ``num_processes`` is less than 1.
     """
-    if num_processes < 1:
-        raise ValueError(f"debug_launcher: num_processes must be at least 1, got {num_processes}.")
+    check_call("debug_launcher", function, args)
+    num_processes = check_whole("debug_launcher", "num_processes", num_processes, 1)
     variables = {
         **rank_threads(num_processes),
         "ACCELFN_USE_CPU": "true",
         "ACCELFN_MIXED_PRECISION": "no",
         "ACCELFN_TORCH_DEVICE": "cpu",  # whatever this process was told to use
     }
-    with tempfile.TemporaryDirectory(prefix="accelfn-launch-", ignore_cleanup_errors=True) as folder:
-        write_job(Path(folder), "debug_launcher", function, args, None, variables)
-        return conclude(run_locally("debug_launcher", Path(folder), num_processes), "fresh processes")
+    with launch_folder() as place:
+        write_job(place, "debug_launcher", function, args, None, variables)
+        return conclude(run_locally("debug_launcher", place, num_processes), "fresh processes")
 
 
 def _port_of(given: str | int) -> int:
     try:
         port = int(given)
-    except ValueError:
+    except (TypeError, ValueError):
         port = -1
     if not 0 <= port < 1 << 16:
         raise ValueError(f"notebook_launcher: use_port must be 0..{(1 << 16) - 1}, got {given!r}.")
@@ -186,8 +189,6 @@ def _port_of(given: str | int) -> int:
 
 def _size_of(given: int | None) -> int:
     if given is not None:
-        if given < 1:
-            raise ValueError(f"notebook_launcher: num_processes must be at least 1, got {given}.")
         return given
     count = torch.accelerator.device_count()
     if count == 0:

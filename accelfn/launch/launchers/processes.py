@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Concatenate, TypeVar
 
 from typing_extensions import Unpack
 
 from accelfn.context import Context, ContextOptions
-from accelfn.launch.launchers.job import write_job
+from accelfn.launch.launchers.arguments import (
+    check_call,
+    check_environment,
+    check_options,
+    check_seconds,
+    check_whole,
+)
+from accelfn.launch.launchers.job import launch_folder, write_job
 from accelfn.launch.launchers.local import run_locally
 from accelfn.testing.outcome import conclude
 
@@ -59,14 +64,18 @@ def launch_processes(
         MissingRankError: A rank died.
         CollectiveTimeoutError: The ranks did not end in time.
         MissingExtraError: ``fn`` can be sent by cloudpickle only, which isn't installed.
-        TypeError: ``fn``, an argument or a result can't be sent to another process.
-        ValueError: ``num_processes`` is less than 1.
+        TypeError: ``fn``, an argument or a result can't be sent to another process; what holds a
+            context or an ``Accelerator`` is refused. Or an argument of this function is of the wrong kind.
+        ValueError: ``num_processes`` is less than 1, or ``timeout_s`` not more than 0.
     """
-    if num_processes < 1:
-        raise ValueError(f"launch_processes: num_processes must be at least 1, got {num_processes}.")
-    with tempfile.TemporaryDirectory(prefix="accelfn-launch-", ignore_cleanup_errors=True) as folder:
-        place = Path(folder)
-        variables = {**rank_threads(num_processes), **(environment or {})}
+    check_call("launch_processes", fn, args)
+    num_processes = check_whole("launch_processes", "num_processes", num_processes, 1)
+    if timeout_s is not None:
+        check_seconds("launch_processes", "timeout_s", timeout_s)
+    given = check_environment("launch_processes", environment)
+    check_options("launch_processes", options, ContextOptions.__annotations__)
+    with launch_folder() as place:
+        variables = {**rank_threads(num_processes), **given}
         write_job(place, "launch_processes", fn, args, options, variables)
         outcomes = run_locally("launch_processes", place, num_processes, timeout_s=timeout_s)
         return conclude(outcomes, "fresh processes")

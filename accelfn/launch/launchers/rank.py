@@ -8,12 +8,12 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 from accelfn.context import init_context
-from accelfn.launch.launchers.job import WHERE_ARE_YOU, count_reports, read_call, write_report
+from accelfn.launch.launchers.job import WHERE_ARE_YOU, count_reports, learn_sources, read_call, write_report
 
 __all__ = ("be_rank",)
 
@@ -23,21 +23,22 @@ _LOOK_S = 0.5
 _LINGER_S = 5.0
 
 
-def be_rank(folder: str, argv: Sequence[str], launcher: int) -> NoReturn:
+def be_rank(folder: str, setup: Mapping[str, Any]) -> NoReturn:
     """Do the job in ``folder``, report, and leave.
 
     Args:
         folder: Of the launch.
-        argv: Arguments of the launcher's own process, which a function may look at.
-        launcher: Id of that process; this one ends when it has gone.
+        setup: Of the launcher: ``argv`` of its own process, which a function may look at; ``launcher``, the
+            id of that process: this one ends when it has gone; ``sources``, the lines of a notebook's cells.
     """
     place = Path(folder)
     rank, attempt = int(os.environ["RANK"]), int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
-    sys.argv[:] = argv
+    sys.argv[:] = setup["argv"]
+    learn_sources(setup["sources"])
     error: BaseException | None = None
     value: Any = None
     if os.name == "posix":
-        threading.Thread(target=_end_with, args=(launcher, os.getppid()), daemon=True).start()
+        threading.Thread(target=_end_with, args=(setup["launcher"], os.getppid()), daemon=True).start()
         where = open(place / f"where-{rank}", "wb")  # noqa: SIM115 -- open as long as the process
         faulthandler.register(WHERE_ARE_YOU, file=where, all_threads=True)
     try:

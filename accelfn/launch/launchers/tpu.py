@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from accelfn.errors import DistributedError, MissingExtraError
-from accelfn.launch.launchers.job import attempts, read_call, read_outcome, write_report
+from accelfn.launch.launchers.job import attempts, learn_sources, read_call, read_outcome, write_report
 from accelfn.testing.outcome import Outcome
 
 __all__ = ("asks_for_tpu", "be_tpu_rank", "run_on_tpu")
@@ -74,6 +74,7 @@ def be_tpu_rank(index: int, folder: str) -> None:
     place = Path(folder)
     setup = json.loads((place / "setup.json").read_text("utf-8"))
     os.environ.update(setup["environment"])
+    learn_sources(setup["sources"])
     os.environ["ACCELFN_TORCH_DEVICE"] = "xla"  # which init_context refuses, with what there is
     value: Any = None
     error: BaseException | None = None

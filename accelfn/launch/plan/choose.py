@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 
 from accelfn.errors import ConfigurationError
@@ -59,12 +60,14 @@ def plan_launch(
     """
     config = resolved.config
     if config.compute_environment == "AMAZON_SAGEMAKER":
-        return plan_sagemaker(resolved, script, machine)
+        return dataclasses.replace(plan_sagemaker(resolved, script, machine), needs=("sagemaker",))
     if config.tpu and config.tpu_options.use_cluster:
         return plan_pod(config, script)
     total = count_processes(config, machine)
     local_size = total // config.num_machines
     _check_devices(config, machine, environment, local_size)
+    _check_streams(config, local_size)
+    _check_rendezvous(config.rdzv_conf)
     assumed = config.num_processes is None and total > config.num_machines
     config = dataclasses.replace(config, num_processes=total)
     resolved = dataclasses.replace(resolved, config=config)
@@ -89,6 +92,7 @@ def plan_launch(
         env_changes=tuple(sorted(variables.items())),
         local_size=local_size,
         patience_s=_patience_s(config, environment),
+        needs=_needs(config),
         notes=(f"{local_size} processes on this machine, one for each accelerator",) if assumed else (),
     )
 
@@ -158,6 +162,20 @@ def _deepspeed_starts(config: LaunchConfig) -> bool:
     )
 
 
+def _needs(config: LaunchConfig) -> tuple[str, ...]:
+    """Name the packages without which every process would fail."""
+    if config.no_python:
+        return ()  # another interpreter may have them
+    of_fp8 = {"TE": "transformer_engine", "AO": "torchao", "MSAMP": "msamp"}
+    needed = (
+        (config.tpu, "torch_xla"),
+        (config.use_deepspeed, "deepspeed"),
+        (config.use_megatron_lm, "megatron"),
+        (config.mixed_precision == "fp8", of_fp8.get((config.fp8.backend or "").upper(), "")),
+    )
+    return tuple(name for wanted, name in needed if wanted and name)
+
+
 def _affinity(config: LaunchConfig, machine: Machine, local_size: int) -> dict[str, str]:
     if not config.enable_cpu_affinity:
         return {}
@@ -196,6 +214,32 @@ def _check_devices(
         raise ConfigurationError(
             f"{local_size} processes on this machine need as many accelerators, and {named} {have}. Use "
             f"--num_processes {max(1, have) * config.num_machines}, or --cpu to run them on the CPU."
+        )
+
+
+def _check_streams(config: LaunchConfig, local_size: int) -> None:
+    """Refuse what torchrun couldn't read, or would pass over: a process that there isn't."""
+    for name, given in (("tee", config.tee), ("redirects", config.redirects)):
+        if re.fullmatch(r"[0-3]|[0-9]:[0-3](,[0-9]:[0-3])*", given) is None:
+            raise ConfigurationError(
+                f"--{name} must be 0 (nothing), 1 (output), 2 (errors) or 3 (both), or one of these for each "
+                f"process of this machine, such as 0:3,1:2; got {given!r}."
+            )
+        beyond = [one for one in given.split(",") if ":" in one and int(one[0]) >= local_size]
+        if beyond:
+            raise ConfigurationError(
+                f"--{name} {given} names process {beyond[0][0]} of this machine, and there are {local_size}: "
+                f"0 to {local_size - 1}. Leave {beyond[0]} out."
+            )
+
+
+def _check_rendezvous(conf: str | None) -> None:
+    parts = conf.split(",") if conf else ()
+    wrong = [one for one in parts if not re.fullmatch(r"\s*[^=\s][^=]*=\s*\S.*", one)]
+    if wrong:
+        raise ConfigurationError(
+            "--rdzv_conf must be name=value pairs with commas between, such as timeout=60,read_timeout=60; "
+            f"got {wrong[0]!r}."
         )
 
 

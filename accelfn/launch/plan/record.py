@@ -59,6 +59,7 @@ class LaunchPlan:
         cpus: Cores of each of them; empty to let the system choose.
         patience_s: How long the command has to end after a signal.
         notes: What the user may want to know.
+        needs: Packages that must be installed here, as the names by which they are imported.
     """
 
     way: str
@@ -71,6 +72,7 @@ class LaunchPlan:
     cpus: tuple[tuple[int, ...], ...] = ()
     patience_s: float = 45.0
     notes: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
 
 
 def format_plan(plan: LaunchPlan) -> str:

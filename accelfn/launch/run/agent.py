@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from types import FrameType
+from typing import Any, NoReturn, cast
 
 __all__ = ("main",)
 
@@ -27,19 +30,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0, 1 if a process failed, 128 and more after a signal.
     """
+    # Until torch has loaded, an interrupt has nothing to clean up; its traceback would be one of imports.
+    previous = signal.signal(signal.SIGINT, _leave)
+    folder = os.environ.get("ACCELFN_RUN_DIR", "")
+    has_report = os.path.isdir(folder)
+    logs_cpp = "TORCH_CPP_LOG_LEVEL" in os.environ
+    if has_report and "LOGLEVEL" not in os.environ:  # with that, somebody wants to see torchrun's log
+        # What goes wrong is in the report. torch's C++ part reads the variable when it loads.
+        logging.disable(logging.ERROR)
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    if not logs_cpp:
+        os.environ.pop("TORCH_CPP_LOG_LEVEL", None)  # the scripts are to have their own
     parse_args = cast("Callable[[list[str] | None], Any]", torchrun.parse_args)  # pyright: ignore[reportUnknownMemberType]
     run = cast("Callable[[Any], None]", torchrun.run)  # pyright: ignore[reportUnknownMemberType]
-    folder = os.environ.get("ACCELFN_RUN_DIR", "")
-    if os.path.isdir(folder):
+    if has_report:
         _end_with_parent()
     try:
+        signal.signal(signal.SIGINT, previous)
+        if has_report:
+            Path(folder, "agent.up").touch()  # from now on an interrupt can be told it
         run(parse_args(None if argv is None else list(argv)))
     except ChildFailedError as error:
-        if not os.path.isdir(folder):
+        if not has_report:
             raise
         failures = [
             {
@@ -47,20 +63,27 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "local_rank": failure.local_rank,
                 "exitcode": failure.exitcode,
                 "pid": failure.pid,
+                "host": socket.gethostname(),
                 "time_s": failure.timestamp,
             }
             for rank, failure in error.failures.items()
         ]
         _tell(folder, {"failures": failures})
         return 1
+    except KeyboardInterrupt:  # before it has handlers of its own
+        return 130
     except SignalException as stop:
         return 128 + int(stop.sigval)
-    except (RuntimeError, OSError, ValueError) as error:  # torch's errors of meeting are RuntimeErrors
-        if not os.path.isdir(folder):
+    except Exception as error:
+        if not has_report:
             raise
         _tell(folder, {"error": f"{type(error).__name__}: {error}", "time_s": time.time()})
         return 1
     return 0
+
+
+def _leave(number: int, frame: FrameType | None) -> NoReturn:
+    os._exit(130)
 
 
 def _end_with_parent() -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import importlib.util
 import os
 import platform
 import shutil
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 from accelfn import __version__
-from accelfn.errors import ConfigurationError
+from accelfn.errors import ConfigurationError, MissingExtraError
 from accelfn.launch.plan.record import LOOPBACK, LaunchPlan
 from accelfn.launch.run.preflight import hold_meeting, is_port_free
 from accelfn.launch.run.supervise import supervise
@@ -42,13 +44,22 @@ def run_plan(
 
     Raises:
         ConfigurationError: A port is in use, a program is missing, or the machines can't meet or differ.
+        MissingExtraError: A package is missing that the processes need.
     """
     for note in plan.notes:
         print(f"accelfn launch: {note}", file=sys.stderr)
+    _refuse_missing_packages(plan.needs)
     if shutil.which(plan.argv[0]) is None:
-        hint = " Run: pip install deepspeed" if plan.way == "deepspeed" else " Check the PATH."
-        raise ConfigurationError(f"there is no program {plan.argv[0]!r} to start.{hint}")
-    if plan.hosts_port is not None and not is_port_free(plan.hosts_port):
+        raise ConfigurationError(f"there is no program {plan.argv[0]!r} to start. Check the PATH.")
+    if log_dir is not None:
+        try:
+            os.makedirs(log_dir, exist_ok=True)
+        except OSError as error:
+            raise ConfigurationError(
+                f"--log_dir {log_dir} can't be made: {error.strerror}. Name another."
+            ) from None
+    # Where machines meet, who holds the port may be one of them, and is asked.
+    if plan.meeting is None and plan.hosts_port is not None and not is_port_free(plan.hosts_port):
         raise ConfigurationError(
             f"port {plan.hosts_port} of this machine is taken by another program. Give a free one with "
             "--main_process_port; on one machine, leave the flag out and any free port is used."
@@ -66,6 +77,29 @@ def run_plan(
         # Signals, the terminal and the exit status are then the script's own.
         os.execvpe(plan.argv[0], plan.argv, {**environment, **changes})
     return supervise(plan, environment, num_processes=num_processes, log_dir=log_dir, quiet=quiet)
+
+
+# How each package that a plan may need is got, and what asks for it.
+_SOURCES = MappingProxyType(
+    {
+        "torch_xla": ("--tpu", "pip install 'torch_xla[tpu]'"),
+        "deepspeed": ("--use_deepspeed", "pip install deepspeed"),
+        "megatron": ("--use_megatron_lm", "pip install megatron-core"),
+        "sagemaker": ("SageMaker", "pip install sagemaker"),
+        "transformer_engine": ("--fp8_backend TE", "pip install 'transformer_engine[pytorch]'"),
+        "torchao": ("--fp8_backend AO", "pip install torchao"),
+        "msamp": ("--fp8_backend MSAMP", "see https://github.com/Azure/MS-AMP"),
+    }
+)
+
+
+def _refuse_missing_packages(needs: Iterable[str]) -> None:
+    for name in needs:
+        if importlib.util.find_spec(name) is None:
+            asks, how = _SOURCES[name]
+            raise MissingExtraError(
+                f"{asks} needs the package {name}, which isn't installed for {sys.executable}. Get it: {how}"
+            )
 
 
 def _versions() -> dict[str, str]:

@@ -7,19 +7,25 @@ from __future__ import annotations
 
 import contextlib
 import json
+import secrets
+import select
 import socket
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from accelfn.errors import ConfigurationError
-from accelfn.launch.plan.record import Meeting
+from accelfn.launch.plan.record import LOOPBACK, Meeting
 
 __all__ = ("find_clash", "hold_meeting", "is_port_free")
 
 _MAGIC = "accelfn-preflight-1"
 _MAX_BYTES = 1 << 20
 _RETRY_S = 0.2
+# How often to look for another machine 0, how long to wait for its answer, and for those that come late.
+_KNOCK_S = 1.0
+_HOLDER_S = 4.0
+_LATE_S = 1.0
 
 
 def hold_meeting(meeting: Meeting, versions: Mapping[str, str]) -> None:
@@ -35,6 +41,7 @@ def hold_meeting(meeting: Meeting, versions: Mapping[str, str]) -> None:
     """
     own = {
         "magic": _MAGIC,
+        "id": secrets.token_hex(8),
         "host": socket.gethostname(),
         "machine_rank": meeting.machine_rank,
         "values": {**dict(meeting.compare), **versions},
@@ -47,17 +54,21 @@ def hold_meeting(meeting: Meeting, versions: Mapping[str, str]) -> None:
             "the name, or give the address of machine 0."
         ) from None
     deadline_s = time.monotonic() + meeting.timeout_s
+    is_here = _is_here(addresses)
     if meeting.machine_rank == 0:
-        with _listen(meeting, addresses[0][0]) as listener:
-            _host(listener, meeting, own, deadline_s)
-        return
-    if meeting.machine_rank is None and _is_here(addresses):
+        listener = _listen(meeting, addresses[0][0])
+        if isinstance(listener, OSError):
+            return _ask_holder(meeting, own, listener)
+        with listener:
+            # The address of another machine may be that of another machine 0.
+            return _host(listener, meeting, own, deadline_s, knocks=not is_here)
+    if meeting.machine_rank is None and is_here:
         # Ranks are given out later, and this machine has the address: who comes first listens.
-        with contextlib.suppress(ConfigurationError):
-            with _listen(meeting, addresses[0][0]) as listener:
-                _host(listener, meeting, own, deadline_s)
-            return
-    _visit(meeting, own, deadline_s)
+        listener = _listen(meeting, addresses[0][0])
+        if not isinstance(listener, OSError):
+            with listener:
+                return _host(listener, meeting, own, deadline_s)
+    return _visit(meeting, own, deadline_s)
 
 
 def is_port_free(port: int) -> bool:
@@ -82,50 +93,134 @@ def _is_here(addresses: Iterable[tuple[Any, ...]]) -> bool:
     return False
 
 
-def _listen(meeting: Meeting, family: int) -> socket.socket:
+def _listen(meeting: Meeting, family: int) -> socket.socket | OSError:
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(("", meeting.port))
         listener.listen(meeting.num_machines)
+        listener.settimeout(1.0)
     except OSError as error:
         listener.close()
-        raise ConfigurationError(
-            f"port {meeting.port} of this machine can't be used: {error.strerror or error}. Give a "
-            "free one with --main_process_port, the same on every machine."
-        ) from None
+        return error
     return listener
 
 
-def _host(listener: socket.socket, meeting: Meeting, own: Mapping[str, Any], deadline_s: float) -> None:
-    """Listen until every machine has come or one differs, then tell all of them."""
+def _ask_holder(meeting: Meeting, own: Mapping[str, Any], error: OSError) -> None:
+    """Ask who holds the port: a launch that hears of this one so, and tells what it clashes with, or not.
+
+    Raises:
+        ConfigurationError: It clashes with this one, or is another program.
+    """
+    with contextlib.suppress(OSError), _knock(LOOPBACK, meeting.port, own) as door:
+        door.settimeout(_HOLDER_S)
+        heard = _receive(door)
+        if heard and heard.get("magic") == _MAGIC:
+            if heard.get("clash"):
+                raise ConfigurationError(str(heard["clash"]))
+            return  # ranks are given out, and it has held the meeting
+    raise ConfigurationError(
+        f"port {meeting.port} of this machine can't be used: {error.strerror or error}. If another launch or "
+        "program has it, give a free one with --main_process_port, the same on every machine."
+    ) from None
+
+
+def _knock(host: str, port: int, own: Mapping[str, Any]) -> socket.socket:
+    door = socket.create_connection((host, port), timeout=_KNOCK_S)
+    try:
+        _send(door, own)
+    except OSError:
+        door.close()
+        raise
+    return door
+
+
+def _host(
+    listener: socket.socket,
+    meeting: Meeting,
+    own: Mapping[str, Any],
+    deadline_s: float,
+    *,
+    knocks: bool = False,
+) -> None:
+    """Listen until every machine has come or one differs, then tell all of them.
+
+    Args:
+        listener: Where they come.
+        meeting: How many, and until when.
+        own: What this machine has to say.
+        deadline_s: When to give up.
+        knocks: Whether to look meanwhile if another machine listens at the address.
+    """
     told: list[Mapping[str, Any]] = [own]
     doors: list[socket.socket] = []
+    asked: socket.socket | None = None
+    next_knock_s = time.monotonic() + _RETRY_S
     clash: str | None = None
+    was_told = False  # by another machine 0, to which the others go
     try:
         while len(told) < meeting.num_machines and clash is None:
-            listener.settimeout(max(0.01, deadline_s - time.monotonic()))
-            try:
-                door, _ = listener.accept()
-            except TimeoutError:
+            if knocks and asked is None and time.monotonic() > next_knock_s:
+                next_knock_s = time.monotonic() + _KNOCK_S
+                with contextlib.suppress(OSError):
+                    asked = _knock(meeting.host, meeting.port, own)
+            waits_s = deadline_s - time.monotonic()
+            if waits_s <= 0:
                 clash = _say_missing(told, meeting)
                 break
-            door.settimeout(max(0.01, min(5.0, deadline_s - time.monotonic())))
-            heard = _receive(door)
-            if heard is None or heard.get("magic") != _MAGIC:
-                door.close()  # a scanner, or a program that looks for something else
-                continue
-            doors.append(door)
-            told.append(heard)
-            clash = find_clash(told)
+            watched = [listener] if asked is None else [listener, asked]
+            ready, _, _ = select.select(watched, (), (), min(waits_s, _KNOCK_S) if knocks else waits_s)
+            if asked is not None and asked in ready:
+                heard = _receive(asked)
+                asked.close()
+                asked = None
+                if heard and heard.get("magic") == _MAGIC:  # else it was this machine itself, or has gone
+                    if not heard.get("clash"):
+                        return  # ranks are given out, and the other one has held the meeting
+                    clash, was_told = str(heard["clash"]), True
+            if listener in ready:
+                clash = _let_in(listener, own, told, doors, deadline_s) or clash
+        # Those that are still to come would look for this machine until their time is over.
+        late_s = min(deadline_s, time.monotonic() + (0.0 if was_told else _LATE_S))
+        while clash and not _have_come(told, meeting) and (waits_s := late_s - time.monotonic()) > 0:
+            if select.select([listener], (), (), waits_s)[0]:
+                clash = _let_in(listener, own, told, doors, late_s) or clash
         for door in doors:
             with contextlib.suppress(OSError):
                 _send(door, {"magic": _MAGIC, "clash": clash})
     finally:
-        for door in doors:
+        for door in (*doors, *([asked] if asked is not None else [])):
             door.close()
     if clash is not None:
         raise ConfigurationError(clash)
+
+
+def _let_in(
+    listener: socket.socket,
+    own: Mapping[str, Any],
+    told: list[Mapping[str, Any]],
+    doors: list[socket.socket],
+    deadline_s: float,
+) -> str | None:
+    """Hear one that comes; say what it clashes with."""
+    try:
+        door, _ = listener.accept()
+    except OSError:
+        return None  # it has gone again
+    door.settimeout(max(0.01, min(5.0, deadline_s - time.monotonic())))
+    heard = _receive(door)
+    if heard is None or heard.get("magic") != _MAGIC or heard.get("id") == own["id"]:
+        door.close()  # a scanner, a program that looks for something else, or this machine itself
+        return None
+    doors.append(door)
+    told.append(heard)
+    return find_clash(told)
+
+
+def _have_come(told: Sequence[Mapping[str, Any]], meeting: Meeting) -> bool:
+    """Whether each machine has come, however often."""
+    ranks = [one["machine_rank"] for one in told]
+    return len(set(ranks) - {None}) + ranks.count(None) >= meeting.num_machines
 
 
 def _say_missing(told: list[Mapping[str, Any]], meeting: Meeting) -> str:

@@ -26,7 +26,8 @@ class Failure:
         host: Name of its machine.
         time_s: When.
         exitcode: As ``subprocess`` gives it: negative for a signal; None if it isn't known.
-        kind: Class of the exception; empty if there was none.
+        kind: Class of the exception; empty if there was none; of torchrun ``"lost"`` where the other machines
+            have gone, else ``"agent"``.
         text: The exception as Python prints it.
         frames: File, line, function and source of its frames, the innermost last; the user's where known.
     """
@@ -53,7 +54,9 @@ def read_failures(folder: str) -> tuple[Failure, ...]:
         if int(one["attempt"]) != last_attempt:
             continue  # it was restarted since
         rank = int(one["rank"])
-        frames = [frame for frame in one["frames"] if frame["own"]] or one["frames"]
+        frames = [frame for frame in one["frames"] if frame["own"]]
+        if not frames and one["kind"] != "SystemExit":  # a program of accelfn itself has said what it had to
+            frames = one["frames"]
         exitcode = ended[rank]["exitcode"] if rank in ended else int(one["status"]) & 0xFF
         found[rank] = Failure(
             rank=rank,
@@ -68,10 +71,14 @@ def read_failures(folder: str) -> tuple[Failure, ...]:
     for rank, one in ended.items():
         if rank not in found:
             found[rank] = Failure(
-                rank=rank, host=hosts.get(rank, ""), time_s=float(one["time_s"]), exitcode=one["exitcode"]
+                rank=rank,
+                host=hosts.get(rank) or str(one.get("host", "")),
+                time_s=float(one["time_s"]),
+                exitcode=one["exitcode"],
             )
     if not found and "error" in told:
-        return (Failure(rank=None, text=str(told["error"]), kind="agent", exitcode=1),)
+        kind = "lost" if started else "agent"
+        return (Failure(rank=None, text=str(told["error"]), kind=kind, exitcode=1),)
     return tuple(found[rank] for rank in sorted(found))
 
 
@@ -118,11 +125,16 @@ def format_report(
     first = first_failure(failures)
     if first is None:
         return ""
+    if first.kind == "lost":
+        return (
+            "accelfn launch: this machine has lost the others, and its processes were ended:\n"
+            f"  {first.text}\n  why, stands in the report of the machine that ended first"
+        )
     if first.rank is None:
         return f"accelfn launch: the processes could not be started:\n  {first.text}"
     of = f" of {num_processes}" if num_processes else ""
     on = f" on {first.host}" if first.host else ""
-    after = f" after {restarts} restarts" if restarts else ""
+    after = f" after {restarts} restart{'s' if restarts > 1 else ''}" if restarts else ""
     lines = [f"accelfn launch: rank {first.rank}{of} failed{on}{after}, {_ended(first.exitcode)}:"]
     told = first.text.splitlines()
     if len(told) > _MAX_LINES:

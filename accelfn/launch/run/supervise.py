@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 from accelfn.launch.plan.record import LaunchPlan
+from accelfn.launch.plan.torchrun import AGENT
 from accelfn.launch.run.report import first_failure, format_report, read_failures, read_pids
 
 __all__ = ("supervise",)
@@ -22,6 +23,11 @@ __all__ = ("supervise",)
 _STOPS = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
 # Signals by which schedulers speak to the script; torchrun would die of them.
 _TO_SCRIPTS = ("SIGUSR1", "SIGUSR2")
+# How often to look which processes still run; when to say what is waited for; how long torchrun has to end
+# after a signal where no process is left.
+_LOOK_S = 1.0
+_SILENT_S = 10.0
+_ALONE_S = 3.0
 
 
 def supervise(
@@ -64,7 +70,7 @@ def supervise(
             # A session of its own: Ctrl-C in a terminal must reach the command once, and from here.
             child = subprocess.Popen(plan.argv, env={**environment, **changes}, start_new_session=True)
             child_of.append(child.pid)
-            status = _wait(child, caught, folder, plan.patience_s)
+            status = _wait(child, caught, folder, plan)
             stops = [number for number in caught if signal.Signals(number).name in _STOPS]
             if status != 0 or stops:
                 _kill_left(folder)
@@ -76,9 +82,7 @@ def supervise(
         if status == 0:
             return 0
         if not quiet:
-            restarts = max(
-                (int(p.name.split(".")[2]) for p in Path(folder).glob("started.*.json")), default=0
-            )
+            restarts = _count_restarts(folder)
             report = format_report(
                 failures, num_processes=num_processes, log_dir=_attempt_folder(log_dir), restarts=restarts
             )
@@ -114,10 +118,15 @@ def _catching(caught: list[int]) -> Generator[list[int]]:
             signal.signal(number, handler)
 
 
-def _wait(child: subprocess.Popen[bytes], caught: list[int], folder: str, patience_s: float) -> int:
+def _wait(child: subprocess.Popen[bytes], caught: list[int], folder: str, plan: LaunchPlan) -> int:
     """Wait for the command's end, and do what signals ask for meanwhile."""
     handled = 0
     give_up_s = float("inf")
+    stopped_s: float | None = None  # when the first signal came to stop it
+    ended_s: float | None = None  # when the processes of this machine were first seen to have ended
+    has_told = False
+    restarts = 0
+    look_s = 0.0
     while True:
         with contextlib.suppress(subprocess.TimeoutExpired):
             return child.wait(timeout=0.1)
@@ -129,14 +138,53 @@ def _wait(child: subprocess.Popen[bytes], caught: list[int], folder: str, patien
             if number == signal.SIGINT and give_up_s < float("inf"):
                 give_up_s = 0.0  # the second Ctrl-C: now
                 continue
+            if number == signal.SIGINT and AGENT in plan.argv and not Path(folder, "agent.up").exists():
+                number = signal.SIGTERM  # Python itself would answer with the traceback of an import
             with contextlib.suppress(ProcessLookupError):
                 child.send_signal(number)
-            give_up_s = min(give_up_s, time.monotonic() + patience_s)
+            stopped_s = stopped_s or time.monotonic()
+            give_up_s = min(give_up_s, stopped_s + plan.patience_s)
+        now_s = time.monotonic()
+        if AGENT in plan.argv and now_s > look_s:
+            look_s = now_s + _LOOK_S
+            pids = read_pids(folder)
+            if _count_restarts(folder) > restarts:
+                restarts = _count_restarts(folder)
+                told = (
+                    f"after a failure or a change of machines, all processes have started again ({restarts})"
+                )
+                print(f"accelfn launch: {told}.", file=sys.stderr)
+            if len(pids) < plan.local_size or any(map(_is_alive, pids)):
+                ended_s = None
+            elif ended_s is None:
+                ended_s = now_s
+        if ended_s is not None and stopped_s is not None:
+            # torchrun waits for other machines' processes, where no signal reaches it.
+            give_up_s = min(give_up_s, max(ended_s, stopped_s) + _ALONE_S)
+        elif ended_s is not None and not has_told and now_s > ended_s + _SILENT_S:
+            has_told = True
+            told = "the processes of this machine have ended; it waits for those of the others"
+            print(f"accelfn launch: {told}.", file=sys.stderr)
         if time.monotonic() > give_up_s:
             _kill_left(folder)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             return child.wait()
+
+
+def _count_restarts(folder: str) -> int:
+    return max((int(path.name.split(".")[2]) for path in Path(folder).glob("started.*.json")), default=0)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return False
+    with contextlib.suppress(OSError, IndexError):
+        # One that has ended and that nobody has asked for its status yet.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return True
 
 
 def _send_each(pids: tuple[int, ...], number: int) -> None:

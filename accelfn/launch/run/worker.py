@@ -37,8 +37,11 @@ def main() -> None:
         if stop.code not in (None, 0) and os.getpid() == pid:
             _keep(stop)
         raise
-    except KeyboardInterrupt:
-        raise
+    except KeyboardInterrupt as stop:
+        if not os.path.isdir(os.environ.get("ACCELFN_RUN_DIR", "")):
+            raise
+        _say_where(stop)
+        sys.exit(130)
     except BaseException as error:  # noqa: BLE001 - whatever it is, it is told and ends the process
         trace = _strip(error.__traceback__)
         if os.getpid() == pid:  # not in a child that the script forked
@@ -121,6 +124,21 @@ def _print(error: BaseException, trace: TracebackType | None) -> None:
         sys.excepthook(type(error), error, trace)
     except Exception:  # noqa: BLE001 - a broken hook must not hide the error
         sys.__excepthook__(type(error), error, trace)
+
+
+def _say_where(stop: KeyboardInterrupt) -> None:
+    """Say in one line where an interrupt has met the script; every process is about to do so."""
+    import traceback
+
+    frames = [(frame, line) for frame, line in traceback.walk_tb(_strip(stop.__traceback__))]
+    own = [(frame, line) for frame, line in frames if _is_own(frame.f_code.co_filename)] or frames
+    where = "".join(
+        f" at {frame.f_code.co_filename}:{line} in {frame.f_code.co_name}" for frame, line in own[-1:]
+    )
+    rank = os.environ.get("RANK")
+    who = f"rank {rank}" if rank else "the script"
+    sys.stdout.flush()
+    print(f"accelfn launch: {who} was interrupted{where}.", file=sys.stderr, flush=True)
 
 
 def _keep(error: BaseException) -> None:

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from accelfn.accelerator import Accelerator
 from accelfn.comm import check_replicas, set_seed
 from accelfn.context import Context, World
-from accelfn.context.config import DataLoaderConfiguration
+from accelfn.context.config import DataLoaderConfiguration, GradScalerKwargs
 from accelfn.data import microbatches
 from accelfn.launch.selftest.trial import Trial, demand
 from accelfn.training import (
@@ -119,7 +119,11 @@ def check_bf16(trial: Trial) -> str:
 def check_configured(trial: Trial) -> str:
     """With all that is configured: precision, accumulation, and how models are prepared."""
     ctx = trial.ctx
-    said = _compare(trial, ctx, 1e-4 if ctx.mixed_precision == "no" else 1e-1)
+    if ctx.mixed_precision == "fp16":
+        # The first scale of a long run overflows now and then, and what overflows is another thing with
+        # gradients of ranks than with those of one process: then one of the two skips a step.
+        ctx = ctx.replace(kwargs_handlers=[GradScalerKwargs(init_scale=256.0)])
+    said = _compare(trial, ctx, 1e-4 if ctx.mixed_precision == "no" else 5e-2)
     return f"{ctx.mixed_precision}, {ctx.gradient_accumulation_steps} per window, {said}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from accelfn.context import Context, close_context, init_context, text_of
 from accelfn.context.config import Guard, InitProcessGroupKwargs
 from accelfn.errors import AccelfnError, RemoteRankError
 from accelfn.launch.selftest.checks import CHECKS
-from accelfn.launch.selftest.table import FAULTS, Result, print_results, write_result
+from accelfn.launch.selftest.table import FAULTS, JOINING, Result, print_results, write_result
 from accelfn.launch.selftest.trial import Check, Trial
 
 __all__ = ("run_checks", "run_selftest")
@@ -38,11 +39,18 @@ def run_selftest(argv: Sequence[str] | None = None) -> int:
         return init_context(guard=guard, kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)])
 
     report = Path(options.report) if options.report else None
+    began = time.perf_counter()
     try:
         ctx = open_context()
-    except (AccelfnError, OSError) as error:
+    except Exception as error:  # noqa: BLE001 -- whatever goes wrong is what the test is for
         # No world: each rank says so by itself.
-        print(f"accelfn test: the ranks can't be set up: {text_of(error)}", file=sys.stderr)
+        if report is None:
+            print(
+                f"accelfn test: the ranks can't be set up: {text_of(error) or repr(error)}", file=sys.stderr
+            )
+        else:
+            name = f"{JOINING} of rank {os.environ.get('RANK', '0')}"
+            write_result(report, Result(name, "FAIL", time.perf_counter() - began, _said(error)))
         return 1
     speaks = ctx.is_local_main_process if report is not None else ctx.is_main_process
     place = (
@@ -125,7 +133,8 @@ def _said(error: Exception) -> str:
     if isinstance(error, RemoteRankError):
         return f"rank {error.rank}: {error.cause}: {error.message}"
     name = type(error).__name__
-    return text_of(error) if isinstance(error, AssertionError) else f"{name}: {text_of(error)}"
+    text = text_of(error)
+    return text if text and isinstance(error, AssertionError) else f"{name}: {text}" if text else name
 
 
 def _parser() -> argparse.ArgumentParser:

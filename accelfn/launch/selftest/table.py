@@ -10,7 +10,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
-__all__ = ("CHECK_NAMES", "FAULTS", "Result", "print_results", "read_results", "write_result")
+__all__ = (
+    "CHECK_NAMES",
+    "FAULTS",
+    "JOINING",
+    "Result",
+    "add_missing",
+    "print_results",
+    "read_results",
+    "write_result",
+)
 
 Verdict = Literal["pass", "FAIL", "cut off", "not run"]
 _WIDTH = 100
@@ -35,6 +44,9 @@ CHECK_NAMES = (
     "training, Accelerator",
     "checkpoint round trip",
 )
+
+#: Begins the name of the row of a rank that has not come so far as to be checked.
+JOINING = "joining"
 
 #: What can be made to go wrong on the last rank, to see that it is found.
 FAULTS = ("settings", "value", "seed", "data", "model", "hang", "death")
@@ -75,6 +87,19 @@ def read_results(path: Path) -> tuple[Result, ...]:
     return tuple({row.name: row for row in rows}.values())
 
 
+def add_missing(results: Sequence[Result], asked: Sequence[str]) -> tuple[Result, ...]:
+    """Add a row for each check that the ranks have not come to. Pure.
+
+    >>> found = add_missing([Result("trigger", "pass", 0.0, "")], ["trigger", "collectives"])
+    >>> found[1].verdict, found[1].name
+    ('not run', 'collectives')
+    """
+    why = "the ranks had ended before"
+    there = {result.name for result in results}
+    missing = (Result(name, "not run", 0.0, why) for name in asked if name not in there)
+    return (*results, *missing)
+
+
 def print_results(results: Sequence[Result], title: str, out: IO[str] | None = None) -> None:
     """Print a table: with colours on a terminal, where rich is installed; plain otherwise.
 
@@ -102,12 +127,13 @@ def print_results(results: Sequence[Result], title: str, out: IO[str] | None = N
         line = f"  {result.verdict:<7}  {result.name:<{width}}  {result.seconds:6.2f} s  {remark}"
         print(line.rstrip(), file=file)
     print(verdict, file=file)
-    first_lost = next((result for result in failed if result.verdict == "not run"), None)
+    by_remark: dict[str, list[str]] = {}
     for result in failed:
-        if result.verdict == "not run" and result is not first_lost:
-            continue  # for the same reason
-        print(f"\n{result.name}:", file=file)
-        print(_wrapped(result.remark), file=file)
+        by_remark.setdefault(result.remark, []).append(result.name)
+    for remark, names in by_remark.items():
+        shown = names if len(names) < 5 else [*names[:3], f"and {len(names) - 3} more"]
+        print(f"\n{', '.join(shown)}:", file=file)
+        print(_wrapped(remark), file=file)
 
 
 def _print_rich(console: Any, results: Sequence[Result], title: str, verdict: str, failed: bool) -> None:

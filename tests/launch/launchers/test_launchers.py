@@ -1,6 +1,9 @@
 """Ranks started from code: what they get, what comes back, and that none is left behind."""
 
+import functools
+import linecache
 import os
+import pickle
 import signal
 import socket
 import subprocess
@@ -23,8 +26,9 @@ from accelfn.errors import (
     MissingRankError,
     RemoteTraceback,
 )
+from accelfn.launch.launchers.arguments import check_whole
 from accelfn.launch.launchers.elastic import Meeting, launch_config
-from accelfn.launch.launchers.job import write_job
+from accelfn.launch.launchers.job import read_outcome, write_job, write_report
 from accelfn.launch.launchers.tpu import asks_for_tpu
 
 ROOT = Path(__file__).parents[3]
@@ -165,6 +169,186 @@ def test_without_cloudpickle_a_function_of_a_module_is_sent_and_another_is_refus
         write_job(tmp_path, "launch_processes", of_the_notebook.train, (), {}, {})
 
 
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        *(
+            ({"num_processes": given}, TypeError, "num_processes must be a whole number, 1 or more, got ")
+            for given in ("2", 2.0, 1.5, True)
+        ),
+        ({"num_processes": -1}, ValueError, "num_processes must be at least 1, got -1"),
+        ({"args": "ab"}, TypeError, r"args must be a tuple .* got str. For a single one write args=\(x,\)"),
+        ({"args": 3}, TypeError, "args must be a tuple or list .* got int"),
+        ({"args": torch.zeros(2)}, TypeError, "args must be a tuple or list .* got Tensor"),
+        ({"fn": "train"}, TypeError, "the first argument must be a function, got 'train'"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("launcher", [af.launch_processes, af.notebook_launcher, af.debug_launcher])
+def test_what_is_no_call_is_refused_before_anything_starts(
+    launcher: Any,
+    change: dict[str, Any],
+    kind: type[Exception],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(subprocess, "Popen", None)
+    given: dict[str, Any] = {"fn": at_the_top_of_a_module, "num_processes": 1, "args": (), **change}
+    with pytest.raises(kind, match=f"{launcher.__name__}: {message}"):
+        launcher(given["fn"], num_processes=given["num_processes"], args=given["args"])
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        ({"num_processes": None}, TypeError, "num_processes must be a whole number"),
+        ({"environment": {"FOO": 1}}, TypeError, r"must hold texts, got 'FOO': 1. Write 'FOO': '1'"),
+        ({"environment": {1: "1"}}, TypeError, "must hold texts, got 1: '1'"),
+        ({"environment": ["FOO=1"]}, TypeError, "environment must be a mapping"),
+        ({"environment": {"A=B": "1"}}, ValueError, "environment can't hold 'A=B'"),
+        ({"timeout_s": "3"}, TypeError, "timeout_s must be a number of seconds, got '3'"),
+        (
+            {"mixed_precison": "no"},
+            TypeError,
+            "unknown argument 'mixed_precison'. Did you mean mixed_precision?",
+        ),
+        ({"timeout_s": 0}, ValueError, "timeout_s must be more than 0 seconds, got 0"),
+        ({"timeout_s": float("nan")}, ValueError, "timeout_s must be more than 0 seconds, got nan"),
+    ],
+    ids=str,
+)
+def test_what_launch_processes_alone_takes(
+    change: dict[str, Any], kind: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subprocess, "Popen", None)
+    launch: Any = af.launch_processes
+    with pytest.raises(kind, match=message):
+        launch(at_the_top_of_a_module, **{"num_processes": 1, **change})
+
+
+def test_a_folder_that_has_gone_is_told_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(ConfigurationError, match="the current folder isn't there any more"):
+        af.launch_processes(at_the_top_of_a_module, 1)
+
+
+def test_a_number_of_another_library_will_do() -> None:
+    assert check_whole("launch", "num_processes", torch.tensor(2), 1) == 2
+
+
+class HoldsContext:
+    """As a prepared loader does."""
+
+    def __init__(self, ctx: af.Context) -> None:
+        """Hold it."""
+        self.ctx = ctx
+
+
+def ways_to_hold(thing: Any) -> dict[str, tuple[Any, tuple[Any, ...]]]:
+    def closure(*_: Any) -> Any:
+        return thing.device
+
+    def default(*_: Any, it: Any = thing) -> Any:
+        return it.device
+
+    space: dict[str, Any] = {"thing": thing, "__name__": "__main__"}  # as of a notebook
+    exec("def as_global(*_): return thing.device", space)
+    return {
+        "closure": (closure, ()),
+        "default": (default, ()),
+        "global": (space["as_global"], ()),
+        "argument": (at_the_top_of_a_module, (thing,)),
+        "inside": (at_the_top_of_a_module, ([{"it": HoldsContext(thing)}],)),
+        "partial": (functools.partial(at_the_top_of_a_module, thing), ()),
+        "lambda in a list": (at_the_top_of_a_module, ([lambda: thing],)),
+    }
+
+
+HOLDERS = ("closure", "default", "global", "argument", "inside", "partial", "lambda in a list")
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+@pytest.mark.parametrize("make", [af.Context, af.Accelerator], ids=lambda make: make.__name__)
+def test_a_context_of_this_process_is_not_sent(make: Any, holder: str, tmp_path: Path) -> None:
+    thing = make()
+    fn, args = ways_to_hold(thing)[holder]
+    name = type(thing).__name__
+    with pytest.raises(TypeError, match=f"can't be sent.*the {name} in it belongs to this process") as caught:
+        write_job(tmp_path, "launch_processes", fn, args, {}, {})
+    assert "Make it inside of the function" in str(caught.value)
+    where = {"closure": "because of 'thing'", "global": "because of 'thing'", "argument": "argument 0"}
+    assert where.get(holder, "") in str(caught.value)
+    if make is af.Accelerator:
+        thing.close()
+
+
+def test_without_cloudpickle_a_context_is_not_sent_either(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "cloudpickle", None)
+    with pytest.raises(TypeError, match="because of argument 0: the Context in it belongs to this process"):
+        write_job(tmp_path, "launch_processes", at_the_top_of_a_module, (af.Context(),), {}, {})
+
+
+def test_a_context_does_not_come_back_and_still_pickles_for_workers_of_a_loader(tmp_path: Path) -> None:
+    assert write_report(tmp_path, 1, 0, 3, None) is None
+    error = write_report(tmp_path, 1, 0, [af.Context()], None)
+    assert isinstance(error, TypeError)
+    assert "rank 1 returned list, which can't be sent back: the Context in it" in str(error)
+    assert pickle.loads(pickle.dumps(af.Context())).num_processes == 1
+
+
+def test_the_lines_of_a_notebooks_cell_are_in_the_traceback() -> None:
+    name = "/tmp/ipykernel_7/1234.py"
+    source = "def boom(ctx):\n    rate = 0\n    return 1 / rate  # of the cell\n"
+    lines: list[str] = [*source.splitlines(keepends=True)]
+    linecache.cache[name] = (len(source), None, lines, name)  # as IPython does
+    space: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(source, name, "exec"), space)
+    try:
+        with pytest.raises(ZeroDivisionError) as caught:
+            af.launch_processes(space["boom"], 1, timeout_s=60)
+    finally:
+        del linecache.cache[name]
+    cause = caught.value.__cause__
+    assert isinstance(cause, RemoteTraceback)
+    assert f'File "{name}", line 3, in boom\n    return 1 / rate  # of the cell' in cause.text
+
+
+def test_an_interrupt_without_a_text_has_no_dangling_colon(tmp_path: Path) -> None:
+    write_report(tmp_path, 1, 0, None, KeyboardInterrupt())
+    outcome = read_outcome(tmp_path, 1)
+    assert outcome is not None
+    assert str(outcome.error) == "rank 1 raised KeyboardInterrupt"
+
+
+def test_two_launches_in_a_row_and_one_inside_another_warn_of_nothing(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "import accelfn as af\n"
+        "def inner(ctx, x): return ctx.rank + x\n"
+        "def outer(ctx): return af.launch_processes(inner, 2, (ctx.rank,), timeout_s=90)\n"
+    )
+    (tmp_path / "script.py").write_text(
+        "import accelfn as af, own\n"
+        "print(af.launch_processes(own.inner, 1, (5,), timeout_s=90))\n"
+        "print(af.launch_processes(own.outer, 1, timeout_s=90))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "always", "script.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "[5]\n[[0, 1]]\n"), done.stderr
+    assert done.stderr == ""
+
+
 SCRIPT = """
 import os, pathlib, signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # the tests may run in a shell's background
@@ -178,13 +362,31 @@ af.launch_processes(fn, 2)  # a script needs no guard: ranks do not run it again
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=lambda it: signal.Signals(it).name)
-def test_a_launcher_that_ends_leaves_no_rank_behind(tmp_path: Path, number: signal.Signals) -> None:
-    (tmp_path / "script.py").write_text(SCRIPT)
+ELASTIC = (
+    SCRIPT.replace("launch_processes(fn, 2)", "notebook_launcher(fn, (None,), 2, rdzv_conf={'timeout': 60})")
+    .replace("str(ctx.rank)", "os.environ['RANK']")
+    .replace("str(os.getpid())", "f'{os.getpid()} {os.getppid()}'")
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "number"),
+    [
+        *((SCRIPT, number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)),
+        *((ELASTIC, number) for number in (signal.SIGTERM, signal.SIGKILL)),
+    ],
+    ids=["SIGINT", "SIGTERM", "SIGKILL", "SIGTERM with an agent", "SIGKILL with an agent"],
+)
+def test_a_launcher_that_ends_leaves_nothing_behind(
+    tmp_path: Path, source: str, number: signal.Signals
+) -> None:
+    (tmp_path / "script.py").write_text(source)
+    folders = tmp_path / "temporary"
+    folders.mkdir()
     launcher = subprocess.Popen(
         [sys.executable, "script.py", str(tmp_path)],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folders)},
         stderr=subprocess.DEVNULL,
     )
     files = [tmp_path / "0", tmp_path / "1"]
@@ -199,7 +401,12 @@ def test_a_launcher_that_ends_leaves_no_rank_behind(tmp_path: Path, number: sign
     finally:
         launcher.kill()
         launcher.wait()
-    assert wait_until_gone([int(file.read_text()) for file in files])
+    # Of the ranks, and of the agent between.
+    assert wait_until_gone(sorted({int(pid) for file in files for pid in file.read_text().split()}))
+    until = time.monotonic() + 20
+    while left := list(folders.glob("accelfn-launch-*")):
+        assert time.monotonic() < until, left
+        time.sleep(0.05)
 
 
 # --- notebook_launcher and debug_launcher --------------------------------------------------------
@@ -248,8 +455,8 @@ def test_the_rank_that_failed_is_told_of_though_the_others_fail_too() -> None:
     [
         ({"mixed_precision": "bf15"}, "mixed_precision must be one of no, .*got 'bf15'"),
         ({"node_rank": 2, "num_nodes": 2}, "got node_rank=2 of num_nodes=2"),
-        ({"max_restarts": -1}, "max_restarts=-1"),
-        ({"monitor_interval": 0}, "monitor_interval=0"),
+        ({"max_restarts": -1}, "max_restarts must be at least 0, got -1"),
+        ({"monitor_interval": 0}, "monitor_interval must be more than 0 seconds, got 0"),
         ({"use_port": "http"}, "use_port must be 0..65535, got 'http'"),
         ({"num_processes": 0}, "num_processes must be at least 1, got 0"),
     ],

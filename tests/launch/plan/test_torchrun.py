@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from accelfn.errors import ConfigurationError
 from accelfn.launch import LaunchPlan, Machine, Script, format_plan, parse_flags, plan_launch, resolve
 
 TWO_MACHINES = ("--num_machines", "2", "--num_processes", "8", "--main_process_ip", "10.0.0.1")
@@ -203,3 +204,34 @@ def test_planning_leaves_the_environment_alone() -> None:
     before = dict(os.environ)
     plan_of("--mixed_precision", "bf16", "--cpu", "train.py")
     assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize("value", ["9", "hello", "1:5", "0:3,", "3\n", "0:3,1"])
+@pytest.mark.parametrize("flag", ["tee", "redirects"])
+def test_streams_that_torchrun_could_not_read(flag: str, value: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"--{flag} "):
+        plan_of("--num_processes=2", f"--{flag}={value}", "train.py")
+
+
+def test_streams_of_a_process_that_is_not_there() -> None:
+    with pytest.raises(ConfigurationError, match=r"--tee 0:3,2:1 names process 2 .* there are 2: 0 to 1"):
+        plan_of("--num_processes=2", "--tee=0:3,2:1", "train.py")
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3)), min_size=1) | st.integers(0, 3))
+def test_streams_are_those_that_torchrun_reads(value: int | list[tuple[int, int]]) -> None:
+    from torch.distributed.elastic.multiprocessing import Std
+
+    text = str(value) if isinstance(value, int) else ",".join(f"{rank}:{std}" for rank, std in value)
+    assert f"--tee={text}" in plan_of("--num_processes=10", f"--tee={text}", "train.py").argv or text == "0"
+    Std.from_str(text)
+
+
+@pytest.mark.parametrize("conf", ["timeout", "timeout=", "=3", "timeout=3,", "a=1,,b=2"])
+def test_options_of_the_meeting_that_torchrun_could_not_read(conf: str) -> None:
+    with pytest.raises(ConfigurationError, match="--rdzv_conf must be name=value pairs"):
+        plan_of("--num_processes=2", f"--rdzv_conf={conf}", "train.py")
+
+
+def test_options_of_the_meeting() -> None:
+    assert "--rdzv-conf=a=1, b=x=y" in plan_of("--num_processes=2", "--rdzv_conf=a=1, b=x=y", "t.py").argv

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from accelfn.errors import ConfigurationError
+from accelfn.errors import ConfigurationError, MissingExtraError
 from accelfn.launch import LaunchPlan, Machine, Script, parse_flags, plan_launch, resolve
 from accelfn.launch.plan.mpirun import read_mpi
 from accelfn.launch.plan.slurm import expand_hosts, read_step, write_sbatch
+from accelfn.launch.run import run_plan
 from accelfn.launch.run.sagemaker import read_pairs
 
 OPEN_MPI = Machine(cores=8, mpirun="/usr/bin/mpirun", is_open_mpi=True)
@@ -86,6 +87,29 @@ def test_deepspeed_through_torchrun() -> None:
     standard = (*DEEPSPEED, "--deepspeed_multinode_launcher=standard", "--machine_rank=0")
     assert plan_of(*standard, "train.py").way == "torchrun"
     assert plan_of("--use_deepspeed", "--num_processes=2", "train.py").way == "torchrun"
+
+
+@pytest.mark.parametrize(
+    ("argv", "needs"),
+    [
+        (("--tpu",), ("torch_xla",)),
+        (("--use_deepspeed", "--cpu"), ("deepspeed",)),
+        (("--use_deepspeed", "--no_python"), ()),
+        (("--use_megatron_lm", "--num_processes=2", "--cpu"), ("megatron",)),
+        (("--mixed_precision=fp8", "--fp8_backend=te"), ("transformer_engine",)),
+        (("--mixed_precision=fp8",), ()),
+        (("--tpu", "--tpu_cluster", "--tpu_name=t", "--tpu_zone=z"), ()),
+    ],
+    ids=str,
+)
+def test_packages_that_must_be_there(argv: tuple[str, ...], needs: tuple[str, ...]) -> None:
+    assert plan_of(*argv, "train.py").needs == needs
+
+
+def test_a_package_that_is_missing_is_named_with_how_to_get_it() -> None:
+    plan = LaunchPlan(way="single", argv=("false",), needs=("json", "torch_xla"))
+    with pytest.raises(MissingExtraError, match=r"--tpu needs the package torch_xla.*'torch_xla\[tpu\]'"):
+        run_plan(plan, {})
 
 
 def test_tpus() -> None:

@@ -6,9 +6,11 @@ The scripts don't load torch, so that a launch costs little more than torchrun i
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -155,6 +157,58 @@ def test_the_last_lines_name_rank_error_frames_and_logs(tmp_path: Path) -> None:
     assert last[-1].startswith("  logs: logs")
     folder = tmp_path / last[-1].removeprefix("  logs: ")
     assert "teapot" in (folder / "1" / "stderr.log").read_text()
+
+
+INTERRUPTED = """
+import pathlib, os, time
+pathlib.Path(f"{os.environ['RANK']}.up").touch()
+time.sleep(60)
+"""
+
+
+def test_an_interrupt_is_a_line_for_each_process(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(INTERRUPTED)
+    foreground = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    code = foreground + "from accelfn.__main__ import main; sys.exit(main())"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "launch", "--cpu", "--num_processes=2", "train.py"],
+        cwd=tmp_path,
+        env=environment(),
+        text=True,
+        stderr=subprocess.PIPE,
+    )
+    while not all((tmp_path / f"{rank}.up").exists() for rank in (0, 1)):
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    status, stderr = finish(process)
+    assert status == 130
+    where = f"was interrupted at {tmp_path / 'train.py'}:4 in <module>."
+    assert sorted(stderr.splitlines()) == [f"accelfn launch: rank {rank} {where}" for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("module", ["accelfn.launch.main", "accelfn.launch.plan"])
+def test_an_interrupt_while_the_command_loads_is_silent(module: str, tmp_path: Path) -> None:
+    # Raised by the import of a module, as the signal would come there.
+    code = f"""
+import importlib.abc, os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+class Interrupts(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == "{module}":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Interrupts())
+from accelfn.__main__ import main
+sys.exit(main())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, "launch", "--help"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
 
 
 DIES_ONCE = """

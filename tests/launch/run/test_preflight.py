@@ -2,6 +2,7 @@
 
 import re
 import socket
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -9,7 +10,10 @@ import pytest
 
 from accelfn.errors import ConfigurationError
 from accelfn.launch.plan import Meeting
+from accelfn.launch.run import preflight
 from accelfn.launch.run.preflight import hold_meeting, is_port_free
+
+Address = tuple[int, int, int, str, tuple[str, int]]
 
 
 def free_port() -> int:
@@ -75,6 +79,58 @@ def test_versions_are_compared_and_ranks_must_differ() -> None:
     assert all("two machines have --machine_rank 1" in one for one in told)
 
 
+def test_two_machines_0_are_both_told_and_so_is_who_comes_later() -> None:
+    told = meet(meeting_of(0), meeting_of(0), meeting_of(1))
+    assert re.match(r"two machines have --machine_rank 0: .* and .*\. Give each its own", told[0])
+    assert set(told) == {told[0]}
+
+
+def test_a_machine_0_away_from_the_address_is_told_of_the_one_that_is_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    port, elsewhere = free_port(), free_port()
+    # Away: on a machine of its own, where the port is free, and which doesn't have the address.
+    listen = preflight._listen  # pyright: ignore[reportPrivateUsage]
+
+    def attend(is_here: bool) -> str:
+        try:
+            hold_meeting(meeting_of(0, port=port, host="127.0.0.1" if is_here else "localhost"), {})
+        except ConfigurationError as error:
+            return str(error)
+        return ""
+
+    def listen_there(meeting: Meeting, family: int) -> socket.socket | OSError:
+        return listen(meeting if meeting.host == "127.0.0.1" else replace(meeting, port=elsewhere), family)
+
+    def resolved(host: str, *_: object, **__: object) -> list[Address]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 0, host, ("127.0.0.1", port))]
+
+    def has_address(addresses: list[Address]) -> bool:
+        return addresses[0][3] == "127.0.0.1"
+
+    monkeypatch.setattr(preflight, "_listen", listen_there)
+    monkeypatch.setattr(preflight, "_is_here", has_address)
+    monkeypatch.setattr(socket, "getaddrinfo", resolved)
+    with ThreadPoolExecutor(2) as pool:
+        told = list(pool.map(attend, (False, True)))
+    assert told[0].startswith("two machines have --machine_rank 0: ")
+    assert told[0] == told[1]
+
+
+def test_a_machine_0_behind_another_address_meets_itself_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_never_here(addresses: object) -> bool:
+        return False
+
+    monkeypatch.setattr(preflight, "_is_here", is_never_here)
+    monkeypatch.setattr(preflight, "_RETRY_S", 0.0)
+    port = free_port()
+    with ThreadPoolExecutor(1) as pool:
+        host = pool.submit(hold_meeting, meeting_of(0, port=port), {})
+        time.sleep(0.5)  # it has knocked at its own door by now, which changes nothing if not
+        hold_meeting(meeting_of(1, port=port), {})
+        host.result()
+
+
 def test_waiting_ends() -> None:
     (told,) = meet(meeting_of(0, timeout_s=0.3))
     assert re.match(
@@ -97,8 +153,6 @@ def test_another_program_on_the_port() -> None:
         listener.listen()
         port: int = listener.getsockname()[1]
         assert not is_port_free(port)
-        with pytest.raises(ConfigurationError, match=f"port {port} of this machine can't be used"):
-            hold_meeting(meeting_of(0, port=port), {})
 
         def answer() -> None:
             door, _ = listener.accept()
@@ -107,6 +161,10 @@ def test_another_program_on_the_port() -> None:
                 door.sendall(b"SSH-2.0-OpenSSH_9.2\n")
 
         with ThreadPoolExecutor(1) as pool:
+            answered = pool.submit(answer)  # machine 0 asks who it is
+            with pytest.raises(ConfigurationError, match=f"port {port} of this machine can't be used"):
+                hold_meeting(meeting_of(0, port=port), {})
+            answered.result()
             answered = pool.submit(answer)
             with pytest.raises(ConfigurationError, match=r"another program answers at 127\.0\.0\.1"):
                 hold_meeting(meeting_of(1, port=port), {})

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from accelfn.launch.plan import LaunchPlan
+from accelfn.launch.plan.torchrun import AGENT
 from accelfn.launch.run.report import Failure, first_failure, format_report, read_failures
 from accelfn.launch.run.supervise import supervise
 
@@ -101,6 +102,17 @@ def test_torchrun_that_never_started_its_processes(tmp_path: Path) -> None:
     assert said == "accelfn launch: the processes could not be started:\n  RendezvousTimeoutError: too late"
 
 
+def test_a_machine_that_has_lost_the_others_says_so(tmp_path: Path) -> None:
+    (tmp_path / "started.0.0.json").write_text(json.dumps({"rank": 0, "attempt": 0, "host": "b", "pid": 1}))
+    (tmp_path / "agent.json").write_text(json.dumps({"error": "RendezvousConnectionError: no", "time_s": 1}))
+    said = format_report(read_failures(str(tmp_path)), num_processes=2, log_dir=None)
+    assert said.splitlines() == [
+        "accelfn launch: this machine has lost the others, and its processes were ended:",
+        "  RendezvousConnectionError: no",
+        "  why, stands in the report of the machine that ended first",
+    ]
+
+
 # Ignores what it is told, and has a child in a session of its own, as torchrun's workers are.
 STUBBORN = """
 import os, pathlib, signal, subprocess, sys, time
@@ -114,9 +126,9 @@ time.sleep(60)
 """
 
 
-def start(folder: Path, source: str) -> "subprocess.Popen[str]":
+def start(folder: Path, source: str, *arguments: str) -> "subprocess.Popen[str]":
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "SOURCE": source}
-    argv = [sys.executable, "-c", SUPERVISOR, sys.executable, "-c", source]
+    argv = [sys.executable, "-c", SUPERVISOR, sys.executable, "-c", source, *arguments]
     return subprocess.Popen(
         argv, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
@@ -207,6 +219,56 @@ time.sleep(60)
         wait_for(tmp_path / "up", process)
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=30) == 75
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_torchrun_alone_at_the_exit_does_not_use_up_the_patience(tmp_path: Path) -> None:
+    # Its process has ended, and it waits for other machines where it hears of no signal.
+    source = """
+import json, os, pathlib, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+box = pathlib.Path(os.environ["ACCELFN_RUN_DIR"])
+script = subprocess.Popen([sys.executable, "-c", ""])
+(box / "started.0.0.json").write_text(json.dumps(dict(rank=0, attempt=0, host="a", pid=script.pid)))
+pathlib.Path("up").write_text("1")
+time.sleep(600)
+"""
+    process = start(tmp_path, source, AGENT)
+    try:
+        wait_for(tmp_path / "up", process)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=40) == 128 + signal.SIGTERM  # of 45 seconds that it would have
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_processes_that_have_started_again_are_told_of(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    source = """
+import json, os, pathlib, sys, time
+box = pathlib.Path(os.environ["ACCELFN_RUN_DIR"])
+for attempt in (0, 1):
+    said = dict(rank=0, attempt=attempt, host="a", pid=os.getpid())
+    (box / f"started.0.{attempt}.json").write_text(json.dumps(said))
+time.sleep(0.5)
+"""
+    monkeypatch.setattr("accelfn.launch.run.supervise._LOOK_S", 0.0)
+    assert supervise(LaunchPlan(way="torchrun", argv=(*plan_of(source).argv, AGENT)), os.environ) == 0
+    assert "all processes have started again (1)" in capfd.readouterr().err
+
+
+def test_an_interrupt_before_torchrun_is_up_is_no_traceback(tmp_path: Path) -> None:
+    source = "import pathlib, time; pathlib.Path('up').write_text('1'); time.sleep(60)"
+    process = start(tmp_path, source, AGENT)
+    try:
+        wait_for(tmp_path / "up", process)
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=30)
+        assert (process.returncode, stderr) == (130, "")
     finally:
         process.kill()
         process.communicate()

@@ -1,0 +1,124 @@
+"""What a launch names must be there, and is looked for without running any of it."""
+
+import base64
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from accelfn.errors import ConfigurationError
+from accelfn.launch import parse_flags, resolve
+from accelfn.launch.inputs import find_missing_module, refuse_missing
+from accelfn.launch.plan import Script
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.py").touch()
+    (tmp_path / "hosts").touch()
+
+
+def refuse(*argv: str, script: str = "t.py") -> None:
+    refuse_missing(Script(script), resolve(parse_flags(argv).flags, {}))
+
+
+DEEPSPEED = ("--use_deepspeed", "--deepspeed_config_file")
+SAGEMAKER = ("--compute_environment=AMAZON_SAGEMAKER",)
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (("--mpirun_hostfile=nohosts",), "--mpirun_hostfile: there is no file 'nohosts'"),
+        (("--mpirun_hostfile=.",), "--mpirun_hostfile: it must be a file, and is a folder: '.'"),
+        (
+            ("--use_deepspeed", "--deepspeed_hostfile=nohosts"),
+            "deepspeed_hostfile: there is no file",
+        ),
+        ((*DEEPSPEED, "no.json"), "--deepspeed_config_file: there is no file 'no.json'"),
+        ((*DEEPSPEED, "hosts"), "hosts is no JSON: Expecting value: line 1 column 1"),
+        ((*DEEPSPEED, "list.json"), "must hold an object, {...}, and holds list"),
+        (("--log_dir=t.py",), "--log_dir t.py must be a folder, and .*t.py is a file"),
+        (("--log_dir=t.py/logs",), "--log_dir t.py/logs must be a folder, and .*t.py is a file"),
+        (
+            (*SAGEMAKER, "--sagemaker_inputs_file=no.tsv"),
+            "inputs_file: there is no file 'no.tsv'",
+        ),
+        (
+            (*SAGEMAKER, "--sagemaker_metrics_file=no.tsv"),
+            "metrics_file: there is no file 'no.tsv'",
+        ),
+    ],
+    ids=str,
+)
+def test_what_is_not_there_is_named(argv: tuple[str, ...], message: str) -> None:
+    Path("list.json").write_text("[]")
+    with pytest.raises(ConfigurationError, match=message):
+        refuse(*argv)
+
+
+def test_what_is_there_is_left_alone() -> None:
+    Path("ds.json").write_text('{"train_batch_size": "auto"}')
+    coded = base64.urlsafe_b64encode(b'{"a": 1}').decode()
+    for given in ("ds.json", "none", '{"a": 1}', coded):
+        refuse(*DEEPSPEED, given)
+    refuse("--mpirun_hostfile=hosts", "--log_dir=new/folder")
+    refuse("--log_dir=.")
+    refuse("--no_python", script=sys.executable)
+    # On the machines of a pod, which may have what this one hasn't.
+    refuse("--tpu", "--tpu_cluster", "--tpu_name=t", "--tpu_zone=z", script="absent.py")
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may read all files")
+def test_what_cannot_be_read_is_named() -> None:
+    Path("hosts").chmod(0)
+    with pytest.raises(ConfigurationError, match="'hosts' can't be read"):
+        refuse("--mpirun_hostfile=hosts")
+
+
+def write_package(folder: Path, source: str = "raise SystemExit('was run')") -> None:
+    folder.mkdir()
+    (folder / "__init__.py").write_text(source)
+
+
+def test_modules_are_found_without_being_run(tmp_path: Path) -> None:
+    write_package(tmp_path / "own")
+    write_package(tmp_path / "own" / "inner")
+    (tmp_path / "own" / "train.py").touch()
+    (tmp_path / "own" / "inner" / "__main__.py").touch()
+    (tmp_path / "space").mkdir()
+    (tmp_path / "space" / "train.py").touch()
+    path = [str(tmp_path)]
+    for name in ("t", "own.train", "own.inner", "space.train", "json.tool"):
+        assert find_missing_module(name, [*path, *sys.path]) is None, name
+    for name, missing in (
+        ("nosuch", "nosuch"),
+        ("nosuch.train", "nosuch"),
+        ("own", "own.__main__"),
+        ("own.trian", "own.trian"),
+        ("own.train.more", "own.train.more"),
+        ("own.nosuch.train", "own.nosuch"),
+        ("space", "space.__main__"),
+        ("space.nosuch", "space.nosuch"),
+        ("t.py", "t.py"),
+        ("own..train", "own..train"),
+        ("", ""),
+    ):
+        assert find_missing_module(name, path) == missing
+    assert not {"own", "space"} & set(sys.modules)
+
+
+def test_a_package_that_finds_its_own_parts_is_believed(tmp_path: Path) -> None:
+    write_package(tmp_path / "wide", "__path__.append('/elsewhere')")
+    assert find_missing_module("wide.train", [str(tmp_path)]) is None
+
+
+def test_a_missing_module_is_told_with_where_it_was_looked_for(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=f"no module 'nosuch' to run: looked in {tmp_path}, .* more"):
+        refuse("-m", script="nosuch")
+    with pytest.raises(ConfigurationError, match="For a file leave -m out"):
+        refuse("-m", script="t.py")
+    refuse("-m", script="t")
+    refuse("-m", script="json.tool")

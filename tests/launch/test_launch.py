@@ -1,0 +1,92 @@
+"""The command: what it makes of a step's variables and the flags together."""
+
+from pathlib import Path
+
+import pytest
+
+from accelfn.launch.launch import run_launch
+
+STEP = {
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NODELIST": "gpu[1-2]",
+    "SLURM_JOB_ID": "7",
+}
+
+
+@pytest.fixture(autouse=True)
+def _in_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in STEP.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("XDG_CONFIG_HOME", "/nonexistent")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "t.py").touch()
+
+
+def dry_run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
+    status = run_launch([*argv, "--cpu", "--dry_run", "t.py"])
+    captured = capsys.readouterr()
+    return status, captured.out + captured.err
+
+
+@pytest.mark.parametrize("by_flag", [True, False])
+def test_one_machine_beats_the_step_wholly(
+    by_flag: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not by_flag:
+        monkeypatch.setenv("ACCELFN_NUM_MACHINES", "1")
+    flags = ("--num_machines=1",) if by_flag else ()
+    for tasks in ("2", "4"):  # several launches on a node, each a world of its own, as was asked for
+        monkeypatch.setenv("SLURM_STEP_NUM_TASKS", tasks)
+        status, said = dry_run(capsys, *flags, "--num_processes=2")
+        assert status == 0, said
+        assert "--nnodes=1" in said
+        assert "gpu1" not in said
+
+
+def test_another_number_of_machines_takes_neither_rank_nor_address(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    status, said = dry_run(capsys, "--num_machines=4", "--num_processes=4")
+    assert status == 2
+    assert "--num_machines 4 needs --main_process_ip" in said
+    assert "SLURM" not in said
+
+
+def test_the_steps_own_number_of_machines_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    _, bare = dry_run(capsys, "--num_processes=2")
+    _, same = dry_run(capsys, "--num_machines=2", "--num_processes=2")
+    assert bare == same
+    assert "--rdzv-endpoint=gpu1:20049" in bare
+    assert "--node-rank=1" in bare
+
+
+def test_a_number_that_is_none_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    status, said = dry_run(capsys, "--num_machines=two")
+    assert (status, "argument --num_machines: it must be a whole number" in said) == (2, True)
+
+
+def test_sbatch_writes_over_its_own_scripts_only(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("own.sh").write_text("echo mine\n")
+    flags = ("--num_machines=2", "--num_processes=2", "--cpu")
+    assert run_launch([*flags, "--sbatch", "own.sh", "t.py"]) == 2
+    assert "--sbatch own.sh is there" in capsys.readouterr().err
+    assert Path("own.sh").read_text() == "echo mine\n"
+    for _ in range(2):
+        assert run_launch([*flags, "--sbatch", "job.sh", "t.py"]) == 0
+
+
+def test_a_folder_that_has_gone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    tmp_path.rename(tmp_path.with_name("moved"))
+    tmp_path.with_name("moved").joinpath("t.py").unlink()
+    tmp_path.with_name("moved").rmdir()
+    assert run_launch(["t.py"]) == 2
+    assert "the current folder isn't there any more" in capsys.readouterr().err
+
+
+def test_a_folder_of_logs_that_cannot_be_made(capsys: pytest.CaptureFixture[str]) -> None:
+    if not Path("/proc/self").exists():
+        pytest.skip("there is no /proc")
+    assert run_launch(["--cpu", "--num_machines=1", "--num_processes=2", "--log_dir=/proc/x", "t.py"]) == 2
+    assert "--log_dir /proc/x can't be made" in capsys.readouterr().err
