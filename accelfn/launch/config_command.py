@@ -113,8 +113,9 @@ def _show(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
     path = _place(options, environment)
     asked = options.config_file is not None or bool(environment.get("ACCELFN_CONFIG"))
     file = read_config(path) if asked or os.path.exists(path) else None
+    resolved = resolve({}, environment, file)
     print(f"file: {path}" if file else f"file: {path} (not there)")
-    print_origins(resolve({}, environment, file), everything=options.all)
+    print_origins(resolved, everything=options.all)
     return 0
 
 
