@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from accelfn.launch.plan.torchrun import AGENT
+
 ROOT = Path(__file__).parents[2]
 
 RANK_SCRIPT = """
@@ -221,7 +223,7 @@ def test_dry_run_prints_the_whole_command_and_starts_nothing(tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[:2] == ["ACCELERATE_USE_CPU=true \\", "ACCELFN_USE_CPU=true \\"]
-    agent = f"{sys.executable} -m accelfn.launch.run.agent --nnodes=1 --nproc-per-node=2 "
+    agent = f"{sys.executable} {AGENT} --nnodes=1 --nproc-per-node=2 "
     assert lines[-1].startswith(agent)
     assert lines[-1].endswith("worker.py 'my script.py' --lr 1")
 

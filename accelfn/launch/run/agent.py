@@ -1,6 +1,6 @@
 """torchrun, but for what it says at the end: that goes to the report, which has the last word.
 
-``python -m accelfn.launch.run.agent`` takes torchrun's own arguments.
+This file is started by its path, takes torchrun's own arguments, and imports nothing of accelfn.
 """
 
 from __future__ import annotations
@@ -98,4 +98,6 @@ def _tell(folder: str, said: dict[str, object]) -> None:
 
 
 if __name__ == "__main__":
+    if not getattr(sys.flags, "safe_path", False):
+        del sys.path[0]  # this file's folder, in which torch has nothing to look for
     sys.exit(main())

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import select
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from types import FrameType
 
@@ -26,6 +28,7 @@ _TO_SCRIPTS = ("SIGUSR1", "SIGUSR2")
 # How often to look which processes still run; when to say what is waited for; how long torchrun has to end
 # after a signal where no process is left.
 _LOOK_S = 1.0
+_WAIT_S = 0.1
 _SILENT_S = 10.0
 _ALONE_S = 3.0
 
@@ -118,58 +121,102 @@ def _catching(caught: list[int]) -> Generator[list[int]]:
             signal.signal(number, handler)
 
 
+class _Waiting:
+    """What waiting for the command's end has come to.
+
+    Attributes:
+        give_up_s: When the command is killed.
+        stopped_s: When the first signal came to stop it.
+        ended_s: When the processes of this machine were first seen to have ended.
+        restarts: How often all of them have started again.
+    """
+
+    def __init__(self, child: subprocess.Popen[bytes], folder: str, plan: LaunchPlan) -> None:
+        self.child, self.folder, self.plan = child, folder, plan
+        self.has_agent = AGENT in plan.argv
+        self.give_up_s = math.inf
+        self.stopped_s: float | None = None
+        self.ended_s: float | None = None
+        self.restarts = 0
+        self._has_told = False
+        self._look_s = 0.0
+
+    def hand_on(self, number: int) -> None:
+        """Do what a signal asks for."""
+        if signal.Signals(number).name in _TO_SCRIPTS:
+            _send_each(read_pids(self.folder), number)
+            return
+        if number == signal.SIGINT and self.stopped_s is not None:
+            self.give_up_s = 0.0  # the second Ctrl-C: now
+            return
+        if number == signal.SIGINT and self.has_agent and not Path(self.folder, "agent.up").exists():
+            number = signal.SIGTERM  # Python itself would answer with the traceback of an import
+        with contextlib.suppress(ProcessLookupError):
+            self.child.send_signal(number)
+        self.stopped_s = self.stopped_s or time.monotonic()
+        self.give_up_s = min(self.give_up_s, self.stopped_s + self.plan.patience_s)
+
+    def look(self, now_s: float) -> None:
+        """See, now and then, what torchrun's processes do, and say what it doesn't."""
+        if not self.has_agent or now_s < self._look_s:
+            return
+        self._look_s = now_s + _LOOK_S
+        restarts = _count_restarts(self.folder)
+        if restarts > self.restarts:
+            self.restarts = restarts
+            _say(f"after a failure or a change of machines, all processes have started again ({restarts})")
+        pids = read_pids(self.folder)
+        if len(pids) < self.plan.local_size or any(map(_is_alive, pids)):
+            self.ended_s = None
+            return
+        self.ended_s = self.ended_s or now_s
+        if self.stopped_s is not None:
+            # torchrun waits for other machines' processes, where no signal reaches it.
+            self.give_up_s = min(self.give_up_s, max(self.ended_s, self.stopped_s) + _ALONE_S)
+        elif not self._has_told and now_s > self.ended_s + _SILENT_S:
+            self._has_told = True
+            _say("the processes of this machine have ended; it waits for those of the others")
+
+
 def _wait(child: subprocess.Popen[bytes], caught: list[int], folder: str, plan: LaunchPlan) -> int:
     """Wait for the command's end, and do what signals ask for meanwhile."""
+    waiting = _Waiting(child, folder, plan)
     handled = 0
-    give_up_s = float("inf")
-    stopped_s: float | None = None  # when the first signal came to stop it
-    ended_s: float | None = None  # when the processes of this machine were first seen to have ended
-    has_told = False
-    restarts = 0
-    look_s = 0.0
-    while True:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return child.wait(timeout=0.1)
-        for number in caught[handled:]:
-            handled += 1
-            if signal.Signals(number).name in _TO_SCRIPTS:
-                _send_each(read_pids(folder), number)
-                continue
-            if number == signal.SIGINT and give_up_s < float("inf"):
-                give_up_s = 0.0  # the second Ctrl-C: now
-                continue
-            if number == signal.SIGINT and AGENT in plan.argv and not Path(folder, "agent.up").exists():
-                number = signal.SIGTERM  # Python itself would answer with the traceback of an import
-            with contextlib.suppress(ProcessLookupError):
-                child.send_signal(number)
-            stopped_s = stopped_s or time.monotonic()
-            give_up_s = min(give_up_s, stopped_s + plan.patience_s)
-        now_s = time.monotonic()
-        if AGENT in plan.argv and now_s > look_s:
-            look_s = now_s + _LOOK_S
-            pids = read_pids(folder)
-            if _count_restarts(folder) > restarts:
-                restarts = _count_restarts(folder)
-                told = (
-                    f"after a failure or a change of machines, all processes have started again ({restarts})"
-                )
-                print(f"accelfn launch: {told}.", file=sys.stderr)
-            if len(pids) < plan.local_size or any(map(_is_alive, pids)):
-                ended_s = None
-            elif ended_s is None:
-                ended_s = now_s
-        if ended_s is not None and stopped_s is not None:
-            # torchrun waits for other machines' processes, where no signal reaches it.
-            give_up_s = min(give_up_s, max(ended_s, stopped_s) + _ALONE_S)
-        elif ended_s is not None and not has_told and now_s > ended_s + _SILENT_S:
-            has_told = True
-            told = "the processes of this machine have ended; it waits for those of the others"
-            print(f"accelfn launch: {told}.", file=sys.stderr)
-        if time.monotonic() > give_up_s:
-            _kill_left(folder)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            return child.wait()
+    with _watching(child) as wait_a_little:
+        while True:
+            wait_a_little()
+            status = child.poll()
+            if status is not None:
+                return status
+            for number in caught[handled:]:
+                handled += 1
+                waiting.hand_on(number)
+            waiting.look(time.monotonic())
+            if time.monotonic() > waiting.give_up_s:
+                _kill_left(folder)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)
+                return child.wait()
+
+
+@contextlib.contextmanager
+def _watching(child: subprocess.Popen[bytes]) -> Generator[Callable[[], object]]:
+    """Give a function that waits for a tenth of a second, on Linux no longer than the process runs."""
+    try:
+        watched = os.pidfd_open(child.pid) if sys.platform == "linux" else -1
+    except OSError:  # an old kernel, or a sandbox
+        watched = -1
+    if watched < 0:
+        yield lambda: time.sleep(_WAIT_S)
+        return
+    try:
+        yield lambda: select.select([watched], (), (), _WAIT_S)
+    finally:
+        os.close(watched)
+
+
+def _say(told: str) -> None:
+    print(f"accelfn launch: {told}.", file=sys.stderr)
 
 
 def _count_restarts(folder: str) -> int:

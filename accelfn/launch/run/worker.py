@@ -138,7 +138,9 @@ def _say_where(stop: KeyboardInterrupt) -> None:
     rank = os.environ.get("RANK")
     who = f"rank {rank}" if rank else "the script"
     sys.stdout.flush()
-    print(f"accelfn launch: {who} was interrupted{where}.", file=sys.stderr, flush=True)
+    # One write for the whole line: other processes write theirs at this moment.
+    sys.stderr.write(f"accelfn launch: {who} was interrupted{where}.\n")
+    sys.stderr.flush()
 
 
 def _keep(error: BaseException) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from accelfn.errors import ConfigurationError
 from accelfn.launch import LaunchPlan, Machine, Script, format_plan, parse_flags, plan_launch, resolve
+from accelfn.launch.plan.torchrun import AGENT
 
 TWO_MACHINES = ("--num_machines", "2", "--num_processes", "8", "--main_process_ip", "10.0.0.1")
 
@@ -26,9 +27,9 @@ def read_with_torchrun(plan: LaunchPlan) -> dict[str, object]:
     """Parse a plan with the parser that will read it."""
     from torch.distributed import run
 
-    assert plan.argv[1:3] == ("-m", "accelfn.launch.run.agent")
+    assert plan.argv[1] == AGENT
     parse_args = cast("Callable[[list[str]], object]", run.parse_args)  # pyright: ignore[reportUnknownMemberType]
-    return vars(parse_args(list(plan.argv[3:])))
+    return vars(parse_args(list(plan.argv[2:])))
 
 
 @pytest.mark.parametrize(
