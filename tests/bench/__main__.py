@@ -8,12 +8,12 @@ import sys
 def main() -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     run = [sys.executable, "-m"]
-    two = [*run, "accelfn.launch", "launch", "--num_processes", "2", "--cpu", "-m", "tests.bench.collectives"]
+    two = [*run, "accelfn", "launch", "--num_processes", "2", "--cpu", "-m", "tests.bench.collectives"]
     guard = [*two[:-1], "tests.bench.guard"]
     exact = [*two[:-1], "tests.bench.exact"]
     data = [*two[:-1], "tests.bench.data"]
     training = [*two[:-1], "tests.bench.training"]
-    names = ("training", "local", "checkpoint", "campaign", "plan", "load", "offload")
+    names = ("training", "local", "checkpoint", "campaign", "plan", "load", "offload", "launch")
     alone = ([*run, f"tests.bench.{name}"] for name in names)
     for command in (two, guard, exact, data, training, *alone):
         subprocess.run(command, env=environment, check=True)

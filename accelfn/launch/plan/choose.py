@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from accelfn.errors import ConfigurationError
 from accelfn.launch.config.fields import FIELDS, value_of
 from accelfn.launch.config.record import LaunchConfig
+from accelfn.launch.config.secrets import hide_in_text
 from accelfn.launch.config.sources import Resolved
 from accelfn.launch.plan.affinity import plan_affinity
 from accelfn.launch.plan.deepspeed import plan_deepspeed
@@ -249,7 +250,8 @@ def _plan_meeting(config: LaunchConfig, script: Script) -> Meeting:
     for field in FIELDS:
         value = value_of(config, field)
         if field.name not in (*_OWN, "num_machines") and not field.secret and value != field.default:
-            compare.append((field.name, "none" if value is None else field.kind.write(value)))
+            # It crosses the network, and is printed where machines differ.
+            compare.append((field.name, "none" if value is None else hide_in_text(field.kind.write(value))))
     compare.append(("the script", script.name.replace("\\", "/").rpartition("/")[2]))
     return Meeting(
         host=host,
