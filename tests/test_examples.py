@@ -16,7 +16,7 @@ TEXT = "fine_tune_text.py"
 
 
 def launch(name: str, folder: Path, *arguments: str, num_processes: int = 2) -> str:
-    launcher = ("-m", "accelfn.launch", "launch", "--num_processes", str(num_processes), "--cpu")
+    launcher = ("-m", "accelfn", "launch", "--num_processes", str(num_processes), "--cpu")
     return run(folder, *launcher, str(EXAMPLES / name), *arguments)
 
 

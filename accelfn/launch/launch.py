@@ -96,7 +96,7 @@ def _launch(parsed: Parsed, environment: Mapping[str, str]) -> int:
 
 
 # Stands in every script that --sbatch has written.
-_MARK = "-m accelfn.launch launch"
+_MARK = "-m accelfn launch"
 
 
 def _read_step(parsed: Parsed, environment: Mapping[str, str]) -> Mapping[str, tuple[object, str]]:

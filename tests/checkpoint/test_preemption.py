@@ -378,7 +378,7 @@ def test_a_launcher_that_is_terminated_lets_all_ranks_stop(tmp_path: Path) -> No
         "        here.write_text('running')\n"
     )
     launcher = subprocess.Popen(
-        [sys.executable, "-m", "accelfn.launch", "launch", "--num_processes", "2", "train.py"],
+        [sys.executable, "-m", "accelfn", "launch", "--num_processes", "2", "train.py"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.DEVNULL,

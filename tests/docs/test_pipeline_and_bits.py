@@ -28,7 +28,7 @@ def test_the_pipeline_runs_as_the_page_says(tmp_path: Path) -> None:
     ((program, arguments, output),) = SHOWN.findall((GUIDE / "pipeline.md").read_text())
     *options, script = arguments.split()
     assert (program, options[0]) == ("accelfn", "launch")
-    launcher = ("-m", "accelfn.launch", *options, "--cpu")
+    launcher = ("-m", "accelfn", *options, "--cpu")
     assert run(tmp_path, *launcher, str(ROOT / script)) == output
 
 

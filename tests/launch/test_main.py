@@ -42,7 +42,7 @@ def environment() -> dict[str, str]:
 
 def accelfn(*argv: str, cwd: Path = ROOT) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        [sys.executable, "-m", "accelfn.launch", *argv],
+        [sys.executable, "-m", "accelfn", *argv],
         cwd=cwd,
         env=environment(),
         capture_output=True,
@@ -306,7 +306,7 @@ def test_a_launcher_that_is_stopped_leaves_no_process_behind(number: signal.Sign
     )
     pids = [tmp_path / "0", tmp_path / "1"]
     launcher = subprocess.Popen(
-        [sys.executable, "-m", "accelfn.launch", "launch", "--num_processes", "2", "train.py"],
+        [sys.executable, "-m", "accelfn", "launch", "--num_processes", "2", "train.py"],
         cwd=tmp_path,
         env=environment(),
         stdout=subprocess.DEVNULL,

@@ -33,7 +33,7 @@ def environment() -> dict[str, str]:
 
 def into(target: int, argv: tuple[str, ...]) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        [sys.executable, "-m", "accelfn.launch", *argv],
+        [sys.executable, "-m", "accelfn", *argv],
         cwd=ROOT,
         env=environment(),
         stdout=target,

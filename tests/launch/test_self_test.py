@@ -35,7 +35,7 @@ def run(*argv: str, **variables: str) -> "subprocess.CompletedProcess[str]":
 @pytest.mark.slow
 @pytest.mark.parametrize("num_processes", ["1", "2"])
 def test_everything_passes_here(num_processes: str) -> None:
-    done = run("accelfn.launch", "test", "--cpu", "--num-processes", num_processes)
+    done = run("accelfn", "test", "--cpu", "--num-processes", num_processes)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == "accelfn test"
@@ -45,7 +45,7 @@ def test_everything_passes_here(num_processes: str) -> None:
 
 def test_a_broken_setup_fails_and_the_table_says_why() -> None:
     only = ("--only", "random states", "--only", "trigger")
-    done = run("accelfn.launch", "test", "--cpu", "--num_processes", "2", "--fault", "seed", *only)
+    done = run("accelfn", "test", "--cpu", "--num_processes", "2", "--fault", "seed", *only)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "1 of 2 checks passed" in done.stdout
     assert "1 leaf differs between ranks" in done.stdout
@@ -54,7 +54,7 @@ def test_a_broken_setup_fails_and_the_table_says_why() -> None:
 
 def test_a_rank_that_dies_is_seen_by_what_it_was_at() -> None:
     arguments = ("--cpu", "--num_processes", "2", "--fault", "death", "--only", "collectives", "--json")
-    done = run("accelfn.launch", "test", *arguments, "--only", "trigger")
+    done = run("accelfn", "test", *arguments, "--only", "trigger")
     assert done.returncode == 1
     told = json.loads(done.stdout)
     assert not told["passed"]
@@ -69,7 +69,7 @@ def test_a_rank_that_dies_is_seen_by_what_it_was_at() -> None:
 
 def test_ranks_that_cannot_join_end_with_a_table_that_says_why() -> None:
     flags = ("--cpu", "--num_processes", "2", "--only", "trigger")
-    done = run("accelfn.launch", "test", *flags, GLOO_SOCKET_IFNAME="nosuch0")
+    done = run("accelfn", "test", *flags, GLOO_SOCKET_IFNAME="nosuch0")
     assert done.returncode == 1
     assert "  FAIL     joining of rank " in done.stdout
     assert "Unable to find address for: nosuch0" in done.stdout
@@ -81,7 +81,7 @@ def test_ranks_that_cannot_join_end_with_a_table_that_says_why() -> None:
 def test_a_rank_that_dies_before_it_joins_ends_with_a_table(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import os\nif os.environ.get('RANK') == '1': os._exit(9)\n")
     flags = ("--cpu", "--num_processes", "2", "--only", "trigger")
-    done = run("accelfn.launch", "test", *flags, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
+    done = run("accelfn", "test", *flags, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
     assert done.returncode == 1
     assert ", with exit status 9" in done.stderr
     assert "  not run  trigger" in done.stdout
@@ -98,7 +98,7 @@ def test_fp16_learns_what_one_process_learns() -> None:
         "--only",
         "training, as configured",
     )
-    done = run("accelfn.launch", "test", *flags)
+    done = run("accelfn", "test", *flags)
     assert done.returncode == 0, done.stdout + done.stderr
     # No step is skipped by one of the two: what is left is rounding of fp16.
     assert float(done.stdout.splitlines()[1].rpartition(" ")[2]) < 5e-3
@@ -134,7 +134,7 @@ def test_a_setup_that_accelfn_has_no_machinery_for_fails() -> None:
     ids=str,
 )
 def test_bad_input_is_one_sentence_and_status_2(argv: list[str], message: str) -> None:
-    done = run("accelfn.launch", "test", *argv)
+    done = run("accelfn", "test", *argv)
     assert done.returncode == 2
     assert message in done.stderr.splitlines()[-1]
 
@@ -172,7 +172,7 @@ def test_a_signal_ends_the_ranks_too(tmp_path: Path, number: signal.Signals) -> 
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("ACCELFN_")}
     process = subprocess.Popen(
         [
-            *(sys.executable, "-m", "accelfn.launch", "test", "--cpu", "--num_processes", "2"),
+            *(sys.executable, "-m", "accelfn", "test", "--cpu", "--num_processes", "2"),
             *("--folder", str(tmp_path), "--fault", "hang", "--only", "collectives"),
         ],
         cwd=ROOT,
@@ -203,7 +203,7 @@ def test_a_signal_ends_the_ranks_too(tmp_path: Path, number: signal.Signals) -> 
 @pytest.mark.slow
 def test_a_rank_that_hangs_is_named_and_ended_in_seconds() -> None:
     argv = ("--cpu", "--num_processes", "2", "--fault", "hang", "--timeout", "3")
-    done = run("accelfn.launch", "test", *argv, "--only", "collectives", "--only", "trigger")
+    done = run("accelfn", "test", *argv, "--only", "collectives", "--only", "trigger")
     assert done.returncode == 1
     assert "CollectiveTimeoutError" in done.stdout
     assert "0 of 2 checks passed" in done.stdout

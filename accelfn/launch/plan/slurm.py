@@ -134,9 +134,7 @@ def write_sbatch(config: LaunchConfig, script: Script, tokens: Sequence[str], ma
     lines += ["", "set -euo pipefail", *(options.setup or ())]
     if config.num_processes is not None and "num_processes" not in " ".join(tokens).replace("-", "_"):
         tokens = ("--num_processes", str(config.num_processes), *tokens)
-    command = shlex.join(
-        (machine.python, "-m", "accelfn.launch", "launch", *tokens, script.name, *script.args)
-    )
+    command = shlex.join((machine.python, "-m", "accelfn", "launch", *tokens, script.name, *script.args))
     lines += [
         "",
         "# One launch a node; it finds the number of nodes, its own and the first one's address by itself.",

@@ -75,7 +75,7 @@ def on_terminal(arguments: Sequence[str], home: pathlib.Path) -> Generator[Termi
         "CUDA_VISIBLE_DEVICES": "",  # the defaults shall not hang on the machine
     }
     program = subprocess.Popen(
-        [sys.executable, "-m", "accelfn.launch", "config", *arguments],
+        [sys.executable, "-m", "accelfn", "config", *arguments],
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,

@@ -257,7 +257,7 @@ def test_a_script_for_sbatch_is_a_launch_on_every_node() -> None:
     ):
         assert wanted in lines
     assert lines[-1] == (
-        "srun --ntasks-per-node=1 --kill-on-bad-exit=1 /v/python -m accelfn.launch launch "
+        "srun --ntasks-per-node=1 --kill-on-bad-exit=1 /v/python -m accelfn launch "
         "--num_processes=8 --num_machines=2 train.py 'a b'"
     )
     assert subprocess.run(["bash", "-n", "-c", text], check=False).returncode == 0

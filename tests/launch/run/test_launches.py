@@ -35,7 +35,7 @@ def environment(**more: str) -> dict[str, str]:
 
 def start(folder: Path, *argv: str, **more: str) -> "subprocess.Popen[str]":
     return subprocess.Popen(
-        [sys.executable, "-m", "accelfn.launch", "launch", *argv],
+        [sys.executable, "-m", "accelfn", "launch", *argv],
         cwd=folder,
         env=environment(**more),
         text=True,
