@@ -58,6 +58,10 @@ def _refuse_absent_program(name: str, config: LaunchConfig) -> None:
     if config.module:
         _refuse_absent_module(name)
     elif config.no_python:
+        if shutil.which(name) is None and os.path.isfile(name):
+            raise ConfigurationError(
+                f"the program {name!r} can't be executed. Give it the permission: chmod +x"
+            )
         if shutil.which(name) is None:
             raise ConfigurationError(f"there is no program {name!r} to run. Check the path or PATH.")
     else:
@@ -85,6 +89,11 @@ def _refuse_absent_module(name: str) -> None:
     missing = find_missing_module(name, path)
     if missing is None:
         return
+    package = missing.removesuffix(".__main__")
+    if package == name and package != missing:
+        raise ConfigurationError(
+            f"the package {name!r} can't be run: it has no __main__. Name a module in it."
+        )
     looked = list(dict.fromkeys(os.path.abspath(part) for part in path if part))
     shown = ", ".join(looked[:4]) + (f" and {len(looked) - 4} more folders" if len(looked) > 4 else "")
     hint = "Check the name, the current folder and PYTHONPATH"

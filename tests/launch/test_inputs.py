@@ -118,6 +118,11 @@ def test_a_package_that_finds_its_own_parts_is_believed(tmp_path: Path) -> None:
 def test_a_missing_module_is_told_with_where_it_was_looked_for(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=f"no module 'nosuch' to run: looked in {tmp_path}, .* more"):
         refuse("-m", script="nosuch")
+    write_package(tmp_path / "own")
+    with pytest.raises(ConfigurationError, match="the package 'own' can't be run: it has no __main__"):
+        refuse("-m", script="own")
+    with pytest.raises(ConfigurationError, match=r"the program './t.py' can't be executed"):
+        refuse("--no_python", script="./t.py")
     with pytest.raises(ConfigurationError, match="For a file leave -m out"):
         refuse("-m", script="t.py")
     refuse("-m", script="t")

@@ -12,6 +12,7 @@ from typing import Any
 from accelfn.launch.config.kinds import Kind
 from accelfn.launch.config.option import Option
 from accelfn.launch.config.record import LaunchConfig
+from accelfn.launch.config.secrets import hide_in_text
 
 __all__ = (
     "FIELDS",
@@ -169,7 +170,8 @@ def read_value(field: Field, text: str) -> object:
         if field.kind.choices:
             close = suggest(text, field.kind.choices)
             hint = f" Did you mean {close}?" if close else ""
-        raise ValueError(f"it must be {field.kind.accepts}, got {text!r}.{hint}") from None
+        shown = hide_in_text(text)
+        raise ValueError(f"it must be {field.kind.accepts}, got {shown!r}.{hint}") from None
 
 
 def suggest(word: str, words: Iterable[str]) -> str | None:

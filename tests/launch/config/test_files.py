@@ -63,6 +63,7 @@ def test_the_flag_wins_over_the_variable_and_both_are_asked_for() -> None:
         (LAUGHS, "a.yaml", "nested too deeply, or contains itself"),
         (f'{{"num_processes": {"1" * 5000}}}', "a.json", "a number in it can't be read"),
         ("main_process_ip: bad host", "a.yaml", "the name or address of a machine, got 'bad host'"),
+        ("num_processes: HF_TOKEN=abc", "a.yaml", "a whole number, 1 or more, got 'HF_TOKEN=***'"),
         ("rdzv_endpoint: a b:1", "a.yaml", "it must be HOST:PORT"),
     ],
 )  # fmt: skip
