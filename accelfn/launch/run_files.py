@@ -135,7 +135,7 @@ class _Points:
         self.are_in_order = True
 
     def add(self, step: int | None, value: float) -> None:
-        at = self.last + 1 if step is None else int(step)
+        at = self.last + 1 if step is None else step
         if at <= self.last and self.steps:
             self.are_in_order = False
         self.last = at
@@ -198,7 +198,7 @@ class _Reading:
         self.config.update(entry.get("values") or {})
 
     def _log(self, entry: dict[str, Any]) -> None:
-        step = entry.get("step")
+        step = None if entry.get("step") is None else int(entry["step"])
         for name, value in _flat(entry.get("values") or {}):
             number = _WORDS.get(value, value) if isinstance(value, str) else value
             if isinstance(number, (int, float)):

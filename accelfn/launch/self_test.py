@@ -27,7 +27,8 @@ def run_self_test(argv: Sequence[str]) -> int:
         argv: Arguments after ``test``.
 
     Returns:
-        0 where every check has passed, 2 where the launch was refused, 1 otherwise.
+        0 where every check has passed, 2 where the launch was refused, 128 and more after a signal, 1
+        otherwise.
 
     Raises:
         SystemExit: 0 after ``--help``; 2 after one sentence on what is wrong.
@@ -42,7 +43,7 @@ def run_self_test(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="accelfn-test-") as folder:
         report = Path(folder) / "results"
         command = self_test_command(options, launch_flags, str(report))
-        status = _run(command)
+        status, stop = _run(command)
         results = read_results(report)
         asked = [name for name in CHECK_NAMES if name in options.only] if options.only else CHECK_NAMES
         results = add_missing(results, asked) if results or status not in (0, 2) else ()
@@ -57,26 +58,36 @@ def run_self_test(argv: Sequence[str]) -> int:
     if status != 0 and not options.json:
         sys.stdout.flush()
         print(f"accelfn test: the launch ended with status {status}.", file=sys.stderr)
-    return int(failed)
+    return int(failed) if stop is None else 128 + stop
 
 
-def _run(command: Sequence[str]) -> int:
-    """Run the launch, and stay until it has ended: it alone knows how to end its ranks."""
-    # Of torch's C++ part errors will do: what it warns of, the table says.
-    process = subprocess.Popen(command, env={"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ})
+def _run(command: Sequence[str]) -> tuple[int, int | None]:
+    """Run the launch, and stay until it has ended: it alone knows how to end its ranks.
+
+    Returns:
+        Its exit status, and the first signal that came to stop it.
+    """
+    # A session of its own: Ctrl-C in a terminal must reach it once, and from here. Of torch's C++ part errors
+    # will do: what it warns of, the table says.
+    process = subprocess.Popen(
+        command, env={"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ}, start_new_session=True
+    )
+    caught: list[int] = []
 
     def pass_on(number: int, _: FrameType | None) -> None:
+        caught.append(number)
         process.send_signal(number)
 
-    def leave(number: int, _: FrameType | None) -> None:
-        """Do nothing: a terminal's Ctrl-C reaches the launch by itself."""
-
-    kept = [(signal.SIGTERM, signal.signal(signal.SIGTERM, pass_on))]
-    kept.append((signal.SIGINT, signal.signal(signal.SIGINT, leave)))
+    numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    kept = {
+        number: signal.signal(number, pass_on)
+        for number in numbers
+        if signal.getsignal(number) is not signal.SIG_IGN  # as nohup has it
+    }
     try:
-        return process.wait()
+        return process.wait(), caught[0] if caught else None
     finally:
-        for number, handler in kept:
+        for number, handler in kept.items():
             signal.signal(number, handler)
 
 

@@ -332,6 +332,34 @@ def test_a_launcher_that_is_stopped_leaves_no_process_behind(number: signal.Sign
         assert not is_alive(int(path.read_text()))
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="a process hears of its parent's end on Linux only")
+@pytest.mark.parametrize("late_s", [0.0, 0.1, 0.4])
+def test_a_launcher_that_is_killed_at_once_leaves_nothing_behind(late_s: float, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import time; time.sleep(90)")
+    (tmp_path / "tmp").mkdir()
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "accelfn", "launch", "--cpu", "--num_processes", "2", "train.py"],
+        cwd=tmp_path,
+        env={**environment(), "TMPDIR": str(tmp_path / "tmp")},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children")
+    deadline = time.monotonic() + 60
+    try:
+        while not children.read_text().split():  # torchrun has begun, and hasn't loaded torch
+            assert launcher.poll() is None
+            assert time.monotonic() < deadline
+        (agent,) = map(int, children.read_text().split())
+        time.sleep(late_s)
+    finally:
+        launcher.kill()
+        launcher.wait()
+    while is_alive(agent) or any((tmp_path / "tmp").iterdir()):
+        assert time.monotonic() < deadline, "a process or a folder is left"
+        time.sleep(0.05)
+
+
 def is_alive(pid: int) -> bool:
     try:
         # The third word is the state; a zombie has ended, and whoever adopted it has to notice.

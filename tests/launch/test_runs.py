@@ -104,7 +104,7 @@ def test_a_value_without_a_step_stands_behind_the_last(tmp_path: Path) -> None:
 def test_lines_that_fit_nothing_cost_only_themselves(tmp_path: Path) -> None:
     strange = [
         '{"kind": "images", "name": "x"}',
-        '{"kind": "log", "step": 1e400, "values": {"a": 1}}',
+        '{"kind": "log", "step": 1e400, "values": {"a": 1, "never": 1}}',
         '{"kind": ["log"]}',
         "[" * 5000,
     ]
@@ -112,7 +112,7 @@ def test_lines_that_fit_nothing_cost_only_themselves(tmp_path: Path) -> None:
     with (folder / "events.jsonl").open("ab") as file:
         file.write(b'{"kind": "log", "step": 2, "values": {"a": 2.0, "t": "\xff"}}\n')
     run = read_run(folder)
-    assert (run.num_damaged, dict(run.images)) == (4, {})
+    assert (run.num_damaged, dict(run.images), set(run.curves)) == (4, {}, {"a"})
     assert run.curves["a"] == Curve((1, 2), (1.0, 2.0))
     assert dict(run.texts) == {"t": "\ufffd"}
 

@@ -165,14 +165,25 @@ def ranks_of(folder: Path) -> list[int]:
     return found
 
 
+# Where the tests run in a shell's background, SIGINT is ignored, and stays so in what they start.
+FOREGROUND = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from accelfn.__main__ import main
+sys.exit(main())
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda it: signal.Signals(it).name)
-def test_a_signal_ends_the_ranks_too(tmp_path: Path, number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("number", "to_group"), [(signal.SIGINT, True), (signal.SIGINT, False), (signal.SIGTERM, False)]
+)
+def test_a_signal_ends_the_ranks_too(tmp_path: Path, number: signal.Signals, to_group: bool) -> None:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("ACCELFN_")}
     process = subprocess.Popen(
         [
-            *(sys.executable, "-m", "accelfn", "test", "--cpu", "--num_processes", "2"),
+            *(sys.executable, "-c", FOREGROUND, "test", "--cpu", "--num_processes", "2"),
             *("--folder", str(tmp_path), "--fault", "hang", "--only", "collectives"),
         ],
         cwd=ROOT,
@@ -187,11 +198,11 @@ def test_a_signal_ends_the_ranks_too(tmp_path: Path, number: signal.Signals) -> 
             assert process.poll() is None
             assert time.monotonic() < until
             time.sleep(0.05)
-        if number == signal.SIGINT:
+        if to_group:
             os.killpg(process.pid, number)  # as a terminal does
         else:
             process.send_signal(number)
-        assert process.wait(60) == 1
+        assert process.wait(60) == 128 + number
     finally:
         process.kill()
         process.wait()
@@ -208,3 +219,5 @@ def test_a_rank_that_hangs_is_named_and_ended_in_seconds() -> None:
     assert "CollectiveTimeoutError" in done.stdout
     assert "0 of 2 checks passed" in done.stdout
     assert "the ranks did not meet again" in done.stdout
+    alone = run("accelfn", "test", *argv, "--only", "collectives")  # and no check tells that it is lost
+    assert (alone.returncode, "0 of 1 checks passed" in alone.stdout) == (1, True)

@@ -157,6 +157,11 @@ def _refuse_misspelt(environment: Mapping[str, str]) -> None:
     known = {name for field in FIELDS for name in (*field.variables, *field.exports)}
     known |= {f"{_PREFIX}{name}" for name in _OTHERS}
     shorter = {name.removeprefix(_PREFIX): name for name in sorted(known) if name.startswith(_PREFIX)}
+    if environment.get(f"{_PREFIX}CONFIG_FILE", "").strip():
+        raise ConfigurationError(
+            f"the variable {_PREFIX}CONFIG_FILE is not known. Did you mean {_PREFIX}CONFIG? Correct or unset "
+            "it."
+        )
     for name in sorted(environment):
         if not name.startswith(_PREFIX) or name in known or not environment[name].strip():
             continue

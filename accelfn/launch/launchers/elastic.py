@@ -95,7 +95,8 @@ def launch_config(meeting: Meeting, logs: str) -> LaunchConfig:
         monitor_interval=meeting.monitor_interval,
         # Otherwise ranks look for each other under the host's name, which need not resolve.
         local_addr="127.0.0.1" if alone else None,
-        logs_specs=DefaultLogsSpecs(log_dir=logs, tee=Std.ALL) if meeting.prefix is not None else None,
+        # Without a folder it makes one elsewhere, and leaves it there.
+        logs_specs=DefaultLogsSpecs(log_dir=logs, tee=Std.NONE if meeting.prefix is None else Std.ALL),
         log_line_prefix_template=meeting.prefix,
         shutdown_timeout=_SHUTDOWN_S,
     )

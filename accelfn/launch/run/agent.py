@@ -9,6 +9,7 @@ import ctypes
 import json
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -30,10 +31,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0, 1 if a process failed, 128 and more after a signal.
     """
-    # Until torch has loaded, an interrupt has nothing to clean up; its traceback would be one of imports.
-    previous = signal.signal(signal.SIGINT, _leave)
     folder = os.environ.get("ACCELFN_RUN_DIR", "")
     has_report = os.path.isdir(folder)
+    try:
+        if has_report:
+            _end_with_launcher(folder)
+        return _run(argv, folder, has_report)
+    finally:
+        if has_report and _is_orphan(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _run(argv: Sequence[str] | None, folder: str, has_report: bool) -> int:
+    # Until torch has loaded, there is nothing to end; the traceback of an interrupt would be one of imports.
+    previous = {number: signal.signal(number, _leave) for number in (signal.SIGINT, signal.SIGTERM)}
     logs_cpp = "TORCH_CPP_LOG_LEVEL" in os.environ
     if has_report and "LOGLEVEL" not in os.environ:  # with that, somebody wants to see torchrun's log
         # What goes wrong is in the report. torch's C++ part reads the variable when it loads.
@@ -47,13 +58,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ.pop("TORCH_CPP_LOG_LEVEL", None)  # the scripts are to have their own
     parse_args = cast("Callable[[list[str] | None], Any]", torchrun.parse_args)  # pyright: ignore[reportUnknownMemberType]
     run = cast("Callable[[Any], None]", torchrun.run)  # pyright: ignore[reportUnknownMemberType]
-    if has_report:
-        _end_with_parent()
     try:
-        signal.signal(signal.SIGINT, previous)
+        options = parse_args(None if argv is None else list(argv))
+        if has_report and options.log_dir is None:
+            options.log_dir = os.path.join(folder, "torchrun")  # else it leaves a folder behind
+        for number, handler in previous.items():
+            signal.signal(number, handler)
         if has_report:
             Path(folder, "agent.up").touch()  # from now on an interrupt can be told it
-        run(parse_args(None if argv is None else list(argv)))
+        run(options)
     except ChildFailedError as error:
         if not has_report:
             raise
@@ -83,14 +96,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _leave(number: int, frame: FrameType | None) -> NoReturn:
-    os._exit(130)
+    folder = os.environ.get("ACCELFN_RUN_DIR", "")
+    if _is_orphan(folder):
+        shutil.rmtree(folder, ignore_errors=True)
+    os._exit(128 + number)
 
 
-def _end_with_parent() -> None:
+def _end_with_launcher(folder: str) -> None:
     """Have the system send SIGTERM if the launcher is killed, so that the processes end with it."""
     if sys.platform == "linux":
         set_death_signal = 1
         ctypes.CDLL(None).prctl(set_death_signal, int(signal.SIGTERM))
+    if _is_orphan(folder):  # it was killed before
+        _leave(signal.SIGTERM, None)
+
+
+def _is_orphan(folder: str) -> bool:
+    """Whether the launcher, which wrote its number into the folder, is gone."""
+    try:
+        return os.getppid() != int(Path(folder, "launcher").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
 
 
 def _tell(folder: str, said: dict[str, object]) -> None:

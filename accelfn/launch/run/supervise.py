@@ -65,6 +65,7 @@ def supervise(
     sys.stderr.flush()
     folder = tempfile.mkdtemp(prefix="accelfn-run-")
     try:
+        Path(folder, "launcher").write_text(str(os.getpid()), encoding="utf-8")
         changes = {**dict(plan.env_changes), "ACCELFN_RUN_DIR": folder}
         if plan.way == "deepspeed":
             changes["DS_ENV_FILE"] = _write_deepspeed_variables(plan, environment, folder)

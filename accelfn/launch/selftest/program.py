@@ -64,8 +64,10 @@ def run_selftest(argv: Sequence[str] | None = None) -> int:
     chosen = [check for check in CHECKS if not options.only or check.name in options.only]
     results = run_checks(ctx, open_context, chosen, fault=options.fault, folder=options.folder, told=told)
     if report is not None:
-        # A rank that is lost may still be there, and the launcher ends it only where another has failed.
-        return int(any(result.verdict == "not run" for result in results))
+        # A rank that is lost may still be there, and the launcher ends it only where another has failed. That
+        # none is lost, only a check that comes after the failed ones can tell.
+        is_lost = any(result.verdict == "not run" for result in results)
+        return int(is_lost or bool(results and results[-1].verdict != "pass"))
     if speaks:
         print_results(results, place)
     return int(any(result.verdict != "pass" for result in results))

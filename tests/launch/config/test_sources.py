@@ -238,6 +238,7 @@ def test_a_record_refuses_what_no_text_could_give(changes: dict[str, object]) ->
         ("ACCELFN_MIXED_PRECISON", "ACCELFN_MIXED_PRECISION"),
         ("ACCELFN_FSDP_VERSON", "ACCELFN_FSDP_VERSION"),
         ("ACCELFN_TORCH_DEVIC", "ACCELFN_TORCH_DEVICE"),
+        ("ACCELFN_CONFIG_FILE", "ACCELFN_CONFIG"),
     ],
 )
 def test_a_misspelt_variable_is_refused(name: str, meant: str) -> None:
