@@ -15,7 +15,14 @@ from accelfn.launch.arguments import CommandParser, read_arguments
 from accelfn.launch.config.accelerate import import_accelerate
 from accelfn.launch.config.ask import ask_values, format_launch
 from accelfn.launch.config.fields import FIELD_OF, build_config
-from accelfn.launch.config.files import find_config_file, format_config, read_config, read_text, read_tree
+from accelfn.launch.config.files import (
+    find_config_file,
+    format_config,
+    read_config,
+    read_text,
+    read_tree,
+    require_reader,
+)
 from accelfn.launch.config.sources import resolve
 from accelfn.launch.output import print_origins
 from accelfn.launch.plan.machine import Machine, read_machine
@@ -145,6 +152,7 @@ def _refuse_to_overwrite(path: str, options: argparse.Namespace) -> None:
 
 
 def _save(text: str, path: str) -> int:
+    require_reader(path)  # else no launch could read what it finds there
     target = Path(path)
     part = target.with_name(f"{target.name}.part")
     try:

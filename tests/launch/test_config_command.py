@@ -1,5 +1,6 @@
 """``accelfn config`` writes, shows, renews and takes over files."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,17 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def test_what_no_launch_could_read_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    assert run_config(["default", "--config_file", str(tmp_path / "a.yaml")]) == 2
+    assert "a.yaml is YAML, and PyYAML is not installed. Run: pip install" in capsys.readouterr().err
+    assert run_config(["default", "--config_file", str(tmp_path / "a.json")]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+    assert read_config(str(tmp_path / "a.json")).values
 
 
 @pytest.mark.parametrize("name", ["a.yaml", "a.json"])

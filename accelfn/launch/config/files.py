@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 from collections.abc import Mapping
@@ -26,6 +27,7 @@ __all__ = (
     "read_config",
     "read_text",
     "read_tree",
+    "require_reader",
 )
 
 #: The layout that this version writes.
@@ -318,14 +320,23 @@ def _json_entry(value: object) -> Entry:
     return Entry("" if value is None else str(value), "")
 
 
-def _read_yaml(text: str, path: str) -> Entry:
-    try:
-        import yaml
-    except ImportError as error:
+def require_reader(path: str) -> None:
+    """Refuse a file that can't be read here.
+
+    Raises:
+        MissingExtraError: It is YAML and PyYAML isn't installed.
+    """
+    if PurePath(path).suffix != ".json" and importlib.util.find_spec("yaml") is None:
         raise MissingExtraError(
             f"{path} is YAML, and PyYAML is not installed. Run: pip install 'accelfn[cli]'. A file that ends "
             "in .json needs nothing."
-        ) from error
+        )
+
+
+def _read_yaml(text: str, path: str) -> Entry:
+    require_reader(path)
+    import yaml
+
     try:
         node: Any = yaml.compose(text, Loader=yaml.BaseLoader)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
     except yaml.YAMLError as error:
