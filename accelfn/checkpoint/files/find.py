@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -16,10 +17,9 @@ from accelfn.checkpoint.files.commit import (
     is_complete,
     is_leftover,
     parse_leftover,
-    read_head,
 )
 from accelfn.checkpoint.files.disk import REAL_DISK, Disk, Folder, Status, is_there, opened, read_file
-from accelfn.checkpoint.files.manifest import MANIFEST, Manifest, parse_manifest
+from accelfn.checkpoint.files.manifest import MANIFEST, Manifest, parse_head, parse_manifest
 from accelfn.errors import CheckpointError, DamagedCheckpointError, NoCheckpointError, NotAvailableError
 
 __all__ = (
@@ -192,25 +192,30 @@ def _look_at(disk: Disk, parent: str, names: set[str]) -> tuple[list[Found], lis
         try:
             if name in names and disk.status(path).kind != "directory":
                 continue
-            resolved = resolve(disk, path)
-            modified_s = disk.status(os.path.join(resolved, MANIFEST)).modified_s
+            find, look = functools.partial(resolve, disk, path), functools.partial(_look_in, disk, path)
+            try:
+                found.append(_read_what_stays(disk, find, look))
+            except (DamagedCheckpointError, NotAvailableError) as error:
+                broken.append(Broken(path, _modified_s(disk, find()), error))
         except FileNotFoundError:  # it is no checkpoint, or was removed meanwhile
             is_sure = False
-            continue
-        try:
-            head = read_head(disk, resolved)
-            missing = find_missing(disk, resolved, head) if head is not None else None
-        except (DamagedCheckpointError, NotAvailableError) as error:
-            broken.append(Broken(path, modified_s, error))
-        else:
-            if missing is not None:
-                why = f"{os.path.join(path, missing)} is missing, or not as long as it was written."
-                broken.append(Broken(path, modified_s, DamagedCheckpointError(why, missing)))
-            elif head is not None:
-                found.append(Found(path, resolved, head.step, head.metric, head.generation, modified_s))
-            else:
-                is_sure = False
     return found, broken, is_sure and not broken
+
+
+def _look_in(disk: Disk, path: str, folder: Folder) -> Found:
+    """Read the head of the checkpoint ``path``, which lies in ``folder``, and look for all its files."""
+    modified_s = _modified_s(disk, folder.path)
+    content = read_file(disk, folder, MANIFEST, MAX_MANIFEST_BYTES)
+    head = parse_head(content, os.path.join(folder.path, MANIFEST))
+    missing = find_missing(disk, folder.path, head)
+    if missing is not None:
+        why = f"{os.path.join(path, missing)} is missing, or not as long as it was written."
+        raise DamagedCheckpointError(why, missing)
+    return Found(path, folder.path, head.step, head.metric, head.generation, modified_s)
+
+
+def _modified_s(disk: Disk, path: str) -> float:
+    return disk.status(os.path.join(path, MANIFEST)).modified_s
 
 
 def _ordered(found: Sequence[Found]) -> list[Found]:
@@ -322,28 +327,54 @@ def read_checkpoint(
         DamagedCheckpointError: Of the manifest, or of ``read``.
         NotAvailableError: A newer version of accelfn has written it.
     """
+
+    def read_open(folder: Folder) -> _T:
+        content = read_file(disk, folder, MANIFEST, MAX_MANIFEST_BYTES)
+        manifest = parse_manifest(content, os.path.join(folder.path, MANIFEST))
+        return read(OpenCheckpoint(folder.path, folder, manifest))
+
+    return _read_what_stays(disk, functools.partial(locate, disk, directory), read_open)
+
+
+def _read_what_stays(disk: Disk, find: Callable[[], str], read: Callable[[Folder], _T]) -> _T:
+    """Find a checkpoint and read in it, and do both again where it was moved or removed meanwhile."""
     attempt = 1
     while True:
-        path = locate(disk, directory)
-        before = _standing(disk, path)
+        path = find()
+        changed = True
         try:
             with opened(disk, path) as folder:
-                content = read_file(disk, folder, MANIFEST, MAX_MANIFEST_BYTES)
-                manifest = parse_manifest(content, os.path.join(path, MANIFEST))
-                return read(OpenCheckpoint(path, folder, manifest))
+                before = _standing(disk, folder)
+                try:
+                    return read(folder)
+                except (FileNotFoundError, DamagedCheckpointError):
+                    # Asked while the directory is open, so that no other one can have its number.
+                    changed = not _stays(disk, path, before)
+                    raise
         except (FileNotFoundError, DamagedCheckpointError):
-            is_the_same = before is not None and _standing(disk, path) == before
-            if attempt == _MAX_ATTEMPTS or is_the_same:
+            if attempt == _MAX_ATTEMPTS or not changed:
                 raise
         attempt += 1
 
 
-def _standing(disk: Disk, path: str) -> Status | None:
-    """Give what changes when a directory is moved away, or when files in it are removed."""
+def _standing(disk: Disk, folder: Folder) -> Status:
+    """Give what changes when another directory takes the place, or when files in this one are removed."""
+    return disk.status(folder.path) if folder.descriptor is None else disk.status_of(folder.descriptor)
+
+
+def _stays(disk: Disk, path: str, before: Status) -> bool:
+    """Say whether nobody has moved a directory away, or begun to remove what is in it.
+
+    Times alone don't say it: some disks count them in whole seconds, and a removal takes less. But what has a
+    checkpoint's own name is never removed before it has another one.
+    """
     try:
-        return disk.status(path)
+        with opened(disk, path) as folder:
+            if _standing(disk, folder) != before:
+                return False
     except FileNotFoundError:
-        return None
+        return False
+    return not is_leftover(os.path.basename(path)) or is_complete(disk, path) is not None
 
 
 def check_names(disk: Disk, checkpoint: OpenCheckpoint) -> tuple[str, ...]:

@@ -26,8 +26,8 @@ from accelfn.checkpoint.files.commit import (
     parse_leftover,
     publish,
 )
-from accelfn.checkpoint.files.disk import REAL_DISK, Disk
-from accelfn.checkpoint.files.find import OpenCheckpoint, locate, read_checkpoint, resolve
+from accelfn.checkpoint.files.disk import REAL_DISK, Disk, Folder, Status
+from accelfn.checkpoint.files.find import OpenCheckpoint, locate, read_checkpoint, resolve, scan
 from accelfn.checkpoint.files.manifest import (
     Manifest,
     Piece,
@@ -495,6 +495,98 @@ def test_a_file_that_is_really_missing_is_not_looked_for_again(tmp_path: Path) -
     assert calls == [1]
 
 
+def coarse_disk() -> Disk:
+    """Give a disk whose times tell nothing, as those that count whole seconds tell little."""
+    return replace(
+        REAL_DISK,
+        status=lambda path: REAL_DISK.status(path)._replace(modified_s=0.0),
+        status_of=lambda descriptor: REAL_DISK.status_of(descriptor)._replace(modified_s=0.0),
+    )
+
+
+def test_a_replaced_one_that_is_being_removed_is_told_from_a_damaged_one(tmp_path: Path) -> None:
+    save(tmp_path / "here", 1)
+    save(tmp_path / "new", 2)
+    old = Path(leftover_path(str(tmp_path / "here"), "replaced", make_nonce()))
+    (tmp_path / "here").rename(old)
+    seen: list[str] = []
+
+    def read(checkpoint: OpenCheckpoint) -> int:
+        seen.append(checkpoint.path)
+        if len(seen) == 1:
+            (tmp_path / "new").rename(tmp_path / "here")
+            (old / "tensors-00000.safetensors").unlink()
+        box = Box("x", "int64", checkpoint.manifest.tensors["x"].pieces[0])
+        return int(read_boxes(disk, checkpoint.folder, checkpoint.manifest, [box])[0])
+
+    disk = coarse_disk()
+    assert read_checkpoint(disk, tmp_path / "here", read) == 2
+    assert seen == [str(old), str(tmp_path / "here")]
+
+
+def test_a_replaced_one_that_is_damaged_is_read_once(tmp_path: Path) -> None:
+    save(tmp_path / "here", 1)
+    (tmp_path / "here").rename(leftover_path(str(tmp_path / "here"), "replaced", make_nonce()))
+    calls: list[int] = []
+
+    def read(checkpoint: OpenCheckpoint) -> None:
+        calls.append(1)
+        raise DamagedCheckpointError("a checksum is wrong", "x")
+
+    with pytest.raises(DamagedCheckpointError):
+        read_checkpoint(REAL_DISK, tmp_path / "here", read)
+    assert calls == [1]
+
+
+def test_a_checkpoint_behind_a_link_is_read_once_if_it_is_damaged(tmp_path: Path) -> None:
+    save(tmp_path / "here", 1)
+    (tmp_path / "link").symlink_to("here")
+    calls: list[int] = []
+
+    def read(checkpoint: OpenCheckpoint) -> None:
+        calls.append(1)
+        raise DamagedCheckpointError("a checksum is wrong", "x")
+
+    with pytest.raises(DamagedCheckpointError):
+        read_checkpoint(REAL_DISK, tmp_path / "link", read)
+    assert calls == [1]
+
+
+def test_a_directory_without_a_name_for_an_instant_is_opened_again(tmp_path: Path) -> None:
+    save(tmp_path / "here", 1)
+    opens: list[str] = []
+
+    def open_folder(path: str) -> Folder:
+        opens.append(path)
+        if len(opens) > 1:
+            return REAL_DISK.open_folder(path)
+        (tmp_path / "here").rename(tmp_path / "away")
+        try:
+            return REAL_DISK.open_folder(path)
+        finally:
+            (tmp_path / "away").rename(tmp_path / "here")
+
+    assert read_checkpoint(replace(REAL_DISK, open_folder=open_folder), tmp_path / "here", lambda one: 7) == 7
+    assert opens == [str(tmp_path / "here")] * 2
+
+
+def test_one_that_is_replaced_while_it_is_listed_is_not_listed_as_damaged(tmp_path: Path) -> None:
+    save(tmp_path / "here", 1)
+    looks: list[str] = []
+
+    def status(path: str) -> Status:
+        if path.endswith(".safetensors"):
+            looks.append(path)
+            if len(looks) == 1:
+                save_small(tmp_path / "here", {"x": torch.ones(999)}, {"y": torch.ones(5)})
+        return coarse.status(path)
+
+    coarse = coarse_disk()
+    found, broken = scan(replace(coarse, status=status), tmp_path)
+    assert len(looks) > 2
+    assert (broken, [one.generation for one in found]) == ([], [1])
+
+
 def test_readers_always_find_a_whole_checkpoint_while_another_thread_saves(tmp_path: Path) -> None:
     save(tmp_path / "here", 0)
     done = threading.Event()
@@ -504,7 +596,7 @@ def test_readers_always_find_a_whole_checkpoint_while_another_thread_saves(tmp_p
     def watch() -> None:
         try:
             while not done.is_set():
-                verify_checkpoint(tmp_path / "here")
+                verify_checkpoint(tmp_path / "here", disk=coarse_disk())
                 seen.append(value(tmp_path / "here"))
         except BaseException as error:  # noqa: BLE001 - shown below
             errors.append(error)
