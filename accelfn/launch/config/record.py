@@ -214,7 +214,7 @@ it: got 3 processes on 2 machines. Use 2 or 4 processes.
     preflight: bool = field(
         default=True,
         metadata=option(
-            SWITCH, "compare the machines' configurations before anything starts", group="Machines"
+            SWITCH, "compare the machines before anything starts, and tell them of failures", group="Machines"
         ),
     )
     preflight_timeout: float = field(

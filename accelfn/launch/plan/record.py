@@ -33,6 +33,7 @@ class Meeting:
         machine_rank: Which this one is; None if ranks are given out later.
         compare: Names and texts that must be the same on all of them.
         timeout_s: How long to wait for the others.
+        may_return: Whether one that is stopped or lost can be replaced later, while the others wait.
     """
 
     host: str
@@ -41,6 +42,7 @@ class Meeting:
     machine_rank: int | None
     compare: tuple[tuple[str, str], ...]
     timeout_s: float
+    may_return: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,11 @@ from accelfn.launch.run.supervise import supervise
 
 __all__ = ("run_plan",)
 
+_ALONE = (
+    "accelfn launch: the launcher on the machine that hosts the meeting can't be reached at its second port. "
+    "If a machine fails, this one will know it when its processes next wait for the others."
+)
+
 
 def run_plan(
     plan: LaunchPlan,
@@ -65,7 +70,12 @@ def run_plan(
             "--main_process_port; on one machine, leave the flag out and any free port is used."
         )
     if plan.meeting is not None:
-        hold_meeting(plan.meeting, _versions())
+        with contextlib.closing(hold_meeting(plan.meeting, _versions())) as news:
+            if news.is_alone:
+                print(_ALONE, file=sys.stderr)
+            return supervise(
+                plan, environment, num_processes=num_processes, log_dir=log_dir, quiet=quiet, news=news
+            )
     if plan.way == "single":
         changes = dict(plan.env_changes)
         if plan.fills_port is not None:

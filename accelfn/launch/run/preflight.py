@@ -1,6 +1,7 @@
 """Before anything is started on several machines: they meet, and compare what must be equal.
 
 Machine 0 listens where torchrun will meet later; each other machine sends one line of JSON and gets one back.
+Afterwards the launchers stay in touch, see ``news``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, cast
 
 from accelfn.errors import ConfigurationError
 from accelfn.launch.plan.record import LOOPBACK, Meeting
+from accelfn.launch.run.news import News, host_news, join_news
 
 __all__ = ("find_clash", "hold_meeting", "is_port_free")
 
@@ -28,12 +30,15 @@ _HOLDER_S = 4.0
 _LATE_S = 1.0
 
 
-def hold_meeting(meeting: Meeting, versions: Mapping[str, str]) -> None:
+def hold_meeting(meeting: Meeting, versions: Mapping[str, str]) -> News:
     """Meet the other machines, and compare. Effect: opens sockets; waits at most ``meeting.timeout_s``.
 
     Args:
         meeting: Where, with how many, and what must be equal.
         versions: Versions of programs by name, which must be equal too.
+
+    Returns:
+        The connection to the other machines' launchers. Close it.
 
     Raises:
         ConfigurationError: The address can't be resolved or reached, its port is in use, a machine didn't
@@ -106,7 +111,7 @@ def _listen(meeting: Meeting, family: int) -> socket.socket | OSError:
     return listener
 
 
-def _ask_holder(meeting: Meeting, own: Mapping[str, Any], error: OSError) -> None:
+def _ask_holder(meeting: Meeting, own: Mapping[str, Any], error: OSError) -> News:
     """Ask who holds the port: a launch that hears of this one so, and tells what it clashes with, or not.
 
     Raises:
@@ -118,7 +123,8 @@ def _ask_holder(meeting: Meeting, own: Mapping[str, Any], error: OSError) -> Non
         if heard and heard.get("magic") == _MAGIC:
             if heard.get("clash"):
                 raise ConfigurationError(str(heard["clash"]))
-            return  # ranks are given out, and it has held the meeting
+            # Ranks are given out, and it has held the meeting.
+            return join_news(_name(own), LOOPBACK, heard.get("news"))
     raise ConfigurationError(
         f"port {meeting.port} of this machine can't be used: {error.strerror or error}. If another launch or "
         "program has it, give a free one with --main_process_port, the same on every machine."
@@ -142,7 +148,7 @@ def _host(
     deadline_s: float,
     *,
     knocks: bool = False,
-) -> None:
+) -> News:
     """Listen until every machine has come or one differs, then tell all of them.
 
     Args:
@@ -176,7 +182,8 @@ def _host(
                 asked = None
                 if heard and heard.get("magic") == _MAGIC:  # else it was this machine itself, or has gone
                     if not heard.get("clash"):
-                        return  # ranks are given out, and the other one has held the meeting
+                        # Ranks are given out, and the other one has held the meeting.
+                        return join_news(_name(own), meeting.host, heard.get("news"))
                     clash, was_told = str(heard["clash"]), True
             if listener in ready:
                 clash = _let_in(listener, own, told, doors, deadline_s) or clash
@@ -185,14 +192,17 @@ def _host(
         while clash and not _have_come(told, meeting) and (waits_s := late_s - time.monotonic()) > 0:
             if select.select([listener], (), (), waits_s)[0]:
                 clash = _let_in(listener, own, told, doors, late_s) or clash
+        news = None if clash is not None else host_news(_name(own), listener.family)
         for door in doors:
             with contextlib.suppress(OSError):
-                _send(door, {"magic": _MAGIC, "clash": clash})
+                where = None if news is None else news.where()
+                _send(door, {"magic": _MAGIC, "clash": clash, "news": where})
     finally:
         for door in (*doors, *([asked] if asked is not None else [])):
             door.close()
-    if clash is not None:
-        raise ConfigurationError(clash)
+    if news is None:
+        raise ConfigurationError(str(clash))
+    return news
 
 
 def _let_in(
@@ -262,7 +272,7 @@ def _name(one: Mapping[str, Any]) -> str:
     return str(one["host"]) if rank is None else f"machine {rank} ({one['host']})"
 
 
-def _visit(meeting: Meeting, own: Mapping[str, Any], deadline_s: float) -> None:
+def _visit(meeting: Meeting, own: Mapping[str, Any], deadline_s: float) -> News:
     """Connect to machine 0, which may not be there yet, and hear what it says."""
     last: object = "nobody answered"
     while (left_s := deadline_s - time.monotonic()) > 0:
@@ -290,7 +300,7 @@ def _visit(meeting: Meeting, own: Mapping[str, Any], deadline_s: float) -> None:
             )
         if heard.get("clash"):
             raise ConfigurationError(str(heard["clash"]))
-        return
+        return join_news(_name(own), meeting.host, heard.get("news"))
     raise ConfigurationError(
         f"machine 0 could not be reached at {meeting.host}:{meeting.port} within "
         f"{meeting.timeout_s:g} seconds: {last}. Check --main_process_ip, --main_process_port and the "

@@ -30,6 +30,7 @@ class Failure:
             have gone, else ``"agent"``.
         text: The exception as Python prints it.
         frames: File, line, function and source of its frames, the innermost last; the user's where known.
+        elsewhere: Whether it ended on another machine, whose launcher has told of it.
     """
 
     rank: int | None
@@ -39,6 +40,7 @@ class Failure:
     kind: str = ""
     text: str = ""
     frames: tuple[tuple[str, int, str, str], ...] = ()
+    elsewhere: bool = False
 
 
 def read_failures(folder: str) -> tuple[Failure, ...]:
@@ -98,7 +100,11 @@ def first_failure(failures: Sequence[Failure]) -> Failure | None:
     """Choose the failure that the others follow from: the earliest that is no echo of another one. Pure."""
     return min(
         failures,
-        key=lambda one: (one.kind in _ECHOES or one.exitcode == -signal.SIGTERM, one.time_s),
+        key=lambda one: (
+            one.rank is None,
+            one.kind in _ECHOES or one.exitcode == -signal.SIGTERM,
+            one.time_s,
+        ),
         default=None,
     )
 
@@ -149,10 +155,16 @@ def format_report(
         where = f"{path}:{line}" + (f" in {function}" if function else "")
         lines.append(f"    {where}: {source}" if source else f"    {where}")
     # Those that torchrun stopped because of it have not failed.
-    others = [str(one.rank) for one in failures if one is not first and one.exitcode != -signal.SIGTERM]
+    others = [
+        str(one.rank)
+        for one in failures
+        if one is not first and one.rank is not None and one.exitcode != -signal.SIGTERM
+    ]
     if others:
         lines.append(f"  then: rank {', '.join(others)}")
-    if log_dir is not None:
+    if first.elsewhere:
+        lines.append(f"  logs: on {first.host}" if first.host else "  logs: on that machine")
+    elif log_dir is not None:
         lines.append(f"  logs: {log_dir}")
     else:
         lines.append("  logs: above; --log_dir DIR --tee 3 keeps those of each rank")

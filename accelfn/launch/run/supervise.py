@@ -18,7 +18,8 @@ from types import FrameType
 
 from accelfn.launch.plan.record import LaunchPlan
 from accelfn.launch.plan.torchrun import AGENT
-from accelfn.launch.run.report import first_failure, format_report, read_failures, read_pids
+from accelfn.launch.run.news import News, Word
+from accelfn.launch.run.report import Failure, first_failure, format_report, read_failures, read_pids
 
 __all__ = ("supervise",)
 
@@ -31,6 +32,10 @@ _LOOK_S = 1.0
 _WAIT_S = 0.1
 _SILENT_S = 10.0
 _ALONE_S = 3.0
+# How long processes have to end by themselves when another machine's have failed: most find out, and then say
+# better what they waited for. How long a machine that has failed waits for what the others say of it.
+_GRACE_S = 5.0
+_ASK_S = 1.5
 
 
 def supervise(
@@ -40,6 +45,7 @@ def supervise(
     num_processes: int | None = None,
     log_dir: str | None = None,
     quiet: bool = False,
+    news: News | None = None,
 ) -> int:
     """Run a plan's command to its end. Effect: starts processes, hands signals on, prints a report.
 
@@ -53,6 +59,8 @@ def supervise(
         num_processes: Of the whole world, for the report.
         log_dir: Where torchrun keeps output, for the report.
         quiet: Whether to leave the report out.
+        news: Of the other machines' launchers. Where one of them fails for good, so does this one, with its
+            report and status.
 
     Returns:
         The exit status: the failed process's own, 128 and more for a signal. Where scripts answer a signal
@@ -74,30 +82,59 @@ def supervise(
             # A session of its own: Ctrl-C in a terminal must reach the command once, and from here.
             child = subprocess.Popen(plan.argv, env={**environment, **changes}, start_new_session=True)
             child_of.append(child.pid)
-            status = _wait(child, caught, folder, plan)
+            waiting = _Waiting(child, folder, plan, news)
+            status = _wait(waiting, caught)
             stops = [number for number in caught if signal.Signals(number).name in _STOPS]
             if status != 0 or stops:
                 _kill_left(folder)
         failures = read_failures(folder)
         if stops:
             chosen = {one.exitcode for one in failures if one.kind == "SystemExit"}
-            status = chosen.pop() if len(chosen) == 1 else None
-            return status or 128 + stops[0]
-        if status == 0:
+            status = (chosen.pop() if len(chosen) == 1 else None) or 128 + stops[0]
+            if news is not None:
+                news.tell("stopped", status=status)
+            return status
+        if status == 0 and waiting.reason is None:
+            if news is not None:
+                news.tell("done")
             return 0
-        if not quiet:
-            restarts = _count_restarts(folder)
-            report = format_report(
-                failures, num_processes=num_processes, log_dir=_attempt_folder(log_dir), restarts=restarts
-            )
-            sys.stdout.flush()
-            print(report or f"accelfn launch: {plan.argv[0]} ended with status {status}.", file=sys.stderr)
-        first = first_failure(failures)
-        if first is not None and first.exitcode:
-            return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
-        return status if status > 0 else 128 - status
+        return _fail(waiting, status, failures, num_processes, _attempt_folder(log_dir), quiet=quiet)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _fail(
+    waiting: _Waiting,
+    status: int,
+    failures: tuple[Failure, ...],
+    num_processes: int | None,
+    logs: str | None,
+    *,
+    quiet: bool,
+) -> int:
+    """Tell the other machines of the failure, hear theirs, and report the first of all. Gives the status."""
+    news, reason = waiting.news, waiting.reason
+    if reason is not None:
+        status = reason.status or 1
+    if news is not None:
+        news.tell("failed", status=_status_of(first_failure(failures), status), failures=failures)
+        news.wait_for_ends(_ASK_S)
+        failures = (*failures, *news.failures())
+    first = first_failure(failures)
+    if not quiet:
+        restarts = _count_restarts(waiting.folder)
+        report = format_report(failures, num_processes=num_processes, log_dir=logs, restarts=restarts)
+        sys.stdout.flush()
+        if report:
+            print(report, file=sys.stderr)
+        elif reason is None:
+            print(f"accelfn launch: {waiting.plan.argv[0]} ended with status {status}.", file=sys.stderr)
+    return _status_of(first, status)
+
+
+def _status_of(failure: Failure | None, otherwise: int) -> int:
+    code = failure.exitcode if failure is not None and failure.exitcode else otherwise
+    return code if code > 0 else 128 - code
 
 
 @contextlib.contextmanager
@@ -130,15 +167,22 @@ class _Waiting:
         stopped_s: When the first signal came to stop it.
         ended_s: When the processes of this machine were first seen to have ended.
         restarts: How often all of them have started again.
+        reason: Why another machine makes this one end.
+        reason_s: When that was heard.
     """
 
-    def __init__(self, child: subprocess.Popen[bytes], folder: str, plan: LaunchPlan) -> None:
-        self.child, self.folder, self.plan = child, folder, plan
+    def __init__(
+        self, child: subprocess.Popen[bytes], folder: str, plan: LaunchPlan, news: News | None
+    ) -> None:
+        self.child, self.folder, self.plan, self.news = child, folder, plan, news
         self.has_agent = AGENT in plan.argv
         self.give_up_s = math.inf
         self.stopped_s: float | None = None
         self.ended_s: float | None = None
         self.restarts = 0
+        self.reason: Word | None = None
+        self.reason_s = math.inf
+        self._gone: set[str] = set()
         self._has_told = False
         self._look_s = 0.0
 
@@ -157,6 +201,22 @@ class _Waiting:
         self.stopped_s = self.stopped_s or time.monotonic()
         self.give_up_s = min(self.give_up_s, self.stopped_s + self.plan.patience_s)
 
+    def hear(self, now_s: float) -> None:
+        """End this machine's processes if another machine's have failed for good."""
+        if self.news is None or self.stopped_s is not None:
+            return
+        self.news.listen()
+        if self.reason is None:
+            meeting = self.plan.meeting
+            self.reason = self.news.why_end(may_return=meeting is not None and meeting.may_return)
+            if self.reason is None:
+                self._say_who_is_gone(self.news)
+                return
+            self.reason_s = now_s
+            _say(f"{_explain(self.reason)}; the processes of this machine end too")
+        if now_s > self.reason_s + _GRACE_S or self.ended_s is not None:
+            self.hand_on(signal.SIGTERM)
+
     def look(self, now_s: float) -> None:
         """See, now and then, what torchrun's processes do, and say what it doesn't."""
         if not self.has_agent or now_s < self._look_s:
@@ -166,6 +226,7 @@ class _Waiting:
         if restarts > self.restarts:
             self.restarts = restarts
             _say(f"after a failure or a change of machines, all processes have started again ({restarts})")
+        self._tell_failures()
         pids = read_pids(self.folder)
         if len(pids) < self.plan.local_size or any(map(_is_alive, pids)):
             self.ended_s = None
@@ -178,10 +239,32 @@ class _Waiting:
             self._has_told = True
             _say("the processes of this machine have ended; it waits for those of the others")
 
+    def _say_who_is_gone(self, news: News) -> None:
+        for word in news.words.values():
+            if word.state in ("stopped", "lost") and word.sender not in self._gone:
+                self._gone.add(word.sender)
+                _say(f"{_explain(word)}; another one may take its place")
 
-def _wait(child: subprocess.Popen[bytes], caught: list[int], folder: str, plan: LaunchPlan) -> int:
-    """Wait for the command's end, and do what signals ask for meanwhile."""
-    waiting = _Waiting(child, folder, plan)
+    def _tell_failures(self) -> None:
+        """Tell the other machines what has failed here, long before torchrun has ended the rest."""
+        if self.news is not None:
+            failures = read_failures(self.folder)
+            if [one.rank for one in failures] != [one.rank for one in self.news.own.failures]:
+                self.news.tell("failing" if failures else "running", failures=failures)
+
+
+def _explain(word: Word) -> str:
+    if word.state == "failed":
+        why = next((f": {one.text}" for one in word.failures if one.rank is None), "")
+        return f"{word.name} has failed{why}"
+    if word.state == "stopped":
+        return f"the launch on {word.name} was stopped"
+    return f"the launcher on {word.name} was killed, or its machine has gone"
+
+
+def _wait(waiting: _Waiting, caught: list[int]) -> int:
+    """Wait for the command's end, and do what signals and other machines ask for meanwhile."""
+    child, folder = waiting.child, waiting.folder
     handled = 0
     with _watching(child) as wait_a_little:
         while True:
@@ -193,6 +276,7 @@ def _wait(child: subprocess.Popen[bytes], caught: list[int], folder: str, plan: 
                 handled += 1
                 waiting.hand_on(number)
             waiting.look(time.monotonic())
+            waiting.hear(time.monotonic())
             if time.monotonic() > waiting.give_up_s:
                 _kill_left(folder)
                 with contextlib.suppress(ProcessLookupError):

@@ -108,6 +108,70 @@ def test_two_machines_on_loopback(way: str, tmp_path: Path) -> None:
     assert sorted(str(one["GROUP_RANK"]) for one in seen) == ["0", "1"]
 
 
+# Rank 0 waits for what never comes, or is done at once; it sees no other rank.
+APART = """
+import os, pathlib, sys, time
+rank = int(os.environ["RANK"])
+pathlib.Path(f"up{rank}").touch()
+while not pathlib.Path("up0").exists() or not pathlib.Path("up1").exists():
+    time.sleep(0.05)
+if rank == 1 and sys.argv[1] == "fails":
+    raise ValueError("no such batch")
+time.sleep(int(sys.argv[2]) if rank == 0 else 600)
+"""
+
+
+def wait_for_both(folder: Path) -> None:
+    deadline_s = time.monotonic() + 90
+    while not (folder / "up1").exists() or not (folder / "up0").exists():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+
+
+def start_apart(folder: Path, way: str, *arguments: str) -> "list[subprocess.Popen[str]]":
+    (folder / "train.py").write_text(APART)
+    flags = ("--num_machines=2", "--num_processes=2", "--cpu", "--main_process_ip=127.0.0.1")
+    common = (*flags, f"--rdzv_backend={way}", "--main_process_port", free_port())
+    return [start(folder, *common, f"--machine_rank={rank}", "train.py", *arguments) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize(("way", "waits"), [("static", "600"), ("c10d", "600"), ("static", "0")])
+def test_a_failure_on_one_machine_ends_the_others_and_is_reported_there(
+    way: str, waits: str, tmp_path: Path
+) -> None:
+    ended = [finish(one) for one in start_apart(tmp_path, way, "fails", waits)]
+    assert [status for status, _ in ended] == [1, 1], ended
+    host = socket.gethostname()
+    said = [
+        f"accelfn launch: rank 1 of 2 failed on {host}, with exit status 1:",
+        "  ValueError: no such batch",
+        f'    {tmp_path}/train.py:8 in <module>: raise ValueError("no such batch")',
+    ]
+    # Under c10d, ranks are given out by torch.
+    own = 1 if "Traceback" in ended[1][1] else 0
+    assert ended[own][1].splitlines()[-4:-1] == said
+    lines = ended[1 - own][1].splitlines()
+    assert lines[-4:] == [*said, f"  logs: on {host}"]
+    assert (
+        f"accelfn launch: machine {own} ({host}) has failed; the processes of this machine end too." in lines
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_launcher_that_is_killed_or_stopped_ends_the_others(number: signal.Signals, tmp_path: Path) -> None:
+    machines = start_apart(tmp_path, "static", "waits", "600")
+    wait_for_both(tmp_path)
+    machines[1].send_signal(number)
+    (status, stderr), (own, _) = finish(machines[0]), finish(machines[1])
+    host = socket.gethostname()
+    if number == signal.SIGKILL:
+        assert (status, own) == (1, -9)
+        assert f"the launcher on machine 1 ({host}) was killed, or its machine has gone; " in stderr
+    else:
+        assert (status, own) == (143, 143)
+        assert f"the launch on machine 1 ({host}) was stopped; " in stderr
+
+
 def test_machines_that_differ_are_told_before_torch_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PORTRAIT)
     flags = ("--num_machines=2", "--num_processes=2", "--main_process_ip=127.0.0.1", "--cpu")
@@ -217,6 +281,8 @@ attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
 pathlib.Path(f"rank{os.environ['RANK']}.{attempt}").touch()
 if attempt == "0":
     if os.environ["RANK"] == "1":
+        while not pathlib.Path("rank0.0").exists():
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(60)
 """

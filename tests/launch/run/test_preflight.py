@@ -2,9 +2,12 @@
 
 import re
 import socket
+import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -42,7 +45,7 @@ def meet(*meetings: Meeting, versions: tuple[str, ...] = ()) -> list[str]:
     def attend(index: int) -> str:
         version = versions[index] if versions else "1"
         try:
-            hold_meeting(replace(meetings[index], port=port), {"the version of accelfn": version})
+            hold_meeting(replace(meetings[index], port=port), {"the version of accelfn": version}).close()
         except ConfigurationError as error:
             return str(error)
         return ""
@@ -79,8 +82,29 @@ def test_versions_are_compared_and_ranks_must_differ() -> None:
     assert all("two machines have --machine_rank 1" in one for one in told)
 
 
-def test_two_machines_0_are_both_told_and_so_is_who_comes_later() -> None:
-    told = meet(meeting_of(0), meeting_of(0), meeting_of(1))
+def test_two_machines_0_are_both_told_and_so_is_who_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    port, found = free_port(), threading.Event()
+    find = preflight.find_clash
+
+    def find_clash(told: list[Mapping[str, Any]]) -> str | None:
+        clash = find(told)
+        if clash:
+            found.set()
+        return clash
+
+    monkeypatch.setattr(preflight, "find_clash", find_clash)
+    monkeypatch.setattr(preflight, "_LATE_S", 20.0)
+
+    def attend(rank: int) -> str:
+        assert rank == 0 or found.wait(20)
+        try:
+            hold_meeting(meeting_of(rank, port=port), {}).close()
+        except ConfigurationError as error:
+            return str(error)
+        return ""
+
+    with ThreadPoolExecutor(3) as pool:
+        told = list(pool.map(attend, (0, 0, 1)))
     assert re.match(r"two machines have --machine_rank 0: .* and .*\. Give each its own", told[0])
     assert set(told) == {told[0]}
 
@@ -94,7 +118,7 @@ def test_a_machine_0_away_from_the_address_is_told_of_the_one_that_is_there(
 
     def attend(is_here: bool) -> str:
         try:
-            hold_meeting(meeting_of(0, port=port, host="127.0.0.1" if is_here else "localhost"), {})
+            hold_meeting(meeting_of(0, port=port, host="127.0.0.1" if is_here else "localhost"), {}).close()
         except ConfigurationError as error:
             return str(error)
         return ""
@@ -127,8 +151,8 @@ def test_a_machine_0_behind_another_address_meets_itself_and_goes_on(monkeypatch
     with ThreadPoolExecutor(1) as pool:
         host = pool.submit(hold_meeting, meeting_of(0, port=port), {})
         time.sleep(0.5)  # it has knocked at its own door by now, which changes nothing if not
-        hold_meeting(meeting_of(1, port=port), {})
-        host.result()
+        hold_meeting(meeting_of(1, port=port), {}).close()
+        host.result().close()
 
 
 def test_waiting_ends() -> None:
@@ -184,5 +208,5 @@ def test_a_scanner_does_not_disturb() -> None:
                     break
                 except ConnectionRefusedError:
                     assert not host.done()
-        hold_meeting(meeting_of(1, port=port), {})
-        host.result()
+        hold_meeting(meeting_of(1, port=port), {}).close()
+        host.result().close()

@@ -3,15 +3,22 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Generator
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from accelfn.launch.plan import LaunchPlan
+from accelfn.launch.plan import LaunchPlan, Meeting
 from accelfn.launch.plan.torchrun import AGENT
+from accelfn.launch.run import supervise as module
+from accelfn.launch.run.news import News, State, host_news, join_news
 from accelfn.launch.run.report import Failure, first_failure, format_report, read_failures
 from accelfn.launch.run.supervise import supervise
 
@@ -291,3 +298,104 @@ time.sleep(60)
     finally:
         process.kill()
         process.communicate()
+
+
+# --- other machines ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Generator[tuple[News, News]]:
+    """Give the news of this machine and those of another one, which know each other."""
+    monkeypatch.setattr(module, "_GRACE_S", 0.2)
+    with closing(host_news("machine 0 (a)", socket.AF_INET)) as own:
+        with closing(join_news("machine 1 (b)", "127.0.0.1", list(own.where()))) as other:
+            yield own, other
+
+
+AWAY = Failure(rank=3, host="b", time_s=time.time(), exitcode=7, text="ValueError: no")
+SLEEPS = "import time; time.sleep(600)"
+
+
+@pytest.mark.parametrize(
+    ("state", "status", "line"),
+    [
+        ("failed", 7, "machine 1 (b) has failed; the processes of this machine end too."),
+        ("stopped", 143, "the launch on machine 1 (b) was stopped; the processes of this machine end too."),
+    ],
+)
+def test_what_ends_another_machine_ends_this_one(
+    state: State, status: int, line: str, pair: tuple[News, News], capfd: pytest.CaptureFixture[str]
+) -> None:
+    own, other = pair
+    other.tell(state, status=status, failures=[AWAY] if state == "failed" else [])
+    assert supervise(plan_of(SLEEPS), os.environ, num_processes=4, news=own) == status
+    said = capfd.readouterr().err.splitlines()
+    assert said[0] == f"accelfn launch: {line}"
+    report = ["accelfn launch: rank 3 of 4 failed on b, with exit status 7:", "  ValueError: no"]
+    assert said[1:] == ([*report, "  logs: on b"] if state == "failed" else [])
+    other.listen(5)
+    assert [(word.state, word.status) for word in other.words.values()] == [("failed", status)]
+
+
+def test_a_machine_that_could_not_start_is_told_of_with_its_reason(
+    pair: tuple[News, News], capfd: pytest.CaptureFixture[str]
+) -> None:
+    own, other = pair
+    other.tell("failed", status=1, failures=[Failure(rank=None, kind="agent", text="no port")])
+    assert supervise(plan_of(SLEEPS), os.environ, news=own) == 1
+    assert capfd.readouterr().err == (
+        "accelfn launch: machine 1 (b) has failed: no port; the processes of this machine end too.\n"
+    )
+
+
+def test_one_that_may_be_replaced_is_not_the_end(
+    pair: tuple[News, News], capfd: pytest.CaptureFixture[str]
+) -> None:
+    own, other = pair
+    other.tell("stopped", status=143)
+    meeting = Meeting(
+        host="h", port=1, num_machines=2, machine_rank=0, compare=(), timeout_s=1.0, may_return=True
+    )
+    plan = replace(plan_of("import time; time.sleep(1)"), meeting=meeting)
+    assert supervise(plan, os.environ, news=own) == 0
+    line = "accelfn launch: the launch on machine 1 (b) was stopped; another one may take its place.\n"
+    assert capfd.readouterr().err == line
+    other.listen(5)
+    assert [word.state for word in other.words.values()] == ["done"]
+
+
+def test_an_own_echo_is_reported_as_what_came_first_elsewhere(
+    pair: tuple[News, News], capfd: pytest.CaptureFixture[str]
+) -> None:
+    own, other = pair
+    echo = PLAYS.replace("time_s=2.0", "time_s=time.time()").replace("import json", "import time, json")
+
+    def fail_later() -> None:
+        deadline_s = time.monotonic() + 20
+        while not any(word.state == "failed" for word in other.words.values()):
+            assert time.monotonic() < deadline_s
+            other.listen(0.05)
+        other.tell("failed", status=7, failures=[replace(AWAY, time_s=1.5)])
+
+    thread = threading.Thread(target=fail_later)
+    thread.start()
+    assert supervise(plan_of(echo), os.environ, num_processes=4, news=own) == 7
+    thread.join()
+    assert capfd.readouterr().err.splitlines() == [
+        "accelfn launch: rank 3 of 4 failed on b, with exit status 7:",
+        "  ValueError: no",
+        "  then: rank 0, 1",
+        "  logs: on b",
+    ]
+
+
+@pytest.mark.parametrize(("source", "state", "status"), [("", "done", 0), ("exit(3)", "failed", 3)])
+def test_others_hear_how_this_machine_has_ended(
+    source: str, state: State, status: int, pair: tuple[News, News]
+) -> None:
+    own, other = pair
+    assert supervise(plan_of(source), os.environ, news=own, quiet=True) == status
+    own.close()
+    other.listen(5)
+    other.listen(5)
+    assert [(word.state, word.status) for word in other.words.values()] == [(state, status)]
