@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accelfn.launch.arguments import CommandParser, read_arguments
-from accelfn.launch.output import FORMATS, choose_format, print_drawn, refuse_missing_model
+from accelfn.launch.output import (
+    FORMATS,
+    choose_format,
+    print_drawn,
+    refuse_missing_model,
+    refuse_unknown_dtype,
+)
 
 if TYPE_CHECKING:
     from accelfn.bigmodel.plan.shape import ModelShape
 
 __all__ = ("estimate_parser", "run_estimate")
-
-_DTYPE = re.compile(r"(?:torch\.)?[a-z][a-z0-9_]*")
 
 
 def run_estimate(argv: Sequence[str]) -> int:
@@ -40,10 +43,7 @@ def run_estimate(argv: Sequence[str]) -> int:
     form = choose_format(parser, options.format, options.output)
     refuse_missing_model(parser, options.model, options.output, is_name=options.library_name == "timm")
     for name in _dtypes(options):
-        if not _DTYPE.fullmatch(name):
-            parser.error(
-                f"--dtypes: {name!r} is no dtype. Use such as float32, bfloat16, float8, int8 or int4."
-            )
+        refuse_unknown_dtype(parser, "--dtypes", name)
     # Not at the top: accelfn.bigmodel loads torch, which --help and bad input do without.
     from accelfn.errors import AccelfnError, DamagedCheckpointError
 

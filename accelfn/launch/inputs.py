@@ -48,8 +48,10 @@ def refuse_missing(script: Script, resolved: Resolved) -> None:
         if field.kind is FILE and field.section not in off and isinstance(path, str):
             if field.name == "deepspeed_config_file":
                 _refuse_deepspeed_config(field, path, resolved)
-            else:
-                _refuse_absent_file(field, path, resolved)
+                continue
+            _refuse_absent_file(field, path, resolved)
+            if field.name.endswith("hostfile"):
+                _refuse_no_hosts(field, path)
     if config.log_dir is not None:
         _refuse_folder_of_logs(config.log_dir)
 
@@ -170,6 +172,14 @@ def _refuse_absent_file(field: Field, path: str, resolved: Resolved) -> None:
         raise ConfigurationError(f"{field.flags[0]}: {what} {path!r}{where}. Check the path.")
     if not os.access(there, os.R_OK):
         raise ConfigurationError(f"{field.flags[0]}: {path!r}{where} can't be read. Check its permissions.")
+
+
+def _refuse_no_hosts(field: Field, path: str) -> None:
+    lines = Path(path).expanduser().read_text(encoding="utf-8", errors="replace").splitlines()
+    if not any(line.partition("#")[0].strip() for line in lines):
+        raise ConfigurationError(
+            f"{field.flags[0]}: {path!r} names no host. Write one on each line, such as: node1 slots=8"
+        )
 
 
 def _refuse_deepspeed_config(field: Field, given: str, resolved: Resolved) -> None:

@@ -131,7 +131,8 @@ def _write_sbatch(
         else:
             tokens.append(token)
     there = Path(path)
-    if there.is_file() and f" {_MARK} " not in there.read_text(encoding="utf-8", errors="replace"):
+    is_there = there.is_file()
+    if is_there and f" {_MARK} " not in there.read_text(encoding="utf-8", errors="replace"):
         raise ConfigurationError(
             f"--sbatch {path} is there and none of these scripts. Name another, or remove it."
         )
@@ -148,5 +149,5 @@ def _write_sbatch(
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigurationError(f"--sbatch {path} can't be written: {error.strerror}.") from None
-    print(f"wrote {path}; start it with: sbatch {path}")
+    print(f"wrote {path}{' anew' if is_there else ''}; start it with: sbatch {path}")
     return 0

@@ -30,6 +30,7 @@ __all__ = (
     "print_origins",
     "print_table",
     "refuse_missing_model",
+    "refuse_unknown_dtype",
 )
 
 FORMATS = ("table", "json", "svg", "html")
@@ -39,6 +40,11 @@ CLOSED_PIPE = 141
 
 _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+# Of this torch and of later ones: the model tells what of it is a dtype of weights.
+_DTYPE = re.compile(
+    r"(torch\.)?(bf(loat)?16|fp(8|16|32|64)|float((4|6|8|16|32|64)(_\w+)?)?|double|half|c(double|float|half)"
+    r"|complex(32|64|128)|u?int([1-8]|16|32|64)?|qu?int\d+(x\d+)?|bits?\w*|bool|long|short)"
+)
 _BY_ENDING = MappingProxyType(
     {"": "table", ".txt": "table", ".json": "json", ".svg": "svg", ".html": "html", ".htm": "html"}
 )
@@ -90,6 +96,16 @@ def refuse_missing_model(
         f"there is no file or folder {model!r}. Pass a folder with a config.json, a safetensors file or "
         "index, or MODULE:FUNCTION, such as train:build_model."
     )
+
+
+def refuse_unknown_dtype(parser: argparse.ArgumentParser, flag: str, name: str) -> None:
+    """Say that a name is that of no dtype, before torch is loaded to find out.
+
+    Raises:
+        SystemExit: 2 after one sentence, where no torch has such a dtype.
+    """
+    if not _DTYPE.fullmatch(name):
+        parser.error(f"{flag}: {name!r} is no dtype. Use such as float32, bfloat16, float8, int8 or int4.")
 
 
 def is_terminal() -> bool:

@@ -10,7 +10,13 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from accelfn.launch.arguments import CommandParser, read_arguments
-from accelfn.launch.output import FORMATS, choose_format, print_drawn, refuse_missing_model
+from accelfn.launch.output import (
+    FORMATS,
+    choose_format,
+    print_drawn,
+    refuse_missing_model,
+    refuse_unknown_dtype,
+)
 
 if TYPE_CHECKING:
     from accelfn.bigmodel import DevicePlan
@@ -46,6 +52,8 @@ def run_plan_memory(argv: Sequence[str]) -> int:
         budgets[place] = size
     form = choose_format(parser, options.format, options.output)
     refuse_missing_model(parser, options.source, options.output)
+    if options.dtype is not None:
+        refuse_unknown_dtype(parser, "--dtype", options.dtype)
     # Not at the top: accelfn.bigmodel loads torch, which --help and bad input do without.
     from accelfn.bigmodel import PlanOptions, plan_named_map, read_source
     from accelfn.errors import AccelfnError, DamagedCheckpointError

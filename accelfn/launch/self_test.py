@@ -1,6 +1,7 @@
 """``accelfn test``: try the configured setup with small programs whose results are known."""
 
 import argparse
+import ctypes
 import json
 import os
 import signal
@@ -70,7 +71,10 @@ def _run(command: Sequence[str]) -> tuple[int, int | None]:
     # A session of its own: Ctrl-C in a terminal must reach it once, and from here. Of torch's C++ part errors
     # will do: what it warns of, the table says.
     process = subprocess.Popen(
-        command, env={"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ}, start_new_session=True
+        command,
+        env={"TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ},
+        start_new_session=True,
+        preexec_fn=_end_with_parent if sys.platform == "linux" else None,
     )
     caught: list[int] = []
 
@@ -89,6 +93,12 @@ def _run(command: Sequence[str]) -> tuple[int, int | None]:
     finally:
         for number, handler in kept.items():
             signal.signal(number, handler)
+
+
+def _end_with_parent() -> None:
+    """Have the system send this process SIGTERM if its parent is killed."""
+    set_death_signal = 1
+    ctypes.CDLL(None).prctl(set_death_signal, int(signal.SIGTERM))
 
 
 def self_test_command(

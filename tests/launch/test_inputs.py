@@ -17,7 +17,8 @@ from accelfn.launch.plan import Script
 def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "t.py").touch()
-    (tmp_path / "hosts").touch()
+    (tmp_path / "hosts").write_text("node1 slots=8\n")
+    (tmp_path / "empty").write_text("\n# node1\n")
 
 
 def refuse(*argv: str, script: str = "t.py") -> None:
@@ -37,6 +38,8 @@ SAGEMAKER = ("--compute_environment=AMAZON_SAGEMAKER",)
             ("--use_deepspeed", "--deepspeed_hostfile=nohosts"),
             "deepspeed_hostfile: there is no file",
         ),
+        (("--mpirun_hostfile=empty",), "--mpirun_hostfile: 'empty' names no host. Write one on each line"),
+        (("--use_deepspeed", "--deepspeed_hostfile=empty"), "deepspeed_hostfile: 'empty' names no host"),
         ((*DEEPSPEED, "no.json"), "--deepspeed_config_file: there is no file 'no.json'"),
         ((*DEEPSPEED, "hosts"), "hosts is no JSON: Expecting value: line 1 column 1"),
         ((*DEEPSPEED, "list.json"), "must hold an object, {...}, and holds list"),

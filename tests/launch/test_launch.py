@@ -73,8 +73,9 @@ def test_sbatch_writes_over_its_own_scripts_only(capsys: pytest.CaptureFixture[s
     assert run_launch([*flags, "--sbatch", "own.sh", "t.py"]) == 2
     assert "--sbatch own.sh is there" in capsys.readouterr().err
     assert Path("own.sh").read_text() == "echo mine\n"
-    for _ in range(2):
+    for anew in ("", " anew"):
         assert run_launch([*flags, "--sbatch", "job.sh", "t.py"]) == 0
+        assert capsys.readouterr().out == f"wrote job.sh{anew}; start it with: sbatch job.sh\n"
 
 
 def test_a_folder_that_has_gone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -124,6 +124,11 @@ print(f"\\nstatus={status} heavy={heavy}")
         (["test", "train.py"], "'train.py' is no flag"),
         (["estimate-memory", "absent"], "there is no file or folder 'absent'"),
         (["plan-memory", "absent"], "there is no file or folder 'absent'"),
+        (["estimate-memory", "docs", "--dtypes", "float99"], "--dtypes: 'float99' is no dtype. Use such as"),
+        (
+            ["plan-memory", "docs", "--dtype", "float15"],
+            "--dtype: 'float15' is no dtype. Use such as float32",
+        ),
         (["plan-memory", "a/b/c"], "there is no file or folder 'a/b/c'. Pass a folder"),
         (["launch"], "no script given"),
         (["launch", "--num_proc", "2", "train.py"], "unknown flag --num_proc. Did you mean --num_processes?"),

@@ -1,15 +1,17 @@
 """What commands print: tables on a terminal and in a pipe, and what if nobody takes it."""
 
+import argparse
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from accelfn.launch import output
 from accelfn.launch.main import main
-from accelfn.launch.output import CLOSED_PIPE, format_table, print_drawn, print_table
+from accelfn.launch.output import CLOSED_PIPE, format_table, print_drawn, print_table, refuse_unknown_dtype
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = (
@@ -126,3 +128,14 @@ def test_a_table_is_plain_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "two\nname          step\n[red]a[/red]     7\n"
     assert format_table((), [("a", "bb"), ("ccc", "")]) == "a    bb\nccc"
     assert format_table((), []) == ""
+
+
+def test_every_dtype_of_torch_is_one(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    known = [name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)]
+    for name in (*known, *(f"torch.{one}" for one in known), "bf16", "fp16", "fp8", "float8", "int4", "int2"):
+        refuse_unknown_dtype(parser, "--dtype", name)
+    for name in ("float99", "float15", "int9", "torch.", "", "Tensor", "float32 ", "bf32"):
+        with pytest.raises(SystemExit):
+            refuse_unknown_dtype(parser, "--dtype", name)
+        assert f"--dtype: {name!r} is no dtype. Use such as float32" in capsys.readouterr().err

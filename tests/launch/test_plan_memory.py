@@ -158,7 +158,7 @@ def test_a_file_of_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         (("{source}", "--max_memory", "gpu=5GB"), "there is no place 'gpu'"),
         (("{source}", "--max_memory", "0=-5GB"), "max_memory[0]: a size is"),
         (("{source}", "--max_memory", "0=10"), "got '10'"),
-        (("{source}", "--max_memory", "cpu=1KB", "disk=1B", "--dtype", "float15"), "dtype must be a dtype"),
+        (("{source}", "--max_memory", "cpu=1KB", "disk=1B", "--dtype", "float8_x"), "dtype must be a dtype"),
         (("{source}", "--max_memory", "cpu=100B", "disk=1B"), "the model doesn't fit: 0 needs 236 B"),
         (("{source}", "--device_map", "even"), "--device_map"),
         (("{source}", "--format", "png"), "--format"),
