@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import secrets
-import select
+import selectors
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -159,6 +159,10 @@ class News:
         self._listener = listener
         self._unread: dict[socket.socket, bytes] = {}
         self._senders: dict[socket.socket, str] = {}
+        # select() would end at a thousand machines.
+        self._selector = selectors.DefaultSelector()
+        if listener is not None:
+            self._selector.register(listener, selectors.EVENT_READ)
         if door is not None:
             self._let_in(door)
 
@@ -180,15 +184,14 @@ class News:
 
     def listen(self, wait_s: float = 0.0) -> None:
         """Take in what has come. Effect: reads sockets, and hands on what others are to hear."""
-        sockets = [*self._unread, *([self._listener] if self._listener is not None else [])]
-        if not sockets:
-            time.sleep(wait_s)
+        if self.is_alone:
             return
-        for one in select.select(sockets, (), (), wait_s)[0]:
+        for key, _ in self._selector.select(wait_s):
+            one = cast("socket.socket", key.fileobj)
             if one is self._listener:
                 with contextlib.suppress(OSError):
                     self._let_in(one.accept()[0])
-            else:
+            elif one in self._unread:
                 self._read(one)
 
     def why_end(self, *, may_return: bool) -> Word | None:
@@ -221,6 +224,7 @@ class News:
         """Close the connections. Who hasn't said how it ended is lost for the others."""
         for one in (*self._unread, *([self._listener] if self._listener is not None else [])):
             one.close()
+        self._selector.close()
         self._unread.clear()
         self._listener = None
 
@@ -232,6 +236,7 @@ class News:
                 if hasattr(socket, option):
                     door.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
         self._unread[door] = b""
+        self._selector.register(door, selectors.EVENT_READ)
         for word in (self.own, *self.words.values()):
             self._send(word, only=door)
 
@@ -282,6 +287,8 @@ class News:
             self._take(replace(word, state="lost", status=1), None)
 
     def _drop(self, door: socket.socket) -> None:
-        self._unread.pop(door, None)
+        if door in self._unread:
+            self._selector.unregister(door)
+            del self._unread[door]
         self._senders.pop(door, None)
         door.close()
