@@ -145,6 +145,8 @@ def _import(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
 
 
 def _refuse_to_overwrite(path: str, options: argparse.Namespace) -> None:
+    if os.path.isdir(path):
+        raise ConfigurationError(f"--config_file {path} must be a file, and is a folder. Name a file in it.")
     if os.path.lexists(path) and not options.overwrite:
         raise ConfigurationError(
             f"{path} is there already, and was left as it is. Use --overwrite, or another --config_file."

@@ -15,7 +15,13 @@ from accelfn.launch.env import env_parser, run_env
 from accelfn.launch.estimate import estimate_parser, run_estimate
 from accelfn.launch.launch import run_launch
 from accelfn.launch.merge_weights import merge_weights_parser, run_merge_weights
-from accelfn.launch.output import CLOSED_PIPE, OutputError, guarded_output, is_closed_pipe
+from accelfn.launch.output import (
+    CLOSED_PIPE,
+    OutputError,
+    guarded_output,
+    is_closed_pipe,
+    open_missing_streams,
+)
 from accelfn.launch.plan_memory import plan_memory_parser, run_plan_memory
 from accelfn.launch.runs import run_runs, runs_parser
 from accelfn.launch.self_test import run_self_test
@@ -48,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: 0 after ``--help`` or ``--version``; 2 after one sentence on what is wrong.
     """
     arguments = tuple(sys.argv[1:] if argv is None else argv)
+    open_missing_streams()
     try:
         with guarded_output(sys.stdout):
             return _run(arguments)

@@ -26,6 +26,7 @@ __all__ = (
     "guarded_output",
     "is_closed_pipe",
     "is_terminal",
+    "open_missing_streams",
     "print_drawn",
     "print_origins",
     "print_table",
@@ -312,6 +313,24 @@ def guarded_output(real: TextIO) -> Generator[None]:
             os.dup2(nowhere, real.fileno())
             os.close(nowhere)
         raise
+
+
+def open_missing_streams() -> None:
+    """Open the null device in place of standard streams that are closed. Effect: sets them in ``sys``.
+
+    Else the next file that is opened would be standard output for every program that is started.
+    """
+    for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is not None:
+            continue
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.dup2(nowhere, descriptor)
+        if nowhere == descriptor:
+            os.set_inheritable(nowhere, True)
+        setattr(sys, name, os.fdopen(nowhere, mode, encoding="utf-8", closefd=False))
 
 
 def is_closed_pipe(error: OutputError) -> bool:

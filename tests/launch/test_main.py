@@ -152,6 +152,14 @@ print(f"\\nstatus={status} heavy={heavy}")
             ["launch", "--sbatch", "/nonexistent/a.sh", "README.md"],
             "--sbatch /nonexistent/a.sh can't be written",
         ),
+        (
+            ["launch", "--num_processes=2", "--rdzv_backend=static", "--max_restarts=2", "README.md"],
+            "--max_restarts 2 needs --rdzv_backend c10d",
+        ),
+        (
+            ["config", "default", "--overwrite", "--config_file", "docs"],
+            "--config_file docs must be a file, and is a folder",
+        ),
         (["config", "update"], "there is no configuration file"),
         (["launch", "--config_file", "", "README.md"], "--config_file needs the name of a file, got ''"),
         (["config", "show", "--config_file", ""], "--config_file needs the name of a file, got ''"),

@@ -130,6 +130,26 @@ def test_a_table_is_plain_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert format_table((), []) == ""
 
 
+@pytest.mark.skipif(os.name != "posix", reason="closes descriptors in a shell")
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", "<&- >&- 2>&-"])
+def test_closed_standard_streams_are_the_null_device(closed: str, tmp_path: Path) -> None:
+    # What the script opens first must not become its standard output.
+    (tmp_path / "t.py").write_text("open('out', 'w').write('own')\nprint('printed')\n")
+    for argv in ("--version", "config show", "launch --dry_run t.py", "launch t.py"):
+        command = f'"{sys.executable}" -m accelfn {argv} {closed}'
+        done = subprocess.run(
+            ["sh", "-c", command],
+            cwd=tmp_path,
+            env=environment(),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (0, ""), argv
+        assert bool(done.stdout) == (">&-" not in closed.replace("2>&-", "")), argv
+    assert (tmp_path / "out").read_text() == "own"
+
+
 def test_every_dtype_of_torch_is_one(capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
     known = [name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)]

@@ -371,6 +371,11 @@ it: got 3 processes on 2 machines. Use 2 or 4 processes.
                 "--rdzv_endpoint says the same as --main_process_ip with --main_process_port. "
                 "Give one of the two."
             )
+        if self.rdzv_backend == "static" and self.max_restarts:
+            raise ConfigurationError(
+                f"--max_restarts {self.max_restarts} needs --rdzv_backend c10d: a static meeting is held "
+                "once, and processes can't come together again for another attempt."
+            )
         if self.num_machines > 1 and self.compute_environment == "LOCAL_MACHINE" and not self.tpu:
             self._check_several_machines()
 

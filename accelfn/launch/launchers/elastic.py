@@ -76,7 +76,9 @@ def launch_config(meeting: Meeting, logs: str) -> LaunchConfig:
     """
     # On one node and without a port of its own: c10d takes any that is free, and static can't.
     alone = meeting.num_nodes == 1 and meeting.endpoint.endswith(":0")
-    backend = "c10d" if alone else meeting.backend
+    # After a static meeting only the node that failed would start again.
+    again = meeting.backend == "static" and meeting.max_restarts > 0
+    backend = "c10d" if alone or again else meeting.backend
     options = dict(meeting.options)
     if backend == "static":
         options["rank"] = meeting.node_rank
@@ -116,6 +118,8 @@ def be_agent(folder: str) -> int:
     # What ranks fail of, they report; the agent's own words about it would only hide that.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     (place / "logs").mkdir()
+    if meeting.max_restarts:  # for the reason that plan_torchrun gives
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     code, ended = 0, dict[int, int]()
     try:
         run = elastic_launch(launch_config(meeting, str(place / "logs")), sys.executable)

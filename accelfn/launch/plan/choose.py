@@ -260,5 +260,5 @@ def _plan_meeting(config: LaunchConfig, script: Script) -> Meeting:
         machine_rank=config.machine_rank,
         compare=tuple(compare),
         timeout_s=config.preflight_timeout,
-        may_return=config.rdzv_backend == "c10d" and config.max_restarts > 0,
+        may_return=config.max_restarts > 0,
     )

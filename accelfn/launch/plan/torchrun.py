@@ -49,7 +49,10 @@ def plan_torchrun(config: LaunchConfig, script: Script, machine: Machine, worker
         script.name,
         *script.args,
     )
-    return LaunchPlan(way="torchrun", argv=argv, hosts_port=hosts_port)
+    # A store that is kept for the next attempt has the addresses of the last one in it, and ranks that find
+    # them before they are replaced wait for each other for ever: torch 2.13 does so in one of three restarts.
+    variables = (("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1"),) if config.max_restarts else ()
+    return LaunchPlan(way="torchrun", argv=argv, env_changes=variables, hosts_port=hosts_port)
 
 
 def endpoint_of(config: LaunchConfig) -> tuple[str, int]:
@@ -78,7 +81,9 @@ def _plan_rendezvous(config: LaunchConfig) -> tuple[tuple[str, ...], int | None]
     chosen = config.rdzv_endpoint is not None
     pinned = chosen or config.main_process_ip is not None or bool(config.main_process_port)
     several = config.num_machines > 1
-    backend = config.rdzv_backend or ("static" if several or pinned else "c10d")
+    # A static meeting is held once: machines can't come together again for another attempt.
+    once = (several or pinned) and not config.max_restarts
+    backend = config.rdzv_backend or ("static" if once else "c10d")
     if not (several or pinned or backend == "static"):
         port = 0  # torchrun binds a free port itself, so two launches at once never collide
     machine_rank = config.machine_rank if several else 0
@@ -95,7 +100,7 @@ def _plan_rendezvous(config: LaunchConfig) -> tuple[tuple[str, ...], int | None]
         *_changed("--rdzv-id", config.rdzv_id, None),
         *_changed("--rdzv-conf", conf, None),
         # Otherwise processes look for each other under the host's name, which need not resolve.
-        *(() if several or pinned else (f"--local-addr={LOOPBACK}",)),
+        *(() if several or backend == "static" else (f"--local-addr={LOOPBACK}",)),
     )
     return arguments, port if port and machine_rank == 0 else None
 

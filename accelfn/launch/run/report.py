@@ -102,7 +102,7 @@ def first_failure(failures: Sequence[Failure]) -> Failure | None:
         failures,
         key=lambda one: (
             one.rank is None,
-            one.kind in _ECHOES or one.exitcode == -signal.SIGTERM,
+            one.kind in _ECHOES or (not one.kind and one.exitcode == -signal.SIGTERM),
             one.time_s,
         ),
         default=None,
@@ -154,11 +154,12 @@ def format_report(
     for path, line, function, source in shown:
         where = f"{path}:{line}" + (f" in {function}" if function else "")
         lines.append(f"    {where}: {source}" if source else f"    {where}")
-    # Those that torchrun stopped because of it have not failed.
+    # Those that were stopped because of it have not failed.
+    stops = (-signal.SIGTERM, -getattr(signal, "SIGKILL", 9))
     others = [
         str(one.rank)
-        for one in failures
-        if one is not first and one.rank is not None and one.exitcode != -signal.SIGTERM
+        for one in sorted(failures, key=lambda one: one.rank or 0)
+        if one is not first and one.rank is not None and (one.kind or one.exitcode not in stops)
     ]
     if others:
         lines.append(f"  then: rank {', '.join(others)}")

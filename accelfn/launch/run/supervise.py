@@ -208,7 +208,9 @@ class _Waiting:
         self.news.listen()
         if self.reason is None:
             meeting = self.plan.meeting
-            self.reason = self.news.why_end(may_return=meeting is not None and meeting.may_return)
+            # Processes that have ended can't begin again with another machine's.
+            may_return = meeting is not None and meeting.may_return and self.ended_s is None
+            self.reason = self.news.why_end(may_return=may_return)
             if self.reason is None:
                 self._say_who_is_gone(self.news)
                 return
@@ -243,7 +245,7 @@ class _Waiting:
         for word in news.words.values():
             if word.state in ("stopped", "lost") and word.sender not in self._gone:
                 self._gone.add(word.sender)
-                _say(f"{_explain(word)}; another one may take its place")
+                _say(f"{_explain(word)}; another launch, with --no_preflight, may take its place")
 
     def _tell_failures(self) -> None:
         """Tell the other machines what has failed here, long before torchrun has ended the rest."""

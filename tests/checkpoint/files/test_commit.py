@@ -497,11 +497,14 @@ def test_a_file_that_is_really_missing_is_not_looked_for_again(tmp_path: Path) -
 
 def coarse_disk() -> Disk:
     """Give a disk whose times tell nothing, as those that count whole seconds tell little."""
-    return replace(
-        REAL_DISK,
-        status=lambda path: REAL_DISK.status(path)._replace(modified_s=0.0),
-        status_of=lambda descriptor: REAL_DISK.status_of(descriptor)._replace(modified_s=0.0),
-    )
+
+    def status(path: str) -> Status:
+        return REAL_DISK.status(path)._replace(modified_s=0.0)
+
+    def status_of(descriptor: int) -> Status:
+        return REAL_DISK.status_of(descriptor)._replace(modified_s=0.0)
+
+    return replace(REAL_DISK, status=status, status_of=status_of)
 
 
 def test_a_replaced_one_that_is_being_removed_is_told_from_a_damaged_one(tmp_path: Path) -> None:

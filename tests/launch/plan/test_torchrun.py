@@ -52,6 +52,16 @@ def read_with_torchrun(plan: LaunchPlan) -> dict[str, object]:
             id="one machine, chosen port",
         ),
         pytest.param(
+            ("--main_process_port", "4321", "--max_restarts", "2"),
+            {"rdzv_backend": "c10d", "rdzv_endpoint": "127.0.0.1:4321", "local_addr": "127.0.0.1"},
+            id="one machine, chosen port, several attempts",
+        ),
+        pytest.param(
+            (*TWO_MACHINES, "--machine_rank", "1", "--max_restarts", "2"),
+            {"rdzv_backend": "c10d", "rdzv_conf": "is_host=0", "local_addr": None},
+            id="two machines, several attempts",
+        ),
+        pytest.param(
             (*TWO_MACHINES, "--machine_rank", "1"),
             {
                 "nnodes": "2",
@@ -236,3 +246,9 @@ def test_options_of_the_meeting_that_torchrun_could_not_read(conf: str) -> None:
 
 def test_options_of_the_meeting() -> None:
     assert "--rdzv-conf=a=1, b=x=y" in plan_of("--num_processes=2", "--rdzv_conf=a=1, b=x=y", "t.py").argv
+
+
+def test_every_attempt_has_a_store_of_its_own() -> None:
+    name = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+    assert (name, "1") in plan_of("--num_processes", "4", "--max_restarts", "1", "t.py").env_changes
+    assert name not in dict(plan_of("--num_processes", "4", "t.py").env_changes)

@@ -90,6 +90,19 @@ def test_a_killed_rank_is_named_with_its_signal(tmp_path: Path) -> None:
     )
 
 
+def test_those_that_were_stopped_have_not_failed_and_those_that_raised_have() -> None:
+    first = Failure(rank=3, exitcode=1, kind="ValueError", text="no", time_s=1.0)
+    failures = (
+        Failure(rank=2, exitcode=-15, kind="RuntimeError", text="closed", time_s=2.0),
+        Failure(rank=0, exitcode=-15, time_s=0.5),
+        Failure(rank=1, exitcode=-9, time_s=30.0),
+        first,
+        Failure(rank=None, kind="lost", text="gone"),
+    )
+    assert first_failure(failures) is first
+    assert "  then: rank 2" in format_report(failures, num_processes=4, log_dir=None).splitlines()
+
+
 def test_long_errors_are_cut() -> None:
     frames = tuple(("f.py", line, "f", "") for line in range(9))
     failure = Failure(rank=0, exitcode=1, text="\n".join("abcdefghij"), frames=frames)
@@ -358,10 +371,33 @@ def test_one_that_may_be_replaced_is_not_the_end(
     )
     plan = replace(plan_of("import time; time.sleep(1)"), meeting=meeting)
     assert supervise(plan, os.environ, news=own) == 0
-    line = "accelfn launch: the launch on machine 1 (b) was stopped; another one may take its place.\n"
-    assert capfd.readouterr().err == line
+    assert capfd.readouterr().err == (
+        "accelfn launch: the launch on machine 1 (b) was stopped; another launch, with --no_preflight, may "
+        "take its place.\n"
+    )
     other.listen(5)
     assert [word.state for word in other.words.values()] == ["done"]
+
+
+def test_one_that_may_be_replaced_is_the_end_of_processes_that_have_ended(
+    pair: tuple[News, News], capfd: pytest.CaptureFixture[str]
+) -> None:
+    own, other = pair
+    other.tell("stopped", status=143)
+    source = """
+import json, os, pathlib, subprocess, sys, time
+box = pathlib.Path(os.environ["ACCELFN_RUN_DIR"])
+script = subprocess.Popen([sys.executable, "-c", ""])
+(box / "started.0.0.json").write_text(json.dumps(dict(rank=0, attempt=0, host="a", pid=script.pid)))
+time.sleep(600)
+"""
+    meeting = Meeting(
+        host="h", port=1, num_machines=2, machine_rank=0, compare=(), timeout_s=1.0, may_return=True
+    )
+    plan = LaunchPlan(way="torchrun", argv=(sys.executable, "-c", source, AGENT), meeting=meeting)
+    assert supervise(plan, os.environ, news=own) == 143
+    line = "accelfn launch: the launch on machine 1 (b) was stopped; the processes of this machine end too."
+    assert capfd.readouterr().err.splitlines()[-1] == line
 
 
 def test_an_own_echo_is_reported_as_what_came_first_elsewhere(
