@@ -79,7 +79,12 @@ def accelerate_path(environment: Mapping[str, str], home: str) -> str:
 
 def _place(options: argparse.Namespace, environment: Mapping[str, str]) -> str:
     given: str | None = options.config_file
-    return find_config_file(given, environment, sys.platform, os.path.expanduser("~"))[0]
+    path, _ = find_config_file(given, environment, sys.platform, os.path.expanduser("~"))
+    if os.path.isdir(path):
+        raise ConfigurationError(
+            f"the configuration {path} must be a file, and is a folder. Name a file in it."
+        )
+    return path
 
 
 def _ask(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
@@ -145,8 +150,6 @@ def _import(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
 
 
 def _refuse_to_overwrite(path: str, options: argparse.Namespace) -> None:
-    if os.path.isdir(path):
-        raise ConfigurationError(f"--config_file {path} must be a file, and is a folder. Name a file in it.")
     if os.path.lexists(path) and not options.overwrite:
         raise ConfigurationError(
             f"{path} is there already, and was left as it is. Use --overwrite, or another --config_file."

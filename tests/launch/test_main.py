@@ -158,8 +158,9 @@ print(f"\\nstatus={status} heavy={heavy}")
         ),
         (
             ["config", "default", "--overwrite", "--config_file", "docs"],
-            "--config_file docs must be a file, and is a folder",
+            "the configuration docs must be a file, and is a folder",
         ),
+        (["config", "--config_file", "docs"], "the configuration docs must be a file, and is a folder"),
         (["config", "update"], "there is no configuration file"),
         (["launch", "--config_file", "", "README.md"], "--config_file needs the name of a file, got ''"),
         (["config", "show", "--config_file", ""], "--config_file needs the name of a file, got ''"),
