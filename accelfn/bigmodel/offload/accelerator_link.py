@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from accelfn.bigmodel.offload.link import Arrival, Link, Worker, let_pages_go
+from accelfn.bigmodel.offload.link import Arrival, Link, Worker
 from accelfn.bigmodel.offload.packing import Packing, is_packed, lasting_tensors, pack
 
 __all__ = ("accelerator_link",)
@@ -86,7 +86,6 @@ def accelerator_link(device: torch.device, num_ahead: int) -> Link:
         event = torch.Event(device)
         event.record(torch.accelerator.current_stream(device))
         done.append(event)
-        let_pages_go(hosts)
 
     return Link(device=device, begin=begin, release=release, needs_pinned=True)
 

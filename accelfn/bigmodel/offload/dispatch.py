@@ -71,8 +71,8 @@ def dispatch_model(
         force_hooks: Move inputs even if the whole model is on one device.
         num_ahead: How many blocks are fetched ahead. On the device are at most as many blocks and one more,
             and the own weights of the modules around them.
-        cache_bytes: Of the weights on the disk that are used on the CPU: how many bytes stay in memory after
-            use. None takes half of the memory that is free now.
+        cache_bytes: Of the weights on the disk: how many bytes stay in the host's memory after use. None takes
+            half of the memory that is free now.
 
     Returns:
         The same model, with ``hf_device_map`` set.
@@ -295,10 +295,12 @@ def _attach(
     for name, lies in plan.lies.items():
         if lies.travels:
             travelling.setdefault(lies.used, []).append(name)
+    cache_bytes = _half_of_memory() if options.cache_bytes is None else options.cache_bytes
     for place, leaves in travelling.items():
         blocks = [read_block(model, one) for one in plan_blocks(model, leaves, options.whole_classes)]
-        cache_bytes = _half_of_memory() if options.cache_bytes is None else options.cache_bytes
-        stream = Stream(blocks, place, num_ahead=options.num_ahead, cache_bytes=cache_bytes)
+        stream = Stream(
+            blocks, place, num_ahead=options.num_ahead, cache_bytes=cache_bytes // len(travelling)
+        )
         dispatched.streams.append(stream)
         dispatched.attached.append(attach_stream(model, stream))
     devices = {check_device(lies.used) for lies in plan.lies.values()} | {check_device(plan.main)}

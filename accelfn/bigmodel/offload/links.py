@@ -9,7 +9,7 @@ import torch
 
 from accelfn.bigmodel.load.mapped import mapped_from, read_in
 from accelfn.bigmodel.offload.accelerator_link import accelerator_link
-from accelfn.bigmodel.offload.link import Arrival, Link, Worker, let_pages_go
+from accelfn.bigmodel.offload.link import Arrival, Link, Worker
 from accelfn.bigmodel.offload.packing import Packing, lasting_tensors, pack
 from accelfn.bigmodel.places import Place, check_device, is_simulated
 
@@ -52,11 +52,11 @@ def thread_link() -> Link:
             return lambda: memory
         return worker.submit(carry).result
 
-    return Link(device=torch.device("cpu"), begin=begin, release=let_pages_go)
+    return Link(device=torch.device("cpu"), begin=begin)
 
 
 def mapped_link() -> Link:
-    """Use weights where they are mapped: a thread brings them into memory, and they are let go after use."""
+    """Use weights where they are mapped: a thread brings them into memory."""
     worker = Worker("accelfn-read-ahead")
     nothing = torch.empty(0, dtype=torch.uint8)
     pending: dict[int, Future[None]] = {}  # by the address of a block's first tensor
@@ -71,6 +71,5 @@ def mapped_link() -> Link:
         for future in [pending.pop(host.data_ptr()) for host in hosts if host.data_ptr() in pending]:
             if not future.cancel():  # it would bring them after they were let go
                 wait([future])
-        let_pages_go(hosts)
 
     return Link(device=torch.device("cpu"), begin=begin, release=release, in_place=True)

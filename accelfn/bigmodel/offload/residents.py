@@ -8,6 +8,7 @@ from contextlib import suppress
 
 import torch
 
+from accelfn.bigmodel.load.mapped import mapped_from
 from accelfn.bigmodel.offload.blocks import Block
 from accelfn.bigmodel.offload.gradients import Refetched, Saved
 from accelfn.bigmodel.offload.held import (
@@ -21,10 +22,19 @@ from accelfn.bigmodel.offload.held import (
     take_down,
     versions_of,
 )
-from accelfn.bigmodel.offload.link import Link
+from accelfn.bigmodel.offload.link import Link, let_pages_go
 from accelfn.bigmodel.offload.packing import lasting_tensors
 
-__all__ = ("Residents", "sizes_of")
+__all__ = ("Residents", "mapped_sizes_of", "sizes_of")
+
+
+def mapped_sizes_of(blocks: Sequence[Block]) -> list[int]:
+    """Return for each block the bytes of its tensors that are mapped from files, tied ones once."""
+    mapped = [
+        {id(host): host.nbytes for host in _now(block) if host is not None and mapped_from(host) is not None}
+        for block in blocks
+    ]
+    return [sum(sizes.values()) for sizes in mapped]
 
 
 def sizes_of(blocks: Sequence[Block]) -> list[int]:
@@ -49,7 +59,7 @@ class Residents:
     Attributes:
         lock: Of all that is here.
         link: As given.
-        stays: Positions of the blocks that stay in memory after use.
+        stays: Positions of the blocks whose mapped weights stay in the host's memory after use.
         peak_blocks: Most blocks that were there at a time.
         peak_bytes: Most bytes of them.
     """
@@ -57,7 +67,7 @@ class Residents:
     def __init__(self, blocks: Sequence[Block], link: Link, cache_bytes: int) -> None:
         self.lock = threading.RLock()
         self.link = link
-        self.stays = _first_within(sizes_of(blocks), cache_bytes) if link.in_place else frozenset[int]()
+        self.stays = _first_within(mapped_sizes_of(blocks), cache_bytes)
         self.peak_blocks = 0
         self.peak_bytes = 0
         self._blocks = blocks
@@ -66,7 +76,7 @@ class Residents:
         self._wanted: dict[object, tuple[int, ...]] = {}
         self._addresses: dict[int, int] = {}  # of memory on the device: the block
         self._layouts: dict[int, Layout] = {}
-        self._was_read: set[int] = set()  # of those that stay
+        self._was_read: set[int] = set()  # of those that stay and are used in place
 
     @property
     def positions(self) -> tuple[int, ...]:
@@ -158,7 +168,7 @@ class Residents:
 
     def _begin(self, block: int, lasting: Sequence[torch.Tensor | None] | None = None) -> Held:
         held = self._held[block] = self._carry(block, lasting)
-        if block in self.stays:
+        if self.link.in_place and block in self.stays:
             self._was_read.add(block)
         cached = sum(self._layouts[one].packing.num_bytes for one in self._was_read - self._held.keys())
         self.peak_blocks = max(self.peak_blocks, len(self._held))
@@ -190,8 +200,10 @@ class Residents:
         if held.memory is not None:
             self._addresses.pop(held.memory.untyped_storage().data_ptr(), None)
         del self._held[block]
+        hosts = [host for host in held.hosts if host is not None]
+        self.link.release(hosts)
         if block not in self.stays:
-            self.link.release([host for host in held.hosts if host is not None])
+            let_pages_go(hosts)
 
     def arrive(self, block: int, held: Held) -> torch.Tensor:
         """Wait for a block that was taken; of several threads one waits, and the others for it.

@@ -111,8 +111,8 @@ class Stream:
         blocks: In the order in which they will probably be used.
         place: Where they are used.
         num_ahead: How many blocks are fetched ahead while one is used.
-        cache_bytes: Where weights are used as they lie in files: how many bytes of them stay in memory after
-            use. The first blocks stay, so that a pass over all finds them there again.
+        cache_bytes: Of weights that are mapped from files: how many bytes of them stay in the host's memory
+            after use. The first blocks stay, so that a pass over all finds them there again.
         link: Carries the blocks; None opens the one to the place. Copies of the stream do that, too.
 
     Raises:
@@ -199,7 +199,7 @@ class Stream:
         own = sum(sizes[block] for block in around)
         others = sorted(size for block, size in enumerate(sizes) if block not in around)
         residents = self.residents
-        cached = sum(sizes[block] for block in residents.stays)
+        cached = sum(sizes[block] for block in residents.stays) if residents.link.in_place else 0
         bound = min(sum(sizes), own + sum(others[-self.num_ahead - 1 :]) + cached)
         return StreamFacts(
             self.place, len(sizes), sum(sizes), bound, residents.peak_blocks, residents.peak_bytes

@@ -39,6 +39,7 @@ from accelfn.bigmodel.offload.dispatch import (
 )
 from accelfn.bigmodel.offload.stream import Stream
 from accelfn.errors import DamagedCheckpointError
+from tests.bigmodel.offload.test_links import resident_bytes
 from tests.bigmodel.offload.trees import (
     WIDTH,
     Tree,
@@ -541,6 +542,21 @@ def test_what_is_written_to_weights_on_the_disk_stays(tmp_path: Path) -> None:
             optimizer.step()
     assert torch.equal(plain(x), model(x))
     assert same(values(plain), values(model))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are only let go on Linux")
+@pytest.mark.parametrize("place", ["cpu", "cpu:0"])
+@pytest.mark.parametrize("cached", [None, 0, 1 << 20])
+def test_pages_of_the_disk_stay_in_memory_as_far_as_was_said(
+    place: str, cached: int | None, tmp_path: Path
+) -> None:
+    model: Any = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(3))).requires_grad_(False)
+    disk_offload(model, tmp_path, place, cache_bytes=cached)
+    for _ in range(3):
+        model(torch.randn(2, 512))
+    whole = 3 << 20
+    expected = whole if cached is None else cached
+    assert abs(resident_bytes(model[0].weight) - expected) < 100_000
 
 
 def test_a_model_that_is_forgotten_frees_its_memory_and_its_threads(tmp_path: Path) -> None:

@@ -65,7 +65,9 @@ def test_mapped_weights_give_their_memory_back(make: Any, tmp_path: Path) -> Non
     assert resident_bytes(weight) >= weight.nbytes
     packing = plan_packing([weight])
     link.begin([weight], packing)()
-    link.release([weight, torch.zeros(3)])
+    hosts = [weight, torch.zeros(3)]
+    link.release(hosts)
+    let_pages_go(hosts)
     assert resident_bytes(weight) < 20_000
     assert torch.equal(weight, expected)
 
@@ -111,6 +113,7 @@ def test_what_goes_before_it_has_come_does_not_come_afterwards(
     threading.Timer(0.05, gate.set).start()
     link.release([torch.zeros(1), first])
     assert read == [1]
+    let_pages_go([first, second])
     assert resident_bytes(first) < 20_000
     assert resident_bytes(second) < 20_000
 

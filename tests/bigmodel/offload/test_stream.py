@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -20,6 +21,7 @@ from torch.utils import checkpoint as checkpoints
 
 from accelfn.bigmodel.offload.attach import attach_stream
 from accelfn.bigmodel.offload.blocks import Block, BlockNames, Slot, read_block
+from accelfn.bigmodel.offload.folder import write_mapped
 from accelfn.bigmodel.offload.link import Arrival, Link
 from accelfn.bigmodel.offload.links import open_link, thread_link
 from accelfn.bigmodel.offload.packing import Packing
@@ -584,8 +586,10 @@ def test_no_more_is_there_than_was_said(num_ahead: int) -> None:
     assert stream.facts().peak_bytes == stream.facts().bound_bytes
 
 
-def test_a_mapped_block_that_stays_in_memory_counts() -> None:
+def test_a_mapped_block_that_stays_in_memory_counts(tmp_path: Path) -> None:
     model = layers(4)
+    for name, mapped in write_mapped(tmp_path, dict(model.named_parameters())).items():
+        model.get_parameter(name).data = mapped
     leaves = [
         tuple(f"{number}.{name}" for name, _ in one.named_parameters()) for number, one in enumerate(model)
     ]
