@@ -7,7 +7,17 @@ from typing import TypeAlias
 
 import torch
 
-__all__ = ("Place", "PlaceLike", "check_device", "is_accelerator", "is_simulated", "order_of", "read_place")
+__all__ = (
+    "Place",
+    "PlaceLike",
+    "check_device",
+    "current_place",
+    "is_accelerator",
+    "is_on",
+    "is_simulated",
+    "order_of",
+    "read_place",
+)
 
 Place: TypeAlias = int | str
 """An accelerator by its number, ``"mps"``, ``"cpu"`` (the host's memory), ``"disk"``, or a simulated device.
@@ -17,7 +27,7 @@ treats them as accelerators. So what a model does on several devices can be run 
 """
 
 PlaceLike: TypeAlias = int | str | torch.device
-"""What callers may write for a place: also ``"cuda:1"``, ``"cuda"`` and devices of torch."""
+"""What callers may write for a place: also devices of torch, ``"cuda:1"``, and ``"cuda"``, the current one."""
 
 _SIMULATED = re.compile(r"cpu:(\d+)")
 _NUMBERED = re.compile(r"([a-z]+)(?::(\d+))?")
@@ -26,7 +36,8 @@ _NUMBERED = re.compile(r"([a-z]+)(?::(\d+))?")
 def read_place(place: object, what: str = "device") -> Place:
     """Turn what a caller writes for a place into the one form that plans use.
 
-    Whether this machine has the device isn't asked: plans are made for other machines too.
+    Whether this machine has the device isn't asked: plans are made for other machines too. ``"cuda"`` is the
+    current device at the time of the call, and 0 where there is none.
 
     Args:
         place: A number, a name, or a device of torch.
@@ -47,7 +58,10 @@ def read_place(place: object, what: str = "device") -> Place:
             return text
         match = _NUMBERED.fullmatch(text)
         if match is not None and match[1] in _accelerator_types():
-            return "mps" if match[1] == "mps" else int(match[2] or 0)
+            if match[1] == "mps":
+                return "mps"
+            here = current_place()
+            return int(match[2]) if match[2] else here if isinstance(here, int) else 0
     raise ValueError(
         f"{what}: there is no place {place!r}. Places are numbers of accelerators (0, 1, ...), names such as "
         "'cuda:0', 'mps', 'cpu', 'disk', and 'cpu:0', 'cpu:1' and so on for simulated devices."
@@ -58,6 +72,19 @@ def _accelerator_types() -> frozenset[str]:
     here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     # Without any, "cuda:0" is what somebody writes who plans for another machine.
     return frozenset({"cuda"} if here is None else {here.type})
+
+
+def current_place() -> Place:
+    """Return the place where models run if nobody says otherwise: the current accelerator, or the CPU."""
+    here = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if here is None:
+        return "cpu"
+    return "mps" if here.type == "mps" else torch.accelerator.current_device_index()
+
+
+def is_on(tensor: torch.Tensor, device: torch.device) -> bool:
+    """Whether ``tensor`` is on ``device``; on mps, torch numbers the devices of tensors alone."""
+    return tensor.device.type == device.type and (tensor.device.index or 0) == (device.index or 0)
 
 
 def is_simulated(place: Place) -> bool:

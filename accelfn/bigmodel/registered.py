@@ -19,6 +19,7 @@ from torch.utils._device import DeviceContext
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from accelfn.bigmodel.late import LateFills, tensors_in
+from accelfn.bigmodel.places import is_on
 
 __all__ = ("FactoriesOn", "ParametersOn")
 
@@ -114,7 +115,7 @@ class ParametersOn(TorchFunctionMode):
         # Modes further out aren't asked: of nested contexts the innermost counts.
         with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
             grad_fn = parameter.grad_fn
-            if grad_fn is not None or _is_on(parameter, self._device):
+            if grad_fn is not None or is_on(parameter, self._device):
                 return grad_fn
             is_plain = _is_plain(parameter)
             twin: torch.Tensor | None = self._twins.get(parameter)
@@ -158,14 +159,14 @@ class ParametersOn(TorchFunctionMode):
         )
 
     def _data_for(self, tensor: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-        if self._has(tensor) and not _is_on(data, self._device):
+        if self._has(tensor) and not is_on(data, self._device):
             return self._moved(data)
         # The memory now is that of a parameter which may have been there before.
         self._fills.disown(data)
         return data
 
     def _has(self, value: object) -> bool:
-        return isinstance(value, nn.Parameter) and _is_on(value, self._device)
+        return isinstance(value, nn.Parameter) and is_on(value, self._device)
 
 
 def _registering(parameter: torch.Tensor) -> nn.Module | None:
@@ -194,10 +195,6 @@ def _is_skipping_init() -> bool:
 def _is_plain(parameter: torch.Tensor) -> bool:
     """Whether its class is one of parameters, and not one of tensors that are marked to be parameters."""
     return nn.Parameter in type(parameter).__mro__
-
-
-def _is_on(tensor: torch.Tensor, device: torch.device) -> bool:
-    return tensor.device.type == device.type and (tensor.device.index or 0) == (device.index or 0)
 
 
 def _swap(parameter: torch.Tensor, twin: torch.Tensor) -> bool:

@@ -6,6 +6,7 @@ import torch
 from accelfn.bigmodel.places import (
     Place,
     check_device,
+    current_place,
     is_accelerator,
     is_simulated,
     order_of,
@@ -37,6 +38,19 @@ def test_places_have_one_form(written: object, place: Place) -> None:
 )
 def test_devices_of_cuda_are_numbers() -> None:
     assert [read_place(one) for one in ("cuda", "cuda:1", torch.device("cuda", 2))] == [0, 1, 2]
+
+
+def test_without_a_number_it_is_the_current_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = [2]
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: current[0])
+    assert [read_place(one) for one in ("cuda", torch.device("cuda"))] == [2, 2]
+    assert [read_place(one) for one in ("cuda:0", 1, torch.device("cuda", 3))] == [0, 1, 3]
+    assert current_place() == 2
+    current[0] = 1
+    assert check_device(read_place("cuda")) == torch.device("cuda", 1)
 
 
 @pytest.mark.parametrize(

@@ -21,12 +21,11 @@ from accelfn.bigmodel.hooks.host_weights import (
     values_for,
 )
 from accelfn.bigmodel.hooks.model_hook import ModelHook
-from accelfn.bigmodel.hooks.moves import default_place
 from accelfn.bigmodel.load.mapped import mapped_from
 from accelfn.bigmodel.offload.blocks import Block, Slot
 from accelfn.bigmodel.offload.move import input_device, moved
 from accelfn.bigmodel.offload.stream import Stream
-from accelfn.bigmodel.places import Place, PlaceLike, check_device, read_place
+from accelfn.bigmodel.places import Place, PlaceLike, check_device, current_place, read_place
 
 __all__ = ("AlignDevicesHook", "SharedStream")
 
@@ -80,7 +79,7 @@ class AlignDevicesHook(ModelHook):
         self.place: Place | None = None
         if execution_device is not None or offload:
             self.place = (
-                default_place()
+                current_place()
                 if execution_device is None
                 else read_place(execution_device, "execution_device")
             )

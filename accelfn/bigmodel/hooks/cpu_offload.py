@@ -9,13 +9,19 @@ from torch import nn
 from accelfn.bigmodel.hooks.model_hook import ModelHook, add_hook_to_module, remove_hook_from_module
 from accelfn.bigmodel.hooks.moves import (
     MoveModule,
-    default_place,
-    is_on,
     module_tensors,
     move_module,
 )
 from accelfn.bigmodel.offload.move import moved
-from accelfn.bigmodel.places import Place, PlaceLike, check_device, is_simulated, read_place
+from accelfn.bigmodel.places import (
+    Place,
+    PlaceLike,
+    check_device,
+    current_place,
+    is_on,
+    is_simulated,
+    read_place,
+)
 
 __all__ = ("CpuOffload", "UserCpuOffloadHook", "cpu_offload_with_hook")
 
@@ -46,7 +52,7 @@ class CpuOffload(ModelHook):
         move: MoveModule = move_module,
     ) -> None:
         place = (
-            default_place() if execution_device is None else read_place(execution_device, "execution_device")
+            current_place() if execution_device is None else read_place(execution_device, "execution_device")
         )
         self.execution_device = check_device(place, "execution_device")
         self.prev_module_hook = prev_module_hook

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accelfn.bigmodel.dtypes import named_dtype
 from accelfn.bigmodel.offload.blocks import Slot
-from accelfn.bigmodel.places import PlaceLike, check_device, read_place
+from accelfn.bigmodel.places import PlaceLike, check_device, is_on, read_place
 
 __all__ = (
     "find_tensor",
@@ -192,7 +192,7 @@ def set_module_tensor_to_device(
         if known is not None and there in known:
             set_tensor(owner, key, known[there])
             return
-    if value is None and _is_on(old, target) and wanted in (None, old.dtype):
+    if value is None and is_on(old, target) and wanted in (None, old.dtype):
         new = old
     elif type(old).__name__ in _QUANTISING and target.type != "meta":
         # They quantise on the way from the host to the device.
@@ -227,7 +227,3 @@ def read_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
 
 def _has_memory(tensor: torch.Tensor) -> bool:
     return not tensor.is_meta and not is_traceable_wrapper_subclass(tensor) and tensor.numel() > 0
-
-
-def _is_on(tensor: torch.Tensor, device: torch.device) -> bool:
-    return tensor.device.type == device.type and (tensor.device.index or 0) == (device.index or 0)

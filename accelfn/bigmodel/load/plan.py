@@ -11,7 +11,7 @@ from torch import nn
 
 from accelfn.bigmodel.load.source import Checkpoint, Stored
 from accelfn.bigmodel.load.targets import Target, Targets, read_targets, tie_by_names, translate
-from accelfn.bigmodel.places import Place, check_device, order_of
+from accelfn.bigmodel.places import Place, check_device, is_on, order_of
 from accelfn.bigmodel.plan.near import tell_unknown
 from accelfn.checkpoint.weights.state import is_spread
 from accelfn.errors import CheckpointMismatchError, Misfit
@@ -359,7 +359,7 @@ def _step(target: Target, source: Stored, place: Place | None, dtype: torch.dtyp
         device = check_device(place, f"device_map[{target.name!r}]")
     else:
         device = torch.device("cpu") if tensor.is_meta and not is_spread(tensor) else _device_of(tensor)
-    stays = not tensor.is_meta and tensor.dtype == dtype and _is_same(tensor.device, device)
+    stays = not tensor.is_meta and tensor.dtype == dtype and is_on(tensor, device)
     return LoadStep(target, source, place, device, dtype, "fill" if stays else "new")
 
 
@@ -374,10 +374,6 @@ def _device_for(target: Target, wishes: Wishes) -> torch.device:
     if place is None or place == "disk":
         return _device_of(target.tensor) if not target.tensor.is_meta else torch.device("cpu")
     return check_device(place, f"device_map[{target.name!r}]")
-
-
-def _is_same(one: torch.device, other: torch.device) -> bool:
-    return one.type == other.type and (one.index or 0) == (other.index or 0)
 
 
 def _why_not_mapped(step: LoadStep) -> str:

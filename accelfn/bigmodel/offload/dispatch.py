@@ -71,7 +71,7 @@ def dispatch_model(
         force_hooks: Move inputs even if the whole model is on one device.
         num_ahead: How many blocks are fetched ahead. On the device are at most as many blocks and one more,
             and the own weights of the modules around them.
-        cache_bytes: Of the weights on the disk: how many bytes stay in the host's memory after use. None takes
+        cache_bytes: How many bytes of the weights on the disk stay in the host's memory after use. None takes
             half of the memory that is free now.
 
     Returns:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
+from functools import cache
 
 import torch
 
@@ -50,7 +51,14 @@ def thread_link() -> Link:
         if packing.num_bytes <= _INLINE_BYTES:
             memory = carry()
             return lambda: memory
-        return worker.submit(carry).result
+        future = worker.submit(carry)
+
+        @cache
+        def arrive() -> torch.Tensor:
+            # On a busy machine the thread may not have begun, and this one needn't wait until it is woken.
+            return carry() if future.cancel() else future.result()
+
+        return arrive
 
     return Link(device=torch.device("cpu"), begin=begin)
 

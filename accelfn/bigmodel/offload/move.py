@@ -21,13 +21,16 @@ def input_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device 
 def moved(value: Any, device: torch.device, skip_keys: Iterable[str] | None = None) -> Any:
     """Move the tensors of a value, which is given back itself if nothing is to move.
 
+    The host waits for what comes to it from a device; what goes the other way is ordered by the device.
+
     Args:
         value: Any tree.
         device: Where to.
         skip_keys: Keys of mappings, at any depth, below which nothing is moved.
     """
+    ahead = device.type != "cpu"  # else the host could read memory that the copy has yet to fill
     if isinstance(value, torch.Tensor):
-        return value if value.device == device else value.to(device, non_blocking=True)
+        return value if value.device == device else value.to(device, non_blocking=ahead)
     # Most often all is there already, and a look is cheaper than taking the tree apart.
     kind = cast("Any", type(value))
     if kind in (tuple, list, dict):
@@ -41,7 +44,7 @@ def moved(value: Any, device: torch.device, skip_keys: Iterable[str] | None = No
         for leaf in leaves
     ):
         return value
-    return send_to_device(value, device, non_blocking=True, skip_keys=skip_keys)
+    return send_to_device(value, device, non_blocking=ahead, skip_keys=skip_keys)
 
 
 def _is_there(part: Any, device: torch.device) -> bool:

@@ -18,7 +18,7 @@ from accelfn.bigmodel.load.read import Reading, read_tensors
 from accelfn.bigmodel.load.source import Checkpoint, Stored, open_checkpoint
 from accelfn.bigmodel.offload.blocks import named_modules
 from accelfn.bigmodel.offload.dispatch import dispatch_model
-from accelfn.bigmodel.places import Place, PlaceLike, check_device, is_accelerator, read_place
+from accelfn.bigmodel.places import Place, PlaceLike, check_device, current_place, is_accelerator
 from accelfn.bigmodel.plan.budgets import MaxMemory
 from accelfn.bigmodel.plan.maps import DeviceMap, resolve_device_map
 from accelfn.bigmodel.plan.sizes import AnyDtype, CustomDtype
@@ -80,7 +80,7 @@ def load_and_quantize_model(
         weights_location: A checkpoint, as :func:`load_checkpoint_in_model` takes it. Needed where the model
             has tensors on the meta device; else None quantises the values that it has.
         device_map: Places by name, or ``"auto"`` and the like, planned with the quantised sizes. None: the
-            first accelerator, or the CPU where there is none.
+            current accelerator, or the CPU where there is none.
         no_split_module_classes: As :func:`load_checkpoint_and_dispatch` takes it.
         max_memory: As :func:`load_checkpoint_and_dispatch` takes it.
         offload_folder: As :func:`load_checkpoint_and_dispatch` takes it.
@@ -150,8 +150,7 @@ def _places(
     max_memory: MaxMemory | None,
 ) -> dict[str, Place]:
     if device_map is None:
-        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        return {"": read_place("cpu" if found is None else found)}
+        return {"": current_place()}
     dtypes: dict[str, AnyDtype] = {
         name: kept_dtype(name, one.dtype, config) for name, one in kept_tensors(model)
     }

@@ -223,14 +223,18 @@ def test_a_model_on_cuda_computes_and_trains_as_one_that_lies_there(how: str, tm
     for _ in range(3):
         plain.zero_grad()
         model.zero_grad()
-        expected, out = plain(x.cuda()), model(x)
+        out = model(x)
+        seen = out.detach().clone()  # at once: anything else may wait for the device, and so for the copy
+        expected = plain(x.cuda())
         assert out.device == x.device
-        assert torch.equal(expected.cpu(), out)
+        assert torch.equal(expected.cpu(), seen)
         expected.sum().backward()
         out.sum().backward()
         for left, right in zip(gradients(plain).values(), gradients(model).values(), strict=True):
             torch.testing.assert_close(cast("Any", left).cpu(), cast("Any", right).cpu())
         with torch.no_grad():
+            seen = model(x).clone()
+            assert torch.equal(plain(x.cuda()).cpu(), seen)
             assert torch.equal(plain(x.cuda()), model(x.cuda()))
     for (name, left), right in zip(plain.state_dict().items(), model.state_dict().values(), strict=True):
         assert torch.equal(left.cpu(), right.cpu()), name

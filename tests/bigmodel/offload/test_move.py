@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
+from torch.overrides import TorchFunctionMode
 
 from accelfn.bigmodel.offload.move import input_device, moved
 
@@ -38,6 +40,31 @@ def test_keys_are_skipped_at_any_depth() -> None:
     found = moved({"a": torch.zeros(1), "deep": {"b": torch.zeros(1)}}, META, ("b",))
     assert found["a"].is_meta
     assert not found["deep"]["b"].is_meta
+
+
+class Copies(TorchFunctionMode):
+    """Stands in for copies between devices: notes which of them the host waits for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waited: list[bool] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.to:
+            self.waited.append(not (kwargs or {}).get("non_blocking", False))
+            return torch.empty(args[0].shape, device=args[1])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize(("source", "target", "waits"), [(META, CPU, True), (CPU, META, False)])
+def test_what_comes_to_the_host_has_arrived(
+    source: torch.device, target: torch.device, waits: bool, tree: bool
+) -> None:
+    tensor = torch.zeros(2, device=source)
+    with Copies() as copies:
+        moved({"a": tensor} if tree else tensor, target)
+    assert copies.waited == [waits]
 
 
 def test_the_device_of_the_first_input() -> None:
