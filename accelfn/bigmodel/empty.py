@@ -30,6 +30,10 @@ def init_empty_weights(include_buffers: bool | None = None) -> Generator[None, N
     one without values, so a model of any size is built in the memory of its buffers. Ties that are made
     inside are kept, as are classes of parameters, their attributes and ``requires_grad``.
 
+    Random buffers are drawn in the program's order. Weights draw nothing once a module holds them, nor before
+    if they have 1 MiB or more; so seeded buffers are those of the plain construction unless weights before
+    them draw there from the host's generator.
+
     What a module computes from its weights in ``__init__`` is computed on ``meta`` too: shapes come out right
     and there are no values. Code that needs a value, such as ``weight.item()``, gets torch's own error.
 
@@ -59,7 +63,8 @@ def init_on_device(
 ) -> Generator[None, None, None]:
     """Build models inside with their parameters on one device.
 
-    A parameter is moved when a module gets it, so what the module does to initialise it is done there.
+    A parameter is moved when a module gets it, so what the module does to initialise it is done there. On the
+    CPU all values are, bit for bit, those of the plain construction with the same seed.
 
     Effect: on the calling thread, until the context is left. Also a decorator of functions that build models.
     Of nested contexts the innermost counts.
@@ -82,7 +87,8 @@ def init_on_device(
     with ExitStack() as modes:
         if _with_buffers() if include_buffers is None else include_buffers:
             modes.enter_context(FactoriesOn(target))
-        fills = LateFills()
+        # On a real device the values are wanted, and at the time at which the program asks for them.
+        fills = LateFills(delays=target.type == "meta")
         # Called last of all, when no mode is left that could put the filling off once more.
         modes.callback(fills.fill_all)
         modes.enter_context(fills)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias, cast
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import optree
 import torch
@@ -58,13 +58,31 @@ _FILLED_IN_PLACE = frozenset(
 
 
 class _Late(NamedTuple):
-    """A filling that is still to be done, and the part of a storage that it is for."""
+    """A filling that is still to be done, and the part of a storage that it is for.
+
+    A random one has its generator, and the state that the generator was in.
+    """
 
     fill: _Fill
+    generator: torch.Generator | None
+    state: torch.Tensor | None
     dtype: torch.dtype
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+
+    def run(self, part: torch.Tensor) -> None:
+        """Fill the part with the numbers that it would have got at the time."""
+        if self.generator is None or self.state is None:
+            self.fill(part)
+            return
+        now = self.generator.get_state()
+        if torch.equal(now, self.state):
+            self.fill(part)
+        else:  # it was seeded since
+            self.generator.set_state(self.state)
+            self.fill(part)
+            self.generator.set_state(now)
 
 
 class LateFills(TorchDispatchMode):
@@ -74,11 +92,19 @@ class LateFills(TorchDispatchMode):
     at it has cost none. Whatever reads or writes such a tensor in any other way than by filling it finds its
     values there: every operation of torch comes by here first. What hands out the memory itself, as
     ``data_ptr`` does, doesn't; whoever sees such a call has to :meth:`fill` before.
+
+    Random numbers are drawn in the program's order, less those for tensors that nobody looks at: what waits
+    for numbers gets them before anything else draws.
+
+    Args:
+        delays: Put fillings off. Otherwise it only knows which tensors are new.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, delays: bool) -> None:
         super().__init__()  # pyright: ignore[reportUnknownMemberType]
+        self._delays = delays
         self._waiting: WeakKeyDictionary[torch.UntypedStorage, list[_Late]] = WeakKeyDictionary()
+        self._drawing: ReferenceType[torch.UntypedStorage] | None = None  # the one that waits for numbers
         self._filling = False
 
     @classmethod
@@ -119,7 +145,7 @@ class LateFills(TorchDispatchMode):
             with torch.no_grad():
                 while waiting:
                     late = waiting.pop(0)
-                    late.fill(_part(storage, late))
+                    late.run(_part(storage, late))
         finally:
             self._filling = before
 
@@ -130,17 +156,21 @@ class LateFills(TorchDispatchMode):
         name = str(func)
         if self._filling:
             return func(*args, **keywords)
-        if name in _MADE_AND_FILLED or name in _MADE:
-            made = self._make(func, name, args, keywords)
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        generator = keywords.get("generator") or torch.default_generator if is_random else None
+        if self._delays and (name in _MADE_AND_FILLED or name in _MADE):
+            made = self._make(func, name, args, keywords, generator)
             if made is not None:
                 return made
-        if name in _FILLED_IN_PLACE:
+        if self._delays and name in _FILLED_IN_PLACE:
             tensor, rest = args[0], args[1:]
             # There is nothing to fill on meta; torch would load its compiler to find that out, in a second.
-            if tensor.is_meta or self._put_off(tensor, lambda part: func(part, *rest, **keywords)):
+            if tensor.is_meta or self._put_off(tensor, lambda part: func(part, *rest, **keywords), generator):
                 return tensor
         given = list(tensors_in(args, keywords))
         self.fill(given)
+        if is_random:
+            self._draw()
         out = func(*args, **keywords)
         known = [_storage(tensor) for tensor in given]
         for tensor in tensors_in(out):
@@ -149,7 +179,21 @@ class LateFills(TorchDispatchMode):
                 self._waiting.setdefault(storage, [])
         return out
 
-    def _make(self, func: Any, name: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    def _draw(self) -> None:
+        """Fill what waits for random numbers."""
+        storage = None if self._drawing is None else self._drawing()
+        self._drawing = None
+        if storage is not None and self._waiting.get(storage):
+            self._fill(storage)
+
+    def _make(
+        self,
+        func: Any,
+        name: str,
+        args: tuple[Any, ...],
+        keywords: dict[str, Any],
+        generator: torch.Generator | None,
+    ) -> Any:
         """Make a tensor that is filled later; None for one that is better made at once."""
         like: Any = args[0] if isinstance(args[0], torch.Tensor) else None
         device = keywords.get("device") or (torch.device("cpu") if like is None else like.device)
@@ -172,11 +216,11 @@ class LateFills(TorchDispatchMode):
         if name in _MADE:
             return made
         fill = _MADE_AND_FILLED[name](*args)
-        if not self._put_off(made, fill):
+        if not self._put_off(made, fill, generator):
             fill(made)
         return made
 
-    def _put_off(self, tensor: torch.Tensor, fill: _Fill) -> bool:
+    def _put_off(self, tensor: torch.Tensor, fill: _Fill, generator: torch.Generator | None) -> bool:
         storage = _storage(tensor)
         waiting = None if storage is None else self._waiting.get(storage)
         if storage is None or waiting is None or storage.device.type != "cpu":
@@ -184,7 +228,11 @@ class LateFills(TorchDispatchMode):
         if storage.nbytes() < _LEAST_BYTES or tensor.is_conj() or tensor.is_neg():
             return False
         where = (int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
-        waiting.append(_Late(fill, tensor.dtype, *where))
+        state = None
+        if generator is not None:
+            self._draw()
+            self._drawing, state = ref(storage), generator.get_state()
+        waiting.append(_Late(fill, generator, state, tensor.dtype, *where))
         return True
 
 

@@ -27,7 +27,7 @@ treats them as accelerators. So what a model does on several devices can be run 
 """
 
 PlaceLike: TypeAlias = int | str | torch.device
-"""What callers may write for a place: also devices of torch, ``"cuda:1"``, and ``"cuda"``, the current one."""
+"""What callers may write for a place: also devices of torch, ``"cuda:1"`` and ``"cuda"``, the current one."""
 
 _SIMULATED = re.compile(r"cpu:(\d+)")
 _NUMBERED = re.compile(r"([a-z]+)(?::(\d+))?")

@@ -186,14 +186,14 @@ def test_on_a_real_device_the_values_are_there_too(plan: list[tuple[str, str, bo
     plan = [one for one in plan if one[1] not in ("empty", "legacy", "skipped")]
     torch.manual_seed(3)
     plain = Built(plan)
+    state = torch.get_rng_state()
     torch.manual_seed(3)
     with init_on_device("cpu"):
         made = Built([*plan])
     assert described(made) == described(plain)
-    random = ("normal",)  # large ones are filled in another order
-    if not any(what in random for _, what, _ in plan):
-        for name, value in plain.state_dict().items():
-            assert nn.parameter.is_lazy(value) or torch.equal(made.state_dict()[name], value), name
+    for name, value in plain.state_dict().items():
+        assert nn.parameter.is_lazy(value) or torch.equal(made.state_dict()[name], value), name
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize("include_buffers", [False, True])
@@ -417,6 +417,42 @@ def test_random_buffers_draw_as_they_would() -> None:
             found.append(make())
             found[-1].sum()  # a look: the numbers are drawn now
     assert all(map(torch.equal, found, expected))
+
+
+class Noisy(nn.Module):
+    """Random buffers, large and small, between weights, with the generator seeded anew on the way."""
+
+    def __init__(self, weights: bool, seed: int | None) -> None:
+        super().__init__()
+        self.a = nn.Buffer(torch.randn(BIG))
+        if weights:
+            self.bare = nn.Parameter(torch.randn(BIG))
+            self.layer = nn.Linear(600, 700)
+        self.b = nn.Buffer(torch.empty(BIG).uniform_(-1, 1))
+        self.c = nn.Buffer(torch.randn(3))
+        self.d = nn.Buffer(torch.rand(BIG))
+        if seed is not None:
+            torch.manual_seed(seed)
+        self.e = nn.Buffer(torch.randperm(1000))
+        later = torch.randn(BIG)
+        self.f = nn.Buffer(torch.zeros(BIG))
+        self.g = nn.Buffer(torch.bernoulli(torch.full((5,), 0.5)))
+        self.later = nn.Buffer(later)
+
+
+@pytest.mark.parametrize("seed", [None, 11])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_random_values_come_in_the_order_of_the_program(device: str, seed: int | None) -> None:
+    # On a real device with all draws; without memory less those for weights.
+    torch.manual_seed(3)
+    plain = Noisy(device == "cpu", seed)
+    state = torch.get_rng_state()
+    torch.manual_seed(3)
+    with init_on_device(device):
+        made = Noisy(True, seed)
+    for name, value in plain.state_dict().items():
+        assert torch.equal(made.state_dict()[name], value), name
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize("include_buffers", [False, True])

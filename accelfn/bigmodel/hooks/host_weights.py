@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from accelfn.bigmodel.load.offload_files import OffloadedWeightsLoader, PrefixedDataset
-from accelfn.bigmodel.load.placing import replaced
+from accelfn.bigmodel.load.placing import replaced, set_data
 from accelfn.bigmodel.offload.blocks import Block, Slot, slots_of
 
 __all__ = (
@@ -192,10 +192,7 @@ def _is_held(weights_map: Mapping[str, Any]) -> bool:
 def move_in_place(tensor: torch.Tensor, device: torch.device) -> None:
     """Move a tensor and its gradient; it stays the same object, so optimizers and ties know it still."""
     if tensor.device != device:
-        with torch.no_grad():
-            tensor.data = tensor.data.to(device)
-            if tensor.grad is not None:
-                tensor.grad.data = tensor.grad.data.to(device)
+        set_data(tensor, tensor.data.to(device))
 
 
 def values_for(slots: Mapping[str, Slot], weights_map: Mapping[str, Any] | None) -> dict[str, torch.Tensor]:
@@ -214,11 +211,8 @@ def install(slot: Slot, value: torch.Tensor, installed: dict[int, Replaced]) -> 
     """
     current = slot.read()
     if not current.is_meta:
-        if value is current:
-            return
-        current.data = value
-        if current.grad is not None:
-            current.grad.data = current.grad.data.to(value.device)
+        if value is not current:
+            set_data(current, value)
         return
     # It can't get memory, so another takes its place, in all modules that share it.
     if id(current) not in installed:

@@ -219,6 +219,7 @@ def _put(target: Target, value: torch.Tensor) -> None:
     if not old.is_meta and type(old) in (torch.Tensor, nn.Parameter) and old.layout == value.layout:
         # The same object, so that optimizers and whoever else holds it go on with it.
         old.data = value
+        old.grad = None  # of values that are gone, and maybe of another dtype or device
         for slot in target.slots:
             if slot.read() is not old:
                 slot.write(old)

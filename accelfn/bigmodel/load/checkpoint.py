@@ -113,6 +113,7 @@ def load_checkpoint_in_model(
 
     A model may be on the meta device, in part or as a whole, and has no tensor there afterwards. What it has
     in memory keeps its memory, where place and dtype don't change, and its parameters stay the same objects.
+    A parameter that gets other memory has no gradient afterwards.
     Tied weights stay tied, and need to be there under one of their names. Besides the model, only a
     buffer for each thread that reads is in memory: at most eight of 8 MiB for an accelerator, of 1 MiB for
     the host.

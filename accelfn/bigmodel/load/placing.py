@@ -20,6 +20,7 @@ __all__ = (
     "named_module_tensors",
     "read_dtype",
     "replaced",
+    "set_data",
     "set_module_tensor_to_device",
     "set_tensor",
 )
@@ -119,6 +120,20 @@ def replaced(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         new = cast("nn.Parameter", torch.Tensor._make_subclass(kind, value.detach(), needs_grad))
     vars(new).update(vars(old))
     return new
+
+
+def set_data(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Make ``value`` the memory of a tensor, which stays one object: optimizers and ties know it still.
+
+    Its gradient moves along: one on another device would be an error in the next backward.
+
+    Args:
+        tensor: With values, not on meta.
+        value: Of the same shape and dtype, on any device. Shared, not copied.
+    """
+    tensor.data = value
+    if tensor.grad is not None:
+        tensor.grad.data = tensor.grad.data.to(value.device)
 
 
 def set_tensor(owner: nn.Module, key: str, tensor: torch.Tensor) -> None:

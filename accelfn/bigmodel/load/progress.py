@@ -22,7 +22,7 @@ def showing(what: str, total: int, progress: bool | None) -> Generator[Callable[
         what: Stands before the bar.
         total: Bytes.
         progress: Whether to show a bar. None: if tqdm is installed, and somebody may be looking (standard
-            error is a terminal).
+            error is a terminal). Without standard error, as under ``pythonw``, there is none.
 
     Raises:
         MissingExtraError: A bar is wanted, and tqdm isn't installed.
@@ -30,7 +30,8 @@ def showing(what: str, total: int, progress: bool | None) -> Generator[Callable[
     has_tqdm = importlib.util.find_spec("tqdm") is not None
     if progress and not has_tqdm:
         raise MissingExtraError("progress=True needs tqdm: pip install 'accelfn[bigmodel]'.")
-    if not (sys.stderr.isatty() and has_tqdm if progress is None else progress):
+    error: Any = sys.stderr  # None where a process has none
+    if error is None or not (error.isatty() and has_tqdm if progress is None else progress):
         yield lambda _: None
         return
     tqdm: Any = importlib.import_module("tqdm").tqdm

@@ -12,6 +12,7 @@ from torch import nn
 
 from accelfn.bigmodel.load.mapped import mapped_from
 from accelfn.bigmodel.load.offload_files import OffloadedWeightsLoader
+from accelfn.bigmodel.load.placing import set_data
 from accelfn.bigmodel.offload.blocks import Slot
 from accelfn.bigmodel.offload.dispatch_plan import DispatchPlan
 from accelfn.bigmodel.offload.folder import write_mapped
@@ -160,9 +161,7 @@ def _settled(now: torch.Tensor, value: torch.Tensor, device: torch.device, *, re
         return now
     data = value.detach().to(device)
     if reuse and not now.is_meta and is_packable(now):
-        now.data = data
-        if now.grad is not None:
-            now.grad.data = now.grad.data.to(device)
+        set_data(now, data)
         return now
     if not isinstance(now, nn.Parameter):
         return data

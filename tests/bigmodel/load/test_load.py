@@ -10,6 +10,7 @@ import json
 import os
 import pickle
 import re
+import sys
 import warnings
 from pathlib import Path
 from typing import Any, cast
@@ -300,6 +301,27 @@ def test_memory_that_a_graph_needs_is_not_changed_unnoticed(tmp_path: Path) -> N
     load_checkpoint_in_model(model, path)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+@pytest.mark.parametrize("options", [{"dtype": torch.bfloat16}, {"device_map": {"": "disk"}}])
+def test_gradients_of_replaced_weights_are_gone(options: dict[str, Any], tmp_path: Path) -> None:
+    model: Any = nn.Linear(3, 2)
+    save(values(model), tmp_path, "file")
+    weight = model.weight
+    model(torch.ones(1, 3)).sum().backward()
+    load_checkpoint_in_model(model, tmp_path, **options)
+    assert model.weight is weight
+    assert model.weight.grad is None
+    model(torch.ones(1, 3, dtype=weight.dtype)).sum().backward()
+    assert torch.equal(weight.grad, torch.ones(2, 3, dtype=weight.dtype))
+
+
+def test_without_standard_error_a_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model: Any = nn.Linear(3, 2)
+    save(values(model), tmp_path, "file")
+    monkeypatch.setattr(sys, "stderr", None)  # as under pythonw, or in a service
+    for progress in (None, True):
+        load_checkpoint_in_model(model, tmp_path, progress=progress)
 
 
 def test_a_recurrent_layer_uses_the_weights_that_it_got(tmp_path: Path) -> None:

@@ -50,10 +50,11 @@ class Copies(TorchFunctionMode):
         self.waited: list[bool] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        keywords: dict[str, Any] = kwargs or {}
         if func is torch.Tensor.to:
-            self.waited.append(not (kwargs or {}).get("non_blocking", False))
+            self.waited.append(not keywords.get("non_blocking", False))
             return torch.empty(args[0].shape, device=args[1])
-        return func(*args, **(kwargs or {}))
+        return func(*args, **keywords)
 
 
 @pytest.mark.parametrize("tree", [False, True])
