@@ -21,18 +21,25 @@ _CAST_CLASSES = (
 )
 
 
-class _Slot(NamedTuple):
-    """Where a tensor stands in a module, what stands there at rest, and what stood there in forward."""
+class _Place(NamedTuple):
+    """Where a tensor stands in a module."""
 
     table: dict[str, torch.Tensor | None]
     name: str
+    is_parameter: bool  # by the table: the weights of offloaded modules are plain tensors while they compute
+
+
+class _Slot(NamedTuple):
+    """Where a tensor stands in a module, what stands there at rest, and what stood there in forward."""
+
+    place: _Place
     stored: torch.Tensor
     cast: torch.Tensor
     version: int
 
     def is_written(self) -> bool:
         """Whether a forward wrote into the copy."""
-        if isinstance(self.stored, nn.Parameter):
+        if self.place.is_parameter:
             return self.cast._version != self.version
         # A batch norm doesn't tell of what it writes into its statistics.
         return not torch.equal(self.cast, self.stored.to(self.cast.dtype))
@@ -102,8 +109,8 @@ class LayerwiseCastingHook(ModelHook):
                     with torch.no_grad():
                         slot.stored.copy_(slot.cast)
                 # What somebody else put there meanwhile is theirs.
-                if slot.table.get(slot.name) is slot.cast:
-                    slot.table[slot.name] = slot.stored
+                if slot.place.table.get(slot.place.name) is slot.cast:
+                    slot.place.table[slot.place.name] = slot.stored
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Cast the module's tensors to the compute dtype, so that it still computes."""
@@ -121,15 +128,15 @@ class LayerwiseCastingHook(ModelHook):
         """Put copies into the module's tables."""
         casts: dict[int, torch.Tensor] = {}
         slots: list[_Slot] = []
-        for (table, name), stored in _tensors(module):
+        for place, stored in _tensors(module):
             if stored.dtype == self.compute_dtype:
                 continue
             if id(stored) not in casts:
-                casts[id(stored)] = self._cast(stored, name)
+                casts[id(stored)] = self._cast(stored, place.name)
             copy = casts[id(stored)]
-            slots.append(_Slot(table, name, stored, copy, copy._version))
+            slots.append(_Slot(place, stored, copy, copy._version))
         for slot in slots:
-            slot.table[slot.name] = slot.cast
+            slot.place.table[slot.place.name] = slot.cast
         return slots
 
     def _cast(self, stored: torch.Tensor, name: str) -> torch.Tensor:
@@ -249,15 +256,13 @@ def _layers(
         yield from _layers(child, f"{name}.{key}" if name else key, patterns, classes)
 
 
-def _tensors(module: nn.Module) -> Iterator[tuple[tuple[dict[str, torch.Tensor | None], str], torch.Tensor]]:
+def _tensors(module: nn.Module) -> Iterator[tuple[_Place, torch.Tensor]]:
     """Give the floating tensors of a module and of all inside of it, and where they stand."""
     for one in module.modules():
         yield from _own_tensors(one)
 
 
-def _own_tensors(
-    module: nn.Module,
-) -> Iterator[tuple[tuple[dict[str, torch.Tensor | None], str], torch.Tensor]]:
+def _own_tensors(module: nn.Module) -> Iterator[tuple[_Place, torch.Tensor]]:
     for kind in ("_parameters", "_buffers"):
         table = cast("dict[str, torch.Tensor | None]", vars(module)[kind])
         for name, tensor in table.items():
@@ -267,7 +272,7 @@ def _own_tensors(
                 and type(tensor) in (nn.Parameter, torch.Tensor)
                 and tensor.is_floating_point()
             ):
-                yield (table, name), tensor
+                yield _Place(table, name, kind == "_parameters"), tensor
 
 
 def _is_tiny(dtype: torch.dtype) -> bool:

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from accelfn.bigmodel.hooks.casting import LayerwiseCastingHook, attach_layerwise_casting_hooks
 from accelfn.bigmodel.hooks.model_hook import (
@@ -334,6 +335,26 @@ def test_a_model_that_is_cast_may_be_offloaded(way: str, tmp_path: Path) -> None
 class Doubling(ModelHook):
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         return 2 * output
+
+
+class Compared(TorchFunctionMode):
+    """Counts comparisons of whole tensors, each of which waits for the device."""
+
+    count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.equal
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("place", ["cpu", "cpu:0"])
+def test_nothing_waits_to_compare_weights_that_are_offloaded(place: str) -> None:
+    model = net()
+    attach_layerwise_casting_hooks(model, BF16, F32)
+    cpu_offload(model, place)
+    with torch.no_grad(), Compared() as compared:
+        model(data())
+    assert compared.count == 0
 
 
 def test_it_goes_with_other_hooks_and_forward_stays() -> None:
