@@ -63,10 +63,8 @@ class Journal:
         unsettled: The agreement that comes first at the next operation, if one is open.
         after_backward: What is done when the backward pass under way is over; None while none is that
             ``accelfn.backward`` has begun.
-        windows: Accumulation windows begun in exact mode.
+        passes: Passes begun over data that was not prepared.
         background: What goes on beside the operations and is waited for when the world is closed: a save.
-        drawn: In exact mode, the batch that random numbers were seeded for last, its place in the data, and
-            how many blocks of code before were seeded for that place.
     """
 
     def __init__(self) -> None:
@@ -84,9 +82,8 @@ class Journal:
         self.reducing = False
         self.unsettled: Unsettled | None = None
         self.after_backward: list[Callable[[], None]] | None = None
-        self.windows = 0
+        self.passes = 0
         self.background: Settling | None = None
-        self.drawn: tuple[object, str, int] = (None, "", 0)
         self._entries: deque[Entry] = deque(maxlen=_REMEMBERED)
         self._counts: WeakKeyDictionary[object, int] = WeakKeyDictionary()
 
