@@ -265,7 +265,11 @@ def test_without_one_calls_of_two_functions_do_not_meet() -> None:
     assert [type(error) for error in run_ranks(failure(work), 2)] == [MismatchError] * 2
 
 
-@pytest.mark.parametrize("call", [wait_for_everyone, lambda ctx: broadcast(ctx, torch.ones(2))])
+def send_ones(ctx: Context) -> Any:
+    return broadcast(ctx, torch.ones(2))
+
+
+@pytest.mark.parametrize("call", [wait_for_everyone, send_ones])
 def test_what_brings_no_data_of_each_rank_may_be_called_from_any_line_but_under_one_tag(call: Any) -> None:
     def work(ctx: Context) -> Any:
         for _ in range(2):

@@ -196,11 +196,8 @@ def test_a_pickle_leaves_an_open_agreement_behind() -> None:
 
 def test_the_first_line_of_each_form_is_known_until_the_count_resumes() -> None:
     journal = Journal()
-    assert [journal.first_site(1, "a"), journal.first_site(2, "b"), journal.first_site(1, "b")] == [
-        "a",
-        "b",
-        "a",
-    ]
+    found = [journal.first_site(1, "a"), journal.first_site(2, "b"), journal.first_site(1, "b")]
+    assert found == ["a", "b", "a"]
     journal.resume(3)
     assert journal.first_site(1, "b") == "b"
 
