@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import pytest
 
-from accelfn.context import arrival, init, init_context
+from accelfn.context import EnvironmentPlan, arrival, init, init_context
 from accelfn.context.config import InitProcessGroupKwargs
 from accelfn.errors import DistributedError
 from tests.context.test_init import free_port, plain_environment
@@ -86,3 +86,17 @@ def test_a_limit_that_was_asked_for_holds_and_an_address_that_was_given_is_not_d
     with pytest.raises(DistributedError, match="did not come within 2 s") as caught:
         init_context(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=2))])
     assert "MASTER_ADDR" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [
+        ("node0", "tcp://node0:7"),
+        ("::1", "tcp://[::1]:7"),
+        ("[::1]", "tcp://[::1]:7"),
+        (None, "tcp://127.0.0.1:7"),
+    ],
+)
+def test_the_address_of_the_world(host: str | None, address: str) -> None:
+    place = EnvironmentPlan(launcher="env", master_addr=host, master_port=7)
+    assert arrival.address_of(place) == address
