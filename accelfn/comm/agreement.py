@@ -60,8 +60,8 @@ class Call(NamedTuple):
         operation: Name of the public function.
         text: All that must be equal on every rank, as text.
         leaves: Gives what is known of each leaf, by path; asked only to explain a mismatch.
-        pairs: Whether it matters which calls meet, so that they must come from one line or carry one tag: so
-            for what moves the user's data, and not for a barrier.
+        pairs: Whether each rank brings data of its own, so that it matters which calls meet: a rank that has
+            called the form from another line before must be on the same line as the others.
         takes_long: Whether a rank may come late by minutes.
     """
 
@@ -208,6 +208,7 @@ class _Begun(NamedTuple):
     """Where a call was made."""
 
     site: str
+    first: str  # where calls of the same form were made first
     tag: str  # by which it is told apart
     place: str  # in the rank's data
 
@@ -217,13 +218,24 @@ def _begin(ctx: Context, call: Call) -> _Begun:
     refuse_if_over(journal, call.operation)
     journal.settle()
     site = call_site()
-    tag = (ctx.tag or site) if call.pairs and guard.call_sites else ""
+    tag, first = ctx.tag if guard.call_sites else "", site
+    if call.pairs and guard.call_sites and not tag:
+        # Two branches may make the same call on two lines. Only once there are others of its form can it be
+        # taken for one of those: what comes from the first line is known by its function, the rest by lines.
+        first = journal.first_site(hash((call.operation, call.text)), site)
+        tag = _function_of(site) if site == first else site
     material = None
     if guard.mode != GuardMode.OFF:
         material = f"{call.operation}\0{journal.place}\0{tag}\0{call.text}"
     patience_s = guard.long_timeout_s if call.takes_long else guard.timeout_s
     journal.begin(call.operation, site, material, patience_s)
-    return _Begun(site, tag, journal.place)
+    return _Begun(site, first, tag, journal.place)
+
+
+def _function_of(site: str) -> str:
+    """Leave the line out of ``site``, but for a lambda, which has no branches, and whose line is its name."""
+    line, _, function = site.rpartition(" in ")
+    return site if function == "<lambda>" else f"{line.rpartition(':')[0]} in {function}"
 
 
 def check_rank(ctx: Context, operation: str, name: str, rank: int) -> None:
@@ -234,9 +246,9 @@ def check_rank(ctx: Context, operation: str, name: str, rank: int) -> None:
         raise ValueError(f"{operation}: {name} must be a rank in 0..{ctx.world.size - 1}, got {rank}.")
 
 
-def layout_call(operation: str, options: str, layout: Layout) -> Call:
+def layout_call(operation: str, options: str, layout: Layout, *, pairs: bool = True) -> Call:
     """Describe an operation on a tree of tensors."""
-    return Call(operation, f"{options}\0{layout.describe()}", lambda: _layout_leaves(layout), pairs=True)
+    return Call(operation, f"{options}\0{layout.describe()}", lambda: _layout_leaves(layout), pairs=pairs)
 
 
 def describe_tree(operation: str, tree: Any, options: str = "") -> Call:
@@ -297,6 +309,7 @@ def _explain(ctx: Context, call: Call, begun: _Begun) -> MismatchError:
         number=journal.number,
         text=call.text,
         tag=begun.tag,
+        line=ctx.tag or (begun.site if begun.site == begun.first else f"{begun.site}, first {begun.first}"),
         place=begun.place,
         leaves=call.leaves(),
         batches=journal.batches,

@@ -23,6 +23,7 @@ class Said(NamedTuple):
     number: int
     text: str  # options, then what must be equal of the tree
     tag: str
+    line: str  # the call's own, and the first one of its form
     place: str
     leaves: dict[str, str]  # kind of each leaf, by path
     batches: int | None
@@ -93,7 +94,7 @@ def _rows(said: Sequence[Said]) -> tuple[list[Disagreement], str]:
             "They have differed since an earlier call that was not compared and is no longer remembered. "
             'With guard="full" each one is.'
         )
-    return _unequal([one.tag for one in said]), (
+    return _unequal([one.line for one in said]), (
         "The calls have the same form but come from different lines, so one may have been left out, or two "
         'swapped. If they are meant to meet, give them one name: pass ctx.tagged("...") instead of ctx, on '
         "every rank."

@@ -92,7 +92,7 @@ def broadcast_object_list(ctx: Context, objs: list[T], from_process: int = 0) ->
         if error is not None:
             raise error
         return objs
-    call = Call("broadcast_object_list", f"from {from_process}", pairs=True)
+    call = Call("broadcast_object_list", f"from {from_process}")
     received = broadcast_bytes(ctx, call, blob or b"", from_process, error)
     return objs if sends else pickle.loads(received)
 

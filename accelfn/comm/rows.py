@@ -69,7 +69,7 @@ def scatter(ctx: Context, tree: T | None, from_process: int = 0) -> T:
         return cast("T", tree)
     prepared, blob = made if made is not None else (None, b"")
     stubs, on_cpu = pickle.loads(
-        broadcast_bytes(ctx, Call("scatter", f"from {from_process}", pairs=True), blob, from_process, error)
+        broadcast_bytes(ctx, Call("scatter", f"from {from_process}"), blob, from_process, error)
     )
     info, structure = flatten(stubs, lambda value: isinstance(value, TensorInformation))
     # Leaf by leaf: parts are cut from contiguous rows, and scatter is no operation of an inner loop.

@@ -175,12 +175,12 @@ def broadcast(ctx: Context, tree: T, from_process: int = 0) -> T:
     if prepared is not None and fits(ctx, prepared):
         leaves, layout = prepared
         payload = payload_of(prepared) if sends else None
-        rows = agree(ctx, layout_call("broadcast", options, layout), payload)
+        rows = agree(ctx, layout_call("broadcast", options, layout, pairs=False), payload)
         if sends:
             return tree
         received = [buffer.clone() for buffer in read_groups(rows[from_process], layout.groups)]
         return unpack(Packed(tuple(received), layout))
-    leaves, layout = open_call(ctx, "broadcast", options, prepared, error)
+    leaves, layout = open_call(ctx, "broadcast", options, prepared, error, pairs=False)
     buffers: list[torch.Tensor] = []
     for group in layout.groups:
         buffer = (

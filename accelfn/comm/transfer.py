@@ -76,10 +76,18 @@ def payload_of(prepared: Prepared) -> torch.Tensor:
 
 
 def open_call(
-    ctx: Context, operation: str, options: str, prepared: Prepared | None, error: Exception | None
+    ctx: Context,
+    operation: str,
+    options: str,
+    prepared: Prepared | None,
+    error: Exception | None,
+    *,
+    pairs: bool = True,
 ) -> Prepared:
     """Open an operation whose tensors follow after the agreement."""
-    call = Call(operation) if prepared is None else layout_call(operation, options, prepared.layout)
+    call = Call(operation)
+    if prepared is not None:
+        call = layout_call(operation, options, prepared.layout, pairs=pairs)
     check(ctx, call, error)
     return cast("Prepared", prepared)
 

@@ -178,16 +178,16 @@ class Context:
     def tagged(self, tag: str) -> Context:
         """Give a variant of this context whose operations carry a name.
 
-        Operations that move data must be called from the same line on every rank, so that two calls of the
-        same form can't be taken for each other. Calls that stand on different lines and are meant to meet get
-        the same name instead::
+        What has another name doesn't meet. Operations to which each rank brings data of its own are also told
+        apart by the line that they are called from, where a rank calls several of the same form. Those that
+        stand on different lines and are meant to meet get one name instead::
 
             if ctx.is_main_process:
-                data = af.broadcast(ctx.tagged("data"), load())
+                scores = af.gather(ctx.tagged("scores"), score(batch))
             else:
-                data = af.broadcast(ctx.tagged("data"), like)
+                scores = af.gather(ctx.tagged("scores"), nothing)
 
-        Ranks: local.
+        Ranks: local; operations need the same name on every rank.
 
         >>> Context().tagged("data").tag
         'data'

@@ -17,8 +17,8 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed re-exports them untyped
-from torch.distributed.rendezvous import rendezvous  # pyright: ignore[reportUnknownVariableType]
 
+from accelfn.context.arrival import address_of, arrive
 from accelfn.context.board import Board, store_board
 from accelfn.context.callsite import call_site
 from accelfn.context.collectives import Collectives
@@ -55,6 +55,8 @@ from accelfn.errors import ConfigurationError, DistributedError, NotAvailableErr
 __all__ = ("init_context",)
 
 _HOST_BYTES = 256
+# At an address that nobody has named, the other ranks are soon there, or somewhere else.
+_GUESSED_PATIENCE = timedelta(seconds=60)
 # The guard ends the waiting, with names; what gloo would say is less.
 _NEVER = timedelta(days=30)
 
@@ -193,7 +195,10 @@ def init_context(
         base = with_window(base, place.size)
         plan = plan_device(place, hardware, cpu=use_cpu, device=device, backend=joining.backend)
         check_precision(base.precision, plan.facts)
-        world, collectives = _join(place, plan, joining.init_method, timeout)
+        names = () if place.launcher != "env" or joining.init_method else ("MASTER_ADDR", "MASTER_PORT")
+        guessed = [name for name in names if not environment.get(name)]
+        patience = timeout if joining.timeout or not guessed else min(timeout, _GUESSED_PATIENCE)
+        world, collectives = _join(place, plan, joining.init_method, timeout, patience, guessed)
     return dataclasses.replace(base, world=_watched(world, collectives, base.guard), collectives=collectives)
 
 
@@ -235,20 +240,25 @@ def _refuse_settings(settings: Settings) -> None:
 
 
 def _join(
-    place: EnvironmentPlan, plan: DevicePlan, init_method: str | None, timeout: timedelta
+    place: EnvironmentPlan,
+    plan: DevicePlan,
+    init_method: str | None,
+    timeout: timedelta,
+    patience: timedelta,
+    guessed: Sequence[str],
 ) -> tuple[World, Collectives]:
+    """Meet the other ranks; ``guessed`` names variables of the address that nobody has set."""
     # torchrun's scripts may count on a group even in a world of one; nobody else does.
     if place.size == 1 and place.launcher != "torchrun":
         return _world(place, plan, None, None, Made()), Collectives()
-    # torchrun's agent hosts the store, which env:// knows how to find; others get the address in the call.
-    method = init_method or ("env://" if place.launcher == "torchrun" else _address(place))
+    method = address_of(place, init_method)
     hook = sys.excepthook
     previous = None
     if plan.device.type not in ("cpu", "mps"):
         previous = torch.device(plan.device.type, torch.accelerator.current_device_index())
         torch.accelerator.set_device_index(plan.device)
     try:
-        store = _own_store(method, place, timeout)
+        store = arrive(place, timeout, patience, init_method)
         dist.init_process_group(
             plan.backend,
             store=store,
@@ -262,7 +272,7 @@ def _join(
             torch.accelerator.set_device_index(previous)
         raise DistributedError(
             f"rank {place.rank} could not join its world of {place.size} ({place.launcher}, backend "
-            f"{plan.backend}, at {method}): {error}"
+            f"{plan.backend}, at {method}): {error}{_advice(guessed, method)}"
         ) from error
     group = dist.group.WORLD
     assert group is not None
@@ -290,22 +300,14 @@ def _join(
     return _settle(world, collectives, place.nodes_known, timeout)
 
 
-def _own_store(method: str, place: EnvironmentPlan, timeout: timedelta) -> Store:
-    """Meet the other ranks, in a part of the store that no earlier world of this launch has written to.
-
-    torchrun's store outlives a world, and gloo would find the addresses of the last one in it.
-    """
-    store, rank, _ = next(rendezvous(method, place.rank, place.size, timeout=timeout))
-    store.set_timeout(timeout)
-    number = store.add(f"accelfn/joined/{rank}", 1)
-    return PrefixStore(f"accelfn/world/{number}", store)
-
-
-def _address(place: EnvironmentPlan) -> str:
-    host = place.master_addr or "127.0.0.1"
-    if ":" in host and not host.startswith("["):  # IPv6
-        host = f"[{host}]"
-    return f"tcp://{host}:{place.master_port}"
+def _advice(guessed: Sequence[str], method: str) -> str:
+    if not guessed:
+        return ""
+    return (
+        f" {' and '.join(guessed)} not being set, {method.removeprefix('tcp://')} was taken. Set MASTER_ADDR "
+        "(host of rank 0) and MASTER_PORT for every rank, start the script with a launcher (accelfn launch), "
+        "or unset RANK and WORLD_SIZE to run one process."
+    )
 
 
 def _adopt(

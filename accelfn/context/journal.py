@@ -11,6 +11,8 @@ from weakref import WeakKeyDictionary
 __all__ = ("Entry", "Journal", "Settling", "Unsettled")
 
 _REMEMBERED = 64
+# Forms of calls whose first line is known, before all are forgotten.
+_MOST_FORMS = 4096
 _CHAIN_BYTES = 16
 # For what is called on the seam itself, outside of any operation: as long as a guard waits by default.
 _PATIENCE_S = 300.0
@@ -63,10 +65,8 @@ class Journal:
         unsettled: The agreement that comes first at the next operation, if one is open.
         after_backward: What is done when the backward pass under way is over; None while none is that
             ``accelfn.backward`` has begun.
-        windows: Accumulation windows begun in exact mode.
+        passes: Passes begun over data that was not prepared.
         background: What goes on beside the operations and is waited for when the world is closed: a save.
-        drawn: In exact mode, the batch that random numbers were seeded for last, its place in the data, and
-            how many blocks of code before were seeded for that place.
     """
 
     def __init__(self) -> None:
@@ -84,11 +84,11 @@ class Journal:
         self.reducing = False
         self.unsettled: Unsettled | None = None
         self.after_backward: list[Callable[[], None]] | None = None
-        self.windows = 0
+        self.passes = 0
         self.background: Settling | None = None
-        self.drawn: tuple[object, str, int] = (None, "", 0)
         self._entries: deque[Entry] = deque(maxlen=_REMEMBERED)
         self._counts: WeakKeyDictionary[object, int] = WeakKeyDictionary()
+        self._first_sites: dict[int, str] = {}  # by form of call
 
     def __deepcopy__(self, memo: dict[int, object]) -> Journal:
         """Give itself: a copy of a context is over the same group."""
@@ -136,7 +136,14 @@ class Journal:
     def resume(self, number: int) -> None:
         """Go on from ``number`` after a disagreement that every rank has seen: all ranks do so alike."""
         self.number = self.checked = number
+        self._first_sites.clear()  # from here on they may differ
         self.chain = hashlib.blake2b(b"resumed at %d" % number, digest_size=_CHAIN_BYTES).digest()
+
+    def first_site(self, form: int, site: str) -> str:
+        """Give the line that calls of one form came from first: ``site``, where this is the first."""
+        if len(self._first_sites) == _MOST_FORMS:  # on all ranks at the same call
+            self._first_sites.clear()
+        return self._first_sites.setdefault(form, site)
 
     @property
     def current(self) -> Entry:

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, cast
 from accelfn.comm import Call, check, gather_bytes
 from accelfn.context import Context
 from accelfn.context.config import GuardMode
+from accelfn.data.draws import Draws, draws_of
 from accelfn.data.loader import PreparedDataLoader
 from accelfn.data.reading import EVENED, Pass, Share, rows_of
 from accelfn.errors import ConfigurationError, Disagreement, UnevenDataError
@@ -47,6 +48,7 @@ class MicroBatch(NamedTuple):
         own_valid: Rows of this rank that are no padding: its first ones; None for all.
         consumed: Samples of the epoch that all ranks have read when this batch is done, those before a
             resumption too; None when the loader doesn't say.
+        draws: In exact mode, what names the batch's random numbers.
     """
 
     index: int  # pyright: ignore[reportIncompatibleMethodOverride] -- of tuples; nobody looks a value up here
@@ -61,6 +63,7 @@ class MicroBatch(NamedTuple):
     valid_by_rank: tuple[int, ...] | None = None
     own_valid: int | None = None
     consumed: int | None = None
+    draws: Draws | None = None
 
 
 def plan_microbatch(
@@ -153,11 +156,18 @@ def _microbatches(ctx: Context, loader: Iterable[T], uneven: Uneven) -> Iterator
         micros = _in_windows(ctx, begun, epoch, uneven)
     else:
         micros = _counted(ctx, begun, begun.counts, epoch, uneven)
+    source, before = f"epoch {epoch}", 0 if prepared is None else prepared.consumed
+    if prepared is None:
+        journal.passes += 1
+        source = f"pass {journal.passes}"
     index = 0
     for index, (batch, share, micro) in enumerate(micros, 1):
         journal.batches = index
         if prepared is not None:
             prepared.note(share)
+        if ctx.reduction is not None:
+            draws = draws_of(ctx, source, micro.index, share, before, begun.is_own)
+            micro, before = micro._replace(draws=draws), share.consumed
         yield batch, micro
     journal.has_ended = True
     # A source that gave fewer batches than its length has promised is found out here.
@@ -207,7 +217,7 @@ def _counted(
         if steps > 1:
             place, window = _place_of(index, epoch, num_batches, steps, ends_window)
         known = (index, epoch, place, window, place == window - 1, index == last)
-        yield batch, share, make(MicroBatch, (*known, *share[:5], share.consumed or None))
+        yield batch, share, make(MicroBatch, (*known, *share[:5], share.consumed or None, None))
 
 
 def _joined(ctx: Context, begun: Pass[T], epoch: int) -> Iterator[tuple[T, Share, MicroBatch]]:

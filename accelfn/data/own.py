@@ -88,7 +88,8 @@ class OwnReader(Remembering, Generic[T]):
         before = None if self._sampler is None else sampler_state(self._sampler)
         stream = own.stream if own.stream is not None and self.can_recall(own.stream) else None
         batches = self._read(start, stream, at)
-        return Pass(counts if len(counts) == len(blobs) else None, batches, sampler=before)
+        known = counts if len(counts) == len(blobs) else None
+        return Pass(known, batches, sampler=before, is_own=True)
 
     def finish(self) -> None:
         """Let the stream see its end, which a loop that knows how many batches there are doesn't ask for."""

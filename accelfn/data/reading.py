@@ -134,6 +134,7 @@ class Pass(NamedTuple, Generic[T]):
             planned or shows at the end of its own.
         evened_by: Options of the user's, each of which would give all ranks equally many batches.
         sampler: State of a sampler of the user's own before it drew the epoch.
+        is_own: Each rank has data of its own, and what it has consumed is of those.
     """
 
     counts: tuple[int, ...] | None
@@ -142,6 +143,7 @@ class Pass(NamedTuple, Generic[T]):
     share_at: Callable[[int], Share] | None = None
     evened_by: tuple[str, ...] = ()
     sampler: State | None = None
+    is_own: bool = False
 
 
 class Reader(Protocol[T]):

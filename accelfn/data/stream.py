@@ -127,7 +127,7 @@ class StreamReader(Remembering, Generic[T]):
             first = 0
         batches = self._read(pieces, first, start, plan, seen)
         if self._is_own:
-            return Pass(None, batches)
+            return Pass(None, batches, is_own=True)
         return pass_of(batches, self._cut, plan, self._is_whole, seen)
 
     def can_recall(self, stream: State) -> bool:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import random
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+
+import torch
 
 from accelfn.context import Board, Departure, Journal, as_error, explain_departure, late_error, publish
 from accelfn.context.watchdog import print_all_stacks
@@ -36,6 +39,9 @@ class Meeting:
     fight for the interpreter's lock: a torch operation gives it away each time, which costs more than all
     the rest. A rank that has failed doesn't hold up the others: it ends beside them.
 
+    Each rank has torch's and Python's global generators for itself, as if it were a process: they begin as
+    they are where the world is opened, change hands with the turn, and come back as they were.
+
     Not part of the public interface: the one mutable object of a world in memory.
     """
 
@@ -45,7 +51,8 @@ class Meeting:
         self._lock = threading.Lock()  # guards all below; held for moments
         self._turns = [threading.Semaphore(0) for _ in range(size)]
         self._may_run = set(range(size))
-        self._running: int | None = None
+        self._running: int | None = None  # None: the program that has opened the world
+        self._random: dict[int | None, tuple[torch.Tensor, Any]] = {}  # of those who don't run
         self._round = 0
         self._brought: dict[int, _Brought] = {}
         self._last: list[_Brought] = []
@@ -161,7 +168,11 @@ class Meeting:
         """Let the next rank run that can, in rank order after the one that ran."""
         after = -1 if self._running is None else self._running
         order = sorted(self._may_run, key=lambda one: (one <= after, one))
+        self._random[self._running] = torch.default_generator.get_state(), random.getstate()
         self._running = order[0] if order else None
+        of_torch, of_python = self._random.get(self._running, self._random[None])
+        torch.default_generator.set_state(of_torch)
+        random.setstate(of_python)
         if order:
             self._turns[order[0]].release()
 

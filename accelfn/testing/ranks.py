@@ -43,8 +43,10 @@ def run_ranks(
     The environment isn't read: no ``ACCELFN_*`` variable changes what a test does. Pass ``debug=True`` or
     ``guard=`` instead.
 
-    All ranks are on the CPU. Threads share Python's and torch's global random generators, so a function that
-    draws numbers should use a generator of its own.
+    All ranks are on the CPU. In memory each rank has torch's and Python's global random generators for
+    itself: they begin as they are here, and stay here as they were. Gloo threads, which run all at once,
+    share them, so a function that draws numbers there should use a generator of its own. All threads share
+    NumPy's.
 
     Args:
         fn: What every rank runs.

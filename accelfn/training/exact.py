@@ -13,6 +13,7 @@ from accelfn.comm import Call, check
 from accelfn.comm.agreement import layout_call
 from accelfn.context import Context
 from accelfn.data import MicroBatch
+from accelfn.data.draws import Draws
 from accelfn.parallel import swap_parts
 from accelfn.tree import Group, Packed, fill, find_batch_size, flatten, map_tensors, plan_layout, unpack
 
@@ -44,11 +45,13 @@ def draw_for(ctx: Context, micro: MicroBatch) -> Generator[None, None, None]:
 
     Args:
         ctx: In exact mode.
-        micro: Of the batch. One whose loader says how far it has come is known by its samples' place in the
-            epoch, at any number of ranks and after a resumption; another by the number of windows that this
-            program has begun.
+        micro: Of the batch, which knows its place in the data. One that doesn't come from
+            :func:`accelfn.microbatches` is known by its index and epoch alone.
     """
-    with draw_as(ctx, *_place_in_data(ctx, micro)):
+    number = micro.index * ctx.num_processes + ctx.rank
+    draws = micro.draws or Draws(f"batch {number} of epoch {micro.epoch}")
+    block, draws.blocks = draws.blocks, draws.blocks + 1
+    with draw_as(ctx, draws.name, block):
         yield
 
 
@@ -76,22 +79,6 @@ def draw_as(ctx: Context, *names: object) -> Generator[None, None, None]:
         torch.default_generator.set_state(state)
         if on_device is not None:
             on_device.set_rng_state(device_state)
-
-
-def _place_in_data(ctx: Context, micro: MicroBatch) -> tuple[str, int]:
-    """Give a batch's place in the data, and how many blocks before this one have drawn for that place."""
-    journal = ctx.collectives.journal
-    latest, place, number = journal.drawn
-    if micro is not latest and micro.place == 0:
-        journal.windows += 1
-    rows, size = micro.num_rows, ctx.num_processes
-    if micro.consumed is not None and rows is not None and micro.num_valid == rows * size:
-        now = f"sample {micro.consumed - rows * (size - ctx.rank)} of epoch {micro.epoch}"
-    else:
-        now = f"shard {micro.place * size + ctx.rank} of window {journal.windows}"
-    number = number + 1 if now == place else 0
-    journal.drawn = (micro, now, number)
-    return now, number
 
 
 def _fold(*parts: object) -> int:

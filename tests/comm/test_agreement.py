@@ -11,6 +11,7 @@ from accelfn.comm import (
     Call,
     agree,
     attempt,
+    broadcast,
     check_later,
     failing_together,
     gather,
@@ -215,8 +216,9 @@ def test_calls_from_other_lines_meet_under_one_tag(debug: bool) -> None:
     assert run_ranks(work, 3, debug=debug) == [[0, 1, 2]] * 3
 
 
-def test_calls_from_other_lines_do_not_meet_without_one() -> None:
+def test_calls_from_other_lines_do_not_meet_without_one_where_there_are_others_of_their_form() -> None:
     def work(ctx: Context) -> Any:
+        gather(ctx, own(ctx))
         if ctx.rank == 1:
             return gather(ctx, own(ctx))
         return gather(ctx, own(ctx))
@@ -225,9 +227,9 @@ def test_calls_from_other_lines_do_not_meet_without_one() -> None:
     assert [type(error) for error in errors] == [MismatchError] * 3
     assert len({str(error) for error in errors}) == 1
     start = work.__code__.co_firstlineno
-    site = "test_agreement.py:{} in work"
+    site = f"test_agreement.py:{{}} in work, first test_agreement.py:{start + 1} in work"
     row = errors[0].rows[0]
-    assert (row.rank, row.found, row.expected) == (1, site.format(start + 2), site.format(start + 3))
+    assert (row.rank, row.found, row.expected) == (1, site.format(start + 3), site.format(start + 4))
     assert 'ctx.tagged("...")' in str(errors[0])
 
 
@@ -252,14 +254,45 @@ def test_tags_tell_swapped_calls_of_one_line_apart() -> None:
     assert [type(error) for error in errors] == [MismatchError] * 2
 
 
-def test_a_barrier_may_be_called_from_any_line() -> None:
-    def work(ctx: Context) -> None:
-        if ctx.rank:
-            wait_for_everyone(ctx)
-        else:
-            wait_for_everyone(ctx.tagged("here"))
+def elsewhere(ctx: Context) -> Any:
+    return gather(ctx, own(ctx))
 
-    assert run_ranks(work, 2) == [None, None]
+
+def test_without_one_calls_of_two_functions_do_not_meet() -> None:
+    def work(ctx: Context) -> Any:
+        return elsewhere(ctx) if ctx.rank == 1 else gather(ctx, own(ctx))
+
+    assert [type(error) for error in run_ranks(failure(work), 2)] == [MismatchError] * 2
+
+
+def send_ones(ctx: Context) -> Any:
+    return broadcast(ctx, torch.ones(2))
+
+
+@pytest.mark.parametrize("call", [wait_for_everyone, send_ones])
+def test_what_brings_no_data_of_each_rank_may_be_called_from_any_line_but_under_one_tag(call: Any) -> None:
+    def work(ctx: Context) -> Any:
+        for _ in range(2):
+            if ctx.rank:
+                call(ctx)
+            else:
+                call(ctx)
+        return failure(lambda ctx: call(ctx.tagged("here") if ctx.rank else ctx))(ctx)
+
+    for error in run_ranks(work, 2):
+        assert isinstance(error, MismatchError)
+        assert error.rows[0].found == "here"
+
+
+def test_after_a_mismatch_lines_are_learned_anew() -> None:
+    def work(ctx: Context) -> Any:
+        if ctx.rank == 1:
+            error = failure(lambda ctx: gather(ctx, torch.ones(3)))(ctx)
+        else:
+            error = failure(lambda ctx: gather(ctx, own(ctx)))(ctx)
+        return type(error), listify(gather(ctx, own(ctx)))
+
+    assert run_ranks(work, 2) == [(MismatchError, [0, 1])] * 2
 
 
 # --- a verdict that is heard later ---------------------------------------------------------------

@@ -121,9 +121,32 @@ def skipped(ctx: af.Context) -> Any:
     return af.gather(ctx, TWO)
 
 
+def swapped_lines(ctx: af.Context) -> None:
+    steps = (
+        lambda: af.gather(ctx, ONE),
+        lambda: af.gather(ctx, TWO),
+    )
+    for step in reversed(steps) if ctx.rank == 1 else steps:
+        step()
+
+
+def skipped_later(ctx: af.Context) -> None:
+    for number in range(2):
+        if ctx.rank != 1 or number != 1:
+            af.gather(ctx, ONE)
+        af.gather(ctx, TWO)
+
+
+def in_other_functions(ctx: af.Context) -> None:
+    if ctx.rank == 1:
+        skipped(ctx)
+    else:
+        swapped(ctx)
+
+
 @pytest.mark.parametrize("on", WORLDS)
 @pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("action", [swapped, skipped])
+@pytest.mark.parametrize("action", [swapped, swapped_lines, skipped_later, in_other_functions])
 def test_equal_calls_of_other_lines_are_one_error(
     on: Where, size: int, action: Callable[[af.Context], Any]
 ) -> None:
@@ -131,6 +154,74 @@ def test_equal_calls_of_other_lines_are_one_error(
     assert {one.error for one in seen} == {MISMATCH}
     assert len({one.text for one in seen}) == 1
     assert "ctx.tagged" in seen[0].text
+
+
+@pytest.mark.parametrize("on", WORLDS)
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_first_call_that_is_left_out_is_found_when_the_next_is_missing(on: Where, size: int) -> None:
+    seen = on_each(size, on, skipped)
+    assert [one.error for one in seen] == ["" if rank == 1 else MISSING for rank in range(size)]
+    for one in (seen[0], *seen[2:]):
+        assert "rank 1 has ended its work after gather at test_campaign.py:" in one.text
+
+
+def branched_broadcast(ctx: af.Context) -> Any:
+    if ctx.is_main_process:
+        small, large = af.broadcast(ctx, ONE), af.broadcast(ctx, LARGE + 1)
+    else:
+        small = af.broadcast(ctx, torch.zeros(2))
+        large = af.broadcast(ctx, torch.empty_like(LARGE))
+    return listed(small), float(large.sum())
+
+
+def branched_scatter(ctx: af.Context) -> Any:
+    if ctx.is_main_process:
+        return listed(af.scatter(ctx, torch.arange(2.0).repeat(ctx.num_processes)))
+    return listed(af.scatter(ctx, None))
+
+
+def branched_objects(ctx: af.Context) -> Any:
+    nothing: list[Any] = []
+    if ctx.is_main_process:
+        first, second = af.broadcast_object_list(ctx, ["a", 1]), af.broadcast_object_list(ctx, ["b", 2])
+    else:
+        first = af.broadcast_object_list(ctx, nothing)
+        second = af.broadcast_object_list(ctx, [None])
+    return first, second
+
+
+def branched_gather(ctx: af.Context) -> Any:
+    found: list[float] = []
+    for number in range(3):
+        if ctx.is_main_process:
+            row = af.gather(ctx, torch.tensor([float(number)]))
+        else:
+            row = af.gather(ctx, torch.tensor([float(number)]))
+        found += listed(af.gather(ctx, row.sum()))
+    return found
+
+
+@pytest.mark.parametrize("on", WORLDS)
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("action", "expected"),
+    [
+        (branched_broadcast, ([1.0, 2.0], 200_000.0)),
+        (branched_scatter, [0.0, 1.0]),
+        (branched_objects, (["a", 1], ["b", 2])),
+    ],
+)
+def test_what_has_a_source_may_be_called_from_a_branch(
+    on: Where, size: int, action: Callable[[af.Context], Any], expected: Any
+) -> None:
+    assert on_each(size, on, action) == [Seen("", repr(expected))] * size
+
+
+@pytest.mark.parametrize("on", WORLDS)
+@pytest.mark.parametrize("size", [2, 3])
+def test_one_call_may_stand_in_two_branches(on: Where, size: int) -> None:
+    expected = repr([float(number * size) for number in range(3) for _ in range(size)])
+    assert on_each(size, on, branched_gather) == [Seen("", expected)] * size
 
 
 @pytest.mark.parametrize("on", WORLDS)

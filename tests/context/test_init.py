@@ -85,20 +85,6 @@ def test_a_group_needs_an_initialised_torch_distributed() -> None:
         init_context(cpu=True, group=group)
 
 
-@pytest.mark.parametrize(
-    ("host", "address"),
-    [
-        ("node0", "tcp://node0:7"),
-        ("::1", "tcp://[::1]:7"),
-        ("[::1]", "tcp://[::1]:7"),
-        (None, "tcp://127.0.0.1:7"),
-    ],
-)
-def test_the_address_of_the_world(host: str | None, address: str) -> None:
-    place = accelfn.EnvironmentPlan(launcher="env", master_addr=host, master_port=7)
-    assert module._address(place) == address  # pyright: ignore[reportPrivateUsage]
-
-
 # --- adopting ------------------------------------------------------------------------------------
 
 

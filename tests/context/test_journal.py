@@ -192,3 +192,19 @@ def test_an_agreement_is_closed_before_it_is_heard() -> None:
 def test_a_pickle_leaves_an_open_agreement_behind() -> None:
     journal = opened([])
     assert pickle.loads(pickle.dumps(journal)).unsettled is None
+
+
+def test_the_first_line_of_each_form_is_known_until_the_count_resumes() -> None:
+    journal = Journal()
+    found = [journal.first_site(1, "a"), journal.first_site(2, "b"), journal.first_site(1, "b")]
+    assert found == ["a", "b", "a"]
+    journal.resume(3)
+    assert journal.first_site(1, "b") == "b"
+
+
+def test_only_so_many_forms_are_remembered() -> None:
+    journal = Journal()
+    for form in range(10_000):
+        assert journal.first_site(form, str(form)) == str(form)
+    assert journal.first_site(9_999, "other") == "9999"
+    assert journal.first_site(0, "other") == "other"

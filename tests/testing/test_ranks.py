@@ -1,5 +1,6 @@
 """What run_ranks promises on each kind of world."""
 
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -174,3 +175,19 @@ def test_worlds_do_not_meet() -> None:
     for thread in threads:
         thread.join()
     assert results == {number: [[(number, rank) for rank in range(3)]] * 3 for number in range(8)}
+
+
+def test_each_rank_draws_as_the_only_one_and_whoever_calls_draws_on() -> None:
+    def draw(ctx: Context) -> list[float]:
+        found: list[float] = []
+        for _ in range(3):
+            found += [torch.rand(()).item(), random.random()]
+            wait_for_everyone(ctx)
+        return found
+
+    torch.default_generator.manual_seed(3)
+    random.seed(4)
+    drawn = run_ranks(draw, 3)
+    assert drawn == [drawn[0]] * 3
+    assert len(set(drawn[0])) == 6
+    assert drawn[0] == [number for _ in range(3) for number in (torch.rand(()).item(), random.random())]

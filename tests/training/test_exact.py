@@ -4,7 +4,9 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 
-from itertools import chain
+import copy
+from collections.abc import Iterator
+from itertools import chain, pairwise
 from typing import Any
 
 import pytest
@@ -12,12 +14,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import accelfn as af
 from accelfn import Accelerator, CanonicalReduction, Context
 from accelfn.errors import MismatchError, RemoteRankError
-from accelfn.testing import run_ranks
+from accelfn.testing import Where, run_ranks
 from accelfn.training import rescale_gradients
 
 Params = dict[str, torch.Tensor]
@@ -31,7 +33,8 @@ def numbers(ctx: Context, loader: Any, most: int = 1000) -> list[tuple[int, floa
     found: list[tuple[int, float]] = []
     for batch, micro in af.microbatches(ctx, loader):
         with af.accumulate(ctx, micro):
-            found.append((int(batch[0][0]), torch.rand(()).item()))
+            first = batch[0] if isinstance(batch, (list, tuple)) else batch
+            found.append((int(first.flatten()[0]), torch.rand(()).item()))
         if len(found) == most:
             break
     return found
@@ -83,7 +86,7 @@ def test_epochs_blocks_and_seeds_draw_differently() -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_data_that_was_not_prepared_is_known_by_its_windows(world: int) -> None:
+def test_data_that_was_not_prepared_is_known_by_its_place_in_a_pass(world: int) -> None:
     def run(ctx: Context) -> list[tuple[int, float]]:
         batches = [[torch.tensor([shard])] for shard in range(ctx.rank, 8, ctx.num_processes)]
         return [one for _ in range(2) for one in numbers(ctx, batches)]
@@ -107,6 +110,59 @@ def test_the_programs_own_random_numbers_go_on_behind_the_block() -> None:
     with pytest.raises(RuntimeError, match="negative dimension"), af.accumulate(ctx, micro):
         torch.rand(-1)
     assert [*found, torch.rand(()).item()] == expected
+
+
+class Counting(IterableDataset[torch.Tensor]):
+    """A stream without a length."""
+
+    def __init__(self, *numbers: int) -> None:
+        self.numbers = numbers
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter([torch.tensor(number) for number in self.numbers])
+
+
+def loader_of(ctx: Context, kind: str) -> Any:
+    """Prepare 24 samples, numbered as they come."""
+    rows = TensorDataset(torch.arange(24))
+    if kind == "samples":
+        return af.prepare(ctx, DataLoader(rows, 2))
+    if kind == "batches of the user's own":
+        ends = [0, 3, 4, 8, 9, 10, 14, 16, 17, 19, 20, 22, 24]
+        batches = [list(range(*pair)) for pair in pairwise(ends)]
+        return af.prepare(ctx, DataLoader(rows, batch_sampler=batches))
+    if kind == "items":
+        return af.prepare(ctx, DataLoader(rows, batch_size=None))
+    if kind == "a stream":
+        return af.prepare(ctx, DataLoader(Counting(*range(24)), 2))
+    own = [number for number in range(24) if number // 2 % ctx.num_processes == ctx.rank]
+    return af.prepare_data_loader(ctx, DataLoader(Counting(*own), 2), "already_sharded")
+
+
+KINDS = ("samples", "batches of the user's own", "items", "a stream", "data of each rank's own")
+
+
+@pytest.mark.filterwarnings("ignore:each of . ranks reads the whole stream")
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_data_draws_the_same_on_any_rank_and_after_a_resumption(kind: str) -> None:
+    def begun(ctx: Context) -> tuple[list[tuple[int, float]], Any]:
+        loader = loader_of(ctx, kind)
+        return numbers(ctx, loader, 2), af.loader_state(loader)
+
+    def resumed(ctx: Context) -> list[tuple[int, float]]:
+        loader = loader_of(ctx, kind)
+        af.restore_loader(loader, states[ctx.rank] if len(states) == ctx.num_processes else states[0])
+        return numbers(ctx, loader)
+
+    alone = run_ranks(lambda ctx: numbers(ctx, loader_of(ctx, kind)), 1, reduction="canonical")[0]
+    assert len({number for _, number in alone}) == len(alone)
+    for world in (2, 4):
+        found = run_ranks(lambda ctx: numbers(ctx, loader_of(ctx, kind)), world, reduction="canonical")
+        assert sorted(chain(*found)) == alone
+        before = run_ranks(begun, 2, reduction="canonical")
+        states = [state for _, state in before]
+        after = run_ranks(resumed, 2 if kind == KINDS[-1] else world, reduction="canonical")
+        assert sorted(chain(*(found for found, _ in before), *after)) == alone
 
 
 # --- functions of a tree -------------------------------------------------------------------------
@@ -301,3 +357,106 @@ def test_the_shim_takes_the_option_and_numbers_its_batches() -> None:
         with accelerator.accumulate():
             found.append(torch.rand(()).item())
     assert len(set(found)) == 4
+
+
+# --- several loops, padding, ranks that are threads -----------------------------------------------
+
+
+def pieces(ctx: Context, count: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Make this rank's batches of data that nobody prepares: each ``ranks``-th of ``count`` shards."""
+    x = torch.randn(count, 4, 3, generator=torch.Generator().manual_seed(seed))
+    rank, size = ctx.rank, ctx.num_processes
+    return [(shard, shard.sum(1, keepdim=True).sin()) for shard in x[rank::size]]
+
+
+def adversaries(ctx: Context) -> list[Any]:
+    """Train two models in turn, each by batches of its own, and evaluate in between."""
+    both = [af.prepare(ctx, *make()[:2]) for _ in range(2)]
+    variant = ctx.replace(guard="off")  # shares the world
+    for epoch in range(2):
+        loops = [af.microbatches(one, pieces(ctx, 24, seed)) for seed, one in enumerate((ctx, variant))]
+        scalers = [af.init_scaler(ctx)] * 2
+        for turn in zip(*loops, strict=True):
+            for index, ((x, y), micro) in enumerate(turn):
+                model, optimizer = both[index]
+                for number in range(2):  # two blocks for one batch, of which the second trains
+                    with af.accumulate(ctx, micro, model):
+                        loss = nn.functional.mse_loss(model(x + torch.rand(()) / 10), y)
+                        if number:
+                            scalers[index] = af.backward(ctx, loss, scalers[index], micro)
+                if micro.sync:
+                    scalers[index] = af.optimizer_step(ctx, optimizer, scalers[index])
+                    for (x, _), seen in af.microbatches(ctx, pieces(ctx, 12, 7 + epoch)):
+                        with torch.no_grad(), af.accumulate(ctx, seen, model):
+                            model(x)
+    return [one.tolist() for model, _ in both for one in model.parameters()]
+
+
+@pytest.mark.parametrize("on", ["memory", "processes"])
+def test_loops_that_alternate_draw_the_same_at_any_number_of_ranks(on: Where) -> None:
+    reduction = CanonicalReduction(num_shards=12)
+    expected = run_ranks(adversaries, 1, reduction=reduction)
+    for world in (2, 3, 4):
+        assert run_ranks(adversaries, world, on, reduction=reduction) == expected * world
+        if on == "processes":
+            break
+
+
+def padded(ctx: Context, steps: int, before: Any = None) -> Any:
+    """Train on 27 samples, which 2 and 4 ranks both read as 8 shards of 4, the last ones padded."""
+    model, optimizer, _ = make()
+    loader: Any = DataLoader(TensorDataset(*data()[:27]), 4, shuffle=True)
+    model, optimizer, loader = af.prepare(ctx, model, optimizer, loader)
+    if before is not None:
+        model.load_state_dict(before[0])
+        optimizer.load_state_dict(copy.deepcopy(before[1]))
+        af.restore_loader(loader, before[2])
+    scaler = af.init_scaler(ctx)
+    while True:
+        for (x, y), micro in af.microbatches(ctx, loader):
+            with af.accumulate(ctx, micro, model):
+                scaler = af.backward(ctx, nn.functional.mse_loss(model(x), y), scaler, micro)
+            if micro.sync:
+                scaler = af.optimizer_step(ctx, optimizer, scaler)
+                steps -= 1
+                if steps == 0:
+                    weights = {name: value.clone() for name, value in model.state_dict().items()}
+                    return weights, copy.deepcopy(optimizer.state_dict()), af.loader_state(loader)
+
+
+@pytest.mark.parametrize("first", [2, 4])
+@pytest.mark.parametrize("second", [2, 4])
+def test_padded_steps_draw_the_same_after_a_resumption(first: int, second: int) -> None:
+    options: Any = {
+        "reduction": CanonicalReduction(num_shards=4),
+        "dataloader_config": af.DataLoaderConfiguration(data_seed=1),
+    }
+    expected = run_ranks(lambda ctx: padded(ctx, 8), 2, **options)[0][0]
+    before = run_ranks(lambda ctx: padded(ctx, 3), first, **options)[0]
+    for found in run_ranks(lambda ctx: padded(ctx, 5, before), second, **options):
+        for name, value in expected.items():
+            assert torch.equal(value, found[0][name]), name
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_on_threads_the_programs_own_draws_are_those_of_a_world_of_one(world: int) -> None:
+    def run(ctx: Context) -> list[float]:
+        model = af.prepare(ctx, make()[0])
+        scaler, found = af.init_scaler(ctx), [torch.rand(()).item()]
+        for (x, y), micro in af.microbatches(ctx, pieces(ctx, 8, 0)[:2]):
+            with af.accumulate(ctx, micro, model):
+                af.backward(ctx, nn.functional.mse_loss(model(x), y), scaler, micro)
+                inside = torch.rand(()).item()  # behind an exchange with the other ranks
+                with af.accumulate(ctx, micro, model):
+                    torch.rand(3)
+                assert torch.rand(()).item() != inside
+            found.append(torch.rand(()).item())
+        return found
+
+    torch.manual_seed(5)
+    expected = run(Context().replace(reduction="canonical"))
+    torch.manual_seed(5)
+    assert run_ranks(run, world, reduction="canonical") == [expected] * world
+    state = torch.default_generator.get_state()
+    run_ranks(run, world, reduction="canonical")
+    assert torch.equal(torch.default_generator.get_state(), state)  # whoever calls has drawn nothing

@@ -30,9 +30,10 @@ class Guard:
             and found by the next check. ``"off"`` compares nothing: errors of other ranks still arrive.
             ``None`` says nothing: a context takes ``"full"`` where ``debug=True`` or the environment asks for
             it, and else keeps what it has, which is ``"sampled"`` at first. Default None.
-        call_sites: Whether operations that move data must also be called from the same line on every rank.
-            Tells two calls of the same form apart, so that swapped and skipped ones are found; name calls
-            that are meant to meet with ``ctx.tagged("...")``. Default True.
+        call_sites: Whether calls of the same form are told apart by line, in operations to which each rank
+            brings data of its own (not in broadcast or scatter): so swapped and skipped ones are found. One
+            that stands in two branches of a function still meets, if it is the first of its form; name others
+            with ``ctx.tagged("...")``. Default True.
         timeout: How long an operation waits for the other ranks. Default 5 minutes.
         long_timeout: The same for what may take long on one rank alone: ``main_process_first``, saving, and
             the first forward pass of a model. Never less than ``timeout``. Default 30 minutes.
