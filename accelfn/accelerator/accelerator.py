@@ -56,6 +56,7 @@ from accelfn.context.config import (
     TorchDynamoPlugin,
 )
 from accelfn.data import MicroBatch, Uneven, plan_microbatch
+from accelfn.data.metrics import gather_valid
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.training.prepare import check_parameters
 
@@ -511,7 +512,7 @@ class Accelerator(Facts, Extras, Saving, Tracking, LaterParts):
         if micro is None:
             micro = self.micro
             earlier = None if self.last_micro is micro else self.last_micro
-        return data.gather_valid(self.context, input_data, micro, earlier, use_gather_object)
+        return gather_valid(self.context, input_data, micro, earlier, use_gather_object)
 
     def reduce(self, tensor: T, reduction: str = "sum", scale: float = 1.0) -> T:
         """Combine tensors of all ranks; see :func:`accelfn.reduce`."""

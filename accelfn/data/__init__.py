@@ -1,7 +1,7 @@
 """Which samples, in which order, to whom."""
 
 from accelfn.data.loader import PreparedDataLoader, prepare_data_loader
-from accelfn.data.metrics import gather_for_metrics, gather_objects_for_metrics, gather_valid
+from accelfn.data.metrics import gather_for_metrics, gather_objects_for_metrics
 from accelfn.data.microbatch import MicroBatch, Uneven, microbatches, plan_microbatch
 from accelfn.data.order import Order, read_order
 from accelfn.data.permutation import permute
@@ -23,7 +23,6 @@ __all__ = (
     "draw_plan_svg",
     "gather_for_metrics",
     "gather_objects_for_metrics",
-    "gather_valid",
     "loader_state",
     "microbatches",
     "permute",

@@ -172,9 +172,8 @@ def test_what_was_collected_over_a_pass_is_gathered_once(
             names += [str(int(one)) for one in batch]
             expected = [row for own in by_rank for row in own]
             # A list is joined as a tensor is, and both know what the other ranks have.
-            once = gather_for_metrics(
-                ctx, {"x": torch.cat(rows), "names": names, "scalar": batch.sum()}, micro
-            )
+            collected: dict[str, Any] = {"x": torch.cat(rows), "names": names, "scalar": batch.sum()}
+            once = gather_for_metrics(ctx, collected, micro)
             assert once["x"].tolist() == expected
             assert once["names"] == [str(one) for one in expected]
             assert once["scalar"].shape == (world,)
@@ -227,6 +226,17 @@ def test_a_pass_that_goes_on_in_an_epoch_counts_its_own_rows() -> None:
     assert run_ranks(run, 2) == [list(range(8, 21))] * 2
 
 
+def test_ranks_that_have_joined_unevenly_gather_their_passes() -> None:
+    def run(ctx: Context) -> list[int]:
+        loader = prepare_data_loader(ctx, numbers(9, 2))
+        rows, micros = zip(*microbatches(ctx, loader, "join"), strict=True)
+        assert len(rows) == 3 - ctx.rank
+        return gather_for_metrics(ctx, torch.cat(rows), micros[-1]).tolist()
+
+    config = DataLoaderConfiguration(even_batches=False)
+    assert run_ranks(run, 2, dataloader_config=config) == [[0, 1, 4, 5, 8, 2, 3, 6, 7]] * 2
+
+
 def test_a_tensor_is_not_of_the_batch_on_one_rank_and_of_none_on_another() -> None:
     def run(ctx: Context) -> list[int]:
         loader = prepare_data_loader(ctx, numbers(13, 8))
@@ -245,11 +255,13 @@ def test_a_loss_is_weighed_right_by_the_rows_or_by_its_weight(even: bool) -> Non
         loader = prepare_data_loader(ctx, DataLoader(cast("Any", torch.arange(18.0)), batch_size=5))
         repeated: list[torch.Tensor] = []
         sums: list[torch.Tensor] = []
+        micro = None
         for batch, micro in microbatches(ctx, loader):
             repeated.append(batch.mean().repeat(micro.num_rows))
             valid = batch[: micro.own_valid]
             parts = gather_for_metrics(ctx, (valid.sum(), torch.tensor(len(valid))), micro)
             sums.append(torch.stack([part.sum() for part in parts]))
+        assert micro is not None
         losses = gather_for_metrics(ctx, torch.cat(repeated), micro)
         total, weight = torch.stack(sums).sum(0).tolist()
         return [len(losses), total / weight]
