@@ -177,7 +177,8 @@ def _tell_all(ctx: Context, structure: Structure, own: _Told, as_objects: bool) 
         _refuse_arrays(structure, own.objects, as_objects)
         return pickle.dumps(tuple(own))
 
-    kinds = ["a tensor" if one is None else _kind(one) for one in own.objects]
+    nothing = "an object" if as_objects else "a tensor"
+    kinds = [nothing if one is None else _kind(one) for one in own.objects]
     call = Call(
         "gather_for_metrics",
         f"{structure.describe()}{kinds}",
@@ -223,11 +224,12 @@ def _valid(lengths: list[int | None], told: Sequence[_Told], is_of_batch: bool) 
         if rows == [number for number, _ in of_pass]:
             return [cast("int", valid) for _, valid in of_pass]
     batches = [one.batch[0] for one in told]
-    if all(number is None for number in batches):
-        # Of a batch that is padding throughout nothing counts, even where its rows are unknown.
-        return [0 if one.batch[1] == 0 else number for one, number in zip(told, rows, strict=True)]
     if None in batches:
-        return None
+        repeated = [one.batch[1] == 0 for one in told]
+        if not any(repeated) or any(number is not None for number in batches):
+            return None
+        # Of a batch that is padding throughout nothing counts, though its rows are unknown.
+        return [0 if is_padding else number for is_padding, number in zip(repeated, rows, strict=True)]
     known = cast("list[int]", batches)
     times = max(rows) // max(1, *known)
     if rows != [times * number for number in known]:

@@ -15,6 +15,7 @@ from accelfn.data import (
     MicroBatch,
     Order,
     gather_for_metrics,
+    gather_objects_for_metrics,
     loader_state,
     microbatches,
     plan_epoch,
@@ -79,6 +80,7 @@ def options(draw: st.DrawFn) -> dict[str, Any]:
 @given(options(), st.integers(1, 4))
 def test_gathering_is_exact_for_every_option(drawn: dict[str, Any], steps: int) -> None:
     world, num = drawn["world"], drawn["num"]
+    rank_batch = drawn["batch_size"] // (world if drawn["split"] else 1)
 
     def run(ctx: Context) -> tuple[list[int], list[str], list[bool]]:
         source = numbers(
@@ -98,8 +100,8 @@ def test_gathering_is_exact_for_every_option(drawn: dict[str, Any], steps: int) 
             rows += found["x"].tolist()
             assert found["twice"].tolist() == [2 * row for row in found["x"].tolist()]
             assert found["loss"].shape == (world,)
-            # No multiple of the batch's rows, unless that is 1: then each sample has 101 rows.
-            kept = len(found["x"]) if micro.max_rows == 1 else world
+            # No multiple of the batch's rows, unless these are 1: then each sample has 101.
+            kept = len(found["x"]) if rank_batch == 1 else world
             assert found["classes"].shape == (101 * kept,)
             names += gather_for_metrics(ctx, [str(int(one)) for one in batch], micro)
             syncs.append(micro.sync)
@@ -326,6 +328,35 @@ def test_one_gather_of_the_tensors_and_one_exchange_beside_it() -> None:
         return calls
 
     assert run_ranks(run, 2) == [[[1, 2, 1], [2, 2, 1]]] * 2
+
+
+def test_objects_with_tensors_and_none_are_gathered_as_objects() -> None:
+    def run(ctx: Context) -> list[Any]:
+        loader = prepare_data_loader(ctx, numbers(3))
+        ((batch, micro),) = list(microbatches(ctx, loader))
+        boxes = [{"box": torch.full((int(one),), ctx.rank)} for one in batch]
+        by_rank: list[Any] = [None if ctx.rank else "a", batch, (ctx.rank,)]
+        return [
+            [list(one["box"].shape) for one in gather_objects_for_metrics(ctx, boxes, micro)],
+            *(gather_objects_for_metrics(ctx, one, micro) for one in by_rank),
+            gather_objects_for_metrics(ctx, boxes[:1], None),
+        ]
+
+    for boxes, first, second, third, last in run_ranks(run, 2):
+        assert boxes == [[0], [1], [2]]
+        assert (first, third) == (["a", None], [(0,), (1,)])
+        assert [one.tolist() for one in second] == [[0, 1], [2, 0]]
+        assert len(last) == 2
+
+
+def test_rows_of_different_numbers_that_nobody_knows_are_refused_whether_padding_is_known_or_not() -> None:
+    def run(ctx: Context) -> None:
+        loader = prepare_data_loader(ctx, numbers(7))
+        for _, micro in microbatches(ctx, loader):
+            with pytest.raises(MismatchError):
+                gather_for_metrics(ctx, torch.zeros(7 + ctx.rank), micro)
+
+    run_ranks(run, 2)
 
 
 class Array:
