@@ -56,9 +56,9 @@ from accelfn.context.config import (
     TorchDynamoPlugin,
 )
 from accelfn.data import MicroBatch, Uneven, plan_microbatch
+from accelfn.data.metrics import gather_valid
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.training.prepare import check_parameters
-from accelfn.tree import find_device
 
 __all__ = ("Accelerator",)
 
@@ -101,10 +101,10 @@ class Accelerator(Facts, Extras, Saving, Tracking, LaterParts):
 
     Attributes:
         context: The frozen Context behind it, for use with the functions.
-        micro: The batch that a prepared loader handed out last; None outside of such a loop.
+        loops: The batch at hand of each loop over a prepared loader, the innermost one last.
         window: The batch of the ``accumulate`` block that is open; None outside of one.
         sync_gradients: Whether the batch at hand closes its window, so that optimizers step. May be set.
-        last_micro: The last batch of the loop that ended last: what is gathered after a loop belongs to it.
+        last_micro: The batch at hand; or, if a loop has ended or was left since, the last batch of that one.
         models: Prepared models that somebody holds, in the order in which they came.
         optimizers: The same of optimizers: those inside of what ``prepare`` gave back.
         schedulers: The same of schedules.
@@ -196,7 +196,7 @@ class Accelerator(Facts, Extras, Saving, Tracking, LaterParts):
                 "too. Use context=ctx.replace(...) for a variant."
             )
         self.context = context if context is not None else init_context(**asked)
-        self.micro: MicroBatch | None = None
+        self.loops: dict[object, MicroBatch] = {}
         self.last_micro: MicroBatch | None = None
         self.models = Held[nn.Module]()
         self.optimizers = Held[Optimizer]()
@@ -481,23 +481,38 @@ class Accelerator(Facts, Extras, Saving, Tracking, LaterParts):
             finally:
                 self.uneven = before
 
+    @property
+    def micro(self) -> MicroBatch | None:
+        """The batch that a prepared loader handed out last; None outside of such a loop."""
+        return next(reversed(self.loops.values())) if self.loops else None
+
     # --- across ranks ----------------------------------------------------------------------------
 
     def gather(self, tensor: T) -> T:
         """Join tensors of all ranks; see :func:`accelfn.gather`."""
         return comm.gather(self.context, tensor)
 
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Join what came of the batch at hand, without padding; see :func:`accelfn.gather_for_metrics`.
+    def gather_for_metrics(
+        self, input_data: Any, use_gather_object: bool = False, *, micro: MicroBatch | None = None
+    ) -> Any:
+        """Join over all ranks, without rows that are padding; see :func:`accelfn.gather_for_metrics`.
 
-        A tree without any tensor is gathered as objects, also without ``use_gather_object``.
+        In a loop over a prepared loader, what has as many rows as the batch at hand, or as the pass so far,
+        belongs to it. Outside of one, what has as many rows as all batches of the pass that ended or was left
+        last belongs to that pass: ``gather_for_metrics(torch.cat(rows))`` after a loop. So it does in a loop
+        around that pass, until that loop's next batch. Nothing else is cut.
+
+        Args:
+            input_data: Any tree, as for the function.
+            use_gather_object: Take it as Python objects: a list with one for each row, or one for each rank.
+            micro: The batch that it was computed from, such as ``accelerator.micro`` of an earlier time;
+                nothing else counts then.
         """
-        micro = self.micro or self.last_micro
-        if use_gather_object or find_device(input_data) is None:
-            return data.gather_objects_for_metrics(self.context, input_data, micro)
+        earlier = None
         if micro is None:
-            return comm.gather(self.context, input_data)
-        return data.gather_for_metrics(self.context, input_data, micro)
+            micro = self.micro
+            earlier = None if self.last_micro is micro else self.last_micro
+        return gather_valid(self.context, input_data, micro, earlier, use_gather_object)
 
     def reduce(self, tensor: T, reduction: str = "sum", scale: float = 1.0) -> T:
         """Combine tensors of all ranks; see :func:`accelfn.reduce`."""

@@ -29,7 +29,7 @@ class Extras:
     schedulers: Held[Any]
     loaders: Held[Any]
     step: int
-    micro: MicroBatch | None
+    loops: dict[object, MicroBatch]
     last_micro: MicroBatch | None
     window: MicroBatch | None
 
@@ -75,7 +75,8 @@ class Extras:
         """Forget all that was prepared, and free memory; see :func:`accelfn.release_memory`."""
         for held in (self.models, self.optimizers, self.schedulers, self.loaders):
             held.clear()
-        self.step, self.micro, self.last_micro = 0, None, None
+        self.loops.clear()
+        self.step, self.last_micro = 0, None
         return training.release_memory(*objects)
 
     def clear(self, *objects: Any) -> list[None]:

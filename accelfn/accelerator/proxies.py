@@ -216,15 +216,14 @@ class AcceleratedDataLoader(Generic[T]):
         return len(self.loader)
 
     def __iter__(self) -> Iterator[T]:
-        before = self._accelerator.micro
+        accelerator, loop = self._accelerator, object()
         try:
-            for batch, micro in microbatches(
-                self._accelerator.context, self.loader, self._accelerator.uneven
-            ):
-                self._accelerator.micro = self._accelerator.last_micro = micro
+            for batch, micro in microbatches(accelerator.context, self.loader, accelerator.uneven):
+                accelerator.last_micro = accelerator.loops[loop] = micro
                 yield batch
         finally:  # also after a break: an evaluation inside a loop must not change what that one sees
-            self._accelerator.micro = before
+            if loop in accelerator.loops:
+                accelerator.last_micro = accelerator.loops.pop(loop)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("loader", "_accelerator"):

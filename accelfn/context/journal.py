@@ -57,9 +57,9 @@ class Journal:
         over: Why no further operation is possible, or "".
         closed: Whether the context that opened this world has been closed.
         place: Where in its data this rank is, such as ``"batch 3 of epoch 0"``.
-        batches: Batches that this rank has taken in its current or last pass over data; None before the
-            first.
-        has_ended: Whether that pass came to its end.
+        batches: Batches that this rank has taken in its current pass over data, the innermost one; None
+            outside of any.
+        has_ended: Whether that pass has come to its end, where this rank waits for the others.
         reductions: Backward passes whose gradients have been reduced over the ranks.
         reducing: Whether this rank waits for such a reduction.
         unsettled: The agreement that comes first at the next operation, if one is open.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from itertools import islice
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
 from accelfn.comm import Call, check, gather_bytes
 from accelfn.context import Context
@@ -24,7 +24,9 @@ __all__ = (
 T = TypeVar("T")
 Uneven = Literal["error", "stop_first", "pad", "join"]
 
-_UNKNOWN = Share()
+
+# A batch, what is known of it, its place in its window, the window's size, and whether it is the last one.
+_Step: TypeAlias = "tuple[T, Share, int, int, bool | None]"
 
 
 class MicroBatch(NamedTuple):
@@ -48,6 +50,11 @@ class MicroBatch(NamedTuple):
         own_valid: Rows of this rank that are no padding: its first ones; None for all.
         consumed: Samples of the epoch that all ranks have read when this batch is done, those before a
             resumption too; None when the loader doesn't say.
+        pass_rows: Rows of this rank's batches in this pass, up to and including this one, padding included;
+            None when ``num_rows`` is for one of them.
+        pass_valid: How many of those are no padding: the first ones, since padding comes last.
+        pass_is_full: Up to and including this batch, all ranks have had equally many rows in each step, and
+            none was padding. All ranks know the same of it; False when the loader doesn't say.
         draws: In exact mode, what names the batch's random numbers.
     """
 
@@ -63,6 +70,9 @@ class MicroBatch(NamedTuple):
     valid_by_rank: tuple[int, ...] | None = None
     own_valid: int | None = None
     consumed: int | None = None
+    pass_rows: int | None = None
+    pass_valid: int | None = None
+    pass_is_full: bool = False
     draws: Draws | None = None
 
 
@@ -83,7 +93,7 @@ def plan_microbatch(
     [(0, 2, False), (1, 2, True), (0, 1, True)]
     """
     place, window = _place_of(index, epoch, num_batches, num_steps, sync_with_dataloader)
-    return _described(index, epoch, place, window, index == num_batches - 1, _UNKNOWN)
+    return MicroBatch(index, epoch, place, window, place == window - 1, index == num_batches - 1)
 
 
 def _place_of(
@@ -94,13 +104,6 @@ def _place_of(
         place = index % num_steps
         return place, min(num_steps, num_batches - (index - place))
     return (epoch * num_batches + index) % num_steps, num_steps
-
-
-def _described(
-    index: int, epoch: int, place: int, window: int, is_last: bool | None, share: Share
-) -> MicroBatch:
-    known = (index, epoch, place, window, place == window - 1, is_last)
-    return MicroBatch(*known, *share[:5], share.consumed or None)
 
 
 def microbatches(
@@ -148,32 +151,52 @@ def _microbatches(ctx: Context, loader: Iterable[T], uneven: Uneven) -> Iterator
     prepared = loader if isinstance(loader, PreparedDataLoader) else None
     epoch = 0 if prepared is None else prepared.epoch
     begun = _begin_any(ctx, loader, uneven) if prepared is None else prepared.begin()
-    journal = ctx.collectives.journal
-    journal.batches, journal.has_ended = 0, False
     if uneven == "join":
-        micros = _joined(ctx, begun, epoch)
+        steps = _joined(ctx, begun, epoch)
     elif begun.counts is None:
-        micros = _in_windows(ctx, begun, epoch, uneven)
+        steps = _in_windows(ctx, begun, uneven)
     else:
-        micros = _counted(ctx, begun, begun.counts, epoch, uneven)
+        steps = _counted(ctx, begun, begun.counts, epoch, uneven)
+    journal = ctx.collectives.journal
     source, before = f"epoch {epoch}", 0 if prepared is None else prepared.consumed
     if prepared is None:
         journal.passes += 1
         source = f"pass {journal.passes}"
-    index = 0
-    for index, (batch, share, micro) in enumerate(micros, 1):
-        journal.batches = index
-        if prepared is not None:
-            prepared.note(share)
-        if ctx.reduction is not None:
-            draws = draws_of(ctx, source, micro.index, share, before, begun.is_own)
-            micro, before = micro._replace(draws=draws), share.consumed
-        yield batch, micro
-    journal.has_ended = True
-    # A source that gave fewer batches than its length has promised is found out here.
-    if ctx.num_processes > 1 and uneven != "join":
-        read = _read_by_all(prepared, begun, uneven)
-        check(ctx, Call("microbatches", f"the end after {index} batches{read}"))
+    size = ctx.num_processes
+    # What MicroBatch(...) calls, at a third of its cost, which each batch pays.
+    make = cast("Callable[..., MicroBatch]", cast("Any", tuple).__new__)
+    rows: int | None = 0
+    valid: int | None = 0
+    is_full = uneven != "join"  # there, what is planned for a step isn't what the ranks do together
+    outer, journal.batches = journal.batches, 0
+    try:
+        index = 0
+        for batch, share, place, window, is_last in steps:
+            own, most, by_all, by_rank, own_valid, _, consumed, _ = share
+            if rows is None or valid is None or own is None:
+                rows = valid = None
+            else:
+                rows += own
+                valid += own if own_valid is None else own_valid
+            is_full = is_full and by_all is not None and most is not None and by_all == most * size
+            if prepared is not None:
+                prepared.note(share)
+            draws = None
+            if ctx.reduction is not None:
+                draws = draws_of(ctx, source, index, share, before, begun.is_own)
+                before = share.consumed
+            known = (index, epoch, place, window, place == window - 1, is_last)
+            of_step = (own, most, by_all, by_rank, own_valid, consumed or None)
+            index += 1
+            journal.batches = index
+            yield batch, make(MicroBatch, (*known, *of_step, rows, valid, is_full, draws))
+        # A source that gave fewer batches than its length has promised is found out here.
+        if size > 1 and uneven != "join":
+            journal.has_ended = True
+            read = _read_by_all(prepared, begun, uneven)
+            check(ctx, Call("microbatches", f"the end after {index} batches{read}"))
+    finally:  # what the ranks do then, or in the loop around this one, has nothing to do with this pass
+        journal.batches, journal.has_ended = outer, False
     if prepared is not None:  # a rank that left batches over has ended its epoch like the others
         prepared.finish()
 
@@ -198,7 +221,7 @@ def _begin_any(ctx: Context, loader: Iterable[T], uneven: Uneven) -> Pass[T]:
 
 def _counted(
     ctx: Context, begun: Pass[T], counts: tuple[int, ...], epoch: int, uneven: Uneven
-) -> Iterator[tuple[T, Share, MicroBatch]]:
+) -> Iterator[_Step[T]]:
     """Go through batches whose number is known on every rank."""
     if min(counts) != max(counts) and uneven == "error":
         raise _uneven(counts, begun.evened_by)
@@ -209,18 +232,15 @@ def _counted(
     if uneven == "pad" and min(counts) < num_batches:
         batches = _lengthened(batches, num_batches, begun.share_at)
     steps, ends_window = ctx.accumulation.num_steps, ctx.accumulation.sync_with_dataloader
-    # What MicroBatch(...) calls, at a third of its cost, which each batch pays.
-    make = cast("Callable[..., MicroBatch]", cast("Any", tuple).__new__)
     place, window, last = 0, 1, num_batches - 1
     # Where the data has fewer than its length has promised, all find it out when the pass ends.
     for index, (batch, share) in enumerate(islice(batches, num_batches)):
         if steps > 1:
             place, window = _place_of(index, epoch, num_batches, steps, ends_window)
-        known = (index, epoch, place, window, place == window - 1, index == last)
-        yield batch, share, make(MicroBatch, (*known, *share[:5], share.consumed or None, None))
+        yield batch, share, place, window, index == last
 
 
-def _joined(ctx: Context, begun: Pass[T], epoch: int) -> Iterator[tuple[T, Share, MicroBatch]]:
+def _joined(ctx: Context, begun: Pass[T], epoch: int) -> Iterator[_Step[T]]:
     """Go through this rank's own batches, and close windows wherever a rank has no more.
 
     A window that stayed open on a rank without batches would lose its gradients, and ranks whose windows
@@ -234,20 +254,18 @@ def _joined(ctx: Context, begun: Pass[T], epoch: int) -> Iterator[tuple[T, Share
             'or uneven="pad".'
         )
     if begun.counts is None:
-        for index, (batch, share) in enumerate(begun.batches):
-            yield batch, share, _described(index, epoch, 0, 1, share.is_last, share)
+        for batch, share in begun.batches:
+            yield batch, share, 0, 1, share.is_last
         return
     own = begun.counts[ctx.rank]
     for index, (batch, share) in enumerate(islice(begun.batches, own)):
         start = max((count for count in begun.counts if count <= index), default=0)
         end = min(count for count in begun.counts if count > index)
         place, window = _place_of(index - start, epoch, end - start, steps, True)
-        yield batch, share, _described(index, epoch, place, window, index == own - 1, share)
+        yield batch, share, place, window, index == own - 1
 
 
-def _in_windows(
-    ctx: Context, begun: Pass[T], epoch: int, uneven: Uneven
-) -> Iterator[tuple[T, Share, MicroBatch]]:
+def _in_windows(ctx: Context, begun: Pass[T], uneven: Uneven) -> Iterator[_Step[T]]:
     """Go through batches whose number nobody knows, a window at a time."""
     steps = ctx.accumulation.num_steps
     if steps > 1 and not ctx.accumulation.sync_with_dataloader:
@@ -279,8 +297,8 @@ def _in_windows(
                 is_last = True
             else:  # the end of this rank's own data is not that of data that is made longer
                 is_last = share.is_last if agreed or uneven != "pad" else None
-            yield batch, share, _described(index, epoch, place, number, is_last, share)
-            index += 1
+            yield batch, share, place, number, is_last
+        index += number
         if number < steps:
             return
         latest = held[-1]

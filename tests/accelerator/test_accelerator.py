@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -179,24 +181,158 @@ def test_an_evaluation_inside_and_a_break_do_not_disturb_the_window() -> None:
     assert run_ranks(run, 2, gradient_accumulation_steps=4) == [epoch * 2] * 2
 
 
-def test_metrics_are_exact_in_the_loop_after_it_and_for_objects() -> None:
-    def run(ctx: Context) -> tuple[list[int], list[str], list[int], int]:
+def rows_up_to(number: int, batch_size: int = 2) -> Any:
+    return DataLoader(torch.arange(number), batch_size=batch_size)  # pyright: ignore[reportArgumentType]
+
+
+def test_metrics_are_exact_in_the_loop_and_for_objects() -> None:
+    def run(ctx: Context) -> tuple[list[int], list[str], list[str], int]:
         accelerator = Accelerator(context=ctx)
         assert len(accelerator.gather_for_metrics(torch.zeros(3))) == 6  # no loop yet: all is gathered
-        loader = accelerator.prepare(DataLoader(torch.arange(9), batch_size=2))  # pyright: ignore[reportArgumentType]
+        loader = accelerator.prepare(rows_up_to(9))
         rows: list[int] = []
         names: list[str] = []
-        batch = torch.empty(0)
+        mixed: list[str] = []
         for batch in loader:
             rows += accelerator.gather_for_metrics(batch).tolist()
-            names += accelerator.gather_for_metrics([str(int(one)) for one in batch], use_gather_object=True)
-        after = accelerator.gather_for_metrics(batch).tolist()
+            own = [str(int(one)) for one in batch]
+            names += accelerator.gather_for_metrics(own, use_gather_object=True)
+            mixed += accelerator.gather_for_metrics({"x": batch, "name": own})["name"]
         (one,) = {len(accelerator.gather_for_metrics([ctx.rank], use_gather_object=True))}
-        return rows, names, after, one
+        return rows, names, mixed, one
 
     expected = list(range(9))
     for found in run_ranks(run, 2):
-        assert found == (expected, [str(one) for one in expected], [8], 2)
+        assert found == (expected, [str(one) for one in expected], [str(one) for one in expected], 2)
+
+
+@pytest.mark.parametrize("on", ["memory", "processes"])
+@pytest.mark.parametrize("left", [False, True])
+def test_after_a_loop_nothing_is_cut_that_has_nothing_to_do_with_it(left: bool, on: Any) -> None:
+    def run(ctx: Context) -> list[float]:
+        accelerator = Accelerator(context=ctx)
+        for number, _ in enumerate(accelerator.prepare(rows_up_to(20, 8))):
+            if left and number == 1:
+                break
+        return accelerator.gather_for_metrics(torch.arange(8.0) + 100 * ctx.rank).tolist()
+
+    assert run_ranks(run, 2, on) == [[*range(8), *range(100, 108)]] * 2
+
+
+def test_the_batch_that_is_named_counts_and_nothing_else() -> None:
+    def run(ctx: Context) -> list[list[int]]:
+        accelerator = Accelerator(context=ctx)
+        loader = accelerator.prepare(rows_up_to(5))
+        batches = list(loader)
+        micro = accelerator.last_micro
+        batches += list(loader)
+        return [accelerator.gather_for_metrics(one, micro=micro).tolist() for one in batches]
+
+    assert run_ranks(run, 2) == [[[0], [4]] * 2] * 2  # of either batch as many as of the last one
+
+
+@pytest.mark.parametrize("on", ["memory", "processes"])
+def test_a_pass_is_gathered_once_after_its_loop(on: Any) -> None:
+    def run(ctx: Context) -> list[Any]:
+        accelerator = Accelerator(context=ctx)
+        loader = accelerator.prepare(rows_up_to(97, 8))
+        found: list[Any] = []
+        for stop in (None, 2):
+            rows: list[torch.Tensor] = []
+            for number, batch in enumerate(loader):
+                rows.append(batch)
+                if number == stop:
+                    break
+            kept = accelerator.gather_for_metrics(
+                {"x": torch.cat(rows), "text": [str(one) for one in torch.cat(rows).tolist()]}
+            )
+            assert kept["text"] == [str(one) for one in kept["x"].tolist()]
+            found.append(sorted(kept["x"].tolist()))
+        return found
+
+    assert run_ranks(run, 2, on) == [[list(range(97)), list(range(48))]] * 2
+
+
+def test_an_evaluation_inside_of_training_is_gathered_by_batch_and_at_its_end() -> None:
+    def run(ctx: Context) -> list[list[int]]:
+        accelerator = Accelerator(context=ctx)
+        training, held_out = accelerator.prepare(rows_up_to(33, 8), rows_up_to(97, 8))
+        found: list[list[int]] = []
+        for batch in training:
+            rows: list[torch.Tensor] = []
+            by_batch: list[int] = []
+            for held in held_out:
+                rows.append(held)
+                by_batch += accelerator.gather_for_metrics(held).tolist()
+            # 56 rows on each rank: also 7 for each one of a batch of the training.
+            once = accelerator.gather_for_metrics(torch.cat(rows)).tolist()
+            assert sorted(once) == sorted(by_batch) == list(range(97))
+            found.append(accelerator.gather_for_metrics(batch).tolist())
+            found.append(accelerator.gather_for_metrics((batch, batch.repeat_interleave(7)))[1][::7].tolist())
+        return found
+
+    batches = [list(range(16)), list(range(16, 32)), [32]]
+    assert run_ranks(run, 2) == [[batch for batch in batches for _ in range(2)]] * 2
+
+
+def test_two_loops_side_by_side_leave_no_batch_at_hand() -> None:
+    def run(ctx: Context) -> list[int]:
+        accelerator = Accelerator(context=ctx)
+        first, second = accelerator.prepare(rows_up_to(5, 4), rows_up_to(5, 4))
+        for _, _ in zip(first, second, strict=False):
+            assert accelerator.micro is not None
+        assert accelerator.micro is None
+        return [len(accelerator.gather_for_metrics(torch.zeros(rows))) for rows in (2, 3)]
+
+    assert run_ranks(run, 2) == [[4, 6]] * 2
+
+
+@given(
+    num=st.integers(0, 40),
+    batch_size=st.integers(1, 4),
+    world=st.integers(1, 4),
+    drop_last=st.booleans(),
+    even=st.booleans(),
+    dispatched=st.booleans(),
+    stop=st.integers(0, 5),
+)
+def test_metrics_are_those_of_the_functions(
+    num: int, batch_size: int, world: int, drop_last: bool, even: bool, dispatched: bool, stop: int
+) -> None:
+    def run(ctx: Context) -> None:
+        accelerator = Accelerator(context=ctx)
+        source = rows_up_to(num, batch_size)
+        source = DataLoader(source.dataset, batch_size=batch_size, drop_last=drop_last)
+        loader = accelerator.prepare(source)
+        accelerator.uneven = "stop_first"
+        by_shim: list[list[Any]] = []
+        rows: list[torch.Tensor] = []
+        for number, batch in enumerate(loader):
+            rows.append(batch)
+            tree = {"x": batch, "sum": batch.sum(), "all": torch.cat(rows)}
+            by_shim.append([accelerator.gather_for_metrics(one).tolist() for one in tree.values()])
+            if number == stop:
+                break
+        assert accelerator.micro is None
+        if not rows:
+            return
+        after = accelerator.gather_for_metrics(torch.cat(rows)).tolist()
+        by_function: list[list[Any]] = []
+        once = torch.empty(0)
+        rows = []
+        for batch, micro in af.microbatches(ctx, af.prepare_data_loader(ctx, source), "stop_first"):
+            rows.append(batch)
+            tree = {"x": batch, "sum": batch.sum(), "all": torch.cat(rows)}
+            by_function.append([af.gather_for_metrics(ctx, one, micro).tolist() for one in tree.values()])
+            once = af.gather_for_metrics(ctx, torch.cat(rows), micro)
+            if micro.index == stop:
+                break
+        assert by_shim == by_function
+        assert after == once.tolist()
+        assert sorted(after) == sorted(row for batch, _, _ in by_shim for row in batch)
+
+    config = DataLoaderConfiguration(even_batches=even, dispatch_batches=dispatched)
+    run_ranks(run, world, dataloader_config=config)
 
 
 def test_a_loop_over_anything_else_counts_its_own_windows() -> None:

@@ -15,14 +15,18 @@ from accelfn.data import (
     MicroBatch,
     Order,
     gather_for_metrics,
+    gather_objects_for_metrics,
+    loader_state,
     microbatches,
     plan_epoch,
     plan_microbatch,
     prepare_data_loader,
+    restore_loader,
+    skip_first_batches,
 )
 from accelfn.errors import MismatchError
 from accelfn.testing import run_ranks
-from tests.data.streams import make_source
+from tests.data.streams import Numbers, Sized, make_source
 
 
 def numbers(num: int, batch_size: int | None = 2, **options: Any) -> DataLoader[Any]:
@@ -76,6 +80,7 @@ def options(draw: st.DrawFn) -> dict[str, Any]:
 @given(options(), st.integers(1, 4))
 def test_gathering_is_exact_for_every_option(drawn: dict[str, Any], steps: int) -> None:
     world, num = drawn["world"], drawn["num"]
+    rank_batch = drawn["batch_size"] // (world if drawn["split"] else 1)
 
     def run(ctx: Context) -> tuple[list[int], list[str], list[bool]]:
         source = numbers(
@@ -89,13 +94,15 @@ def test_gathering_is_exact_for_every_option(drawn: dict[str, Any], steps: int) 
                 "x": batch,
                 "loss": batch.sum(),
                 "twice": batch * 2,
-                "classes": torch.ones(100),
+                "classes": torch.ones(101),
             }
             found = gather_for_metrics(ctx, tree, micro)
             rows += found["x"].tolist()
             assert found["twice"].tolist() == [2 * row for row in found["x"].tolist()]
             assert found["loss"].shape == (world,)
-            assert found["classes"].shape == (100 * world,)
+            # No multiple of the batch's rows, unless these are 1: then each sample has 101.
+            kept = len(found["x"]) if rank_batch == 1 else world
+            assert found["classes"].shape == (101 * kept,)
             names += gather_for_metrics(ctx, [str(int(one)) for one in batch], micro)
             syncs.append(micro.sync)
         return rows, names, syncs
@@ -125,6 +132,262 @@ def test_gathering_is_exact_for_every_option(drawn: dict[str, Any], steps: int) 
         assert rows == expected
         assert names == [str(one) for one in expected]
         assert syncs == [(step + 1) % steps == 0 or step + 1 == num_steps for step in range(num_steps)]
+
+
+SOURCES = ("samples", "batches", "items", "stream", "sized")
+
+
+def source_of(kind: str, num: int, batch_size: int, drop_last: bool) -> DataLoader[Any]:
+    """The numbers up to ``num``, in batches of any kind of data."""
+    if kind == "batches":  # of different lengths
+        ends = [*range(0, num, batch_size), num]
+        lists = [list(range(start, end)) for start, end in zip(ends[::2], [*ends[2::2], num], strict=False)]
+        return DataLoader(cast("Any", torch.arange(num)), batch_sampler=[one for one in lists if one])
+    if kind == "items":
+        return numbers(num, None, collate_fn=lambda item: item.reshape(1))
+    data: Any = {"samples": torch.arange, "stream": Numbers, "sized": Sized}[kind](num)
+    return DataLoader(data, batch_size=batch_size, drop_last=drop_last)
+
+
+@pytest.mark.filterwarnings("ignore:each of . ranks reads the whole stream")
+@given(options(), st.sampled_from(SOURCES), st.booleans(), st.integers(2, 4), st.integers(1, 3))
+def test_what_was_collected_over_a_pass_is_gathered_once(
+    drawn: dict[str, Any], kind: str, dispatched: bool, times: int, steps: int
+) -> None:
+    """At any batch: as a loop that is left has it, or one that ends."""
+    world, num = drawn["world"], drawn["num"]
+
+    def run(ctx: Context) -> None:
+        source = source_of(kind, num, drawn["batch_size"], drawn["drop_last"])
+        loader = prepare_data_loader(ctx, source)
+        rows: list[torch.Tensor] = []
+        names: list[str] = []
+        by_batch: list[int] = []
+        by_rank: list[list[int]] = [[] for _ in range(world)]
+        for batch, micro in microbatches(ctx, loader, drawn["uneven"]):
+            tree = {"x": batch, "rank": torch.full((len(batch),), ctx.rank), "loss": batch.sum()}
+            found = gather_for_metrics(ctx, tree, micro)
+            by_batch += found["x"].tolist()
+            for row, rank in zip(found["x"].tolist(), found["rank"].tolist(), strict=True):
+                by_rank[rank].append(row)
+            rows.append(batch)
+            names += [str(int(one)) for one in batch]
+            expected = [row for own in by_rank for row in own]
+            # A list is joined as a tensor is, and both know what the other ranks have.
+            collected: dict[str, Any] = {"x": torch.cat(rows), "names": names, "scalar": batch.sum()}
+            once = gather_for_metrics(ctx, collected, micro)
+            assert once["x"].tolist() == expected
+            assert once["names"] == [str(one) for one in expected]
+            assert once["scalar"].shape == (world,)
+            # More rows than any pass has; beside the batch, any multiple.
+            many = gather_for_metrics(ctx, batch.repeat_interleave(97), micro)
+            several = gather_for_metrics(ctx, (batch, batch.repeat_interleave(times)), micro)
+            assert many.tolist() == found["x"].repeat_interleave(97).tolist()
+            assert several[1].tolist() == several[0].repeat_interleave(times).tolist()
+        assert len(set(by_batch)) == len(by_batch)
+
+    config = DataLoaderConfiguration(
+        even_batches=drawn["even"],
+        split_batches=drawn["split"] and kind in ("samples", "stream", "sized"),
+        dispatch_batches=dispatched,
+    )
+    try:
+        run_ranks(run, world, dataloader_config=config, gradient_accumulation_steps=steps)
+    except ValueError as error:
+        if "a rank has none at all" not in str(error) or drawn["uneven"] != "pad":
+            raise
+
+
+@pytest.mark.parametrize("on", ["memory", "processes"])
+def test_the_padding_of_a_whole_epoch_is_left_out_once_at_its_end(on: Any) -> None:
+    def run(ctx: Context) -> list[list[int]]:
+        loader = prepare_data_loader(ctx, numbers(97, 8))
+        found: list[list[int]] = []
+        for stop in (None, 3):
+            rows: list[torch.Tensor] = []
+            micro = None
+            for batch, micro in microbatches(ctx, loader):
+                rows.append(batch)
+                if micro.index == stop:
+                    break
+            assert micro is not None
+            found.append(sorted(gather_for_metrics(ctx, torch.cat(rows), micro).tolist()))
+        return found
+
+    assert run_ranks(run, 2, on) == [[list(range(97)), list(range(64))]] * 2
+
+
+def test_a_pass_that_goes_on_in_an_epoch_counts_its_own_rows() -> None:
+    def run(ctx: Context) -> list[int]:
+        loader = prepare_data_loader(ctx, numbers(21, 2))
+        batches = iter(loader)
+        next(batches)
+        state = loader_state(loader)
+        again = prepare_data_loader(ctx, numbers(21, 2))
+        restore_loader(again, state)
+        rows, micros = zip(*microbatches(ctx, skip_first_batches(again, 1)), strict=True)
+        assert micros[-1].consumed == 21
+        return sorted(gather_for_metrics(ctx, torch.cat(rows), micros[-1]).tolist())
+
+    assert run_ranks(run, 2) == [list(range(8, 21))] * 2
+
+
+def test_ranks_that_have_joined_unevenly_gather_their_passes() -> None:
+    def run(ctx: Context) -> list[int]:
+        loader = prepare_data_loader(ctx, numbers(9, 2))
+        rows, micros = zip(*microbatches(ctx, loader, "join"), strict=True)
+        assert len(rows) == 3 - ctx.rank
+        return gather_for_metrics(ctx, torch.cat(rows), micros[-1]).tolist()
+
+    config = DataLoaderConfiguration(even_batches=False)
+    assert run_ranks(run, 2, dataloader_config=config) == [[0, 1, 4, 5, 8, 2, 3, 6, 7]] * 2
+
+
+def test_a_tensor_is_not_of_the_batch_on_one_rank_and_of_none_on_another() -> None:
+    def run(ctx: Context) -> list[int]:
+        loader = prepare_data_loader(ctx, numbers(13, 8))
+        ((batch, micro),) = list(microbatches(ctx, loader))
+        assert len(batch) == (8, 5)[ctx.rank]
+        # As many rows as the first rank has samples, on both.
+        return [len(found) for found in gather_for_metrics(ctx, (torch.ones(8), batch), micro)]
+
+    config = DataLoaderConfiguration(even_batches=False)
+    assert run_ranks(run, 2, dataloader_config=config) == [[16, 13]] * 2
+
+
+@pytest.mark.parametrize("even", [True, False])
+def test_a_loss_is_weighed_right_by_the_rows_or_by_its_weight(even: bool) -> None:
+    def run(ctx: Context) -> list[float]:
+        loader = prepare_data_loader(ctx, DataLoader(cast("Any", torch.arange(18.0)), batch_size=5))
+        repeated: list[torch.Tensor] = []
+        sums: list[torch.Tensor] = []
+        micro = None
+        for batch, micro in microbatches(ctx, loader):
+            repeated.append(batch.mean().repeat(micro.num_rows))
+            valid = batch[: micro.own_valid]
+            parts = gather_for_metrics(ctx, (valid.sum(), torch.tensor(len(valid))), micro)
+            sums.append(torch.stack([part.sum() for part in parts]))
+        assert micro is not None
+        losses = gather_for_metrics(ctx, torch.cat(repeated), micro)
+        total, weight = torch.stack(sums).sum(0).tolist()
+        return [len(losses), total / weight]
+
+    config = DataLoaderConfiguration(even_batches=even)
+    assert run_ranks(run, 2, dataloader_config=config) == [[18, 8.5]] * 2
+
+
+def test_tensors_and_objects_are_gathered_together() -> None:
+    def run(ctx: Context) -> list[Any]:
+        loader = prepare_data_loader(ctx, numbers(5))
+        found: list[Any] = []
+        for batch, micro in microbatches(ctx, loader):
+            texts = [str(int(one)) for one in batch]
+            tree = {
+                "x": batch,
+                "texts": texts,
+                "pair": (batch * 2, tuple(texts)),
+                "nothing": None,
+                "step": micro.index,
+                "model": "tiny",
+                "boxes": [[one] * int(one) for one in texts],
+                "none": [],
+                "half": batch.bfloat16(),
+            }
+            found.append(gather_for_metrics(ctx, tree, micro))
+        return found
+
+    (first, last), other = run_ranks(run, 2)
+    assert str(other) == str([first, last])
+    assert first["texts"] == ["0", "1", "2", "3"]
+    assert last["x"].tolist() == [4]
+    assert last["half"].dtype == torch.bfloat16
+    assert last["half"].tolist() == [4.0]
+    assert last["pair"][0].tolist() == [8]
+    assert last["pair"][1] == ("4",)
+    assert last["boxes"] == [["4"] * 4]
+    assert {name: last[name] for name in ("texts", "nothing", "step", "model", "none")} == {
+        "texts": ["4"],
+        "nothing": None,
+        "step": [1, 1],
+        "model": ["tiny", "tiny"],
+        "none": [],
+    }
+
+
+def test_one_gather_of_the_tensors_and_one_exchange_beside_it() -> None:
+    def run(ctx: Context) -> list[list[int]]:
+        journal = ctx.collectives.journal
+        loader = prepare_data_loader(ctx, numbers(5))
+        calls: list[list[int]] = []
+        for batch, micro in microbatches(ctx, loader):
+            calls.append([])
+            for tree in (
+                {"x": batch, "y": batch * 2.0, "z": batch.sum()},
+                {"x": batch, "s": ["a", "b"]},
+                batch.sum(),
+            ):
+                before = journal.number
+                gather_for_metrics(ctx, cast("Any", tree), micro)
+                calls[-1].append(journal.number - before)
+        return calls
+
+    assert run_ranks(run, 2) == [[[1, 2, 1], [2, 2, 1]]] * 2
+
+
+def test_objects_with_tensors_and_none_are_gathered_as_objects() -> None:
+    def run(ctx: Context) -> list[Any]:
+        loader = prepare_data_loader(ctx, numbers(3))
+        ((batch, micro),) = list(microbatches(ctx, loader))
+        boxes = [{"box": torch.full((int(one),), ctx.rank)} for one in batch]
+        by_rank: list[Any] = [None if ctx.rank else "a", batch, (ctx.rank,)]
+        return [
+            [list(one["box"].shape) for one in gather_objects_for_metrics(ctx, boxes, micro)],
+            *(gather_objects_for_metrics(ctx, one, micro) for one in by_rank),
+            gather_objects_for_metrics(ctx, boxes[:1], None),
+        ]
+
+    for boxes, first, second, third, last in run_ranks(run, 2):
+        assert boxes == [[0], [1], [2]]
+        assert (first, third) == (["a", None], [(0,), (1,)])
+        assert [one.tolist() for one in second] == [[0, 1], [2, 0]]
+        assert len(last) == 2
+
+
+def test_rows_of_different_numbers_that_nobody_knows_are_refused_whether_padding_is_known_or_not() -> None:
+    def run(ctx: Context) -> None:
+        loader = prepare_data_loader(ctx, numbers(7))
+        for _, micro in microbatches(ctx, loader):
+            with pytest.raises(MismatchError):
+                gather_for_metrics(ctx, torch.zeros(7 + ctx.rank), micro)
+
+    run_ranks(run, 2)
+
+
+class Array:
+    shape = (3,)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_array_that_is_no_tensor_is_refused(world: int) -> None:
+    def run(ctx: Context) -> None:
+        ((batch, micro),) = list(microbatches(ctx, [torch.zeros(3)]))
+        gather_for_metrics(ctx, {"x": batch, "y": Array()}, micro)
+
+    with pytest.raises(TypeError, match=r"tree\['y'\] is a Array of shape \(3,\).*torch.as_tensor"):
+        run_ranks(run, world)
+
+
+def test_ranks_with_other_trees_are_told_where_they_differ() -> None:
+    def run(ctx: Context) -> str:
+        ((batch, micro),) = list(microbatches(ctx, [torch.zeros(3)]))
+        with pytest.raises(MismatchError) as caught:
+            gather_for_metrics(ctx, {"x": batch, "y": ["a"] if ctx.rank else "a"}, micro)
+        return str(caught.value)
+
+    first, second = run_ranks(run, 2)
+    assert first == second
+    assert "tree['y']" in first
+    assert "a list of objects" in first
 
 
 @st.composite
@@ -167,6 +430,7 @@ def test_data_of_their_own_is_gathered_as_the_ranks_have_it(
         rows: list[int] = []
         names: list[str] = []
         micros: list[MicroBatch] = []
+        collected: list[torch.Tensor] = []
         for batch, micro in microbatches(ctx, source, uneven):
             if kind == "generator":
                 # A window is read before its first batch is handed out, and nothing behind it.
@@ -176,6 +440,9 @@ def test_data_of_their_own_is_gathered_as_the_ranks_have_it(
             assert found["loss"].shape == (len(batches),)
             names += gather_for_metrics(ctx, [str(int(one)) for one in batch], micro)
             micros.append(micro)
+            collected.append(batch)
+            once = gather_for_metrics(ctx, torch.cat(collected), micro)
+            assert sorted(once.tolist()) == sorted(rows)
         return rows, names, micros
 
     for rows, names, micros in run_ranks(run, len(batches), gradient_accumulation_steps=steps):

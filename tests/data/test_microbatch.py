@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
-from accelfn import Context, DataLoaderConfiguration, GradientAccumulationPlugin
+from accelfn import Context, DataLoaderConfiguration, GradientAccumulationPlugin, gather, reduce
 from accelfn.data import (
     microbatches,
     plan_microbatch,
@@ -209,6 +209,63 @@ def test_any_sized_iterable_of_trees_is_a_loader() -> None:
         (1, None, True),
     ]
     assert next(microbatches(Context(), ["text"]))[1].num_rows is None
+
+
+def test_a_batch_knows_the_rows_of_its_pass() -> None:
+    def run(ctx: Context) -> list[tuple[int | None, int | None, bool]]:
+        loader = prepare_data_loader(ctx, numbers(9))
+        return [
+            (micro.pass_rows, micro.pass_valid, micro.pass_is_full) for _, micro in microbatches(ctx, loader)
+        ]
+
+    first, second = run_ranks(run, 2)
+    assert first == [(2, 2, True), (4, 4, True), (6, 5, False)]
+    assert second == [(2, 2, True), (4, 4, True), (6, 4, False)]
+    *_, (_, micro) = microbatches(Context(), [torch.zeros(3), "text", torch.zeros(3)])
+    assert (micro.num_rows, micro.pass_rows, micro.pass_valid) == (3, None, None)
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_an_evaluation_that_has_ended_is_not_what_ranks_differ_in_later(left: bool) -> None:
+    def run(ctx: Context) -> None:
+        for _, micro in microbatches(ctx, [torch.zeros(1)] * 4):
+            if micro.index == 0:
+                for _ in microbatches(ctx, [torch.zeros(1)] * 3):
+                    if left:
+                        break
+            if micro.index == 2 - ctx.rank:  # not in the same batch, and not the same call
+                (gather if ctx.rank else reduce)(ctx, torch.zeros(1))
+
+    with pytest.raises(MismatchError) as caught:
+        run_ranks(run, 2)
+    assert not isinstance(caught.value, UnevenDataError)
+    assert "had no more" not in str(caught.value)
+
+
+def test_a_rank_that_ran_out_in_a_loop_is_told_beside_the_other_counts() -> None:
+    def run(ctx: Context) -> None:
+        for _, _ in microbatches(ctx, [torch.zeros(1)] * 2):
+            pass
+        promised = DataLoader(Counted(3 - ctx.rank), batch_size=1)
+        for _, _ in microbatches(ctx.replace(), Promising(promised)):
+            gather(ctx, torch.zeros(1))
+
+    with pytest.raises(UnevenDataError, match=r"rank\(s\) 1 had no more") as caught:
+        run_ranks(run, 2)
+    assert caught.value.counts == (3, 2)
+
+
+class Promising:
+    """Says that it has three batches."""
+
+    def __init__(self, batches: Any) -> None:
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.batches)
 
 
 def test_policies_are_checked_at_the_call() -> None:
