@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast
 from torch import nn
 from torch.optim import Optimizer
 
+from accelfn.data.loader import passes_of
 from accelfn.errors import ConfigurationError
 from accelfn.training import unwrap_model
 from accelfn.training.prepare import parameters_of
@@ -82,5 +83,5 @@ def describe_scheduler(optimizers: Mapping[str, Optimizer]) -> Callable[[Any], s
 
 def describe_loader(loader: Any) -> str:
     """Say what a prepared loader reads: the class of its dataset, and how many samples there are."""
-    prepared = loader.loader
-    return f"{type(getattr(prepared, 'dataset', prepared)).__name__}.{prepared.reader.length}"
+    dataset = getattr(loader, "dataset", loader)
+    return f"{type(dataset).__name__}.{passes_of(loader).reader.length}"

@@ -30,6 +30,7 @@ from accelfn.accelerator.scaling import Scaling
 from accelfn.checkpoint.state.phases import CollectivePhases
 from accelfn.comm import attempt
 from accelfn.context import Context
+from accelfn.data.loader import passes_of
 from accelfn.errors import ConfigurationError
 
 __all__ = ("Saving",)
@@ -376,7 +377,7 @@ class Saving:
         """Give a loader for each place in some data: what skips batches of another has that one's place."""
         found: list[Any] = []
         for one in self.loaders:
-            if not any(one.loader.shares_place(other.loader) for other in found):
+            if not any(passes_of(one).is_shared_with(passes_of(other)) for other in found):
                 found.append(one)
         return found
 

@@ -9,7 +9,8 @@ from typing import Any, Literal, NamedTuple, TypeVar, cast
 from accelfn.comm import Call, check, gather_bytes
 from accelfn.context import Context
 from accelfn.context.config import GuardMode
-from accelfn.data.loader import PreparedDataLoader
+from accelfn.data.loader import PreparedDataLoader, passes_of
+from accelfn.data.passes import Passes
 from accelfn.data.reading import EVENED, Pass, Share, rows_of
 from accelfn.errors import ConfigurationError, Disagreement, UnevenDataError
 
@@ -142,9 +143,11 @@ def microbatches(
 
 
 def _microbatches(ctx: Context, loader: Iterable[T], uneven: Uneven) -> Iterator[tuple[T, MicroBatch]]:
-    prepared = loader if isinstance(loader, PreparedDataLoader) else None
-    epoch = 0 if prepared is None else prepared.epoch
-    begun = _begin_any(ctx, loader, uneven) if prepared is None else prepared.begin()
+    passes = (
+        passes_of(cast("PreparedDataLoader[T]", loader)) if isinstance(loader, PreparedDataLoader) else None
+    )
+    begun = _begin_any(ctx, loader, uneven) if passes is None else passes.begin()
+    epoch = 0 if passes is None else passes.epoch  # behind a pass that was left, another one begins
     journal = ctx.collectives.journal
     journal.batches, journal.has_ended = 0, False
     if uneven == "join":
@@ -156,23 +159,23 @@ def _microbatches(ctx: Context, loader: Iterable[T], uneven: Uneven) -> Iterator
     index = 0
     for index, (batch, share, micro) in enumerate(micros, 1):
         journal.batches = index
-        if prepared is not None:
-            prepared.note(share)
+        if passes is not None:
+            passes.note(share)
         yield batch, micro
     journal.has_ended = True
     # A source that gave fewer batches than its length has promised is found out here.
     if ctx.num_processes > 1 and uneven != "join":
-        read = _read_by_all(prepared, begun, uneven)
+        read = _read_by_all(passes, begun, uneven)
         check(ctx, Call("microbatches", f"the end after {index} batches{read}"))
-    if prepared is not None:  # a rank that left batches over has ended its epoch like the others
-        prepared.finish()
+    if passes is not None:  # a rank that left batches over has ended its epoch like the others
+        passes.finish()
 
 
-def _read_by_all(prepared: PreparedDataLoader[Any] | None, begun: Pass[Any], uneven: Uneven) -> str:
+def _read_by_all(passes: Passes[Any] | None, begun: Pass[Any], uneven: Uneven) -> str:
     """Say what the ranks have read together, where all must know the same of it."""
-    if prepared is None or uneven != "error" or not (begun.in_step or begun.counts is not None):
+    if passes is None or uneven != "error" or not (begun.in_step or begun.counts is not None):
         return ""
-    return f" and {prepared.consumed} samples of epoch {prepared.epoch}"
+    return f" and {passes.consumed} samples of epoch {passes.epoch}"
 
 
 def _begin_any(ctx: Context, loader: Iterable[T], uneven: Uneven) -> Pass[T]:
