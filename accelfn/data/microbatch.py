@@ -143,9 +143,7 @@ def microbatches(
 
 
 def _microbatches(ctx: Context, loader: Iterable[T], uneven: Uneven) -> Iterator[tuple[T, MicroBatch]]:
-    passes = (
-        passes_of(cast("PreparedDataLoader[T]", loader)) if isinstance(loader, PreparedDataLoader) else None
-    )
+    passes = passes_of(loader) if isinstance(loader, PreparedDataLoader) else None
     begun = _begin_any(ctx, loader, uneven) if passes is None else passes.begin()
     epoch = 0 if passes is None else passes.epoch  # behind a pass that was left, another one begins
     journal = ctx.collectives.journal

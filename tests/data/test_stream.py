@@ -386,13 +386,18 @@ def test_ranks_read_one_shuffled_stream_and_collate_apart() -> None:
     assert dealt == pieces
 
 
-def test_without_workers_collation_draws_from_the_programs_own_randomness() -> None:
-    def draws(loader: Any) -> list[list[float]]:
-        torch.manual_seed(7)
-        return [batch.tolist() for batch in loader]
+def test_a_shuffled_stream_is_the_same_on_all_ranks_without_workers_too() -> None:
+    def run(ctx: Context) -> list[list[list[float]]]:
+        torch.manual_seed(ctx.rank)
+        random.seed(ctx.rank)
+        loader = prepare_data_loader(ctx, DataLoader(Shuffled(24), batch_size=2, collate_fn=with_draw))
+        return [[column.tolist() for column in batch] for batch in loader]
 
-    source = numbers(6, collate_fn=lambda samples: torch.rand(len(samples)))
-    assert draws(prepare_data_loader(Context(), source)) == draws(source)
+    ranks = run_ranks(run, 2, "processes", dataloader_config=DataLoaderConfiguration(data_seed=3))
+    assert sorted(x for rank in ranks for batch in rank for x in batch[0]) == list(range(24))
+    for place in (1, 3):  # draws of the stream, and of collation
+        drawn = [x for rank in ranks for batch in rank for x in batch[place]]
+        assert len(set(drawn)) == len(drawn)
 
 
 @pytest.mark.parametrize("start_method", ["fork", "spawn"])
