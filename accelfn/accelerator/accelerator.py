@@ -27,6 +27,7 @@ from accelfn.accelerator.facts import Facts
 from accelfn.accelerator.held import Held
 from accelfn.accelerator.hooks import Hooks
 from accelfn.accelerator.later import LaterParts
+from accelfn.accelerator.naming import class_of, describe_model, list_parameters, optimizers_of
 from accelfn.accelerator.proxies import (
     AcceleratedDataLoader,
     AcceleratedOptimizer,
@@ -199,9 +200,9 @@ class Accelerator(Facts, Extras, Saving, Tracking, LaterParts):
         self.context = context if context is not None else init_context(**asked)
         self.micro: MicroBatch | None = None
         self.last_micro: MicroBatch | None = None
-        self.models = Held[nn.Module]()
-        self.optimizers = Held[Optimizer]()
-        self.schedulers = Held[AcceleratedScheduler]()
+        self.models = Held[nn.Module](nn.Module.parameters, describe_model)
+        self.optimizers = Held[Optimizer](list_parameters, class_of)
+        self.schedulers = Held[AcceleratedScheduler](optimizers_of, class_of)
         self.loaders = Held[AcceleratedDataLoader[Any]]()
         self.uneven: Uneven = "error"
         self.window: MicroBatch | None = None
