@@ -142,7 +142,7 @@ def next_plan(loader: PreparedDataLoader[Any] | DataLoader[Any]) -> EpochPlan | 
 
     >>> loader = prepare_data_loader(Context(), DataLoader(list(range(5)), batch_size=2))
     >>> next_plan(loader).positions(step=2, rank=0)
-    [4, 0]
+    [4]
     """
     if not isinstance(loader, PreparedDataLoader):
         raise TypeError(
@@ -182,17 +182,17 @@ def prepare_data_loader(
     The order of an epoch is a function of the seed and the epoch's number, the same for any number of ranks
     and workers: with ``shuffle=True`` each sample's place is computed by a keyed permutation, and no list is
     held. The seed is ``data_seed`` of the configuration, else that of the sampler's generator, else rank 0's
-    ``torch.initial_seed()``. A sampler or batch sampler of your own draws on rank 0, and the others follow.
+    ``torch.initial_seed()``, as the first pass begins. A sampler or batch sampler of your own draws on rank 0, and the others follow.
 
-    In worker processes, random numbers are seeded anew for each batch, from the seed and the batch's place in
-    the epoch: no two batches share an augmentation, and neither the number of workers nor a resumption
-    changes one.
+    While a batch is made, in a worker or in this process, random numbers are seeded from the seed of the
+    order and the batch's place in the epoch: no two batches or ranks share an augmentation, and neither the
+    number of workers nor a resumption changes one. The program's own generators go on as if nothing had been
+    drawn. Data that is sharded already is the exception: its loader draws as it would without this.
 
     A stream, that is an ``IterableDataset``, is read by its shards where it offers as many as there are ranks
     (ranks may then have different numbers of batches). Otherwise each rank reads all of it and keeps its
-    piece of each group of batches, which a warning says once. It must be the same stream on every rank: in
-    workers its random numbers are, and those of collation differ; without workers they are the program's
-    own, so a stream that is shuffled needs a seed.
+    piece of each group of batches, which a warning says once. It must be the same stream on every rank: its
+    random numbers are, and those of collation differ.
 
     Ranks: every rank of ``ctx``.
 
