@@ -27,11 +27,13 @@ from accelfn.accelerator.facts import Facts
 from accelfn.accelerator.held import Held
 from accelfn.accelerator.hooks import Hooks
 from accelfn.accelerator.later import LaterParts
+from accelfn.accelerator.naming import class_of, describe_model, list_parameters, optimizers_of
 from accelfn.accelerator.proxies import (
     AcceleratedDataLoader,
     AcceleratedOptimizer,
     AcceleratedScheduler,
     Block,
+    is_loader_of,
     unwrap_optimizer,
 )
 from accelfn.accelerator.saving import Saving
@@ -198,9 +200,9 @@ class Accelerator(Facts, Extras, Saving, Tracking, LaterParts):
         self.context = context if context is not None else init_context(**asked)
         self.loops: dict[object, MicroBatch] = {}
         self.last_micro: MicroBatch | None = None
-        self.models = Held[nn.Module]()
-        self.optimizers = Held[Optimizer]()
-        self.schedulers = Held[AcceleratedScheduler]()
+        self.models = Held[nn.Module](nn.Module.parameters, describe_model)
+        self.optimizers = Held[Optimizer](list_parameters, class_of)
+        self.schedulers = Held[AcceleratedScheduler](optimizers_of, class_of)
         self.loaders = Held[AcceleratedDataLoader[Any]]()
         self.uneven: Uneven = "error"
         self.window: MicroBatch | None = None
@@ -269,7 +271,7 @@ class Accelerator(Facts, Extras, Saving, Tracking, LaterParts):
         check_parameters(items)
 
     def _is_loader(self, item: Any) -> bool:
-        loaders = (DataLoader, data.PreparedDataLoader, AcceleratedDataLoader)
+        loaders = (DataLoader, data.PreparedDataLoader)
         return isinstance(item, (*loaders, *self.dataloader_config.custom_classes))
 
     def _prepare_one(self, item: Any, device_placement: bool | None) -> Any:
@@ -314,10 +316,8 @@ class Accelerator(Facts, Extras, Saving, Tracking, LaterParts):
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
     ) -> AcceleratedDataLoader[T]:
         """Share a loader out between the ranks; see :func:`accelfn.prepare_data_loader`."""
-        if isinstance(data_loader, AcceleratedDataLoader):
-            if data_loader.belongs_to(self):
-                return data_loader
-            data_loader = data_loader.loader
+        if is_loader_of(self, data_loader):
+            return cast("AcceleratedDataLoader[T]", data_loader)
         return AcceleratedDataLoader(
             self,
             data.prepare_data_loader(
@@ -472,9 +472,8 @@ class Accelerator(Facts, Extras, Saving, Tracking, LaterParts):
         ``even_batches`` is for all prepared loaders that somebody holds.
         """
         items = [unwrap_optimizer(one) if isinstance(one, Optimizer) else one for one in joinables]
-        loaders = [one.loader for one in self.loaders]
         before = self.uneven
-        with training.join_uneven_inputs(self.context, items, loaders, even_batches) as joined:
+        with training.join_uneven_inputs(self.context, items, [*self.loaders], even_batches) as joined:
             self.uneven = "join" if joined else before
             try:
                 yield

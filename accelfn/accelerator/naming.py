@@ -8,11 +8,21 @@ from typing import Any, TypeVar, cast
 from torch import nn
 from torch.optim import Optimizer
 
+from accelfn.data.loader import passes_of
 from accelfn.errors import ConfigurationError
 from accelfn.training import unwrap_model
 from accelfn.training.prepare import parameters_of
 
-__all__ = ("describe_loader", "describe_model", "describe_optimizer", "describe_scheduler", "name_things")
+__all__ = (
+    "class_of",
+    "describe_loader",
+    "describe_model",
+    "describe_optimizer",
+    "describe_scheduler",
+    "list_parameters",
+    "name_things",
+    "optimizers_of",
+)
 
 T = TypeVar("T")
 
@@ -70,17 +80,32 @@ def describe_scheduler(optimizers: Mapping[str, Optimizer]) -> Callable[[Any], s
     """Give what says whose learning rate a prepared schedule sets."""
 
     def describe(scheduler: Any) -> str:
-        own: Any = scheduler.optimizer
-        inner = cast("dict[str, Any]", vars(own)).get(
-            "optimizer", own
-        )  # a prepared one stands for the one inside
+        (inner,) = optimizers_of(scheduler)
         found = [name for name, optimizer in optimizers.items() if optimizer is inner]
         return "+".join(found) or type(scheduler.scheduler).__name__
 
     return describe
 
 
+def class_of(thing: Any) -> str:
+    """Return the class of an optimizer, or of the schedule inside of a prepared one."""
+    inner: object = cast("dict[str, Any]", vars(thing)).get("scheduler", thing)
+    return type(inner).__name__
+
+
+def list_parameters(optimizer: Optimizer) -> list[object]:
+    """List the parameters of an optimizer."""
+    groups: list[dict[str, list[object]]] = optimizer.param_groups
+    return [parameter for group in groups for parameter in group["params"]]
+
+
+def optimizers_of(scheduler: Any) -> list[object]:
+    """List the optimizer whose learning rate a prepared schedule sets, without its proxy."""
+    own: Any = scheduler.optimizer
+    return [cast("dict[str, Any]", vars(own)).get("optimizer", own)]
+
+
 def describe_loader(loader: Any) -> str:
     """Say what a prepared loader reads: the class of its dataset, and how many samples there are."""
-    prepared = loader.loader
-    return f"{type(getattr(prepared, 'dataset', prepared)).__name__}.{prepared.reader.length}"
+    dataset = getattr(loader, "dataset", loader)
+    return f"{type(dataset).__name__}.{passes_of(loader).reader.length}"

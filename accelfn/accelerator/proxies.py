@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from typing_extensions import Self
 
 import accelfn.training as training
-from accelfn.data import MicroBatch, PreparedDataLoader, microbatches, skip_first_batches
+from accelfn.data import MicroBatch, PreparedDataLoader, microbatches
+from accelfn.data.passes import Passes
 
 if TYPE_CHECKING:
     from accelfn.accelerator.accelerator import Accelerator
@@ -21,6 +23,7 @@ __all__ = (
     "AcceleratedOptimizer",
     "AcceleratedScheduler",
     "Block",
+    "is_loader_of",
     "unwrap_optimizer",
 )
 
@@ -192,43 +195,36 @@ class Block:
         return self._inner.__exit__(kind, error, trace)
 
 
-class AcceleratedDataLoader(Generic[T]):
+class AcceleratedDataLoader(PreparedDataLoader[T]):
     """A prepared loader that tells its accelerator which batch is being worked on."""
+
+    _accelerator: Accelerator
 
     def __init__(self, accelerator: Accelerator, loader: PreparedDataLoader[T]) -> None:
         """Use ``Accelerator.prepare`` instead."""
-        self.loader = loader
-        self._accelerator = accelerator
+        vars(self).update(vars(loader), _accelerator=accelerator)
         accelerator.loaders.add(self)
 
-    def belongs_to(self, accelerator: Accelerator) -> bool:
-        """Whether ``accelerator`` prepared it."""
-        return self._accelerator is accelerator
-
-    def skip_first_batches(self, num_batches: int = 0) -> AcceleratedDataLoader[T]:
-        """Give a loader without the first batches; see :func:`accelfn.skip_first_batches`."""
+    def _twin(self, passes: Passes[Any]) -> Self:
+        twin = super()._twin(passes)
         loaders = self._accelerator.loaders
-        rest = AcceleratedDataLoader(self._accelerator, skip_first_batches(self.loader, num_batches))
-        loaders.add(rest, loaders.name_of(self))
-        return rest
-
-    def __len__(self) -> int:
-        return len(self.loader)
+        loaders.add(twin, loaders.name_of(self))
+        return twin
 
     def __iter__(self) -> Iterator[T]:
         accelerator, loop = self._accelerator, object()
         try:
-            for batch, micro in microbatches(accelerator.context, self.loader, accelerator.uneven):
+            for batch, micro in microbatches(accelerator.context, self, accelerator.uneven):
                 accelerator.last_micro = accelerator.loops[loop] = micro
                 yield batch
         finally:  # also after a break: an evaluation inside a loop must not change what that one sees
             if loop in accelerator.loops:
                 accelerator.last_micro = accelerator.loops.pop(loop)
 
-    def __getattr__(self, name: str) -> Any:
-        if name in ("loader", "_accelerator"):
-            raise AttributeError(name)
-        return getattr(self.loader, name)
+
+def is_loader_of(accelerator: Accelerator, loader: object) -> bool:
+    """Whether ``accelerator`` prepared a loader."""
+    return isinstance(loader, AcceleratedDataLoader) and loader._accelerator is accelerator  # pyright: ignore[reportPrivateUsage]
 
 
 def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 import accelfn.checkpoint as checkpoint
-from accelfn.accelerator.held import Held
+from accelfn.accelerator.held import Held, Lost
 from accelfn.accelerator.hooks import Hooks, add_hook, run_load_hooks, run_save_hooks
 from accelfn.accelerator.naming import (
     describe_loader,
@@ -30,6 +30,7 @@ from accelfn.accelerator.scaling import Scaling
 from accelfn.checkpoint.state.phases import CollectivePhases
 from accelfn.comm import attempt
 from accelfn.context import Context
+from accelfn.data.loader import passes_of
 from accelfn.errors import ConfigurationError
 
 __all__ = ("Saving",)
@@ -348,6 +349,15 @@ class Saving:
         if named is None:
             gc.collect()  # objects that nobody holds any more may still wait for it
             named = self._named()
+        if not is_to_load and self._find_lost():
+            gc.collect()  # what a lost object belonged to may wait for it as well
+            for kind, lost, partner in self._find_lost():
+                raise ConfigurationError(
+                    f"save_state: the {_ordinal(lost.number)} {kind} that was prepared ({lost.label}) is "
+                    f"gone, and {partner} is still in use, so the checkpoint would lack it. Keep what "
+                    "prepare gave back; if it is no longer wanted, call free_memory() and prepare again what "
+                    "is."
+                )
         return {
             **named,
             "objects": dict(self._registered),
@@ -358,6 +368,23 @@ class Saving:
                 "scales_loss": self.context.precision.scales_loss,
             },
         }
+
+    def _find_lost(self) -> list[tuple[str, Lost, str]]:
+        """List what was prepared and is gone while what it belongs to is held: its kind, and what that is."""
+        of_models = {id(part) for one in self.models for part in self.models.parts_of(one)}
+        of_optimizers = {id(part) for one in self.optimizers for part in self.optimizers.parts_of(one)}
+        optimizers = {id(one) for one in self.optimizers}
+        kinds: tuple[tuple[str, Held[Any], set[int], str], ...] = (
+            ("model", self.models, of_optimizers, "an optimizer of its parameters"),
+            ("optimizer", self.optimizers, of_models, "a model with its parameters"),
+            ("scheduler", self.schedulers, optimizers, "its optimizer"),
+        )
+        return [
+            (kind, lost, partner)
+            for kind, held, in_use, partner in kinds
+            for lost in held.lost()
+            if any(id(part) in in_use for part in lost.parts)
+        ]
 
     def _named(self) -> dict[str, dict[str, Any]]:
         """Give all that was prepared, by kind and name."""
@@ -376,7 +403,7 @@ class Saving:
         """Give a loader for each place in some data: what skips batches of another has that one's place."""
         found: list[Any] = []
         for one in self.loaders:
-            if not any(one.loader.shares_place(other.loader) for other in found):
+            if not any(passes_of(one).is_shared_with(passes_of(other)) for other in found):
                 found.append(one)
         return found
 
@@ -431,6 +458,11 @@ class Saving:
                 weights = checkpoint.get_state_dict(self.context, model)
                 checkpoint.save_object(self.context, weights, folder / file)
             yield folder
+
+
+def _ordinal(number: int) -> str:
+    ending = "th" if 10 < number % 100 < 14 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"
 
 
 def _refuse_unknown(operation: str, options: Mapping[str, Any]) -> None:

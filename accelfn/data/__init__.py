@@ -1,6 +1,6 @@
 """Which samples, in which order, to whom."""
 
-from accelfn.data.loader import PreparedDataLoader, prepare_data_loader
+from accelfn.data.loader import PreparedDataLoader, next_plan, prepare_data_loader
 from accelfn.data.metrics import gather_for_metrics, gather_objects_for_metrics
 from accelfn.data.microbatch import MicroBatch, Uneven, microbatches, plan_microbatch
 from accelfn.data.order import Order, read_order
@@ -25,6 +25,7 @@ __all__ = (
     "gather_objects_for_metrics",
     "loader_state",
     "microbatches",
+    "next_plan",
     "permute",
     "plan_epoch",
     "plan_microbatch",

@@ -19,7 +19,7 @@ from accelfn.data.stateful import check_stateful
 from accelfn.data.stream import read_stream
 from accelfn.errors import ConfigurationError
 
-__all__ = ("Sharding", "choose_reader")
+__all__ = ("Sharding", "agree_on_seed", "choose_reader")
 
 T = TypeVar("T")
 Sharding = Literal["global", "already_sharded", "by_source"]
@@ -40,16 +40,16 @@ def choose_reader(
         )
     if ctx.loading.dispatch_batches:
         _refuse_disorder(loader)
-        return dispatch(ctx, loader, partial(_agreed_seed, ctx, loader), slice_fn)
+        return dispatch(ctx, loader, partial(agree_on_seed, ctx, loader), slice_fn)
     if slice_fn is not None:
         raise ConfigurationError(
             "slice_fn cuts the batches that rank 0 reads for all ranks, and here each rank reads its own. "
             "Use DataLoaderConfiguration(dispatch_batches=True), or leave slice_fn out."
         )
     if sharding == "already_sharded":
-        return OwnReader(ctx, loader, _agreed_seed(ctx, loader, "already sharded"))
+        return OwnReader(ctx, loader, agree_on_seed(ctx, loader, "already sharded"))
     if isinstance(loader.dataset, IterableDataset):
-        return read_stream(ctx, loader, sharding == "by_source", partial(_agreed_seed, ctx, loader))
+        return read_stream(ctx, loader, sharding == "by_source", partial(agree_on_seed, ctx, loader))
     if sharding == "by_source":
         raise ConfigurationError(
             'sharding="by_source" is for streams. This dataset is read by its indices, of which each rank '
@@ -57,7 +57,7 @@ def choose_reader(
         )
     _refuse_disorder(loader)
     asked = read_asked(ctx.loading, ctx.num_processes, loader)
-    seed = _agreed_seed(ctx, loader, asked.what)
+    seed = agree_on_seed(ctx, loader, asked.what)
     if isinstance(asked, AskedBatches):
         return BatchedReader(ctx, loader, asked, seed)
     return SampledReader(ctx, loader, asked, seed, ctx.rank)
@@ -72,10 +72,17 @@ def _refuse_disorder(loader: DataLoader[Any]) -> None:
         )
 
 
-def _agreed_seed(ctx: Context, loader: DataLoader[Any], what: str) -> int:
-    """Compare on all ranks what is to be shared out, and give them one seed.
+def agree_on_seed(ctx: Context, loader: DataLoader[Any], what: str = "") -> int:
+    """Give all ranks one seed of the order, and compare what they are about to read.
 
     Ranks that share out different data would skip samples, or wait for ever.
+
+    Ranks: every rank of ``ctx``.
+
+    Args:
+        ctx: The world.
+        loader: The user's loader.
+        what: Is read, as text: the same on every rank.
     """
     if ctx.loading.data_seed is not None:
         own = ctx.loading.data_seed

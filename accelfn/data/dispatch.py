@@ -20,6 +20,7 @@ from accelfn.data.asked import (
 )
 from accelfn.data.deal import Dealer, SliceFunction, check_slice_function, hand_out
 from accelfn.data.dispatch_stream import StreamDispatch, dispatch_stream
+from accelfn.data.draws import read_apart
 from accelfn.data.order import draw_here, take_from
 from accelfn.data.parts import Parts
 from accelfn.data.plan import EpochPlan
@@ -34,7 +35,6 @@ from accelfn.data.reading import (
     with_rows,
 )
 from accelfn.data.sampled import Batches, Keyed, rebuild, whole_batches
-from accelfn.data.signals import begin_reading
 from accelfn.data.states import State, sampler_state
 from accelfn.errors import ConfigurationError
 
@@ -224,7 +224,7 @@ class _Steps:
         steps: Iterator[tuple[list[Any], None]] | None = None
         if self._loader is not None and lists is not None:
             self._batches.begin(lists)
-            batches = begin_reading(self._loader, goes_on=start > 0)
+            batches = read_apart(self._loader, is_resumed=start > 0)
             steps = ((self.dealer.parts(plan, step, batches), None) for step in range(plan.num_steps))
         own = plan.num_batches(self._ctx.rank)
 

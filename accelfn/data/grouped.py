@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import random
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
 
@@ -12,7 +10,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from accelfn.data.cut import Cut, Piece, cut_stream
-from accelfn.data.sampled import seed_worker
+from accelfn.data.draws import random_states, restore_random_states, seed_from
 from accelfn.data.states import Follower, State
 
 __all__ = ("CollatePiece", "FollowedPieces", "GroupedStream", "Settings", "tell")
@@ -61,22 +59,20 @@ class GroupedStream(IterableDataset[Piece]):
         dataset, cut, place, source, follower, recalled = self._stream
         seed, epoch, start = (int(number) for number in place)
         worker = get_worker_info()
-        if worker is None and follower is None:
-            return cut_stream(iter(dataset), cut, start)
-        if worker is None:
-            state, at = recalled.pop() if recalled else (None, 0)
-            return FollowedPieces(cast("Follower", follower), cut, start, state=state, begin=at)
         if place.is_shared():  # this copy has outlived the pass that it was made for, or may
             tell(dataset, epoch)
         # The same on all ranks that read the stream: it may be shuffled by what is drawn while it is read.
-        key = (seed, epoch, worker.id, *(() if source is None else (source,)))
-        seed_worker(key)
+        key = (seed, epoch, 0 if worker is None else worker.id, *(() if source is None else (source,)))
+        if worker is None:
+            state, at = recalled.pop() if recalled else (None, 0)
+            return FollowedPieces(cast("Follower", follower), cut, start, 0, key, state, at)
         num_passed = 0
         if worker.num_workers > 1:  # the groups of all workers take turns; whoever puts them together counts
             num_passed = max(0, -((worker.id - start // cut.group) // worker.num_workers))
             start = 0
         if follower is not None:
             return FollowedPieces(follower, cut, start, num_passed, key)
+        seed_from(key)
         pieces = cut_stream(iter(dataset), cut, start, num_passed)
         return (piece._replace(key=(*key, *piece.key)) for piece in pieces)
 
@@ -112,8 +108,8 @@ class FollowedPieces:
         follower: Follower,
         cut: Cut,
         start: int,
-        num_passed: int = 0,
-        key: tuple[int, ...] | None = None,
+        num_passed: int,
+        key: tuple[int, ...],
         state: State | None = None,
         begin: int = 0,
     ) -> None:
@@ -124,7 +120,7 @@ class FollowedPieces:
             cut: How it is cut.
             start: Sample to start at.
             num_passed: Groups after that of which nothing is read.
-            key: In a worker, what its randomness is derived from.
+            key: What its randomness is derived from.
             state: Where the stream begins; None at its start.
             begin: Number of the sample there.
         """
@@ -138,15 +134,16 @@ class FollowedPieces:
 
     def __next__(self) -> Piece:
         key = self._key
-        if key is not None:
-            # By the place, so that whoever goes on there draws the same.
-            seed_worker((*key, self._position))
         if self._pieces is None:
+            seed_from(key)
             samples = self._follower.begin(self._state)
             read_first = functools.partial(_read_first, self._follower, key)  # a method would be a cycle
             self._pieces = cut_stream(
                 samples, self._cut, self._start, self._num_passed, self._begin, read_first
             )
+        if self._follower.is_stateful:
+            # By the place, so that whoever goes on there draws the same. Others read from the start again.
+            seed_from((*key, self._position))
         piece = next(self._pieces, None)
         if piece is None:
             self._follower.end()
@@ -154,9 +151,9 @@ class FollowedPieces:
         self._position += piece.num_valid
         self._num_passed = max(0, self._num_passed - 1)
         self._state = self._follower.state(piece.at_end)
-        if key is None:
-            return piece._replace(stream=self._state)
-        return piece._replace(key=(*key, *piece.key))
+        # In a worker, the state is asked for; what is sent along would be sent with each batch.
+        stream = self._state if get_worker_info() is None else None
+        return piece._replace(key=(*key, *piece.key), stream=stream)
 
     def state_dict(self) -> dict[str, Any]:
         """Say where the pieces of a worker are."""
@@ -169,9 +166,8 @@ class FollowedPieces:
         self._begin = 0 if self._state is None else self._start
 
 
-def _read_first(follower: Follower, key: tuple[int, ...] | None, number: int) -> list[Any]:
-    if key is not None:
-        seed_worker((*key, 0))  # as the first group was read
+def _read_first(follower: Follower, key: tuple[int, ...], number: int) -> list[Any]:
+    seed_from((*key, 0))  # as the first group was read
     return follower.first(number)
 
 
@@ -188,25 +184,9 @@ class CollatePiece:
         if not piece.num_rows:
             return piece
         samples = piece.content[0] if self._is_whole else piece.content
-        if get_worker_info() is None:  # the program's own randomness is its own
-            return piece._replace(content=self._collate(samples))
         # Ranks collate different samples, so they draw apart, and what they draw must not move the stream.
-        before = _random_state()
-        seed_worker(piece.key)
+        before = random_states()
+        seed_from(piece.key)
         batch = self._collate(samples)
-        _set_random_state(before)
+        restore_random_states(before)
         return piece._replace(content=batch, key=())
-
-
-def _random_state() -> tuple[Any, torch.Tensor, Any]:
-    numpy = sys.modules.get("numpy")
-    state = None if numpy is None else numpy.random.get_state()
-    return random.getstate(), torch.default_generator.get_state(), state
-
-
-def _set_random_state(states: tuple[Any, torch.Tensor, Any]) -> None:
-    random.setstate(states[0])
-    torch.default_generator.set_state(states[1])
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and states[2] is not None:
-        numpy.random.set_state(states[2])

@@ -9,8 +9,9 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
 from accelfn.comm import Call, check, gather_bytes
 from accelfn.context import Context
 from accelfn.context.config import GuardMode
-from accelfn.data.draws import Draws, draws_of
-from accelfn.data.loader import PreparedDataLoader
+from accelfn.data.batch_key import Draws, draws_of
+from accelfn.data.loader import PreparedDataLoader, passes_of
+from accelfn.data.passes import Passes
 from accelfn.data.reading import EVENED, Pass, Share, rows_of
 from accelfn.errors import ConfigurationError, Disagreement, UnevenDataError
 
@@ -148,9 +149,9 @@ def microbatches(
 
 
 def _microbatches(ctx: Context, loader: Iterable[T], uneven: Uneven) -> Iterator[tuple[T, MicroBatch]]:
-    prepared = loader if isinstance(loader, PreparedDataLoader) else None
-    epoch = 0 if prepared is None else prepared.epoch
-    begun = _begin_any(ctx, loader, uneven) if prepared is None else prepared.begin()
+    passes = passes_of(loader) if isinstance(loader, PreparedDataLoader) else None
+    begun = _begin_any(ctx, loader, uneven) if passes is None else passes.begin()
+    epoch = 0 if passes is None else passes.epoch  # behind a pass that was left, another one begins
     if uneven == "join":
         steps = _joined(ctx, begun, epoch)
     elif begun.counts is None:
@@ -158,8 +159,8 @@ def _microbatches(ctx: Context, loader: Iterable[T], uneven: Uneven) -> Iterator
     else:
         steps = _counted(ctx, begun, begun.counts, epoch, uneven)
     journal = ctx.collectives.journal
-    source, before = f"epoch {epoch}", 0 if prepared is None else prepared.consumed
-    if prepared is None:
+    source, before = f"epoch {epoch}", 0 if passes is None else passes.consumed
+    if passes is None:
         journal.passes += 1
         source = f"pass {journal.passes}"
     size = ctx.num_processes
@@ -179,8 +180,8 @@ def _microbatches(ctx: Context, loader: Iterable[T], uneven: Uneven) -> Iterator
                 rows += own
                 valid += own if own_valid is None else own_valid
             is_full = is_full and by_all is not None and most is not None and by_all == most * size
-            if prepared is not None:
-                prepared.note(share)
+            if passes is not None:
+                passes.note(share)
             draws = None
             if ctx.reduction is not None:
                 draws = draws_of(ctx, source, index, share, before, begun.is_own)
@@ -193,19 +194,19 @@ def _microbatches(ctx: Context, loader: Iterable[T], uneven: Uneven) -> Iterator
         # A source that gave fewer batches than its length has promised is found out here.
         if size > 1 and uneven != "join":
             journal.has_ended = True
-            read = _read_by_all(prepared, begun, uneven)
+            read = _read_by_all(passes, begun, uneven)
             check(ctx, Call("microbatches", f"the end after {index} batches{read}"))
     finally:  # what the ranks do then, or in the loop around this one, has nothing to do with this pass
         journal.batches, journal.has_ended = outer, False
-    if prepared is not None:  # a rank that left batches over has ended its epoch like the others
-        prepared.finish()
+    if passes is not None:  # a rank that left batches over has ended its epoch like the others
+        passes.finish()
 
 
-def _read_by_all(prepared: PreparedDataLoader[Any] | None, begun: Pass[Any], uneven: Uneven) -> str:
+def _read_by_all(passes: Passes[Any] | None, begun: Pass[Any], uneven: Uneven) -> str:
     """Say what the ranks have read together, where all must know the same of it."""
-    if prepared is None or uneven != "error" or not (begun.in_step or begun.counts is not None):
+    if passes is None or uneven != "error" or not (begun.in_step or begun.counts is not None):
         return ""
-    return f" and {prepared.consumed} samples of epoch {prepared.epoch}"
+    return f" and {passes.consumed} samples of epoch {passes.epoch}"
 
 
 def _begin_any(ctx: Context, loader: Iterable[T], uneven: Uneven) -> Pass[T]:

@@ -11,6 +11,7 @@ from accelfn.comm import Call, gather_bytes
 from accelfn.context import Context
 from accelfn.data.asked import batch_sampler_of
 from accelfn.data.cut import begun_once
+from accelfn.data.grouped import tell
 from accelfn.data.reading import Own, Pass, Remembering, Setting, Share, rows_of
 from accelfn.data.sampled import twin_of
 from accelfn.data.signals import begin_reading
@@ -76,7 +77,9 @@ class OwnReader(Remembering, Generic[T]):
 
     def begin(self, epoch: int, start: int) -> Pass[T]:
         """Begin a pass; what comes before ``start``, here a number of batches, is read and thrown away."""
-        del epoch
+        if self._followed is not None:
+            self._followed.follower.rewind()
+            tell(self._followed, epoch)
         number = self.count(start)
         blobs = [b"" if number is None else str(number).encode()]
         if self._ctx.num_processes > 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import islice
 from typing import Any, Generic, Protocol, TypeVar, cast, runtime_checkable
 
 from typing_extensions import NamedTuple  # of typing, one that is generic needs Python 3.11
@@ -23,9 +24,11 @@ __all__ = (
     "Setting",
     "Share",
     "Stepping",
+    "begin_behind",
     "rows_of",
     "share_of",
     "shares_of",
+    "start_behind",
     "with_rows",
 )
 
@@ -172,6 +175,7 @@ class Reader(Protocol[T]):
         ...
 
 
+@runtime_checkable
 class Evening(Protocol):
     """A reader that can share its data out evenly or not.
 
@@ -193,6 +197,38 @@ class Stepping(Protocol[T]):
     def begin_after(self, epoch: int, start: int, num_steps: int) -> Pass[T]:
         """Begin a pass as ``begin`` does, ``num_steps`` steps behind sample ``start``."""
         ...
+
+
+def start_behind(plan: EpochPlan, num_steps: int) -> int:
+    """Return the sample at which a pass begins that leaves out the first steps of a plan. Pure.
+
+    >>> from accelfn.data.plan import plan_epoch
+    >>> [start_behind(plan_epoch(9, 2, 2), num_steps) for num_steps in range(5)]
+    [0, 4, 8, 9, 9]
+    """
+    if num_steps == 0:
+        return plan.start
+    return plan.consumed(num_steps - 1) if num_steps < plan.num_steps else plan.num_samples
+
+
+def begin_behind(reader: Reader[T], epoch: int, num_steps: int) -> Pass[T]:
+    """Begin a pass behind the first steps of an epoch that nobody can plan.
+
+    Ranks: every rank of the reader's context.
+    """
+    if isinstance(reader, Stepping):
+        return cast("Stepping[T]", reader).begin_after(epoch, 0, num_steps)
+    begun = reader.begin(epoch, 0)
+    share_at = None if begun.share_at is None else _shifted(begun.share_at, num_steps)
+    return begun._replace(
+        counts=None if begun.counts is None else tuple(max(0, count - num_steps) for count in begun.counts),
+        batches=islice(begun.batches, num_steps, None),
+        share_at=share_at,
+    )
+
+
+def _shifted(share_at: Callable[[int], Share], number: int) -> Callable[[int], Share]:
+    return lambda step: share_at(step + number)
 
 
 def share_of(plan: EpochPlan, step: int, rank: int) -> Share:

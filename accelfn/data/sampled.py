@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import copy
 import functools
-import hashlib
-import random
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, Generic, TypeVar, cast
 
-import torch
-from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import DataLoader
 
 from accelfn.context import Context
 from accelfn.data.asked import AskedBatches, AskedSamples, batch_sampler_of, share_of_batches
+from accelfn.data.draws import read_apart, seed_from
 from accelfn.data.order import Take, draw_together, take_from
 from accelfn.data.plan import EpochPlan
 from accelfn.data.reading import (
@@ -28,7 +25,6 @@ from accelfn.data.reading import (
     shares_of,
     with_rows,
 )
-from accelfn.data.signals import begin_reading
 from accelfn.errors import ConfigurationError
 
 __all__ = (
@@ -41,7 +37,6 @@ __all__ = (
     "options_of",
     "rebuild",
     "remake",
-    "seed_worker",
     "twin_of",
     "whole_batches",
 )
@@ -178,7 +173,7 @@ class BatchedReader(Remembering, Generic[T]):
             share_of_batches, plan, rank=rank, lengths=lengths, ends=list(accumulate(lengths))
         )
         shares = map(share_at, range(plan.num_batches(rank)))
-        batches = zip(begin_reading(self._loader, goes_on=plan.start > 0), shares, strict=True)
+        batches = zip(read_apart(self._loader, is_resumed=plan.start > 0), shares, strict=True)
         return Pass(plan.counts, batches, share_at=share_at, evened_by=EVENED)
 
 
@@ -207,13 +202,10 @@ def _planned_pass(
     take: Take,
     key: tuple[int, int],
 ) -> Pass[T]:
-    if isinstance(loader.dataset, Seeded):
-        batches.begin(lambda: batches_of(plan, rank, take, key))
-    else:
-        batches.begin(lambda: _lists_of(plan, rank, take))
+    batches.begin(lambda: batches_of(plan, rank, take, key))
     share_at = functools.partial(share_of, plan, rank=rank)
     shares = shares_of(plan, rank)
-    batched = zip(begin_reading(loader, goes_on=plan.start > 0), shares, strict=True)
+    batched = zip(read_apart(loader, is_resumed=plan.start > 0), shares, strict=True)
     return Pass(plan.counts, batched, share_at=share_at, evened_by=EVENED_OR_DROPPED)
 
 
@@ -241,7 +233,7 @@ def _lists_of(plan: EpochPlan, rank: int, take: Take) -> Iterator[list[Any]]:
 
 
 class Keyed(list[Any]):
-    """Indices of one batch, with what its randomness in a worker is derived from."""
+    """Indices of one batch, with what its randomness is derived from."""
 
     def __init__(self, items: Sequence[Any], key: tuple[int, ...]) -> None:
         """Hold ``items``."""
@@ -269,7 +261,7 @@ class Batches:
 
 
 class Seeded:
-    """A dataset whose workers draw the same random numbers for a batch, whichever of them reads it.
+    """A dataset that draws the same random numbers for a batch, whichever process reads it.
 
     So neither the number of workers nor a resumption changes an augmentation, and no two ranks share one.
     """
@@ -285,15 +277,13 @@ class Seeded:
         return len(self._dataset)
 
     def __getitem__(self, indices: Keyed) -> Any:
-        """Seed the worker for this batch, and ask for it where torch makes none of samples."""
-        if get_worker_info() is not None:
-            seed_worker(indices.key)
+        """Seed the generators for this batch, and ask for it where torch makes none of samples."""
+        seed_from(indices.key)
         return self._dataset[indices[0] if self._one else list(indices)]
 
     def __getitems__(self, indices: Keyed) -> Any:
-        """Seed the worker for this batch, and read it as torch would."""
-        if get_worker_info() is not None:
-            seed_worker(indices.key)
+        """Seed the generators for this batch, and read it as torch would."""
+        seed_from(indices.key)
         read = getattr(self._dataset, "__getitems__", None)
         return read(list(indices)) if read else [self._dataset[index] for index in indices]
 
@@ -306,17 +296,6 @@ class Seeded:
         setattr(self._dataset, name, value)  # as a worker_init_fn does
 
 
-def seed_worker(key: tuple[int, ...]) -> None:
-    """Seed all randomness of this worker process from ``key``."""
-    seed = int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "little")
-    random.seed(seed)
-    # Not torch.manual_seed, which leaves a note for each device that is not initialised yet, at each call.
-    torch.default_generator.manual_seed(seed >> 1)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed >> 32)
-
-
 def rebuild(source: DataLoader[T], batches: Any) -> DataLoader[T]:
     """Make a loader like ``source`` that reads ``batches``.
 
@@ -327,8 +306,7 @@ def rebuild(source: DataLoader[T], batches: Any) -> DataLoader[T]:
     if cast("Any", source).batch_sampler is None:
         dataset: Any = Seeded(source.dataset, one=batch_sampler_of(source) is None)
         return remake(source, dataset, sampler=batches)
-    dataset = source.dataset if source.num_workers == 0 else Seeded(source.dataset)
-    return remake(source, dataset, batch_sampler=batches)
+    return remake(source, Seeded(source.dataset), batch_sampler=batches)
 
 
 def remake(source: DataLoader[Any], dataset: Any, **changes: Any) -> DataLoader[Any]:

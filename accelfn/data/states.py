@@ -151,6 +151,11 @@ class Follower:
         self._iterator: Any = None  # of the pass, where it has a state of its own
         self.is_amid = False
 
+    @property
+    def is_stateful(self) -> bool:
+        """Whether the pass that was begun last can be gone on with by its state."""
+        return self.has_state or self._iterator is not None
+
     def can_take(self, state: State) -> bool:
         """Whether a state that another has said is of use to this one."""
         if "dataset" not in state:
@@ -167,7 +172,7 @@ class Follower:
                 self._begin = state["begin"]
                 dataset.load_state_dict(snapshot(state["dataset"]))
             else:
-                self._rewind()
+                self.rewind()
                 self._begin = self._fresh()
             self.is_amid = True
         if state is not None and state["ended"]:
@@ -222,7 +227,8 @@ class Follower:
         fresh = forgets_by(self._dataset)
         return snapshot(self._dataset.state_dict()) if fresh is None else fresh
 
-    def _rewind(self) -> None:
+    def rewind(self) -> None:
         """Let a pass begin where the latest one did, if that one wasn't gone through."""
         if self.is_amid:
             self._dataset.load_state_dict(snapshot(self._begin))
+            self.is_amid = False

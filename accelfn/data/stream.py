@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from accelfn.context import Context
 from accelfn.data.cut import Cut, Piece
+from accelfn.data.draws import read_apart
 from accelfn.data.grouped import CollatePiece, GroupedStream, tell
 from accelfn.data.plan import EpochPlan, rows_in
 from accelfn.data.reading import (
@@ -111,6 +112,8 @@ class StreamReader(Remembering, Generic[T]):
 
     def begin(self, epoch: int, start: int) -> Pass[T]:
         """Begin a pass."""
+        if self._follower is not None:
+            self._follower.rewind()
         tell(self._dataset, epoch)  # shards are another object than the dataset that the loader tells
         self._place.copy_(torch.tensor([self.seed, epoch, start]))
         self.length = self._length()
@@ -156,7 +159,7 @@ class StreamReader(Remembering, Generic[T]):
     def _pieces(self, recalled: State | None, at: int, goes_on: bool) -> Generator[Piece, None, None]:
         if not self._is_stateful:
             self._grouped.recall(recalled, at)
-            yield from begin_reading(self._loader, goes_on=goes_on)
+            yield from read_apart(self._loader, is_resumed=goes_on, goes_on=True)
             return
         if recalled is not None:
             self._loader.load_state_dict(recalled)

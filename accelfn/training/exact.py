@@ -13,7 +13,7 @@ from accelfn.comm import Call, check
 from accelfn.comm.agreement import layout_call
 from accelfn.context import Context
 from accelfn.data import MicroBatch
-from accelfn.data.draws import Draws
+from accelfn.data.batch_key import Draws
 from accelfn.parallel import swap_parts
 from accelfn.tree import Group, Packed, fill, find_batch_size, flatten, map_tensors, plan_layout, unpack
 

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from accelfn.comm import Call, agree, attempt, failing_together
 from accelfn.context import Context
 from accelfn.data import PreparedDataLoader
+from accelfn.data.loader import passes_of
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.parallel import unchecked
 
@@ -88,9 +89,9 @@ def _check_loader(loader: object, even: bool) -> None:
             f"join_uneven_inputs: loaders must be prepared, got {type(loader).__name__}. Pass what "
             "prepare_data_loader has given."
         )
-    prepared = cast("PreparedDataLoader[Any]", loader)
-    if prepared.even_batches != even and not prepared.can_choose_even:
-        kind = type(prepared.reader).__name__
+    passes = passes_of(cast("PreparedDataLoader[Any]", loader))
+    if passes.even_batches != even and not passes.can_choose_even:
+        kind = type(passes.reader).__name__
         raise ConfigurationError(
             f"join_uneven_inputs: even_batches={even} can't be had for one of the loaders, whose way of "
             f"reading ({kind}) leaves it no choice. Call without even_batches, and set it in "
@@ -135,15 +136,16 @@ def _joinables_of(ctx: Context, items: Sequence[Any]) -> list[Joinable]:
 
 @contextmanager
 def _evened(loader: PreparedDataLoader[Any], even: bool) -> Generator[None, None, None]:
-    before = loader.even_batches
+    passes = passes_of(loader)
+    before = passes.even_batches
     if before == even:
         yield
         return
-    loader.even_batches = even
+    passes.choose_even(even)
     try:
         yield
     finally:
-        loader.even_batches = bool(before)
+        passes.choose_even(bool(before))
 
 
 @contextmanager

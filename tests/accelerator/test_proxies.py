@@ -30,6 +30,7 @@ from accelfn import (
     skip_first_batches,
 )
 from accelfn.accelerator import AcceleratedDataLoader, AcceleratedOptimizer, AcceleratedScheduler
+from accelfn.data.loader import passes_of
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.testing import run_ranks
 
@@ -294,7 +295,7 @@ def test_where_nobody_can_be_joined_the_shim_says_so_and_changes_nothing() -> No
             accelerator.join_uneven_inputs([model, optimizer], even_batches=False),
         ):
             raise AssertionError("went in")
-        assert (loader.even_batches, accelerator.uneven) == (True, "error")
+        assert (passes_of(loader).even_batches, accelerator.uneven) == (True, "error")
 
     run_ranks(run, 2)
     alone = Accelerator(context=Context())

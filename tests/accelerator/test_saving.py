@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import accelfn as af
 from accelfn import Accelerator, Context, DataLoaderConfiguration, GradScalerKwargs, ProjectConfiguration
+from accelfn.data import loader_state
 from accelfn.errors import (
     CheckpointMismatchError,
     ConfigurationError,
@@ -218,7 +219,7 @@ def test_a_program_that_skips_batches_saves_the_place_in_the_data(tmp_path: Path
     one.accelerator.save_state(tmp_path / "at")
     again = Run(Context())
     again.accelerator.load_state(tmp_path / "at")
-    assert again.loader.consumed == 12
+    assert loader_state(again.loader).consumed == 12
     assert all(
         torch.equal(mine, theirs)
         for pair in zip(again.loader, batches, strict=True)

@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorData
 
 import accelfn as af
 from accelfn.data.asked import AskedSamples, read_asked
+from accelfn.data.loader import passes_of
 from accelfn.data.sampled import SampledReader
 from tests.bench.timing import Row, compare, print_table
 
@@ -189,7 +190,7 @@ def measure_alone() -> list[Row]:
     rows.append(Row(f"first batch of {large:,} samples, rank {rank} of {size}", times.pop("ours"), times))
 
     def skip() -> Any:
-        loader.move_to(0, middle)
+        passes_of(loader).move_to(0, middle)
         return loader
 
     loader = af.prepare_data_loader(af.Context(), counted(10**7))

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler
 
 from accelfn import Context, DataLoaderConfiguration
-from accelfn.data import gather_for_metrics, microbatches, plan_epoch, prepare_data_loader
+from accelfn.data import gather_for_metrics, microbatches, next_plan, plan_epoch, prepare_data_loader
+from accelfn.data.loader import passes_of
 from accelfn.errors import ConfigurationError, MismatchError
 from accelfn.testing import run_ranks
 
@@ -86,18 +87,19 @@ def test_a_shuffled_order_is_the_same_for_any_number_of_ranks_and_workers() -> N
 
 def test_a_pass_goes_on_at_an_item() -> None:
     loader = prepare_data_loader(Context(), items(5))
-    loader.move_to(0, 3)
+    passes_of(loader).move_to(0, 3)
     assert [len(batch) for batch in loader] == [4, 5]
     assert len(loader) == 5
-    assert loader.plan is not None
-    assert loader.plan.num_samples == 5
+    plan = next_plan(loader)
+    assert plan is not None
+    assert plan.num_samples == 5
 
 
 def test_a_restored_seed_brings_its_order() -> None:
     def order(data_seed: int, seed: int | None) -> list[int]:
         ctx = Context().replace(dataloader_config=DataLoaderConfiguration(data_seed=data_seed))
         loader = prepare_data_loader(ctx, items(8, shuffle=True))
-        loader.move_to(0, 0, seed)
+        passes_of(loader).move_to(0, 0, seed)
         return [len(batch) for batch in loader]
 
     assert order(1, None) == order(2, 1) != order(2, None)

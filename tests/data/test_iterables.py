@@ -147,7 +147,7 @@ def test_a_place_in_it_can_be_gone_on_from() -> None:
     list(islice(stopped, 2))
     again = prepare_data_loader(Context(), Own(5))
     restore_loader(again, loader_state(stopped))
-    assert texts(skip_first_batches(again, 1)) == ["0.3", "0.4"]
+    assert texts(skip_first_batches(again, 3)) == ["0.3", "0.4"]
 
 
 @pytest.mark.parametrize("source", [[torch.zeros(1)] * 2, (1, 2), range(2), {3, 4}], ids=repr)
@@ -194,7 +194,7 @@ def test_the_accelerator_takes_them_too_and_its_loaders_are_not_sharded_twice() 
     loader = accelerator.prepare(Sized(3))
     assert texts(loader) == ["0.0", "0.1", "0.2"]
     assert accelerator.prepare(loader) is loader
-    assert prepare_data_loader(accelerator.context, loader) is loader.loader
+    assert prepare_data_loader(accelerator.context, loader) is loader
     with pytest.raises(ConfigurationError, match="sharded twice"):
         prepare_data_loader(accelerator.context.replace(mixed_precision="bf16"), loader)
     state = loader.state_dict()

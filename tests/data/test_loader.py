@@ -3,6 +3,7 @@
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 
 import contextlib
+import copy
 import functools
 from typing import Any, cast
 
@@ -10,9 +11,19 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, get_worker_info
 
-from accelfn import Context, DataLoaderConfiguration, gather
+from accelfn import Accelerator, Context, DataLoaderConfiguration, gather
 from accelfn.context.world import World
-from accelfn.data import Order, gather_for_metrics, microbatches, plan_epoch, prepare_data_loader
+from accelfn.data import (
+    Order,
+    gather_for_metrics,
+    loader_state,
+    microbatches,
+    next_plan,
+    plan_epoch,
+    prepare_data_loader,
+    skip_first_batches,
+)
+from accelfn.data.loader import passes_of
 from accelfn.errors import ConfigurationError, MismatchError
 from accelfn.testing import run_ranks
 from accelfn.tree import flatten
@@ -55,7 +66,7 @@ def test_worker_processes_and_the_loaders_options_are_kept(persistent: bool) -> 
         rows = [row for batch in loader for row in batch]
         order = Order(kind="shuffled", num_samples=8, num_items=8, seed=5).at(epoch, torch.arange(8)).tolist()
         assert rows == [(index, 0) for index in order]
-    inner = cast("DataLoader[Any]", vars(loader.reader)["_loader"])
+    inner = cast("DataLoader[Any]", vars(passes_of(loader).reader)["_loader"])
     for name in (
         "num_workers",
         "persistent_workers",
@@ -107,20 +118,68 @@ def test_data_that_is_sharded_already_is_left_as_it_is() -> None:
     assert total == 4
 
 
-def test_a_complete_pass_moves_on_to_the_next_epoch_and_a_break_does_not() -> None:
+def test_each_pass_is_the_next_epoch() -> None:
     ctx = Context().replace(dataloader_config=DataLoaderConfiguration(data_seed=5))
     loader = prepare_data_loader(ctx, numbers(8, 8, shuffle=True))
     first = next(iter(loader)).tolist()
     assert first == [7, 5, 3, 2, 1, 0, 4, 6]
-    for batch in loader:
-        assert batch.tolist() == first
-        break
-    assert loader.epoch == 0
-    assert [batch.tolist() for batch in loader] == [first]
-    assert loader.epoch == 1
+    assert loader.epoch == 0  # a state that is taken now resumes in it
     assert [batch.tolist() for batch in loader] != [first]
+    assert loader.epoch == 2
     loader.set_epoch(0)
     assert [batch.tolist() for batch in loader] == [first]
+    assert loader.epoch == 1
+
+
+NAMES = (
+    *("note", "begin", "finish", "reader", "plan", "loader", "context", "place", "start", "consumed"),
+    *("move_to", "go_to", "read_by", "shares_place", "can_choose_even", "even_batches", "belongs_to"),
+    *("passes", "skip_first_batches", "source", "original", "accelerator"),
+)
+
+
+class Named(DataLoader[Any]):
+    """A loader of the user's own, which has attributes of all names."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        vars(self).update({name: f"my {name}" for name in NAMES}, _private="my own")
+
+
+@pytest.mark.parametrize("by", ["functions", "accelerator"])
+def test_a_loaders_attributes_are_the_users(by: str) -> None:
+    source = Named(torch.arange(6), batch_size=2)
+    ctx = Context()
+    loader: Any = (prepare_data_loader if by == "functions" else prepare_by_accelerator)(ctx, source)
+    assert [getattr(loader, name) for name in NAMES] == [f"my {name}" for name in NAMES]
+    assert loader._private == "my own"
+    assert loader.dataset is source.dataset
+    loader.dataset_name = loader.reader = "new"
+    assert (source.dataset_name, vars(source)["reader"], loader.dataset_name) == ("new", "new", "new")  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(ValueError, match="batch_size attribute should not be set"):
+        loader.batch_size = 3
+    with pytest.raises(AttributeError, match="epoch"):
+        loader.epoch = 3
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5]]
+    rest = skip_first_batches(loader, 1)
+    assert (rest.plan, [batch.tolist() for batch in rest]) == ("my plan", [[2, 3], [4, 5]])
+    twin = copy.copy(loader)
+    assert (twin.epoch, twin.plan) == (2, "my plan")
+
+
+def prepare_by_accelerator(ctx: Context, source: Any) -> Any:
+    return Accelerator(context=ctx).prepare(source)
+
+
+@pytest.mark.parametrize("by", ["functions", "accelerator"])
+def test_what_a_loader_has_beside_the_users_attributes_is_little(by: str) -> None:
+    prepare: Any = prepare_data_loader if by == "functions" else prepare_by_accelerator
+    kind = type(prepare(Context(), numbers(2)))
+    public = {name for name in dir(kind) if not name.startswith("_")}
+    assert public == {
+        *("epoch", "set_epoch", "state_dict", "load_state_dict"),
+        *("total_batch_size", "total_dataset_length"),
+    }
 
 
 META = torch.device("meta")
@@ -220,19 +279,19 @@ def test_epochs_count_from_0() -> None:
         with pytest.raises(ValueError, match=f"set_epoch: epochs count from 0, got {wrong}"):
             loader.set_epoch(wrong)
         with pytest.raises(ValueError, match=f"got {wrong}"):
-            loader.move_to(wrong, 0)
+            passes_of(loader).move_to(wrong, 0)
     assert loader.epoch == 2
 
 
 def test_a_pass_goes_on_where_another_has_stopped_in_any_world() -> None:
     def read(ctx: Context, start: int, stop: int | None) -> list[int]:
         loader = prepare_data_loader(ctx, numbers(23, 2, shuffle=True))
-        loader.move_to(1, start)
-        assert loader.consumed == start
+        passes_of(loader).move_to(1, start)
+        assert loader_state(loader).consumed == start
         rows: list[int] = []
         for batch, micro in microbatches(ctx, loader):
             rows += gather_for_metrics(ctx, batch, micro).tolist()
-            assert loader.consumed == start + len(rows)
+            assert loader_state(loader).consumed == start + len(rows)
             if micro.index + 1 == stop:
                 break
         return rows
@@ -251,19 +310,23 @@ def test_a_pass_goes_on_where_another_has_stopped_in_any_world() -> None:
 def test_a_seed_that_is_moved_to_gives_its_order() -> None:
     ctx = Context().replace(dataloader_config=DataLoaderConfiguration(data_seed=5))
     loader = prepare_data_loader(ctx, numbers(8, 8, shuffle=True))
-    loader.move_to(3, 0, seed=11)
+    passes_of(loader).move_to(3, 0, seed=11)
     expected = Order(kind="shuffled", num_samples=8, num_items=8, seed=11).at(3, torch.arange(8)).tolist()
     assert next(iter(loader)).tolist() == expected
 
 
 def test_the_plan_of_the_next_pass_can_be_looked_at() -> None:
     loader = prepare_data_loader(Context(), numbers(9, 2))
-    assert loader.plan == plan_epoch(9, 2)
-    loader.move_to(0, 4)
-    assert loader.plan == plan_epoch(9, 2, start=4)
-    assert len(loader) == 3
-    assert [batch.tolist() for batch in loader] == [[4, 5], [6, 7], [8]]
+    assert next_plan(loader) == plan_epoch(9, 2)
+    passes_of(loader).move_to(0, 4)
+    assert next_plan(loader) == plan_epoch(9, 2, start=4)
+    assert next_plan(skip_first_batches(prepare_data_loader(Context(), numbers(9, 2)), 2)) == plan_epoch(
+        9, 2, start=4
+    )
     assert len(loader) == 5
+    assert [batch.tolist() for batch in loader] == [[4, 5], [6, 7], [8]]
+    with pytest.raises(TypeError, match="next_plan takes a loader that prepare_data_loader has returned"):
+        next_plan(numbers(9))
 
 
 @pytest.mark.parametrize("dispatch", [False, True])

@@ -21,7 +21,16 @@ from torch.utils.data import (
 )
 
 from accelfn import Context, DataLoaderConfiguration
-from accelfn.data import MicroBatch, PreparedDataLoader, gather_for_metrics, microbatches, prepare_data_loader
+from accelfn.data import (
+    MicroBatch,
+    PreparedDataLoader,
+    gather_for_metrics,
+    loader_state,
+    microbatches,
+    next_plan,
+    prepare_data_loader,
+)
+from accelfn.data.loader import passes_of
 from accelfn.data.sampled import Keyed, Seeded
 from accelfn.errors import ConfigurationError, RemoteRankError
 from accelfn.testing import run_ranks
@@ -78,7 +87,7 @@ def read(
             own.append(batch.tolist())
             micros.append(micro)
             found += gather_for_metrics(ctx, batch, micro).tolist()
-            assert loader.consumed == len(found)
+            assert loader_state(loader).consumed == len(found)
         return own, found, micros
 
     ranks = run_ranks(run, world, dataloader_config=DataLoaderConfiguration(**config))
@@ -198,7 +207,7 @@ def test_the_length_of_a_batched_loader_is_that_of_the_pass() -> None:
         loader = prepare_data_loader(ctx, by_batches(Listed(consecutive([3, 2, 4, 3, 2]))))
         with pytest.raises(AttributeError, match="no batch size"):
             _ = loader.total_batch_size
-        return len(loader), len(list(loader)), loader.plan is None
+        return len(loader), len(list(loader)), next_plan(loader) is None
 
     assert run_ranks(run, 2) == [(3, 3, True)] * 2
     assert run_ranks(run, 2, dataloader_config=DataLoaderConfiguration(even_batches=False)) == [
@@ -256,7 +265,7 @@ def augment(ctx: Context, epochs: int = 1, **options: Any) -> list[list[Any]]:
     source = DataLoader(Augmented(), batch_size=2, collate_fn=list, **options)
     loader = prepare_data_loader(ctx, source)
     passes = [[row for batch in loader for row in batch] for _ in range(epochs)]
-    inner = vars(loader.reader)["_loader"]
+    inner = vars(passes_of(loader).reader)["_loader"]
     if options.get("persistent_workers"):
         inner._iterator._shutdown_workers()
     return passes
@@ -293,7 +302,7 @@ def test_no_two_ranks_share_a_random_number_and_a_resumption_changes_none() -> N
         whole = augment(ctx, num_workers=1)[0]
         source = DataLoader(Augmented(), batch_size=2, collate_fn=list, num_workers=2)
         loader = prepare_data_loader(ctx, source)
-        loader.move_to(0, 4)
+        passes_of(loader).move_to(0, 4)
         return whole, [row for batch in loader for row in batch]
 
     (first, rest), (second, other_rest) = run_ranks(run, 2, "processes", dataloader_config=SEEDED)
@@ -367,7 +376,7 @@ def test_all_options_of_the_loader_are_kept() -> None:
         persistent_workers=True,
         in_order=False,
     )
-    inner = vars(prepare_data_loader(Context(), source).reader)["_loader"]
+    inner = vars(passes_of(prepare_data_loader(Context(), source)).reader)["_loader"]
     names = (
         *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
         *("generator", "prefetch_factor", "persistent_workers", "in_order"),
@@ -375,7 +384,7 @@ def test_all_options_of_the_loader_are_kept() -> None:
     for name in names:
         assert getattr(inner, name) is getattr(source, name), name
     pinned = prepare_data_loader(Context(), numbers(8, pin_memory=True))
-    assert vars(pinned.reader)["_loader"].pin_memory is True
+    assert vars(passes_of(pinned).reader)["_loader"].pin_memory is True
 
 
 def test_a_loader_class_of_ones_own_and_its_attributes_are_kept() -> None:

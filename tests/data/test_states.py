@@ -553,7 +553,8 @@ def test_what_is_left_of_a_pass_ends_when_nobody_goes_through_it(sharding: Any, 
         gc.enable()
 
 
-def test_batches_that_are_skipped_are_counted_from_a_restored_state() -> None:
+@pytest.mark.parametrize("skipped", [0, 1, 2, 4])
+def test_batches_that_are_skipped_count_from_the_start_of_the_epoch_of_a_restored_state(skipped: int) -> None:
     def make() -> PreparedDataLoader[Any]:
         return prepare_data_loader(Context(), DataLoader(Drawing(12), batch_size=2))
 
@@ -562,7 +563,7 @@ def test_batches_that_are_skipped_are_counted_from_a_restored_state() -> None:
     list(islice(stopped, 2))
     again = make()
     restore_loader(again, loader_state(stopped))
-    assert [batch.tolist() for batch in skip_first_batches(again, 2)] == whole[4:]
+    assert [batch.tolist() for batch in skip_first_batches(again, skipped)] == whole[skipped:]
 
 
 def test_an_epoch_that_is_chosen_after_restoring_begins_as_it_did() -> None:

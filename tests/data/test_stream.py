@@ -19,7 +19,16 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from accelfn import Context, DataLoaderConfiguration, GradientAccumulationPlugin
-from accelfn.data import MicroBatch, gather_for_metrics, microbatches, plan_epoch, prepare_data_loader
+from accelfn.data import (
+    MicroBatch,
+    gather_for_metrics,
+    loader_state,
+    microbatches,
+    next_plan,
+    plan_epoch,
+    prepare_data_loader,
+)
+from accelfn.data.loader import passes_of
 from accelfn.errors import ConfigurationError, MismatchError, RemoteRankError, UnevenDataError
 from accelfn.testing import run_ranks
 from tests.data.streams import Numbers, Shards, Sized
@@ -256,18 +265,18 @@ def test_a_pass_goes_on_where_a_group_ended(num_workers: int, groups: int) -> No
     ends: list[int] = [0]
     for batch in loader:
         whole.append(batch.tolist())
-        ends.append(loader.consumed)
+        ends.append(loader_state(loader).consumed)
     assert ends[-1] == sum(map(len, whole))
     groups = min(groups, len(whole))
-    loader.move_to(0, ends[groups])
-    assert loader.consumed == ends[groups]
+    passes_of(loader).move_to(0, ends[groups])
+    assert loader_state(loader).consumed == ends[groups]
     assert rows_of_pass(loader) == whole[groups:]
 
 
 def test_a_stream_goes_on_at_any_sample_for_another_world() -> None:
     def run(ctx: Context) -> list[int]:
         loader = prepare_data_loader(ctx, numbers(23, 2))
-        loader.move_to(0, 5)
+        passes_of(loader).move_to(0, 5)
         return evaluate(ctx, loader)
 
     for size in (1, 2, 3):
@@ -276,7 +285,7 @@ def test_a_stream_goes_on_at_any_sample_for_another_world() -> None:
 
 def test_a_start_that_is_no_end_of_a_group_of_several_workers_is_refused() -> None:
     loader = prepare_data_loader(Context(), numbers(12, num_workers=2))
-    loader.move_to(0, 3)
+    passes_of(loader).move_to(0, 3)
     with pytest.raises(ConfigurationError, match=r"sample 3, .* group .* samples 2 to 3"):
         list(loader)
 
@@ -284,11 +293,11 @@ def test_a_start_that_is_no_end_of_a_group_of_several_workers_is_refused() -> No
 @pytest.mark.parametrize("num_workers", [0, 1, 2])
 def test_a_start_behind_the_end_is_refused(num_workers: int) -> None:
     loader = prepare_data_loader(Context(), numbers(4, num_workers=num_workers))
-    loader.move_to(0, 10)
+    passes_of(loader).move_to(0, 10)
     with pytest.raises(ValueError, match="go on at sample 10, and the stream ended after 4"):
         list(loader)
     loader = prepare_data_loader(Context(), DataLoader(Sized(4)))
-    loader.move_to(0, 10)
+    passes_of(loader).move_to(0, 10)
     with pytest.raises(ValueError, match="has only 4"):
         list(loader)
 
@@ -312,13 +321,13 @@ def test_a_length_that_is_none_is_refused(number: int, length: int, what: str) -
 def test_lengths_are_those_of_the_plan() -> None:
     def run(ctx: Context) -> tuple[int, int, int]:
         loader = prepare_data_loader(ctx, DataLoader(Sized(9), batch_size=2))
-        assert loader.plan is not None
+        assert next_plan(loader) is not None
         return len(loader), loader.total_batch_size, loader.total_dataset_length
 
     assert run_ranks(run, 2) == [(3, 4, 9)] * 2
     for source in (numbers(9), DataLoader(Sized(9), num_workers=2)):
         unknown = prepare_data_loader(Context(), source)
-        assert unknown.plan is None
+        assert next_plan(unknown) is None
         with pytest.raises(TypeError, match="no length"):
             len(unknown)
 
@@ -357,7 +366,7 @@ def test_ranks_read_one_shuffled_stream_and_collate_apart() -> None:
         source = DataLoader(Shuffled(24), batch_size=2, num_workers=1, collate_fn=with_draw)
         loader = prepare_data_loader(ctx, source)
         passes = [[[column.tolist() for column in batch] for batch in loader] for _ in range(2)]
-        loader.move_to(0, 4 * ctx.num_processes)
+        passes_of(loader).move_to(0, 4 * ctx.num_processes)
         rest = [[column.tolist() for column in batch] for batch in loader]
         assert rest == passes[0][2:]
         return passes[0], passes[1]
@@ -377,13 +386,18 @@ def test_ranks_read_one_shuffled_stream_and_collate_apart() -> None:
     assert dealt == pieces
 
 
-def test_without_workers_collation_draws_from_the_programs_own_randomness() -> None:
-    def draws(loader: Any) -> list[list[float]]:
-        torch.manual_seed(7)
-        return [batch.tolist() for batch in loader]
+def test_a_shuffled_stream_is_the_same_on_all_ranks_without_workers_too() -> None:
+    def run(ctx: Context) -> list[list[list[float]]]:
+        torch.manual_seed(ctx.rank)
+        random.seed(ctx.rank)
+        loader = prepare_data_loader(ctx, DataLoader(Shuffled(24), batch_size=2, collate_fn=with_draw))
+        return [[column.tolist() for column in batch] for batch in loader]
 
-    source = numbers(6, collate_fn=lambda samples: torch.rand(len(samples)))
-    assert draws(prepare_data_loader(Context(), source)) == draws(source)
+    ranks = run_ranks(run, 2, "processes", dataloader_config=DataLoaderConfiguration(data_seed=3))
+    assert sorted(x for rank in ranks for batch in rank for x in batch[0]) == list(range(24))
+    for place in (1, 3):  # draws of the stream, and of collation
+        drawn = [x for rank in ranks for batch in rank for x in batch[place]]
+        assert len(set(drawn)) == len(drawn)
 
 
 @pytest.mark.parametrize("start_method", ["fork", "spawn"])
@@ -397,12 +411,13 @@ def test_workers_that_outlive_a_pass_hear_of_the_next_epoch(start_method: str) -
     )
     loader = prepare_data_loader(data_config(data_seed=3), source)
     passes = [[column.tolist() for column in next(iter(loader))] for _ in range(2)]
-    assert passes[0] == passes[1]  # broken off: the same epoch again
+    assert passes[0] != passes[1]  # broken off: the next epoch
+    loader.set_epoch(0)
     epochs = [[column.tolist() for batch in loader for column in batch] for _ in range(3)]
-    assert epochs[0] == passes[0]
+    assert epochs[:2] == passes
     assert [epoch[2] for epoch in epochs] == [[0] * 4, [1] * 4, [2] * 4]
     assert len({tuple(epoch[1]) for epoch in epochs}) == 3
-    loader.move_to(1, 2)
+    passes_of(loader).move_to(1, 2)
     (rest,) = [[column.tolist() for column in batch] for batch in loader]
     assert rest == [column[2:] for column in epochs[1]]
 
@@ -574,8 +589,8 @@ def test_shards_are_gone_on_with_by_each_ranks_own_count() -> None:
     def run(ctx: Context) -> list[list[int]]:
         loader = prepare_data_loader(ctx, DataLoader(Shards([0, 1, 2]), batch_size=3))
         next(iter(loader))
-        assert loader.consumed == 3
-        loader.move_to(0, loader.consumed)
+        assert loader_state(loader).consumed == 3
+        passes_of(loader).move_to(0, loader_state(loader).consumed)
         return rows_of_pass(loader)
 
     assert run_ranks(run, 2) == [[[3, 20, 21], [22, 23]], [[13]]]

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import accelfn as af
 from accelfn import Context, DataLoaderConfiguration, GradientAccumulationPlugin
 from accelfn.data import microbatches, plan_epoch, prepare_data_loader
+from accelfn.data.loader import passes_of
 from accelfn.errors import ConfigurationError, MismatchError, NotAvailableError, RemoteRankError
 from accelfn.testing import run_ranks
 
@@ -201,11 +202,11 @@ def test_behind_the_block_everything_is_as_before() -> None:
         loader = prepare_data_loader(ctx, loader_of(10))
         filters = list(warnings.filters)
         with af.join_uneven_inputs(ctx, [model], [loader], even_batches=False):
-            assert loader.even_batches is False
+            assert passes_of(loader).even_batches is False
             assert len(loader) == 3 - ctx.rank
             for x, _ in loader:
                 model(x).sum().backward()
-        assert loader.even_batches is True
+        assert passes_of(loader).even_batches is True
         assert len(loader) == 3
         assert cast("Any", model)._join_config == config
         assert list(warnings.filters) == filters
@@ -231,7 +232,7 @@ def test_an_exception_leaves_the_loaders_and_models_as_they_were() -> None:
             af.join_uneven_inputs(ctx, [model], [loader], even_batches=False),
         ):
             raise KeyError("mine")
-        assert loader.even_batches is True
+        assert passes_of(loader).even_batches is True
         assert cast("Any", model)._join_config == config
         assert vars(model)["_accelfn_unchecked"] is False
 
@@ -264,7 +265,7 @@ def test_with_even_batches_nobody_has_to_be_joined(config: bool) -> None:
                 with af.accumulate(ctx, micro, model):
                     model(x).sum().backward()
                 lengths.append(len(x))
-        assert loader.even_batches is config
+        assert passes_of(loader).even_batches is config
         return lengths
 
     for on in ("memory", "processes"):
@@ -340,7 +341,7 @@ def test_what_can_not_be_joined_is_refused_on_every_rank_before_anything_changes
             af.join_uneven_inputs(ctx, joinables, loaders, even_batches=case == "own"),
         ):
             raise AssertionError("went in")
-        assert loader.even_batches is True
+        assert passes_of(loader).even_batches is True
         af.wait_for_everyone(ctx)
         return str(caught.value)
 
@@ -373,9 +374,7 @@ def test_ranks_that_join_differently_are_told() -> None:
 
 def test_a_loader_that_has_no_choice_says_so() -> None:
     loader = prepare_data_loader(Context(), loader_of(4), "already_sharded")
-    assert (loader.even_batches, loader.can_choose_even) == (False, False)
-    with pytest.raises(AttributeError, match="isn't this loader's to choose"):
-        loader.even_batches = True
+    assert (passes_of(loader).even_batches, passes_of(loader).can_choose_even) == (False, False)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.*deprecated:DeprecationWarning")  # in torch's import

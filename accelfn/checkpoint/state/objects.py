@@ -25,6 +25,8 @@ from accelfn.checkpoint.document.nodes import Children, children_of, step
 from accelfn.checkpoint.files.manifest import Json
 from accelfn.checkpoint.files.stored_dtype import contiguous_copy
 from accelfn.data import LoaderState, PreparedDataLoader
+from accelfn.data.loader import passes_of
+from accelfn.data.passes import Passes
 from accelfn.data.place import read_state
 from accelfn.errors import Misfit
 from accelfn.training import unwrap_model
@@ -125,9 +127,9 @@ def state_of(thing: Any, names: Names) -> Any:
         return dict(_inner(thing).state_dict())
     if isinstance(thing, Optimizer):
         return _optimizer_state(thing, names)
-    loader = _loader(thing)
-    if loader is not None:
-        return _values(loader.place())
+    passes = _passes(thing)
+    if passes is not None:
+        return _values(passes.state())
     if isinstance(thing, LoaderState):
         return _values(thing)
     if isinstance(thing, torch.utils.data.DataLoader) and not hasattr(cast("Any", thing), "state_dict"):
@@ -141,12 +143,10 @@ def _values(state: LoaderState) -> dict[str, Any]:
     return {one.name: getattr(state, one.name) for one in dataclasses.fields(state)}
 
 
-def _loader(thing: Any) -> PreparedDataLoader[Any] | None:
-    if isinstance(thing, PreparedDataLoader):
-        return cast("PreparedDataLoader[Any]", thing)
-    # Of what was set on it, and not what it passes on: proxies of a loader have it as `loader`.
-    inner = getattr(thing, "__dict__", {}).get("loader")
-    return cast("PreparedDataLoader[Any]", inner) if isinstance(inner, PreparedDataLoader) else None
+def _passes(thing: Any) -> Passes[Any] | None:
+    if not isinstance(thing, PreparedDataLoader):
+        return None
+    return passes_of(cast("PreparedDataLoader[Any]", thing))
 
 
 def _groups(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -445,10 +445,10 @@ def prepare_undo(pending: Pending) -> Callable[[], None]:
         inner = _inner(thing)
         before = _copied(inner.state_dict())
         return lambda: cast("None", inner.load_state_dict(before))
-    loader = _loader(thing)
-    if loader is not None:
-        place = loader.place()
-        return lambda: loader.go_to(place)
+    passes = _passes(thing)
+    if passes is not None:
+        place = passes.state()
+        return lambda: passes.go_to(place)
     before = _copied(thing.state_dict())
     return lambda: thing.load_state_dict(before)
 
@@ -500,9 +500,9 @@ def take_up(pending: Pending, names: Names) -> None:
             for name, value in state.items():
                 _local(own[name]).copy_(_local(value))
         return
-    loader = _loader(thing)
-    if loader is not None:
-        loader.go_to(read_state(state))
+    passes = _passes(thing)
+    if passes is not None:
+        passes.go_to(read_state(state))
         return
     thing.load_state_dict(state)
 

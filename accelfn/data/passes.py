@@ -1,0 +1,292 @@
+"""The passes over one loader: how far they have come, and where the next one begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar, cast
+
+import torch
+from torch.utils.data import DataLoader
+
+from accelfn.comm import failing_together, synchronize_rng_states
+from accelfn.context import Context
+from accelfn.data.place import LoaderState, check_state
+from accelfn.data.placement import placer
+from accelfn.data.plan import EpochPlan
+from accelfn.data.reading import Evening, Own, Pass, Reader, Remembering, Share, begin_behind, start_behind
+from accelfn.data.states import rewound
+from accelfn.data.workers import naming_dead_workers
+
+__all__ = ("Passes", "tell_epoch")
+
+T = TypeVar("T")
+
+
+class _Place:
+    """How far loaders over the same passes have come."""
+
+    def __init__(self) -> None:
+        self.epoch = 0  # of the next pass, or of the one that is under way or was left
+        self.start = 0  # sample at which the next pass begins
+        self.latest = Share()  # of the batch handed out last: how far all ranks have read
+        self.is_amid = False  # whether a pass is under way, or was left
+        self.own = Own()  # states of the user's own: as the pass began, or of the one that is to begin
+        self.is_recalled = False  # whether they were restored, and no pass has begun since
+        self.num_moves = 0  # how often a place was chosen
+        self.has_seed = False  # whether the order's seed is settled
+
+
+class Passes(Generic[T]):
+    """The passes that a prepared loader makes over its data.
+
+    Attributes:
+        context: The context that the loader was prepared with.
+        source: The user's DataLoader, or one that was made over the user's iterable.
+        reader: What reads the data.
+    """
+
+    def __init__(
+        self, ctx: Context, source: DataLoader[T], reader: Reader[T], agree_on_seed: Callable[[], int]
+    ) -> None:
+        """Read ``source`` with ``reader``.
+
+        Args:
+            ctx: The world.
+            source: The user's loader.
+            reader: What reads it.
+            agree_on_seed: Gives all ranks the seed of the order, when the first pass begins.
+        """
+        self.context = ctx
+        self.source = source
+        self.reader = reader
+        self._agree_on_seed = agree_on_seed
+        self._place = _Place()
+        self._place.has_seed = ctx.loading.data_seed is not None
+        self._num_skipped = 0  # batches that each pass leaves out
+        self._skips_since: int | None = None  # the number of moves when that was asked for
+
+    def skipping(self, num_batches: int) -> Passes[T]:
+        """Make the same passes without their first batches; the two share their epoch and place."""
+        twin = Passes(self.context, self.source, self.reader, self._agree_on_seed)
+        twin._place = self._place
+        twin._num_skipped = self._num_skipped + num_batches
+        twin._skips_since = self._place.num_moves
+        return twin
+
+    def is_shared_with(self, other: Passes[Any]) -> bool:
+        """Whether both go through the same passes, as what skips batches of a loader does."""
+        return self._place is other._place
+
+    # --- where the passes are --------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        """Number of the epoch of the pass that is under way or was left, otherwise of the next one."""
+        return self._place.epoch
+
+    @property
+    def consumed(self) -> int:
+        """Samples of the epoch that all ranks have read, the batch handed out last included."""
+        return self._place.latest.consumed
+
+    def state(self) -> LoaderState:
+        """Describe the place; see :func:`accelfn.loader_state`."""
+        place, reader, setting = self._place, self.reader, self._remembering().setting
+        own = place.own if place.is_amid or place.is_recalled else self._remembering().rest()
+        return LoaderState(
+            epoch=place.epoch,
+            consumed=place.latest.consumed,
+            seed=reader.seed,
+            length=reader.length,
+            num_workers=setting.num_workers,
+            group=setting.group,
+            num_processes=setting.num_processes,
+            rank=setting.rank,
+            order=setting.order,
+            sampler=own.sampler,
+            stream=place.latest.stream or own.stream,
+        )
+
+    def go_to(self, state: LoaderState) -> None:
+        """Let the next pass begin where ``state`` was taken; see :func:`accelfn.restore_loader`."""
+        remembering, stream = self._remembering(), state.stream
+        by_state = stream is not None and remembering.can_recall(stream)
+        if not check_state(state, self.reader.length, remembering.setting, by_state):
+            stream = None  # the place is reached by reading
+        self.move_to(state.epoch, state.consumed, state.seed, Own(state.sampler, stream))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next pass be ``epoch``, from its start.
+
+        Raises:
+            TypeError: ``epoch`` is no whole number.
+            ValueError: It is negative.
+        """
+        if not isinstance(cast("object", epoch), int) or isinstance(epoch, bool):
+            raise TypeError(f"set_epoch: epochs are whole numbers, got {epoch!r}.")
+        if epoch < 0:
+            raise ValueError(f"set_epoch: epochs count from 0, got {epoch}.")
+        place = self._place
+        place.epoch = epoch
+        place.start, place.latest = 0, Share()
+        place.is_amid = False
+        if place.is_recalled:
+            place.own = Own(place.own.sampler, rewound(place.own.stream))
+        tell_epoch(self.source, epoch)
+
+    def move_to(self, epoch: int, start: int, seed: int | None = None, own: Own | None = None) -> None:
+        """Let the next pass begin at sample ``start`` of ``epoch``.
+
+        Args:
+            epoch: From 0.
+            start: Samples of it that have been read.
+            seed: Of the order from now on; None keeps it.
+            own: States of what is the user's own, to which it is brought then; None leaves it as it is.
+        """
+        self.set_epoch(epoch)
+        place = self._place
+        place.start, place.latest = start, Share(consumed=start)
+        place.own, place.is_recalled = own or Own(), own is not None
+        place.num_moves += 1
+        if seed is not None:
+            self.reader.seed, place.has_seed = seed, True
+
+    @property
+    def even_batches(self) -> bool | None:
+        """Whether the ranks have equally many full batches; None where that isn't the loader's to choose."""
+        return getattr(self.reader, "even_batches", None)
+
+    @property
+    def can_choose_even(self) -> bool:
+        """Whether :meth:`choose_even` can be called."""
+        return isinstance(self.reader, Evening)
+
+    def choose_even(self, even: bool) -> None:
+        """Choose ``even_batches`` from the next pass on; every rank has to choose the same."""
+        cast("Evening", self.reader).choose_even(even)
+
+    # --- what a pass gives -----------------------------------------------------------------------
+
+    def count(self) -> int | None:
+        """Count this rank's batches in an epoch; None where only reading would tell."""
+        count = self.reader.count(0)
+        return None if count is None else max(0, count - self._num_skipped)
+
+    def plan(self) -> EpochPlan | None:
+        """Plan the next pass; None where only the pass itself will tell."""
+        first = 0 if self._place.is_amid else self._place.start
+        if not self._skips(first):
+            return self.reader.plan(first)
+        plan = self.reader.plan(0)
+        return None if plan is None else plan.continued(start_behind(plan, self._num_skipped))
+
+    def begin(self) -> Pass[T]:
+        """Begin a pass. Whoever takes a batch from it calls :meth:`note`, and :meth:`finish` at its end.
+
+        Ranks: every rank of the context.
+        """
+        begun = self._begin()
+        return begun._replace(batches=self._placed(begun.batches))
+
+    def note(self, share: Share) -> None:
+        """Take down how far the pass has come."""
+        self._place.latest = share
+
+    def finish(self) -> None:
+        """End a pass: the next one is the next epoch."""
+        with failing_together(self.context, "a data loader"):
+            self._remembering().finish()
+        self.set_epoch(self._place.epoch + 1)
+
+    def __iter__(self) -> Iterator[T]:
+        # As a loop over what begin gives does, in one generator less, which each batch pays for.
+        place, put = self._place, self._put()
+        begun = self._begin()
+        with failing_together(self.context, "a data loader"), naming_dead_workers(self.context.rank):
+            for batch, place.latest in begun.batches:
+                yield batch if put is None else put(batch)
+        self.finish()
+
+    def _begin(self) -> Pass[T]:
+        place = self._place
+        self._synchronize()
+        if not place.has_seed:
+            self.reader.seed, place.has_seed = self._agree_on_seed(), True
+        if place.is_amid:  # the pass before was left: that epoch is over
+            self.set_epoch(place.epoch + 1)
+        skips = self._skips(place.start)
+        if skips and self._is_over():
+            # The batches that were skipped by hand are of the next epoch: it begins as after any pass.
+            for _ in self._begin_at(place.start, skips=False).batches:
+                pass
+            self.finish()
+        return self._begin_at(place.start, skips)
+
+    def _begin_at(self, start: int, skips: bool) -> Pass[T]:
+        place, plan = self._place, self.reader.plan(0) if skips else None
+        first = start
+        if skips:
+            first = 0 if plan is None else start_behind(plan, self._num_skipped)
+        recalled, place.is_recalled = place.own if place.is_recalled else Own(), False
+        if first < start:  # the stream has gone beyond the batches that are wanted
+            recalled = Own(recalled.sampler, rewound(recalled.stream))
+            start = 0
+        place.start, place.latest = 0, Share(consumed=first)
+        self._remembering().recall(recalled, start)
+        with failing_together(self.context, "a data loader"), naming_dead_workers(self.context.rank):
+            if skips and plan is None:
+                begun = begin_behind(self.reader, place.epoch, self._num_skipped)
+            else:
+                begun = self.reader.begin(place.epoch, first)
+        place.own, place.is_amid = Own(begun.sampler, recalled.stream), True
+        return begun
+
+    def _skips(self, start: int) -> bool:
+        """Whether a pass that would begin at sample ``start`` leaves out batches instead.
+
+        They are counted from the start of the epoch, also of one that a state had moved the loader into. A
+        state that was loaded later says by itself where to go on.
+        """
+        if self._skips_since is None:
+            return False
+        return start == 0 or self._skips_since == self._place.num_moves
+
+    def _is_over(self) -> bool:
+        """Whether nothing is left of the epoch that a state was loaded for, and batches are wanted of it."""
+        start = self._place.start
+        whole, rest = self.reader.plan(0), self.reader.plan(start)
+        if not start or whole is None or rest is None:
+            return False
+        return rest.num_steps == 0 and whole.num_steps > self._num_skipped
+
+    def _placed(self, batches: Iterator[tuple[T, Share]]) -> Iterator[tuple[T, Share]]:
+        """Bring batches to the rank's device; what a source raises is every rank's."""
+        put = self._put()
+        # Once around all: what the loop over the batches raises doesn't come in here, where they are made.
+        with failing_together(self.context, "a data loader"), naming_dead_workers(self.context.rank):
+            for batch, share in batches:
+                yield batch if put is None else put(batch), share
+
+    def _put(self) -> Callable[[T], T] | None:
+        """Return what brings a batch to the rank's device; None where batches stay where they are."""
+        ctx = self.context
+        return placer(ctx.device, ctx.loading.non_blocking) if ctx.device_placement else None
+
+    def _remembering(self) -> Remembering:
+        return cast("Remembering", self.reader)
+
+    def _synchronize(self) -> None:
+        """Bring the random states that the context names to rank 0's, as a pass begins."""
+        generator: torch.Generator | None = cast("Any", self.source).generator
+        types = [name for name in self.context.rng_types if name != "generator" or generator is not None]
+        if types:
+            synchronize_rng_states(self.context, types, generator)
+
+
+def tell_epoch(source: DataLoader[Any], epoch: int) -> None:
+    """Tell the epoch to whatever of a loader asks for it."""
+    loader = cast("Any", source)
+    for thing in (loader.batch_sampler, loader.sampler, loader.dataset):
+        set_epoch = getattr(thing, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
