@@ -232,6 +232,11 @@ def _check_streams(config: LaunchConfig, local_size: int) -> None:
                 f"--{name} {given} names process {beyond[0][0]} of this machine, and there are {local_size}: "
                 f"0 to {local_size - 1}. Leave {beyond[0]} out."
             )
+    if config.redirects != "0" and config.log_dir is None:
+        raise ConfigurationError(
+            f"--redirects {config.redirects} keeps output in files instead of showing it. Say where with "
+            "--log_dir."
+        )
 
 
 def _check_rendezvous(conf: str | None) -> None:
