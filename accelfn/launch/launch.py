@@ -69,7 +69,7 @@ def _launch(parsed: Parsed, environment: Mapping[str, str]) -> int:
     else:
         # srun will say on each node which one it is.
         step = {"machine_rank": (0, "srun"), "main_process_ip": ("first-node-of-srun", "srun")}
-    resolved = resolve(parsed.flags, environment, file, step)
+    resolved = resolve(parsed.flags, environment, file, step, writes_sbatch=writes_script is not None)
     if "print_config" in parsed.actions:
         print_origins(resolved)
         return 0
@@ -128,8 +128,12 @@ def _write_sbatch(
             skip = False
         elif name == "--sbatch" or name.startswith("--slurm_") or name in hidden:
             skip = "=" not in token
-        else:
+        elif name != "--dry_run":
             tokens.append(token)
+    text = write_sbatch(resolved.config, script, tokens, read_machine(environment))
+    if "dry_run" in parsed.actions:
+        print(text, end="")
+        return 0
     there = Path(path)
     is_there = there.is_file()
     if is_there and f" {_MARK} " not in there.read_text(encoding="utf-8", errors="replace"):
@@ -144,7 +148,6 @@ def _write_sbatch(
                 "you call sbatch, which hands variables on.",
                 file=sys.stderr,
             )
-    text = write_sbatch(resolved.config, script, tokens, read_machine(environment))
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:

@@ -78,6 +78,16 @@ def test_sbatch_writes_over_its_own_scripts_only(capsys: pytest.CaptureFixture[s
         assert capsys.readouterr().out == f"wrote job.sh{anew}; start it with: sbatch job.sh\n"
 
 
+def test_a_dry_run_of_sbatch_prints_the_script_and_writes_none(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--num_machines=2", "--num_processes=2", "--cpu", "--sbatch", "job.sh", "--slurm_time=1:00:00")
+    assert run_launch([*flags, "--dry-run", "t.py"]) == 0
+    printed = capsys.readouterr().out
+    assert not Path("job.sh").exists()
+    assert run_launch([*flags, "t.py"]) == 0
+    assert Path("job.sh").read_text() == printed
+    assert "dry" not in printed
+
+
 def test_a_folder_that_has_gone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     tmp_path.rename(tmp_path.with_name("moved"))
     tmp_path.with_name("moved").joinpath("t.py").unlink()

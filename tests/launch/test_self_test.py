@@ -19,11 +19,11 @@ ROOT = Path(__file__).parents[2]
 NAMES = [check.name for check in CHECKS]
 
 
-def run(*argv: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+def run(*argv: str, cwd: Path = ROOT, **variables: str) -> "subprocess.CompletedProcess[str]":
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("ACCELFN_")}
     return subprocess.run(
         [sys.executable, "-m", *argv],
-        cwd=ROOT,
+        cwd=cwd,
         env={**inherited, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables},
         capture_output=True,
         text=True,
@@ -87,6 +87,23 @@ def test_a_rank_that_dies_before_it_joins_ends_with_a_table(tmp_path: Path) -> N
     assert "  not run  trigger" in done.stdout
 
 
+@pytest.mark.parametrize(
+    "argv", [("--cpu", "noop.py"), ("noop.py",), ("-m", "noop"), ("--cpu", "--", "noop.py")]
+)
+def test_a_script_is_refused_and_not_run(argv: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "noop.py").write_text("open('ran', 'w')")
+    done = run("accelfn", "test", *argv, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "accelfn test: error: it takes no script, got 'noop" in done.stderr
+    assert not (tmp_path / "ran").exists()
+
+
+def test_no_check_is_no_pass(tmp_path: Path) -> None:
+    done = run("accelfn", "test", "--cpu", "--num_proceses", "2")
+    assert done.returncode == 2
+    assert "unknown flag --num_proceses. Did you mean --num_processes?" in done.stderr
+
+
 @pytest.mark.slow
 def test_fp16_learns_what_one_process_learns() -> None:
     flags = (
@@ -125,7 +142,7 @@ def test_a_setup_that_accelfn_has_no_machinery_for_fails() -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["train.py"], "'train.py' is no flag"),
+        (["train.py"], "it takes no script, got 'train.py'"),
         (["--timeout", "0"], "--timeout must be more than 0"),
         (["--fault", "bad-luck"], "got 'bad-luck'"),
         (["--only", "the weather"], "got 'the weather'"),

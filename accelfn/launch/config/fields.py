@@ -21,7 +21,9 @@ __all__ = (
     "Field",
     "Section",
     "build_config",
+    "is_active",
     "read_value",
+    "section_of",
     "suggest",
     "value_of",
 )
@@ -35,8 +37,9 @@ class Section:
         name: Field of :class:`LaunchConfig`, and key in a file.
         prefix: What stands in front of its fields in flags.
         title: Heading in the help.
-        switch: Field without which the section isn't read; empty if it always is.
-        on: The switch's value with which it is read.
+        switch: Field that makes the section active; ``"sbatch"`` for the flag of that name; empty if the
+            section always is.
+        on: The switch's value that does; None for any but ``no``.
     """
 
     name: str
@@ -44,6 +47,13 @@ class Section:
     title: str
     switch: str = ""
     on: object = True
+
+    @property
+    def needs(self) -> str:
+        """What a user types to make it active."""
+        if self.on is True:
+            return f"--{self.switch}"
+        return f"--{self.switch} {'NAME' if self.on is None else self.on}"
 
 
 #: Sections in the order of the help.
@@ -54,11 +64,11 @@ SECTIONS: tuple[Section, ...] = (
     Section(
         name="parallelism", prefix="parallelism_config_", title="Parallelism", switch="use_parallelism_config"
     ),
-    Section(name="dynamo", prefix="dynamo_", title="torch.compile"),
+    Section(name="dynamo", prefix="dynamo_", title="torch.compile", switch="dynamo_backend", on=None),
     Section(name="fp8", prefix="fp8_", title="FP8", switch="mixed_precision", on="fp8"),
     Section(name="mpirun", prefix="mpirun_", title="MPI"),
     Section(name="tpu_options", prefix="tpu_", title="TPU", switch="tpu"),
-    Section(name="slurm", prefix="slurm_", title="SLURM"),
+    Section(name="slurm", prefix="slurm_", title="SLURM", switch="sbatch", on="FILE"),
     Section(
         name="sagemaker",
         prefix="sagemaker_",
@@ -187,6 +197,33 @@ def suggest(word: str, words: Iterable[str]) -> str | None:
 def value_of(config: LaunchConfig, field: Field) -> Any:
     """Look a field up in a configuration, whichever section it is in."""
     return getattr(getattr(config, field.section) if field.section else config, field.key)
+
+
+def is_active(config: LaunchConfig, field: Field, *, writes_sbatch: bool = False) -> bool:
+    """Whether a field is read, or stands in a section that is switched off. Pure.
+
+    Args:
+        config: The whole configuration.
+        field: Which field.
+        writes_sbatch: Whether ``--sbatch`` is given, which reads the options of SLURM.
+
+    >>> is_active(LaunchConfig(), FIELD_OF["zero_stage"])
+    False
+    >>> is_active(LaunchConfig(use_deepspeed=True), FIELD_OF["zero_stage"])
+    True
+    """
+    section = section_of(field)
+    if section is None or not section.switch or field.name == section.switch:
+        return True
+    if section.switch == "sbatch":
+        return writes_sbatch
+    value: object = value_of(config, FIELD_OF[section.switch])
+    return value not in (None, "no") if section.on is None else value == section.on
+
+
+def section_of(field: Field) -> Section | None:
+    """Find the section under whose heading a field stands, if it is one that can be switched off."""
+    return next((section for section in SECTIONS if section.title == field.group), None)
 
 
 def build_config(values: Mapping[str, object]) -> LaunchConfig:

@@ -129,7 +129,8 @@ def write_sbatch(config: LaunchConfig, script: Script, tokens: Sequence[str], ma
         ("account", options.account),
         ("output", options.output),
     )
-    lines = ["#!/bin/bash", *(f"#SBATCH --{name}={value}" for name, value in wanted if value is not None)]
+    given = [(name, shlex.quote(str(value))) for name, value in wanted if value is not None]
+    lines = ["#!/bin/bash", *(f"#SBATCH --{name}={text}" for name, text in given)]
     lines += [f"#SBATCH {one}" for one in options.extra or ()]
     lines += ["", "set -euo pipefail", *(options.setup or ())]
     if config.num_processes is not None and "num_processes" not in " ".join(tokens).replace("-", "_"):

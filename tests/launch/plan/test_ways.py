@@ -245,15 +245,16 @@ def test_host_lists_that_make_no_sense(hosts: str) -> None:
 
 def test_a_script_for_sbatch_is_a_launch_on_every_node() -> None:
     argv = ("--num_processes=8", "--num_machines=2", "--slurm_time=1:00:00", "--slurm_extra=--qos=high")
+    argv += ("--slurm_job_name", "my job")
     parsed = parse_flags((*argv, "--slurm_setup", "module load cuda", "train.py", "a b"))
     step = {"machine_rank": (0, "srun"), "main_process_ip": ("n0", "srun")}
-    config = resolve(parsed.flags, {}, None, step).config
+    config = resolve(parsed.flags, {}, None, step, writes_sbatch=True).config
     text = write_sbatch(config, Script("train.py", ("a b",)), argv[:2], Machine(python="/v/python"))
     lines = text.splitlines()
     assert lines[0] == "#!/bin/bash"
     for wanted in (
         *("#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=1", "#SBATCH --gpus-per-node=4"),
-        *("#SBATCH --time=1:00:00", "#SBATCH --qos=high", "module load cuda"),
+        *("#SBATCH --time=1:00:00", "#SBATCH --qos=high", "module load cuda", "#SBATCH --job-name='my job'"),
     ):
         assert wanted in lines
     assert lines[-1] == (
