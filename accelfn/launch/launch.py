@@ -8,8 +8,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from accelfn.errors import ConfigurationError, MissingExtraError
-from accelfn.launch.config.fields import FIELD_OF, FIELDS, read_value
-from accelfn.launch.config.files import ConfigFile, find_config_file, read_config
+from accelfn.launch.config.accelerate import import_accelerate
+from accelfn.launch.config.fields import FIELD_OF, FIELDS, read_value, value_of
+from accelfn.launch.config.files import (
+    ConfigFile,
+    find_config_file,
+    is_of_accelerate,
+    read_config,
+    read_text,
+    read_tree,
+)
 from accelfn.launch.config.sources import Resolved, resolve
 from accelfn.launch.flags import Parsed, format_help, parse_flags, spell
 from accelfn.launch.inputs import refuse_missing
@@ -46,12 +54,24 @@ def run_launch(argv: Sequence[str]) -> int:
 def load_config(given: str | None, environment: Mapping[str, str]) -> ConfigFile | None:
     """Read the configuration file that counts, if there is one. Effect: reads the disk.
 
+    A file of Accelerate is read as one, and a line on the standard error stream says so.
+
     Raises:
         ConfigurationError: It was asked for and isn't there, or something in it is wrong.
         MissingExtraError: It is YAML and PyYAML isn't installed.
     """
     path, was_asked_for = find_config_file(given, environment, sys.platform, os.path.expanduser("~"))
-    return read_config(path) if was_asked_for or os.path.exists(path) else None
+    if not was_asked_for and not os.path.exists(path):
+        return None
+    if os.path.isfile(path) and is_of_accelerate(tree := read_tree(read_text(path), path)):
+        config, notes = import_accelerate(tree, path)
+        for note in (f"{path} is a configuration of Accelerate, and is read as one.", *notes):
+            print(f"accelfn launch: {note}", file=sys.stderr)
+        values = {
+            field.name: value for field in FIELDS if (value := value_of(config, field)) != field.default
+        }
+        return ConfigFile(path=path, values=values, places={})
+    return read_config(path)
 
 
 def _launch(parsed: Parsed, environment: Mapping[str, str]) -> int:

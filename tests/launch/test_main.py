@@ -121,7 +121,7 @@ print(f"\\nstatus={status} heavy={heavy}")
         (["tpu-config", "--debug"], "no TPU is named"),
         (["runs", "lst"], "got 'lst'. Did you mean list?"),
         (["completion", "bsh"], "got 'bsh'. Did you mean bash?"),
-        (["test", "train.py"], "'train.py' is no flag"),
+        (["test", "train.py"], "it takes no script, got 'train.py'"),
         (["estimate-memory", "absent"], "there is no file or folder 'absent'"),
         (["plan-memory", "absent"], "there is no file or folder 'absent'"),
         (["estimate-memory", "docs", "--dtypes", "float99"], "--dtypes: 'float99' is no dtype. Use such as"),

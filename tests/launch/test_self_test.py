@@ -12,18 +12,18 @@ from pathlib import Path
 
 import pytest
 
-from accelfn.launch.self_test import self_test_command
+from accelfn.launch.self_test import run_self_test, self_test_command
 from accelfn.launch.selftest.checks import CHECKS
 
 ROOT = Path(__file__).parents[2]
 NAMES = [check.name for check in CHECKS]
 
 
-def run(*argv: str, cwd: Path = ROOT, **variables: str) -> "subprocess.CompletedProcess[str]":
+def run(*argv: str, **variables: str) -> "subprocess.CompletedProcess[str]":
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("ACCELFN_")}
     return subprocess.run(
         [sys.executable, "-m", *argv],
-        cwd=cwd,
+        cwd=ROOT,
         env={**inherited, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables},
         capture_output=True,
         text=True,
@@ -90,15 +90,19 @@ def test_a_rank_that_dies_before_it_joins_ends_with_a_table(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "argv", [("--cpu", "noop.py"), ("noop.py",), ("-m", "noop"), ("--cpu", "--", "noop.py")]
 )
-def test_a_script_is_refused_and_not_run(argv: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_script_is_refused_and_not_run(
+    argv: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "noop.py").write_text("open('ran', 'w')")
-    done = run("accelfn", "test", *argv, cwd=tmp_path)
-    assert done.returncode == 2
-    assert "accelfn test: error: it takes no script, got 'noop" in done.stderr
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as done:
+        run_self_test(argv)
+    assert done.value.code == 2
+    assert "accelfn test: error: it takes no script, got 'noop" in capsys.readouterr().err
     assert not (tmp_path / "ran").exists()
 
 
-def test_no_check_is_no_pass(tmp_path: Path) -> None:
+def test_no_check_is_no_pass() -> None:
     done = run("accelfn", "test", "--cpu", "--num_proceses", "2")
     assert done.returncode == 2
     assert "unknown flag --num_proceses. Did you mean --num_processes?" in done.stderr

@@ -126,6 +126,7 @@ it: got 3 processes on 2 machines. Use 2 or 4 processes.
             COUNT,
             "processes on all machines together (one for each accelerator; 1 on a CPU)",
             group="Resources",
+            aliases=("-n",),
         ),
     )
     num_machines: int = field(

@@ -62,7 +62,7 @@ def beside(field: Field) -> dict[str, str]:
     section = section_of(field)
     if section is not None and section.switch in FIELD_OF and field.name != section.switch:
         # A section's flag needs its switch.
-        text = {True: "true", None: "inductor"}.get(section.on, str(section.on))
+        text = "true" if section.on is True else str(section.on or "inductor")
         wanted |= {section.switch: text, **BESIDE.get(section.switch, {})}
     if field.name == "fsdp_sync_module_states":
         wanted["fsdp_cpu_ram_efficient_loading"] = "false"
