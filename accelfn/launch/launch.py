@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from accelfn.errors import ConfigurationError, MissingExtraError
+from accelfn.errors import ConfigurationError, MissingExtraError, NotAvailableError
 from accelfn.launch.config.accelerate import import_accelerate
 from accelfn.launch.config.fields import FIELD_OF, FIELDS, read_value, value_of
 from accelfn.launch.config.files import (
@@ -18,7 +18,7 @@ from accelfn.launch.config.files import (
     read_text,
     read_tree,
 )
-from accelfn.launch.config.sources import Resolved, resolve
+from accelfn.launch.config.sources import Resolved, refuse_not_yet, resolve
 from accelfn.launch.flags import Parsed, format_help, parse_flags, spell
 from accelfn.launch.inputs import refuse_missing
 from accelfn.launch.output import print_origins
@@ -44,7 +44,7 @@ def run_launch(argv: Sequence[str]) -> int:
     """
     try:
         return _launch(parse_flags(argv), os.environ)
-    except (ConfigurationError, MissingExtraError) as error:
+    except (ConfigurationError, MissingExtraError, NotAvailableError) as error:
         print(f"accelfn launch: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -97,6 +97,7 @@ def _launch(parsed: Parsed, environment: Mapping[str, str]) -> int:
         raise ConfigurationError("no script given. Name one: accelfn launch [flags] train.py")
     script = Script(parsed.script, parsed.script_args)
     config = resolved.config
+    refuse_not_yet(resolved)
     refuse_missing(script, resolved)
     if writes_script is not None:
         return _write_sbatch(parsed, resolved, script, environment, writes_script)

@@ -122,6 +122,18 @@ def test_a_configuration_of_accelerate_is_read_and_it_is_said(
     assert "--nproc-per-node=3" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("text", ["use_fsdp: true", "use_megatron_lm: true"])
+def test_an_engine_to_come_is_refused_with_its_place_and_without_advice(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("a.yaml").write_text(text)
+    assert run_launch(["--config_file", "a.yaml", "--num_machines=1", "t.py"]) == 2
+    said = capsys.readouterr().err
+    assert f"--{text.partition(':')[0]} (from file a.yaml, line 1, column 1) can't be launched" in said
+    assert "yet. Leave it out." in said
+    assert "install" not in said
+
+
 def test_a_folder_that_has_gone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     tmp_path.rename(tmp_path.with_name("moved"))
     tmp_path.with_name("moved").joinpath("t.py").unlink()

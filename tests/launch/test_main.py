@@ -169,12 +169,12 @@ print(f"\\nstatus={status} heavy={heavy}")
         (["to-fsdp2", "--config_file", "", "--overwrite"], "--config_file needs the name of a file"),
         (["launch", "--main_process_ip", "bad host", "README.md"], "got 'bad host'"),
         (
-            ["launch", "--use_deepspeed", "--deepspeed_config_file", "absent.json", "README.md"],
-            "--deepspeed_config_file: there is no file 'absent.json'. Check the path",
+            ["launch", "--use_deepspeed", "--dry_run", "README.md"],
+            "--use_deepspeed can't be launched: accelfn doesn't support DeepSpeed yet. Leave it out.",
         ),
         (
-            ["launch", "--use_deepspeed", "--deepspeed_hostfile", "docs", "README.md"],
-            "--deepspeed_hostfile: it must be a file, and is a folder: 'docs'",
+            ["launch", "--mixed_precision", "fp8", "README.md"],
+            "--mixed_precision fp8 can't be launched: accelfn doesn't support fp8 yet. Leave it out.",
         ),
         (
             [

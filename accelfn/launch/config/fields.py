@@ -17,6 +17,7 @@ from accelfn.launch.config.secrets import hide_in_text
 __all__ = (
     "FIELDS",
     "FIELD_OF",
+    "NOT_YET",
     "SECTIONS",
     "Field",
     "Section",
@@ -55,6 +56,18 @@ class Section:
             return f"--{self.switch}"
         return f"--{self.switch} {'NAME' if self.on is None else self.on}"
 
+
+#: What the table has for engines to come: the field, the value that asks for one, and its name. A launch
+#: refuses it, and the questionnaire does not ask.
+NOT_YET: Mapping[str, tuple[object, str]] = MappingProxyType(
+    {
+        "use_fsdp": (True, "FSDP"),
+        "use_deepspeed": (True, "DeepSpeed"),
+        "use_megatron_lm": (True, "Megatron-LM"),
+        "use_parallelism_config": (True, "a mesh of ranks"),
+        "mixed_precision": ("fp8", "fp8"),
+    }
+)
 
 #: Sections in the order of the help.
 SECTIONS: tuple[Section, ...] = (
@@ -123,6 +136,9 @@ def _fields_of(record: type[Any], section: Section | None) -> Iterable[Field]:
             continue
         option: Option = one.metadata["option"]
         name = option.flag or (section.prefix if section else "") + one.name
+        on, _ = NOT_YET.get(section.switch if section else name, (None, ""))
+        is_later = on is not None and on == (section.on if section else True)
+        later = " (not supported yet)" if is_later else ""
         own = [
             f"ACCELFN_{name.upper()}",
             *(export for export in option.exports if export.startswith("ACCELFN_")),
@@ -133,8 +149,8 @@ def _fields_of(record: type[Any], section: Section | None) -> Iterable[Field]:
             key=one.name,
             kind=option.kind,
             default=one.default,
-            about=option.about,
-            group=section.title if section else option.group,
+            about=option.about if section else option.about + later,
+            group=section.title + later if section else option.group,
             flags=(f"--{name}", *option.aliases),
             no_flag=f"--no_{name}" if option.kind.is_bool else "",
             variables=tuple(dict.fromkeys(own)),
@@ -223,7 +239,7 @@ def is_active(config: LaunchConfig, field: Field, *, writes_sbatch: bool = False
 
 def section_of(field: Field) -> Section | None:
     """Find the section under whose heading a field stands, if it is one that can be switched off."""
-    return next((section for section in SECTIONS if section.title == field.group), None)
+    return next((one for one in SECTIONS if field.section == one.name or field.group == one.title), None)
 
 
 def build_config(values: Mapping[str, object]) -> LaunchConfig:

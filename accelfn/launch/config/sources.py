@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from accelfn.errors import ConfigurationError
+from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.launch.config.fields import (
     FIELD_OF,
     FIELDS,
+    NOT_YET,
     build_config,
     is_active,
     read_value,
@@ -21,7 +22,7 @@ from accelfn.launch.config.files import ConfigFile
 from accelfn.launch.config.record import EXCLUSIVE, LaunchConfig
 from accelfn.launch.config.secrets import HIDDEN, hide_in_text
 
-__all__ = ("Given", "Origin", "Resolved", "format_origins", "origin_rows", "resolve")
+__all__ = ("Given", "Origin", "Resolved", "format_origins", "origin_rows", "refuse_not_yet", "resolve")
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +209,28 @@ def _refuse_unread(config: LaunchConfig, origins: Mapping[str, Origin], writes_s
         raise ConfigurationError(
             f"{origin.name} has no effect without {section.needs}. Give both or neither."
         )
+
+
+def refuse_not_yet(resolved: Resolved) -> None:
+    """Refuse engines that accelfn doesn't have yet. Pure.
+
+    Raises:
+        NotAvailableError: The configuration asks for one.
+
+    >>> refuse_not_yet(resolve({"use_fsdp": Given("true", "--use_fsdp")}, {}))
+    Traceback (most recent call last):
+        ...
+    accelfn.errors.NotAvailableError: --use_fsdp can't be launched: accelfn doesn't support FSDP yet. Leave \
+it out.
+    """
+    for name, (on, what) in NOT_YET.items():
+        origin = resolved.origins[name]
+        if value_of(resolved.config, FIELD_OF[name]) == on:
+            asked = f"--{name}" if on is True else f"--{name} {on}"
+            where = "" if origin.source == "flag" else f" (from {origin})"
+            raise NotAvailableError(
+                f"{asked}{where} can't be launched: accelfn doesn't support {what} yet. Leave it out."
+            )
 
 
 def format_origins(resolved: Resolved, *, everything: bool = True) -> str:

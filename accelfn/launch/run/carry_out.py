@@ -93,12 +93,7 @@ def run_plan(
 _SOURCES = MappingProxyType(
     {
         "torch_xla": ("--tpu", "pip install 'torch_xla[tpu]'"),
-        "deepspeed": ("--use_deepspeed", "pip install deepspeed"),
-        "megatron": ("--use_megatron_lm", "pip install megatron-core"),
         "sagemaker": ("SageMaker", "pip install sagemaker"),
-        "transformer_engine": ("--fp8_backend TE", "pip install 'transformer_engine[pytorch]'"),
-        "torchao": ("--fp8_backend AO", "pip install torchao"),
-        "msamp": ("--fp8_backend MSAMP", "see https://github.com/Azure/MS-AMP"),
     }
 )
 

@@ -93,11 +93,6 @@ def test_deepspeed_through_torchrun() -> None:
     ("argv", "needs"),
     [
         (("--tpu",), ("torch_xla",)),
-        (("--use_deepspeed", "--cpu"), ("deepspeed",)),
-        (("--use_deepspeed", "--no_python"), ()),
-        (("--use_megatron_lm", "--num_processes=2", "--cpu"), ("megatron",)),
-        (("--mixed_precision=fp8", "--fp8_backend=te"), ("transformer_engine",)),
-        (("--mixed_precision=fp8",), ()),
         (("--tpu", "--tpu_cluster", "--tpu_name=t", "--tpu_zone=z"), ()),
     ],
     ids=str,
