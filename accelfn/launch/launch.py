@@ -113,6 +113,7 @@ def _launch(parsed: Parsed, environment: Mapping[str, str]) -> int:
         num_processes=count_processes(config, machine),
         log_dir=config.log_dir,
         quiet=config.quiet,
+        script=script.name,
     )
 
 

@@ -107,6 +107,19 @@ def test_a_package_that_is_missing_is_named_with_how_to_get_it() -> None:
         run_plan(plan, {})
 
 
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_terminal_is_told_what_is_started(
+    quiet: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = LaunchPlan(way="torchrun", argv=("true",), local_size=2)
+    for is_terminal in (False, True):
+        monkeypatch.setattr("sys.stderr.isatty", lambda shown=is_terminal: shown)
+        assert run_plan(plan, dict(os.environ), script="train.py", quiet=quiet) == 0
+        told = "accelfn launch: starting 2 processes of train.py; loading torch may take a while.\n"
+        captured = capsys.readouterr()
+        assert (captured.out, captured.err) == ("", told if is_terminal and not quiet else "")
+
+
 def test_tpus() -> None:
     plan = plan_of(
         "--tpu", "--mixed_precision=bf16", "--main_training_function=train", "--num_processes=8", "t.py"
