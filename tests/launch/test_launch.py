@@ -86,6 +86,9 @@ def test_a_dry_run_of_sbatch_prints_the_script_and_writes_none(capsys: pytest.Ca
     assert run_launch([*flags, "t.py"]) == 0
     assert Path("job.sh").read_text() == printed
     assert "dry" not in printed
+    short = ("--num_machines=2", "-n", "2", "--cpu", "--sbatch", "short.sh", "--dry_run")
+    assert run_launch([*short, "t.py"]) == 0
+    assert "launch --num_machines=2 -n 2 --cpu t.py" in capsys.readouterr().out
 
 
 OF_ACCELERATE = """
