@@ -14,7 +14,7 @@ from accelfn.errors import ConfigurationError, MissingExtraError
 from accelfn.launch.arguments import CommandParser, read_arguments
 from accelfn.launch.config.accelerate import import_accelerate
 from accelfn.launch.config.ask import ask_values, format_launch
-from accelfn.launch.config.fields import FIELD_OF, build_config
+from accelfn.launch.config.fields import FIELD_OF, NOT_YET, build_config, value_of
 from accelfn.launch.config.files import (
     find_config_file,
     format_config,
@@ -90,7 +90,7 @@ def _place(options: argparse.Namespace, environment: Mapping[str, str]) -> str:
 def _ask(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
     path = _place(options, environment)
     try:
-        values = ask_values(path, read_machine(environment).devices or 0)
+        values = ask_values(path, read_machine(environment))
     except (KeyboardInterrupt, EOFError):
         print("\naccelfn config: stopped; nothing was written.", file=sys.stderr)
         return 130
@@ -142,7 +142,12 @@ def _import(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
     # Accelerate writes JSON into files that end in .yaml as well; YAML reads both.
     name = f"{source}.json" if text.lstrip().startswith("{") and not source.endswith(".json") else source
     imported = import_accelerate(read_tree(text, name), source)
-    for note in imported.notes:
+    later = [
+        f"{name}: accelfn doesn't support {what} yet, so this can't be launched."
+        for name, (on, what) in NOT_YET.items()
+        if value_of(imported.config, FIELD_OF[name]) == on
+    ]
+    for note in (*imported.notes, *later):
         print(f"note: {note}", file=sys.stderr)
     path = _place(options, environment)
     _refuse_to_overwrite(path, options)

@@ -115,8 +115,8 @@ def describe_environment(env: Mapping[str, str], config_file: str | None = None)
 def relevant_variables(env: Mapping[str, str]) -> dict[str, str]:
     """Choose the variables that matter to a run; a value that looks secret is left out. Pure.
 
-    >>> relevant_variables({"RANK": "0", "HOME": "/h", "NCCL_DEBUG": "INFO", "ACCELFN_KEY": "x"})
-    {'ACCELFN_KEY': '(left out)', 'NCCL_DEBUG': 'INFO', 'RANK': '0'}
+    >>> relevant_variables({"RANK": "0", "HOME": "/h", "NCCL_DEBUG": "INFO", "ACCELFN_API_KEY": "x"})
+    {'ACCELFN_API_KEY': '(left out)', 'NCCL_DEBUG': 'INFO', 'RANK': '0'}
     """
     return {
         name: _LEFT_OUT if is_secret(name) else hide_in_text(env[name])

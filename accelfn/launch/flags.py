@@ -86,6 +86,16 @@ def _spellings() -> Mapping[str, _Spelling]:
 
 
 _SPELLINGS = _spellings()
+# What torchrun and mpirun call otherwise.
+_ELSEWHERE: Mapping[str, str] = MappingProxyType(
+    {
+        "-np": "--num_processes",
+        "--nproc_per_node": "--num_processes",
+        "--nnodes": "--num_machines",
+        "--node_rank": "--machine_rank",
+        "--master_port": "--main_process_port",
+    }
+)
 
 
 def parse_flags(argv: Sequence[str]) -> Parsed:
@@ -113,8 +123,8 @@ def parse_flags(argv: Sequence[str]) -> Parsed:
         if token == "--":
             break
         written, equals, value = token.partition("=")
-        spelling = _find(spell(written))
         position += 1
+        spelling = _find(written, value if equals else tokens[position : position + 1])
         if equals:
             if spelling.bare == "" or (spelling.bare == "false" and not spelling.takes_value):
                 raise ConfigurationError(f"argument {written}: it takes no value, got {value!r}.")
@@ -137,9 +147,15 @@ def parse_flags(argv: Sequence[str]) -> Parsed:
     )
 
 
-def _find(flag: str) -> _Spelling:
+def _find(written: str, value: str | Sequence[str]) -> _Spelling:
+    flag = spell(written)
     found = _SPELLINGS.get(flag)
     if found is None:
+        if flag in _ELSEWHERE:
+            number = "".join(value)
+            ours = f"{_ELSEWHERE[flag]} {number if number.isdecimal() else 'N'}"
+            every = ", on all machines together" if "processes" in ours else ""
+            raise ConfigurationError(f"unknown flag {written}. Write {ours}{every}.")
         ours = f"--{RENAMED.get(flag.removeprefix('--'), '')}"
         close = ours if ours in _SPELLINGS else suggest(flag, _SPELLINGS)
         # A flag that is cut short is not near enough for difflib.

@@ -12,7 +12,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from accelfn.errors import ConfigurationError
-from accelfn.launch.config.fields import FIELDS, SECTIONS, Field, value_of
+from accelfn.launch.config.fields import FIELDS, Field, is_active, value_of
 from accelfn.launch.config.kinds import FILE
 from accelfn.launch.config.record import LaunchConfig
 from accelfn.launch.config.sources import Resolved
@@ -38,14 +38,9 @@ def refuse_missing(script: Script, resolved: Resolved) -> None:
         return  # all of it lies on other machines
     if config.compute_environment == "LOCAL_MACHINE":
         _refuse_absent_program(script.name, config)
-    off = {
-        section.name
-        for section in SECTIONS
-        if section.switch and getattr(config, section.switch) != section.on
-    }
     for field in FIELDS:
         path: object = value_of(config, field)
-        if field.kind is FILE and field.section not in off and isinstance(path, str):
+        if field.kind is FILE and is_active(config, field) and isinstance(path, str):
             if field.name == "deepspeed_config_file":
                 _refuse_deepspeed_config(field, path, resolved)
                 continue

@@ -7,10 +7,18 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from accelfn.errors import ConfigurationError, MissingExtraError
-from accelfn.launch.config.fields import FIELD_OF, FIELDS, read_value
-from accelfn.launch.config.files import ConfigFile, find_config_file, read_config
-from accelfn.launch.config.sources import Resolved, resolve
+from accelfn.errors import ConfigurationError, MissingExtraError, NotAvailableError
+from accelfn.launch.config.accelerate import import_accelerate
+from accelfn.launch.config.fields import FIELD_OF, FIELDS, read_value, value_of
+from accelfn.launch.config.files import (
+    ConfigFile,
+    find_config_file,
+    is_of_accelerate,
+    read_config,
+    read_text,
+    read_tree,
+)
+from accelfn.launch.config.sources import Resolved, refuse_not_yet, resolve
 from accelfn.launch.flags import Parsed, format_help, parse_flags, spell
 from accelfn.launch.inputs import refuse_missing
 from accelfn.launch.output import print_origins
@@ -36,7 +44,7 @@ def run_launch(argv: Sequence[str]) -> int:
     """
     try:
         return _launch(parse_flags(argv), os.environ)
-    except (ConfigurationError, MissingExtraError) as error:
+    except (ConfigurationError, MissingExtraError, NotAvailableError) as error:
         print(f"accelfn launch: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
@@ -46,12 +54,24 @@ def run_launch(argv: Sequence[str]) -> int:
 def load_config(given: str | None, environment: Mapping[str, str]) -> ConfigFile | None:
     """Read the configuration file that counts, if there is one. Effect: reads the disk.
 
+    A file of Accelerate is read as one, and a line on the standard error stream says so.
+
     Raises:
         ConfigurationError: It was asked for and isn't there, or something in it is wrong.
         MissingExtraError: It is YAML and PyYAML isn't installed.
     """
     path, was_asked_for = find_config_file(given, environment, sys.platform, os.path.expanduser("~"))
-    return read_config(path) if was_asked_for or os.path.exists(path) else None
+    if not was_asked_for and not os.path.exists(path):
+        return None
+    if os.path.isfile(path) and is_of_accelerate(tree := read_tree(read_text(path), path)):
+        config, notes = import_accelerate(tree, path)
+        for note in (f"{path} is a configuration of Accelerate, and is read as one.", *notes):
+            print(f"accelfn launch: {note}", file=sys.stderr)
+        values = {
+            field.name: value for field in FIELDS if (value := value_of(config, field)) != field.default
+        }
+        return ConfigFile(path=path, values=values, places={})
+    return read_config(path)
 
 
 def _launch(parsed: Parsed, environment: Mapping[str, str]) -> int:
@@ -69,7 +89,7 @@ def _launch(parsed: Parsed, environment: Mapping[str, str]) -> int:
     else:
         # srun will say on each node which one it is.
         step = {"machine_rank": (0, "srun"), "main_process_ip": ("first-node-of-srun", "srun")}
-    resolved = resolve(parsed.flags, environment, file, step)
+    resolved = resolve(parsed.flags, environment, file, step, writes_sbatch=writes_script is not None)
     if "print_config" in parsed.actions:
         print_origins(resolved)
         return 0
@@ -77,6 +97,7 @@ def _launch(parsed: Parsed, environment: Mapping[str, str]) -> int:
         raise ConfigurationError("no script given. Name one: accelfn launch [flags] train.py")
     script = Script(parsed.script, parsed.script_args)
     config = resolved.config
+    refuse_not_yet(resolved)
     refuse_missing(script, resolved)
     if writes_script is not None:
         return _write_sbatch(parsed, resolved, script, environment, writes_script)
@@ -92,6 +113,7 @@ def _launch(parsed: Parsed, environment: Mapping[str, str]) -> int:
         num_processes=count_processes(config, machine),
         log_dir=config.log_dir,
         quiet=config.quiet,
+        script=script.name,
     )
 
 
@@ -128,8 +150,12 @@ def _write_sbatch(
             skip = False
         elif name == "--sbatch" or name.startswith("--slurm_") or name in hidden:
             skip = "=" not in token
-        else:
+        elif name != "--dry_run":
             tokens.append(token)
+    text = write_sbatch(resolved.config, script, tokens, read_machine(environment))
+    if "dry_run" in parsed.actions:
+        print(text, end="")
+        return 0
     there = Path(path)
     is_there = there.is_file()
     if is_there and f" {_MARK} " not in there.read_text(encoding="utf-8", errors="replace"):
@@ -144,7 +170,6 @@ def _write_sbatch(
                 "you call sbatch, which hands variables on.",
                 file=sys.stderr,
             )
-    text = write_sbatch(resolved.config, script, tokens, read_machine(environment))
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:

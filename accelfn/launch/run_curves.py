@@ -12,7 +12,7 @@ from html import escape
 
 from accelfn.launch.run_files import Curve, RunRecord
 
-__all__ = ("draw_runs_html", "draw_runs_svg", "names_of", "number_text")
+__all__ = ("draw_runs_html", "draw_runs_svg", "draw_runs_text", "names_of", "number_text")
 
 # Of the drawing, in its own units.
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BELOW, _RIGHT = 360, 200, 70, 34, 30, 20
@@ -82,6 +82,49 @@ def draw_runs_svg(runs: Sequence[RunRecord], names: Sequence[str], *, log_scale:
     title = f"<title>{escape(', '.join(names))}</title>"
     ground = f'<rect width="{width}" height="{height}" fill="{_GROUND}"/>'
     return "\n".join([head, title, ground, *parts, "</svg>\n"])
+
+
+def draw_runs_text(runs: Sequence[RunRecord], names: Sequence[str], *, is_ascii: bool = False) -> str:
+    """Draw curves of runs for a terminal: a line for each, with its first and last value. Pure.
+
+    Args:
+        runs: As for :func:`draw_runs_svg`.
+        names: The same.
+        is_ascii: Whether to do without block characters.
+
+    >>> from pathlib import Path
+    >>> curves = {"loss": Curve((0, 1, 2), (2.0, 1.0, 0.5))}
+    >>> run = RunRecord(folder=Path(), name="one", config={}, curves=curves, texts={}, images={})
+    >>> print(draw_runs_text([run], ["loss"]))
+    loss
+      one  2 █▃▁ 0.5  (3 steps)
+    """
+    levels = "_.-~=+*#" if is_ascii else "▁▂▃▄▅▆▇█"
+    lines: list[str] = []
+    width = max((len(_title(run)) for run in runs), default=0)
+    for name in names:
+        there = [(run, run.curves[name]) for run in runs if name in run.curves]
+        values = [value for _, curve in there for value in curve.values if abs(value) < _MOST]
+        low, high = min(values, default=0.0), max(values, default=0.0)
+        lines.append(name)
+        for run, curve in there:
+            line = "".join(
+                levels[round((value - low) / ((high - low) or 1.0) * (len(levels) - 1))]
+                if abs(value) < _MOST
+                else " "
+                for value in _sampled(curve.values)
+            )
+            first, last = number_text(curve.values[0]), number_text(curve.values[-1])
+            lines.append(f"  {_title(run):<{width}}  {first} {line} {last}  ({len(curve.steps)} steps)")
+    return "\n".join(lines)
+
+
+def _sampled(values: Sequence[float]) -> Sequence[float]:
+    """Take at most so many values, evenly, as fit into a line of a terminal; the last one stays."""
+    most = 60
+    if len(values) <= most:
+        return values
+    return [values[number * (len(values) - 1) // (most - 1)] for number in range(most)]
 
 
 def draw_runs_html(runs: Sequence[RunRecord], names: Sequence[str], *, log_scale: bool = False) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 from accelfn.errors import ConfigurationError
 from accelfn.launch.arguments import CommandParser, read_arguments
 from accelfn.launch.output import print_table
-from accelfn.launch.run_curves import draw_runs_html, draw_runs_svg, names_of, number_text
+from accelfn.launch.run_curves import draw_runs_html, draw_runs_svg, draw_runs_text, names_of, number_text
 from accelfn.launch.run_files import RunRecord, find_runs, read_run
 
 __all__ = ("run_runs", "runs_parser")
@@ -86,7 +86,7 @@ def _show(options: argparse.Namespace) -> None:
         ("began", f"{_time(run.started_s)}, {_state(run)}, {_duration(run.last_s - run.started_s)}"),
     ]
     if run.num_starts > 1:
-        facts.append(("", f"gone on with {run.num_starts - 1} times"))
+        facts.append(("", f"resumed {'once' if run.num_starts == 2 else f'{run.num_starts - 1} times'}"))
     if run.num_damaged:
         facts.append(("damaged", f"{run.num_damaged} lines can't be read"))
     _print_table((), facts)
@@ -121,6 +121,12 @@ def _plot(options: argparse.Namespace) -> None:
     form = options.format or _FORMS.get(suffix.lower())
     if form is None:
         raise ValueError(f"--output {options.output!r} ends in none of .svg, .html. Say --format too.")
+    if options.output is None and options.format is None and sys.stdout.isatty():
+        is_ascii = "utf" not in (sys.stdout.encoding or "").lower()
+        for line in draw_runs_text(runs, names, is_ascii=is_ascii).splitlines():
+            print(_clean(line))
+        print("--output FILE.svg or FILE.html draws a picture.")
+        return
     draw = draw_runs_html if form == "html" else draw_runs_svg
     text = draw(runs, names, log_scale=options.log_scale)
     if options.output is None:
@@ -237,7 +243,7 @@ def runs_parser() -> CommandParser:
     plotting.add_argument(
         "--format", choices=("svg", "html"), help="an image, or a page with tables (by the end of --output)"
     )
-    plotting.add_argument("--output", metavar="FILE", help="write it to this file instead of printing it")
+    plotting.add_argument("--output", metavar="FILE", help="write a picture to this file instead of printing")
     plotting.add_argument("--log_scale", action="store_true", help="draw values by their logarithm")
     for one in (listing, showing):
         one.add_argument("--json", action="store_true", help="for programs")

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+from accelfn.errors import ConfigurationError
 from accelfn.launch.arguments import CommandParser
-from accelfn.launch.flags import spell
+from accelfn.launch.flags import parse_flags, spell
 from accelfn.launch.selftest.table import CHECK_NAMES, FAULTS, add_missing, print_results, read_results
 
 __all__ = ("run_self_test", "self_test_command", "self_test_parser")
@@ -36,9 +37,12 @@ def run_self_test(argv: Sequence[str]) -> int:
     """
     parser = self_test_parser()
     options, launch_flags = parser.parse_known_args([spell(token) for token in argv])
-    words = [word for number, word in enumerate(launch_flags) if not word.startswith("-") and not number]
-    if words:
-        parser.error(f"{words[0]!r} is no flag. The script is the self-test; give flags of accelfn launch.")
+    try:
+        launched = parse_flags(launch_flags)
+    except ConfigurationError as error:
+        parser.error(str(error))
+    if launched.script is not None:
+        parser.error(f"it takes no script, got {launched.script!r}. Give flags of accelfn launch only.")
     if options.timeout <= 0:
         parser.error(f"--timeout must be more than 0 seconds, got {options.timeout:g}.")
     with tempfile.TemporaryDirectory(prefix="accelfn-test-") as folder:

@@ -98,7 +98,8 @@ def test_the_world_of_a_launcher_is_named() -> None:
 
 @given(
     st.dictionaries(
-        st.from_regex(r"(ACCELFN|HOME|NCCL|AWS)_[A-Z]{1,3}(_KEY|TOKEN|_SECRET_X|)", fullmatch=True), st.text()
+        st.from_regex(r"(ACCELFN|HOME|NCCL|AWS)_[A-Z]{1,3}(_API_KEY|TOKEN|_SECRET_X|)", fullmatch=True),
+        st.text(),
     )
 )
 def test_nothing_secret_and_nothing_private_is_shown(env: dict[str, str]) -> None:

@@ -23,6 +23,11 @@ def test_dash_and_underscore_spell_the_same_flag(dashes: list[bool]) -> None:
         assert parsed.script == "train_it-now.py"
 
 
+def test_n_is_the_number_of_processes() -> None:
+    parsed = parse_flags(["-n", "2", "train.py"])
+    assert (parsed.flags["num_processes"].text, parsed.script) == ("2", "train.py")
+
+
 def test_a_value_may_stand_where_a_script_could() -> None:
     parsed = parse_flags(["--dry-run", "--log-dir", "train.py", "-t", "3", "--", "--odd.py", "x"])
     assert {name: given.text for name, given in parsed.flags.items()} == {"log_dir": "train.py", "tee": "3"}
@@ -59,6 +64,14 @@ def test_what_may_repeat_adds_up() -> None:
         (("--num_proceses", "2"), "unknown flag --num_proceses. Did you mean --num_processes?"),
         (("--num_proc", "2"), "unknown flag --num_proc. Did you mean --num_processes?"),
         (("--use_cpu",), "unknown flag --use_cpu. Did you mean --cpu?"),
+        (("-np", "2", "t.py"), "unknown flag -np. Write --num_processes 2, on all machines together."),
+        (("--nproc_per_node=2",), "unknown flag --nproc_per_node. Write --num_processes 2, on all machines"),
+        (
+            ("--nproc-per-node", "2"),
+            "unknown flag --nproc-per-node. Write --num_processes 2, on all machines",
+        ),
+        (("--nnodes", "3"), "unknown flag --nnodes. Write --num_machines 3."),
+        (("--node_rank",), "unknown flag --node_rank. Write --machine_rank N."),
         (("--zzz",), "unknown flag --zzz. accelfn launch --help lists the flags"),
         (("--num_processes",), "argument --num_processes: it needs a value"),
         (

@@ -78,6 +78,65 @@ def test_sbatch_writes_over_its_own_scripts_only(capsys: pytest.CaptureFixture[s
         assert capsys.readouterr().out == f"wrote job.sh{anew}; start it with: sbatch job.sh\n"
 
 
+def test_a_dry_run_of_sbatch_prints_the_script_and_writes_none(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ("--num_machines=2", "--num_processes=2", "--cpu", "--sbatch", "job.sh", "--slurm_time=1:00:00")
+    assert run_launch([*flags, "--dry-run", "t.py"]) == 0
+    printed = capsys.readouterr().out
+    assert not Path("job.sh").exists()
+    assert run_launch([*flags, "t.py"]) == 0
+    assert Path("job.sh").read_text() == printed
+    assert "dry" not in printed
+    short = ("--num_machines=2", "-n", "2", "--cpu", "--sbatch", "short.sh", "--dry_run")
+    assert run_launch([*short, "t.py"]) == 0
+    assert "launch --num_machines=2 -n 2 --cpu t.py" in capsys.readouterr().out
+
+
+OF_ACCELERATE = """
+compute_environment: LOCAL_MACHINE
+distributed_type: MULTI_CPU
+downcast_bf16: 'no'
+use_xpu: true
+machine_rank: 0
+main_training_function: main
+mixed_precision: bf16
+num_machines: 1
+num_processes: 2
+rdzv_backend: static
+use_cpu: true
+"""
+
+
+def test_a_configuration_of_accelerate_is_read_and_it_is_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in STEP:
+        monkeypatch.delenv(name)
+    Path("default_config.yaml").write_text(OF_ACCELERATE)
+    assert run_launch(["--config_file", "default_config.yaml", "--print_config"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err.splitlines() == [
+        "accelfn launch: default_config.yaml is a configuration of Accelerate, and is read as one.",
+        "accelfn launch: use_xpu: left out; torch finds an XPU itself.",
+    ]
+    rows = {line.split()[0]: line.split()[1:] for line in captured.out.splitlines()}
+    assert rows["num_processes"] == ["2", "file", "default_config.yaml"]
+    assert (rows["mixed_precision"][0], rows["cpu"][0]) == ("bf16", "true")
+    assert run_launch(["--config_file", "default_config.yaml", "-n", "3", "--dry_run", "t.py"]) == 0
+    assert "--nproc-per-node=3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["use_fsdp: true", "use_megatron_lm: true"])
+def test_an_engine_to_come_is_refused_with_its_place_and_without_advice(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("a.yaml").write_text(text)
+    assert run_launch(["--config_file", "a.yaml", "--num_machines=1", "t.py"]) == 2
+    said = capsys.readouterr().err
+    assert f"--{text.partition(':')[0]} (from file a.yaml, line 1, column 1) can't be launched" in said
+    assert "yet. Leave it out." in said
+    assert "install" not in said
+
+
 def test_a_folder_that_has_gone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     tmp_path.rename(tmp_path.with_name("moved"))
     tmp_path.with_name("moved").joinpath("t.py").unlink()

@@ -121,7 +121,7 @@ print(f"\\nstatus={status} heavy={heavy}")
         (["tpu-config", "--debug"], "no TPU is named"),
         (["runs", "lst"], "got 'lst'. Did you mean list?"),
         (["completion", "bsh"], "got 'bsh'. Did you mean bash?"),
-        (["test", "train.py"], "'train.py' is no flag"),
+        (["test", "train.py"], "it takes no script, got 'train.py'"),
         (["estimate-memory", "absent"], "there is no file or folder 'absent'"),
         (["plan-memory", "absent"], "there is no file or folder 'absent'"),
         (["estimate-memory", "docs", "--dtypes", "float99"], "--dtypes: 'float99' is no dtype. Use such as"),
@@ -169,12 +169,12 @@ print(f"\\nstatus={status} heavy={heavy}")
         (["to-fsdp2", "--config_file", "", "--overwrite"], "--config_file needs the name of a file"),
         (["launch", "--main_process_ip", "bad host", "README.md"], "got 'bad host'"),
         (
-            ["launch", "--use_deepspeed", "--deepspeed_config_file", "absent.json", "README.md"],
-            "--deepspeed_config_file: there is no file 'absent.json'. Check the path",
+            ["launch", "--use_deepspeed", "--dry_run", "README.md"],
+            "--use_deepspeed can't be launched: accelfn doesn't support DeepSpeed yet. Leave it out.",
         ),
         (
-            ["launch", "--use_deepspeed", "--deepspeed_hostfile", "docs", "README.md"],
-            "--deepspeed_hostfile: it must be a file, and is a folder: 'docs'",
+            ["launch", "--mixed_precision", "fp8", "README.md"],
+            "--mixed_precision fp8 can't be launched: accelfn doesn't support fp8 yet. Leave it out.",
         ),
         (
             [
@@ -210,14 +210,22 @@ def test_bad_input_is_one_sentence_and_status_2(argv: list[str], message: str) -
     assert "Traceback" not in done.stderr
 
 
+def test_ordinary_flags_are_no_secrets() -> None:
+    ordinary = ("--num_key_value_heads", "8", "--pad_token_id", "0", "--text_key", "body", "--max_token=9")
+    secret = ("--wandb_api_key", "hush", "--hub-token=hush", "--accessToken", "hush", "--password", "hush")
+    shown = accelfn("launch", "--cpu", "--dry_run", "docs/cli.py", *ordinary, *secret).stdout
+    assert " ".join(ordinary) in shown
+    assert "hush" not in shown
+
+
 def test_no_secret_is_printed_or_written(tmp_path: Path) -> None:
     secret = ("--aws_secret_access_key", "hush", "--aws-access-key-id=hush")
     script = tmp_path / "job.sh"
     rented = ("--compute_environment=AMAZON_SAGEMAKER", "--sagemaker_ec2_instance_type=m")
     pod = ("--tpu", "--tpu_cluster", "--tpu_name=t", "--tpu_zone=z")
     for argv in (
-        ("--print_config", *secret),
-        ("--sbatch", str(script), *secret, "README.md"),
+        ("--print_config", *rented, *secret),
+        ("--sbatch", str(script), *rented, *secret, "README.md"),
         ("--dry_run", *rented, "--sagemaker_iam_role_name=me", *secret, "docs/cli.py", "--hf_token", "hush"),
         ("--dry_run", "--cpu", "docs/cli.py", "--hf_token", "hush", "--tokenizer", "small"),
         ("--dry_run", *pod, "--env=HF_TOKEN=hush", "docs/cli.py"),

@@ -310,6 +310,19 @@ def test_a_wrong_flag_ends_with_2(capsys: pytest.CaptureFixture[str]) -> None:
         assert "accelfn runs" in capsys.readouterr().err
 
 
+def test_on_a_terminal_curves_are_lines_of_text(
+    runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert main(["runs", "plot", "latest", "--names", "loss", "--dir", str(runs)]) == 0
+    shown = capsys.readouterr().out
+    assert "<svg" not in shown
+    assert "loss" in shown
+    assert "--output" in shown.splitlines()[-1]
+    assert main(["runs", "plot", "latest", "--format", "svg", "--dir", str(runs)]) == 0
+    assert capsys.readouterr().out.startswith("<svg")
+
+
 @pytest.mark.parametrize("arguments", [("list",), ("show", "second"), ("plot", "second"), ("--help",)])
 def test_no_torch_is_loaded(arguments: tuple[str, ...], runs: Path) -> None:
     code = (

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from accelfn.launch.self_test import self_test_command
+from accelfn.launch.self_test import run_self_test, self_test_command
 from accelfn.launch.selftest.checks import CHECKS
 
 ROOT = Path(__file__).parents[2]
@@ -87,6 +87,27 @@ def test_a_rank_that_dies_before_it_joins_ends_with_a_table(tmp_path: Path) -> N
     assert "  not run  trigger" in done.stdout
 
 
+@pytest.mark.parametrize(
+    "argv", [("--cpu", "noop.py"), ("noop.py",), ("-m", "noop"), ("--cpu", "--", "noop.py")]
+)
+def test_a_script_is_refused_and_not_run(
+    argv: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "noop.py").write_text("open('ran', 'w')")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as done:
+        run_self_test(argv)
+    assert done.value.code == 2
+    assert "accelfn test: error: it takes no script, got 'noop" in capsys.readouterr().err
+    assert not (tmp_path / "ran").exists()
+
+
+def test_no_check_is_no_pass() -> None:
+    done = run("accelfn", "test", "--cpu", "--num_proceses", "2")
+    assert done.returncode == 2
+    assert "unknown flag --num_proceses. Did you mean --num_processes?" in done.stderr
+
+
 @pytest.mark.slow
 def test_fp16_learns_what_one_process_learns() -> None:
     flags = (
@@ -125,7 +146,7 @@ def test_a_setup_that_accelfn_has_no_machinery_for_fails() -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["train.py"], "'train.py' is no flag"),
+        (["train.py"], "it takes no script, got 'train.py'"),
         (["--timeout", "0"], "--timeout must be more than 0"),
         (["--fault", "bad-luck"], "got 'bad-luck'"),
         (["--only", "the weather"], "got 'the weather'"),

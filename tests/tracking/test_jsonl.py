@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from accelfn import Context
 from accelfn.errors import ConfigurationError
+from accelfn.launch import find_runs, read_run
 from accelfn.tracking import JSONLTracker, finish, get_tracker, init_trackers, log, log_images, log_table
 from accelfn.tracking.pictures import encode_png, read_pixels
 
@@ -115,11 +116,27 @@ def test_a_run_of_the_same_name_is_refused_and_gone_on_with_where_that_is_asked(
     first.log({"loss": 1.0}, step=1)
     with pytest.raises(ConfigurationError, match=r"there is a run 'one'.*resume=True"):
         started(tmp_path, run_name="one")
-    with pytest.raises(ConfigurationError, match="resume=True needs run_name"):
-        JSONLTracker("digits", tmp_path, resume=True)
     second = started(tmp_path, run_name="one", resume=True)
     second.log({"loss": 0.5}, step=2)
     assert [line["kind"] for line in lines(second.folder)] == ["start", "log", "start", "log"]
+
+
+def test_who_resumes_without_a_name_goes_on_with_the_latest_run(tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        tracker = started(tmp_path, run_name=name)
+        tracker.log({"loss": 1.0}, step=1)
+        if name == "first":
+            tracker.finish()
+    os.utime(tmp_path / "digits" / "first" / "events.jsonl", (1.0, 1.0))
+    resumed = started(tmp_path, resume=True)
+    resumed.log({"loss": 0.5}, step=2)
+    resumed.finish()
+    assert resumed.run_name == "second"
+    assert [folder.name for folder in find_runs(tmp_path)] == ["first", "second"]
+    run = read_run(resumed.folder)
+    assert (run.num_starts, run.curves["loss"].steps, run.is_finished) == (2, (1, 2), True)
+    JSONLTracker("letters", tmp_path, resume=True).start()  # nothing to go on with: a new one
+    assert len(find_runs(tmp_path)) == 3
 
 
 def test_a_wrong_run_name_is_not_taken_for_a_network_that_is_down(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shlex
 import sys
@@ -15,6 +16,7 @@ from accelfn.launch.config.fields import build_config
 from accelfn.launch.config.files import read_config
 from accelfn.launch.config.question import Answers, Question
 from accelfn.launch.config.questions import default_of, first_answers, next_question, read_answer, values_of
+from accelfn.launch.plan.machine import Machine
 
 __all__ = ("Put", "ask_questions", "ask_values", "format_launch", "format_prompt")
 
@@ -23,12 +25,12 @@ __all__ = ("Put", "ask_questions", "ask_values", "format_launch", "format_prompt
 Put = Callable[[Question, tuple[str, ...], object], str]
 
 
-def ask_values(path: str, devices: int) -> Mapping[str, object] | None:
+def ask_values(path: str, machine: Machine) -> Mapping[str, object] | None:
     """Ask everything on the terminal. Effect: reads the file at ``path``, and talks to the user.
 
     Args:
         path: Where the answers will be written; a file that is there already gives the defaults.
-        devices: Accelerators of this machine; defaults are made from them.
+        machine: This machine; what it can't run is not asked about.
 
     Returns:
         Values by the fields' names, or None if the user wants to keep a file that can't be read.
@@ -60,7 +62,17 @@ def ask_values(path: str, devices: int) -> Mapping[str, object] | None:
     def put(question: Question, few: tuple[str, ...], default: object) -> str:
         return _put(questionary, question, few, default)
 
-    return values_of(ask_questions(first_answers(saved, devices), saved, put, print))
+    has_tpu = importlib.util.find_spec("torch_xla") is not None
+    first = first_answers(saved, _count_accelerators(machine), has_tpu=has_tpu)
+    return values_of(ask_questions(first, saved, put, print))
+
+
+def _count_accelerators(machine: Machine) -> int | None:
+    """Count the accelerators, None where there are some and only torch could count them."""
+    if machine.devices is not None:
+        return machine.devices
+    has_other = machine.device_variable != "CUDA_VISIBLE_DEVICES" or sys.platform == "darwin"
+    return None if has_other else 0
 
 
 def ask_questions(

@@ -17,11 +17,14 @@ from accelfn.launch.config.secrets import hide_in_text
 __all__ = (
     "FIELDS",
     "FIELD_OF",
+    "NOT_YET",
     "SECTIONS",
     "Field",
     "Section",
     "build_config",
+    "is_active",
     "read_value",
+    "section_of",
     "suggest",
     "value_of",
 )
@@ -35,8 +38,9 @@ class Section:
         name: Field of :class:`LaunchConfig`, and key in a file.
         prefix: What stands in front of its fields in flags.
         title: Heading in the help.
-        switch: Field without which the section isn't read; empty if it always is.
-        on: The switch's value with which it is read.
+        switch: Field that makes the section active; ``"sbatch"`` for the flag of that name; empty if the
+            section always is.
+        on: The switch's value that does; None for any but ``no``.
     """
 
     name: str
@@ -45,6 +49,25 @@ class Section:
     switch: str = ""
     on: object = True
 
+    @property
+    def needs(self) -> str:
+        """What a user types to make it active."""
+        if self.on is True:
+            return f"--{self.switch}"
+        return f"--{self.switch} {'NAME' if self.on is None else self.on}"
+
+
+#: What the table has for engines to come: the field, the value that asks for one, and its name. A launch
+#: refuses it, and the questionnaire does not ask.
+NOT_YET: Mapping[str, tuple[object, str]] = MappingProxyType(
+    {
+        "use_fsdp": (True, "FSDP"),
+        "use_deepspeed": (True, "DeepSpeed"),
+        "use_megatron_lm": (True, "Megatron-LM"),
+        "use_parallelism_config": (True, "a mesh of ranks"),
+        "mixed_precision": ("fp8", "fp8"),
+    }
+)
 
 #: Sections in the order of the help.
 SECTIONS: tuple[Section, ...] = (
@@ -54,11 +77,11 @@ SECTIONS: tuple[Section, ...] = (
     Section(
         name="parallelism", prefix="parallelism_config_", title="Parallelism", switch="use_parallelism_config"
     ),
-    Section(name="dynamo", prefix="dynamo_", title="torch.compile"),
+    Section(name="dynamo", prefix="dynamo_", title="torch.compile", switch="dynamo_backend", on=None),
     Section(name="fp8", prefix="fp8_", title="FP8", switch="mixed_precision", on="fp8"),
     Section(name="mpirun", prefix="mpirun_", title="MPI"),
     Section(name="tpu_options", prefix="tpu_", title="TPU", switch="tpu"),
-    Section(name="slurm", prefix="slurm_", title="SLURM"),
+    Section(name="slurm", prefix="slurm_", title="SLURM", switch="sbatch", on="FILE"),
     Section(
         name="sagemaker",
         prefix="sagemaker_",
@@ -113,6 +136,9 @@ def _fields_of(record: type[Any], section: Section | None) -> Iterable[Field]:
             continue
         option: Option = one.metadata["option"]
         name = option.flag or (section.prefix if section else "") + one.name
+        on, _ = NOT_YET.get(section.switch if section else name, (None, ""))
+        is_later = on is not None and on == (section.on if section else True)
+        later = " (not supported yet)" if is_later else ""
         own = [
             f"ACCELFN_{name.upper()}",
             *(export for export in option.exports if export.startswith("ACCELFN_")),
@@ -123,8 +149,8 @@ def _fields_of(record: type[Any], section: Section | None) -> Iterable[Field]:
             key=one.name,
             kind=option.kind,
             default=one.default,
-            about=option.about,
-            group=section.title if section else option.group,
+            about=option.about if section else option.about + later,
+            group=section.title + later if section else option.group,
             flags=(f"--{name}", *option.aliases),
             no_flag=f"--no_{name}" if option.kind.is_bool else "",
             variables=tuple(dict.fromkeys(own)),
@@ -187,6 +213,33 @@ def suggest(word: str, words: Iterable[str]) -> str | None:
 def value_of(config: LaunchConfig, field: Field) -> Any:
     """Look a field up in a configuration, whichever section it is in."""
     return getattr(getattr(config, field.section) if field.section else config, field.key)
+
+
+def is_active(config: LaunchConfig, field: Field, *, writes_sbatch: bool = False) -> bool:
+    """Whether a field is read, or stands in a section that is switched off. Pure.
+
+    Args:
+        config: The whole configuration.
+        field: Which field.
+        writes_sbatch: Whether ``--sbatch`` is given, which reads the options of SLURM.
+
+    >>> is_active(LaunchConfig(), FIELD_OF["zero_stage"])
+    False
+    >>> is_active(LaunchConfig(use_deepspeed=True), FIELD_OF["zero_stage"])
+    True
+    """
+    section = section_of(field)
+    if section is None or not section.switch or field.name == section.switch:
+        return True
+    if section.switch == "sbatch":
+        return writes_sbatch
+    value: object = value_of(config, FIELD_OF[section.switch])
+    return value not in (None, "no") if section.on is None else value == section.on
+
+
+def section_of(field: Field) -> Section | None:
+    """Find the section under whose heading a field stands, if it is one that can be switched off."""
+    return next((one for one in SECTIONS if field.section == one.name or field.group == one.title), None)
 
 
 def build_config(values: Mapping[str, object]) -> LaunchConfig:

@@ -23,6 +23,7 @@ __all__ = (
     "default_path",
     "find_config_file",
     "format_config",
+    "is_of_accelerate",
     "parse_config",
     "read_config",
     "read_text",
@@ -165,11 +166,9 @@ def parse_config(text: str, path: str) -> ConfigFile:
         MissingExtraError: As for :func:`read_config`.
     """
     tree = read_tree(text, path)
-    alien = next((key for key in _OF_ACCELERATE if key in tree), None)
-    if alien is not None and "config_version" not in tree:
+    if is_of_accelerate(tree):
         raise ConfigurationError(
-            f"{path} is a configuration of Accelerate (it has {alien}). Take it over with: "
-            f"accelfn config import {path}"
+            f"{path} is a configuration of Accelerate. Take it over with: accelfn config import {path}"
         )
     _check_version(tree, path)
     by_path = {field.path: field for field in FIELDS}
@@ -189,6 +188,11 @@ def parse_config(text: str, path: str) -> ConfigFile:
                 f"{_at(path, entry)}: {key} must be a section of its own, with keys in it."
             )
     return ConfigFile(path=path, values=MappingProxyType(values), places=MappingProxyType(places))
+
+
+def is_of_accelerate(tree: Mapping[str, Entry]) -> bool:
+    """Whether a file is one of Accelerate's, by the keys that only those have at the top. Pure."""
+    return "config_version" not in tree and any(key in tree for key in _OF_ACCELERATE)
 
 
 def _check_version(tree: Mapping[str, Entry], path: str) -> None:

@@ -52,7 +52,12 @@ def _type_in_file(values: Answers) -> object:
 
 
 def _usual_type(answers: Answers) -> str:
-    return ACCELERATORS if cast("int", answers.get("devices", 0)) > 1 else ONE
+    return ACCELERATORS if cast("int", answers.get("devices") or 0) > 1 else ONE
+
+
+def _types(answers: Answers) -> tuple[str, ...]:
+    accelerators = () if answers.get("devices") == 0 else (ACCELERATORS,)
+    return (ONE, CPUS, *accelerators, *((TPU,) if answers.get("has_tpu") else ()))
 
 
 _KEYS = " and ".join(FIELD_OF[name].variables[0] for name in ("aws_access_key_id", "aws_secret_access_key"))
@@ -114,8 +119,11 @@ MACHINE_QUESTIONS: tuple[Question, ...] = (
         "machine_type",
         _is_local,
         "What does it run on?",
-        choices=(ONE, CPUS, ACCELERATORS, TPU),
-        titles={ACCELERATORS: f"{ACCELERATORS} (GPU, XPU, HPU, NPU, MLU, SDAA, MUSA, Neuron)"},
+        choices=_types,
+        titles={
+            **{one: one for one in (ONE, CPUS, TPU)},
+            ACCELERATORS: f"{ACCELERATORS} (GPU, XPU, HPU, NPU, MLU, SDAA, MUSA, Neuron)",
+        },
         default=_usual_type,
         found=_type_in_file,
     ),
@@ -160,7 +168,11 @@ MACHINE_QUESTIONS: tuple[Question, ...] = (
         lambda answers: is_multi(answers) or _rents_several(answers),
         "Check operations across ranks while the script runs? (slower)",
     ),
-    of_table("cpu", _is_one, "Use the CPU even where there is an accelerator?"),
+    of_table(
+        "cpu",
+        lambda answers: _is_one(answers) and answers.get("devices") != 0,
+        "Use the CPU even where there is an accelerator?",
+    ),
     about(
         "use_dynamo",
         lambda _: True,

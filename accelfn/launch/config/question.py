@@ -118,16 +118,16 @@ def about(
     *,
     found: Callable[[Answers], object],
     default: Callable[[Answers], object] = lambda _: False,
-    choices: tuple[str, ...] = (),
+    choices: Callable[[Answers], tuple[str, ...]] = lambda _: (),
     titles: Mapping[str, str] | None = None,
 ) -> Question:
-    """Make a question that is no field: a yes or no, or a menu if there are ``choices``."""
+    """Make a question that is no field: a menu of ``choices`` if there are ``titles``, else a yes or no."""
     return Question(
         name=name,
         text=text,
-        kind=choice(*choices) if choices else BOOL,
+        kind=choice(*titles) if titles else BOOL,
         when=when,
-        choices=lambda _: choices,
+        choices=choices,
         default=default,
         found=found,
         titles=MappingProxyType(dict(titles or {})),

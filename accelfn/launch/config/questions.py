@@ -1,6 +1,6 @@
 """The questionnaire of ``accelfn config`` as a pure plan: what to ask next, and what the answers make.
 
-The table of questions stands in ``machine_questions``, ``engine_questions`` and ``process_questions``; names,
+The table of questions stands in ``machine_questions`` and ``process_questions``; names,
 kinds, choices and defaults come from the table of fields. ``accelfn.launch.config.ask`` carries the plan out.
 """
 
@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from accelfn.errors import ConfigurationError
-from accelfn.launch.config.engine_questions import ENGINE_QUESTIONS
 from accelfn.launch.config.fields import FIELD_OF, build_config, read_value
 from accelfn.launch.config.machine_questions import MACHINE_QUESTIONS
 from accelfn.launch.config.process_questions import PROCESS_QUESTIONS
@@ -29,7 +28,7 @@ __all__ = (
 )
 
 #: Every question, in the order in which they are asked. A question depends on those before it only.
-QUESTIONS: tuple[Question, ...] = (*MACHINE_QUESTIONS, *ENGINE_QUESTIONS, *PROCESS_QUESTIONS)
+QUESTIONS: tuple[Question, ...] = (*MACHINE_QUESTIONS, *PROCESS_QUESTIONS)
 
 # Fields that one question decides on together.
 _PLACES: Mapping[str, Mapping[str, object]] = MappingProxyType(
@@ -44,27 +43,29 @@ _DECIDED = frozenset(
     (
         *(question.name for question in QUESTIONS),
         *(name for values in _PLACES.values() for name in values),
-        "fp8_override_linear_precision",
     )
 )
 
 
-def first_answers(saved: Mapping[str, object], devices: int = 0) -> Answers:
+def first_answers(saved: Mapping[str, object], devices: int | None = 0, *, has_tpu: bool = False) -> Answers:
     """Say what stands before the first question: what no question is about stays as it is. Pure.
 
     Args:
         saved: Values of a file that is there already, by the fields' names.
-        devices: Accelerators of this machine; defaults are made from them.
+        devices: Accelerators of this machine; None where there are some, and it isn't known how many.
+        has_tpu: Whether torch_xla is installed.
 
     >>> dict(first_answers({"max_restarts": 3, "num_processes": 4}))
-    {'max_restarts': 3, 'devices': 0}
+    {'max_restarts': 3, 'devices': 0, 'has_tpu': False}
     """
     kept = {
         name: value
         for name, value in saved.items()
         if name not in _DECIDED and value is not None and not FIELD_OF[name].secret
     }
-    return {**kept, "devices": devices}
+    # A file that is for another machine stays so.
+    many = None if devices == 0 and saved.get("multi_gpu") else devices
+    return {**kept, "devices": many, "has_tpu": has_tpu or saved.get("tpu") is True}
 
 
 def next_question(answers: Answers) -> Question | None:
@@ -159,10 +160,6 @@ def values_of(answers: Answers) -> dict[str, object]:
     place = answers.get("machine_type")
     if isinstance(place, str):
         values |= _PLACES[place]
-    if answers.get("override_precision"):
-        values["fp8_override_linear_precision"] = tuple(
-            answers.get(f"override_{name}") is True for name in ("fprop", "dgrad", "wgrad")
-        )
     return values
 
 

@@ -76,7 +76,7 @@ it: got 3 processes on 2 machines. Use 2 or 4 processes.
     quiet: bool = field(
         default=False,
         metadata=option(
-            SWITCH, "no report after a failure, only the exit status", group="General", aliases=("-q",)
+            SWITCH, "no line at the start, no report after a failure", group="General", aliases=("-q",)
         ),
     )
     compute_environment: str = field(
@@ -126,6 +126,7 @@ it: got 3 processes on 2 machines. Use 2 or 4 processes.
             COUNT,
             "processes on all machines together (one for each accelerator; 1 on a CPU)",
             group="Resources",
+            aliases=("-n",),
         ),
     )
     num_machines: int = field(

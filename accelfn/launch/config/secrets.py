@@ -10,16 +10,22 @@ __all__ = ("HIDDEN", "hide_in_text", "hide_in_words", "is_secret")
 #: Stands for what is not shown.
 HIDDEN = "***"
 
-# A token and a key are secret, but not tokens that are counted, and no tokenizer.
-_WORDS = r"(?:secret|password|passwd|credential|(?:token|key)(?![a-z]))"
-_SECRET = re.compile(_WORDS, re.IGNORECASE)
-# A name, what parts it from its value, and the value: HF_TOKEN=abc, --api-key "a b", password: abc
-_PAIR = re.compile(
-    rf"""(?P<name>(?:--?)?["']?\b[\w.-]*{_WORDS}[\w.-]*["']?)
-         (?P<middle>\s*[=:]\s*|(?<=\w)\s+(?=\S))
-         (?P<value>"[^"]*"|'[^']*'|[^\s,;&|"']+)""",
-    re.IGNORECASE | re.VERBOSE,
+# Whatever has one of these in its name.
+_ALWAYS = ("secret", "password", "passwd", "passphrase", "credential")
+# A token is secret unless it is one of a text; a key is only where it opens something: data has keys too.
+_OF_TEXT = frozenset(
+    (
+        *("pad", "eos", "bos", "unk", "cls", "sep", "mask", "image", "video", "audio", "special"),
+        *("start", "end", "stop", "first", "last", "next", "new", "max", "min", "num", "per"),
+    )
 )
+_OPENING = frozenset(
+    ("api", "access", "private", "auth", "encryption", "signing", "ssh", "account", "service", "license")
+)
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+# A name, and what parts it from its value, and the value: HF_TOKEN=abc, --api-key "a b", password: abc
+_NAME = re.compile(r"""(?P<dash>--?)?["']?\b(?P<name>[A-Za-z_][\w.-]*)["']?""")
+_VALUE = re.compile(r"""(?P<middle>\s*[=:]\s*|(?<=\w)\s+(?=\S))(?:"[^"]*"|'[^']*'|[^\s,;&|"']+)""")
 # A name and a password in an address, and what a server is shown.
 _ADDRESS = re.compile(r"(?P<start>\w+://)[^/\s@]+(?P<end>@)")
 _BEARER = re.compile(r"(?P<start>\bBearer\s+)[^\s\"']+(?P<end>)", re.IGNORECASE)
@@ -28,10 +34,24 @@ _BEARER = re.compile(r"(?P<start>\bBearer\s+)[^\s\"']+(?P<end>)", re.IGNORECASE)
 def is_secret(name: str) -> bool:
     """Whether what has this name is better not shown.
 
-    >>> is_secret("aws_secret_access_key"), is_secret("HF_TOKEN"), is_secret("max_tokens")
-    (True, True, False)
+    That is: a secret, password, passphrase or credential of any kind; ``..._token``, but not a token of a
+    text (``pad_token``); ``..._key`` and ``..._key_id`` of what is opened (``api_key``, ``access_key_id``),
+    but not any key (``text_key``, ``num_key_value_heads``).
+
+    >>> is_secret("aws_secret_access_key"), is_secret("HF_TOKEN"), is_secret("--wandbApiKey")
+    (True, True, True)
+    >>> is_secret("max_tokens"), is_secret("pad_token_id"), is_secret("text_key")
+    (False, False, False)
     """
-    return _SECRET.search(name) is not None
+    words = [word.lower() for word in _WORD.findall(name)]
+    if any(mark in word for word in words for mark in _ALWAYS):
+        return True
+    if words[-2:-1] and words[-2].endswith("key") and words[-1] == "id":
+        words.pop()
+    last, before = (words[-1:] or [""])[0], (words[-2:-1] or [""])[0]
+    if last.endswith("token"):
+        return (last.removesuffix("token") or before) not in _OF_TEXT
+    return last.endswith("key") and (last.removesuffix("key") or before) in _OPENING
 
 
 def hide_in_text(text: str) -> str:
@@ -42,14 +62,16 @@ def hide_in_text(text: str) -> str:
     >>> hide_in_text("pip install git+https://ann:abc@host/repo")
     'pip install git+https://***@host/repo'
     """
-
-    def hidden(found: re.Match[str]) -> str:
+    told, place = "", 0
+    for found in _NAME.finditer(text):
+        value = (
+            _VALUE.match(text, found.end()) if found.start() >= place and is_secret(found["name"]) else None
+        )
         # Without a sign between them, only a flag has what follows for its value.
-        if not found["middle"].strip() and not found["name"].startswith("-"):
-            return found[0]
-        return f"{found['name']}{found['middle']}{HIDDEN}"
-
-    told = _PAIR.sub(hidden, text)
+        if value is not None and (value["middle"].strip() or found["dash"]):
+            told += f"{text[place : found.end()]}{value['middle']}{HIDDEN}"
+            place = value.end()
+    told += text[place:]
     for pattern in (_ADDRESS, _BEARER):
         told = pattern.sub(rf"\g<start>{HIDDEN}\g<end>", told)
     return told

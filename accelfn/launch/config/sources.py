@@ -7,13 +7,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from accelfn.errors import ConfigurationError
-from accelfn.launch.config.fields import FIELD_OF, FIELDS, SECTIONS, build_config, read_value, value_of
+from accelfn.errors import ConfigurationError, NotAvailableError
+from accelfn.launch.config.fields import (
+    FIELD_OF,
+    FIELDS,
+    NOT_YET,
+    build_config,
+    is_active,
+    read_value,
+    section_of,
+    value_of,
+)
 from accelfn.launch.config.files import ConfigFile
 from accelfn.launch.config.record import EXCLUSIVE, LaunchConfig
 from accelfn.launch.config.secrets import HIDDEN, hide_in_text
 
-__all__ = ("Given", "Origin", "Resolved", "format_origins", "origin_rows", "resolve")
+__all__ = ("Given", "Origin", "Resolved", "format_origins", "origin_rows", "refuse_not_yet", "resolve")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +83,8 @@ def resolve(
     environment: Mapping[str, str],
     file: ConfigFile | None = None,
     step: Mapping[str, tuple[object, str]] | None = None,
+    *,
+    writes_sbatch: bool = False,
 ) -> Resolved:
     """Decide every field: flag before variable before SLURM's step before file before default. Pure.
 
@@ -85,10 +96,11 @@ def resolve(
         environment: Variables; those that are empty don't count.
         file: From ``read_config``.
         step: Values by the fields' names with the variable that says so, as ``read_step`` gives them.
+        writes_sbatch: Whether ``--sbatch`` is given, which reads the options of SLURM.
 
     Raises:
         ConfigurationError: A value is not understood, or values contradict each other. It says where each
-            of them came from.
+            of them came from. Or a flag has no effect, because its section is switched off.
 
     >>> found = resolve({"num_processes": Given("4", "--num_processes")}, {"ACCELFN_NUM_PROCESSES": "2"})
     >>> found.config.num_processes, str(found.origins["num_processes"])
@@ -109,7 +121,6 @@ def resolve(
         for name, (value, origin) in layer.items():
             if name not in values and not (name in put_out and value is True):
                 values[name], origins[name] = value, origin
-    _refuse_unread(values, origins)
     try:
         config = build_config(values)
     except ConfigurationError as error:
@@ -120,6 +131,7 @@ def resolve(
             if f"--{name} " in f"{told} " and origins[name].source not in ("flag", "default")
         ]
         raise ConfigurationError(f"{told} ({'; '.join(others)})" if others else told) from None
+    _refuse_unread(config, origins, writes_sbatch)
     return Resolved(config=config, origins=MappingProxyType(origins))
 
 
@@ -184,19 +196,41 @@ def _from_file(file: ConfigFile | None) -> _Layer:
     }
 
 
-def _refuse_unread(values: Mapping[str, object], origins: Mapping[str, Origin]) -> None:
+def _refuse_unread(config: LaunchConfig, origins: Mapping[str, Origin], writes_sbatch: bool) -> None:
     """Refuse a flag whose section is switched off: who typed it meant something by it."""
-    for section in SECTIONS:
-        if not section.switch or values.get(section.switch) == section.on:
+    for field in FIELDS:
+        section, origin = section_of(field), origins[field.name]
+        if (
+            section is None
+            or origin.source != "flag"
+            or is_active(config, field, writes_sbatch=writes_sbatch)
+        ):
             continue
-        typed = [
-            origins[field.name].name
-            for field in FIELDS
-            if field.section == section.name and origins[field.name].source == "flag"
-        ]
-        if typed and section.name not in ("tpu_options", "deepspeed", "sagemaker"):
-            switch = f"--{section.switch}" + ("" if section.on is True else f" {section.on}")
-            raise ConfigurationError(f"{typed[0]} has no effect without {switch}. Give both or neither.")
+        raise ConfigurationError(
+            f"{origin.name} has no effect without {section.needs}. Give both or neither."
+        )
+
+
+def refuse_not_yet(resolved: Resolved) -> None:
+    """Refuse engines that accelfn doesn't have yet. Pure.
+
+    Raises:
+        NotAvailableError: The configuration asks for one.
+
+    >>> refuse_not_yet(resolve({"use_fsdp": Given("true", "--use_fsdp")}, {}))
+    Traceback (most recent call last):
+        ...
+    accelfn.errors.NotAvailableError: --use_fsdp can't be launched: accelfn doesn't support FSDP yet. Leave \
+it out.
+    """
+    for name, (on, what) in NOT_YET.items():
+        origin = resolved.origins[name]
+        if value_of(resolved.config, FIELD_OF[name]) == on:
+            asked = f"--{name}" if on is True else f"--{name} {on}"
+            where = "" if origin.source == "flag" else f" (from {origin})"
+            raise NotAvailableError(
+                f"{asked}{where} can't be launched: accelfn doesn't support {what} yet. Leave it out."
+            )
 
 
 def format_origins(resolved: Resolved, *, everything: bool = True) -> str:

@@ -167,14 +167,7 @@ def _needs(config: LaunchConfig) -> tuple[str, ...]:
     """Name the packages without which every process would fail."""
     if config.no_python:
         return ()  # another interpreter may have them
-    of_fp8 = {"TE": "transformer_engine", "AO": "torchao", "MSAMP": "msamp"}
-    needed = (
-        (config.tpu, "torch_xla"),
-        (config.use_deepspeed, "deepspeed"),
-        (config.use_megatron_lm, "megatron"),
-        (config.mixed_precision == "fp8", of_fp8.get((config.fp8.backend or "").upper(), "")),
-    )
-    return tuple(name for wanted, name in needed if wanted and name)
+    return ("torch_xla",) if config.tpu else ()
 
 
 def _affinity(config: LaunchConfig, machine: Machine, local_size: int) -> dict[str, str]:
@@ -232,6 +225,11 @@ def _check_streams(config: LaunchConfig, local_size: int) -> None:
                 f"--{name} {given} names process {beyond[0][0]} of this machine, and there are {local_size}: "
                 f"0 to {local_size - 1}. Leave {beyond[0]} out."
             )
+    if config.redirects != "0" and config.log_dir is None:
+        raise ConfigurationError(
+            f"--redirects {config.redirects} keeps output in files instead of showing it. Say where with "
+            "--log_dir."
+        )
 
 
 def _check_rendezvous(conf: str | None) -> None:

@@ -129,10 +129,12 @@ def write_sbatch(config: LaunchConfig, script: Script, tokens: Sequence[str], ma
         ("account", options.account),
         ("output", options.output),
     )
-    lines = ["#!/bin/bash", *(f"#SBATCH --{name}={value}" for name, value in wanted if value is not None)]
+    given = [(name, shlex.quote(str(value))) for name, value in wanted if value is not None]
+    lines = ["#!/bin/bash", *(f"#SBATCH --{name}={text}" for name, text in given)]
     lines += [f"#SBATCH {one}" for one in options.extra or ()]
     lines += ["", "set -euo pipefail", *(options.setup or ())]
-    if config.num_processes is not None and "num_processes" not in " ".join(tokens).replace("-", "_"):
+    named = {token.partition("=")[0].replace("-", "_") for token in tokens}
+    if config.num_processes is not None and not named & {"__num_processes", "_n"}:
         tokens = ("--num_processes", str(config.num_processes), *tokens)
     command = shlex.join((machine.python, "-m", "accelfn", "launch", *tokens, script.name, *script.args))
     lines += [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from accelfn.launch.config.fields import FIELD_OF, FIELDS, Field, value_of
+from accelfn.launch.config.fields import FIELD_OF, FIELDS, Field, is_active, value_of
 from accelfn.launch.config.sources import Resolved
 from accelfn.launch.plan.machine import Machine
 
@@ -77,22 +77,11 @@ def plan_variables(
 def _exported(resolved: Resolved) -> Iterator[str]:
     """Name the fields whose values processes get."""
     config = resolved.config
-    sections = {
-        "": True,
-        "fsdp": config.use_fsdp,
-        "deepspeed": config.use_deepspeed,
-        "megatron_lm": config.use_megatron_lm,
-        "parallelism": config.use_parallelism_config,
-        "dynamo": config.dynamo.backend is not None,
-        "fp8": config.mixed_precision == "fp8",
-    }
     for field in FIELDS:
-        if not field.exports or not sections.get(field.section) or value_of(config, field) is None:
+        if not field.exports or not is_active(config, field) or value_of(config, field) is None:
             continue
         given = resolved.origins[field.name].source != "default" or value_of(config, field) != field.default
-        if field.name == "downcast_bf16":
-            given = given and config.tpu
-        elif field.section == "parallelism":
+        if field.section == "parallelism":
             given = _is_of_mesh(field, config.parallelism.cp_size, config.parallelism.sp_size)
         if given or field.section in _WHOLE:
             yield field.name

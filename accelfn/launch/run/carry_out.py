@@ -34,6 +34,7 @@ def run_plan(
     num_processes: int | None = None,
     log_dir: str | None = None,
     quiet: bool = False,
+    script: str = "the script",
 ) -> int:
     """Start what a plan says. Effect: starts processes; a single one takes this process's place.
 
@@ -42,7 +43,8 @@ def run_plan(
         environment: What is inherited; the plan's changes are laid over a copy.
         num_processes: Of the whole world, for the report after a failure.
         log_dir: Where torchrun keeps output, for that report.
-        quiet: Whether to leave that report out.
+        quiet: Whether to leave that report out, and what a terminal is told at the start.
+        script: What is started, for the line that a terminal gets.
 
     Returns:
         The exit status.
@@ -69,6 +71,10 @@ def run_plan(
             f"port {plan.hosts_port} of this machine is taken by another program. Give a free one with "
             "--main_process_port; on one machine, leave the flag out and any free port is used."
         )
+    if not quiet and sys.stderr.isatty():
+        # Until torch has been loaded, which may take seconds, nothing else would be seen.
+        several = f"{plan.local_size} processes of " if plan.local_size > 1 else ""
+        print(f"accelfn launch: starting {several}{script}; loading torch may take a while.", file=sys.stderr)
     if plan.meeting is not None:
         with contextlib.closing(hold_meeting(plan.meeting, _versions())) as news:
             if news.is_alone:
@@ -93,12 +99,7 @@ def run_plan(
 _SOURCES = MappingProxyType(
     {
         "torch_xla": ("--tpu", "pip install 'torch_xla[tpu]'"),
-        "deepspeed": ("--use_deepspeed", "pip install deepspeed"),
-        "megatron": ("--use_megatron_lm", "pip install megatron-core"),
         "sagemaker": ("SageMaker", "pip install sagemaker"),
-        "transformer_engine": ("--fp8_backend TE", "pip install 'transformer_engine[pytorch]'"),
-        "torchao": ("--fp8_backend AO", "pip install torchao"),
-        "msamp": ("--fp8_backend MSAMP", "see https://github.com/Azure/MS-AMP"),
     }
 )
 

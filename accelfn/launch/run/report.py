@@ -114,6 +114,8 @@ def format_report(
 ) -> str:
     """Write the last lines of a failed launch. Pure.
 
+    The user's frames are among them unless the failed rank's traceback is the only one printed above.
+
     Args:
         failures: From ``read_failures``.
         num_processes: Of the whole world, if it is known.
@@ -148,8 +150,8 @@ def format_report(
     lines += [f"  {line}" for line in told]
     if not told and not first.frames:
         lines[0] = lines[0].removesuffix(":") + "."
-    shown = first.frames[-_MAX_FRAMES:]
-    if len(shown) < len(first.frames):
+    shown = () if _is_traceback_above(first, failures, log_dir) else first.frames[-_MAX_FRAMES:]
+    if shown and len(shown) < len(first.frames):
         lines.append(f"    ... ({len(first.frames) - len(shown)} frames)")
     for path, line, function, source in shown:
         where = f"{path}:{line}" + (f" in {function}" if function else "")
@@ -170,6 +172,12 @@ def format_report(
     else:
         lines.append("  logs: above; --log_dir DIR --tee 3 keeps those of each rank")
     return "\n".join(lines)
+
+
+def _is_traceback_above(first: Failure, failures: Sequence[Failure], log_dir: str | None) -> bool:
+    """Whether the one traceback in the output above is that of the first failure."""
+    has_printed = first.kind not in ("", "SystemExit") and not first.elsewhere and log_dir is None
+    return has_printed and all(one is first or one.kind in ("", "RemoteRankError") for one in failures)
 
 
 def _ended(exitcode: int | None) -> str:

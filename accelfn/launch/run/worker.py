@@ -44,9 +44,14 @@ def main() -> None:
         sys.exit(130)
     except BaseException as error:  # noqa: BLE001 - whatever it is, it is told and ends the process
         trace = _strip(error.__traceback__)
+        _remember(error, trace)
         if os.getpid() == pid:  # not in a child that the script forked
             _keep(error)
-        _print(error, trace)
+        if _is_reported(error):
+            first_line = str(error).partition("\n")[0]
+            _say(f"rank {os.environ.get('RANK')} ends too: {first_line}")
+        else:
+            _print(error, trace)
         sys.exit(1)
 
 
@@ -114,11 +119,22 @@ def _strip(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
-def _print(error: BaseException, trace: TracebackType | None) -> None:
-    """Print an uncaught exception as the interpreter does at its end."""
+def _remember(error: BaseException, trace: TracebackType | None) -> None:
+    """Leave an uncaught exception where the interpreter does."""
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
     if sys.version_info >= (3, 12):
         sys.last_exc = error
+
+
+def _is_reported(error: BaseException) -> bool:
+    """Whether the exception only repeats that of another rank, which the launcher will report."""
+    kind = type(error)
+    is_remote = (kind.__module__, kind.__name__) == ("accelfn.errors", "RemoteRankError")
+    return is_remote and os.path.isdir(os.environ.get("ACCELFN_RUN_DIR", ""))
+
+
+def _print(error: BaseException, trace: TracebackType | None) -> None:
+    """Print an uncaught exception as the interpreter does at its end."""
     error.__traceback__ = trace
     try:
         sys.excepthook(type(error), error, trace)
@@ -137,9 +153,13 @@ def _say_where(stop: KeyboardInterrupt) -> None:
     )
     rank = os.environ.get("RANK")
     who = f"rank {rank}" if rank else "the script"
+    _say(f"{who} was interrupted{where}.")
+
+
+def _say(line: str) -> None:
     sys.stdout.flush()
     # One write for the whole line: other processes write theirs at this moment.
-    sys.stderr.write(f"accelfn launch: {who} was interrupted{where}.\n")
+    sys.stderr.write(f"accelfn launch: {line}\n")
     sys.stderr.flush()
 
 

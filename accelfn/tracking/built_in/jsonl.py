@@ -36,11 +36,9 @@ class JSONLTracker(BuiltInTracker):
         project_name: Folder of the runs that belong together.
         logging_dir: What the folders are made in.
         run_name: Of this run; None makes one of the time and six random digits.
-        resume: Whether to go on with a run of this name that is there; a step that is logged again counts as
-            it was logged last.
-
-    Raises:
-        ConfigurationError: ``resume`` without ``run_name``.
+        resume: Whether to continue the run of this name if it is there; without ``run_name`` the latest one
+            of the project, by when its last line was written. A step that is logged again counts as it was
+            logged last. Where there is nothing to continue, a run begins.
     """
 
     name = "jsonl"
@@ -57,13 +55,14 @@ class JSONLTracker(BuiltInTracker):
     ) -> None:
         """Choose the folder; nothing is written before ``start``."""
         super().__init__()
-        if resume and run_name is None:
-            raise ConfigurationError("jsonl: resume=True needs run_name, the name of the run to go on with.")
         if run_name is not None and not isinstance(cast("object", run_name), str):
             raise TypeError(f"jsonl: run_name must be a text or None: got {run_name!r}.")
+        project = Path(logging_dir) / _safe(project_name)
+        if resume and run_name is None:
+            run_name = _latest(project)
         self.project_name = project_name
         self.run_name = run_name or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
-        self.folder = Path(logging_dir) / _safe(project_name) / _safe(self.run_name)
+        self.folder = project / _safe(self.run_name)
         self.resume = resume
         self._file: int | None = None
         self._num_images = 0
@@ -171,6 +170,12 @@ class JSONLTracker(BuiltInTracker):
         self._is_torn = written < len(data)
         if self._is_torn:
             raise OSError(errno.ENOSPC, f"only {written} of {len(data)} bytes of a line were written")
+
+
+def _latest(project: Path) -> str | None:
+    """Name the run of a project whose file was written last."""
+    files = sorted(project.glob("*/events.jsonl"), key=lambda file: file.stat().st_mtime)
+    return files[-1].parent.name if files else None
 
 
 def _safe(name: str) -> str:

@@ -57,7 +57,8 @@ def draw_answers(data: st.DataObject, saved: Mapping[str, object], devices: int)
         refused += 1
         assert len(reason) > 20
 
-    return ask_questions(first_answers(saved, devices), saved, put, say), refused
+    first = first_answers(saved, devices, has_tpu=data.draw(st.booleans(), label="has_tpu"))
+    return ask_questions(first, saved, put, say), refused
 
 
 @settings(deadline=None, max_examples=60)
@@ -145,18 +146,17 @@ def test_questions_hang_on_those_before_them_only() -> None:
                 question.when(answers)
                 question.choices(answers)
                 question.default(answers)
-        assert read <= {*names[: position + 1], "devices", "rdzv_endpoint"}, question.name
+        assert read <= {*names[: position + 1], "devices", "has_tpu", "rdzv_endpoint"}, question.name
 
 
 def test_each_question_is_about_one_field_or_about_others() -> None:
     own = {question.name for question in QUESTIONS if question.name not in FIELD_OF}
-    assert own == {
-        *("machine_type", "has_profile", "use_dynamo", "customize_dynamo"),
-        *("override_precision", "override_fprop", "override_dgrad", "override_wgrad"),
-    }
+    assert own == {"machine_type", "has_profile", "use_dynamo", "customize_dynamo"}
 
 
-def answer_all(texts: Mapping[str, str], saved: Mapping[str, object], devices: int = 0) -> LaunchConfig:
+def answer_all(
+    texts: Mapping[str, str], saved: Mapping[str, object], devices: int = 0, *, has_tpu: bool = False
+) -> LaunchConfig:
     """Answer by name; others as offered. Every text must be asked for, and be taken."""
     left = dict(texts)
 
@@ -165,7 +165,8 @@ def answer_all(texts: Mapping[str, str], saved: Mapping[str, object], devices: i
             return left.pop(question.name)
         return question.kind.write(default) if question.kind.is_bool or few else ""
 
-    answers = ask_questions(first_answers(saved, devices), saved, put, refuse_nothing)
+    first = first_answers(saved, devices, has_tpu=has_tpu)
+    answers = ask_questions(first, saved, put, refuse_nothing)
     assert not left
     return config_of(answers)
 
@@ -180,10 +181,11 @@ def test_what_no_question_is_about_stays() -> None:
 
 @pytest.mark.parametrize("kind", ["one process", "several processes on CPUs", "several accelerators", "TPU"])
 def test_the_kind_of_machine_is_found_in_a_file(kind: str) -> None:
-    config = answer_all({"machine_type": kind}, {}, devices=2)
+    config = answer_all({"machine_type": kind}, {}, devices=2, has_tpu=True)
     values = {"cpu": config.cpu, "multi_gpu": config.multi_gpu, "tpu": config.tpu}
     saved = {**values, "num_processes": config.num_processes}
     assert answer_all({}, saved, devices=4) == config
+    assert answer_all({}, saved, devices=0) == config  # a file that was made for another machine
 
 
 def test_what_a_file_says_is_not_offered_where_it_no_longer_fits() -> None:
@@ -208,23 +210,8 @@ def test_secrets_of_a_file_are_not_taken_along() -> None:
 
 
 def test_faults_of_accelerates_questionnaire_are_none_here() -> None:
-    tpu = answer_all({"machine_type": "TPU", "mixed_precision": "bf16", "downcast_bf16": "yes"}, {})
+    tpu = answer_all({"mixed_precision": "bf16", "downcast_bf16": "yes"}, {"tpu": True})
     assert (tpu.mixed_precision, tpu.downcast_bf16) == ("bf16", True)
-    te = answer_all(
-        {
-            "machine_type": "several accelerators",
-            "mixed_precision": "fp8",
-            "fp8_backend": "te",
-            "fp8_amax_history_len": "16",
-            "fp8_amax_compute_algo": "max",
-            "override_precision": "yes",
-            "override_dgrad": "yes",
-        },
-        {},
-        devices=2,
-    )
-    assert (te.fp8.amax_history_len, te.fp8.amax_compute_algo) == (16, "max")
-    assert te.fp8.override_linear_precision == (False, True, False)
     backends = next(question for question in QUESTIONS if question.name == "dynamo_backend").choices({})
     assert "torchxla_trace_once" in backends
     assert not any("torh" in one for one in backends)
@@ -253,20 +240,6 @@ def test_faults_of_accelerates_questionnaire_are_none_here() -> None:
         ({"machine_type": "several accelerators", "num_processes": 4}, "gpu_ids", "0,1", "fewer"),
         ({"machine_type": "several accelerators", "num_processes": 2}, "gpu_ids", "1,1", "twice"),
         ({"machine_type": "TPU"}, "mixed_precision", "fp8", "one of no, bf16"),
-        ({"use_megatron_lm": True, "megatron_lm_tp_degree": 4}, "num_processes", "6", "copy of the model"),
-        (
-            {"use_parallelism_config": True, "parallelism_config_tp_size": 2},
-            "num_processes",
-            "4",
-            "needs 2 processes",
-        ),
-        ({"use_parallelism_config": True}, "parallelism_config_dp_shard_size", "1", "no mesh"),
-        (
-            {"use_parallelism_config": True, "num_machines": 2, "parallelism_config_tp_size": 3},
-            "parallelism_config_dp_shard_size",
-            "1",
-            "evenly",
-        ),
     ],
 )
 def test_answers_that_contradict_each_other_are_refused(
@@ -288,9 +261,30 @@ def test_no_program_is_kept_from_a_file_where_a_tpu_was_chosen() -> None:
         return question.kind.write(default) if question.kind.is_bool or few else ""
 
     saved = {"no_python": True}
-    answers = ask_questions(first_answers(saved), saved, put, told.append)
+    answers = ask_questions(first_answers(saved, has_tpu=True), saved, put, told.append)
     assert "--no_python" in told[0]
     assert config_of(answers).no_python
+
+
+LATER = ("fsdp", "deepspeed", "megatron", "parallelism", "fp8", "zero", "offload_")
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data(), st.sampled_from((0, 1, 4, None)), st.booleans())
+def test_what_cannot_run_is_not_asked(data: st.DataObject, devices: int | None, has_tpu: bool) -> None:
+    asked: dict[str, tuple[str, ...]] = {}
+
+    def put(question: Question, few: tuple[str, ...], default: object) -> str:
+        asked[question.name] = few
+        usual = "" if default is not None or question.optional else question.example
+        return data.draw(st.sampled_from(few), label=question.name) if few else usual
+
+    ask_questions(first_answers({}, devices, has_tpu=has_tpu), {}, put, lambda _: None)
+    told = [*asked, *(one for few in asked.values() for one in few)]
+    assert not [one for one in told if one.startswith(LATER) or any(f"use_{name}" in one for name in LATER)]
+    assert ("TPU" in told) is (has_tpu and "machine_type" in asked)
+    if devices == 0:
+        assert not {"several accelerators", "cpu", "gpu_ids", "enable_cpu_affinity"} & {*told}
 
 
 def test_questions_are_records() -> None:

@@ -21,7 +21,7 @@ from accelfn.launch.config import (
     parse_config,
     resolve,
 )
-from accelfn.launch.config.fields import value_of
+from accelfn.launch.config.fields import section_of, value_of
 from accelfn.launch.flags import parse_flags
 
 # What else must be true for a field to be allowed; with it every field can be tried alone.
@@ -59,15 +59,11 @@ def samples(field: Field) -> tuple[str, str]:
 
 def beside(field: Field) -> dict[str, str]:
     wanted = dict(BESIDE.get(field.name, {}))
-    # A section's flag needs its switch.
-    for section, pair in {
-        "fsdp": {"use_fsdp": "true"},
-        "megatron_lm": {"use_megatron_lm": "true"},
-        "parallelism": {"use_parallelism_config": "true", "use_fsdp": "true", "fsdp_version": "2"},
-        "fp8": {"mixed_precision": "fp8"},
-    }.items():
-        if field.section == section:
-            wanted |= pair
+    section = section_of(field)
+    if section is not None and section.switch in FIELD_OF and field.name != section.switch:
+        # A section's flag needs its switch.
+        text = "true" if section.on is True else str(section.on or "inductor")
+        wanted |= {section.switch: text, **BESIDE.get(section.switch, {})}
     if field.name == "fsdp_sync_module_states":
         wanted["fsdp_cpu_ram_efficient_loading"] = "false"
     if field.name == "fsdp_version":
@@ -92,7 +88,8 @@ def resolve_from(field: Field, *, flag: str = "", variable: str = "", file: str 
     if flag:
         flags[field.name] = Given(flag, field.flags[0])
     config_file = parse_config(as_file({field.name: file}), "a.json") if file else None
-    return resolve(flags, {field.variables[0]: variable} if variable else {}, config_file)
+    variables = {field.variables[0]: variable} if variable else {}
+    return resolve(flags, variables, config_file, writes_sbatch=True)
 
 
 CAN_CHANGE = [field for field in FIELDS if samples(field)[0]]
@@ -126,7 +123,7 @@ def test_a_field_is_parsed_from_its_flag_and_written_to_a_file(field: Field) -> 
         return
     argv = [f"{field.flags[0]}={first}", "train.py"]
     others = [f"--{name}={text}" for name, text in beside(field).items() if name != field.name]
-    config = resolve(parse_flags([*others, *argv]).flags, {}).config
+    config = resolve(parse_flags([*others, *argv]).flags, {}, writes_sbatch=True).config
     for path in ("a.yaml", "a.json"):
         text = format_config(config, path)
         back = build_config(parse_config(text, path).values)
@@ -135,7 +132,7 @@ def test_a_field_is_parsed_from_its_flag_and_written_to_a_file(field: Field) -> 
         else:
             assert back == config
     if field.no_flag:
-        off = resolve(parse_flags([*others, field.no_flag, "train.py"]).flags, {}).config
+        off = resolve(parse_flags([*others, field.no_flag, "train.py"]).flags, {}, writes_sbatch=True).config
         assert value_of(off, field) is False
 
 
@@ -192,6 +189,16 @@ def test_a_choice_puts_out_what_a_weaker_source_chose() -> None:
         (("--tpu", "--no_python"), "Leave --no_python out"),
         (("--fsdp_version=2",), "--fsdp_version has no effect without --use_fsdp"),
         (("--fp8_backend=te",), "--fp8_backend has no effect without --mixed_precision fp8"),
+        (("--zero_stage=3",), "--zero_stage has no effect without --use_deepspeed. Give both"),
+        (("--dynamo_mode=max-autotune",), "--dynamo_mode has no effect without --dynamo_backend NAME"),
+        (("--dynamo_mode=default", "--dynamo_backend=no"), "--dynamo_mode has no effect without"),
+        (("--slurm_time=1:00:00",), "--slurm_time has no effect without --sbatch FILE"),
+        (("--vm=1", "--cpu"), "--vm has no effect without --tpu. Give both"),
+        (("--downcast_bf16",), "--downcast_bf16 has no effect without --tpu"),
+        (
+            ("--aws-access-key-id=x",),
+            "--aws-access-key-id has no effect without --compute_environment AMAZON_SAGEMAKER",
+        ),
         (("--machine_rank=1",), "--machine_rank must be 0 to 0 with --num_machines 1, got 1"),
         (("--num_processes=5", "--num_machines=2"), "got 5 processes on 2 machines. Use 4 or 6 processes"),
         (("--num_processes=1", "--num_machines=3"), "got 1 processes on 3 machines. Use 3 processes"),
@@ -215,6 +222,14 @@ def test_a_choice_puts_out_what_a_weaker_source_chose() -> None:
 def test_impossible_configurations(argv: tuple[str, ...], message: str) -> None:
     with pytest.raises(ConfigurationError, match=re.escape(message)):
         resolve(parse_flags((*argv, "train.py")).flags, {})
+
+
+def test_only_flags_must_have_an_effect() -> None:
+    file = parse_config("deepspeed: {zero_stage: 3}\ndynamo: {mode: max-autotune}", "a.yaml")
+    found = resolve({}, {"ACCELFN_SLURM_TIME": "1:00:00"}, file).config
+    assert (found.deepspeed.zero_stage, found.dynamo.mode, found.slurm.time) == (3, "max-autotune", "1:00:00")
+    flags = parse_flags(["--slurm_time=1:00:00", "--dynamo_backend=no", "t.py"]).flags
+    assert resolve(flags, {}, writes_sbatch=True).config.slurm.time == "1:00:00"
 
 
 def test_a_contradiction_says_where_the_other_half_comes_from() -> None:
@@ -259,7 +274,8 @@ def test_other_variables_are_left_alone() -> None:
 
 
 def test_print_config_hides_secrets_and_names_sources() -> None:
-    flags = parse_flags(["--aws_secret_access_key=hush", "--num-processes=2", "t.py"]).flags
+    rented = ("--compute_environment=AMAZON_SAGEMAKER", "--aws_secret_access_key=hush")
+    flags = parse_flags([*rented, "--num-processes=2", "t.py"]).flags
     said = format_origins(resolve(flags, {"ACCELFN_MIXED_PRECISION": "bf16"}))
     rows = {line.split()[0]: line.split()[1:] for line in said.splitlines()}
     assert len(rows) == len(FIELDS)
@@ -270,7 +286,8 @@ def test_print_config_hides_secrets_and_names_sources() -> None:
 
 
 def test_print_config_hides_secrets_in_commands() -> None:
-    flags = parse_flags(["--env=HF_TOKEN=hush", "--slurm_setup=export WANDB_API_KEY=hush", "t.py"]).flags
-    said = format_origins(resolve(flags, {}), everything=False)
+    given = ("--tpu", "--env=HF_TOKEN=hush", "--slurm_setup=export WANDB_API_KEY=hush")
+    flags = parse_flags([*given, "t.py"]).flags
+    said = format_origins(resolve(flags, {}, writes_sbatch=True), everything=False)
     assert "HF_TOKEN=***" in said
     assert "hush" not in said

@@ -229,6 +229,11 @@ def test_streams_of_a_process_that_is_not_there() -> None:
         plan_of("--num_processes=2", "--tee=0:3,2:1", "train.py")
 
 
+def test_output_that_would_be_kept_nowhere() -> None:
+    with pytest.raises(ConfigurationError, match=r"--redirects 3 keeps output in files .* --log_dir"):
+        plan_of("--num_processes=2", "--redirects=3", "train.py")
+
+
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3)), min_size=1) | st.integers(0, 3))
 def test_streams_are_those_that_torchrun_reads(value: int | list[tuple[int, int]]) -> None:
     from torch.distributed.elastic.multiprocessing import Std

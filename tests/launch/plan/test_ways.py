@@ -93,11 +93,6 @@ def test_deepspeed_through_torchrun() -> None:
     ("argv", "needs"),
     [
         (("--tpu",), ("torch_xla",)),
-        (("--use_deepspeed", "--cpu"), ("deepspeed",)),
-        (("--use_deepspeed", "--no_python"), ()),
-        (("--use_megatron_lm", "--num_processes=2", "--cpu"), ("megatron",)),
-        (("--mixed_precision=fp8", "--fp8_backend=te"), ("transformer_engine",)),
-        (("--mixed_precision=fp8",), ()),
         (("--tpu", "--tpu_cluster", "--tpu_name=t", "--tpu_zone=z"), ()),
     ],
     ids=str,
@@ -110,6 +105,19 @@ def test_a_package_that_is_missing_is_named_with_how_to_get_it() -> None:
     plan = LaunchPlan(way="single", argv=("false",), needs=("json", "torch_xla"))
     with pytest.raises(MissingExtraError, match=r"--tpu needs the package torch_xla.*'torch_xla\[tpu\]'"):
         run_plan(plan, {})
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_terminal_is_told_what_is_started(
+    quiet: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = LaunchPlan(way="torchrun", argv=("true",), local_size=2)
+    for is_terminal in (False, True):
+        monkeypatch.setattr("sys.stderr.isatty", lambda shown=is_terminal: shown)
+        assert run_plan(plan, dict(os.environ), script="train.py", quiet=quiet) == 0
+        told = "accelfn launch: starting 2 processes of train.py; loading torch may take a while.\n"
+        captured = capsys.readouterr()
+        assert (captured.out, captured.err) == ("", told if is_terminal and not quiet else "")
 
 
 def test_tpus() -> None:
@@ -245,15 +253,16 @@ def test_host_lists_that_make_no_sense(hosts: str) -> None:
 
 def test_a_script_for_sbatch_is_a_launch_on_every_node() -> None:
     argv = ("--num_processes=8", "--num_machines=2", "--slurm_time=1:00:00", "--slurm_extra=--qos=high")
+    argv += ("--slurm_job_name", "my job")
     parsed = parse_flags((*argv, "--slurm_setup", "module load cuda", "train.py", "a b"))
     step = {"machine_rank": (0, "srun"), "main_process_ip": ("n0", "srun")}
-    config = resolve(parsed.flags, {}, None, step).config
+    config = resolve(parsed.flags, {}, None, step, writes_sbatch=True).config
     text = write_sbatch(config, Script("train.py", ("a b",)), argv[:2], Machine(python="/v/python"))
     lines = text.splitlines()
     assert lines[0] == "#!/bin/bash"
     for wanted in (
         *("#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=1", "#SBATCH --gpus-per-node=4"),
-        *("#SBATCH --time=1:00:00", "#SBATCH --qos=high", "module load cuda"),
+        *("#SBATCH --time=1:00:00", "#SBATCH --qos=high", "module load cuda", "#SBATCH --job-name='my job'"),
     ):
         assert wanted in lines
     assert lines[-1] == (

@@ -149,7 +149,7 @@ def test_a_failure_on_one_machine_ends_the_others_and_is_reported_there(
     ]
     # Under c10d, ranks are given out by torch.
     own = 1 if "Traceback" in ended[1][1] else 0
-    assert ended[own][1].splitlines()[-4:-1] == said
+    assert ended[own][1].splitlines()[-3:-1] == said[:2]  # and its traceback above
     lines = ended[1 - own][1].splitlines()
     assert lines[-4:] == [*said, f"  logs: on {host}"]
     if way == "static":  # else the other agent may itself see first that the one that hosts has gone
@@ -221,6 +221,43 @@ def test_the_last_lines_name_rank_error_frames_and_logs(tmp_path: Path) -> None:
     assert last[-1].startswith("  logs: logs")
     folder = tmp_path / last[-1].removeprefix("  logs: ")
     assert "teapot" in (folder / "1" / "stderr.log").read_text()
+
+
+FAILS_IN_USER_CODE = """
+import torch
+import accelfn as af
+
+def loss_of(ctx, batch):
+    if ctx.rank == 1:
+        raise ValueError("the batch is empty")
+    return af.gather(ctx, batch)
+
+ctx = af.init_context()
+loss_of(ctx, torch.ones(1))
+"""
+
+
+@pytest.mark.parametrize("num_processes", [2, 4])
+def test_ranks_that_only_heard_of_a_failure_say_so_in_one_line(num_processes: int, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(FAILS_IN_USER_CODE)
+    process = start(tmp_path, "--cpu", "--num_processes", str(num_processes), "train.py")
+    stdout, stderr = process.communicate(timeout=100)
+    lines = (stdout + stderr).splitlines()
+    assert process.returncode == 1
+    assert len(lines) <= 30, stderr
+    assert sum("in loss_of" in line for line in lines) == 1, stderr  # its frames, once
+    for rank in {*range(num_processes)} - {1}:
+        heard = f"accelfn launch: rank {rank} ends too: rank 1 failed: ValueError: the batch is empty"
+        assert lines.count(heard) == 1, stderr
+    host = socket.gethostname()
+    begin = lines.index(f"accelfn launch: rank 1 of {num_processes} failed on {host}, with exit status 1:")
+    others = ", ".join(str(rank) for rank in range(num_processes) if rank != 1)
+    assert lines[begin + 1 :] == [
+        "  ValueError: the batch is empty",
+        f"  then: rank {others}",
+        "  logs: above; --log_dir DIR --tee 3 keeps those of each rank",
+    ]
 
 
 INTERRUPTED = """

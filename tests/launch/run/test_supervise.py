@@ -114,6 +114,23 @@ def test_long_errors_are_cut() -> None:
     assert first_failure([]) is None
 
 
+@pytest.mark.parametrize(
+    ("other", "log_dir", "has_frames"),
+    [
+        ("RemoteRankError", None, False),
+        ("KeyError", None, True),  # several tracebacks are above: which of them counts?
+        ("RemoteRankError", "logs", True),
+    ],
+)
+def test_frames_are_shown_once(other: str, log_dir: str | None, has_frames: bool) -> None:
+    first = Failure(
+        rank=1, exitcode=1, kind="ValueError", text="ValueError: no", frames=(("f.py", 3, "f", ""),)
+    )
+    failures = [first, Failure(rank=0, exitcode=1, kind=other, text="x", time_s=1.0)]
+    told = format_report(failures, num_processes=2, log_dir=log_dir)
+    assert ("f.py:3" in told) is has_frames
+
+
 def test_torchrun_that_never_started_its_processes(tmp_path: Path) -> None:
     (tmp_path / "agent.json").write_text(
         json.dumps({"error": "RendezvousTimeoutError: too late", "time_s": 1})
