@@ -53,7 +53,9 @@ def _verify_one(directory: str) -> int:
     sizes = [size_text(one.size) for one in files]
     for one, size in zip(files, sizes, strict=True):
         said = f"DAMAGED: {one.error}" if one.error else "OK"
-        if one.node is not None:
+        if one.is_extra:
+            said = "not part of the checkpoint, not checked"
+        elif one.node is not None:
             said = f"on the disk of node {one.node}, not checked"
         print(f"  {one.name:<{width}}  {size:>{max(map(len, sizes))}}  {said}")
     return int(any(one.error for one in files))

@@ -16,7 +16,7 @@ import torch
 
 from accelfn.checkpoint.files.disk import Disk, Folder, naming, open_regular, read_exactly
 from accelfn.checkpoint.files.header import Entry, check_length, check_safetensors_header
-from accelfn.checkpoint.files.manifest import CHUNK_BYTES, Manifest, Piece, StoredFile
+from accelfn.checkpoint.files.manifest import CHUNK_BYTES, Manifest, Piece, StoredFile, leaf_path
 from accelfn.checkpoint.files.stored_dtype import dtype_from_name, stored_form
 from accelfn.checkpoint.files.tensor_file import memory_of
 from accelfn.errors import DamagedCheckpointError
@@ -159,17 +159,20 @@ def _check_entries(
             form = stored_form(dtype_from_name(dtype), piece.shape)
         except ValueError as error:
             raise DamagedCheckpointError(
-                f"{path}: tensor {tensor!r} has a dtype that this torch doesn't know, {dtype!r}.", name
+                f"{path}: tensor {leaf_path(tensor)!r} has a dtype that this torch doesn't know, {dtype!r}.",
+                name,
             ) from error
         if form != (entry.dtype, entry.shape):
             _damaged(
                 path,
                 name,
-                f"tensor {tensor!r} is {entry.dtype} {list(entry.shape)} in it, and {form[0]} "
+                f"tensor {leaf_path(tensor)!r} is {entry.dtype} {list(entry.shape)} in it, and {form[0]} "
                 f"{list(form[1])} in the manifest",
             )
         if len(piece.crc32) != -(-(entry.stop - entry.start) // CHUNK_BYTES):
-            _damaged(path, name, f"the manifest has {len(piece.crc32)} checksums of tensor {tensor!r}")
+            _damaged(
+                path, name, f"the manifest has {len(piece.crc32)} checksums of tensor {leaf_path(tensor)!r}"
+            )
 
 
 def _damaged(path: str, name: str, why: str) -> NoReturn:
@@ -401,5 +404,5 @@ def _read_batch(disk: Disk, file: TensorFile, batch: Sequence[_Chunk]) -> None:
                 _damaged(
                     file.path,
                     file.name,
-                    f"bytes {read.start} to {read.stop} of tensor {chunk.tensor!r} aren't what was written",
+                    f"bytes {read.start} to {read.stop} of tensor {leaf_path(chunk.tensor)!r} aren't what was written",
                 )

@@ -17,7 +17,7 @@ from accelfn.checkpoint.document.fit import targets as leaf_targets
 from accelfn.checkpoint.document.nodes import LEAVES
 from accelfn.checkpoint.files.disk import REAL_DISK, Disk
 from accelfn.checkpoint.files.find import OpenCheckpoint, check_names, locate, read_checkpoint
-from accelfn.checkpoint.files.manifest import MANIFEST, Json, Manifest
+from accelfn.checkpoint.files.manifest import MANIFEST, Json, Manifest, leaf_path
 from accelfn.checkpoint.files.tensor_reader import Box, read_boxes
 from accelfn.checkpoint.state.attachments import check_attachments, writes_here
 from accelfn.checkpoint.state.background import finish_background
@@ -361,7 +361,7 @@ def _read_tensors(
         one = found.manifest.tensors.get(name)
         if one is None:
             raise DamagedCheckpointError(
-                f"{found.path} has no tensor {name!r}, and its tree has need of it.", MANIFEST
+                f"{found.path} has no tensor {leaf_path(name)!r}, and its tree has need of it.", MANIFEST
             )
         overlaps = find_overlaps(one, target)
         boxes += [Box(name, one.dtype, lap.piece, lap.offset, lap.shape) for lap in overlaps]

@@ -116,10 +116,11 @@ def test_a_file_that_is_missing_and_one_too_many(tmp_path: Path) -> None:
     path = saved(tmp_path / "at")
     extra = path / "tensors-00001.safetensors"
     shutil.copy(path / TENSORS, extra)
-    assert extra.name in refused(path)
-    extra.unlink()
     (path / ".hidden").write_text("")
-    assert ".hidden" in refused(path)
+    for read in (af.verify_checkpoint, af.load_tree, lambda at: af.load_state(af.Context(), at, LIKE)):
+        with pytest.warns(UserWarning, match=f"not part of the checkpoint: .hidden, {extra.name}"):
+            read(path)
+    extra.unlink()
     (path / ".hidden").unlink()
     kept = (path / TENSORS).read_bytes()
     (path / TENSORS).unlink()
