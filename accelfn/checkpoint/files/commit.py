@@ -538,7 +538,8 @@ def clean(disk: Disk, parent: str, name: str | None = None) -> tuple[str, ...]:
     """Remove what dead saves and removals left behind in a directory.
 
     A stage goes when its writer is dead: on this machine when there is no such process (of its number and of
-    when it began), on another one after a day. A replaced checkpoint goes when the one that replaced it is there, in whole.
+    when it began), on another one after a day. A replaced checkpoint goes when the one that replaced it is
+    there, in whole.
 
     Args:
         disk: To write to.

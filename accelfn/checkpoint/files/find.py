@@ -41,6 +41,7 @@ __all__ = (
     "find_checkpoints",
     "latest_checkpoint",
     "locate",
+    "newest_first",
     "read_checkpoint",
     "resolve",
     "scan",
@@ -302,6 +303,30 @@ def latest_checkpoint(directory: str | os.PathLike[str], *, disk: Disk = REAL_DI
     if not found:
         raise _nothing(disk, path)
     return Path(found[-1].path)
+
+
+def newest_first(disk: Disk, directory: str | os.PathLike[str]) -> list[str]:
+    """List what may be loaded for a directory: itself if it is a checkpoint, else those in it, newest first.
+
+    Damaged ones that were written last come first; where all are damaged, all of them are listed.
+
+    Raises:
+        NotADirectoryError: It is a file.
+    """
+    path = os.path.abspath(directory)
+    try:
+        resolve(disk, path)
+        return [path]
+    except NoCheckpointError:
+        pass
+    try:
+        found, broken = scan(disk, path)
+    except FileNotFoundError:
+        return []
+    last = max((one.modified_s for one in found), default=0.0)
+    newer = [one for one in broken if one.modified_s >= last]
+    newer.sort(key=lambda one: one.modified_s, reverse=True)
+    return [one.path for one in (*newer, *reversed(found))]
 
 
 def locate(disk: Disk, directory: str | os.PathLike[str]) -> str:

@@ -153,26 +153,24 @@ def open_tensor_file(
 def _check_entries(
     path: str, name: str, entries: Mapping[str, Entry], expected: Mapping[str, Expected]
 ) -> None:
-    for key, (tensor, dtype, piece) in expected.items():
-        entry = entries[key]
+    for key, (stored, dtype, piece) in expected.items():
+        entry, tensor = entries[key], leaf_path(stored)
         try:
             form = stored_form(dtype_from_name(dtype), piece.shape)
         except ValueError as error:
             raise DamagedCheckpointError(
-                f"{path}: tensor {leaf_path(tensor)!r} has a dtype that this torch doesn't know, {dtype!r}.",
+                f"{path}: tensor {tensor!r} has a dtype that this torch doesn't know, {dtype!r}.",
                 name,
             ) from error
         if form != (entry.dtype, entry.shape):
             _damaged(
                 path,
                 name,
-                f"tensor {leaf_path(tensor)!r} is {entry.dtype} {list(entry.shape)} in it, and {form[0]} "
+                f"tensor {tensor!r} is {entry.dtype} {list(entry.shape)} in it, and {form[0]} "
                 f"{list(form[1])} in the manifest",
             )
         if len(piece.crc32) != -(-(entry.stop - entry.start) // CHUNK_BYTES):
-            _damaged(
-                path, name, f"the manifest has {len(piece.crc32)} checksums of tensor {leaf_path(tensor)!r}"
-            )
+            _damaged(path, name, f"the manifest has {len(piece.crc32)} checksums of tensor {tensor!r}")
 
 
 def _damaged(path: str, name: str, why: str) -> NoReturn:
@@ -404,5 +402,6 @@ def _read_batch(disk: Disk, file: TensorFile, batch: Sequence[_Chunk]) -> None:
                 _damaged(
                     file.path,
                     file.name,
-                    f"bytes {read.start} to {read.stop} of tensor {leaf_path(chunk.tensor)!r} aren't what was written",
+                    f"bytes {read.start} to {read.stop} of tensor {leaf_path(chunk.tensor)!r} aren't what "
+                    "was written",
                 )

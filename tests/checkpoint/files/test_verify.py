@@ -150,7 +150,7 @@ def test_errors_name_leaves_as_the_tree_does(tmp_path: Path) -> None:
     content = bytearray((tmp_path / "here" / FILES[0]).read_bytes())
     content[-1] ^= 1
     (tmp_path / "here" / FILES[0]).write_bytes(content)
-    with pytest.raises(DamagedCheckpointError, match="tensor 'optimizer/state/model/p.weight/a~b' aren't"):
+    with pytest.raises(DamagedCheckpointError, match=r"tensor 'optimizer/state/model/p\.weight/a~b' aren't"):
         verify_checkpoint(tmp_path / "here")
 
 
