@@ -47,6 +47,7 @@ from accelfn.checkpoint.state.writing import Job, entry_key, write_job
 from accelfn.comm import attempt, check_replicas
 from accelfn.context import Context, news
 from accelfn.context.config import GuardMode
+from accelfn.errors import ReplicaDriftError
 from accelfn.training import ScalerState
 from accelfn.tree.digest import digest_tensors
 
@@ -154,7 +155,7 @@ def save_state(
             them any more.
         allow_drift: Save the parameters of a replicated model, and the states of their optimizers, even where
             they differ between ranks: each rank's own are kept, and come back. For replicas that are meant to
-            differ, such as those of Local SGD between two averagings.
+            differ, such as those of local SGD, whose optimizers always do.
 
     Returns:
         The checkpoint's path; with ``asynchronous`` a handle, whose ``result()`` gives it.
@@ -458,7 +459,18 @@ def _refuse_drift(
     drifted = [name for name in sorted(names) if len({tensors[name] for tensors in held}) > 1]
     if drifted:
         leaves = {leaf_path(name): _local(own.tensors[name]) for name in drifted}
-        check_replicas(ctx, leaves, name="tree")
+        paths = {f"tree[{path!r}]": path for path in leaves}
+        try:
+            check_replicas(ctx, leaves, name="tree")
+        except ReplicaDriftError as found:
+            rows = tuple(row._replace(path=paths[row.path]) for row in found.rows)
+            error: Any = ReplicaDriftError("save_state", rows)
+            if hasattr(error, "add_note"):  # Python 3.11
+                error.add_note(
+                    "Nothing was written. If these replicas are meant to differ, as with local SGD, pass "
+                    "allow_drift=True: then each rank's own are saved."
+                )
+            raise error from None
 
 
 def _said(own: _Own, node: int, local_rank: int) -> tuple[dict[str, Any], str]:

@@ -17,11 +17,11 @@ TENSORS = "tensors-00000.safetensors"
 
 
 def stepped(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(seed)
+    torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]
     model = nn.Linear(2, 1)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(2)).sum().backward()
-    optimizer.step()
+    optimizer.step()  # pyright: ignore[reportUnknownMemberType]
     return model, optimizer
 
 
@@ -92,9 +92,9 @@ def test_the_newest_is_loaded_if_there_is_any(tmp_path: Path, on: Any) -> None:
 def test_an_empty_directory_has_no_latest_and_a_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "notes.txt").write_text("mine")
-    assert af.load_latest(Context(), tmp_path / "empty", {}) is None
+    assert af.load_latest(Context(), tmp_path / "empty", {"step": 0}) is None
     with pytest.raises(NotADirectoryError):
-        af.load_latest(Context(), tmp_path / "empty" / "notes.txt", {})
+        af.load_latest(Context(), tmp_path / "empty" / "notes.txt", {"step": 0})
 
 
 def change_last_byte(file: Path) -> None:
