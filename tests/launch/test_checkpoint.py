@@ -342,6 +342,18 @@ def test_the_plan_is_printed_and_done(tmp_path: Path, read: Read) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_10", "step_20", "step_40"]
 
 
+def test_a_checkpoint_with_somebodys_files_stays_and_the_plan_says_so(tmp_path: Path, read: Read) -> None:
+    for step in (1, 2):
+        save(tmp_path, step)
+    (tmp_path / "step_1" / "notes.txt").write_text("mine")
+    assert run("prune", tmp_path, "--last", 1) == 0
+    assert read().splitlines() == [
+        "keep    step_1 (it contains notes.txt; move that away)",
+        "keep    step_2",
+        "removed 0 checkpoints and 0 leftovers",
+    ]
+
+
 def test_without_a_rule_only_leftovers_go(tmp_path: Path, read: Read) -> None:
     save(tmp_path, 1)
     save(tmp_path, 2)

@@ -72,6 +72,8 @@ class Names(NamedTuple):
 
     def replicated_of(self, stored: Iterable[str]) -> frozenset[str]:
         """Choose the stored tensors that are a replicated parameter, or what an optimizer has of one."""
+        if not self.replicated:
+            return frozenset()
         parameters = {self.by_identity[number] for number in self.replicated}
         states = {
             f"{path}/state/{_escaped(self.by_identity[id(parameter)])}"
