@@ -149,6 +149,7 @@ class Saving:
         step: int | None = None,
         metric: float | None = None,
         keep: checkpoint.Keep | None = None,
+        allow_drift: bool = False,
         **save_model_func_kwargs: Any,
     ) -> Path: ...
     @overload
@@ -161,6 +162,7 @@ class Saving:
         step: int | None = None,
         metric: float | None = None,
         keep: checkpoint.Keep | None = None,
+        allow_drift: bool = False,
         **save_model_func_kwargs: Any,
     ) -> checkpoint.SaveHandle: ...
     @overload
@@ -173,6 +175,7 @@ class Saving:
         step: int | None = None,
         metric: float | None = None,
         keep: checkpoint.Keep | None = None,
+        allow_drift: bool = False,
         **save_model_func_kwargs: Any,
     ) -> Path | checkpoint.SaveHandle: ...
     def save_state(
@@ -184,6 +187,7 @@ class Saving:
         step: int | None = None,
         metric: float | None = None,
         keep: checkpoint.Keep | None = None,
+        allow_drift: bool = False,
         **save_model_func_kwargs: Any,
     ) -> Path | checkpoint.SaveHandle:
         """Save all that was prepared or registered, as one checkpoint; see :func:`accelfn.save_state`.
@@ -199,6 +203,7 @@ class Saving:
             step: What you count. With automatic naming it is the checkpoint's number.
             metric: What you measure, for keeping the best.
             keep: Which other checkpoints stay; instead of ``total_limit``.
+            allow_drift: Save replicas of a model that differ between ranks, each rank's own.
             **save_model_func_kwargs: Nothing takes any: an error that names them.
 
         Returns:
@@ -231,7 +236,15 @@ class Saving:
         tree["loop"]["next_number"] = number + 1
         with self._files(target, tree["models"], safe_serialization) as files:
             saved = checkpoint.save_state(
-                self.context, target, tree, asynchronous, step=step, metric=metric, keep=keep, files=files
+                self.context,
+                target,
+                tree,
+                asynchronous,
+                step=step,
+                metric=metric,
+                keep=keep,
+                files=files,
+                allow_drift=allow_drift,
             )
         self._next_number = number + 1
         return saved

@@ -11,7 +11,7 @@ from accelfn.checkpoint.files.verify import CheckpointReport, verify_checkpoint
 from accelfn.checkpoint.preemption import EXIT_PREEMPTED, STOP_SIGNALS, PreemptionGuard, preemption
 from accelfn.checkpoint.state.attachments import folder_for_files
 from accelfn.checkpoint.state.background import SaveHandle
-from accelfn.checkpoint.state.load import find_checkpoint, load_state, load_tree
+from accelfn.checkpoint.state.load import find_checkpoint, load_latest, load_state, load_tree
 from accelfn.checkpoint.state.save import save_state, save_tree
 from accelfn.checkpoint.weights.index import WeightsFiles, find_weights
 from accelfn.checkpoint.weights.load import LoadReport, load_model
@@ -40,6 +40,7 @@ __all__ = (
     "from_accelerate",
     "get_state_dict",
     "latest_checkpoint",
+    "load_latest",
     "load_model",
     "load_state",
     "load_tree",

@@ -8,6 +8,7 @@ import importlib
 import json
 import os
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, cast
@@ -53,7 +54,9 @@ def _verify_one(directory: str) -> int:
     sizes = [size_text(one.size) for one in files]
     for one, size in zip(files, sizes, strict=True):
         said = f"DAMAGED: {one.error}" if one.error else "OK"
-        if one.node is not None:
+        if one.is_extra:
+            said = "not part of the checkpoint, not checked"
+        elif one.node is not None:
             said = f"on the disk of node {one.node}, not checked"
         print(f"  {one.name:<{width}}  {size:>{max(map(len, sizes))}}  {said}")
     return int(any(one.error for one in files))
@@ -181,8 +184,10 @@ def _show(options: argparse.Namespace) -> int:
 def _prune(options: argparse.Namespace) -> int:
     keep = Keep(last=options.last, every=options.every, best=options.best, mode=options.mode or "min")
     plan = plan_prune(options.directory, keep)
+    others = {path: ", ".join(extra) for path, extra in plan.extra}
     for one in plan.stay:
-        print(f"keep    {os.path.basename(one.path)}")
+        why = f" (it contains {others[one.path]}; move that away)" if one.path in others else ""
+        print(f"keep    {os.path.basename(one.path)}{why}")
     for one in plan.remove:
         print(f"remove  {os.path.basename(one.path)}")
     for one in plan.dead:
@@ -190,7 +195,9 @@ def _prune(options: argparse.Namespace) -> int:
     if options.dry_run:
         print("nothing was removed: --dry_run")
         return 0
-    gone = prune_checkpoints(options.directory, keep)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is said above
+        gone = prune_checkpoints(options.directory, keep)
     left = [one.path for one in plan.dead if os.path.lexists(one.path)]
     counts = [(len(gone), "checkpoint"), (len(plan.dead) - len(left), "leftover")]
     said = [f"{count} {what}{'' if count == 1 else 's'}" for count, what in counts]

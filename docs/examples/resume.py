@@ -45,8 +45,8 @@ def train(ctx: af.Context, folder: Path | None = None, stop_after: int | None = 
     model, optimizer, schedule, loader = af.prepare(ctx, model, optimizer, schedule, loader)
     objects = {"model": model, "optimizer": optimizer, "schedule": schedule, "loader": loader}
     state: dict[str, Any] = {"scaler": af.init_scaler(ctx), "epoch": 0, "num_steps": 0}
-    if folder is not None and af.find_checkpoints(folder):
-        state = af.load_state(ctx, folder, {**objects, **state})
+    if folder is not None:
+        state = af.load_latest(ctx, folder, {**objects, **state}) or state
     scaler, epoch, num_steps = state["scaler"], state["epoch"], state["num_steps"]
     value = float("nan")
 

@@ -238,7 +238,7 @@ _METHODS = (
     AskedName(
         kind="method",
         documented="save_state(output_dir=None, safe_serialization=True, **save_model_func_kwargs)",
-        note="`asynchronous`, `step`, `metric` and `keep` are keywords; others are refused",
+        note="`asynchronous`, `step`, `metric`, `keep` and `allow_drift` are keywords; others are refused",
     ),
     AskedName(
         kind="method",

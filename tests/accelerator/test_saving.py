@@ -27,6 +27,7 @@ from accelfn.errors import (
     ConfigurationError,
     NoCheckpointError,
     RemoteRankError,
+    ReplicaDriftError,
 )
 from accelfn.testing import run_ranks
 
@@ -790,3 +791,22 @@ def test_objects_and_state_dicts(tmp_path: Path) -> None:
     assert run_ranks(run, 2, on="processes") == [wrapped] * 2
     assert torch.load(tmp_path / "object.pt", weights_only=True) == {"rank": 0}
     assert sorted(load_file(tmp_path / "m.safetensors")) == plain
+
+
+@pytest.mark.parametrize("on", ["memory", "processes"])
+def test_replicas_that_drifted_are_refused_unless_they_are_meant_to(tmp_path: Path, on: Any) -> None:
+    def run(ctx: Context) -> float:
+        accelerator = Accelerator(context=ctx)
+        model = accelerator.prepare(nn.Linear(2, 1))
+        parameter = next(iter(model.parameters()))
+        with torch.no_grad():
+            parameter.fill_(ctx.rank)
+        with pytest.raises(ReplicaDriftError, match="rank 1  models/model/weight"):
+            accelerator.save_state(tmp_path / "at")
+        accelerator.save_state(tmp_path / "at", allow_drift=True)
+        with torch.no_grad():
+            parameter.fill_(9)
+        accelerator.load_state(tmp_path / "at")
+        return parameter[0, 0].item()
+
+    assert run_ranks(run, 2, on=on) == [0.0, 1.0]

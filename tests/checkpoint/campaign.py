@@ -23,7 +23,7 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,7 +38,16 @@ from accelfn.errors import NoCheckpointError
 from accelfn.testing import processes, run_ranks
 from tests.checkpoint.watched_disk import CHANGES, installed, watched
 
-__all__ = ("PHASES", "Killed", "Place", "Report", "fork", "kill_while_saving", "state_of_step")
+__all__ = (
+    "PHASES",
+    "Killed",
+    "Place",
+    "Report",
+    "fork",
+    "kill_at_its_last_step",
+    "kill_while_saving",
+    "state_of_step",
+)
 
 Place = Literal["replaced", "rotated"]
 Killed = Literal["program", "rank"]
@@ -269,6 +278,24 @@ def fork() -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of it
         return os.fork()
+
+
+def kill_at_its_last_step(write: Callable[[], object]) -> None:
+    """Let a program write something, and kill it before that takes its name by ``os.replace``."""
+    child = fork()
+    if child == 0:
+        try:
+            torch.set_num_threads(1)
+            setattr(os, "replace", _die)  # noqa: B010 -- of this program alone
+            write()
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+
+
+def _die(source: object, target: object) -> NoReturn:
+    del source, target
+    os._exit(9)
 
 
 def _hear(reader: int) -> _Word | None:

@@ -198,6 +198,20 @@ MUTATIONS = (
         "set(order[-max(keep.last or 1, 1) :])",
         "set(order[: max(keep.last or 1, 1)])",
     ),
+    _bug(
+        "what was just saved is removed",
+        "files/keep",
+        "files/test_keep.py::test_what_was_just_saved_stays_whatever_the_rules_say",
+        "        stay.add(saved)\n",
+        "        pass\n",
+    ),
+    _bug(
+        "files that aren't part of a checkpoint go with it when it is replaced",
+        "files/commit",
+        "files/test_commit.py::test_a_kill_at_any_instant_of_replacing_loses_nobodys_file",
+        "        disk.rename(os.path.join(path, name), place)\n",
+        "        pass\n",
+    ),
     # Names and leftovers.
     _bug(
         "the nonce names no process",
@@ -210,7 +224,14 @@ MUTATIONS = (
         "a stage that is being written is removed",
         "files/commit",
         "state/test_save_order.py::test_a_stage_of_a_program_that_runs_is_left_alone",
-        "return not _is_running(one.pid)",
+        "return not _is_running(one.pid, one.started)",
+        "return True",
+    ),
+    _bug(
+        "a process of the number of a dead one keeps its stages",
+        "files/commit",
+        "files/test_commit.py::test_a_process_that_was_given_the_number_of_a_dead_one_keeps_nothing_of_it",
+        'return "0" in (started, now := _started(pid)) or started == now',
         "return True",
     ),
     _bug(

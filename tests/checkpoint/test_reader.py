@@ -202,6 +202,6 @@ def test_after_a_crash_the_replaced_one_is_read(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "at")
     shutil.copytree(tmp_path / "copy0", tmp_path / f".at.staging-{'0' * 12}-1-00000000")
     for number in range(3):  # the names are in another order than the generations
-        left = tmp_path / f".at.replaced-{'0' * 12}-1-0000000{9 - number}"
+        left = tmp_path / f".at.replaced-{'0' * 12}-1-1-0000000{9 - number}"
         (tmp_path / f"copy{number}").rename(left)
     assert read(tmp_path / "at") == {"number": 2} == af.load_tree(tmp_path / "at")

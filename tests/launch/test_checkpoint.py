@@ -14,7 +14,14 @@ import torch
 from torch import nn
 
 import accelfn as af
-from accelfn.checkpoint import AccelerateState, load_state, save_state, save_tree, write_accelerate
+from accelfn.checkpoint import (
+    AccelerateState,
+    folder_for_files,
+    load_state,
+    save_state,
+    save_tree,
+    write_accelerate,
+)
 from accelfn.launch.main import main
 from accelfn.testing import run_ranks
 
@@ -90,7 +97,7 @@ def test_all_that_is_damaged_is_said(tmp_path: Path, read: Read) -> None:
     lines = read().splitlines()
     assert re.fullmatch(r"  manifest\.json .*OK", lines[1])
     assert re.match(r"  tensors-00000\.safetensors .*DAMAGED: .*tensor 'model/w'", lines[2])
-    assert re.match(r"  notes\.txt .*DAMAGED: .*the manifest doesn't name it", lines[3])
+    assert re.fullmatch(r"  notes\.txt +4 B  not part of the checkpoint, not checked", lines[3])
     assert run("verify", tmp_path, "--all") == 1
     assert "step_2\n  manifest.json" in read()
     assert run("verify", tmp_path) == 0
@@ -100,6 +107,21 @@ def test_all_that_is_damaged_is_said(tmp_path: Path, read: Read) -> None:
     (place / "manifest.json").write_text("{}")
     assert run("verify", place) == 1
     assert "DAMAGED: " in read()
+
+
+def test_attached_files_are_checked_and_others_are_no_damage(tmp_path: Path, read: Read) -> None:
+    with folder_for_files(af.Context(), tmp_path / "at") as files:
+        (files / "unet").mkdir()
+        (files / "unet" / "config.json").write_text("{}")
+        place = save_state(af.Context(), tmp_path / "at", {"w": torch.ones(2)}, files=files)
+    (place / "unet" / "notes.txt").write_text("mine")
+    assert run("verify", place) == 0
+    lines = read().splitlines()
+    assert re.fullmatch(r"  unet/config\.json +2 B  OK", lines[3])
+    assert re.fullmatch(r"  unet/notes\.txt +4 B  not part of the checkpoint, not checked", lines[4])
+    (place / "unet" / "config.json").write_text("[]")
+    assert run("verify", place) == 1
+    assert re.search(r"  unet/config\.json +2 B  DAMAGED: .*config\.json is damaged", read())
 
 
 def test_a_place_without_checkpoints_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -318,6 +340,18 @@ def test_the_plan_is_printed_and_done(tmp_path: Path, read: Read) -> None:
     assert run("prune", tmp_path, *rules) == 0
     assert read().splitlines() == [*plan, "removed 1 checkpoint and 1 leftover"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_10", "step_20", "step_40"]
+
+
+def test_a_checkpoint_with_somebodys_files_stays_and_the_plan_says_so(tmp_path: Path, read: Read) -> None:
+    for step in (1, 2):
+        save(tmp_path, step)
+    (tmp_path / "step_1" / "notes.txt").write_text("mine")
+    assert run("prune", tmp_path, "--last", 1) == 0
+    assert read().splitlines() == [
+        "keep    step_1 (it contains notes.txt; move that away)",
+        "keep    step_2",
+        "removed 0 checkpoints and 0 leftovers",
+    ]
 
 
 def test_without_a_rule_only_leftovers_go(tmp_path: Path, read: Read) -> None:

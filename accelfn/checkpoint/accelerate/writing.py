@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 import sys
 from collections import Counter, OrderedDict
@@ -14,6 +13,7 @@ from typing import Any, cast
 import torch
 
 from accelfn.checkpoint.accelerate.reading import AccelerateState
+from accelfn.checkpoint.files.commit import clean, leftover_path, make_nonce
 from accelfn.checkpoint.files.disk import REAL_DISK
 from accelfn.checkpoint.files.tensor_file import new_entry, write_tensors
 from accelfn.checkpoint.weights.files import sync
@@ -47,7 +47,8 @@ def write_accelerate(directory: str | os.PathLike[str], state: AccelerateState) 
         TypeError: Something in ``state`` is neither a plain value nor a tensor or an array; the message has
             its path.
         ValueError: A tensor is sparse, or on the meta device and has no data.
-        OSError: The files can't be written. Nothing is left behind.
+        OSError: The files can't be written. Nothing is left behind; what a program left that was killed goes
+            with the next one that writes there.
     """
     folder = Path(directory)
     if folder.is_symlink() or folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
@@ -58,7 +59,9 @@ def write_accelerate(directory: str | os.PathLike[str], state: AccelerateState) 
     objects = _objects(state)
     models = [_portable(f"models[{number}]", model) for number, model in enumerate(state.models)]
     folder.parent.mkdir(parents=True, exist_ok=True)
-    stage = folder.parent / f".{folder.name}.staging-{os.getpid()}-{secrets.token_hex(4)}"
+    place = os.path.abspath(folder)
+    clean(REAL_DISK, *os.path.split(place))
+    stage = Path(leftover_path(place, "staging", make_nonce()))
     stage.mkdir()
     try:
         for number, tensors in enumerate(models):

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from accelfn.checkpoint.accelerate.sharded_folder import ShardedTensor, explaining_damage, open_sharded_folder
-from accelfn.checkpoint.files.commit import make_nonce
-from accelfn.checkpoint.files.disk import REAL_DISK, make_folders, naming
+from accelfn.checkpoint.files.commit import clean, leftover_path, make_nonce
+from accelfn.checkpoint.files.disk import REAL_DISK, make_folders, naming, remove_tree
 from accelfn.checkpoint.files.header import format_header
 from accelfn.checkpoint.files.stored_dtype import SAFETENSORS_NAMES
 from accelfn.errors import CheckpointError, NoCheckpointError
@@ -72,8 +72,12 @@ def merge_fsdp_weights(
                 f"merge_fsdp_weights: safetensors has no dtype for {odd[0]} ({tensors[odd[0]].dtype}). Pass "
                 "safe_serialization=False (--unsafe_serialization)."
             )
-    make_folders(REAL_DISK, os.path.abspath(output_path))
-    partial = target.with_name(f".{target.name}.{make_nonce()}")
+    folder = os.path.abspath(output_path)
+    make_folders(REAL_DISK, folder)
+    clean(REAL_DISK, folder, target.name)
+    stage = leftover_path(os.path.join(folder, target.name), "staging", make_nonce())
+    partial = Path(stage, target.name)
+    REAL_DISK.make_folder(stage)
     try:
         with explaining_damage(source), naming(os.fspath(partial)):
             if safe_serialization:
@@ -81,11 +85,10 @@ def merge_fsdp_weights(
             else:
                 _write_pickle(partial, tensors)
         os.replace(partial, target)
-        REAL_DISK.sync_folder(os.path.abspath(output_path))
-    except BaseException:
-        with suppress(OSError):
-            partial.unlink()
-        raise
+        REAL_DISK.sync_folder(folder)
+    finally:
+        with suppress(OSError):  # what stays is recognised by the next one
+            remove_tree(REAL_DISK, stage)
     if remove_checkpoint_dir:
         shutil.rmtree(source)
     return target

@@ -23,7 +23,8 @@ import platform
 import re
 import secrets
 import time
-from collections.abc import Collection, Iterable
+import warnings
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
@@ -36,6 +37,7 @@ from accelfn.checkpoint.files.disk import (
     opened,
     read_file,
     remove_tree,
+    standing,
     walk,
     write_file,
 )
@@ -51,9 +53,11 @@ __all__ = (
     "check_free",
     "check_target",
     "clean",
+    "describe_extra",
     "find_extra",
     "find_leftovers",
     "find_missing",
+    "find_visible_extra",
     "is_complete",
     "is_dead",
     "is_leftover",
@@ -75,7 +79,7 @@ _MAX_NAME_BYTES = 255
 _DAY_S = 86_400.0
 _LEFTOVER = re.compile(
     r"\.(?P<name>.+)\.(?P<kind>staging|files|replaced|trash)-"
-    r"(?P<host>[0-9a-f]{12})-(?P<pid>[0-9]{1,10})-(?P<random>[0-9a-f]{8})",
+    r"(?P<host>[0-9a-f]{12})-(?P<pid>[0-9]{1,10})-(?P<started>[0-9]{1,20})-(?P<random>[0-9a-f]{8})",
     re.DOTALL,
 )
 
@@ -108,6 +112,7 @@ class Leftover(NamedTuple):
         kind: What it was to be; ``files`` are to become part of a checkpoint, see ``attachments``.
         host: Of its writer.
         pid: Of its writer.
+        started: When that process began, in the system's own count; "0" where the system doesn't tell.
     """
 
     path: str
@@ -115,6 +120,7 @@ class Leftover(NamedTuple):
     kind: _Kind
     host: str
     pid: int
+    started: str
 
 
 class _Target(NamedTuple):
@@ -126,7 +132,7 @@ class _Target(NamedTuple):
 
 def make_nonce() -> str:
     """Make a text that no other save has, and that tells whether its writer is alive."""
-    return f"{_host()}-{os.getpid()}-{secrets.token_hex(4)}"
+    return f"{_host()}-{os.getpid()}-{_started(os.getpid())}-{secrets.token_hex(4)}"
 
 
 def _host() -> str:
@@ -139,13 +145,26 @@ def _host() -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
 
 
+def _started(pid: int) -> str:
+    """Return when a process began, which tells it from earlier ones of its number; "0" where nobody knows.
+
+    A container that is started again gives the same numbers to its processes.
+    """
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[19]  # the name before may have spaces
+    except (OSError, IndexError):
+        return "0"
+
+
 def parse_leftover(parent: str, name: str) -> Leftover | None:
     """Say what a name in ``parent`` was meant for; None where it is no save's and no removal's. Pure."""
     match = _LEFTOVER.fullmatch(name)
     if match is None:
         return None
     kind: _Kind = match["kind"]  # pyright: ignore[reportAssignmentType]
-    return Leftover(os.path.join(parent, name), match["name"], kind, match["host"], int(match["pid"]))
+    path = os.path.join(parent, name)
+    return Leftover(path, match["name"], kind, match["host"], int(match["pid"]), match["started"])
 
 
 def is_leftover(name: str) -> bool:
@@ -244,12 +263,47 @@ def find_extra(disk: Disk, path: str, names: Iterable[str], known: Collection[st
     return extra
 
 
-def check_target(disk: Disk, directory: str | os.PathLike[str]) -> None:
-    """Refuse a directory that a checkpoint can't be saved to, or that holds anything else.
+def describe_extra(path: str, extra: Sequence[str]) -> str:
+    """Return the sentence that says what is in a checkpoint besides what belongs there. Pure."""
+    shown = ", ".join(extra[:5]) + (", ..." if len(extra) > 5 else "")
+    return f"{path} contains files that are not part of the checkpoint: {shown}."
+
+
+def _is_hidden(name: str) -> bool:
+    """Whether a path has a part that begins with a dot, as what systems and editors leave has. Pure."""
+    return any(part.startswith(".") for part in name.split("/"))
+
+
+def find_visible_extra(disk: Disk, path: str) -> list[str]:
+    """List what somebody has put into a checkpoint's directory, hidden files left out.
 
     Raises:
-        CheckpointError: It is a file, a link, a mount point or a directory with other things in it, or its
-            name is too long.
+        FileNotFoundError: There is no such directory.
+        OSError: It can't be read.
+    """
+    return [name for name in _find_extra_below(disk, path) if not _is_hidden(name)]
+
+
+def _find_extra_below(disk: Disk, path: str) -> list[str]:
+    with opened(disk, path) as folder:
+        names = disk.names(folder)
+    others = [name for name in names if not is_own_name(name)]
+    if not others:  # as nearly always: no manifest is read
+        return []
+    try:
+        head = read_head(disk, path)
+    except (DamagedCheckpointError, NotAvailableError):
+        head = None
+    # Without a manifest, as in one that is being removed, nobody knows which of them are its own.
+    return [] if head is None else find_extra(disk, path, others, head.attachments)
+
+
+def check_target(disk: Disk, directory: str | os.PathLike[str]) -> None:
+    """Refuse a directory that a checkpoint can't be saved to, or that holds no checkpoint but other files.
+
+    Raises:
+        CheckpointError: It is a file, a link, a mount point or a directory of other files, or its name is too
+            long.
         OSError: It can't be looked at.
     """
     _target(disk, directory)
@@ -279,7 +333,9 @@ def _target(disk: Disk, directory: str | os.PathLike[str]) -> _Target:
         raise CheckpointError(
             f"{path} can't be replaced by a checkpoint: it is {what}. Pass another directory, or remove it."
         )
-    if status.device != disk.status(parent).device:
+    with opened(disk, parent) as folder:  # also where it is a link
+        above = standing(disk, folder)
+    if status.device != above.device:
         raise CheckpointError(
             f"{path} can't be replaced by a checkpoint: it is a mount point. Pass a directory in it."
         )
@@ -287,19 +343,22 @@ def _target(disk: Disk, directory: str | os.PathLike[str]) -> _Target:
         names = sorted(disk.names(folder))
     if not names:
         return _Target(parent, name, path, "empty")
-    try:
-        head = read_head(disk, path)
-    except (DamagedCheckpointError, NotAvailableError):
-        head = None  # a damaged one may be replaced, if there is nothing else in it
-    known = {*filter(is_own_name, names), *((*head.files, *head.attachments) if head else ())}
-    others = find_extra(disk, path, names, known)
-    if MANIFEST not in names or others:
+    others = [one for one in names if not is_own_name(one)]
+    # Of a damaged one nobody knows which of the other files are its own.
+    if MANIFEST not in names or (others and not _is_readable(disk, path)):
         shown = ", ".join((others or names)[:5]) + (", ..." if len(others or names) > 5 else "")
         raise CheckpointError(
-            f"{path} can't be replaced by a checkpoint, since there is more in it than a checkpoint: "
-            f"{shown}. Pass another directory, or move that away."
+            f"{path} can't be replaced by a checkpoint: it contains files that are not part of a checkpoint: "
+            f"{shown}. Pass another directory, or move them away."
         )
     return _Target(parent, name, path, "checkpoint")
+
+
+def _is_readable(disk: Disk, path: str) -> bool:
+    try:
+        return read_head(disk, path) is not None
+    except (DamagedCheckpointError, NotAvailableError):
+        return False
 
 
 def check_free(disk: Disk, directory: str | os.PathLike[str], needed_bytes: int) -> None:
@@ -328,7 +387,8 @@ def check_free(disk: Disk, directory: str | os.PathLike[str], needed_bytes: int)
 def begin_stage(disk: Disk, directory: str | os.PathLike[str], nonce: str) -> Stage:
     """Make the directory to write a new checkpoint into, and the directories above it.
 
-    What dead saves to this place left behind is removed first.
+    What dead saves to this place left behind is removed first. Of files that somebody has put into the
+    checkpoint that is to be replaced, a warning is given: they are moved into the new one.
 
     Args:
         disk: To write to.
@@ -342,6 +402,12 @@ def begin_stage(disk: Disk, directory: str | os.PathLike[str], nonce: str) -> St
     target = _target(disk, directory)
     make_folders(disk, target.parent)
     clean(disk, target.parent, target.name)
+    if target.kind == "checkpoint" and (extra := _find_extra_below(disk, target.path)):
+        warnings.warn(
+            f"{describe_extra(target.path, extra)} The new checkpoint in its place gets them, but for hidden "
+            "ones, which are removed.",
+            stacklevel=2,
+        )
     earlier = [target.path, *(one.path for one in _replaced(disk, target))]
     heads = [head for path in earlier if (head := is_complete(disk, path)) is not None]
     generation = max((head.generation + 1 for head in heads), default=0)
@@ -385,7 +451,7 @@ def publish(disk: Disk, stage: Stage) -> None:
         CheckpointError: Meanwhile something else stands where the checkpoint shall be.
         OSError: With the file's name.
     """
-    remove_replaced(disk, put_in_place(disk, stage))
+    remove_replaced(disk, stage.directory, put_in_place(disk, stage))
 
 
 def put_in_place(disk: Disk, stage: Stage) -> tuple[str, ...]:
@@ -413,11 +479,30 @@ def put_in_place(disk: Disk, stage: Stage) -> tuple[str, ...]:
     return old
 
 
-def remove_replaced(disk: Disk, paths: tuple[str, ...]) -> None:
-    """Remove what was replaced. What can't be removed stays for the next save to remove."""
+def remove_replaced(disk: Disk, directory: str, paths: tuple[str, ...]) -> None:
+    """Remove what ``directory`` has replaced. What can't be removed stays for the next save to remove."""
     for path in paths:
         with suppress(OSError):
-            remove_tree(disk, path)
+            _discard(disk, path, directory)
+
+
+def _discard(disk: Disk, path: str, directory: str) -> None:
+    """Remove a checkpoint that has lost its name; what isn't part of it goes to the one that has the name."""
+    try:
+        extra = find_visible_extra(disk, path) if is_there(disk, directory) else []
+    except FileNotFoundError:
+        return
+    for name in extra:
+        folder = os.path.dirname(os.path.join(directory, name))
+        if not is_there(disk, folder) or disk.status(folder).kind != "directory":
+            folder = directory  # the new one has no such directory
+        place = os.path.join(folder, os.path.basename(name))
+        while is_there(disk, place):
+            place += "~"
+        disk.rename(os.path.join(path, name), place)
+        with naming(folder):
+            disk.sync_folder(folder)
+    remove_tree(disk, path)
 
 
 def put_back(disk: Disk, directory: str, path: str) -> None:
@@ -434,7 +519,7 @@ def put_back(disk: Disk, directory: str, path: str) -> None:
     with naming(os.path.dirname(directory)):
         disk.sync_folder(os.path.dirname(directory))
     with suppress(OSError):
-        remove_tree(disk, trash)
+        _discard(disk, trash, directory)
 
 
 def _take_back(disk: Disk, stage: Stage, moved: str) -> None:
@@ -452,8 +537,9 @@ def _take_back(disk: Disk, stage: Stage, moved: str) -> None:
 def clean(disk: Disk, parent: str, name: str | None = None) -> tuple[str, ...]:
     """Remove what dead saves and removals left behind in a directory.
 
-    A stage goes when its writer is dead: on this machine when there is no such process, on another one after
-    a day. A replaced checkpoint goes when the one that replaced it is there, in whole.
+    A stage goes when its writer is dead: on this machine when there is no such process (of its number and of
+    when it began), on another one after a day. A replaced checkpoint goes when the one that replaced it is
+    there, in whole.
 
     Args:
         disk: To write to.
@@ -472,7 +558,7 @@ def clean(disk: Disk, parent: str, name: str | None = None) -> tuple[str, ...]:
         disk.sync_folder(parent)
         for one in doomed:
             with suppress(OSError):
-                remove_tree(disk, one.path)
+                _discard(disk, one.path, os.path.join(parent, one.name))
                 removed.append(one.path)
     return tuple(removed)
 
@@ -485,18 +571,18 @@ def is_dead(disk: Disk, one: Leftover) -> bool:
         return is_complete(disk, os.path.join(os.path.dirname(one.path), one.name)) is not None
     # On Windows, asking for a process by signal 0 would end it.
     if one.host == _host() and os.name == "posix":
-        return not _is_running(one.pid)
+        return not _is_running(one.pid, one.started)
     try:
         return time.time() - disk.status(one.path).modified_s > _DAY_S
     except FileNotFoundError:
         return False
 
 
-def _is_running(pid: int) -> bool:
+def _is_running(pid: int, started: str) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except (OSError, OverflowError):
         pass  # it is another user's, or no number of a process here
-    return True
+    return "0" in (started, now := _started(pid)) or started == now

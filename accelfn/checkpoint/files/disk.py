@@ -32,6 +32,7 @@ __all__ = (
     "read_exactly",
     "read_file",
     "remove_tree",
+    "standing",
     "walk",
     "write_all",
     "write_file",
@@ -159,7 +160,7 @@ def _free_bytes(path: str) -> int:
     return shutil.disk_usage(path).free
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Disk:
     """All operations on files that checkpoints need. The defaults are the real ones.
 
@@ -209,6 +210,10 @@ class Disk:
     free_bytes: Callable[[str], int] = _free_bytes
     parallel_reads: bool = hasattr(os, "preadv")
 
+    def __repr__(self) -> str:
+        """Return what signatures show: no addresses of functions."""
+        return "Disk()"
+
 
 REAL_DISK = Disk()
 
@@ -232,6 +237,11 @@ def opened(disk: Disk, path: str) -> Generator[Folder, None, None]:
         yield folder
     finally:
         disk.close_folder(folder)
+
+
+def standing(disk: Disk, folder: Folder) -> Status:
+    """Return the status of an open directory, whatever its name has become, and where it is a link led."""
+    return disk.status(folder.path) if folder.descriptor is None else disk.status_of(folder.descriptor)
 
 
 def write_all(disk: Disk, descriptor: int, content: memoryview, place: int) -> None:

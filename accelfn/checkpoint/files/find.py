@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import os
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from accelfn.checkpoint.files.commit import (
     MAX_MANIFEST_BYTES,
+    describe_extra,
     find_extra,
     find_leftovers,
     find_missing,
@@ -18,7 +20,16 @@ from accelfn.checkpoint.files.commit import (
     is_leftover,
     parse_leftover,
 )
-from accelfn.checkpoint.files.disk import REAL_DISK, Disk, Folder, Status, is_there, opened, read_file
+from accelfn.checkpoint.files.disk import (
+    REAL_DISK,
+    Disk,
+    Folder,
+    Status,
+    is_there,
+    opened,
+    read_file,
+    standing,
+)
 from accelfn.checkpoint.files.manifest import MANIFEST, Manifest, parse_head, parse_manifest
 from accelfn.errors import CheckpointError, DamagedCheckpointError, NoCheckpointError, NotAvailableError
 
@@ -30,6 +41,7 @@ __all__ = (
     "find_checkpoints",
     "latest_checkpoint",
     "locate",
+    "newest_first",
     "read_checkpoint",
     "resolve",
     "scan",
@@ -38,6 +50,7 @@ __all__ = (
 _T = TypeVar("_T")
 # Each new attempt means that a save replaced the checkpoint while it was read.
 _MAX_ATTEMPTS = 10
+_NUMBER = re.compile("[0-9]+")
 
 
 class Found(NamedTuple):
@@ -50,7 +63,7 @@ class Found(NamedTuple):
         metric: What its manifest says.
         generation: What its manifest says.
         modified_s: When its manifest was written, by the clock of the disk.
-        number: Its place among the others, as ``scan`` orders them: step, number in the name, or index.
+        number: Its step: of the manifest, else from its name, else its place among the others.
     """
 
     path: str
@@ -156,8 +169,8 @@ def _describe(names: Sequence[str]) -> str:
 def scan(disk: Disk, directory: str | os.PathLike[str]) -> tuple[list[Found], list[Broken]]:
     """List the committed checkpoints in a directory, oldest first, and those that are damaged.
 
-    They are ordered by step where every one has a step, else by the last whole number in the name where every
-    name has one, else by when the manifest was written; equal ones by generation and name.
+    They are ordered by step where every one has a step, else by all whole numbers of the name, from left to
+    right, where every name has one, else by when the manifest was written; equal ones by generation and name.
 
     Raises:
         FileNotFoundError: There is no such directory.
@@ -219,28 +232,28 @@ def _modified_s(disk: Disk, path: str) -> float:
 
 
 def _ordered(found: Sequence[Found]) -> list[Found]:
-    steps = [one.step for one in found]
-    numbers = [_number(os.path.basename(one.path)) for one in found]
-    for keys in (steps, numbers):
-        known = [key for key in keys if key is not None]
-        if len(known) == len(found):
-            numbered = [one._replace(number=key) for one, key in zip(found, known, strict=True)]
-            return sorted(numbered, key=lambda one: (one.number, one.generation, one.path))
+    if all(one.step is not None for one in found):
+        numbered = [one._replace(number=one.step or 0) for one in found]
+        return sorted(numbered, key=lambda one: (one.number, one.generation, one.path))
+    numbers = {one: [int(text) for text in _NUMBER.findall(os.path.basename(one.path))] for one in found}
+    if all(numbers.values()):
+        # Of epoch_1_step_500 and epoch_2_step_1000 it is 500 and 1000, of epoch_8_bf16 and epoch_9_bf16 8 and
+        # 9: the last number that isn't the same in all names.
+        rows = list(zip(*numbers.values(), strict=False))
+        place = max((index for index, row in enumerate(rows) if len(set(row)) > 1), default=len(rows) - 1)
+        by_name = sorted(found, key=lambda one: (numbers[one], one.generation, one.path))
+        return [one._replace(number=numbers[one][place]) for one in by_name]
     by_time = sorted(found, key=lambda one: (one.modified_s, one.generation, one.path))
     return [one._replace(number=index) for index, one in enumerate(by_time)]
 
 
-def _number(name: str) -> int | None:
-    numbers = re.findall(r"[0-9]{1,18}", name)
-    return int(numbers[-1]) if numbers else None
-
-
 def find_checkpoints(directory: str | os.PathLike[str], *, disk: Disk = REAL_DISK) -> tuple[Path, ...]:
-    """List the committed checkpoints in a directory, oldest first.
+    """List the committed checkpoints in a directory, oldest first; none where there is no such directory.
 
-    They are ordered by step where every one has a step, else by the last whole number in the name where every
-    name has one, else by when they were written. Unfinished saves and other things aren't listed, nor is a
-    checkpoint whose manifest is damaged or that hasn't all its files.
+    They are ordered by step where every one has a step, else by all whole numbers of the name, from left to
+    right, where every name has one (``epoch_8_bf16`` before ``epoch_10_bf16``), else by when they were
+    written. Unfinished saves and other things aren't listed, nor is a checkpoint whose manifest is damaged
+    or that hasn't all its files.
 
     Ranks: any; nothing is exchanged, so let one rank decide.
 
@@ -253,10 +266,15 @@ def find_checkpoints(directory: str | os.PathLike[str], *, disk: Disk = REAL_DIS
         loading from its path gives the old one all the same.
 
     Raises:
-        FileNotFoundError: There is no such directory.
         NotADirectoryError: It is a file.
+
+    >>> find_checkpoints("no/such/directory")
+    ()
     """
-    return tuple(Path(one.path) for one in scan(disk, directory)[0])
+    try:
+        return tuple(Path(one.path) for one in scan(disk, directory)[0])
+    except FileNotFoundError:
+        return ()
 
 
 def latest_checkpoint(directory: str | os.PathLike[str], *, disk: Disk = REAL_DISK) -> Path:
@@ -285,6 +303,30 @@ def latest_checkpoint(directory: str | os.PathLike[str], *, disk: Disk = REAL_DI
     if not found:
         raise _nothing(disk, path)
     return Path(found[-1].path)
+
+
+def newest_first(disk: Disk, directory: str | os.PathLike[str]) -> list[str]:
+    """List what may be loaded for a directory: itself if it is a checkpoint, else those in it, newest first.
+
+    Damaged ones that were written last come first; where all are damaged, all of them are listed.
+
+    Raises:
+        NotADirectoryError: It is a file.
+    """
+    path = os.path.abspath(directory)
+    try:
+        resolve(disk, path)
+        return [path]
+    except NoCheckpointError:
+        pass
+    try:
+        found, broken = scan(disk, path)
+    except FileNotFoundError:
+        return []
+    last = max((one.modified_s for one in found), default=0.0)
+    newer = [one for one in broken if one.modified_s >= last]
+    newer.sort(key=lambda one: one.modified_s, reverse=True)
+    return [one.path for one in (*newer, *reversed(found))]
 
 
 def locate(disk: Disk, directory: str | os.PathLike[str]) -> str:
@@ -344,7 +386,7 @@ def _read_what_stays(disk: Disk, find: Callable[[], str], read: Callable[[Folder
         changed = True
         try:
             with opened(disk, path) as folder:
-                before = _standing(disk, folder)
+                before = standing(disk, folder)
                 try:
                     return read(folder)
                 except (FileNotFoundError, DamagedCheckpointError):
@@ -357,11 +399,6 @@ def _read_what_stays(disk: Disk, find: Callable[[], str], read: Callable[[Folder
         attempt += 1
 
 
-def _standing(disk: Disk, folder: Folder) -> Status:
-    """Give what changes when another directory takes the place, or when files in this one are removed."""
-    return disk.status(folder.path) if folder.descriptor is None else disk.status_of(folder.descriptor)
-
-
 def _stays(disk: Disk, path: str, before: Status) -> bool:
     """Say whether nobody has moved a directory away, or begun to remove what is in it.
 
@@ -370,31 +407,27 @@ def _stays(disk: Disk, path: str, before: Status) -> bool:
     """
     try:
         with opened(disk, path) as folder:
-            if _standing(disk, folder) != before:
+            if standing(disk, folder) != before:
                 return False
     except FileNotFoundError:
         return False
     return not is_leftover(os.path.basename(path)) or is_complete(disk, path) is not None
 
 
-def check_names(disk: Disk, checkpoint: OpenCheckpoint) -> tuple[str, ...]:
-    """Check that in a checkpoint's directory is what its manifest says, and nothing else.
+def check_names(disk: Disk, checkpoint: OpenCheckpoint, *, warns: bool = True) -> tuple[str, ...]:
+    """Check that in a checkpoint's directory is what its manifest says; warn of what else is there.
 
     Returns:
         The files of tensors that are there, in order. Those of other nodes needn't be.
 
     Raises:
-        DamagedCheckpointError: A file is missing, or there is one more.
+        DamagedCheckpointError: A file is missing.
     """
     manifest = checkpoint.manifest
     there = set(disk.names(checkpoint.folder)) - {MANIFEST}
-    extra = find_extra(disk, checkpoint.path, there, {*manifest.files, *manifest.attachments})
+    extra = warns and find_extra(disk, checkpoint.path, there, {*manifest.files, *manifest.attachments})
     if extra:
-        raise DamagedCheckpointError(
-            f"{checkpoint.path} has {', '.join(extra[:5])}, which its manifest doesn't name. Move that away, "
-            "or take another checkpoint.",
-            extra[0],
-        )
+        warnings.warn(f"{describe_extra(checkpoint.path, extra)} They are not read.", stacklevel=2)
     for name, file in sorted(manifest.files.items()):
         if name not in there and file.node in (None, manifest.node):
             raise DamagedCheckpointError(

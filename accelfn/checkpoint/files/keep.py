@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,7 +14,9 @@ from typing import Literal, NamedTuple
 from accelfn.checkpoint.files.commit import (
     Leftover,
     clean,
+    describe_extra,
     find_leftovers,
+    find_visible_extra,
     is_dead,
     leftover_path,
     make_nonce,
@@ -58,13 +61,17 @@ class Keep:
             raise ConfigurationError(f"Keep: mode must be 'min' or 'max', got {self.mode!r}.")
 
 
-def plan_retention(checkpoints: Sequence[tuple[int, float | None]], keep: Keep) -> tuple[int, ...]:
-    """Say which checkpoints stay. Pure.
+def plan_retention(
+    checkpoints: Sequence[tuple[int, float | None]], keep: Keep, *, saved: int | None = None
+) -> tuple[int, ...]:
+    """Choose the checkpoints that stay. Pure.
 
     Args:
         checkpoints: Step and metric of each, in any order; of equal steps the later one counts as newer. A
             metric that is None or no number is never among the best.
         keep: The rules.
+        saved: Index of the one that was just saved, which stays besides those that the rules want: after
+            going back to an older checkpoint it isn't the newest.
 
     Returns:
         The indices of those that stay, in order. The newest is always among them.
@@ -73,9 +80,18 @@ def plan_retention(checkpoints: Sequence[tuple[int, float | None]], keep: Keep) 
     (1, 3)
     """
     order = sorted(range(len(checkpoints)), key=lambda index: (checkpoints[index][0], index))
+    return _choose(order, checkpoints, keep, saved)
+
+
+def _choose(
+    order: Sequence[int], checkpoints: Sequence[tuple[int, float | None]], keep: Keep, saved: int | None
+) -> tuple[int, ...]:
+    """Choose those that stay; ``order`` lists the indices, oldest first."""
     if keep.last is None and keep.every is None and keep.best is None:
         return tuple(range(len(checkpoints)))
     stay = set(order[-max(keep.last or 1, 1) :])
+    if saved is not None:
+        stay.add(saved)
     if keep.every is not None:
         stay |= {index for index in order if checkpoints[index][0] % keep.every == 0}
     if keep.best is not None:
@@ -93,18 +109,27 @@ class PrunePlan(NamedTuple):
     """What a removal would do.
 
     Attributes:
-        stay: Checkpoints that a rule wants, or that are just being replaced; oldest first.
+        stay: Checkpoints that a rule wants, that were just saved or are just being replaced, or with files
+            of somebody's own in them; oldest first.
         remove: Checkpoints that go; oldest first.
         dead: What dead saves and removals left, which goes too.
+        extra: Of those that stay for files of somebody's own alone: path of the checkpoint, and the files.
     """
 
     stay: tuple[Found, ...]
     remove: tuple[Found, ...]
     dead: tuple[Leftover, ...]
+    extra: tuple[tuple[str, tuple[str, ...]], ...]
 
 
-def plan_prune(directory: str | os.PathLike[str], keep: Keep, *, disk: Disk = REAL_DISK) -> PrunePlan:
-    """Say what :func:`prune_checkpoints` would remove. Nothing is changed.
+def plan_prune(
+    directory: str | os.PathLike[str],
+    keep: Keep,
+    *,
+    saved: str | os.PathLike[str] | None = None,
+    disk: Disk = REAL_DISK,
+) -> PrunePlan:
+    """List what :func:`prune_checkpoints` would remove. Nothing is changed.
 
     Ranks: any; nothing is exchanged.
 
@@ -116,29 +141,49 @@ def plan_prune(directory: str | os.PathLike[str], keep: Keep, *, disk: Disk = RE
     leftovers = find_leftovers(disk, parent)
     dead = tuple(one for one in leftovers if is_dead(disk, one))
     busy = {one.name for one in leftovers if one not in dead and one.kind != "trash"}
-    wanted = set(plan_retention([(one.number, one.metric) for one in found], keep))
+    just_saved = None if saved is None else os.path.abspath(saved)
+    index = next((index for index, one in enumerate(found) if one.path == just_saved), None)
+    scored = [(one.number, one.metric) for one in found]
+    wanted = set(_choose(range(len(found)), scored, keep, index))
     stay = {index for index, one in enumerate(found) if index in wanted or os.path.basename(one.path) in busy}
+    others = {index: tuple(_extra(disk, one)) for index, one in enumerate(found) if index not in stay}
+    stay |= {index for index, extra in others.items() if extra}
     return PrunePlan(
         stay=tuple(one for index, one in enumerate(found) if index in stay),
         remove=tuple(one for index, one in enumerate(found) if index not in stay),
         dead=dead,
+        extra=tuple((found[index].path, extra) for index, extra in others.items() if extra),
     )
 
 
+def _extra(disk: Disk, one: Found) -> list[str]:
+    try:
+        return find_visible_extra(disk, one.resolved)
+    except FileNotFoundError:  # it was removed meanwhile
+        return []
+
+
 def prune_checkpoints(
-    directory: str | os.PathLike[str], keep: Keep, *, disk: Disk = REAL_DISK
+    directory: str | os.PathLike[str],
+    keep: Keep,
+    *,
+    saved: str | os.PathLike[str] | None = None,
+    disk: Disk = REAL_DISK,
 ) -> tuple[Path, ...]:
     """Remove the checkpoints in a directory that no rule wants to stay, and what dead saves left behind.
 
-    The step of a checkpoint is that of its manifest where every one has a step; else the last whole number in
-    its name where every name has one; else its place in the order of ``find_checkpoints``. What isn't a
-    checkpoint is left alone, and so is one that is damaged or just being replaced.
+    The newest are the last ones of ``find_checkpoints``. The step of a checkpoint is that of its manifest
+    where every one has a step; else the last whole number in its name that isn't the same in all names, where
+    every name has one; else its place in that order. What isn't a checkpoint is left alone, and so is one
+    that is damaged or just being replaced. One that somebody has put files into stays, with a warning; hidden
+    files, such as systems leave, go with the checkpoint.
 
     Ranks: one; the others must not read what is removed.
 
     Args:
         directory: In which the checkpoints are.
         keep: The rules.
+        saved: The one that was just saved, if any: it stays, whatever the rules say.
         disk: The operations on files.
 
     Returns:
@@ -150,7 +195,12 @@ def prune_checkpoints(
     """
     parent = os.path.abspath(directory)
     clean(disk, parent)
-    plan = plan_prune(parent, keep, disk=disk)
+    plan = plan_prune(parent, keep, saved=saved, disk=disk)
+    for path, extra in plan.extra:
+        warnings.warn(
+            f"{path} stays, though no rule keeps it. {describe_extra(path, extra)} Move them away.",
+            stacklevel=2,
+        )
     # What couldn't be cleaned away is as good as busy.
     left = {one.name for one in plan.dead if one.kind != "trash"}
     doomed = [one.path for one in plan.remove if os.path.basename(one.path) not in left]

@@ -30,6 +30,7 @@ __all__ = (
     "StoredTensor",
     "format_manifest",
     "is_own_name",
+    "leaf_path",
     "parse_head",
     "parse_manifest",
 )
@@ -102,6 +103,15 @@ class Attachment(NamedTuple):
 
     size: int
     crc32: tuple[int, ...]
+
+
+def leaf_path(name: str) -> str:
+    """Return the path of a leaf as the tree has it, for people: ``~1`` in a stored name is ``/``. Pure.
+
+    >>> leaf_path("optimizer/state/model~10.weight/exp_avg")
+    'optimizer/state/model/0.weight/exp_avg'
+    """
+    return name.replace("~1", "/").replace("~0", "~")
 
 
 def is_own_name(name: str) -> bool:

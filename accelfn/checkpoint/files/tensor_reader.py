@@ -16,7 +16,7 @@ import torch
 
 from accelfn.checkpoint.files.disk import Disk, Folder, naming, open_regular, read_exactly
 from accelfn.checkpoint.files.header import Entry, check_length, check_safetensors_header
-from accelfn.checkpoint.files.manifest import CHUNK_BYTES, Manifest, Piece, StoredFile
+from accelfn.checkpoint.files.manifest import CHUNK_BYTES, Manifest, Piece, StoredFile, leaf_path
 from accelfn.checkpoint.files.stored_dtype import dtype_from_name, stored_form
 from accelfn.checkpoint.files.tensor_file import memory_of
 from accelfn.errors import DamagedCheckpointError
@@ -153,13 +153,14 @@ def open_tensor_file(
 def _check_entries(
     path: str, name: str, entries: Mapping[str, Entry], expected: Mapping[str, Expected]
 ) -> None:
-    for key, (tensor, dtype, piece) in expected.items():
-        entry = entries[key]
+    for key, (stored, dtype, piece) in expected.items():
+        entry, tensor = entries[key], leaf_path(stored)
         try:
             form = stored_form(dtype_from_name(dtype), piece.shape)
         except ValueError as error:
             raise DamagedCheckpointError(
-                f"{path}: tensor {tensor!r} has a dtype that this torch doesn't know, {dtype!r}.", name
+                f"{path}: tensor {tensor!r} has a dtype that this torch doesn't know, {dtype!r}.",
+                name,
             ) from error
         if form != (entry.dtype, entry.shape):
             _damaged(
@@ -401,5 +402,6 @@ def _read_batch(disk: Disk, file: TensorFile, batch: Sequence[_Chunk]) -> None:
                 _damaged(
                     file.path,
                     file.name,
-                    f"bytes {read.start} to {read.stop} of tensor {chunk.tensor!r} aren't what was written",
+                    f"bytes {read.start} to {read.stop} of tensor {leaf_path(chunk.tensor)!r} aren't what "
+                    "was written",
                 )

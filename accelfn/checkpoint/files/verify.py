@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from accelfn.checkpoint.files.commit import find_extra
 from accelfn.checkpoint.files.disk import REAL_DISK, Disk
 from accelfn.checkpoint.files.find import OpenCheckpoint, check_names, read_checkpoint
 from accelfn.checkpoint.files.manifest import MANIFEST
 from accelfn.checkpoint.files.tensor_reader import expected_entries, verify_tensor_file
-from accelfn.checkpoint.state.attachments import check_attachments
+from accelfn.checkpoint.state.attachments import check_attachment, check_attachments
 from accelfn.errors import DamagedCheckpointError
 
 __all__ = ("CheckpointReport", "FileReport", "verify_checkpoint", "verify_files")
@@ -51,9 +52,9 @@ class CheckpointReport:
 def verify_checkpoint(directory: str | os.PathLike[str], *, disk: Disk = REAL_DISK) -> CheckpointReport:
     """Check that a checkpoint is, bit for bit, what was written.
 
-    That is: the manifest and its checksum; that all files are there and no others; of each file the length,
-    the header and every byte of every tensor, and every byte of files that the caller had put there. Memory
-    for it is a few MB.
+    That is: the manifest and its checksum; that all files are there; of each file the length, the header and
+    every byte of every tensor, and every byte of files that the caller of ``save_state`` had put there.
+    Memory for it is a few MB. Of files that aren't part of the checkpoint a warning is given.
 
     Where nodes have disks of their own, the files of another node are checked if they are there. What the
     tree means isn't looked at: that a manifest was made to harm is found when it is loaded.
@@ -104,15 +105,17 @@ class FileReport(NamedTuple):
 
     Attributes:
         name: In the checkpoint.
-        size: In bytes, as the manifest has it; of the manifest itself, and of a file too many, as it is.
+        size: In bytes, as the manifest has it; of the manifest itself, and of an extra file, as it is.
         error: What is wrong with it; "" where it is sound.
         node: On whose disk it lies, where it isn't here.
+        is_extra: Whether it isn't part of the checkpoint, so that nothing is known of it.
     """
 
     name: str
     size: int
     error: str = ""
     node: int | None = None
+    is_extra: bool = False
 
 
 def verify_files(
@@ -127,7 +130,8 @@ def verify_files(
         disk: The operations on files.
 
     Returns:
-        The checkpoint's directory, and its files: the manifest first.
+        The checkpoint's directory, and its files: the manifest, tensors, those that the caller of
+        ``save_state`` had put there, and those that aren't part of it.
 
     Raises:
         NoCheckpointError: There is none; with what is there instead.
@@ -175,7 +179,12 @@ def _check_each(disk: Disk, checkpoint: OpenCheckpoint) -> list[FileReport]:
         else:
             node = file.node
         rows.append(FileReport(name, file.size, error, node))
-    for name in sorted(there - manifest.files.keys() - {MANIFEST}):
-        why = f"{os.path.join(checkpoint.path, name)} is there, and the manifest doesn't name it."
-        rows.append(FileReport(name, size_of(name), why))
-    return rows
+    for name, stored in sorted(manifest.attachments.items()):
+        error = ""
+        try:
+            check_attachment(disk, checkpoint.folder, name, stored)
+        except DamagedCheckpointError as found:
+            error = str(found)
+        rows.append(FileReport(name, stored.size, error))
+    extra = find_extra(disk, checkpoint.path, there - {MANIFEST}, {*manifest.files, *manifest.attachments})
+    return rows + [FileReport(name, size_of(name), is_extra=True) for name in extra]

@@ -35,6 +35,7 @@ from accelfn.context import Context
 from accelfn.errors import CheckpointError, DamagedCheckpointError
 
 __all__ = (
+    "check_attachment",
     "check_attachments",
     "find_attachments",
     "folder_for_files",
@@ -213,10 +214,16 @@ def check_attachments(disk: Disk, checkpoint: OpenCheckpoint) -> None:
         OSError: A file can't be read.
     """
     for name, stored in sorted(checkpoint.manifest.attachments.items()):
-        _check(disk, checkpoint.folder, name, stored)
+        check_attachment(disk, checkpoint.folder, name, stored)
 
 
-def _check(disk: Disk, folder: Folder, name: str, stored: Attachment) -> None:
+def check_attachment(disk: Disk, folder: Folder, name: str, stored: Attachment) -> None:
+    """Check every byte of one of these files.
+
+    Raises:
+        DamagedCheckpointError: It is missing or isn't what was written.
+        OSError: It can't be read.
+    """
     path = os.path.join(folder.path, name)
     try:
         descriptor, size = open_regular(disk, folder, name)

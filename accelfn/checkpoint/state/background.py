@@ -15,7 +15,7 @@ import torch
 from accelfn.context import Context, Journal
 from accelfn.tree.digest import split_flat
 
-__all__ = ("HostMemory", "SaveHandle", "begin_background", "finish_background")
+__all__ = ("HostMemory", "SaveHandle", "begin_background", "copies_in_background", "finish_background")
 
 _ALIGNMENT = 64
 _PIECE = 1 << 24
@@ -24,8 +24,8 @@ _PIECE = 1 << 24
 class SaveHandle:
     """A save that goes on in the background.
 
-    ``result()`` waits for it. What went wrong is raised there, and if nobody asks, at the next save or load
-    of the world, or when its context is closed.
+    ``result()`` waits for it. What went wrong is raised there. If a rank didn't ask, it is raised at the next
+    save or load of the world, on all ranks; or when the context is closed.
     """
 
     def __init__(self, directory: Path, aside: Callable[[], AbstractContextManager[None]]) -> None:
@@ -55,22 +55,25 @@ class SaveHandle:
                 rank.
         """
         if not self._wait(timeout):
-            raise TimeoutError(f"save_state: the save to {self.directory} goes on after {timeout} s.")
+            raise self._goes_on(timeout)
         self._was_told = True
         if self._error is not None:
             raise self._error
         return cast("Path", self._path)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait as ``result`` does, and give what stopped the save, or None."""
-        try:
-            self.result(timeout)
-        except TimeoutError:
-            if not self._done.is_set():
-                raise
-        except BaseException:  # noqa: BLE001 -- it is given below
-            pass
+        """Wait as ``result`` does, and return what stopped the save, or None.
+
+        Raises:
+            TimeoutError: It goes on.
+        """
+        if not self._wait(timeout):
+            raise self._goes_on(timeout)
+        self._was_told = True
         return self._error
+
+    def _goes_on(self, timeout: float | None) -> TimeoutError:
+        return TimeoutError(f"save_state: the save to {self.directory} goes on after {timeout} s.")
 
     def settle(self) -> None:
         """Wait, and raise what stopped the save unless somebody has been told already."""
@@ -169,6 +172,13 @@ class _Background:
             handle.settle()
 
 
+def _background_of(ctx: Context) -> _Background:
+    journal: Journal = ctx.collectives.journal
+    if not isinstance(journal.background, _Background):
+        journal.background = _Background()
+    return journal.background
+
+
 def finish_background(ctx: Context) -> None:
     """Wait for the save that is under way in the background of this world, if there is one.
 
@@ -182,21 +192,23 @@ def finish_background(ctx: Context) -> None:
         background.settle()
 
 
-def begin_background(
-    ctx: Context, directory: Path, prepare: Callable[[HostMemory], Callable[[], Path]]
-) -> SaveHandle:
-    """Copy what is to be saved, and begin to save it in a thread.
+def copies_in_background(ctx: Context, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copy tensors to the host memory that the world keeps for it.
+
+    Ranks: local.
+    """
+    return _background_of(ctx).memory.copies(tensors)
+
+
+def begin_background(ctx: Context, directory: Path, work: Callable[[], Path]) -> SaveHandle:
+    """Begin to save in a thread.
 
     Args:
         ctx: The world, in whose journal the handle is kept.
         directory: For messages.
-        prepare: Makes the copies, and gives the work that is left.
+        work: The save, which may use the copies of :func:`copies_in_background`.
     """
-    journal: Journal = ctx.collectives.journal
-    background = journal.background
-    if not isinstance(background, _Background):
-        background = journal.background = _Background()
-    work = prepare(background.memory)
+    background = _background_of(ctx)
     handle = background.handle = SaveHandle(directory, ctx.collectives.aside)
     # No daemon: the interpreter waits at its end for a thread that isn't, so a commit under way is completed.
     threading.Thread(target=handle.run, args=(work,), name="accelfn-save").start()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
@@ -16,8 +17,14 @@ from accelfn.checkpoint.document.fit import compare, describe_like
 from accelfn.checkpoint.document.fit import targets as leaf_targets
 from accelfn.checkpoint.document.nodes import LEAVES
 from accelfn.checkpoint.files.disk import REAL_DISK, Disk
-from accelfn.checkpoint.files.find import OpenCheckpoint, check_names, locate, read_checkpoint
-from accelfn.checkpoint.files.manifest import MANIFEST, Json, Manifest
+from accelfn.checkpoint.files.find import (
+    OpenCheckpoint,
+    check_names,
+    locate,
+    newest_first,
+    read_checkpoint,
+)
+from accelfn.checkpoint.files.manifest import MANIFEST, Json, Manifest, leaf_path
 from accelfn.checkpoint.files.tensor_reader import Box, read_boxes
 from accelfn.checkpoint.state.attachments import check_attachments, writes_here
 from accelfn.checkpoint.state.background import finish_background
@@ -29,6 +36,7 @@ from accelfn.checkpoint.state.objects import (
     find_names,
     find_states,
     is_in_place,
+    is_named_optimizer,
     is_sure,
     misfits,
     order_of,
@@ -47,9 +55,16 @@ from accelfn.comm import attempt
 from accelfn.context import Context
 from accelfn.data import LoaderState
 from accelfn.data.place import read_state
-from accelfn.errors import CheckpointError, CheckpointMismatchError, DamagedCheckpointError, NoCheckpointError
+from accelfn.errors import (
+    CheckpointError,
+    CheckpointMismatchError,
+    DamagedCheckpointError,
+    Misfit,
+    NoCheckpointError,
+    RemoteRankError,
+)
 
-__all__ = ("StoredParts", "find_checkpoint", "load_state", "load_tree", "read_parts")
+__all__ = ("StoredParts", "find_checkpoint", "load_latest", "load_state", "load_tree", "read_parts")
 
 T = TypeVar("T")
 
@@ -77,6 +92,8 @@ class StoredParts(NamedTuple):
 class _Asked(NamedTuple):
     """What the tree to load into asks for."""
 
+    operation: str  # named in errors
+    place: str
     names: Names
     strict: bool
     may_leave: Callable[[str], bool]
@@ -125,12 +142,106 @@ def load_state(
         DamagedCheckpointError: Its bytes or files aren't those that were written.
         CheckpointMismatchError: Leaves are missing, extra, misshapen or of another dtype; all, by path.
         NotAvailableError: A newer version of accelfn has written it.
-        RemoteRankError: One of these happened on another rank.
+        RemoteRankError: One of these happened on another rank; or an earlier save in the background has
+            failed, and another rank has not asked for its result.
     """
-    finish_background(ctx)
-    disk, phases = REAL_DISK, CollectivePhases(ctx, "load_state")
-    place = os.path.abspath(directory)
-    asked = _Asked(find_names(like), strict, may_leave_out(partial))
+    phases = CollectivePhases(ctx, "load_state")
+    asked = _begin(ctx, phases, directory, like, strict, partial)
+    return _load(ctx, phases, asked.place, like, asked, random_state)
+
+
+def load_latest(
+    ctx: Context,
+    directory: str | os.PathLike[str],
+    like: T,
+    *,
+    strict: bool = True,
+    random_state: bool = True,
+    partial: bool | Sequence[str] = False,
+) -> T | None:
+    """Load the newest checkpoint if there is any, as :func:`accelfn.load_state` does; return None otherwise.
+
+    So a program begins and goes on by the same lines. Rank 0 looks what is there, and all ranks read and
+    verify the same checkpoint. Where its bytes are damaged, the next older one is loaded instead, with a
+    warning that names both; where all are damaged, that is an error. One that doesn't fit ``like`` is an
+    error too.
+
+    Ranks: every rank of ``ctx``. Returns when all ranks have loaded their part; None on all of them or on
+    none.
+
+    Args:
+        ctx: The world.
+        directory: A directory of checkpoints, or a checkpoint; it needn't be there.
+        like: As of ``load_state``.
+        strict: As of ``load_state``.
+        random_state: As of ``load_state``.
+        partial: As of ``load_state``.
+
+    Returns:
+        ``like``, with new records; None, where there is no checkpoint.
+
+    Raises:
+        DamagedCheckpointError: No checkpoint that is there is what was written.
+        CheckpointMismatchError: Leaves are missing, extra, misshapen or of another dtype; all, by path.
+        NoCheckpointError: Nodes with disks of their own have checkpoints, and none in common.
+        NotAvailableError: A newer version of accelfn has written the newest.
+        NotADirectoryError: ``directory`` is a file.
+        RemoteRankError: One of these happened on another rank.
+
+    >>> import tempfile, accelfn as af
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     before = load_latest(Context(), folder, {"step": 0})
+    ...     _ = af.save_state(Context(), f"{folder}/step-7", {"step": 7}, step=7)
+    ...     before, load_latest(Context(), folder, {"step": 0})
+    (None, {'step': 7})
+    """
+    phases = CollectivePhases(ctx, "load_latest")
+    asked = _begin(ctx, phases, directory, like, strict, partial)
+    places = _list_together(ctx, phases, asked.place)
+    for place, older in zip(places, [*places, None][1:], strict=True):
+        loaded, error = attempt(functools.partial(_load, ctx, phases, place, like, asked, random_state))
+        if error is None:
+            return loaded
+        if older is None or not _is_damage(error):
+            raise error
+        if ctx.is_main_process:
+            warnings.warn(f"load_latest: {error} It loads {older} instead.", stacklevel=2)
+    return None
+
+
+def _is_damage(error: Exception) -> bool:
+    """Whether this rank or another one has found that a checkpoint isn't what was written."""
+    cause = error.cause if isinstance(error, RemoteRankError) else type(error).__name__
+    return cause == DamagedCheckpointError.__name__
+
+
+def _begin(
+    ctx: Context,
+    phases: CollectivePhases,
+    directory: str | os.PathLike[str],
+    like: Any,
+    strict: bool,
+    partial: bool | Sequence[str],
+) -> _Asked:
+    """Wait for a save in the background, and look at what is asked for, on all ranks."""
+
+    def look() -> _Asked:
+        finish_background(ctx)
+        place = os.path.abspath(directory)
+        return _Asked(
+            phases.operation, place, find_names(like), strict, may_leave_out(partial, phases.operation)
+        )
+
+    asked, error = attempt(look)
+    phases.gather("begin", "", error)
+    return cast("_Asked", asked)
+
+
+def _load(
+    ctx: Context, phases: CollectivePhases, place: str, like: T, asked: _Asked, random_state: bool
+) -> T:
+    """Read on all ranks what is asked for, and let objects take it up if that is possible on all ranks."""
+    disk = REAL_DISK
     read = _read_together(ctx, disk, phases, place, lambda found: _read(ctx, disk, like, asked, found))
     prepared, error = attempt(lambda: _prepare(read, like))
     phases.gather("decode", "", error)
@@ -178,7 +289,8 @@ def load_tree(path: str | os.PathLike[str], like: Any = None, *, namespace: str 
     Raises:
         NoCheckpointError: There is no committed checkpoint.
         DamagedCheckpointError: Its bytes or files aren't those that were written.
-        CheckpointMismatchError: It doesn't fit ``like``.
+        CheckpointMismatchError: It doesn't fit ``like``; or an optimizer in ``like`` was saved by
+            ``save_state``: use ``load_state`` for it.
     """
     disk = REAL_DISK
 
@@ -189,6 +301,14 @@ def load_tree(path: str | os.PathLike[str], like: Any = None, *, namespace: str 
             rows = compare(document, describe_like(like, namespace=namespace))
             if rows:
                 raise CheckpointMismatchError(f"load_tree: {found.path} does not fit the tree.", rows)
+            # save_state calls the parameters of an optimizer by name, which torch doesn't take.
+            named = [one for one in find_states(document, like) if is_named_optimizer(one)]
+            if named:
+                raise CheckpointMismatchError(
+                    f"load_tree: {found.path} was written by save_state, and only load_state brings its "
+                    "optimizers back. Nothing was changed.",
+                    [Misfit(one.path, "a state by names of parameters", "one by numbers") for one in named],
+                )
         alone = found.manifest.world_size == 1 and found.manifest.random is None
         names = found.manifest.tensors if alone else _named(document)
         return document, _read_tensors(disk, found, dict.fromkeys(names))
@@ -248,8 +368,8 @@ def _read_together(
         if found is not None and len(set(identities)) == 1:
             return found
     raise CheckpointError(
-        f"load_state: {place} changes all the time: another program replaces or removes checkpoints there "
-        "while this one reads. Load from a directory of its own."
+        f"{phases.operation}: {place} changes all the time: another program replaces or removes checkpoints "
+        "there while this one reads. Load from a directory of its own."
     )
 
 
@@ -273,6 +393,16 @@ def _find_together(ctx: Context, disk: Disk, phases: CollectivePhases, place: st
     return dict(by_node[ctx.world.node_rank])[identity]
 
 
+def _list_together(ctx: Context, phases: CollectivePhases, place: str) -> list[str]:
+    """List the checkpoints to try, newest first: as rank 0 finds them, or what the nodes have in common."""
+    disk = REAL_DISK
+    if ctx.project.save_on_each_node:
+        own, error = attempt(lambda: parts_below(disk, place)) if ctx.is_local_main_process else ([], None)
+        return [place] if any(map(json.loads, phases.gather("list", json.dumps(own), error))) else []
+    found, error = attempt(lambda: newest_first(disk, place)) if ctx.is_main_process else ([], None)
+    return json.loads(phases.gather("list", json.dumps(found), error)[0])
+
+
 def find_checkpoint(ctx: Context, directory: str | os.PathLike[str]) -> Path:
     """Say which checkpoint :func:`accelfn.load_state` would load, for reading the files in it.
 
@@ -291,8 +421,9 @@ def find_checkpoint(ctx: Context, directory: str | os.PathLike[str]) -> Path:
         NotAvailableError: A newer version of accelfn has written it.
         RemoteRankError: One of these happened on another rank.
     """
-    finish_background(ctx)
     disk, phases = REAL_DISK, CollectivePhases(ctx, "find_checkpoint")
+    _, error = attempt(lambda: finish_background(ctx))
+    phases.gather("begin", "", error)
     path = _find_together(ctx, disk, phases, os.path.abspath(directory))
     error = None
     if writes_here(ctx):
@@ -305,7 +436,8 @@ def find_checkpoint(ctx: Context, directory: str | os.PathLike[str]) -> Path:
 def _read(ctx: Context, disk: Disk, like: Any, asked: _Asked, found: OpenCheckpoint) -> _Read:
     """Check that a checkpoint fits, and read what of it is for this rank."""
     manifest, names = found.manifest, asked.names
-    check_names(disk, found)  # so that all ranks say what is missing, and not only those that need it
+    # So that all ranks say what is missing, and not only those that need it.
+    check_names(disk, found, warns=writes_here(ctx))
     if writes_here(ctx):
         check_attachments(disk, found)
     document = choose_part(_document(manifest, ctx.rank), like, asked.may_leave)
@@ -319,7 +451,8 @@ def _read(ctx: Context, disk: Disk, like: Any, asked: _Asked, found: OpenCheckpo
         extra = all(row.wanted == "nothing" for row in rows)
         advice = " To load a part of it, pass partial=True, or the paths to leave out." if extra else ""
         raise CheckpointMismatchError(
-            f"load_state: {found.path} does not fit the tree in {count}. Nothing was changed.{advice}", rows
+            f"{asked.operation}: {found.path} does not fit the tree in {count}. Nothing was changed.{advice}",
+            rows,
         )
     wanted: dict[str, torch.Tensor | None] = dict.fromkeys(_named(document))
     for one in leaf_targets(document, wished):
@@ -361,7 +494,7 @@ def _read_tensors(
         one = found.manifest.tensors.get(name)
         if one is None:
             raise DamagedCheckpointError(
-                f"{found.path} has no tensor {name!r}, and its tree has need of it.", MANIFEST
+                f"{found.path} has no tensor {leaf_path(name)!r}, and its tree has need of it.", MANIFEST
             )
         overlaps = find_overlaps(one, target)
         boxes += [Box(name, one.dtype, lap.piece, lap.offset, lap.shape) for lap in overlaps]

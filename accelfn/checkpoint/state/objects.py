@@ -12,7 +12,7 @@ import dataclasses
 import math
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard, cast
 
 import optree
@@ -29,6 +29,7 @@ from accelfn.data.loader import passes_of
 from accelfn.data.passes import Passes
 from accelfn.data.place import read_state
 from accelfn.errors import Misfit
+from accelfn.parallel import is_replicated
 from accelfn.training import unwrap_model
 
 __all__ = (
@@ -38,6 +39,7 @@ __all__ = (
     "find_names",
     "find_states",
     "is_in_place",
+    "is_named_optimizer",
     "is_sure",
     "is_tensor",
     "misfits",
@@ -60,13 +62,29 @@ class Names(NamedTuple):
 
     Attributes:
         by_identity: Name of each tensor, by ``id``.
-        modules: Paths of the modules in the tree.
         tensors: Keeps what the numbers stand for.
+        replicated: Numbers of the parameters that are replicated over ranks.
+        optimizers: The optimizers in the tree, with their paths.
     """
 
     by_identity: Mapping[int, str]
-    modules: tuple[str, ...]
     tensors: tuple[torch.Tensor, ...]
+    replicated: frozenset[int]
+    optimizers: tuple[tuple[str, Optimizer], ...]
+
+    def replicated_of(self, stored: Iterable[str]) -> frozenset[str]:
+        """Choose the stored tensors that are a replicated parameter, or what an optimizer has of one."""
+        if not self.replicated:
+            return frozenset()
+        parameters = {self.by_identity[number] for number in self.replicated}
+        states = {
+            f"{path}/state/{_escaped(self.by_identity[id(parameter)])}"
+            for path, optimizer in self.optimizers
+            for group in _groups(optimizer)
+            for parameter in group["params"]
+            if id(parameter) in self.replicated
+        }
+        return frozenset(name for name in stored if name in parameters or name.rpartition("/")[0] in states)
 
 
 class Pending(NamedTuple):
@@ -80,21 +98,30 @@ class Pending(NamedTuple):
 def find_names(tree: Any) -> Names:
     """Name the parameters of all modules in a tree, and its own tensors, by their paths."""
     names: dict[int, str] = {}
-    modules: list[str] = []
     tensors: list[torch.Tensor] = []
+    replicated: set[int] = set()
+    optimizers: list[tuple[str, Optimizer]] = []
     paths, leaves, _ = optree.tree_flatten_with_path(tree, none_is_leaf=True)
     for parts, leaf in zip(paths, leaves, strict=True):
-        path = "/".join(str(part).replace("~", "~0").replace("/", "~1") for part in parts)
+        path = "/".join(_escaped(str(part)) for part in parts)
         if isinstance(leaf, nn.Module):
-            modules.append(path)
             _reshard(leaf)
+            for module in leaf.modules():
+                if is_replicated(module):
+                    replicated.update(map(id, module.parameters()))
             for name, parameter in _inner(leaf).named_parameters(remove_duplicate=False):
                 names.setdefault(id(parameter), f"{path}/{name}" if path else name)
                 tensors.append(parameter)
         elif isinstance(leaf, torch.Tensor):
             names.setdefault(id(leaf), path)
             tensors.append(leaf)
-    return Names(names, tuple(modules), tuple(tensors))
+        elif isinstance(leaf, Optimizer):
+            optimizers.append((path, leaf))
+    return Names(names, tuple(tensors), frozenset(replicated), tuple(optimizers))
+
+
+def _escaped(name: str) -> str:
+    return name.replace("~", "~0").replace("/", "~1")
 
 
 def _reshard(module: nn.Module) -> None:
@@ -275,6 +302,12 @@ def _items(node: Json, path: str) -> dict[Any, Json]:
     children = children_of(node, path)
     is_dict = isinstance(node, dict) and node.get("$") in (None, "dict")
     return dict(zip(children.keys, children.nodes, strict=True)) if children is not None and is_dict else {}
+
+
+def is_named_optimizer(stored: Stored) -> bool:
+    """Whether a state is that of an optimizer as ``state_of`` has it, and not as torch has it."""
+    parts = _items(stored.node, stored.path) if isinstance(stored.thing, Optimizer) else {}
+    return "groups" in parts and "param_groups" not in parts
 
 
 def misfits(stored: Stored, names: Names, *, strict: bool) -> list[Misfit]:

@@ -11,8 +11,8 @@ from accelfn.checkpoint.files.manifest import Json
 __all__ = ("choose_part", "may_leave_out")
 
 
-def may_leave_out(partial: bool | Sequence[str]) -> Callable[[str], bool]:
-    """Read the option ``partial`` of ``load_state``: say which paths needn't be asked for.
+def may_leave_out(partial: bool | Sequence[str], operation: str = "load_state") -> Callable[[str], bool]:
+    """Read the option ``partial`` of ``load_state``: return whether a path needn't be asked for.
 
     Raises:
         TypeError: It is neither a bool nor a sequence of texts.
@@ -23,7 +23,7 @@ def may_leave_out(partial: bool | Sequence[str]) -> Callable[[str], bool]:
     if isinstance(partial, bool):
         return lambda path: partial
     if isinstance(partial, str) or not all(isinstance(cast("object", one), str) for one in partial):
-        raise TypeError(f"load_state: partial must be a bool or a list of paths, got {partial!r}.")
+        raise TypeError(f"{operation}: partial must be a bool or a list of paths, got {partial!r}.")
     return frozenset(partial).__contains__
 
 

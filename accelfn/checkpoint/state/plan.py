@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from accelfn.checkpoint.files.manifest import leaf_path
 from accelfn.errors import CheckpointError
 
 __all__ = ("Box", "Held", "SavePlan", "Write", "plan_save", "volume")
@@ -120,8 +121,8 @@ def plan_save(held: Sequence[Mapping[str, Held]], nodes: Sequence[int] | None = 
 
 def _refuse(name: str, rank: int, one: Held, other: Held) -> None:
     raise CheckpointError(
-        f"save_state: {name!r} is {one.dtype} {one.shape} on rank {rank} and {other.dtype} {other.shape} on "
-        "another. A tensor that is cut over ranks must be cut on all of them alike."
+        f"save_state: {leaf_path(name)!r} is {one.dtype} {one.shape} on rank {rank} and {other.dtype} "
+        f"{other.shape} on another. A tensor that is cut over ranks must be cut on all of them alike."
     )
 
 

@@ -22,10 +22,7 @@ from accelfn.checkpoint.files.commit import (
 )
 from accelfn.checkpoint.files.disk import REAL_DISK, Disk, remove_tree
 from accelfn.checkpoint.files.keep import Keep
-from accelfn.checkpoint.files.manifest import (
-    CHUNK_BYTES,
-    Json,
-)
+from accelfn.checkpoint.files.manifest import CHUNK_BYTES, Json, leaf_path
 from accelfn.checkpoint.files.stored_dtype import dtype_name
 from accelfn.checkpoint.files.tensor_file import memory_of
 from accelfn.checkpoint.state.attachments import (
@@ -34,7 +31,12 @@ from accelfn.checkpoint.state.attachments import (
     move_content,
     writes_here,
 )
-from accelfn.checkpoint.state.background import HostMemory, SaveHandle, begin_background, finish_background
+from accelfn.checkpoint.state.background import (
+    SaveHandle,
+    begin_background,
+    copies_in_background,
+    finish_background,
+)
 from accelfn.checkpoint.state.by_rank import join_documents, renamed
 from accelfn.checkpoint.state.objects import find_names, state_of
 from accelfn.checkpoint.state.pause import paused_collection
@@ -42,9 +44,10 @@ from accelfn.checkpoint.state.phases import BoardPhases, CollectivePhases
 from accelfn.checkpoint.state.plan import Box, Held, SavePlan, Write, plan_save
 from accelfn.checkpoint.state.random_state import random_states
 from accelfn.checkpoint.state.writing import Job, entry_key, write_job
-from accelfn.comm import attempt
+from accelfn.comm import attempt, check_replicas
 from accelfn.context import Context, news
 from accelfn.context.config import GuardMode
+from accelfn.errors import ReplicaDriftError
 from accelfn.training import ScalerState
 from accelfn.tree.digest import digest_tensors
 
@@ -66,6 +69,7 @@ class _Own(NamedTuple):
     held: Mapping[str, Held]
     random_held: Mapping[str, Held]
     sums: Mapping[str, tuple[int, ...]]  # checksums that are known already
+    replicated: frozenset[str]  # tensors that shall be equal on all ranks
 
 
 @overload
@@ -79,6 +83,7 @@ def save_state(
     metric: float | None = None,
     keep: Keep | None = None,
     files: str | os.PathLike[str] | None = None,
+    allow_drift: bool = False,
 ) -> Path: ...
 @overload
 def save_state(
@@ -91,6 +96,7 @@ def save_state(
     metric: float | None = None,
     keep: Keep | None = None,
     files: str | os.PathLike[str] | None = None,
+    allow_drift: bool = False,
 ) -> SaveHandle: ...
 @overload
 def save_state(
@@ -103,6 +109,7 @@ def save_state(
     metric: float | None = None,
     keep: Keep | None = None,
     files: str | os.PathLike[str] | None = None,
+    allow_drift: bool = False,
 ) -> Path | SaveHandle: ...
 def save_state(
     ctx: Context,
@@ -114,6 +121,7 @@ def save_state(
     metric: float | None = None,
     keep: Keep | None = None,
     files: str | os.PathLike[str] | None = None,
+    allow_drift: bool = False,
 ) -> Path | SaveHandle:
     """Save the state of a run as one checkpoint, so that no crash can lose it.
 
@@ -145,6 +153,9 @@ def save_state(
             becomes part of the checkpoint: files, in directories too, under their names. They are moved, not
             copied, so they are gone from there, and after an error they may be lost. Nothing may write to
             them any more.
+        allow_drift: Save the parameters of a replicated model, and the states of their optimizers, even where
+            they differ between ranks: each rank's own are kept, and come back. For replicas that are meant to
+            differ, such as those of local SGD, whose optimizers always do.
 
     Returns:
         The checkpoint's path; with ``asynchronous`` a handle, whose ``result()`` gives it.
@@ -156,39 +167,49 @@ def save_state(
             the checkpoint's own files have.
         OSError: It can't be written: no space, no right to. Or it is committed, and older ones can't be
             removed as ``keep`` says.
-        RemoteRankError: One of these happened on another rank.
+        ReplicaDriftError: A model that is replicated (:func:`accelfn.prepare`) has other parameters on some
+            ranks, or its optimizer another state: on every rank, with the leaves and ranks. Of what is saved
+            in the background, larger tensors are compared by samples. Not with ``allow_drift``, nor where the
+            guard is off or has ``check_replicas_before_saving=False``.
+        RemoteRankError: One of these happened on another rank; or an earlier save in the background has
+            failed, and another rank has not asked for its result.
         MismatchError: A rank called something else.
     """
-    finish_background(ctx)
     path = Path(os.path.abspath(os.fspath(directory)))
-    own, error = attempt(lambda: _look(ctx, path, tree, is_copied=asynchronous, step=step, metric=metric))
+
+    def look() -> _Own:
+        finish_background(ctx)
+        return _look(ctx, path, tree, is_copied=asynchronous, step=step, metric=metric)
+
+    own, error = attempt(look)
     taken = os.path.abspath(files) if files is not None and writes_here(ctx) else None
     phases = CollectivePhases(ctx, "save_state")
     each_node = ctx.project.save_on_each_node
-    options = [None if each_node else str(path), step, metric, repr(keep), asynchronous]
-    job, error = attempt(lambda: _agree_on(ctx, phases, path, own, error, options, step, metric, keep, taken))
+    options = [None if each_node else str(path), step, metric, repr(keep), asynchronous, allow_drift]
+    job, error = attempt(
+        lambda: _agree_on(ctx, phases, path, own, error, options, step, metric, keep, taken, allow_drift)
+    )
     if job is None:
         raise cast("Exception", error)
     if not asynchronous:
         return write_job(job, phases, REAL_DISK)
+    tensors = [tensor for _, tensor, _ in job.entries]
+    copies, error = attempt(lambda: copies_in_background(ctx, tensors))
+    phases.gather("copy", "", error)
     if job.any_files:
         job = _set_aside(job, phases, REAL_DISK)
-
-    def prepare(memory: HostMemory) -> Any:
-        copies = memory.copies([tensor for _, tensor, _ in job.entries])
-        entries = tuple((key, copy, sums) for (key, _, sums), copy in zip(job.entries, copies, strict=True))
-        board = BoardPhases(
-            board=ctx.collectives.board,
-            rank=ctx.rank,
-            size=ctx.num_processes,
-            operation="save_state",
-            number=str(ctx.collectives.journal.number),
-            patience_s=ctx.guard.long_timeout_s,
-            is_hopeless=lambda: news(ctx.collectives.board, ctx.collectives.journal, ctx.rank),
-        )
-        return partial(write_job, job._replace(entries=entries), board, REAL_DISK)
-
-    return begin_background(ctx, path, prepare)
+    board = BoardPhases(
+        board=ctx.collectives.board,
+        rank=ctx.rank,
+        size=ctx.num_processes,
+        operation="save_state",
+        number=str(ctx.collectives.journal.number),
+        patience_s=ctx.guard.long_timeout_s,
+        is_hopeless=lambda: news(ctx.collectives.board, ctx.collectives.journal, ctx.rank),
+    )
+    copied = zip(job.entries, copies or (), strict=True)
+    entries = tuple((key, copy, sums) for (key, _, sums), copy in copied)
+    return begin_background(ctx, path, partial(write_job, job._replace(entries=entries), board, REAL_DISK))
 
 
 def save_tree(path: str | os.PathLike[str], tree: Any, *, namespace: str = "") -> Path:
@@ -277,6 +298,7 @@ def _look(
         held=_held(main.tensors, content),
         random_held=_held(random_tensors, random_content),
         sums=sums,
+        replicated=names.replicated_of(main.tensors),
     )
 
 
@@ -363,6 +385,7 @@ def _agree_on(
     metric: float | None,
     keep: Keep | None,
     files: str | None,
+    allow_drift: bool,
 ) -> Job:
     """Let all ranks know what the others hold, and plan who writes what."""
     world = ctx.world
@@ -375,9 +398,13 @@ def _agree_on(
     assert own is not None  # otherwise gather has raised
     documents, held = [own.tree] * world.size, [own.held] * world.size
     if len({one["details"] for one in heads}) > 1:
-        every = [json.loads(one) for one in phases.gather("details", details)]
-        documents = [one["tree"] for one in every]
-        held = [_heard(one["held"]) for one in every]
+        said = f"{json.dumps(sorted(own.replicated))}\n{details}"
+        every = [one.partition("\n") for one in phases.gather("details", said)]
+        parsed = [json.loads(text) for _, _, text in every]
+        documents = [one["tree"] for one in parsed]
+        held = [_heard(one["held"]) for one in parsed]
+        if not allow_drift:
+            _refuse_drift(ctx, own, held, [json.loads(names) for names, _, _ in every])
     for rank, one in enumerate(heads):
         boxes = {name: tuple(Box(*map(tuple, box)) for box in found) for name, found in one["boxes"].items()}
         held[rank] = {
@@ -420,6 +447,30 @@ def _agree_on(
             for write in plan.writes[world.rank]
         ),
     )
+
+
+def _refuse_drift(
+    ctx: Context, own: _Own, held: Sequence[Mapping[str, Held]], replicated: Sequence[Sequence[str]]
+) -> None:
+    """Refuse replicas that differ. Which leaves do is known by now, so only those are looked at again."""
+    if not ctx.guard.check_replicas_before_saving:
+        return
+    names = set(replicated[0]).intersection(*replicated[1:])
+    drifted = [name for name in sorted(names) if len({tensors[name] for tensors in held}) > 1]
+    if drifted:
+        leaves = {leaf_path(name): _local(own.tensors[name]) for name in drifted}
+        paths = {f"tree[{path!r}]": path for path in leaves}
+        try:
+            check_replicas(ctx, leaves, name="tree")
+        except ReplicaDriftError as found:
+            rows = tuple(row._replace(path=paths[row.path]) for row in found.rows)
+            error: Any = ReplicaDriftError("save_state", rows)
+            if hasattr(error, "add_note"):  # Python 3.11
+                error.add_note(
+                    "Nothing was written. If these replicas are meant to differ, as with local SGD, pass "
+                    "allow_drift=True: then each rank's own are saved."
+                )
+            raise error from None
 
 
 def _said(own: _Own, node: int, local_rank: int) -> tuple[dict[str, Any], str]:

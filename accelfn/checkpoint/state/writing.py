@@ -107,7 +107,7 @@ def write_job(job: Job, phases: Phases, disk: Disk) -> Path:
         if stage is not None and error is None:
             old, error = attempt(lambda: put_in_place(disk, stage))
             if error is None and job.nodes is None:
-                remove_replaced(disk, old or ())
+                remove_replaced(disk, str(job.directory), old or ())
         phases.gather("commit", "", error)
     except BaseException:
         if stage is not None:
@@ -120,11 +120,12 @@ def write_job(job: Job, phases: Phases, disk: Disk) -> Path:
         with suppress(OSError):  # somebody has put something into it again
             disk.remove_folder(job.files)
     if is_main and job.nodes is not None:
-        remove_replaced(disk, old or ())
+        remove_replaced(disk, str(job.directory), old or ())
     if job.keep is not None:
         keep, error = job.keep, None
         if is_main:
-            _, error = attempt(lambda: prune_checkpoints(job.directory.parent, keep, disk=disk))
+            parent, saved = job.directory.parent, job.directory
+            _, error = attempt(lambda: prune_checkpoints(parent, keep, saved=saved, disk=disk))
         phases.gather("prune", "", error)
     return job.directory
 

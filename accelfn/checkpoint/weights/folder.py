@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import torch
 
-from accelfn.checkpoint.files.commit import leftover_path, make_nonce
+from accelfn.checkpoint.files.commit import clean, leftover_path, make_nonce
 from accelfn.checkpoint.files.disk import REAL_DISK, Disk, make_folders, naming, remove_tree, write_file
 from accelfn.checkpoint.files.stored_dtype import SAFETENSORS_NAMES
 from accelfn.checkpoint.files.tensor_file import new_entry, write_tensors
@@ -56,6 +56,7 @@ def write_weights(
     path = os.path.abspath(directory)
     stage = leftover_path(path, "staging", make_nonce())
     make_folders(disk, os.path.dirname(path))
+    clean(disk, *os.path.split(path))
     with naming(stage):
         disk.make_folder(stage)
     try:

@@ -20,6 +20,7 @@ from accelfn.checkpoint import (
     write_accelerate,
 )
 from accelfn.errors import CheckpointError, DamagedCheckpointError, NoCheckpointError
+from tests.checkpoint.campaign import kill_at_its_last_step
 
 np: Any = pytest.importorskip("numpy")
 dcp: Any = importlib.import_module("torch.distributed.checkpoint")
@@ -405,3 +406,11 @@ def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(OSError, match="No space"):
         write_accelerate(tmp_path / "state", state_of_two())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_write_left_goes_with_the_next(tmp_path: Path) -> None:
+    for _ in range(2):
+        kill_at_its_last_step(lambda: write_accelerate(tmp_path / "state", state_of_two()))
+        assert len(list(tmp_path.iterdir())) == 1
+    write_accelerate(tmp_path / "state", state_of_two())
+    assert [path.name for path in tmp_path.iterdir()] == ["state"]

@@ -18,6 +18,7 @@ import accelfn as af
 from accelfn.errors import CheckpointError, DamagedCheckpointError, NoCheckpointError
 from accelfn.launch.main import main
 from accelfn.testing import run_ranks
+from tests.checkpoint.campaign import kill_at_its_last_step
 
 dcp: Any = importlib.import_module("torch.distributed.checkpoint")
 
@@ -177,3 +178,12 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     (source / ".metadata").write_bytes(b"cut")
     assert main(["merge-weights", str(source), str(tmp_path)]) == 1
     assert "damaged" in capsys.readouterr().err
+
+
+def test_what_a_killed_merge_left_goes_with_the_next(tmp_path: Path) -> None:
+    source = write(tmp_path / "sharded", {"model": MODEL})
+    for _ in range(2):
+        kill_at_its_last_step(lambda: af.merge_fsdp_weights(source, tmp_path / "out"))
+        assert len(list((tmp_path / "out").iterdir())) == 1
+    af.merge_fsdp_weights(source, tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]

@@ -1,12 +1,15 @@
 """How a checkpoint appears, what it never replaces, and where it is looked for."""
 
 import errno
+import inspect
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from accelfn.checkpoint import find_checkpoints, latest_checkpoint, verify_checkpoint
+from accelfn.checkpoint import find_checkpoints, latest_checkpoint, prune_checkpoints, verify_checkpoint
 from accelfn.checkpoint.files.commit import (
     begin_stage,
     check_free,
@@ -39,7 +42,10 @@ from accelfn.checkpoint.files.manifest import (
 )
 from accelfn.checkpoint.files.tensor_reader import Box, read_boxes
 from accelfn.errors import CheckpointError, DamagedCheckpointError, NoCheckpointError
+from tests.checkpoint.model_disk import Killed, Model
 from tests.checkpoint.small import load_small, save_small
+
+TENSOR_FILES = ("tensors-00000.safetensors", "tensors-00001.safetensors")
 
 
 def save(directory: Path, value: int, *, disk: Disk = REAL_DISK, step: int | None = None) -> None:
@@ -58,8 +64,8 @@ def dead_nonce() -> str:
     """Give a nonce of a process of this machine that has ended."""
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         process.wait()
-    host, _, random = make_nonce().split("-")
-    return f"{host}-{process.pid}-{random}"
+    host, _, rest = make_nonce().split("-", 2)
+    return f"{host}-{process.pid}-{rest}"
 
 
 # --- appearing -----------------------------------------------------------------------------------
@@ -122,14 +128,10 @@ def with_notes(path: Path) -> None:
     (path / "notes.txt").write_text("mine")
 
 
-def with_notes_in_a_checkpoint(path: Path) -> None:
+def with_notes_in_a_damaged_checkpoint(path: Path) -> None:
     save(path, 1)
+    (path / "manifest.json").write_bytes(b"")
     (path / "notes.txt").write_text("mine")
-
-
-def with_a_directory_in_a_checkpoint(path: Path) -> None:
-    save(path, 1)
-    (path / "inner").mkdir()
 
 
 def with_tensors_only(path: Path) -> None:
@@ -143,10 +145,9 @@ def with_tensors_only(path: Path) -> None:
         (as_file, "it is a file"),
         (as_link, "it is a link"),
         (as_pipe, "it is neither file nor directory"),
-        (with_notes, r"more in it than a checkpoint: notes\.txt"),
-        (with_notes_in_a_checkpoint, r"more in it than a checkpoint: notes\.txt"),
-        (with_a_directory_in_a_checkpoint, r"more in it than a checkpoint: inner"),
-        (with_tensors_only, r"more in it than a checkpoint: tensors-00000\.safetensors"),
+        (with_notes, r"files that are not part of a checkpoint: notes\.txt"),
+        (with_notes_in_a_damaged_checkpoint, r"files that are not part of a checkpoint: notes\.txt"),
+        (with_tensors_only, r"files that are not part of a checkpoint: tensors-00000\.safetensors"),
     ],
 )
 def test_what_is_not_ours_is_never_replaced(
@@ -167,6 +168,71 @@ def test_what_is_not_ours_is_never_replaced(
     with pytest.raises(CheckpointError, match=message):
         publish(REAL_DISK, stage)
     assert names(tmp_path) == before
+
+
+def test_files_that_are_not_part_of_a_checkpoint_move_to_the_one_that_replaces_it(tmp_path: Path) -> None:
+    here = tmp_path / "here"
+    save(here, 1)
+    (here / "notes.txt").write_text("mine")
+    (here / "plots").mkdir()
+    (here / "plots" / "loss.svg").write_text("mine too")
+    for name in (".DS_Store", ".nfs0001"):
+        (here / name).write_text("")
+    (here / ".ipynb_checkpoints").mkdir()
+    with pytest.warns(UserWarning, match=r"not part of the checkpoint: .*notes\.txt"):
+        save(here, 2)
+    assert value(here) == 2
+    assert names(tmp_path) == ["here"]
+    assert names(here) == ["manifest.json", "notes.txt", "plots", *TENSOR_FILES]
+    assert (here / "plots" / "loss.svg").read_text() == "mine too"
+
+
+def test_a_kill_at_any_instant_of_replacing_loses_nobodys_file() -> None:
+    def disk_with_notes() -> Model:
+        model = Model()
+        model.disk().make_folder("/runs")
+        save_small("/runs/here", {"x": torch.tensor(1)}, disk=model.disk())
+        model.disk().create("/runs/here/notes.txt")
+        return model
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trial = disk_with_notes()
+        start = len(trial.steps)
+        save_small("/runs/here", {"x": torch.tensor(2)}, disk=trial.disk())
+        assert len(trial.steps) > start + 15
+        for number in range(start, len(trial.steps)):
+            model = disk_with_notes()
+            model.kill_at = number
+            with pytest.raises(Killed):
+                save_small("/runs/here", {"x": torch.tensor(2)}, disk=model.disk())
+            model.kill_at = -1
+            assert [path for path in model.files("/runs") if path.endswith("/notes.txt")], number
+            save_small("/runs/here", {"x": torch.tensor(3)}, disk=model.disk())
+            assert "/notes.txt" in model.files("/runs/here"), number
+
+
+def test_a_file_of_a_name_that_the_new_checkpoint_has_itself_is_kept_under_another(tmp_path: Path) -> None:
+    here, files = tmp_path / "here", tmp_path / "files"
+    save(here, 1)
+    (here / "vocab.txt").write_text("mine")
+    files.mkdir()
+    (files / "vocab.txt").write_text("of the checkpoint")
+    with pytest.warns(UserWarning, match=r"vocab\.txt"):
+        save_small(here, {"x": torch.tensor(2)}, files=str(files))
+    assert (here / "vocab.txt").read_text() == "of the checkpoint"
+    assert (here / "vocab.txt~").read_text() == "mine"
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs a second file system")
+def test_a_parent_may_be_a_link_to_another_file_system(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as elsewhere:
+        if os.stat(elsewhere).st_dev == tmp_path.stat().st_dev:
+            pytest.skip("both are one file system")
+        (tmp_path / "runs").symlink_to(elsewhere)
+        for number in range(3):
+            save(tmp_path / "runs" / "here", number)
+        assert value(tmp_path / "runs" / "here") == 2
 
 
 def test_a_mount_point_is_not_replaced(tmp_path: Path) -> None:
@@ -329,18 +395,38 @@ def test_the_next_save_removes_what_dead_ones_left_and_nothing_else(tmp_path: Pa
     alive = Path(begin_stage(REAL_DISK, here, make_nonce()).path)
     assert not dead.exists()
     others = [
-        f".here.staging-{'0' * 12}-1-{'a' * 8}",  # of another machine, and new
+        f".here.staging-{'0' * 12}-1-1-{'a' * 8}",  # of another machine, and new
         f".elsewhere.staging-{dead_nonce()}",
         ".here.staging-of-mine",
     ]
     for name in others:
         (tmp_path / name).mkdir()
-    old = tmp_path / f".here.staging-{'0' * 12}-2-{'a' * 8}"
+    old = tmp_path / f".here.staging-{'0' * 12}-2-1-{'a' * 8}"
     old.mkdir()
     os.utime(old, (time.time() - 100_000, time.time() - 100_000))
     save(here, 2)
     assert names(tmp_path) == sorted(["here", alive.name, *others])
     assert clean(REAL_DISK, str(tmp_path)) == (str(tmp_path / others[1]),)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs the start times of processes")
+def test_a_process_that_was_given_the_number_of_a_dead_one_keeps_nothing_of_it(tmp_path: Path) -> None:
+    script = (
+        "import sys; from accelfn.checkpoint.files.commit import begin_stage, make_nonce; "
+        "from accelfn.checkpoint.files.disk import Disk; "
+        "print(begin_stage(Disk(), sys.argv[1], make_nonce()).path)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "here")], capture_output=True, text=True, check=True
+    )
+    left = Path(done.stdout.strip())
+    dead = parse_leftover(str(tmp_path), left.name)
+    assert dead is not None
+    # As if this program had started in a new container, where it has the number that the dead one had.
+    recycled = left.rename(left.with_name(left.name.replace(f"-{dead.pid}-", f"-{os.getpid()}-")))
+    save(tmp_path / "here", 1)
+    assert not recycled.exists()
+    assert names(tmp_path) == ["here"]
 
 
 def killed_between_renames(here: Path) -> Path:
@@ -429,6 +515,9 @@ def test_checkpoints_are_ordered_by_step_then_by_name_then_by_time(tmp_path: Pat
     for name, step in (("at-10", None), ("at-9", 50), ("run-3-at-1", None)):
         save(tmp_path / "numbers" / name, 0, step=step)
     assert [path.name for path in find_checkpoints(tmp_path / "numbers")] == ["run-3-at-1", "at-9", "at-10"]
+    for epoch in (8, 10, 9):
+        save(tmp_path / "epochs" / f"epoch_{epoch}_bf16", epoch)
+    assert value(latest_checkpoint(tmp_path / "epochs")) == 10
     for age, name in enumerate(("x", "at-1", "last")):
         save(tmp_path / "times" / name, 0)
         os.utime(tmp_path / "times" / name / "manifest.json", (1000 - age, 1000 - age))
@@ -459,9 +548,18 @@ def test_a_damaged_newest_one_is_an_error_and_an_older_one_is_not(tmp_path: Path
     assert find_checkpoints(tmp_path) == (tmp_path / "at-0",)
 
 
-def test_a_missing_directory_has_no_checkpoints_to_list(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError):
-        find_checkpoints(tmp_path / "absent")
+def test_a_missing_directory_has_no_checkpoints(tmp_path: Path) -> None:
+    assert find_checkpoints(tmp_path / "absent") == ()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError):
+        find_checkpoints(tmp_path / "file")
+
+
+def test_help_shows_no_addresses() -> None:
+    for one in (find_checkpoints, latest_checkpoint, prune_checkpoints, verify_checkpoint):
+        shown = str(inspect.signature(one))
+        assert " at 0x" not in shown
+        assert len(shown) < 200
 
 
 # --- reading while others write ------------------------------------------------------------------

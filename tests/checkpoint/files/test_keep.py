@@ -9,8 +9,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accelfn.checkpoint import Keep, find_checkpoints, plan_retention, prune_checkpoints, verify_checkpoint
+from accelfn.checkpoint import (
+    Keep,
+    find_checkpoints,
+    load_tree,
+    plan_retention,
+    prune_checkpoints,
+    save_state,
+    verify_checkpoint,
+)
 from accelfn.checkpoint.files.commit import make_nonce
+from accelfn.context import Context
 from accelfn.errors import ConfigurationError
 from tests.checkpoint.small import save_small
 
@@ -89,6 +98,34 @@ def test_the_others_are_removed_and_what_stays_is_whole(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["at-1", "at-3", "more", "notes.txt"]
     assert all(verify_checkpoint(path) for path in find_checkpoints(tmp_path))
     assert prune_checkpoints(tmp_path, Keep(last=1, best=1)) == ()
+
+
+def test_what_was_just_saved_stays_whatever_the_rules_say(tmp_path: Path) -> None:
+    assert plan_retention([(300, None), (400, None), (250, None)], Keep(last=2), saved=2) == (0, 1, 2)
+    for step in (300, 400, 250):
+        path = save_state(Context(), tmp_path / f"step-{step}", {"at": step}, step=step, keep=Keep(last=2))
+        assert load_tree(path) == {"at": step}
+    save_state(Context(), tmp_path / "step-260", {"at": 260}, step=260, keep=Keep(last=2))
+    assert [path.name for path in find_checkpoints(tmp_path)] == ["step-260", "step-300", "step-400"]
+
+
+def test_names_are_ordered_by_all_their_numbers(tmp_path: Path) -> None:
+    for epoch in (8, 9, 10):
+        save_small(tmp_path / f"epoch_{epoch}_bf16", {"x": torch.tensor(epoch)})
+    assert prune_checkpoints(tmp_path, Keep(last=2)) == (tmp_path / "epoch_8_bf16",)
+    for epoch, step in ((1, 500), (2, 10), (2, 500)):
+        save_small(tmp_path / "two" / f"epoch_{epoch}_step_{step}", {"x": torch.tensor(epoch)})
+    assert prune_checkpoints(tmp_path / "two", Keep(last=1, every=500)) == (tmp_path / "two/epoch_2_step_10",)
+
+
+def test_a_checkpoint_with_somebodys_files_stays_and_hidden_files_go_with_it(tmp_path: Path) -> None:
+    for step in range(3):
+        save_small(tmp_path / f"at-{step}", {"x": torch.tensor(step)}, step=step)
+    (tmp_path / "at-0" / "notes.txt").write_text("mine")
+    (tmp_path / "at-1" / ".DS_Store").write_text("")
+    with pytest.warns(UserWarning, match=r"at-0 stays.*notes\.txt"):
+        assert prune_checkpoints(tmp_path, Keep(last=1)) == (tmp_path / "at-1",)
+    assert (tmp_path / "at-0" / "notes.txt").read_text() == "mine"
 
 
 def test_what_is_damaged_or_in_work_is_left_alone_and_does_not_count(tmp_path: Path) -> None:

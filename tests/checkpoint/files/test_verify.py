@@ -137,11 +137,21 @@ def test_a_file_of_another_checkpoint_of_the_same_form_is_found(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["notes.txt", "tensors-00002.safetensors", ".hidden"])
-def test_a_file_more_is_named(tmp_path: Path, name: str) -> None:
+def test_a_file_more_is_named_and_stops_nobody(tmp_path: Path, name: str) -> None:
     here = made(tmp_path / "here")
+    report = verify_checkpoint(here)
     (here / name).write_bytes(b"")
-    with pytest.raises(DamagedCheckpointError, match=f"here has {name}, which its manifest doesn't name"):
-        verify_checkpoint(here)
+    with pytest.warns(UserWarning, match=f"here contains files that are not part of the checkpoint: {name}"):
+        assert verify_checkpoint(here) == report
+
+
+def test_errors_name_leaves_as_the_tree_does(tmp_path: Path) -> None:
+    save_small(tmp_path / "here", {"optimizer/state/model~1p.weight/a~0b": torch.arange(50)})
+    content = bytearray((tmp_path / "here" / FILES[0]).read_bytes())
+    content[-1] ^= 1
+    (tmp_path / "here" / FILES[0]).write_bytes(content)
+    with pytest.raises(DamagedCheckpointError, match=r"tensor 'optimizer/state/model/p\.weight/a~b' aren't"):
+        verify_checkpoint(tmp_path / "here")
 
 
 def test_a_newer_version_is_told_apart_from_damage(tmp_path: Path) -> None:

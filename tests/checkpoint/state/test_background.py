@@ -1,0 +1,88 @@
+"""Saves in the background: what goes wrong reaches every rank, and in time."""
+
+import os
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import accelfn as af
+from accelfn.checkpoint.state.background import HostMemory, SaveHandle
+from accelfn.context import Context
+from accelfn.errors import RemoteRankError
+from accelfn.testing import run_ranks
+
+
+@contextmanager
+def interrupted() -> Generator[None, None, None]:
+    """Wait as somebody does who presses Ctrl-C."""
+    raise KeyboardInterrupt
+    yield
+
+
+def test_waiting_for_an_error_can_be_interrupted(tmp_path: Path) -> None:
+    handle = SaveHandle(tmp_path, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        handle.exception()
+    with pytest.raises(KeyboardInterrupt):
+        handle.result()
+
+
+def test_what_fails_while_the_state_is_copied_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
+    def fail(memory: HostMemory, tensors: Any) -> Any:
+        raise MemoryError("no memory")
+
+    def run(ctx: Context) -> None:
+        af.save_state(ctx, tmp_path / "at", {"step": 1})
+        with af.checkpoint.folder_for_files(ctx, tmp_path / "at") as files:
+            if ctx.is_main_process:
+                (files / "config.json").write_text("{}")
+            with pytest.MonkeyPatch.context() as patch:
+                if ctx.rank == 1:
+                    patch.setattr(HostMemory, "copies", fail)
+                with pytest.raises(MemoryError if ctx.rank == 1 else RemoteRankError, match="no memory"):
+                    af.save_state(ctx, tmp_path / "at", {"step": 2}, True, files=files)
+        assert af.load_state(ctx, tmp_path / "at", {"step": 0}) == {"step": 1}
+        assert af.save_state(ctx, tmp_path / "at", {"step": 3}, True).result() == tmp_path / "at"
+
+    run_ranks(run, 2, on="processes")
+    assert os.listdir(tmp_path) == ["at"]
+
+
+@pytest.mark.parametrize("asking", [0, 1])
+@pytest.mark.parametrize("call", ["save_state", "load_state", "find_checkpoint"])
+def test_an_error_that_one_rank_asked_for_reaches_all_at_the_next_call(
+    tmp_path: Path, asking: int, call: str
+) -> None:
+    def refuse(descriptor: int) -> None:
+        raise OSError(5, "no disk")
+
+    def next_call(ctx: Context) -> object:
+        if call == "save_state":
+            return af.save_state(ctx, tmp_path / "at", {"x": torch.ones(2)})
+        if call == "load_state":
+            return af.load_state(ctx, tmp_path / "at", {"x": torch.zeros(2)})
+        return af.checkpoint.find_checkpoint(ctx, tmp_path / "at")
+
+    def run(ctx: Context) -> None:
+        af.save_state(ctx, tmp_path / "at", {"x": torch.zeros(2)})
+        with pytest.MonkeyPatch.context() as patch:
+            if ctx.rank == 0:
+                patch.setattr(os, "fsync", refuse)
+            handle = af.save_state(ctx, tmp_path / "at", {"x": torch.ones(2)}, True)
+            while not handle.done():
+                time.sleep(0.001)
+        kinds = (OSError, RemoteRankError)
+        if ctx.rank == asking:
+            with pytest.raises(kinds[ctx.rank], match="no disk"):
+                handle.result()
+        expected = kinds[ctx.rank] if ctx.rank != asking else RemoteRankError
+        with pytest.raises(expected, match="no disk"):
+            next_call(ctx)
+        next_call(ctx)
+
+    run_ranks(run, 2, on="processes")

@@ -1,0 +1,146 @@
+"""Loading: what doesn't fit is refused on all ranks before anything changes; and the newest that is whole."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import accelfn as af
+from accelfn.context import Context
+from accelfn.errors import CheckpointMismatchError, DamagedCheckpointError, RemoteRankError
+from accelfn.testing import run_ranks
+
+TENSORS = "tensors-00000.safetensors"
+
+
+def stepped(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()  # pyright: ignore[reportUnknownMemberType]
+    return model, optimizer
+
+
+def test_an_optimizer_that_save_state_saved_is_refused_by_load_tree_before_anything_changes(
+    tmp_path: Path,
+) -> None:
+    model, optimizer = stepped()
+    af.save_state(Context(), tmp_path / "at", {"model": model, "optimizer": optimizer})
+    other, its_optimizer = stepped(1)
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(CheckpointMismatchError, match="load_state") as caught:
+        af.load_tree(tmp_path / "at", {"model": other, "optimizer": its_optimizer})
+    assert [row.path for row in caught.value.rows] == ["optimizer"]
+    assert all(torch.equal(before[name], value) for name, value in other.state_dict().items())
+    af.save_tree(tmp_path / "tree", {"model": model, "optimizer": optimizer})
+    af.load_tree(tmp_path / "tree", {"model": other, "optimizer": its_optimizer})
+    assert torch.equal(other.state_dict()["weight"], model.state_dict()["weight"])
+
+
+class Unnamed(nn.Module):
+    """Has parameters that it doesn't name."""
+
+    def named_parameters(self, *args: Any, **options: Any) -> Any:
+        raise RuntimeError("no names")
+
+
+@pytest.mark.parametrize("call", ["load_state", "load_latest"])
+@pytest.mark.parametrize("on", ["memory", "processes"])
+def test_what_one_rank_cannot_ask_for_is_an_error_on_all(tmp_path: Path, on: Any, call: str) -> None:
+    def run(ctx: Context) -> None:
+        load: Any = getattr(af, call)
+        af.save_state(ctx, tmp_path / "at", {"x": 1})
+        with pytest.raises(
+            TypeError if ctx.rank else RemoteRankError, match="partial must be a bool or a list"
+        ):
+            load(ctx, tmp_path / "at", {"x": 0}, partial="x" if ctx.rank else False)
+        with pytest.raises(RuntimeError if ctx.rank else RemoteRankError, match="no names"):
+            load(ctx, tmp_path / "at", {"x": Unnamed() if ctx.rank else nn.Linear(1, 1)})
+        assert load(ctx, tmp_path / "at", {"x": 0}) == {"x": 1}
+
+    run_ranks(run, 2, on=on)
+
+
+# --- the newest ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on", ["memory", "processes"])
+def test_the_newest_is_loaded_if_there_is_any(tmp_path: Path, on: Any) -> None:
+    def run(ctx: Context) -> list[Any]:
+        runs, model = tmp_path / "runs", nn.Linear(2, 1)
+        found: list[Any] = [af.load_latest(ctx, runs, {"model": model, "step": 0})]
+        for step in (9, 10):
+            nn.init.constant_(model.weight, step)
+            tree = {"model": model, "step": step, "rank": ctx.rank}
+            af.save_state(ctx, runs / f"step-{step}", tree, step=step)
+        nn.init.zeros_(model.weight)
+        for place in (runs, runs / "step-9"):  # also a checkpoint itself
+            loaded = af.load_latest(ctx, place, {"model": model, "step": 0, "rank": -1}, random_state=False)
+            assert loaded is not None
+            assert loaded["model"] is model
+            found += [loaded["step"], loaded["rank"] == ctx.rank, model.weight[0, 0].item()]
+        af.wait_for_everyone(ctx)
+        return found
+
+    assert run_ranks(run, 2, on=on) == [[None, 10, True, 10.0, 9, True, 9.0]] * 2
+
+
+def test_an_empty_directory_has_no_latest_and_a_file_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "notes.txt").write_text("mine")
+    assert af.load_latest(Context(), tmp_path / "empty", {"step": 0}) is None
+    with pytest.raises(NotADirectoryError):
+        af.load_latest(Context(), tmp_path / "empty" / "notes.txt", {"step": 0})
+
+
+def change_last_byte(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def test_the_next_older_one_is_loaded_where_the_newest_is_damaged(tmp_path: Path) -> None:
+    for step in range(4):
+        af.save_state(Context(), tmp_path / f"step-{step}", {"x": torch.full((64,), step)}, step=step)
+    change_last_byte(tmp_path / "step-3" / TENSORS)  # is seen when its bytes are read
+    (tmp_path / "step-2" / "manifest.json").write_bytes(b"{}")  # is seen when it is listed
+
+    def run(ctx: Context) -> Any:
+        loaded = af.load_latest(ctx, tmp_path, {"x": torch.zeros(64, dtype=torch.int64)}, random_state=False)
+        return None if loaded is None else loaded["x"][0].item()
+
+    for ranks in (1, 2):
+        with (
+            pytest.warns(UserWarning, match=r"step-2/manifest.json is damaged.*loads .*step-3 instead"),
+            pytest.warns(UserWarning, match=r"step-3.* is damaged.*loads .*step-1 instead"),
+        ):
+            assert run_ranks(run, ranks) == [1] * ranks
+    (tmp_path / "step-1" / TENSORS).unlink()
+    change_last_byte(tmp_path / "step-0" / TENSORS)
+    with pytest.warns(UserWarning, match="is damaged"):
+        with pytest.raises(DamagedCheckpointError):
+            run(Context())
+
+
+def test_what_does_not_fit_is_no_reason_to_load_an_older_one(tmp_path: Path) -> None:
+    af.save_state(Context(), tmp_path / "step-0", {"x": torch.zeros(2)}, step=0)
+    af.save_state(Context(), tmp_path / "step-1", {"x": torch.zeros(3)}, step=1)
+    with pytest.raises(CheckpointMismatchError, match=r"load_latest: .*step-1 does not fit"):
+        af.load_latest(Context(), tmp_path, {"x": torch.zeros(2)})
+
+
+def test_nodes_with_disks_of_their_own_agree_on_the_newest(tmp_path: Path) -> None:
+    project = af.ProjectConfiguration(save_on_each_node=True)
+
+    def run(ctx: Context) -> list[Any]:
+        place = tmp_path / f"node{ctx.world.node_rank}"
+        found: list[Any] = [af.load_latest(ctx, place, {"step": 0})]
+        for step in (1, 2):
+            af.save_state(ctx, place / f"step-{step}", {"step": step}, step=step)
+        return [*found, af.load_latest(ctx, place, {"step": 0})]
+
+    assert run_ranks(run, 2, project_config=project, num_nodes=2) == [[None, {"step": 2}]] * 2
