@@ -195,17 +195,17 @@ class Accelerator(Facts, Extras, Saving, Tracking, LaterParts):
                 f"{', '.join(extra)} "
                 "too. Use context=ctx.replace(...) for a variant."
             )
-        self.context = context if context is not None else init_context(**asked)
+        self.context: Context = context if context is not None else init_context(**asked)
         self.micro: MicroBatch | None = None
         self.last_micro: MicroBatch | None = None
-        self.models = Held[nn.Module]()
-        self.optimizers = Held[Optimizer]()
-        self.schedulers = Held[AcceleratedScheduler]()
-        self.loaders = Held[AcceleratedDataLoader[Any]]()
+        self.models: Held[nn.Module] = Held[nn.Module]()
+        self.optimizers: Held[Optimizer] = Held[Optimizer]()
+        self.schedulers: Held[AcceleratedScheduler] = Held[AcceleratedScheduler]()
+        self.loaders: Held[AcceleratedDataLoader[Any]] = Held[AcceleratedDataLoader[Any]]()
         self.uneven: Uneven = "error"
         self.window: MicroBatch | None = None
         self.sync_gradients = True
-        self.step = 0
+        self.step: int = 0
         self.compat = compat
         self._trigger = comm.TriggerState()
         self._scaling = Scaling(self.context, self.optimizers)
