@@ -62,8 +62,8 @@ class JSONLTracker(BuiltInTracker):
         if run_name is not None and not isinstance(cast("object", run_name), str):
             raise TypeError(f"jsonl: run_name must be a text or None: got {run_name!r}.")
         self.project_name = project_name
-        self.run_name = run_name or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
-        self.folder = Path(logging_dir) / _safe(project_name) / _safe(self.run_name)
+        self.run_name: str = run_name or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+        self.folder: Path = Path(logging_dir) / _safe(project_name) / _safe(self.run_name)
         self.resume = resume
         self._file: int | None = None
         self._num_images = 0
