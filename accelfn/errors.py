@@ -146,7 +146,7 @@ class CheckpointMismatchError(CheckpointError, ValueError):
     def __init__(self, message: str, rows: Sequence[Misfit]) -> None:
         """Keep the rows and print the first of them as a table."""
         self.message = message
-        self.rows = tuple(Misfit(*row) for row in rows)
+        self.rows: tuple[Misfit, ...] = tuple(Misfit(*row) for row in rows)
         shown = [Misfit("leaf", "checkpoint", "wanted"), *self.rows[:_MAX_ROWS]]
         widths = [max(len(row[column]) for row in shown) for column in range(2)]
         lines = [
@@ -202,9 +202,9 @@ class MismatchError(DistributedError):
     ) -> None:
         """Keep the rows and print them as a table."""
         self.operation = operation
-        self.rows = tuple(Disagreement(*row) for row in rows)
+        self.rows: tuple[Disagreement, ...] = tuple(Disagreement(*row) for row in rows)
         self.hint = hint
-        self.callers = tuple(Caller(*caller) for caller in callers)
+        self.callers: tuple[Caller, ...] = tuple(Caller(*caller) for caller in callers)
         super().__init__(
             "\n".join([self._headline(), *_table(self.rows, self.callers), *([hint] if hint else [])])
         )
@@ -233,7 +233,7 @@ class UnevenDataError(MismatchError):
         counts: Sequence[int] = (),
     ) -> None:
         """Keep the counts beside the rows."""
-        self.counts = tuple(counts)
+        self.counts: tuple[int, ...] = tuple(counts)
         super().__init__(operation, rows, hint, callers)
 
     def _headline(self) -> str:
@@ -322,7 +322,7 @@ class RemoteRankError(DistributedError):
         where = f" in {operation}" if operation else ""
         super().__init__(f"rank {rank} failed{where}: {cause}: {message}")
         if traceback:
-            self.__cause__ = RemoteTraceback(traceback)
+            self.__cause__: BaseException | None = RemoteTraceback(traceback)
 
     def __reduce__(self) -> tuple[type["RemoteRankError"], tuple[int, str, str, str, str]]:
         """Pickle by the arguments, so that the error can cross a process boundary."""

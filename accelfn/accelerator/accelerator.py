@@ -197,17 +197,17 @@ class Accelerator(Facts, Extras, Saving, Tracking, LaterParts):
                 f"{', '.join(extra)} "
                 "too. Use context=ctx.replace(...) for a variant."
             )
-        self.context = context if context is not None else init_context(**asked)
+        self.context: Context = context if context is not None else init_context(**asked)
         self.loops: dict[object, MicroBatch] = {}
         self.last_micro: MicroBatch | None = None
-        self.models = Held[nn.Module](nn.Module.parameters, describe_model)
-        self.optimizers = Held[Optimizer](list_parameters, class_of)
-        self.schedulers = Held[AcceleratedScheduler](optimizers_of, class_of)
-        self.loaders = Held[AcceleratedDataLoader[Any]]()
+        self.models: Held[nn.Module] = Held(nn.Module.parameters, describe_model)
+        self.optimizers: Held[Optimizer] = Held(list_parameters, class_of)
+        self.schedulers: Held[AcceleratedScheduler] = Held(optimizers_of, class_of)
+        self.loaders: Held[AcceleratedDataLoader[Any]] = Held()
         self.uneven: Uneven = "error"
         self.window: MicroBatch | None = None
         self.sync_gradients = True
-        self.step = 0
+        self.step: int = 0
         self.compat = compat
         self._trigger = comm.TriggerState()
         self._scaling = Scaling(self.context, self.optimizers)

@@ -66,7 +66,7 @@ class LocalSGD:
                 'LocalSGD: the accelerator has reduction="canonical", which sums the gradients of all ranks '
                 "in each step, and here ranks train by themselves. Use one of the two."
             )
-        self.enabled = enabled and accelerator.num_processes > 1
+        self.enabled: bool = enabled and accelerator.num_processes > 1
         self.local_sgd_steps = local_sgd_steps
         self._accelerator = accelerator
         self._model = model

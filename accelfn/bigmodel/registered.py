@@ -40,17 +40,19 @@ class FactoriesOn(DeviceContext):
     Threads that enter and leave such contexts in turns would leave that note wrong for all others.
     """
 
+    _replaced: DeviceContext | None = None
+
     def __enter__(self) -> None:
         # As torch does it: below all other modes, and in place of the one that is there.
         for mode in (*_take_modes(), self)[::-1]:
             if mode is not self and isinstance(mode, DeviceContext):
-                self.prev_mode = mode
+                self._replaced = mode
             else:
                 _push_mode(mode)
 
     def __exit__(self, *exception: object) -> None:
         above = [mode for mode in _take_modes() if mode is not self]
-        for mode in (*above, *(() if self.prev_mode is None else (self.prev_mode,)))[::-1]:
+        for mode in (*above, *(() if self._replaced is None else (self._replaced,)))[::-1]:
             _push_mode(mode)
 
 

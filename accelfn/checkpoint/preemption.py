@@ -47,7 +47,7 @@ class PreemptionGuard:
         self._end = clock() + time_limit_s
         self._is_asked = False  # on this rank
         self._is_agreed = False  # on every rank
-        self.is_leaving = False
+        self.is_leaving: bool = False
 
     def request_stop(self) -> None:
         """Ask all ranks to stop, as a signal does. Ranks: any; the others learn of it in ``should_stop``.

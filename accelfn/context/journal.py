@@ -71,10 +71,10 @@ class Journal:
 
     def __init__(self) -> None:
         """Begin with no calls."""
-        self.number = 0
-        self.checked = 0
-        self.chain = bytes(_CHAIN_BYTES)
-        self.patience_s = _PATIENCE_S
+        self.number: int = 0
+        self.checked: int = 0
+        self.chain: bytes = bytes(_CHAIN_BYTES)
+        self.patience_s: float = _PATIENCE_S
         self.over = ""
         self.closed = False
         self.place = ""
@@ -135,7 +135,8 @@ class Journal:
 
     def resume(self, number: int) -> None:
         """Go on from ``number`` after a disagreement that every rank has seen: all ranks do so alike."""
-        self.number = self.checked = number
+        self.number = number
+        self.checked = number
         self._first_sites.clear()  # from here on they may differ
         self.chain = hashlib.blake2b(b"resumed at %d" % number, digest_size=_CHAIN_BYTES).digest()
 

@@ -52,7 +52,7 @@ class LostRanksError(Exception):
             f"The process{'es' if several else ''} of rank{'s' if several else ''} "
             f"{', '.join(map(str, ranks))} {'have' if several else 'has'} ended."
         )
-        self.ranks = tuple(ranks)
+        self.ranks: tuple[int, ...] = tuple(ranks)
 
 
 def share_rows(exchange: Exchange, rank: int, size: int, chunk: int) -> SharedRows | None:

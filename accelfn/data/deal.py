@@ -59,7 +59,7 @@ class Dealer:
         self._size = ctx.num_processes
         self._slice_fn = slice_fn
         # A step is one batch, of which each rank gets rows; otherwise each rank gets a batch of its own.
-        self.cuts = ctx.loading.split_batches or slice_fn is not None
+        self.cuts: bool = ctx.loading.split_batches or slice_fn is not None
 
     def lists(self, plan: EpochPlan, take: Take, key: tuple[int, int]) -> Iterator[Keyed]:
         """Give the lists of samples that rank 0's loader reads: a step's in one, or one for each rank."""

@@ -100,7 +100,7 @@ class OrderedDispatch(Remembering, Generic[T]):
         self.length: int | None = asked.order.num_samples
         self.batch_size: int | None = asked.batch_size
         self.seed = seed
-        self.setting = Setting(order=asked.order.kind)
+        self.setting: Setting = Setting(order=asked.order.kind)
         self._ctx = ctx
         self._asked = asked
         self._steps = _Steps(ctx, source, slice_fn)

@@ -13,7 +13,7 @@ from accelfn.data.cut import Cut
 from accelfn.data.deal import Dealer, SliceFunction, hand_out
 from accelfn.data.parts import Parts
 from accelfn.data.plan import EpochPlan, rows_in
-from accelfn.data.reading import Own, Pass, Remembering, Share, rows_of, share_of
+from accelfn.data.reading import Own, Pass, Remembering, Setting, Share, rows_of, share_of
 from accelfn.data.sources import count_shards
 from accelfn.data.states import State
 from accelfn.data.stream import Seen, StreamReader, length_of, pass_of, setting_of
@@ -65,7 +65,7 @@ class StreamDispatch(Remembering, Generic[T]):
         self._dealer = Dealer(ctx, slice_fn)
         self.length: int | None = self._length()
         self.batch_size: int | None = None if self._is_whole else cut.group
-        self.setting = setting_of(ctx, source, cut.group, False)
+        self.setting: Setting = setting_of(ctx, source, cut.group, False)
         self._reader: StreamReader[Any] | None = None
         if ctx.is_main_process:
             # To the reader, a group is one batch of a world of one.

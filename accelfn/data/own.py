@@ -49,7 +49,9 @@ class OwnReader(Remembering, Generic[T]):
         elif self._sampler is None:
             self._sampler = cast("Any", source).sampler
         num_workers = source.num_workers if isinstance(source.dataset, IterableDataset) else None
-        self.setting = Setting(num_workers=num_workers, num_processes=ctx.num_processes, rank=ctx.rank)
+        self.setting: Setting = Setting(
+            num_workers=num_workers, num_processes=ctx.num_processes, rank=ctx.rank
+        )
         size = getattr(source, "batch_size", None)
         self.batch_size: int | None = None if size is None else size * ctx.num_processes
 
@@ -131,7 +133,7 @@ class Followed(IterableDataset[Any]):
 
     def __init__(self, dataset: Any) -> None:
         """Read ``dataset``."""
-        self.follower = Follower(dataset)
+        self.follower: Follower = Follower(dataset)
         self.recalled: State | None = None
         self._inner = dataset
         self._has_ended = False

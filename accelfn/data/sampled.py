@@ -69,8 +69,8 @@ class SampledReader(Remembering, Generic[T]):
         self.length: int | None = asked.order.num_samples
         self.batch_size: int | None = asked.batch_size
         self.seed = seed
-        self.setting = Setting(order=asked.order.kind)
-        self.even_batches = ctx.loading.even_batches
+        self.setting: Setting = Setting(order=asked.order.kind)
+        self.even_batches: bool = ctx.loading.even_batches
         self._ctx = ctx
         self._asked = asked
         self._rank = rank
@@ -121,7 +121,7 @@ class BatchedReader(Remembering, Generic[T]):
         self.length: int | None = None
         self.batch_size: int | None = asked.batch_size
         self.seed = seed
-        self.even_batches = ctx.loading.even_batches
+        self.even_batches: bool = ctx.loading.even_batches
         self._ctx = ctx
         self._asked = asked
         self._batches = Batches()

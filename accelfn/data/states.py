@@ -145,11 +145,11 @@ class Follower:
     def __init__(self, dataset: Any) -> None:
         """Go through ``dataset``."""
         self._dataset = dataset
-        self.has_state = has_state(dataset)
+        self.has_state: bool = has_state(dataset)
         self._begin: Any = None
         self._final: Any = None  # state at the end of the pass, where the dataset is asked no more
         self._iterator: Any = None  # of the pass, where it has a state of its own
-        self.is_amid = False
+        self.is_amid: bool = False
 
     @property
     def is_stateful(self) -> bool:

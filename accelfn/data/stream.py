@@ -84,7 +84,7 @@ class StreamReader(Remembering, Generic[T]):
         # Weak: what is left of a pass, and its workers with it, ends when nobody goes through it.
         self._to_end: weakref.ref[Generator[Piece, None, None]] | None = None
         rank = ctx.rank if is_own else None
-        self.setting = setting_of(ctx, source, cut.group, is_own)
+        self.setting: Setting = setting_of(ctx, source, cut.group, is_own)
         # Workers read ahead, so of theirs only torchdata knows which state belongs to a batch.
         self._is_stateful = source.num_workers > 0 and is_stateful(ctx, source)
         follows = source.num_workers == 0 or self._is_stateful
@@ -248,7 +248,7 @@ class Seen:
 
     def __init__(self) -> None:
         """Know nothing yet."""
-        self.share = Share()
+        self.share: Share = Share()
         self.stream: State | None = None
 
     def share_at(self, step: int) -> Share:

@@ -28,8 +28,8 @@ class OrderedSum:
         """Lay out the parameters of ``group`` end to end, in ``size`` parts of one length."""
         self.group = group
         total = sum(group.sizes)
-        self.length = -(-total // size)  # of a part
-        self.padding = self.length * size - total
+        self.length: int = -(-total // size)  # of a part
+        self.padding: int = self.length * size - total
         self.segments: list[Segment] = []
         begin, end, place = rank * self.length, (rank + 1) * self.length, 0
         for index, number in zip(group.leaves, group.sizes, strict=True):

@@ -58,7 +58,7 @@ class Meeting:
         self._last: list[_Brought] = []
         self._left: dict[int, _Left] = {}
         self._words: dict[str, str] = {}
-        self.board = Board(post=self._post, post_once=self._post_once, read=self._read)
+        self.board: Board = Board(post=self._post, post_once=self._post_once, read=self._read)
 
     def open(self) -> None:
         """Let the first rank run."""

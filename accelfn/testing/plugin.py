@@ -24,10 +24,10 @@ from accelfn.testing.ranks import Where, run_ranks
 
 try:
     import pytest
-except ImportError as error:
+except ImportError as _error:
     raise MissingExtraError(
         "accelfn.testing.plugin needs pytest. Install it: pip install 'accelfn[testing]'"
-    ) from error
+    ) from _error
 
 __all__ = ("Ranks", "ranks")
 

@@ -19,10 +19,10 @@ from accelfn.tree import flatten, map_tensors
 try:
     from hypothesis import strategies as st
     from hypothesis.strategies import DrawFn, SearchStrategy
-except ImportError as error:
+except ImportError as _error:
     raise MissingExtraError(
         "accelfn.testing.strategies needs hypothesis. Install it: pip install 'accelfn[testing]'"
-    ) from error
+    ) from _error
 
 __all__ = (
     "DTYPES",

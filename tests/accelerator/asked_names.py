@@ -375,7 +375,7 @@ _CLASSES = (
     ),
     AskedName(kind="method", documented="to_kwargs()", home="KwargsHandler"),
     AskedName(kind="class", documented="DistributedType", home="accelfn"),
-    *_rows("class", "DynamoBackend", "LoggerType", "PrecisionType", "RNGType", home="accelfn.context.config"),
+    *_rows("class", "DynamoBackend", "LoggerType", "PrecisionType", "RNGType", home="accelfn"),
     AskedName(
         kind="class", documented="PartialState", here="Context", home="accelfn", note="passed, not shared"
     ),

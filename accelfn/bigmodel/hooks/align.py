@@ -83,13 +83,17 @@ class AlignDevicesHook(ModelHook):
                 if execution_device is None
                 else read_place(execution_device, "execution_device")
             )
-        self.execution_device = None if self.place is None else check_device(self.place, "execution_device")
+        self.execution_device: torch.device | None = (
+            None if self.place is None else check_device(self.place, "execution_device")
+        )
         self.offload = offload
         self.io_same_device = io_same_device
         self.weights_map = weights_map
         self.offload_buffers = offload_buffers
         self.place_submodules = place_submodules
-        self.skip_keys = (skip_keys,) if isinstance(skip_keys, str) else tuple(skip_keys or ())
+        self.skip_keys: tuple[str, ...] = (
+            (skip_keys,) if isinstance(skip_keys, str) else tuple(skip_keys or ())
+        )
         self.tied_params_map = tied_params_map
         self.at_rest: AtRest | None = None
         self._name = ""

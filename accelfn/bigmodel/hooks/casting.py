@@ -65,8 +65,8 @@ class LayerwiseCastingHook(ModelHook):
     def __init__(
         self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool = False
     ) -> None:
-        self.storage_dtype = _checked_dtype(storage_dtype, "storage_dtype")
-        self.compute_dtype = _checked_dtype(compute_dtype, "compute_dtype")
+        self.storage_dtype: torch.dtype = _checked_dtype(storage_dtype, "storage_dtype")
+        self.compute_dtype: torch.dtype = _checked_dtype(compute_dtype, "compute_dtype")
         self.non_blocking = non_blocking
         self._running = _Running()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from accelfn.bigmodel.hooks.model_hook import ModelHook, add_hook_to_module, remove_hook_from_module
@@ -54,7 +55,7 @@ class CpuOffload(ModelHook):
         place = (
             current_place() if execution_device is None else read_place(execution_device, "execution_device")
         )
-        self.execution_device = check_device(place, "execution_device")
+        self.execution_device: torch.device = check_device(place, "execution_device")
         self.prev_module_hook = prev_module_hook
         self._place = place
         self._at: Place = "cpu"

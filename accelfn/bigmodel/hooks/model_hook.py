@@ -98,7 +98,7 @@ class SequentialHook(ModelHook):
         for hook in hooks:
             members += hook.hooks if isinstance(hook, SequentialHook) else (_checked(hook, "SequentialHook"),)
         self.hooks: tuple[ModelHook, ...] = tuple(members)
-        self.no_grad = any(hook.no_grad for hook in members)
+        self.no_grad: bool = any(hook.no_grad for hook in members)
         self._begun: CallStack[list[ModelHook]] = CallStack()
 
     def init_hook(self, module: nn.Module) -> nn.Module:

@@ -265,7 +265,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             index = _read_index(Path(save_folder) / _INDEX)
         self.index: Mapping[str, Mapping[str, Any]] = {} if index is None else index
         self.device = device
-        self.all_keys = list(dict.fromkeys((*self.state_dict, *self.index)))
+        self.all_keys: list[str] = list(dict.fromkeys((*self.state_dict, *self.index)))
         self._heads: dict[Path, Mapping[str, Entry]] = {}  # of safetensors files that were looked into
 
     def __getitem__(self, key: str) -> torch.Tensor:

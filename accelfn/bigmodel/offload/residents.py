@@ -65,11 +65,11 @@ class Residents:
     """
 
     def __init__(self, blocks: Sequence[Block], link: Link, cache_bytes: int) -> None:
-        self.lock = threading.RLock()
+        self.lock: threading.RLock = threading.RLock()
         self.link = link
-        self.stays = _first_within(mapped_sizes_of(blocks), cache_bytes)
-        self.peak_blocks = 0
-        self.peak_bytes = 0
+        self.stays: frozenset[int] = _first_within(mapped_sizes_of(blocks), cache_bytes)
+        self.peak_blocks: int = 0
+        self.peak_bytes: int = 0
         self._blocks = blocks
         self._held: dict[int, Held] = {}
         self._users: dict[int, frozenset[object]] = {}

@@ -129,7 +129,7 @@ class Stream:
         link: Link | None = None,
     ) -> None:
         check_options(num_ahead, cache_bytes)
-        self.blocks = tuple(blocks)
+        self.blocks: tuple[Block, ...] = tuple(blocks)
         self.place = place
         self.num_ahead = num_ahead
         self.cache_bytes = cache_bytes

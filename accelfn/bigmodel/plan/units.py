@@ -25,10 +25,10 @@ class Node:
     __slots__ = ("name", "parent", "parts", "start", "stop")
 
     def __init__(self, name: str, parent: Node | None, start: int) -> None:
-        self.name = name
-        self.parent = parent
-        self.start = start
-        self.stop = start + 1
+        self.name: str = name
+        self.parent: Node | None = parent
+        self.start: int = start
+        self.stop: int = start + 1
         self.parts: tuple[Node, ...] = ()
 
 
@@ -59,8 +59,8 @@ class Units:
         self.layer_bytes: list[int] = []
         self._is_module: list[bool] = []
         self._no_split = no_split
-        self.top = self._parts(shape.root, None)
-        self.sizes = [size_of(leaf) for leaf in self.leaves]
+        self.top: tuple[Node, ...] = self._parts(shape.root, None)
+        self.sizes: list[int] = [size_of(leaf) for leaf in self.leaves]
         # Buffers may be copied: that does no harm, and binds no layers to each other.
         kept = frozenset(
             leaf.tie
@@ -73,8 +73,8 @@ class Units:
         self._holders: dict[int, list[tuple[str, int]]] = {}  # names and units of each tie
         self._tie_bytes: dict[int, int] = {}
         self._measure(kept)
-        self.has_ties = bool(self._tied)
-        self.has_copies = bool(self._copied)
+        self.has_ties: bool = bool(self._tied)
+        self.has_copies: bool = bool(self._copied)
 
     def _parts(self, module: ModuleShape, parent: Node | None) -> tuple[Node, ...]:
         return (

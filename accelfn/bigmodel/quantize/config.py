@@ -29,7 +29,7 @@ _WEIGHTS = ("int8", "int4")
 _GROUPS_OF_INT4 = (32, 64, 128, 256)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class BnbQuantizationConfig:
     """Quantise by bitsandbytes (``pip install 'accelfn[bitsandbytes]'``), in 8 or in 4 bits.
 

@@ -40,8 +40,8 @@ class Built:
 
     def __init__(self, value: Any, finish: Callable[[Any, Any], Any]) -> None:
         """Keep the value, and who finishes it."""
-        self.value = value
-        self.finish = finish
+        self.value: Any = value
+        self.finish: Callable[[Any, Any], Any] = finish
         self.places: list[int] = []  # in the memo, which has to know the finished value
 
 

@@ -8,7 +8,7 @@ from accelfn.context.config.handlers import KwargsHandler
 __all__ = ("GradientAccumulationPlugin",)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class GradientAccumulationPlugin(KwargsHandler):
     """How many micro-batches make one optimizer step.
 

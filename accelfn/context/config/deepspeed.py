@@ -29,7 +29,7 @@ from accelfn.errors import ConfigurationError
 __all__ = ("DeepSpeedPlugin",)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class DeepSpeedPlugin:
     """How DeepSpeed shards and offloads.
 

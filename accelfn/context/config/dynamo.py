@@ -15,7 +15,7 @@ from accelfn.errors import ConfigurationError
 __all__ = ("TorchDynamoPlugin",)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class TorchDynamoPlugin(KwargsHandler):
     """How models are compiled.
 

@@ -27,7 +27,7 @@ from accelfn.errors import ConfigurationError
 __all__ = ("AORecipeKwargs", "FP8RecipeKwargs", "MSAMPRecipeKwargs", "TERecipeKwargs")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class TERecipeKwargs(KwargsHandler):
     """Recipe for transformer-engine.
 
@@ -59,7 +59,7 @@ class TERecipeKwargs(KwargsHandler):
         _settle_transformer_engine(self)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class AORecipeKwargs(KwargsHandler):
     """Recipe for torchao.
 
@@ -86,7 +86,7 @@ class AORecipeKwargs(KwargsHandler):
         check_bools(self, "pad_inner_dim", "enable_fsdp_float8_all_gather")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class MSAMPRecipeKwargs(KwargsHandler):
     """Recipe for MS-AMP.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from accelfn.context.config.checks import (
@@ -37,7 +37,7 @@ _DTYPE_SPELLINGS = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class FullyShardedDataParallelPlugin:
     """How FSDP shards a model. Some fields belong to one version only.
 
@@ -90,6 +90,7 @@ class FullyShardedDataParallelPlugin:
     backward_prefetch: BackwardPrefetch | str | int | None = None
     mixed_precision_policy: Any = None
     auto_wrap_policy: AutoWrapPolicy | str | Callable[..., Any] | None = None
+    _: KW_ONLY
     transformer_cls_names_to_wrap: Iterable[str] | None = None
     min_num_params: int = 0
     cpu_offload: Any = False

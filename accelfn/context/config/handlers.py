@@ -73,7 +73,7 @@ class KwargsHandler:
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class AutocastKwargs(KwargsHandler):
     """Options of ``torch.autocast``.
 
@@ -91,7 +91,7 @@ class AutocastKwargs(KwargsHandler):
         check_bools(self, "cache_enabled", optional=True)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class DistributedDataParallelKwargs(KwargsHandler):
     """Options of ``torch.nn.parallel.DistributedDataParallel``.
 
@@ -154,7 +154,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class GradScalerKwargs(KwargsHandler):
     """Options of the loss scaler of fp16 training.
 
@@ -181,7 +181,7 @@ class GradScalerKwargs(KwargsHandler):
         check_bools(self, "enabled")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class InitProcessGroupKwargs(KwargsHandler):
     """Options of ``torch.distributed.init_process_group``; without effect on a group that exists.
 
@@ -212,7 +212,7 @@ class InitProcessGroupKwargs(KwargsHandler):
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ProfileKwargs(KwargsHandler):
     """Options of a profiled block.
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from accelfn.context.config.checks import check_bools, check_ints, settle_classes
 
 __all__ = ("DataLoaderConfiguration",)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class DataLoaderConfiguration:
     """How the batches of a loader reach the ranks.
 
@@ -39,6 +39,7 @@ class DataLoaderConfiguration:
     data_seed: int | None = None
     non_blocking: bool = False
     use_stateful_dataloader: bool = False
+    _: KW_ONLY
     custom_classes: tuple[type, ...] = ()
 
     def __post_init__(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any, cast
 
 from accelfn.context.config.checks import (
@@ -31,7 +31,7 @@ _CHOICES = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class MegatronLMPlugin:
     """How Megatron-LM splits and trains a model.
 
@@ -104,6 +104,7 @@ class MegatronLMPlugin:
 
     tp_degree: int = 1
     pp_degree: int = 1
+    _: KW_ONLY
     num_micro_batches: int = 1
     gradient_clipping: float | None = 1.0
     sequence_parallelism: bool = False

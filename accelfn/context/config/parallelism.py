@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,7 @@ _MESH_ORDER = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
 _ATTENTION = ("sdpa", "flash_attention_2", "flash_attention_3")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class TorchTensorParallelConfig:
     """Options of tensor parallelism.
 
@@ -45,7 +45,7 @@ class TorchTensorParallelConfig:
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class TorchContextParallelConfig:
     """Options of context parallelism.
 
@@ -60,7 +60,7 @@ class TorchContextParallelConfig:
         settle_choice(self, "cp_comm_strategy", ContextParallelStrategy)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class DeepSpeedSequenceParallelConfig:
     """Options of DeepSpeed's sequence parallelism.
 
@@ -93,7 +93,7 @@ class DeepSpeedSequenceParallelConfig:
             )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ParallelismConfig:
     """Sizes of the mesh axes; their product is the number of processes.
 
@@ -115,6 +115,7 @@ class ParallelismConfig:
     dp_shard_size: int = 1
     tp_size: int = 1
     cp_size: int = 1
+    _: KW_ONLY
     sp_size: int = 1
     cp_backend: str = "torch"
     sp_backend: str = "deepspeed"

@@ -10,7 +10,7 @@ from accelfn.context.config.checks import check_bools, check_ints, settle, settl
 __all__ = ("ProjectConfiguration",)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ProjectConfiguration:
     """Directories and naming of checkpoints.
 

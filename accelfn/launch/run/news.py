@@ -153,7 +153,7 @@ class News:
         listener: socket.socket | None = None,
         door: socket.socket | None = None,
     ) -> None:
-        self.own = Word(sender=secrets.token_hex(8), name=name)
+        self.own: Word = Word(sender=secrets.token_hex(8), name=name)
         self.words: dict[str, Word] = {}
         self._token = token
         self._listener = listener

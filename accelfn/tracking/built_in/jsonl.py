@@ -61,8 +61,8 @@ class JSONLTracker(BuiltInTracker):
         if resume and run_name is None:
             run_name = _latest(project)
         self.project_name = project_name
-        self.run_name = run_name or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
-        self.folder = project / _safe(self.run_name)
+        self.run_name: str = run_name or f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+        self.folder: Path = project / _safe(self.run_name)
         self.resume = resume
         self._file: int | None = None
         self._num_images = 0

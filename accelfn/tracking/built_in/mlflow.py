@@ -57,12 +57,12 @@ class MLflowTracker(BuiltInTracker):
     ) -> None:
         """Keep the names; nothing is started before ``start``."""
         super().__init__()
-        self.experiment_name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or experiment_name
-        self.logging_dir = None if logging_dir is None else os.fspath(logging_dir)
-        self.run_id = os.environ.get("MLFLOW_RUN_ID") or run_id
-        self.tags = _read_tags(os.environ.get("MLFLOW_TAGS") or tags)
+        self.experiment_name: str | None = os.environ.get("MLFLOW_EXPERIMENT_NAME") or experiment_name
+        self.logging_dir: str | None = None if logging_dir is None else os.fspath(logging_dir)
+        self.run_id: str | None = os.environ.get("MLFLOW_RUN_ID") or run_id
+        self.tags: dict[str, Any] | None = _read_tags(os.environ.get("MLFLOW_TAGS") or tags)
         said = os.environ.get("MLFLOW_NESTED_RUN", "").lower()
-        self.nested_run = said in ("1", "y", "yes", "t", "true", "on") if said else nested_run
+        self.nested_run: bool = said in ("1", "y", "yes", "t", "true", "on") if said else nested_run
         self.run_name = run_name
         self.description = description
 

@@ -38,7 +38,7 @@ class TensorBoardTracker(BuiltInTracker):
         """Choose the folder; nothing is written before ``start``."""
         super().__init__()
         self.run_name = run_name
-        self.logging_dir = os.path.join(logging_dir, run_name)
+        self.logging_dir: str = os.path.join(logging_dir, run_name)
         self._options = kwargs
 
     def start(self) -> None:
