@@ -13,6 +13,7 @@ import accelfn.parallel as parallel
 import accelfn.tracking as tracking
 import accelfn.training as training
 from accelfn.accelerator.held import Held
+from accelfn.accelerator.scaling import Scaling
 from accelfn.context import Context
 from accelfn.context.config import ProfileKwargs
 from accelfn.data import MicroBatch
@@ -32,6 +33,7 @@ class Extras:
     micro: MicroBatch | None
     last_micro: MicroBatch | None
     window: MicroBatch | None
+    _scaling: Scaling
 
     @property
     def has_lomo_optimizer(self) -> bool:
@@ -76,6 +78,7 @@ class Extras:
         for held in (self.models, self.optimizers, self.schedulers, self.loaders):
             held.clear()
         self.step, self.micro, self.last_micro = 0, None, None
+        self._scaling.reset()
         return training.release_memory(*objects)
 
     def clear(self, *objects: Any) -> list[None]:

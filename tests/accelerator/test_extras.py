@@ -50,7 +50,7 @@ def test_after_del_nothing_is_kept_by_the_functions(on: Where, mode: str) -> Non
         x = y = torch.empty(0)
         for (x, y), micro in af.microbatches(ctx, loader):
             with af.accumulate(ctx, micro, model):
-                af.backward(ctx, (model(x) - y).square().mean(), scaler, micro)
+                scaler = af.backward(ctx, (model(x) - y).square().mean(), scaler, micro)
             if micro.sync:
                 scaler = af.optimizer_step(ctx, optimizer, scaler)
                 af.scheduler_step(ctx, scheduler, scaler)
@@ -174,7 +174,7 @@ def test_local_sgd_as_a_context_manager_is_that_of_the_functions(on: Where, num_
         scaler, state = af.init_scaler(ctx), af.LocalSGDState()
         with af.no_sync(ctx, model):
             for (x, y), micro in af.microbatches(ctx, loader):
-                af.backward(ctx, (model(x) - y).square().mean(), scaler, micro)
+                scaler = af.backward(ctx, (model(x) - y).square().mean(), scaler, micro)
                 if micro.sync:
                     scaler = af.optimizer_step(ctx, optimizer, scaler)
                     state = af.local_sgd_step(ctx, model, state, every=2)

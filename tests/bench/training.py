@@ -65,7 +65,7 @@ def by_functions(ctx: af.Context) -> Epoch:
         for (x, y), micro in af.microbatches(ctx, loader):
             with af.accumulate(ctx, micro, model):
                 loss = nn.functional.cross_entropy(model(x), y)
-                af.backward(ctx, loss, state, micro)
+                state = af.backward(ctx, loss, state, micro)
             if micro.sync:
                 state = af.optimizer_step(ctx, optimizer, state)
         states[0] = state
@@ -148,7 +148,7 @@ def peaks() -> dict[str, float]:
 
         def step() -> None:
             with af.accumulate(ctx, micro, model):
-                af.backward(ctx, model(x).square().mean(), state, micro)
+                state = af.backward(ctx, model(x).square().mean(), state, micro)
             af.optimizer_step(ctx, optimizer, state)
 
         return step

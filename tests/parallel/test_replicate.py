@@ -69,7 +69,7 @@ def test_ranks_together_have_the_gradient_of_one_with_all_samples(
         found: list[list[torch.Tensor]] = []
         for data, micro in af.microbatches(ctx, mine):
             with af.accumulate(ctx, micro, model):
-                af.backward(ctx, loss_of(model, cast("Rows", data)), scaler, micro)
+                scaler = af.backward(ctx, loss_of(model, cast("Rows", data)), scaler, micro)
             if micro.sync:
                 found.append(grads(model))
                 model.zero_grad()
@@ -207,7 +207,7 @@ def train(ctx: Context, wrapped: bool = True) -> dict[str, torch.Tensor]:
     ]
     for data, micro in af.microbatches(ctx, mine):
         with af.accumulate(ctx, micro, model):
-            af.backward(ctx, loss_of(model, data), scaler, micro)
+            scaler = af.backward(ctx, loss_of(model, data), scaler, micro)
         if micro.sync:
             scaler = af.optimizer_step(ctx, optimizer, scaler)
     return {name: value.detach().clone() for name, value in af.unwrap_model(model).state_dict().items()}

@@ -286,7 +286,9 @@ def _without_gradients(tree: Any) -> Any:
         return tree
 
     def forget(leaf: Any) -> Any:
-        return leaf._replace(unscaled=(), weight=None) if isinstance(leaf, ScalerState) else leaf
+        return (
+            leaf._replace(unscaled=(), weight=None, is_open=None) if isinstance(leaf, ScalerState) else leaf
+        )
 
     return optree.tree_map(forget, tree, is_leaf=_is_scaler)
 

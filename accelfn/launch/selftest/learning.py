@@ -71,7 +71,7 @@ def train(trial: Trial, ctx: Context, batch_size: int, num_rows: int) -> dict[st
         for (inputs, targets), micro in microbatches(ctx, loader):
             with accumulate(ctx, micro, model):
                 loss = nn.functional.mse_loss(model(inputs).float(), targets)
-                backward(ctx, loss, scaler, micro)
+                scaler = backward(ctx, loss, scaler, micro)
             if micro.sync:
                 scaler = unscale_gradients(ctx, optimizer, scaler)
                 clip_grad_norm_(ctx, model.parameters(), 5.0, scaler_state=scaler)
