@@ -98,7 +98,8 @@ def module_step(
         if ctx.reduction is not None:
             return exactly(state, batch)
         pieces = _cut(ctx, batch)
-        scaler, terms = state.scaler, cast("Terms | None", None)
+        # Another state with the same values: a step that fails leaves the one that was given as it is.
+        scaler, terms = state.scaler._replace(), cast("Terms | None", None)
         for index, piece in enumerate(pieces):
             micro = full[index] if len(pieces) == num_steps else _place(index, len(pieces))
             with accumulate(ctx, micro, *models):
@@ -118,7 +119,7 @@ def module_step(
         trained = [item for item in parameters_in(optimizers) if item.requires_grad]
         number = int(state.num_steps)
         terms = set_exact_gradients(ctx, loss_fn, model, trained, batch, state.scaler, number)
-        scaler, _, norm = finish(state.scaler, terms)
+        scaler, _, norm = finish(state.scaler._replace(), terms)
         metrics = StepMetrics(terms.loss, norm, scaler.found_inf != 0, terms.aux)
         return TrainState(scaler, state.num_steps + 1), metrics
 

@@ -74,7 +74,7 @@ def train(ctx: Context, steps: int, before: Run | None = None) -> Run:
                 scaler = af.backward(ctx, loss, scaler, micro)
             window.append(af.gather(ctx, loss.detach()))
             if micro.sync:
-                af.clip_grad_norm_(ctx, model.parameters(), 0.5)
+                af.clip_grad_norm_(ctx, model.parameters(), 0.5, scaler_state=scaler)
                 scaler = af.optimizer_step(ctx, optimizer, scaler)
                 losses.append(torch.cat(window).mean())
                 window = []
