@@ -33,6 +33,7 @@ class Extras:
     micro: MicroBatch | None
     last_micro: MicroBatch | None
     window: MicroBatch | None
+    sync_gradients: bool
     _scaling: Scaling
 
     @property
@@ -78,6 +79,7 @@ class Extras:
         for held in (self.models, self.optimizers, self.schedulers, self.loaders):
             held.clear()
         self.step, self.micro, self.last_micro = 0, None, None
+        self.sync_gradients = True
         self._scaling.reset()
         return training.release_memory(*objects)
 
