@@ -46,6 +46,7 @@ from accelfn.comm import attempt
 from accelfn.context import Context, news
 from accelfn.context.config import GuardMode
 from accelfn.training import ScalerState
+from accelfn.training.scaler import check_newest
 from accelfn.tree.digest import digest_tensors
 
 __all__ = ("save_state", "save_tree")
@@ -286,9 +287,10 @@ def _without_gradients(tree: Any) -> Any:
         return tree
 
     def forget(leaf: Any) -> Any:
-        return (
-            leaf._replace(unscaled=(), weight=None, is_open=None) if isinstance(leaf, ScalerState) else leaf
-        )
+        if not isinstance(leaf, ScalerState):
+            return leaf
+        check_newest("save_state", leaf)
+        return leaf._replace(unscaled=(), weight=None, is_open=None)
 
     return optree.tree_map(forget, tree, is_leaf=_is_scaler)
 
