@@ -2,11 +2,17 @@
 
 import os
 import re
+import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from accelfn import Context, Guard
+from accelfn.testing import run_ranks
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "docs" / "examples"
@@ -73,3 +79,28 @@ def test_language_models_learn_as_in_plain_torch(model: str, num_processes: int,
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in (*TRAINING, TEXT)])
 def test_every_other_example_runs(name: str, tmp_path: Path) -> None:
     assert launch(name, tmp_path)
+
+
+def track(train: Callable[..., Any], ctx: Context, folder: Path) -> str:
+    return train(ctx, folder, 0.1).name
+
+
+def resume(train: Callable[..., Any], ctx: Context, folder: Path) -> list[float]:
+    straight = train(ctx)
+    train(ctx, folder, stop_after=straight.num_steps // 2)
+    resumed = train(ctx, folder)
+    assert resumed.num_steps == straight.num_steps == 16  # 29 batches an epoch: 7 windows of 4, and one of 1
+    assert resumed.weights.equal(straight.weights)
+    return resumed.weights.tolist()
+
+
+@pytest.mark.parametrize(("name", "use"), [("tracking.py", track), ("resume.py", resume)])
+def test_ranks_train_one_model_where_several_batches_make_a_window(
+    name: str, use: Callable[..., Any], tmp_path: Path
+) -> None:
+    train = runpy.run_path(str(EXAMPLES / name))["train"]
+    guard = Guard(check_replicas_every=1)  # compares the weights of the ranks after each step
+    first, second = run_ranks(
+        lambda ctx: use(train, ctx, tmp_path), 2, "processes", gradient_accumulation_steps=4, guard=guard
+    )
+    assert first == second

@@ -32,7 +32,7 @@ def training(ctx: Context, steps: int = 6) -> Iterator[Weights]:
     batches = [torch.randn(3, 4, generator=generator) for _ in range(steps)]
     for x, micro in af.microbatches(ctx, batches):
         with af.accumulate(ctx, micro, model):
-            af.backward(ctx, (model(x) - x.sum(1, keepdim=True)).square().mean(), scaler, micro)
+            scaler = af.backward(ctx, (model(x) - x.sum(1, keepdim=True)).square().mean(), scaler, micro)
         if micro.sync:
             scaler = af.optimizer_step(ctx, optimizer, scaler)
         yield [parameter.detach().clone() for parameter in model.parameters()]

@@ -457,10 +457,11 @@ class Accelerator(Facts, Extras, Saving, Tracking, LaterParts):
         return steps if total is None else max(0, min(steps, total - scheduler._step_count + 1))  # pyright: ignore[reportPrivateUsage]
 
     def _require_closing_window(self) -> None:
-        if self.context.precision.scales_loss and not self.sync_gradients:
+        if not self.sync_gradients:
             raise ConfigurationError(
-                "with float16, gradients are unscaled and clipped only where the window closes: what the "
-                "next backward adds is scaled. Put it under `if accelerator.sync_gradients:`."
+                "gradients are unscaled and clipped only where the accumulation window closes: before, they "
+                "are neither whole nor averaged over the ranks. Put it under "
+                "`if accelerator.sync_gradients:`."
             )
 
     @contextmanager

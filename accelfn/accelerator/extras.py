@@ -13,6 +13,7 @@ import accelfn.parallel as parallel
 import accelfn.tracking as tracking
 import accelfn.training as training
 from accelfn.accelerator.held import Held
+from accelfn.accelerator.scaling import Scaling
 from accelfn.context import Context
 from accelfn.context.config import ProfileKwargs
 from accelfn.data import MicroBatch
@@ -32,6 +33,8 @@ class Extras:
     loops: dict[object, MicroBatch]
     last_micro: MicroBatch | None
     window: MicroBatch | None
+    sync_gradients: bool
+    _scaling: Scaling
 
     @property
     def has_lomo_optimizer(self) -> bool:
@@ -77,6 +80,8 @@ class Extras:
             held.clear()
         self.loops.clear()
         self.step, self.last_micro = 0, None
+        self.sync_gradients = True
+        self._scaling.reset()
         return training.release_memory(*objects)
 
     def clear(self, *objects: Any) -> list[None]:

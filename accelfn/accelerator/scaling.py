@@ -75,14 +75,20 @@ class Scaling:
 
     def end_loss(self, state: ScalerState) -> None:
         """Take over the state that ``backward`` has given back."""
-        self._state = state
+        # Where a window is open, the proxies of optimizers do nothing.
+        self._state = state._replace(is_open=None)
+
+    def reset(self) -> None:
+        """Forget the weight of losses, and what is known of gradients at hand, which are gone."""
+        self.restore(self._state._replace(weight=None))
 
     def unscale(self, ctx: Context, optimizers: Iterable[Optimizer]) -> ScalerState:
         """Divide the gradients of some optimizers, each once, and give a state that says so."""
+        # Each optimizer goes on from the state of the losses by itself: a copy of it.
         state = self._state
         for one in optimizers:
-            state = training.unscale_gradients(ctx, one, self._unscaled.get(id(one), self._state))
-            self._unscaled[id(one)] = state
+            state = self._unscaled.get(id(one), self._state)._replace()
+            self._unscaled[id(one)] = state = training.unscale_gradients(ctx, one, state)
         return state
 
     def unscale_for(self, ctx: Context, parameters: Sequence[torch.Tensor]) -> ScalerState:
@@ -97,9 +103,9 @@ class Scaling:
     def step(self, ctx: Context, optimizer: Optimizer) -> None:
         """Let an optimizer step unless its gradients overflowed; they stay."""
         if not ctx.precision.scales_loss and self._state.weight is None:
-            training.optimizer_step(ctx, optimizer, self._state, clear_gradients=False)
+            training.optimizer_step(ctx, optimizer, self._state._replace(), clear_gradients=False)
             return
-        state = self._unscaled.pop(id(optimizer), self._state)
+        state = self._unscaled.pop(id(optimizer), self._state)._replace()
         state = training.optimizer_step(ctx, optimizer, state, clear_gradients=False)
         self._stepped[id(optimizer)] = self._latest[id(optimizer)] = state
 

@@ -8,9 +8,10 @@ from accelfn.parallel.exact import (
     scale_open_sums,
     swap_parts,
 )
+from accelfn.parallel.handle import check_reduced, is_replicated, local_steps, uncompiled
 from accelfn.parallel.replica import Replica
 from accelfn.parallel.replicate import (
-    is_replicated,
+    check_wrapped,
     no_sync,
     replicate,
     trigger_sync_in_backward,
@@ -20,14 +21,18 @@ from accelfn.parallel.replicate import (
 __all__ = (
     "ExactReplica",
     "Replica",
+    "check_reduced",
+    "check_wrapped",
     "convert_sync_batchnorm",
     "exact_backward",
     "exact_batch",
     "is_replicated",
+    "local_steps",
     "no_sync",
     "replicate",
     "scale_open_sums",
     "swap_parts",
     "trigger_sync_in_backward",
     "unchecked",
+    "uncompiled",
 )

@@ -12,11 +12,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accelfn.comm import broadcast, reduce
 from accelfn.context import Context
+from accelfn.parallel.handle import HANDLE, IN_NO_SYNC, Handle, register
 
 __all__ = ("REPLICA", "Replica", "is_made_of_others")
 
-# Where a module keeps its Replica; a plain attribute, so it is in no state dict.
-REPLICA = "_accelfn_replica"
+REPLICA = HANDLE
 
 
 def is_made_of_others(tensor: torch.Tensor) -> bool:
@@ -27,7 +27,7 @@ def is_made_of_others(tensor: torch.Tensor) -> bool:
     return is_traceable_wrapper_subclass(tensor) and not tensor.requires_grad
 
 
-class Replica:
+class Replica(Handle):
     """Averages the gradients of one model over ranks that are threads.
 
     Works for any way that a gradient arises (``forward``, another method, a free function), since it hangs on
@@ -38,12 +38,14 @@ class Replica:
         """Bring the model to rank 0's values, and watch its parameters."""
         self.sync = True
         self._ctx = ctx.tagged("a replicated model")  # wherever forward and backward are called
-        self._backward: int | None = None  # torch's number of the one whose end will average
+        self._backward: int | None = None  # torch's number of the latest one
+        self._unreduced: str | None = None
         self._parameters = {name: item for name, item in model.named_parameters() if item.requires_grad}
         with torch.no_grad():
             buffers = dict(model.named_buffers()) if ctx.strategy.ddp.broadcast_buffers else {}
             own = {name: one for name, one in model.named_parameters() if not is_made_of_others(one)}
             self._take({**own, **buffers})
+        register(self, self._parameters.values())
         self._watch()
         if ctx.strategy.ddp.broadcast_buffers:
             model.register_forward_pre_hook(self._on_forward)
@@ -53,8 +55,9 @@ class Replica:
         """Average the gradients of a copied model too, as a copy of DistributedDataParallel does."""
         twin = object.__new__(type(self))
         memo[id(self)] = twin
-        twin.sync, twin._ctx, twin._backward = self.sync, self._ctx, None
+        twin.sync, twin._ctx, twin._backward, twin._unreduced = self.sync, self._ctx, None, None
         twin._parameters = copy.deepcopy(self._parameters, memo)
+        register(twin, twin._parameters.values())
         twin._watch()  # copies of parameters come without hooks
         return twin
 
@@ -93,8 +96,12 @@ class Replica:
         del parameter
         # By number and not by a flag, which would stay up for ever after a backward that failed half-way.
         number: int = torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]
-        if self.sync and self._backward != number:
-            self._backward = number
+        if self._backward == number:
+            return
+        self._backward = number
+        self._unreduced = IN_NO_SYNC
+        if self.sync:
+            self._unreduced = "the latest backward pass has failed. Clear the gradients, and repeat it"
             # Runs once, when the whole backward is done, on the thread that called it.
             engine = cast("Any", torch.autograd.Variable)._execution_engine
             engine.queue_callback(self._average)
@@ -106,6 +113,16 @@ class Replica:
                 own = self._parameters[name].grad
                 assert own is not None
                 own.copy_(grad)
+        self._unreduced = None
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it has come with its model, and not from a pickle."""
+        return bool(self._parameters)
+
+    def why_unreduced(self) -> str | None:
+        """Say why the gradients at hand are those of this rank alone; None where they are averaged."""
+        return self._unreduced
 
 
 def _replica_of_no_world() -> Replica:

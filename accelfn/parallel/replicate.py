@@ -8,22 +8,25 @@ from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
 
 from accelfn.comm import Call, check, check_later, verify_structure
 from accelfn.context import Context
-from accelfn.context.config import GuardMode
+from accelfn.context.config import DistributedDataParallelKwargs, GuardMode
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.comm_hook import choose_comm_hook, register_comm_hook
 from accelfn.parallel.exact import ExactReplica
+from accelfn.parallel.handle import DDPHandle, uncompiled
 from accelfn.parallel.replica import REPLICA, Replica, is_made_of_others
 from accelfn.tree import flatten
 
 __all__ = (
+    "DataParallel",
     "ForwardCheck",
-    "is_replicated",
+    "check_wrapped",
     "no_sync",
     "replicate",
     "trigger_sync_in_backward",
@@ -38,14 +41,34 @@ _UNCHECKED = "_accelfn_unchecked"
 # By which DDP knows the tensors of a model that aren't its concern.
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
 
+# Where torch's classes of sharded modules are, of both kinds.
+_FSDP = "torch.distributed.fsdp"
+
 # Anything else that is no known container may hold the tensor that a backward pass begins with.
 _WITHOUT_TENSORS = (str, bytes, int, float, complex, torch.Size, torch.dtype, torch.device)
+
+
+class DataParallel(DistributedDataParallel):
+    """Torch's DistributedDataParallel, through which public attributes and methods of the model are reached.
+
+    Their gradients are averaged too: :class:`DDPHandle`.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the model where the wrapper has none of that name."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("_") or "module" not in vars(self).get("_modules", ()):
+                raise
+        return getattr(cast("nn.Module", cast("Any", self).module), name)
 
 
 def replicate(ctx: Context, model: nn.Module) -> nn.Module:
     """Keep ``model`` equal on all ranks: parameters as on rank 0 from now on, gradients averaged in backward.
 
-    On real processes this is torch's DistributedDataParallel, with the options of ``ctx.strategy.ddp``. Ranks
+    On real processes this is torch's DistributedDataParallel, with the options of ``ctx.strategy.ddp``; a
+    model that is one already is taken as it is. Ranks
     that are threads have no process group that DDP could use: there the gradients are averaged at the end of
     backward by one packed reduction, and the model itself is returned. In exact mode it is returned too, and
     its gradients are summed by :class:`ExactReplica`.
@@ -70,6 +93,8 @@ def replicate(ctx: Context, model: nn.Module) -> nn.Module:
         return model
     if ctx.num_processes == 1:
         return model
+    if isinstance(model, DistributedDataParallel):
+        return _adopted(ctx, model)
     hook = choose_comm_hook(ctx)
     if ctx.world.group is None:
         _check_each_forward(ctx, model)
@@ -86,25 +111,66 @@ def replicate(ctx: Context, model: nn.Module) -> nn.Module:
     with warnings.catch_warnings():
         # Torch 2.13 has another name for half of what this option does, and none yet for the other half.
         warnings.filterwarnings("ignore", ".broadcast_buffers. is deprecated", FutureWarning)
-        wrapped = DistributedDataParallel(
+        wrapped = DataParallel(
             model,
             device_ids=[ctx.device] if _is_all_on(ctx.device, model) else None,
             process_group=ctx.world.group,
             **ctx.strategy.ddp.to_kwargs(),
         )
     register_comm_hook(ctx, wrapped, hook)
-    _check_each_forward(ctx, wrapped)
-    return wrapped
+    return _watched(ctx, wrapped)
+
+
+def _watched(ctx: Context, model: DistributedDataParallel) -> DistributedDataParallel:
+    DDPHandle(model)
+    _check_each_forward(ctx, model)
+    return model
+
+
+def _adopted(ctx: Context, model: DistributedDataParallel) -> DistributedDataParallel:
+    """Take a model that the user has wrapped."""
+    if not cast("Any", model)._comm_hooks:
+        register_comm_hook(ctx, model, None)
+    return _watched(ctx, model)
+
+
+def check_wrapped(ctx: Context, model: nn.Module) -> None:
+    """Refuse a model that torch has spread over ranks already, unless its replicas are on those of ``ctx``.
+
+    Ranks: local; the same on every rank.
+
+    Raises:
+        ConfigurationError: It is FSDP's; or ``DistributedDataParallel`` over other processes than the
+            context's, or with a context whose options it would not follow.
+    """
+    kind = type(model).__name__
+    if any(base.__module__.startswith(_FSDP) for one in model.modules() for base in type(one).__mro__):
+        raise ConfigurationError(
+            f"prepare_model: {kind} is sharded by torch's FSDP already, which is not supported yet. Pass the "
+            "model before it was sharded, or train it without prepare."
+        )
+    if not isinstance(model, DistributedDataParallel):
+        return
+    group = ctx.world.group
+    before = f"prepare_model: the model is a {kind} already, and "
+    after = " Pass the model inside: prepare_model(ctx, model.module)."
+    if group is None:
+        ranks = "one process" if ctx.num_processes == 1 else "ranks that are threads"
+        raise ConfigurationError(f"{before}this context has {ranks} and no process group.{after}")
+    own = dist.get_process_group_ranks(group)
+    theirs = dist.get_process_group_ranks(cast("Any", model).process_group)
+    if own != theirs:
+        raise ConfigurationError(
+            f"{before}averages over the processes {theirs}, where this context has {own}.{after}"
+        )
+    if ctx.reduction is not None or ctx.strategy.ddp != DistributedDataParallelKwargs():
+        what = "DistributedDataParallelKwargs" if ctx.reduction is None else 'reduction="canonical"'
+        raise ConfigurationError(f"{before}has options of its own, where this context has {what}.{after}")
 
 
 def _is_all_on(device: torch.device, model: nn.Module) -> bool:
     """Whether DDP may move inputs to ``device`` itself; a model on several, or on the CPU, does without."""
     return device.type != "cpu" and all(parameter.device == device for parameter in model.parameters())
-
-
-def is_replicated(model: nn.Module) -> bool:
-    """Whether :func:`replicate` keeps the model equal on all ranks."""
-    return isinstance(model, DistributedDataParallel) or vars(model).get(REPLICA) is not None
 
 
 class ForwardCheck:
@@ -240,6 +306,7 @@ def no_sync(*models: nn.Module) -> Generator[None, None, None]:
 
 @contextmanager
 def _one_without_sync(model: nn.Module) -> Generator[None, None, None]:
+    model = uncompiled(model)
     replica = cast("Replica | None", vars(model).get(REPLICA))
     if isinstance(model, DistributedDataParallel):
         if model.static_graph and torch.is_grad_enabled():
@@ -272,7 +339,8 @@ def trigger_sync_in_backward(model: nn.Module) -> Generator[None, None, None]:
         ConfigurationError: DistributedDataParallel looks for unused parameters, or has a static graph: both
             take what they know from a forward pass that is going to be averaged.
     """
-    replica = cast("Replica | None", getattr(model, REPLICA, None))
+    model = uncompiled(model)
+    replica = cast("Replica | None", vars(model).get(REPLICA))
     if isinstance(model, DistributedDataParallel):
         ddp = cast("Any", model)
         if ddp.find_unused_parameters or ddp.static_graph:
@@ -282,8 +350,7 @@ def trigger_sync_in_backward(model: nn.Module) -> Generator[None, None, None]:
                 "pass that its gradients will be averaged. Run the last forward pass outside of no_sync."
             )
         before = ddp.require_backward_grad_sync, ddp.require_forward_param_sync
-        ddp.require_backward_grad_sync = ddp.require_forward_param_sync = True
-        ddp.reducer.prepare_for_backward([])  # what the forward pass would have done
+        ddp.require_backward_grad_sync = ddp.require_forward_param_sync = True  # DDPHandle does the rest
         try:
             yield
         finally:

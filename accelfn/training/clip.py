@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import cast
 
 import torch
 
 from accelfn.context import Context
-from accelfn.training.scaler import ScalerState
+from accelfn.parallel import check_reduced
+from accelfn.training.scaler import ScalerState, check_closed, check_newest
 
-__all__ = ("clip_grad_norm_", "clip_grad_value_")
+__all__ = ("check_bound", "clip_grad_norm_", "clip_grad_value_", "clip_norm_")
 
 
 def clip_grad_norm_(
@@ -19,7 +20,7 @@ def clip_grad_norm_(
     max_norm: float,
     norm_type: float = 2.0,
     *,
-    scaler_state: ScalerState | None = None,
+    scaler_state: ScalerState,
 ) -> torch.Tensor:
     """Scale the gradients so that their norm, taken over all of them, is at most ``max_norm``.
 
@@ -33,21 +34,25 @@ def clip_grad_norm_(
         parameters: Whose gradients are meant; those without one are left out.
         max_norm: Upper bound, positive.
         norm_type: Of the norm; ``inf`` for the largest entry.
-        scaler_state: What :func:`accelfn.unscale_gradients` returned; needed with float16, and where losses
-            had weights.
+        scaler_state: The newest one: what :func:`accelfn.unscale_gradients` returned, or
+            :func:`accelfn.backward` where there is neither float16 nor a weight.
 
     Returns:
         The norm before scaling, shape ``()``, on the gradients' device; zero without gradients.
 
     Raises:
         ValueError: ``max_norm`` isn't positive, or the gradients are not divided by loss scale and weight
-            yet.
+            yet; or the state was superseded, or its window is still open.
+        ConfigurationError: There are several ranks, and the gradients were not averaged over them.
     """
-    if not max_norm > 0:
-        raise ValueError(
-            f"clip_grad_norm_: max_norm must be positive, got {max_norm!r}. Leave the call out to not clip."
-        )
-    _check_unscaled("clip_grad_norm_", ctx, scaler_state)
+    check_bound("clip_grad_norm_", "max_norm", max_norm)
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    _check_ready("clip_grad_norm_", ctx, parameters, scaler_state)
+    return clip_norm_(parameters, max_norm, norm_type)
+
+
+def clip_norm_(parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    """Do what :func:`clip_grad_norm_` does with gradients that are ready for it."""
     norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
     whole = getattr(norm, "full_tensor", None)  # of a DTensor
     return norm if whole is None else cast("torch.Tensor", whole())
@@ -58,7 +63,7 @@ def clip_grad_value_(
     parameters: Iterable[torch.Tensor] | torch.Tensor,
     clip_value: float,
     *,
-    scaler_state: ScalerState | None = None,
+    scaler_state: ScalerState,
 ) -> None:
     """Cut each entry of the gradients to the range ``-clip_value..clip_value``.
 
@@ -70,30 +75,37 @@ def clip_grad_value_(
         ctx: The world.
         parameters: Whose gradients are meant.
         clip_value: Bound, positive.
-        scaler_state: What :func:`accelfn.unscale_gradients` returned; needed with float16, and where losses
-            had weights.
+        scaler_state: The newest one: what :func:`accelfn.unscale_gradients` returned, or
+            :func:`accelfn.backward` where there is neither float16 nor a weight.
 
     Raises:
         ValueError: ``clip_value`` isn't positive, or the gradients are not divided by loss scale and weight
-            yet.
+            yet; or the state was superseded, or its window is still open.
+        ConfigurationError: There are several ranks, and the gradients were not averaged over them.
     """
-    if not clip_value > 0:
-        raise ValueError(f"clip_grad_value_: clip_value must be positive, got {clip_value!r}.")
-    _check_unscaled("clip_grad_value_", ctx, scaler_state)
+    check_bound("clip_grad_value_", "clip_value", clip_value)
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    _check_ready("clip_grad_value_", ctx, parameters, scaler_state)
     torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
 
-def _check_unscaled(operation: str, ctx: Context, scaler_state: ScalerState | None) -> None:
-    if scaler_state is None:
-        if ctx.precision.scales_loss:
-            raise ValueError(
-                f"{operation}: with float16, gradients are unscaled before they are clipped. Pass "
-                "scaler_state=, the state that unscale_gradients returned."
-            )
-        return
-    if scaler_state.is_unscaled:
-        return
-    if scaler_state.weight is not None or ctx.precision.scales_loss:
+def check_bound(operation: str, name: str, bound: float) -> None:
+    """Refuse a bound that isn't positive.
+
+    Raises:
+        ValueError: It isn't.
+    """
+    if not bound > 0:
+        raise ValueError(f"{operation}: {name} must be positive, got {bound!r}. Leave it out to not clip.")
+
+
+def _check_ready(
+    operation: str, ctx: Context, parameters: Sequence[torch.Tensor], scaler_state: ScalerState
+) -> None:
+    check_newest(operation, scaler_state)
+    check_closed(operation, scaler_state)
+    check_reduced(operation, ctx, parameters)
+    if not scaler_state.is_unscaled and (scaler_state.weight is not None or ctx.precision.scales_loss):
         raise ValueError(
             f"{operation}: the gradients are not divided by loss scale and weight yet, so the bound would be "
             "another one. Call unscale_gradients before, and pass the state that it returns."

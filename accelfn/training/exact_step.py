@@ -15,8 +15,8 @@ import torch
 from accelfn.comm import attempt
 from accelfn.context import Collectives, Context, World
 from accelfn.training.exact import draw_as, mean_of_shards
-from accelfn.training.scaler import ScalerState
-from accelfn.training.window import Loss, Piece, Terms, average, cut_window, inverse, read_loss, terms_of
+from accelfn.training.scaler import ScalerState, inverse_of_weight
+from accelfn.training.window import Loss, Piece, Terms, average, cut_window, read_loss, terms_of
 from accelfn.tree import flatten
 
 __all__ = ("Shard", "alone", "equal_pieces", "mean_of_pieces", "set_exact_gradients")
@@ -82,7 +82,7 @@ def mean_of_pieces(
     means = mean_of_shards(ctx.tagged("make_train_step"), rows, error)
     number = len(means) - len(parameters) - 1
     terms = cast("Terms", structure.unflatten(means[:number]))
-    factor = None if terms.weight is None else inverse(terms.weight)
+    factor = None if terms.weight is None else inverse_of_weight(terms.weight)
     terms, _ = average(alone(ctx), terms)
     grads = means[number + 1 :]
     if factor is not None:

@@ -16,7 +16,7 @@ from accelfn.context import Context
 from accelfn.data import PreparedDataLoader
 from accelfn.data.loader import passes_of
 from accelfn.errors import ConfigurationError, NotAvailableError
-from accelfn.parallel import unchecked
+from accelfn.parallel import unchecked, uncompiled
 
 __all__ = ("join_uneven_inputs",)
 
@@ -124,7 +124,7 @@ def _joinables_of(ctx: Context, items: Sequence[Any]) -> list[Joinable]:
         )
     if not items:
         raise ValueError("join_uneven_inputs: got no joinables. Pass the models that are trained inside.")
-    found = [getattr(item, "_orig_mod", item) for item in items]  # torch.compile puts itself around a model
+    found: list[Any] = [uncompiled(item) if isinstance(item, nn.Module) else item for item in items]
     for item in found:
         if not isinstance(item, Joinable):
             raise TypeError(

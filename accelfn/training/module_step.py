@@ -18,8 +18,8 @@ from accelfn.parallel import is_replicated
 from accelfn.training.clip import clip_grad_norm_
 from accelfn.training.exact_step import set_exact_gradients
 from accelfn.training.finite import named_parameters
-from accelfn.training.scaler import ScalerState, init_scaler, unscale_gradients
-from accelfn.training.step import accumulate, backward, optimizer_step, scheduler_step
+from accelfn.training.scaler import ScalerState, init_scaler, parameters_in, unscale_gradients
+from accelfn.training.step import accumulate, backward, optimizer_step
 from accelfn.training.window import (
     Loss,
     StepMetrics,
@@ -75,10 +75,8 @@ def module_step(
         norm = None
         if max_norm is not None:
             scaler = unscale_gradients(ctx, optimizers, scaler)
-            norm = clip_grad_norm_(ctx, _parameters(optimizers), max_norm, scaler_state=scaler)
-        scaler = optimizer_step(ctx, optimizers, scaler)
-        for one in schedulers:
-            scheduler_step(ctx, one, scaler)
+            norm = clip_grad_norm_(ctx, parameters_in(optimizers), max_norm, scaler_state=scaler)
+        scaler = optimizer_step(ctx, optimizers, scaler, scheduler=schedulers)
         return scaler, terms, norm
 
     num_steps = ctx.gradient_accumulation_steps
@@ -95,12 +93,13 @@ def module_step(
             )
         # What another loss, or a window that failed, has left belongs to no loss of this window.
         # By hand, since there are seldom any: zero_grad costs a tenth of a small step.
-        for parameter in _parameters(optimizers):
+        for parameter in parameters_in(optimizers):
             parameter.grad = None
         if ctx.reduction is not None:
             return exactly(state, batch)
         pieces = _cut(ctx, batch)
-        scaler, terms = state.scaler, cast("Terms | None", None)
+        # Another state with the same values: a step that fails leaves the one that was given as it is.
+        scaler, terms = state.scaler._replace(), cast("Terms | None", None)
         for index, piece in enumerate(pieces):
             micro = full[index] if len(pieces) == num_steps else _place(index, len(pieces))
             with accumulate(ctx, micro, *models):
@@ -117,10 +116,10 @@ def module_step(
 
     @not_compiled
     def exactly(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
-        trained = [item for item in _parameters(optimizers) if item.requires_grad]
+        trained = [item for item in parameters_in(optimizers) if item.requires_grad]
         number = int(state.num_steps)
         terms = set_exact_gradients(ctx, loss_fn, model, trained, batch, state.scaler, number)
-        scaler, _, norm = finish(state.scaler, terms)
+        scaler, _, norm = finish(state.scaler._replace(), terms)
         metrics = StepMetrics(terms.loss, norm, scaler.found_inf != 0, terms.aux)
         return TrainState(scaler, state.num_steps + 1), metrics
 
@@ -138,12 +137,6 @@ def _cut(ctx: Context, batch: Any) -> Any:
     if error is not None:
         check(ctx, Call("make_train_step"), error)  # the others hear of it where they meet next
     return pieces
-
-
-def _parameters(optimizers: Sequence[Optimizer]) -> list[torch.Tensor]:
-    """List the parameters that step, each once."""
-    groups = [group for one in optimizers for group in one.param_groups]
-    return list({id(item): item for group in groups for item in group["params"]}.values())
 
 
 def _modules_of(model: Any) -> list[nn.Module]:

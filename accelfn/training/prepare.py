@@ -17,7 +17,7 @@ from accelfn.comm import Call, agree, attempt
 from accelfn.context import Context, Precision
 from accelfn.data import PreparedDataLoader, prepare_data_loader
 from accelfn.errors import ConfigurationError
-from accelfn.parallel import is_replicated, replicate
+from accelfn.parallel import check_wrapped, is_replicated, replicate, uncompiled
 from accelfn.training.compile import compile_, without_compile
 from accelfn.training.device_map import check_devices, check_packed, is_placed
 from accelfn.training.forward import WrappedForward, plain_forward
@@ -27,7 +27,7 @@ from accelfn.tree import send_to_device
 __all__ = (
     "Mark",
     "check_parameters",
-    "is_prepared",
+    "is_averaged",
     "mark_of",
     "parameters_of",
     "prepare",
@@ -156,15 +156,17 @@ def prepare_model(ctx: Context, model: M, *, evaluation_mode: bool = False) -> M
 
     In exact mode (``reduction="canonical"``) its gradients are summed in a fixed order, and the result is the
     model itself. Otherwise, on several processes the result is a ``DistributedDataParallel`` around the model
-    (typed as the model, whose attributes are reached through :func:`unwrap_model`); with one, and on ranks
-    that are threads, the model itself.
+    (typed as the model, whose public attributes and methods are reached through it); with one, and on ranks
+    that are threads, the model itself. Gradients are averaged whatever computed the loss: a call of the
+    model, another method of it, or a function over the model inside.
 
     Ranks: every rank of ``ctx``.
 
     Args:
         ctx: The world.
         model: Any module. It is moved, unless a device map has spread it or it is offloaded; its ``forward``
-            runs under autocast from now on.
+            runs under autocast from now on. A ``DistributedDataParallel`` over the context's processes is
+            taken as it is.
         evaluation_mode: Don't replicate: nothing will be averaged. Prepared again without it, and so for
             training, the model is replicated then; so is one that had no trainable parameter at first.
 
@@ -174,36 +176,41 @@ def prepare_model(ctx: Context, model: M, *, evaluation_mode: bool = False) -> M
     Raises:
         ConfigurationError: Another context has prepared it, or it was prepared and stands inside of the
             result; or it is on several devices, and there are several ranks (the variable
-            ``ACCELFN_BYPASS_DEVICE_MAP`` allows it); or it is quantised on another device. In exact mode, a
-            module keeps statistics that would depend on the number of ranks.
+            ``ACCELFN_BYPASS_DEVICE_MAP`` allows it); or it is quantised on another device. Torch's FSDP has
+            sharded it, or it is a ``DistributedDataParallel`` over other processes. In exact mode, a module
+            keeps statistics that would depend on the number of ranks.
     """
     if _is_prepared(ctx, model, "model"):
         mark = cast("Mark", getattr(model, _MARK))
-        return _replicated(ctx, model) if mark.is_alone and not evaluation_mode else model
-    _, error = attempt(lambda: check_devices(ctx, model))
+        return _replicated(ctx, model, model) if mark.is_alone and not evaluation_mode else model
+    check_wrapped(ctx, model)
+    inner: nn.Module = model
+    if isinstance(model, DistributedDataParallel):
+        inner = cast("nn.Module", cast("Any", model).module)
+    _, error = attempt(lambda: check_devices(ctx, inner))
     if error is not None:
         if not evaluation_mode:  # the others hear of it in their first exchange
             agree(ctx, Call("prepare_model"), None, error)
         raise error
-    if ctx.device_placement and not is_placed(model):
-        model = model.to(ctx.device)
+    if inner is model and ctx.device_placement and not is_placed(model):
+        inner = model = model.to(ctx.device)
     # An unpickled model comes with a forward that was prepared elsewhere.
-    forward = vars(model).get("forward")
+    forward = vars(inner).get("forward")
     if isinstance(forward, WrappedForward):
-        model.forward = plain_forward(model)
-    with_precision(ctx, compile_(model, ctx.strategy.dynamo))
-    if evaluation_mode:
+        inner.forward = plain_forward(inner)
+    with_precision(ctx, compile_(inner, ctx.strategy.dynamo))
+    if evaluation_mode and inner is model:
         setattr(model, _MARK, mark_of(ctx)._replace(is_alone=True))
         return model
-    return _replicated(ctx, model)
+    return _replicated(ctx, model, inner)
 
 
-def _replicated(ctx: Context, model: M) -> M:
-    check_packed(ctx, model)
+def _replicated(ctx: Context, model: M, inner: nn.Module) -> M:
+    check_packed(ctx, inner)
     result = replicate(ctx, model)
     mark = mark_of(ctx)._replace(is_alone=not is_replicated(result))
-    setattr(model, _MARK, mark._replace(is_wrapped=result is not model))
-    if result is not model:
+    setattr(inner, _MARK, mark._replace(is_wrapped=result is not inner))
+    if result is not inner:
         setattr(result, _MARK, mark)
     return cast("M", result)
 
@@ -297,10 +304,12 @@ def unwrap_model(
     return cast("nn.Module", cast("Any", torch).compile(plain))
 
 
-def is_prepared(model: nn.Module) -> bool:
-    """Whether a context has prepared a model, or the one inside of what torch.compile has made of it."""
-    inner = getattr(model, "_orig_mod", model)
-    return vars(inner).get(_MARK) is not None
+def is_averaged(model: nn.Module) -> bool:
+    """Whether ranks average the gradients of a model, or it has none; it may be compiled."""
+    if is_replicated(model):
+        return True
+    prepared = vars(uncompiled(model)).get(_MARK) is not None
+    return prepared and not any(one.requires_grad for one in model.parameters())
 
 
 def _reductions(mark: Mark, ctx: Context) -> str:

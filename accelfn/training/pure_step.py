@@ -14,7 +14,7 @@ from accelfn.context import Context
 from accelfn.training.exact_step import Shard, alone, equal_pieces, mean_of_pieces
 from accelfn.training.finite import check_tensors
 from accelfn.training.grad import value_and_grad
-from accelfn.training.scaler import ScalerState, init_scaler, update_scaler
+from accelfn.training.scaler import ScalerState, init_scaler, inverse_of_weight, update_scaler
 from accelfn.training.window import (
     Loss,
     Piece,
@@ -23,7 +23,6 @@ from accelfn.training.window import (
     add_terms,
     average,
     cut_window,
-    inverse,
     not_compiled,
     read_loss,
     terms_of,
@@ -137,7 +136,7 @@ def pure_step(
                 terms, grads, factor = window.terms, window.grads, None
             else:
                 terms, (grads,) = together(ctx, window.terms, window.grads)
-                factor = None if terms.weight is None else inverse(terms.weight)
+                factor = None if terms.weight is None else inverse_of_weight(terms.weight)
             if scales:
                 factor = (1.0 if factor is None else factor) / state.scaler.scale
             if factor is not None:

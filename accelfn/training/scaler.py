@@ -11,7 +11,7 @@ by the weight of the whole window on all ranks, which nobody knows before its la
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -22,16 +22,35 @@ from accelfn.parallel import scale_open_sums
 
 __all__ = (
     "ScalerState",
+    "check_closed",
+    "check_newest",
     "init_scaler",
+    "inverse_of_weight",
+    "parameters_in",
     "rescale_gradients",
     "step_was_skipped",
+    "supersede",
     "unscale_gradients",
     "update_scaler",
 )
 
 
-class ScalerState(NamedTuple):
-    """Where loss scaling stands. One for each optimizer. Reading it on the host waits for the device.
+class _Fields(NamedTuple):
+    scale: torch.Tensor
+    growth_tracker: torch.Tensor
+    found_inf: torch.Tensor
+    num_skipped: torch.Tensor
+    unscaled: tuple[int, ...] = ()
+    weight: torch.Tensor | None = None
+    is_open: Literal[True] | None = None
+
+
+class ScalerState(_Fields):
+    """Loss scale and loss weight, as a value. Reading it on the host waits for the device.
+
+    Each state is used once: :func:`accelfn.backward`, :func:`unscale_gradients` and
+    :func:`accelfn.optimizer_step` return the next one, and refuse one from before. ``state._replace()`` is
+    another state with the same values, for what is meant to go on from here twice.
 
     Attributes:
         scale: Factor of the loss; float32, shape ``()``.
@@ -41,19 +60,58 @@ class ScalerState(NamedTuple):
         unscaled: Numbers (``id``) of the optimizers whose gradients are divided already; empty after a step.
         weight: Of the losses of this rank whose gradients are at hand, where they are sums with a weight;
             float64 where the device has it, shape ``()``. None where they are means, and after a step.
+        is_open: True where the accumulation window goes on after the latest backward pass. None elsewhere,
+            so that all leaves of a state at rest are tensors.
     """
 
-    scale: torch.Tensor
-    growth_tracker: torch.Tensor
-    found_inf: torch.Tensor
-    num_skipped: torch.Tensor
-    unscaled: tuple[int, ...] = ()
-    weight: torch.Tensor | None = None
+    # No __slots__: this is an attribute and no field, so that what `_replace`, a map over trees or a
+    # checkpoint makes of a state is another one.
+    superseded_by: str | None = None
+    """Which function has returned a newer state; None for the newest."""
 
     @property
     def is_unscaled(self) -> bool:
         """Whether gradients at hand are divided already."""
         return bool(self.unscaled)
+
+
+def check_newest(operation: str, scaler_state: ScalerState) -> None:
+    """Refuse a state that was used already.
+
+    Raises:
+        ValueError: Another function has returned a newer one.
+    """
+    if torch.compiler.is_compiling():  # a compiled step passes its states on by itself
+        return
+    newer = scaler_state.superseded_by
+    if newer is not None:
+        raise ValueError(
+            f"{operation}: this ScalerState was superseded: {newer} returned a newer one. Probably:\n"
+            "    af.backward(ctx, loss, scaler, micro)  # what it returns was dropped\n"
+            "    scaler = af.optimizer_step(ctx, optimizer, scaler)\n"
+            "Write `scaler = af.backward(...)`, and so for unscale_gradients and optimizer_step; optimizers "
+            "that step on the same losses are passed together, as a list. To go on from one state twice on "
+            "purpose, pass scaler._replace()."
+        )
+
+
+def check_closed(operation: str, scaler_state: ScalerState) -> None:
+    """Refuse the state of a window that goes on, whose gradients are neither whole nor averaged.
+
+    Raises:
+        ValueError: The latest batch doesn't close the window.
+    """
+    if scaler_state.is_open:
+        raise ValueError(
+            f"{operation}: the accumulation window is still open, so the gradients at hand are neither whole "
+            "nor averaged over the ranks. Put it under `if micro.sync:`."
+        )
+
+
+def supersede(operation: str, scaler_state: ScalerState) -> None:
+    """Mark a state as used, once ``operation`` has succeeded with it."""
+    if not torch.compiler.is_compiling():
+        scaler_state.superseded_by = operation
 
 
 def init_scaler(ctx: Context) -> ScalerState:
@@ -89,17 +147,28 @@ def unscale_gradients(
         scaler_state: As :func:`accelfn.backward` left it.
 
     Returns:
-        The next state.
+        The next state, also where there was nothing to do.
 
     Raises:
-        ValueError: A gradient is float16, so its parameter is, and there is nothing to gain from scaling.
+        ValueError: The state was superseded, or its window is still open; or a gradient is float16, so its
+            parameter is, and there is nothing to gain from scaling.
         MismatchError: Some ranks have weights and some have none.
     """
+    check_newest("unscale_gradients", scaler_state)
+    check_closed("unscale_gradients", scaler_state)
+    unscaled = _unscaled(ctx, optimizer, scaler_state)
+    supersede("unscale_gradients", scaler_state)
+    return unscaled
+
+
+def _unscaled(
+    ctx: Context, optimizer: Optimizer | Sequence[Optimizer], scaler_state: ScalerState
+) -> ScalerState:
     scales, weight = ctx.precision.scales_loss, scaler_state.weight
     several = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
     left = [one for one in several if id(one) not in scaler_state.unscaled]
     if not left or (not scales and weight is None):
-        return scaler_state
+        return scaler_state._replace()
     by_kind, error = attempt(lambda: _gradients(left, scales))
     if ctx.num_processes > 1:  # nothing is changed where a rank can't
         check(ctx, Call("unscale_gradients", f"scaled={scales} weighted={weight is not None}"), error)
@@ -140,8 +209,15 @@ def _share_of_weight(ctx: Context, weight: torch.Tensor) -> torch.Tensor:
         ctx.collectives.all_reduce(total, "sum")
     total = total.reshape(())
     num_averaged = ctx.num_processes if ctx.reduction is None else 1  # exact mode sums
-    # Anything that is no weight, such as NaN, shows in the gradients.
-    return torch.where(total == 0, torch.zeros_like(total), num_averaged / total).float()
+    return (num_averaged * inverse_of_weight(total)).float()
+
+
+def inverse_of_weight(weight: torch.Tensor) -> torch.Tensor:
+    """Return one over ``weight``, and zero for none: without any weight there is nothing to learn from.
+
+    What is no weight, such as NaN, shows in the gradients and the loss.
+    """
+    return torch.where(weight == 0, torch.zeros_like(weight), 1 / weight)
 
 
 def _gradients(
@@ -163,16 +239,16 @@ def _gradients(
 def _all_gradients(optimizer: Optimizer | Iterable[Optimizer]) -> list[torch.Tensor]:
     """List the gradients of optimizers, each once; of sharded ones this rank's shard."""
     several = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
-    parameters = {
-        id(parameter): parameter
-        for one in several
-        for group in one.param_groups
-        for parameter in group["params"]
-    }
-    grads = [parameter.grad for parameter in parameters.values() if parameter.grad is not None]
+    grads = [parameter.grad for parameter in parameters_in(several) if parameter.grad is not None]
     # By its method: to import DTensor takes half a second, which plain tensors shall not cost.
     local = [getattr(grad, "to_local", grad.detach)() for grad in grads]
     return [grad._values() if grad.is_sparse else grad for grad in local]
+
+
+def parameters_in(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
+    """List the parameters of optimizers, each once."""
+    groups = [group for one in optimizers for group in one.param_groups]
+    return list({id(item): item for group in groups for item in group["params"]}.values())
 
 
 def update_scaler(ctx: Context, scaler_state: ScalerState) -> ScalerState:

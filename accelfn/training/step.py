@@ -15,13 +15,23 @@ from accelfn.comm import check_replicas, reduce
 from accelfn.context import Context
 from accelfn.data import MicroBatch
 from accelfn.errors import ConfigurationError
-from accelfn.parallel import exact_backward, exact_batch
+from accelfn.parallel import check_reduced, exact_backward, exact_batch, local_steps
 from accelfn.parallel import no_sync as replicas_without_sync
 from accelfn.parallel import trigger_sync_in_backward as replicas_triggered
+from accelfn.training.clip import check_bound, clip_norm_
 from accelfn.training.exact import draw_for, num_shards
 from accelfn.training.finite import check_gradients, named_parameters
-from accelfn.training.prepare import is_prepared
-from accelfn.training.scaler import ScalerState, step_was_skipped, unscale_gradients, update_scaler
+from accelfn.training.prepare import is_averaged
+from accelfn.training.scaler import (
+    ScalerState,
+    check_closed,
+    check_newest,
+    parameters_in,
+    step_was_skipped,
+    supersede,
+    unscale_gradients,
+    update_scaler,
+)
 
 __all__ = (
     "accumulate",
@@ -63,24 +73,27 @@ def backward(
         **kwargs: For ``torch.Tensor.backward``, such as ``retain_graph=True``.
 
     Returns:
-        The state to pass on: with ``weight`` another one, which holds it, and else the same.
+        The next state, which every later call needs: it holds the weight, and whether the window goes on.
 
     Raises:
         TypeError: ``loss`` is no tensor.
-        ValueError: The loss has another shape, or depends on no parameter; or the gradients at hand were
-            divided already, so new ones can't be added to them.
+        ValueError: The loss has another shape, or depends on no parameter; or the state was superseded, or
+            the gradients at hand were divided already, so new ones can't be added to them.
         ConfigurationError: In exact mode, a parameter got a second gradient from one batch, or one that is
             sparse.
     """
     _check_loss(loss)
+    check_newest("backward", scaler_state)
     if scaler_state.is_unscaled:
         raise ValueError(
             "backward: the gradients were unscaled already, and adding scaled ones would mix the two. "
-            "Unscale "
-            "and clip only where micro.sync is True, and pass on the state that optimizer_step returns."
+            "Unscale and clip only where micro.sync is True, and pass on the state that optimizer_step "
+            "returns."
         )
+    goes_on = micro is not None and not micro.sync
+    following = scaler_state._replace(is_open=True if goes_on else None)
     if weight is not None:
-        scaler_state = scaler_state._replace(weight=_add_weight(scaler_state, weight))
+        following = following._replace(weight=_add_weight(scaler_state, weight))
     elif scaler_state.weight is not None:
         raise ValueError(
             "backward: the losses before in this window have a weight, and this one has none. Give each of "
@@ -103,7 +116,8 @@ def backward(
         if explained is error:
             raise
         raise explained from (explained.__cause__ or error)
-    return scaler_state
+    supersede("backward", scaler_state)
+    return following
 
 
 def _check_loss(loss: object) -> None:
@@ -146,10 +160,13 @@ def _add_weight(scaler_state: ScalerState, weight: torch.Tensor | float) -> torc
 def no_sync(ctx: Context, *models: nn.Module) -> Generator[None, None, None]:
     """Leave the gradients of ``models`` unaveraged in backward passes inside; they add up on each rank.
 
+    A step inside is on the gradients of each rank, as local SGD has it. One outside needs a backward pass
+    outside before it, which averages what has added up.
+
     Ranks: all of ``ctx`` in the same way; doesn't communicate.
     """
     del ctx
-    with replicas_without_sync(*models):
+    with replicas_without_sync(*models), local_steps(*models):
         yield
 
 
@@ -189,8 +206,9 @@ def accumulate(ctx: Context, micro: MicroBatch, *models: nn.Module) -> AbstractC
         *models: Prepared models that get gradients inside.
 
     Raises:
-        ConfigurationError: There are several ranks, and a model was not prepared; or the context is in exact
-            mode, and a model was prepared without it.
+        ConfigurationError: There are several ranks, and nobody averages the gradients of a model: it was not
+            prepared, or with ``evaluation_mode``; or the context is in exact mode, and a model was prepared
+            without it.
     """
     if ctx.num_processes == 1 and ctx.reduction is None:  # nobody to average with, or to be compared with
         return nullcontext()
@@ -208,10 +226,11 @@ def _accumulate(
         f"batch {micro.index} of epoch {micro.epoch} ({micro.window} a window)",
     )
     for index, model in enumerate(models):
-        if ctx.num_processes > 1 and not is_prepared(model):
+        if ctx.num_processes > 1 and not is_averaged(model):
             raise ConfigurationError(
-                f"accumulate: model {index}, a {type(model).__name__}, was not prepared, so nobody averages "
-                "its gradients over the ranks. Pass what prepare_model gave back."
+                f"accumulate: model {index}, a {type(model).__name__}, was not prepared for training, so "
+                "nobody averages its gradients over the ranks. Pass what prepare_model(ctx, model) gives "
+                "back, without evaluation_mode."
             )
     try:
         with ExitStack() as stack:
@@ -219,7 +238,7 @@ def _accumulate(
                 stack.enter_context(exact_batch(models, micro, micro.place, micro.window))
                 stack.enter_context(draw_for(ctx, micro))
             if not micro.sync and not ctx.accumulation.sync_each_batch:
-                stack.enter_context(no_sync(ctx, *models))
+                stack.enter_context(replicas_without_sync(*models))
             yield
     finally:
         journal.place = before
@@ -230,9 +249,14 @@ def optimizer_step(
     optimizer: Optimizer | Sequence[Optimizer],
     scaler_state: ScalerState,
     *,
+    max_norm: float | None = None,
+    scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
     clear_gradients: bool = True,
 ) -> ScalerState:
-    """Let the optimizer step, unless a float16 gradient overflowed, and clear gradients for the next window.
+    """Unscale and clip the gradients, let the optimizer step, move the schedule, clear the gradients.
+
+    Where a float16 gradient overflowed, neither the optimizer nor the schedule moves. Call it where the
+    window closes: under ``if micro.sync:``.
 
     Ranks: every rank of ``ctx``.
 
@@ -242,29 +266,57 @@ def optimizer_step(
             none. After a step the state is that of the next window: one for each optimizer where they step
             one after the other.
         scaler_state: As backward or :func:`unscale_gradients` left it.
+        max_norm: Bound on the norm over all gradients of the optimizers; see :func:`accelfn.clip_grad_norm_`,
+            which returns the norm too.
+        scheduler: One or several that move by one with each step that isn't skipped; see
+            :func:`scheduler_step`.
         clear_gradients: Set the gradients to None afterwards.
 
     Returns:
         The next state; after a skipped step with a lower scale.
 
     Raises:
+        ValueError: The state was superseded, or its window is still open; or ``max_norm`` isn't positive.
+        TypeError: A scheduler moves by a metric, and not by steps.
+        ConfigurationError: There are several ranks, and gradients were not averaged since a backward pass
+            added to them, or nobody averages those of a parameter. Steps inside of :func:`no_sync` are on
+            the gradients of each rank, as local SGD has them.
         NonFiniteGradientError: A gradient is infinite or no number; ``Guard.check_gradients`` asks for it.
         ReplicaDriftError: The parameters differ between ranks; ``Guard.check_replicas_every`` asks for it.
+
+    >>> model = nn.Linear(1, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    >>> import accelfn as af
+    >>> ctx = af.Context()
+    >>> scaler = af.backward(ctx, model(torch.ones(1, 1)).sum(), af.init_scaler(ctx))
+    >>> scaler = af.optimizer_step(ctx, optimizer, scaler, max_norm=1.0)
     """
     optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
+    schedulers = _steppable(scheduler)
+    if max_norm is not None:
+        check_bound("optimizer_step", "max_norm", max_norm)
+    check_newest("optimizer_step", scaler_state)
+    check_closed("optimizer_step", scaler_state)
+    if ctx.num_processes > 1:
+        check_reduced("optimizer_step", ctx, parameters_in(optimizers))
     scales = ctx.precision.scales_loss
+    given = scaler_state
     if scales or scaler_state.weight is not None:
-        scaler_state = unscale_gradients(ctx, optimizers, scaler_state)
+        scaler_state = unscale_gradients(ctx, optimizers, scaler_state._replace())
     if ctx.guard.check_gradients and not scales:
         check_gradients(ctx, optimizers)
+    if max_norm is not None:
+        clip_norm_(parameters_in(optimizers), max_norm)
     if not scales:
         for one in optimizers:
             cast("Any", one).step()
-        if scaler_state.is_unscaled:
-            scaler_state = scaler_state._replace(unscaled=(), weight=None)
+        scaler_state = scaler_state._replace(unscaled=(), weight=None)
     else:
         _step_if_finite(optimizers, scaler_state.found_inf)
         scaler_state = update_scaler(ctx, scaler_state)
+    supersede("optimizer_step", given)
+    for one in schedulers:
+        scheduler_step(ctx, one, scaler_state)
     every = ctx.guard.check_replicas_every
     for one in optimizers:
         if clear_gradients:
@@ -273,6 +325,18 @@ def optimizer_step(
             parameters, name = named_parameters(one)
             check_replicas(ctx, parameters, name=name)
     return scaler_state
+
+
+def _steppable(scheduler: LRScheduler | Sequence[LRScheduler] | None) -> tuple[LRScheduler, ...]:
+    if scheduler is None:
+        return ()
+    schedulers = tuple(scheduler) if isinstance(scheduler, Sequence) else (scheduler,)
+    if any(isinstance(one, ReduceLROnPlateau) for one in schedulers):
+        raise TypeError(
+            "optimizer_step: ReduceLROnPlateau moves by what you measure, and not by steps. Leave it out, "
+            "and call scheduler_step(ctx, scheduler, metric=...) after each measurement."
+        )
+    return schedulers
 
 
 def _step_if_finite(optimizers: Sequence[Optimizer], found_inf: torch.Tensor) -> None:
@@ -313,7 +377,7 @@ def scheduler_step(
         metric: What ``ReduceLROnPlateau`` watches.
 
     Raises:
-        ValueError: The context scales losses, and no state was passed.
+        ValueError: The context scales losses, and no state was passed; or it was superseded.
         TypeError: The scheduler needs a metric and got none, or got one and takes none.
     """
     if isinstance(scheduler, ReduceLROnPlateau) != (metric is not None):
@@ -328,5 +392,7 @@ def scheduler_step(
             "scheduler_step: with float16 a step may be skipped, so pass the scaler state that "
             "optimizer_step returned."
         )
+    if scaler_state is not None:
+        check_newest("scheduler_step", scaler_state)
     if scaler_state is None or not step_was_skipped(ctx, scaler_state):
         scheduler.step()

@@ -9,6 +9,7 @@ import torch
 
 from accelfn.comm import reduce
 from accelfn.context import Context
+from accelfn.training.scaler import inverse_of_weight
 from accelfn.tree import flatten, is_packed_sequence, slice_tensors
 
 __all__ = (
@@ -19,7 +20,6 @@ __all__ = (
     "add_terms",
     "average",
     "cut_window",
-    "inverse",
     "not_compiled",
     "read_loss",
     "terms_of",
@@ -50,7 +50,7 @@ class StepMetrics(NamedTuple):
 
     Attributes:
         loss: Mean over the window and all ranks, of parameters as they were before the step; shape ``()``,
-            float32, or float64 where the loss is. Zero where all weights are.
+            float32, or float64 where the loss is. Zero where all weights are, NaN where one is.
         grad_norm: Norm of the whole gradient before it was clipped, shape ``()``; None without ``max_norm``.
         skipped: Whether a float16 gradient overflowed, so that nothing was changed; bool, shape ``()``.
         aux: The tree that came with the losses, averaged as they are; None without one.
@@ -233,15 +233,10 @@ def average(ctx: Context, terms: Terms, *more: Any) -> tuple[Terms, tuple[Any, .
         terms, more = reduce(ctx.tagged("make_train_step"), (terms, more), "mean")
     if terms.weight is None:
         return terms, more
-    share = inverse(terms.weight)
+    share = inverse_of_weight(terms.weight)
     leaves, structure = flatten((terms.loss, terms.aux))
     loss, aux = structure.unflatten([leaf * share for leaf in leaves])
     return Terms(loss, terms.weight, aux), more
-
-
-def inverse(weight: torch.Tensor) -> torch.Tensor:
-    """Give one over ``weight``, and zero for none: without any weight there is nothing to learn from."""
-    return torch.where(weight > 0, 1 / weight, torch.zeros_like(weight))
 
 
 def not_compiled(function: F) -> F:

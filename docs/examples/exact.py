@@ -29,7 +29,7 @@ def main() -> None:
             for (inputs, targets), micro in af.microbatches(ctx, loader):
                 with af.accumulate(ctx, micro, model):
                     loss = nn.functional.mse_loss(model(inputs), targets)
-                    af.backward(ctx, loss, scaler, micro)
+                    scaler = af.backward(ctx, loss, scaler, micro)
                 shards.append(af.gather(ctx, loss.detach()))  # those of a step, in the order of the shards
                 if micro.sync:
                     scaler = af.optimizer_step(ctx, optimizer, scaler)

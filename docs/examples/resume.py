@@ -57,8 +57,9 @@ def train(ctx: af.Context, folder: Path | None = None, stop_after: int | None = 
                 with af.accumulate(ctx, micro, model), af.autocast(ctx):
                     loss = nn.functional.cross_entropy(model(images), labels)
                     scaler = af.backward(ctx, loss, scaler, micro)
-                scaler = af.optimizer_step(ctx, optimizer, scaler)
-                af.scheduler_step(ctx, schedule, scaler)
+                if not micro.sync:  # the window goes on
+                    continue
+                scaler = af.optimizer_step(ctx, optimizer, scaler, scheduler=schedule)
                 num_steps, value = num_steps + 1, loss.item()
                 if num_steps == stop_after and ctx.is_last_process:
                     guard.request_stop()

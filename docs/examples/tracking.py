@@ -51,10 +51,11 @@ def train(ctx: af.Context, folder: Path, learning_rate: float) -> Path:
             with af.accumulate(ctx, micro, model):
                 loss = nn.functional.mse_loss(model(points), distances)
                 scaler = af.backward(ctx, loss, scaler, micro)
-            scaler = af.optimizer_step(ctx, optimizer, scaler)
-            step += 1
-            mean = af.reduce(ctx, loss.detach(), "mean")
-            af.log(trackers, {"loss": mean, "epoch": epoch}, step=step)
+            if micro.sync:
+                scaler = af.optimizer_step(ctx, optimizer, scaler)
+                step += 1
+                mean = af.reduce(ctx, loss.detach(), "mean")
+                af.log(trackers, {"loss": mean, "epoch": epoch}, step=step)
     af.log_table(trackers, "guesses", ["point", "distance"], rows(ctx, model), step=step)
     af.finish(trackers)
     logger.info("%s has ended after %d steps", name, step)

@@ -81,7 +81,7 @@ def main() -> None:
             for (images, labels), micro in af.microbatches(ctx, loader):
                 with af.accumulate(ctx, micro, model):
                     loss = nn.functional.cross_entropy(model(images), labels)
-                    af.backward(ctx, loss, scaler, micro)
+                    scaler = af.backward(ctx, loss, scaler, micro)
                 if micro.sync:
                     scaler = af.optimizer_step(ctx, optimizer, scaler)
                 progress.update()

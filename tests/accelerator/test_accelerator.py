@@ -47,7 +47,7 @@ def by_functions(ctx: Context, clip: bool) -> Weights:
     for _ in range(3):
         for (x, y), micro in af.microbatches(ctx, loader):
             with af.accumulate(ctx, micro, model):
-                af.backward(ctx, nn.functional.mse_loss(model(x), y), scaler, micro)
+                scaler = af.backward(ctx, nn.functional.mse_loss(model(x), y), scaler, micro)
             if micro.sync:
                 if clip:
                     scaler = af.unscale_gradients(ctx, optimizer, scaler)

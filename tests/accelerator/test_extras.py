@@ -50,7 +50,7 @@ def test_after_del_nothing_is_kept_by_the_functions(on: Where, mode: str) -> Non
         x = y = torch.empty(0)
         for (x, y), micro in af.microbatches(ctx, loader):
             with af.accumulate(ctx, micro, model):
-                af.backward(ctx, (model(x) - y).square().mean(), scaler, micro)
+                scaler = af.backward(ctx, (model(x) - y).square().mean(), scaler, micro)
             if micro.sync:
                 scaler = af.optimizer_step(ctx, optimizer, scaler)
                 af.scheduler_step(ctx, scheduler, scaler)
@@ -118,6 +118,61 @@ def test_freeing_forgets_what_is_still_held_elsewhere() -> None:
     assert accelerator.clear(1, 2) == [None, None]
 
 
+def test_freeing_amid_a_window_leaves_no_weight_of_its_losses() -> None:
+    accelerator = Accelerator(context=Context().replace(gradient_accumulation_steps=2))
+    for weight in (8.0, 2.0):
+        model, optimizer, loader = nn.Linear(1, 1, bias=False), cast("Any", None), cast("Any", None)
+        nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader([1.0]))  # pyright: ignore[reportArgumentType]
+        for x in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(weight * model(x.view(1, 1).float()).sum(), weight=weight)
+                if weight == 2.0:
+                    optimizer.step()
+        if weight == 8.0:
+            accelerator.sync_gradients = False  # as amid a window
+            accelerator.free_memory()
+        else:
+            assert float(model.weight.detach()) == -1  # and not -2 / (2 + 8)
+
+
+@pytest.mark.parametrize("on", ["memory", "processes"])
+def test_the_shim_steps_on_no_gradients_that_nobody_has_averaged(on: Where) -> None:
+    def run(ctx: Context) -> None:
+        accelerator = Accelerator(context=ctx)
+        model, optimizer, _, loader = accelerator.prepare(*parts())
+        x = next(iter(loader))[0]
+        with accelerator.no_sync(model):
+            accelerator.backward(model(x).sum())
+        with pytest.raises(ConfigurationError, match=r"not averaged over the 2 .*no_sync"):
+            optimizer.step()
+        evaluated = accelerator.prepare_model(parts()[0], evaluation_mode=True)
+        other = accelerator.prepare(torch.optim.SGD(evaluated.parameters(), lr=0.1))
+        accelerator.backward(evaluated(x).sum())
+        with pytest.raises(ConfigurationError, match="nobody averages"):
+            other.step()
+
+    run_ranks(run, 2, on)
+
+
+def test_the_shim_clips_where_the_window_closes_alone() -> None:
+    accelerator = Accelerator(context=Context().replace(gradient_accumulation_steps=2))
+    model, optimizer, _, loader = accelerator.prepare(*parts())
+    for x, y in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward((model(x) - y).square().mean())
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            else:
+                with pytest.raises(ConfigurationError, match=r"if accelerator\.sync_gradients:"):
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                with pytest.raises(ConfigurationError, match=r"if accelerator\.sync_gradients:"):
+                    accelerator.clip_grad_value_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def test_the_shim_profiles_with_its_handler_or_another(tmp_path: Path) -> None:
     for name, ctx, handler in (
         ("first", Context().replace(kwargs_handlers=[trace_in(tmp_path / "first")]), None),
@@ -174,7 +229,7 @@ def test_local_sgd_as_a_context_manager_is_that_of_the_functions(on: Where, num_
         scaler, state = af.init_scaler(ctx), af.LocalSGDState()
         with af.no_sync(ctx, model):
             for (x, y), micro in af.microbatches(ctx, loader):
-                af.backward(ctx, (model(x) - y).square().mean(), scaler, micro)
+                scaler = af.backward(ctx, (model(x) - y).square().mean(), scaler, micro)
                 if micro.sync:
                     scaler = af.optimizer_step(ctx, optimizer, scaler)
                     state = af.local_sgd_step(ctx, model, state, every=2)

@@ -3,6 +3,7 @@
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 """Each method of the Accelerator gives what its function gives, on every rank."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,9 +47,12 @@ def gradients(one: nn.Module) -> list[torch.Tensor]:
     return [parameter.grad.clone() for parameter in one.parameters() if parameter.grad is not None]
 
 
-def clipped(by: Callable[[nn.Linear], Any]) -> tuple[Any, list[torch.Tensor]]:
-    one = model()
-    return by(one), gradients(one)
+def clipped(prepared: nn.Module, by: Callable[..., Any]) -> tuple[Any, list[torch.Tensor]]:
+    return by(prepared.parameters(), 1.0), gradients(prepared)
+
+
+def newest(ctx: Context, clip: Callable[..., Any]) -> Callable[..., Any]:
+    return functools.partial(clip, ctx, scaler_state=af.init_scaler(ctx))
 
 
 def trained(backward: Callable[[torch.Tensor], Any], prepared: nn.Module) -> list[torch.Tensor]:
@@ -134,12 +138,12 @@ PAIRS: dict[str, Pair] = {
         lambda c: trained(lambda loss: af.backward(c, loss, af.init_scaler(c)), af.prepare(c, model())),
     ),
     "clip_grad_norm_": Pair(
-        lambda a: clipped(lambda one: a.clip_grad_norm_(one.parameters(), 1.0)),
-        lambda c: clipped(lambda one: af.clip_grad_norm_(c, one.parameters(), 1.0)),
+        lambda a: clipped(a.prepare(model()), a.clip_grad_norm_),
+        lambda c: clipped(af.prepare(c, model()), newest(c, af.clip_grad_norm_)),
     ),
     "clip_grad_value_": Pair(
-        lambda a: clipped(lambda one: a.clip_grad_value_(one.parameters(), 1.0)),
-        lambda c: clipped(lambda one: af.clip_grad_value_(c, one.parameters(), 1.0)),
+        lambda a: clipped(a.prepare(model()), a.clip_grad_value_),
+        lambda c: clipped(af.prepare(c, model()), newest(c, af.clip_grad_value_)),
     ),
     "autocast": Pair(lambda a: dtype_of(a.autocast()), lambda c: dtype_of(af.autocast(c))),
     "check_trigger": Pair(

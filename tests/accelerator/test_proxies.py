@@ -268,7 +268,7 @@ def test_uneven_ranks_are_joined_as_by_the_functions(even: bool | None) -> None:
             with join_uneven_inputs(ctx, [model], [loader], even):
                 for x, micro in microbatches(ctx, loader, "join"):
                     with accumulate(ctx, micro, model):
-                        backward(ctx, model(x).square().mean(), scaler, micro)
+                        scaler = backward(ctx, model(x).square().mean(), scaler, micro)
                     if micro.sync:
                         scaler = optimizer_step(ctx, optimizer, scaler)
         return [float(parameter.detach()) for parameter in model.parameters()]

@@ -138,7 +138,7 @@ def accelfn_calls(ctx: af.Context) -> Calls:
         model, scaler = af.prepare(ctx, one_weight()), af.init_scaler(ctx)
         for batch, micro in af.microbatches(ctx, batches):
             with af.accumulate(ctx, micro, model):
-                af.backward(ctx, loss_of(model, batch), scaler, micro)
+                scaler = af.backward(ctx, loss_of(model, batch), scaler, micro)
             yield gradient_of(model)
 
     return Calls(

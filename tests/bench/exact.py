@@ -41,7 +41,7 @@ def window(ctx: af.Context, make: Callable[[], nn.Module]) -> Callable[[], None]
         for micro in micros:
             with af.accumulate(ctx, micro, model):
                 loss = nn.functional.cross_entropy(model(images), labels)
-                af.backward(ctx, loss, states[0], micro)
+                states[0] = af.backward(ctx, loss, states[0], micro)
         states[0] = af.optimizer_step(ctx, optimizer, states[0])
 
     return step

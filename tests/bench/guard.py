@@ -47,7 +47,7 @@ def training_step(ctx: af.Context) -> Callable[[], None]:
     def step() -> None:
         with af.accumulate(ctx, micro, model):
             loss = nn.functional.cross_entropy(model(images), labels)
-            af.backward(ctx, loss, states[0], micro)
+            states[0] = af.backward(ctx, loss, states[0], micro)
         states[0] = af.optimizer_step(ctx, optimizer, states[0])
 
     return step

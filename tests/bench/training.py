@@ -65,7 +65,7 @@ def by_functions(ctx: af.Context) -> Epoch:
         for (x, y), micro in af.microbatches(ctx, loader):
             with af.accumulate(ctx, micro, model):
                 loss = nn.functional.cross_entropy(model(x), y)
-                af.backward(ctx, loss, state, micro)
+                state = af.backward(ctx, loss, state, micro)
             if micro.sync:
                 state = af.optimizer_step(ctx, optimizer, state)
         states[0] = state
@@ -143,13 +143,13 @@ def peaks() -> dict[str, float]:
         ctx = af.Context()
         model, optimizer, x = large()
         model, optimizer = af.prepare(ctx, model, optimizer)
-        state = af.init_scaler(ctx)
+        states = [af.init_scaler(ctx)]
         ((_, micro),) = af.microbatches(ctx, [x])
 
         def step() -> None:
             with af.accumulate(ctx, micro, model):
-                af.backward(ctx, model(x).square().mean(), state, micro)
-            af.optimizer_step(ctx, optimizer, state)
+                states[0] = af.backward(ctx, model(x).square().mean(), states[0], micro)
+            states[0] = af.optimizer_step(ctx, optimizer, states[0])
 
         return step
 

@@ -463,7 +463,7 @@ def train(ctx: Context, num_epochs: int, steps: int | None, start: Any = None) -
     for batch, micro in islice(batches, steps):
         with af.accumulate(ctx, micro, model):
             loss = nn.functional.mse_loss(model(batch[0]), batch[1])
-            af.backward(ctx, loss, scaler, micro)
+            scaler = af.backward(ctx, loss, scaler, micro)
         scaler = af.optimizer_step(ctx, optimizer, scaler)
         losses.append(float(af.reduce(ctx, loss.detach(), "mean")))
     return losses, {

@@ -71,10 +71,10 @@ def train(ctx: Context, steps: int, before: Run | None = None) -> Run:
         for (x, y), micro in af.microbatches(ctx, loader):
             with af.accumulate(ctx, micro, model):
                 loss = nn.functional.mse_loss(model(x), y)
-                af.backward(ctx, loss, scaler, micro)
+                scaler = af.backward(ctx, loss, scaler, micro)
             window.append(af.gather(ctx, loss.detach()))
             if micro.sync:
-                af.clip_grad_norm_(ctx, model.parameters(), 0.5)
+                af.clip_grad_norm_(ctx, model.parameters(), 0.5, scaler_state=scaler)
                 scaler = af.optimizer_step(ctx, optimizer, scaler)
                 losses.append(torch.cat(window).mean())
                 window = []
@@ -223,7 +223,7 @@ def test_gradients_are_those_that_torch_adds_up_one_by_one(
         for (number, shard), micro in af.microbatches(ctx, shards):
             with af.accumulate(ctx, micro, model):
                 loss = model(windows[number][shard], 100 * number + shard)
-                af.backward(ctx, loss, scaler, micro)
+                scaler = af.backward(ctx, loss, scaler, micro)
             if micro.sync:
                 found.append(grads_of(model))
                 if cleared[number]:
@@ -278,7 +278,7 @@ def test_a_window_that_is_left_open_is_dropped_by_the_next_one() -> None:
                 if micro.index == stop_at:
                     break
                 with af.accumulate(ctx, micro, model):
-                    af.backward(ctx, model(31, shard), scaler, micro)
+                    scaler = af.backward(ctx, model(31, shard), scaler, micro)
             found.append(grads_of(model))
             model.zero_grad()
         return found
@@ -297,11 +297,11 @@ def test_backward_outside_of_accumulate_comes_together_at_once() -> None:
         scaler = af.init_scaler(ctx)
         found: list[Grads] = []
         for step in range(2):
-            af.backward(ctx, model(7, 2 * step + ctx.rank), scaler)
+            scaler = af.backward(ctx, model(7, 2 * step + ctx.rank), scaler)
             found.append(grads_of(model))
         with af.no_sync(ctx, model):
-            af.backward(ctx, model(31, 4 + ctx.rank), scaler)
-        af.backward(ctx, model(31, 6 + ctx.rank), scaler)
+            scaler = af.backward(ctx, model(31, 4 + ctx.rank), scaler)
+        scaler = af.backward(ctx, model(31, 6 + ctx.rank), scaler)
         return [*found, grads_of(model)]
 
     alone, expected = Parts(), list[Grads]()
@@ -475,13 +475,13 @@ def test_a_second_gradient_from_one_batch_is_refused_on_all_ranks(world: int) ->
         found: list[Grads] = []
         for shard, micro in af.microbatches(ctx, range(2)):
             with af.accumulate(ctx, micro, model):
-                af.backward(ctx, model(3, shard), scaler, micro)  # of the first two parameters
-                af.backward(ctx, model(12, shard), scaler, micro)  # and of two others: all is well
+                scaler = af.backward(ctx, model(3, shard), scaler, micro)  # of the first two parameters
+                scaler = af.backward(ctx, model(12, shard), scaler, micro)  # and of two others: all is well
                 if shard == 0:
                     continue
                 kind = ConfigurationError if ctx.rank == 0 else RemoteRankError
                 with pytest.raises(kind, match=r"parts\.1 got a second gradient from one batch"):
-                    af.backward(ctx, model(2 if ctx.rank == 0 else 16, shard), scaler, micro)
+                    scaler = af.backward(ctx, model(2 if ctx.rank == 0 else 16, shard), scaler, micro)
                 found.append(grads_of(model))
         return found
 

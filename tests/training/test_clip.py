@@ -3,6 +3,8 @@
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 import accelfn as af
 from accelfn import Context
 
+NEWEST = af.init_scaler(Context())
 values = st.lists(st.floats(-100, 100, width=32), min_size=1, max_size=6)
 
 
@@ -26,7 +29,7 @@ def with_grads(numbers: list[float]) -> list[torch.Tensor]:
 def test_the_norm_is_returned_and_then_bounded(numbers: list[float], bound: float, kind: float) -> None:
     parameters = with_grads(numbers)
     before = torch.linalg.vector_norm(torch.tensor(numbers), kind)
-    norm = af.clip_grad_norm_(Context(), parameters, bound, kind)
+    norm = af.clip_grad_norm_(Context(), parameters, bound, kind, scaler_state=NEWEST)
     torch.testing.assert_close(norm, before)
     after = torch.stack([one.grad for one in parameters if one.grad is not None])
     assert torch.linalg.vector_norm(after, kind) <= bound * 1.001
@@ -37,18 +40,39 @@ def test_the_norm_is_returned_and_then_bounded(numbers: list[float], bound: floa
 @given(values, st.floats(0.125, 10, width=32))
 def test_entries_are_cut(numbers: list[float], bound: float) -> None:
     parameters = with_grads(numbers)
-    af.clip_grad_value_(Context(), parameters, bound)
+    af.clip_grad_value_(Context(), parameters, bound, scaler_state=NEWEST)
     after = [float(one.grad) for one in parameters if one.grad is not None]
     assert after == [max(-bound, min(bound, number)) for number in numbers]
 
 
 def test_without_gradients_the_norm_is_zero() -> None:
-    assert af.clip_grad_norm_(Context(), [torch.zeros(1, requires_grad=True)], 1.0).item() == 0
+    norm = af.clip_grad_norm_(Context(), torch.zeros(1, requires_grad=True), 1.0, scaler_state=NEWEST)
+    assert norm.item() == 0
 
 
 @pytest.mark.parametrize("bound", [0.0, -1.0, math.nan])
 def test_a_bound_that_is_not_positive_is_refused(bound: float) -> None:
     with pytest.raises(ValueError, match="max_norm must be positive"):
-        af.clip_grad_norm_(Context(), [], bound)
+        af.clip_grad_norm_(Context(), [], bound, scaler_state=NEWEST)
     with pytest.raises(ValueError, match="clip_value must be positive"):
-        af.clip_grad_value_(Context(), [], bound)
+        af.clip_grad_value_(Context(), [], bound, scaler_state=NEWEST)
+
+
+@pytest.mark.parametrize("clip", [af.clip_grad_norm_, af.clip_grad_value_])
+def test_gradients_that_are_not_ready_are_refused(clip: Callable[..., Any]) -> None:
+    ctx, parameter = Context(), torch.ones(1, requires_grad=True)
+    with pytest.raises(TypeError, match="scaler_state"):  # without it nobody knows whether they are sums
+        clip(ctx, parameter, 1.0)
+    state = af.backward(ctx, parameter.sum(), NEWEST._replace(), weight=2)
+    with pytest.raises(ValueError, match="not divided by loss scale and weight yet"):
+        clip(ctx, parameter, 1.0, scaler_state=state)
+    windows = af.microbatches(ctx.replace(gradient_accumulation_steps=2), [0, 0])
+    _, micro = next(windows)
+    opened = af.backward(ctx, parameter.sum(), NEWEST._replace(), micro)
+    with pytest.raises(ValueError, match=r"window is still open.*if micro\.sync"):
+        clip(ctx, parameter, 1.0, scaler_state=opened)
+    closed = af.backward(ctx, parameter.sum(), opened, next(windows)[1])
+    with pytest.raises(ValueError, match="superseded: backward returned a newer one"):
+        clip(ctx, parameter, 1.0, scaler_state=opened)
+    clip(ctx, parameter, 1.0, scaler_state=closed)
+    torch.testing.assert_close(parameter.grad, torch.ones(1))

@@ -87,7 +87,7 @@ def train(ctx: Context, model: nn.Module, steps: int = 3) -> list[int]:
     batches = [torch.randn(5, 3, generator=generator) for _ in range(steps)]
     for x, micro in af.microbatches(ctx, batches):
         with af.accumulate(ctx, micro, model):
-            af.backward(ctx, model(x, scale=0.5)["y"].square().mean(), scaler, micro)
+            scaler = af.backward(ctx, model(x, scale=0.5)["y"].square().mean(), scaler, micro)
         if micro.sync:
             scaler = af.optimizer_step(ctx, optimizer, scaler)
         found.append(num_graphs())

@@ -267,7 +267,7 @@ def by_functions(ctx: Context) -> list[Any]:
     for _ in range(3):
         for (x, y), micro in af.microbatches(ctx, loader):
             with af.accumulate(ctx, micro, model):
-                af.backward(ctx, nn.functional.mse_loss(model(x), y), scaler, micro)
+                scaler = af.backward(ctx, nn.functional.mse_loss(model(x), y), scaler, micro)
             if micro.sync:
                 scaler = af.unscale_gradients(ctx, optimizer, scaler)
                 af.clip_grad_norm_(ctx, model.parameters(), 0.1, scaler_state=scaler)
@@ -334,7 +334,7 @@ def test_a_change_of_scale_amid_a_window_reaches_its_sums() -> None:
         scaler = af.init_scaler(ctx)
         for (x, y), micro in af.microbatches(ctx, loader):
             with af.accumulate(ctx, micro, model):
-                af.backward(ctx, nn.functional.mse_loss(model(x), y), scaler, micro)
+                scaler = af.backward(ctx, nn.functional.mse_loss(model(x), y), scaler, micro)
             if (micro.place + 1) * ctx.num_processes == 4:
                 after = scaler._replace(scale=scaler.scale / 4)
                 rescale_gradients([optimizer], scaler, after)

@@ -78,12 +78,12 @@ def by_accelfn(ctx: Context, num: int, num_epochs: int, with_buffers: bool, way:
             assert is_joined
             if way == "loader":
                 for x, y in loader:
-                    af.backward(ctx, nn.functional.mse_loss(model(x), y), scaler)
+                    scaler = af.backward(ctx, nn.functional.mse_loss(model(x), y), scaler)
                     scaler = af.optimizer_step(ctx, optimizer, scaler)
             else:
                 for (x, y), micro in microbatches(ctx, loader, "join"):
                     with af.accumulate(ctx, micro, model):
-                        af.backward(ctx, nn.functional.mse_loss(model(x), y), scaler, micro)
+                        scaler = af.backward(ctx, nn.functional.mse_loss(model(x), y), scaler, micro)
                     scaler = af.optimizer_step(ctx, optimizer, scaler)
     assert loader.epoch == num_epochs
     return state_of(model)
@@ -121,7 +121,7 @@ def test_windows_are_reduced_by_all_and_lose_no_gradient(counts: tuple[int, int]
             for (rows, target), micro in microbatches(ctx, loader, "join"):
                 with af.accumulate(ctx, micro, model):
                     loss = nn.functional.mse_loss(model(rows), target)
-                    af.backward(ctx, loss, scaler, micro)
+                    scaler = af.backward(ctx, loss, scaler, micro)
                 if micro.sync:
                     scaler = af.optimizer_step(ctx, optimizer, scaler)
         return state_of(model)

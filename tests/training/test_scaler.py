@@ -2,9 +2,14 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 
+import copy
+import pickle
 import random
 import warnings
+from collections.abc import Callable
+from typing import Any, cast
 
+import optree
 import pytest
 import torch
 from hypothesis import given
@@ -86,11 +91,10 @@ def test_unscaling_twice_divides_once() -> None:
     optimizer = optimizer_over(parameter)
     state = af.unscale_gradients(ctx, optimizer, init_scaler(ctx))
     again = af.unscale_gradients(ctx, optimizer, state)
-    assert again is state
     assert parameter.grad is not None
     assert parameter.grad.tolist() == [2.0] * 3
     with pytest.raises(ValueError, match="unscaled already"):
-        af.backward(ctx, parameter.sum(), state)
+        af.backward(ctx, parameter.sum(), again)
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw", "fused"])
@@ -98,6 +102,7 @@ def test_unscaling_twice_divides_once() -> None:
 def test_an_overflow_on_one_rank_skips_the_step_on_all(kind: str, world: int) -> None:
     def run(ctx: Context) -> tuple[list[float], list[float], int]:
         parameter = parameter_with(float("nan") if ctx.rank == world - 1 else 65536.0)
+        af.prepare_model(ctx, torch.nn.ParameterList([parameter]))
         optimizer = optimizer_over(parameter, kind)
         state = af.optimizer_step(ctx, optimizer, init_scaler(ctx))
         assert step_was_skipped(ctx, state)
@@ -119,10 +124,12 @@ def test_without_float16_the_state_stays_as_it_is() -> None:
     state = init_scaler(ctx)
     parameter = parameter_with(1.0)
     optimizer = optimizer_over(parameter)
-    assert af.unscale_gradients(ctx, optimizer, state) is state
-    assert af.optimizer_step(ctx, optimizer, state) is state
+    unscaled = af.unscale_gradients(ctx, optimizer, state)
+    assert unscaled == state
+    stepped = af.optimizer_step(ctx, optimizer, unscaled)
+    assert stepped == state
     assert parameter.tolist() == [0.5] * 3
-    assert not step_was_skipped(ctx, state)
+    assert not step_was_skipped(ctx, stepped)
 
 
 def test_float16_gradients_are_refused() -> None:
@@ -146,7 +153,7 @@ def test_optimizers_that_are_unscaled_one_after_the_other_are_each_divided_once(
     state = af.backward(ctx, loss, init_scaler(ctx), weight=8 if weighted else None)
     for optimizer, parameter in zip(optimizers, parameters, strict=True):
         state = af.unscale_gradients(ctx, optimizer, state)
-        assert af.unscale_gradients(ctx, optimizer, state) is state
+        state = af.unscale_gradients(ctx, optimizer, state)
         assert parameter.grad == 1
     state = af.optimizer_step(ctx, optimizers, state)
     assert [float(one.detach()) for one in parameters] == [0.5, 0.5]
@@ -176,6 +183,74 @@ def test_sparse_gradients_are_unscaled_too() -> None:
     state = af.backward(ctx, table(torch.tensor([1, 1])).sum(), init_scaler(ctx))
     af.optimizer_step(ctx, optimizer, state)
     assert table.weight.tolist() == [[0.0], [-2.0], [0.0]]
+
+
+def used_once(ctx: Context, optimizer: torch.optim.Optimizer) -> list[Callable[[ScalerState], object]]:
+    """What takes a state."""
+    parameter: torch.Tensor = optimizer.param_groups[0]["params"][0]
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    return [
+        lambda state: af.backward(ctx, parameter.sum(), state),
+        lambda state: af.unscale_gradients(ctx, optimizer, state),
+        lambda state: af.optimizer_step(ctx, optimizer, state),
+        lambda state: af.clip_grad_norm_(ctx, parameter, 1.0, scaler_state=state),
+        lambda state: af.clip_grad_value_(ctx, parameter, 1.0, scaler_state=state),
+        lambda state: af.scheduler_step(ctx, scheduler, state),
+    ]
+
+
+@pytest.mark.parametrize("mode", ["no", "fp16"])
+def test_a_state_that_was_superseded_is_refused_wherever_it_is_used_next(mode: str) -> None:
+    ctx = Context().replace(mixed_precision=mode)
+    parameter = torch.nn.Parameter(torch.ones(1))
+    optimizer = optimizer_over(parameter)
+    uses = used_once(ctx, optimizer)
+    for supersedes in uses[:3]:
+        before = init_scaler(ctx)
+        newest = supersedes(before)
+        assert isinstance(newest, ScalerState)
+        for use in uses:
+            with pytest.raises(ValueError, match=r"superseded: .*\n.*\n.*\nWrite `scaler = af.backward"):
+                use(before)
+        assert before.superseded_by is not None
+        # What is made of it is another state; and only what has succeeded supersedes.
+        for twin in (before._replace(), optree.tree_map(torch.clone, cast("Any", before))):
+            assert isinstance(twin, ScalerState)
+            assert twin.superseded_by is None
+        with pytest.raises(ValueError, match="one number"):
+            af.backward(ctx, parameter.expand(2), newest)
+        assert newest.superseded_by is None
+        parameter.grad = None
+
+
+def test_a_weight_that_was_dropped_is_an_error_and_not_a_step_of_the_sum() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    state = init_scaler(Context())
+    af.backward(Context(), 8 * parameter.sum(), state, weight=4)
+    with pytest.raises(ValueError, match="backward returned a newer one"):
+        af.optimizer_step(Context(), optimizer, state)
+    assert parameter.tolist() == [0]  # and not [-8]
+    parameter.grad = None
+    state = af.backward(Context(), 8 * parameter.sum(), init_scaler(Context()), weight=4)
+    af.optimizer_step(Context(), optimizer, state)
+    assert parameter.tolist() == [-2]
+
+
+def test_two_optimizers_dont_step_one_after_the_other_from_one_state() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    optimizers = [torch.optim.SGD([one], lr=1.0) for one in parameters]
+    state = af.backward(Context(), sum(parameters, torch.zeros(1)).sum(), init_scaler(Context()), weight=2)
+    af.optimizer_step(Context(), optimizers[0], state)
+    with pytest.raises(ValueError, match="passed together, as a list"):
+        af.optimizer_step(Context(), optimizers[1], state)
+
+
+def test_states_are_pickled_and_copied_as_they_are() -> None:
+    state = init_scaler(fp16())
+    for twin in (copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
+        assert twin == state
+        assert type(twin) is ScalerState
 
 
 def test_what_is_no_weight_shows_in_the_gradients() -> None:

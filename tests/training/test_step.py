@@ -33,7 +33,7 @@ def test_a_window_is_the_mean_of_what_it_held(mode: str) -> None:
     steps: list[float] = []
     for batch, micro in af.microbatches(ctx, [torch.tensor([[x]]) for x in (1.0, 3.0, 5.0)]):
         with af.accumulate(ctx, micro, model):
-            af.backward(ctx, model(batch).sum(), scaler, micro)
+            scaler = af.backward(ctx, model(batch).sum(), scaler, micro)
         if micro.sync:
             before = float(model.weight.detach())
             scaler = af.optimizer_step(ctx, optimizer, scaler)
@@ -76,7 +76,7 @@ def test_one_optimizer_step_is_one_scheduler_step_at_any_world_size() -> None:
         scaler = af.init_scaler(ctx)
         for batch, micro in af.microbatches(ctx, [torch.ones(1, 1)] * 5):
             with af.accumulate(ctx, micro, model):
-                af.backward(ctx, model(batch).sum(), scaler, micro)
+                scaler = af.backward(ctx, model(batch).sum(), scaler, micro)
             if micro.sync:
                 scaler = af.optimizer_step(ctx, optimizer, scaler)
                 af.scheduler_step(ctx, scheduler, scaler)
@@ -94,7 +94,7 @@ def test_a_skipped_step_does_not_move_the_schedule() -> None:
     scaler = af.init_scaler(ctx)
     rates: list[float] = []
     for value in (float("inf"), 1.0, float("nan"), 1.0):
-        af.backward(ctx, model(torch.ones(1, 1)).sum() * value, scaler)
+        scaler = af.backward(ctx, model(torch.ones(1, 1)).sum() * value, scaler)
         scaler = af.optimizer_step(ctx, optimizer, scaler)
         af.scheduler_step(ctx, scheduler, scaler)
         rates.append(scheduler.get_last_lr()[0])  # pyright: ignore[reportArgumentType]
@@ -134,8 +134,7 @@ def test_what_backward_cannot_take_is_refused() -> None:
 def test_options_of_torchs_backward_are_passed_on() -> None:
     weight = torch.ones((), requires_grad=True)
     loss = weight * 2
-    state = af.init_scaler(Context())
-    assert af.backward(Context(), loss, state, retain_graph=True) is state
+    state = af.backward(Context(), loss, af.init_scaler(Context()), retain_graph=True)
     af.backward(Context(), loss, state)
     assert weight.grad == 4
 
@@ -190,6 +189,7 @@ def test_sums_with_weights_are_divided_once_over_all_ranks_and_the_window(
 def test_weights_on_some_ranks_only_are_a_mismatch() -> None:
     def run(ctx: Context) -> None:
         parameter = nn.Parameter(torch.ones(1))
+        af.prepare_model(ctx, nn.ParameterList([parameter]))
         optimizer = torch.optim.SGD([parameter], lr=1.0)
         weight = 1.0 if ctx.rank else None
         state = af.backward(ctx, parameter.sum(), af.init_scaler(ctx), weight=weight)
@@ -202,7 +202,7 @@ def test_weights_on_some_ranks_only_are_a_mismatch() -> None:
 
 def test_gradients_that_are_not_finite_are_named_on_every_rank_and_change_nothing() -> None:
     def run(ctx: Context) -> tuple[tuple[str, ...], ...]:
-        model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+        model = af.prepare_model(ctx, nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)))
         optimizer = torch.optim.SGD(model.named_parameters(), lr=1.0)
         before = [parameter.detach().clone() for parameter in model.parameters()]
         for parameter in model.parameters():
@@ -224,7 +224,7 @@ def test_several_optimizers_step_together_or_none_does() -> None:
         first, second = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
         optimizers = [torch.optim.SGD([one], lr=1.0) for one in (first, second)]
         state = af.init_scaler(ctx)
-        af.backward(ctx, first.sum() + second.sum() * (float("inf") if bad else 1.0), state)
+        state = af.backward(ctx, first.sum() + second.sum() * (float("inf") if bad else 1.0), state)
         state = af.optimizer_step(ctx, optimizers, state)
         assert (float(first.detach()), float(second.detach())) == ((1.0, 1.0) if bad else (0.0, 0.0))
         assert first.grad is second.grad is None
@@ -289,6 +289,7 @@ def test_every_kind_of_schedule_moves_as_it_does_without_us(kind: str) -> None:
 def test_parameters_that_drift_apart_are_found_at_the_asked_step() -> None:
     def train(ctx: Context) -> list[int]:
         parameter = nn.Parameter(torch.ones(3))
+        af.prepare_model(ctx, nn.ParameterList([parameter]))
         optimizer = torch.optim.SGD([parameter], 0.1)
         for step in range(1, 5):
             parameter.grad = torch.ones(3)
@@ -333,7 +334,7 @@ def test_a_parameter_that_drifts_is_named_as_well_as_its_optimizer_can(
     taken: Callable[[nn.Sequential], Any], path: str
 ) -> None:
     def train(ctx: Context) -> None:
-        model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+        model = af.prepare_model(ctx, nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)))
         for parameter in model.parameters():
             nn.init.ones_(parameter)
             parameter.grad = torch.ones_like(parameter)
@@ -354,7 +355,8 @@ def test_a_model_that_nobody_averages_is_refused_where_there_are_several_ranks()
             af.accumulate(ctx, micro, af.prepare(ctx, one_weight()), one_weight()),
         ):
             raise AssertionError("went in")
-        with af.accumulate(ctx, micro, af.prepare_model(ctx, one_weight(), evaluation_mode=True)):
+        frozen = one_weight().requires_grad_(False)
+        with af.accumulate(ctx, micro, af.prepare_model(ctx, frozen)):
             pass
 
     run_ranks(run, 2)
@@ -362,6 +364,73 @@ def test_a_model_that_nobody_averages_is_refused_where_there_are_several_ranks()
     ((_, micro),) = af.microbatches(alone, [0])
     with af.accumulate(alone, micro, one_weight()):
         pass
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("prepared", [False, True])
+def test_a_step_inside_an_open_window_is_refused_on_every_world(world: int, prepared: bool) -> None:
+    def run(ctx: Context) -> float:
+        model = one_weight()
+        if prepared or world > 1:
+            model = af.prepare(ctx, model)
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1.0), af.init_scaler(ctx)
+        for batch, micro in af.microbatches(ctx, [torch.full((1, 1), ctx.rank + 1.0)] * 2):
+            with af.accumulate(ctx, micro, model):
+                scaler = af.backward(ctx, model(batch).sum(), scaler, micro)
+            for use in (af.optimizer_step, af.unscale_gradients):
+                if not micro.sync:
+                    with pytest.raises(ValueError, match=r"window is still open.*if micro\.sync:`"):
+                        use(ctx, optimizer, scaler)
+        af.optimizer_step(ctx, optimizer, scaler)
+        return float(model.weight.detach())
+
+    expected = -sum(range(1, world + 1)) / world
+    assert run_ranks(run, world, gradient_accumulation_steps=2) == [expected] * world
+
+
+@pytest.mark.parametrize("mode", ["no", "fp16"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_one_call_unscales_clips_steps_and_moves_the_schedule(mode: str, world: int) -> None:
+    def run(ctx: Context, in_one: bool) -> tuple[list[float], int, float]:
+        model = nn.Linear(2, 1)
+        nn.init.ones_(model.weight)
+        nn.init.zeros_(model.bias)
+        optimizers: list[Any] = [torch.optim.SGD([one], lr=1.0) for one in model.parameters()]
+        schedulers = [torch.optim.lr_scheduler.ExponentialLR(one, 0.5) for one in optimizers]
+        model = af.prepare(ctx, model)
+        scaler = af.init_scaler(ctx)
+        for factor in (3.0, float("inf") if mode == "fp16" else 2.0, 5.0):
+            loss = model(torch.ones(1, 2)).sum() * factor
+            scaler = af.backward(ctx, loss, scaler, weight=2)
+            if in_one:
+                scaler = af.optimizer_step(ctx, optimizers, scaler, max_norm=0.5, scheduler=schedulers)
+                continue
+            scaler = af.unscale_gradients(ctx, optimizers, scaler)
+            af.clip_grad_norm_(ctx, model.parameters(), 0.5, scaler_state=scaler)
+            scaler = af.optimizer_step(ctx, optimizers, scaler)
+            for one in schedulers:
+                af.scheduler_step(ctx, one, scaler)
+        rates = [one.last_epoch for one in schedulers]
+        return [float(one.sum().detach()) for one in model.parameters()], rates[0], float(scaler.scale)
+
+    handlers = [GradScalerKwargs(init_scale=8.0)]
+    options: dict[str, Any] = {"mixed_precision": mode, "kwargs_handlers": handlers}
+    found = run_ranks(lambda ctx: run(ctx, True), world, **options)
+    assert found == run_ranks(lambda ctx: run(ctx, False), world, **options)
+    assert found[0][1] == (2 if mode == "fp16" else 3)
+
+
+def test_what_the_one_call_cannot_take_is_refused_before_anything_is_changed() -> None:
+    parameter = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    state = af.backward(Context(), parameter.sum(), af.init_scaler(Context()))
+    with pytest.raises(ValueError, match=r"optimizer_step: max_norm must be positive, got 0\.0"):
+        af.optimizer_step(Context(), optimizer, state, max_norm=0.0)
+    plateau: Any = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+    with pytest.raises(TypeError, match="ReduceLROnPlateau moves by what you measure"):
+        af.optimizer_step(Context(), optimizer, state, scheduler=plateau)
+    assert parameter.item() == 1
+    af.optimizer_step(Context(), optimizer, state)
 
 
 def test_sparse_gradients_are_looked_at_too() -> None:

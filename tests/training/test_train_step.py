@@ -320,3 +320,32 @@ def test_the_state_is_a_tree_of_tensors() -> None:
     assert isinstance(state, TrainState)
     assert state.num_steps.dtype == torch.int64
     torch.testing.assert_close(state.scaler, af.init_scaler(Context()))
+
+
+@pytest.mark.parametrize("weight", [0.0, float("nan")])
+def test_what_is_no_weight_shows_in_loss_and_parameters_of_both_kinds_of_step(weight: float) -> None:
+    def loss_fn(w: torch.Tensor) -> Loss:
+        return Loss(8 * w.sum(), torch.tensor(weight), {"twice": 16 * w.sum()})
+
+    ctx, model = Context(), nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    step = af.make_train_step(ctx, lambda model, _: loss_fn(model.weight), optimizer, model=model)
+    _, of_modules = step(af.init_train_state(ctx, optimizer), None)
+    pure = af.make_train_step(ctx, lambda w, _: loss_fn(cast("torch.Tensor", w)), Sgd(1.0))
+    state, of_trees = pure(af.init_train_state(ctx, Sgd(1.0), torch.ones(1, 1)), None)
+
+    # Without any weight there is nothing to learn from.
+    expected = torch.full((1, 1), float("nan") if weight else 1.0)
+    torch.testing.assert_close([model.weight.detach(), state.params], [expected] * 2, equal_nan=True)
+    loss = torch.tensor(float("nan") if weight else 0.0)
+    for metrics in (of_modules, of_trees):
+        torch.testing.assert_close([metrics.loss, metrics.aux["twice"]], [loss] * 2, equal_nan=True)
+
+
+def test_a_step_whose_state_is_used_again_goes_on_from_it() -> None:
+    ctx, model = Context(), make_model(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = af.make_train_step(ctx, mean_loss, optimizer, model=model, max_norm=1.0)
+    first = af.init_train_state(ctx, optimizer)
+    assert [int(step(first, make_rows(2, 0))[0].num_steps) for _ in range(2)] == [1, 1]

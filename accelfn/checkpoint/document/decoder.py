@@ -196,9 +196,11 @@ class Decoder:
             return self._sparse(node, dict(zip(keys, values, strict=True)), path)
         if form == "namedtuple":
             kind = find_class(node["of"], like, optree.is_namedtuple_class, "a namedtuple")
-            if list(cast("Any", kind)._fields) != keys:
-                raise ValueError(f"{kind.__qualname__} has the fields {cast('Any', kind)._fields} now")
-            return cast("Any", tuple).__new__(kind, values)
+            fields, defaults = cast("Any", kind)._fields, cast("Any", kind)._field_defaults
+            newer = fields[len(keys) :]  # since the checkpoint was written
+            if list(fields) != [*keys, *newer] or not set(newer) <= set(defaults):
+                raise ValueError(f"{kind.__qualname__} has the fields {fields} now")
+            return cast("Any", tuple).__new__(kind, [*values, *(defaults[name] for name in newer)])
         if form == "structseq":
             kind = find_class(node["of"], like, optree.is_structseq_class, "a struct sequence")
             hidden = {name: read_plain(child) for name, child in node.get("hidden", {}).items()}

@@ -189,7 +189,8 @@ class _Comparison:
             else:
                 yield from (Misfit(shown(at), what, "nothing") for at, what in self._listed(child, 0, place))
         for key, child in here.items():
-            if key not in there:
+            # A namedtuple may have got a field since, which the decoder fills in.
+            if key not in there and not (child is None and _kind(other) == "namedtuple"):
                 listed = self._listed(child, 1, step(path, key))
                 yield from (Misfit(shown(at), "nothing", what) for at, what in listed)
 

@@ -49,6 +49,7 @@ from accelfn.context import Context, news
 from accelfn.context.config import GuardMode
 from accelfn.errors import ReplicaDriftError
 from accelfn.training import ScalerState
+from accelfn.training.scaler import check_newest
 from accelfn.tree.digest import digest_tensors
 
 __all__ = ("save_state", "save_tree")
@@ -308,7 +309,10 @@ def _without_gradients(tree: Any) -> Any:
         return tree
 
     def forget(leaf: Any) -> Any:
-        return leaf._replace(unscaled=(), weight=None) if isinstance(leaf, ScalerState) else leaf
+        if not isinstance(leaf, ScalerState):
+            return leaf
+        check_newest("save_state", leaf)
+        return leaf._replace(unscaled=(), weight=None, is_open=None)
 
     return optree.tree_map(forget, tree, is_leaf=_is_scaler)
 

@@ -18,11 +18,9 @@ from accelfn.launch.selftest.trial import Trial, demand
 from accelfn.training import (
     accumulate,
     backward,
-    clip_grad_norm_,
     init_scaler,
     optimizer_step,
     prepare,
-    unscale_gradients,
     unwrap_model,
 )
 
@@ -71,11 +69,9 @@ def train(trial: Trial, ctx: Context, batch_size: int, num_rows: int) -> dict[st
         for (inputs, targets), micro in microbatches(ctx, loader):
             with accumulate(ctx, micro, model):
                 loss = nn.functional.mse_loss(model(inputs).float(), targets)
-                backward(ctx, loss, scaler, micro)
+                scaler = backward(ctx, loss, scaler, micro)
             if micro.sync:
-                scaler = unscale_gradients(ctx, optimizer, scaler)
-                clip_grad_norm_(ctx, model.parameters(), 5.0, scaler_state=scaler)
-                scaler = optimizer_step(ctx, optimizer, scaler)
+                scaler = optimizer_step(ctx, optimizer, scaler, max_norm=5.0)
     weights = unwrap_model(model).state_dict()
     check_replicas(ctx, weights, name="weights after training")
     return {name: tensor.detach().float().cpu() for name, tensor in weights.items()}

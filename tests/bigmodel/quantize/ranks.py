@@ -58,8 +58,8 @@ def _train(ctx: Context, name: str) -> tuple[float, float, torch.Tensor]:
     losses: list[float] = []
     for _ in range(_STEPS):
         loss = nn.functional.cross_entropy(prepared(ids % 32).mT, (ids + 1) % 32)
-        af.backward(ctx, loss, scaler)
-        af.optimizer_step(ctx, optimizer, scaler)
+        scaler = af.backward(ctx, loss, scaler)
+        scaler = af.optimizer_step(ctx, optimizer, scaler)
         optimizer.zero_grad()
         losses.append(loss.item())
     trained = [one.detach().flatten() for one in model.parameters() if one.requires_grad]

@@ -450,7 +450,7 @@ def test_adapters_of_a_quantised_model_train_on_ranks(name: str) -> None:
         prepared, optimizer = af.prepare(ctx, model, optimizer)
         out = prepared(IDS + ctx.rank)
         scaler = af.init_scaler(ctx)
-        af.backward(ctx, out.float().square().mean(), scaler)
+        scaler = af.backward(ctx, out.float().square().mean(), scaler)
         af.optimizer_step(ctx, optimizer, scaler)
         return model.head.bias.detach()
 

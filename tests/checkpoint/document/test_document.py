@@ -380,6 +380,17 @@ def test_local_classes_come_from_like() -> None:
     assert type(decode(document, tensors, like={"a": [Local(2)]})["a"][0]) is Local
 
 
+def test_a_field_that_a_namedtuple_has_got_since_has_its_default() -> None:
+    document, tensors = written(encode(Point(1, 2)))
+    del document["fields"]["y"]
+    assert decode(document, tensors, like=Point(0)) == Point(1, 0)
+    assert compare(document, describe_like(Point(1, None))) == ()
+    assert [row.path for row in compare(document, describe_like(Point(1, torch.ones(1))))] == ["y"]
+    document["fields"] = {"y": 2}  # x has none
+    with pytest.raises(CheckpointError, match="has the fields"):
+        decode(document, tensors, like=Point(0))
+
+
 def test_no_module_is_imported_for_a_file() -> None:
     name = "this"  # prints a poem when it is imported
     assert name not in sys.modules

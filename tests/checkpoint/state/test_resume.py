@@ -151,7 +151,7 @@ def train(ctx: Context, plan: Plan, log: Path) -> Result:
             for name, (model, optimizer, schedule, scaler) in loops.items():
                 with af.autocast(ctx):
                     loss = nn.functional.mse_loss(model(batch[1]).float(), batch[2])
-                af.backward(ctx, loss, scaler)
+                scaler = af.backward(ctx, loss, scaler)
                 scaler = af.optimizer_step(ctx, optimizer, scaler)
                 af.scheduler_step(ctx, schedule, scaler)
                 loops[name] = loops[name]._replace(scaler=scaler)
@@ -300,7 +300,7 @@ def test_a_signal_to_one_rank_amid_a_step_saves_the_same_step_on_both(tmp_path: 
                             loss = nn.functional.mse_loss(model(batch[1]), batch[2])
                             if (ctx.rank, step) == (0, signalled):
                                 os.kill(pids[1], signal.SIGTERM)  # which is amid the same step
-                            af.backward(ctx, loss, scaler, micro)
+                            scaler = af.backward(ctx, loss, scaler, micro)
                         scaler = af.optimizer_step(ctx, optimizer, scaler)
                         step += 1
                         if guard.should_stop():

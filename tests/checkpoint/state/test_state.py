@@ -168,10 +168,18 @@ def test_records_and_values_come_back_new_and_generators_in_place(tmp_path: Path
 
 
 def test_what_is_known_of_gradients_is_not_kept(tmp_path: Path) -> None:
-    scaler = af.init_scaler(Context())._replace(unscaled=(1234,), weight=torch.tensor(2.0))
+    scaler = af.init_scaler(Context())
+    scaler = scaler._replace(unscaled=(1234,), weight=torch.tensor(2.0), is_open=True)
     af.save_state(Context(), tmp_path / "at", {"scaler": scaler})
     loaded = af.load_state(Context(), tmp_path / "at", {"scaler": af.init_scaler(Context())})
-    assert (loaded["scaler"].unscaled, loaded["scaler"].weight) == ((), None)
+    assert loaded["scaler"][4:] == ((), None, None)
+
+
+def test_a_scaler_state_that_was_superseded_is_not_saved(tmp_path: Path) -> None:
+    optimizer, scaler = torch.optim.SGD([nn.Parameter(torch.ones(1))]), af.init_scaler(Context())
+    af.optimizer_step(Context(), optimizer, scaler)  # what it returns is dropped
+    with pytest.raises(ValueError, match="save_state: this ScalerState was superseded"):
+        af.save_state(Context(), tmp_path / "at", {"scaler": scaler})
 
 
 def test_loaders_go_on_where_they_were(tmp_path: Path) -> None:
