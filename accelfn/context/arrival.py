@@ -73,10 +73,10 @@ def arrive(
     part = PrefixStore(f"accelfn/world/{store.add(f'accelfn/joined/{rank}', 1)}", store)
     if part.add("number here", 1) == size:
         part.set("all here", "")
-    if not _are_all_here(part, min(end, time.monotonic() + _QUIET_S)):
+    if not _are_all_here(part, size, min(end, time.monotonic() + _QUIET_S)):
         if place.local_rank == 0:  # one rank of a machine says it for all
             _tell(f"{size - part.add('number here', 0)} of {size} ranks at {where.removeprefix('tcp://')}")
-        if not _are_all_here(part, end):
+        if not _are_all_here(part, size, end):
             missing = size - part.add("number here", 0)
             raise RuntimeError(
                 f"{missing} of {size} ranks did not come within {patience.total_seconds():.0f} s. Start "
@@ -85,15 +85,14 @@ def arrive(
     return part
 
 
-def _are_all_here(part: Store, end: float) -> bool:
+def _are_all_here(part: Store, size: int, end: float) -> bool:
     """Wait until all are, or the monotonic clock says ``end``."""
-    # Asked for again and again: where its own wait comes to an end, torch fills the terminal.
-    begin = time.monotonic()
+    # Asked for again and again, 500 times a second by all together: where its own wait comes to an end, torch
+    # fills the terminal.
     while not part.check(["all here"]):
-        now = time.monotonic()
-        if now >= end:
+        if time.monotonic() >= end:
             return False
-        time.sleep(min(0.2, 0.001 + (now - begin) / 4))
+        time.sleep(min(0.2, size / 500))
     return True
 
 

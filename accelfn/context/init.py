@@ -130,7 +130,9 @@ def init_context(
     Raises:
         ConfigurationError: An option, a variable, a device or a backend is not valid or not there.
         NotAvailableError: An option asks for machinery that this version does not have.
-        DistributedError: The other ranks could not be reached.
+        DistributedError: The other ranks could not be reached: within the timeout, or, where RANK and
+            WORLD_SIZE are set but no address of rank 0 and no timeout, within a minute. After 5 seconds a
+            line on stderr says what is waited for.
 
     >>> with init_context(cpu=True, mixed_precision="bf16") as ctx:
     ...     ctx.num_processes, ctx.mixed_precision
