@@ -48,9 +48,11 @@ def test_the_kinds_of_lines_are_those_that_are_written(tmp_path: Path) -> None:
 
 def test_the_commands_of_the_page_are_ones(capsys: pytest.CaptureFixture[str]) -> None:
     commands = [
-        shlex.split(line) for line in section("Runs on the disk").splitlines() if line[:12] == "accelfn runs"
+        shlex.split(line, comments=True)
+        for line in section("Runs on the disk").splitlines()
+        if line[:12] == "accelfn runs"
     ]
-    assert [words[2] for words in commands] == ["list", "show", "plot", "plot"]
+    assert [words[2] for words in commands] == ["list", "show", "plot", "plot", "plot"]
     for words in commands:
         assert main([*words[1:3], "--dir", "nowhere", *words[3:]]) == 2
         assert "there is no folder" in capsys.readouterr().err
