@@ -533,6 +533,40 @@ def test_a_left_pass_begins_anew_though_the_dataset_stands_where_it_was_left() -
     assert [batch.tolist() for batch in loader] != again  # the next epoch is another
 
 
+class Told(Counter):
+    """Gives other samples in each epoch, which is part of its state too."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        for place in super().__iter__():
+            yield 100 * self.epoch + place
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place, "epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place, self.epoch = state["place"], state["epoch"]
+
+
+@pytest.mark.parametrize("sharding", ["global", "already_sharded"])
+def test_behind_a_left_pass_a_stream_begins_and_is_told_the_next_epoch(sharding: Any) -> None:
+    loader = prepare_data_loader(Context(), DataLoader(Told(6), batch_size=2), sharding)
+    found = [[batch.tolist() for batch in islice(loader, 2)] for _ in range(3)]
+    assert found == [
+        [[100 * epoch, 100 * epoch + 1], [100 * epoch + 2, 100 * epoch + 3]] for epoch in range(3)
+    ]
+    again = prepare_data_loader(Context(), DataLoader(Told(6), batch_size=2), sharding)
+    restore_loader(again, loader_state(loader))
+    assert [batch.tolist() for _ in range(2) for batch in again] == [
+        [204, 205],
+        *([300 + place, 301 + place] for place in (0, 2, 4)),
+    ]
+
+
 @pytest.mark.parametrize("sharding", ["global", "already_sharded"])
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_what_is_left_of_a_pass_ends_when_nobody_goes_through_it(sharding: Any, num_workers: int) -> None:
