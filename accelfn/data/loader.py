@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from accelfn.comm import failing_together, synchronize_rng_states
-from accelfn.context import Context
+from accelfn.context import Context, check_context
 from accelfn.data.choose import Sharding, choose_reader
 from accelfn.data.deal import SliceFunction
 from accelfn.data.iterables import loader_over
@@ -370,6 +370,7 @@ def prepare_data_loader(
     >>> list(loader)
     [tensor([0, 1]), tensor([2, 3]), tensor([4])]
     """
+    check_context("prepare_data_loader", ctx)
     # Also one inside of another, as the loaders of an Accelerator have: it would be sharded twice too.
     prepared = loader if isinstance(loader, PreparedDataLoader) else getattr(loader, "loader", None)
     if isinstance(prepared, PreparedDataLoader):

@@ -9,8 +9,8 @@ from typing import Any, TypeVar, cast
 import torch
 
 from accelfn.comm import Call, gather, gather_bytes, gather_object
-from accelfn.context import Context
-from accelfn.data.microbatch import MicroBatch
+from accelfn.context import Context, check_context
+from accelfn.data.microbatch import MicroBatch, check_micro
 from accelfn.errors import MismatchError
 from accelfn.tree import flatten
 
@@ -42,6 +42,8 @@ def gather_for_metrics(ctx: Context, tree: T, micro: MicroBatch) -> T:
         MismatchError: The trees differ between ranks, as they do where a ``collate_fn`` has left out samples
             of the batch of one of them.
     """
+    check_context("gather_for_metrics", ctx)
+    check_micro("gather_for_metrics", micro)
     leaves, structure = flatten(tree)
     tensors = [isinstance(leaf, torch.Tensor) for leaf in leaves]
     if not any(tensors) and isinstance(tree, list):
@@ -111,6 +113,8 @@ def gather_objects_for_metrics(ctx: Context, obj: Any, micro: MicroBatch | None)
     Returns:
         One list, the same on every rank.
     """
+    check_context("gather_objects_for_metrics", ctx)
+    check_micro("gather_objects_for_metrics", micro)
     if micro is None or not isinstance(obj, list):
         return gather_object(ctx, obj)
     own = cast("list[Any]", obj)

@@ -7,8 +7,8 @@ from typing import cast
 
 import torch
 
-from accelfn.context import Context
-from accelfn.training.scaler import ScalerState
+from accelfn.context import Context, check_context
+from accelfn.training.scaler import ScalerState, check_state
 
 __all__ = ("clip_grad_norm_", "clip_grad_value_")
 
@@ -43,6 +43,8 @@ def clip_grad_norm_(
         ValueError: ``max_norm`` isn't positive, or the gradients are not divided by loss scale and weight
             yet.
     """
+    check_context("clip_grad_norm_", ctx)
+    check_state("clip_grad_norm_", scaler_state)
     if not max_norm > 0:
         raise ValueError(
             f"clip_grad_norm_: max_norm must be positive, got {max_norm!r}. Leave the call out to not clip."
@@ -77,6 +79,8 @@ def clip_grad_value_(
         ValueError: ``clip_value`` isn't positive, or the gradients are not divided by loss scale and weight
             yet.
     """
+    check_context("clip_grad_value_", ctx)
+    check_state("clip_grad_value_", scaler_state)
     if not clip_value > 0:
         raise ValueError(f"clip_grad_value_: clip_value must be positive, got {clip_value!r}.")
     _check_unscaled("clip_grad_value_", ctx, scaler_state)

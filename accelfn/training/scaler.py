@@ -17,11 +17,12 @@ import torch
 from torch.optim import Optimizer
 
 from accelfn.comm import Call, attempt, check
-from accelfn.context import Context
+from accelfn.context import Context, check_context
 from accelfn.parallel import scale_open_sums
 
 __all__ = (
     "ScalerState",
+    "check_state",
     "init_scaler",
     "rescale_gradients",
     "step_was_skipped",
@@ -56,6 +57,19 @@ class ScalerState(NamedTuple):
         return bool(self.unscaled)
 
 
+def check_state(function: str, given: object) -> None:
+    """Refuse what was passed in the place of the scaler's state; None is let through.
+
+    Raises:
+        TypeError: ``given`` is neither.
+    """
+    if given is not None and not isinstance(given, ScalerState):
+        raise TypeError(
+            f"{function}: scaler_state must be a ScalerState, got {type(given).__name__}. Pass what "
+            "init_scaler, or the last backward or optimizer_step, returned."
+        )
+
+
 def init_scaler(ctx: Context) -> ScalerState:
     """Give the first state. Without float16 the scale is 1 and stays so.
 
@@ -64,6 +78,7 @@ def init_scaler(ctx: Context) -> ScalerState:
     >>> init_scaler(Context()).scale
     tensor(1.)
     """
+    check_context("init_scaler", ctx)
     scale = ctx.precision.scaler.init_scale if ctx.precision.scales_loss else 1.0
     return ScalerState(
         scale=torch.tensor(scale, dtype=torch.float32, device=ctx.device),
@@ -95,6 +110,8 @@ def unscale_gradients(
         ValueError: A gradient is float16, so its parameter is, and there is nothing to gain from scaling.
         MismatchError: Some ranks have weights and some have none.
     """
+    check_context("unscale_gradients", ctx)
+    check_state("unscale_gradients", scaler_state)
     scales, weight = ctx.precision.scales_loss, scaler_state.weight
     several = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
     left = [one for one in several if id(one) not in scaler_state.unscaled]
@@ -212,4 +229,6 @@ def rescale_gradients(optimizers: Iterable[Optimizer], before: ScalerState, afte
 
 def step_was_skipped(ctx: Context, scaler_state: ScalerState) -> bool:
     """Say whether the latest optimizer step was skipped. With float16 this waits for the device."""
+    check_context("step_was_skipped", ctx)
+    check_state("step_was_skipped", scaler_state)
     return ctx.precision.scales_loss and bool(scaler_state.found_inf.item())

@@ -12,8 +12,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from accelfn.comm import check_replicas, reduce
-from accelfn.context import Context
+from accelfn.context import Context, check_context
 from accelfn.data import MicroBatch
+from accelfn.data.microbatch import check_micro
 from accelfn.errors import ConfigurationError
 from accelfn.parallel import exact_backward, exact_batch
 from accelfn.parallel import no_sync as replicas_without_sync
@@ -21,7 +22,13 @@ from accelfn.parallel import trigger_sync_in_backward as replicas_triggered
 from accelfn.training.exact import draw_for, num_shards
 from accelfn.training.finite import check_gradients, named_parameters
 from accelfn.training.prepare import is_prepared
-from accelfn.training.scaler import ScalerState, step_was_skipped, unscale_gradients, update_scaler
+from accelfn.training.scaler import (
+    ScalerState,
+    check_state,
+    step_was_skipped,
+    unscale_gradients,
+    update_scaler,
+)
 
 __all__ = (
     "accumulate",
@@ -72,6 +79,9 @@ def backward(
         ConfigurationError: In exact mode, a parameter got a second gradient from one batch, or one that is
             sparse.
     """
+    check_context("backward", ctx)
+    check_state("backward", scaler_state)
+    check_micro("backward", micro)
     _check_loss(loss)
     if scaler_state.is_unscaled:
         raise ValueError(
@@ -148,6 +158,7 @@ def no_sync(ctx: Context, *models: nn.Module) -> Generator[None, None, None]:
 
     Ranks: all of ``ctx`` in the same way; doesn't communicate.
     """
+    check_context("no_sync", ctx)
     del ctx
     with replicas_without_sync(*models):
         yield
@@ -170,6 +181,7 @@ def trigger_sync_in_backward(ctx: Context, model: nn.Module) -> Generator[None, 
         ConfigurationError: ``find_unused_parameters`` or ``static_graph`` is on, for which torch must know
             in the forward pass.
     """
+    check_context("trigger_sync_in_backward", ctx)
     del ctx
     with replicas_triggered(model):
         yield
@@ -192,6 +204,8 @@ def accumulate(ctx: Context, micro: MicroBatch, *models: nn.Module) -> AbstractC
         ConfigurationError: There are several ranks, and a model was not prepared; or the context is in exact
             mode, and a model was prepared without it.
     """
+    check_context("accumulate", ctx)
+    check_micro("accumulate", micro)
     if ctx.num_processes == 1 and ctx.reduction is None:  # nobody to average with, or to be compared with
         return nullcontext()
     return _accumulate(ctx, micro, models)
@@ -251,6 +265,8 @@ def optimizer_step(
         NonFiniteGradientError: A gradient is infinite or no number; ``Guard.check_gradients`` asks for it.
         ReplicaDriftError: The parameters differ between ranks; ``Guard.check_replicas_every`` asks for it.
     """
+    check_context("optimizer_step", ctx)
+    check_state("optimizer_step", scaler_state)
     optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
     scales = ctx.precision.scales_loss
     if scales or scaler_state.weight is not None:
@@ -316,6 +332,8 @@ def scheduler_step(
         ValueError: The context scales losses, and no state was passed.
         TypeError: The scheduler needs a metric and got none, or got one and takes none.
     """
+    check_context("scheduler_step", ctx)
+    check_state("scheduler_step", scaler_state)
     if isinstance(scheduler, ReduceLROnPlateau) != (metric is not None):
         needs = "needs metric=..., what it watches" if metric is None else "takes no metric: leave it out"
         raise TypeError(f"scheduler_step: {type(scheduler).__name__} {needs}.")

@@ -44,7 +44,7 @@ from accelfn.checkpoint.state.pause import paused_collection
 from accelfn.checkpoint.state.phases import CollectivePhases
 from accelfn.checkpoint.state.random_state import restore_random_states
 from accelfn.comm import attempt
-from accelfn.context import Context
+from accelfn.context import Context, check_context
 from accelfn.data import LoaderState
 from accelfn.data.place import read_state
 from accelfn.errors import CheckpointError, CheckpointMismatchError, DamagedCheckpointError, NoCheckpointError
@@ -127,6 +127,7 @@ def load_state(
         NotAvailableError: A newer version of accelfn has written it.
         RemoteRankError: One of these happened on another rank.
     """
+    check_context("load_state", ctx)
     finish_background(ctx)
     disk, phases = REAL_DISK, CollectivePhases(ctx, "load_state")
     place = os.path.abspath(directory)

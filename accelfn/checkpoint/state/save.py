@@ -43,7 +43,7 @@ from accelfn.checkpoint.state.plan import Box, Held, SavePlan, Write, plan_save
 from accelfn.checkpoint.state.random_state import random_states
 from accelfn.checkpoint.state.writing import Job, entry_key, write_job
 from accelfn.comm import attempt
-from accelfn.context import Context, news
+from accelfn.context import Context, check_context, news
 from accelfn.context.config import GuardMode
 from accelfn.training import ScalerState
 from accelfn.tree.digest import digest_tensors
@@ -159,6 +159,7 @@ def save_state(
         RemoteRankError: One of these happened on another rank.
         MismatchError: A rank called something else.
     """
+    check_context("save_state", ctx)
     finish_background(ctx)
     path = Path(os.path.abspath(os.fspath(directory)))
     own, error = attempt(lambda: _look(ctx, path, tree, is_copied=asynchronous, step=step, metric=metric))
