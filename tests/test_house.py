@@ -24,7 +24,7 @@ import typing
 from collections import deque
 from collections.abc import Iterator, MutableMapping, MutableSequence, MutableSet
 from contextvars import ContextVar
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import KW_ONLY, dataclass, fields, is_dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -167,7 +167,7 @@ IMMUTABLE_TYPES = (
     *(type(None), type(...), type(NotImplemented), bool, int, float, complex, str, bytes, range, slice),
     *(ModuleType, types.BuiltinFunctionType, types.GenericAlias, types.UnionType, re.Pattern, enum.Enum),
     *(pathlib.PurePath, datetime.timedelta, datetime.datetime, __future__._Feature),  # pyright: ignore[reportPrivateUsage]
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format, struct.Struct),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format, struct.Struct, type(KW_ONLY)),
     type(pytest.fixture(lambda: None)),  # a function, and what pytest has to know of it
 )
 # What has no place in a default value or on a class either.

@@ -15,7 +15,7 @@ from typing import Any, Final, NoReturn, cast
 import torch
 
 from accelfn.comm import Call, agree, failing_together
-from accelfn.context import Context
+from accelfn.context import Context, check_context
 from accelfn.data.signals import Hold, SignalHolder
 
 __all__ = ("EXIT_PREEMPTED", "STOP_SIGNALS", "PreemptionGuard", "preemption")
@@ -169,6 +169,7 @@ def preemption(
     ...     before, guard.should_stop()
     (False, True)
     """
+    check_context("preemption", ctx)
     with failing_together(ctx, "preemption"):
         wanted = _check_signals(signals)
         guard = PreemptionGuard(ctx, _seconds(time_limit))

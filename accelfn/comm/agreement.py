@@ -19,7 +19,7 @@ import torch
 
 from accelfn.comm.difference import Said, find_difference
 from accelfn.comm.wire import as_bytes, as_tensor
-from accelfn.context import Context, Unsettled, call_site, publish, refuse_if_over, text_of
+from accelfn.context import Context, Unsettled, call_site, check_context, publish, refuse_if_over, text_of
 from accelfn.context.config import GuardMode
 from accelfn.errors import MismatchError, RemoteRankError
 from accelfn.tree import Layout, flatten
@@ -275,6 +275,7 @@ def verify_structure(ctx: Context, tree: Any) -> None:
     Raises:
         MismatchError: The trees differ: the same error on every rank, with rank and path of each difference.
     """
+    check_context("verify_structure", ctx)
     if ctx.world.size == 1:
         return
     # Asked for by name, so it compares whatever the guard's mode is.

@@ -13,7 +13,7 @@ import torch
 
 from accelfn.comm.agreement import Call, agree, attempt, capacity, check_rank
 from accelfn.comm.wire import as_bytes, as_tensor
-from accelfn.context import Context
+from accelfn.context import Context, check_context
 
 __all__ = ("broadcast_bytes", "broadcast_object_list", "gather_bytes", "gather_object")
 
@@ -48,6 +48,7 @@ def gather_object(ctx: Context, obj: Any) -> list[Any]:
     >>> gather_object(Context(), ["a", "b"]), gather_object(Context(), {"score": 1})
     (['a', 'b'], [{'score': 1}])
     """
+    check_context("gather_object", ctx)
     objects = cast("list[Any]", obj) if isinstance(obj, list) else [obj]
     if ctx.world.size == 1:
         return objects
@@ -77,6 +78,7 @@ def broadcast_object_list(ctx: Context, objs: list[T], from_process: int = 0) ->
     >>> broadcast_object_list(Context(), ["a", 1])
     ['a', 1]
     """
+    check_context("broadcast_object_list", ctx)
     sends = ctx.world.rank == from_process
 
     def prepare() -> bytes:

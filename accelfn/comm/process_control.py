@@ -11,7 +11,7 @@ from typing import Any, Literal, ParamSpec, Protocol, TypeVar, overload
 
 from accelfn.comm.agreement import Call, agree, attempt
 from accelfn.comm.objects import gather_bytes
-from accelfn.context import Context, publish
+from accelfn.context import Context, check_context, publish
 
 __all__ = (
     "Decorator",
@@ -40,6 +40,7 @@ def wait_for_everyone(ctx: Context) -> None:
     Raises:
         MismatchError: Another rank called another operation instead.
     """
+    check_context("wait_for_everyone", ctx)
     if ctx.world.size > 1:
         agree(ctx, Call("wait_for_everyone"))
 
@@ -53,6 +54,7 @@ def main_process_first(ctx: Context) -> Generator[None, None, None]:
     Raises:
         RemoteRankError: On the others, when the block failed on the main process: they don't enter.
     """
+    check_context("main_process_first", ctx)
     with _first(ctx, ctx.is_main_process, "main_process_first"):
         yield
 
@@ -67,6 +69,7 @@ def local_main_process_first(ctx: Context) -> Generator[None, None, None]:
     Raises:
         RemoteRankError: On the others, when the block failed on a first process.
     """
+    check_context("local_main_process_first", ctx)
     with _first(ctx, ctx.is_local_main_process, "local_main_process_first"):
         yield
 
@@ -99,6 +102,7 @@ def failing_together(ctx: Context, doing: str) -> Generator[None, None, None]:
         ctx: The world.
         doing: What the block does, for the message on the other ranks.
     """
+    check_context("failing_together", ctx)
     try:
         yield
     except Exception as error:
@@ -129,6 +133,7 @@ def on_main_process(ctx: Context, *, share: bool = False) -> Any:
     >>> report()
     'done'
     """
+    check_context("on_main_process", ctx)
     return _only(ctx, "on_main_process", ctx.is_main_process, share)
 
 
@@ -141,6 +146,7 @@ def on_local_main_process(ctx: Context, *, share: bool = False) -> Any:
 
     Ranks: as :func:`on_main_process`; with ``share`` the ranks of a node get what its first process returned.
     """
+    check_context("on_local_main_process", ctx)
     return _only(ctx, "on_local_main_process", ctx.is_local_main_process, share)
 
 
@@ -150,6 +156,7 @@ def on_last_process(ctx: Context, *, share: Literal[True]) -> SharingDecorator: 
 def on_last_process(ctx: Context, *, share: bool = False) -> Decorator: ...
 def on_last_process(ctx: Context, *, share: bool = False) -> Any:
     """Make a function run on the last rank; elsewhere it returns None. See :func:`on_main_process`."""
+    check_context("on_last_process", ctx)
     return _only(ctx, "on_last_process", ctx.is_last_process, share)
 
 
@@ -163,6 +170,7 @@ def on_process(ctx: Context, index: int, *, share: bool = False) -> Any:
     Raises:
         ValueError: There is no such rank, so the function would never run.
     """
+    check_context("on_process", ctx)
     if not 0 <= index < ctx.world.size:
         raise ValueError(f"on_process: index must be a rank in 0..{ctx.world.size - 1}, got {index}.")
     return _only(ctx, "on_process", ctx.rank == index, share, f" on rank {index}")
@@ -180,6 +188,7 @@ def on_local_process(ctx: Context, index: int, *, share: bool = False) -> Any:
     Raises:
         ValueError: This node has no such local rank.
     """
+    check_context("on_local_process", ctx)
     if not 0 <= index < ctx.world.local_size:
         raise ValueError(
             f"on_local_process: index must be a local rank in 0..{ctx.world.local_size - 1}, got {index}."
@@ -233,5 +242,6 @@ def print_once(ctx: Context, *values: Any, **options: Any) -> None:
 
     Ranks: any; doesn't communicate.
     """
+    check_context("print_once", ctx)
     if ctx.is_local_main_process:
         builtins.print(*values, **options)

@@ -13,7 +13,7 @@ import torch
 from accelfn.comm.agreement import Call, attempt
 from accelfn.comm.objects import broadcast_bytes
 from accelfn.comm.wire import as_bytes, as_tensor
-from accelfn.context import Context
+from accelfn.context import Context, check_context
 from accelfn.context.config import RNGType
 from accelfn.errors import ConfigurationError
 
@@ -69,6 +69,7 @@ def synchronize_rng_states(
         ValueError: ``"generator"`` without one.
         ConfigurationError: An unknown type, or a device that this machine doesn't have.
     """
+    check_context("synchronize_rng_states", ctx)
     names = [item.value if isinstance(item, RNGType) else item for item in types]
 
     def read() -> bytes:

@@ -18,7 +18,7 @@ from accelfn.comm.agreement import Call, attempt
 from accelfn.comm.objects import gather_bytes
 from accelfn.comm.transfer import given
 from accelfn.comm.wire import as_bytes
-from accelfn.context import Context
+from accelfn.context import Context, check_context
 from accelfn.errors import Drift, ReplicaDriftError
 from accelfn.tree import (
     Layout,
@@ -83,6 +83,7 @@ def check_replicas(ctx: Context, tree: Any, *, name: str = "tree") -> None:
 
     >>> check_replicas(Context(), torch.nn.Linear(3, 2), name="model")
     """
+    check_context("check_replicas", ctx)
     replica, error = attempt(lambda: _prepare(ctx, tree, name))
     if ctx.world.size == 1:
         given(replica, error)

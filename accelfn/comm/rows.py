@@ -13,7 +13,7 @@ from accelfn.comm.agreement import Call, attempt, check_rank
 from accelfn.comm.objects import broadcast_bytes, gather_bytes
 from accelfn.comm.split import split_sizes
 from accelfn.comm.transfer import Prepared, given, prepare_tree
-from accelfn.context import Context
+from accelfn.context import Context, check_context
 from accelfn.tree import TensorInformation, flatten, flatten_tensor, is_packed_sequence, tree_structure
 
 __all__ = ("pad_across_processes", "scatter")
@@ -47,6 +47,7 @@ def scatter(ctx: Context, tree: T | None, from_process: int = 0) -> T:
     >>> scatter(Context(), torch.arange(3))
     tensor([0, 1, 2])
     """
+    check_context("scatter", ctx)
     sends = ctx.world.rank == from_process
 
     def prepare() -> tuple[Prepared | None, bytes]:
@@ -107,6 +108,7 @@ def pad_across_processes(
     >>> pad_across_processes(Context(), torch.tensor([1, 2]))
     tensor([1, 2])
     """
+    check_context("pad_across_processes", ctx)
 
     def prepare() -> Prepared:
         for name, value in (("dim", dim), ("pad_index", pad_index)):

@@ -7,7 +7,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from accelfn.context import Context
+from accelfn.context import Context, check_context
 
 __all__ = ("split_between_processes", "split_sizes")
 
@@ -35,6 +35,7 @@ def split_between_processes(ctx: Context, inputs: T, apply_padding: bool = False
     >>> split_between_processes(Context(), ["A", "B", "C"])
     ['A', 'B', 'C']
     """
+    check_context("split_between_processes", ctx)
     length = _length(inputs, "inputs")
     size, rank = ctx.world.size, ctx.world.rank
     if size == 1:

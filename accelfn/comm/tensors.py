@@ -24,7 +24,7 @@ from accelfn.comm.transfer import (
     prepare_tree,
 )
 from accelfn.comm.wire import read_groups
-from accelfn.context import Context, ReduceOp
+from accelfn.context import Context, ReduceOp, check_context
 from accelfn.tree import Packed, fill, is_packed_sequence, unpack
 
 __all__ = ("broadcast", "gather", "reduce")
@@ -53,6 +53,7 @@ def gather(ctx: Context, tree: T) -> T:
     >>> gather(Context(), {"x": torch.ones(2), "loss": torch.tensor(0.5)})
     {'x': tensor([1., 1.]), 'loss': tensor([0.5000])}
     """
+    check_context("gather", ctx)
     size = ctx.world.size
     prepared, error = attempt(lambda: prepare_tree("gather", tree, is_packed_sequence))
     if size == 1:
@@ -103,6 +104,7 @@ def reduce(ctx: Context, tree: T, reduction: str = "sum", scale: float = 1.0) ->
     >>> reduce(Context(), torch.tensor([1.0, 2.0]), "mean")
     tensor([1., 2.])
     """
+    check_context("reduce", ctx)
     size = ctx.world.size
 
     def prepare() -> Prepared:
@@ -161,6 +163,7 @@ def broadcast(ctx: Context, tree: T, from_process: int = 0) -> T:
     >>> broadcast(Context(), [torch.tensor(1)])
     [tensor(1)]
     """
+    check_context("broadcast", ctx)
 
     def prepare() -> Prepared:
         check_rank(ctx, "broadcast", "from_process", from_process)

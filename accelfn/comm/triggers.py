@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from accelfn.comm.agreement import Call, agree
-from accelfn.context import Context
+from accelfn.context import Context, check_context
 
 __all__ = ("TriggerState", "check_trigger", "set_trigger")
 
@@ -36,6 +36,7 @@ def check_trigger(ctx: Context, state: TriggerState) -> tuple[TriggerState, bool
     >>> state.is_set, stop
     (False, True)
     """
+    check_context("check_trigger", ctx)
     rows = [torch.tensor([state.is_set], dtype=torch.uint8)]
     if ctx.world.size > 1:
         rows = agree(ctx, Call("check_trigger"), rows[0])

@@ -3,7 +3,7 @@
 from accelfn.context.board import Board, store_board
 from accelfn.context.callsite import call_site
 from accelfn.context.collectives import Collectives, ReduceOp, StartedExchange, chunk_bytes
-from accelfn.context.context import Context, close_context, configure
+from accelfn.context.context import Context, check_context, close_context, configure
 from accelfn.context.device import DeviceFacts, DevicePlan, Hardware, plan_device, read_hardware
 from accelfn.context.environment import EnvironmentPlan, detect_environment
 from accelfn.context.failure import (
@@ -49,6 +49,7 @@ __all__ = (
     "announce_end",
     "as_error",
     "call_site",
+    "check_context",
     "check_precision",
     "chunk_bytes",
     "close_context",

@@ -40,7 +40,7 @@ from accelfn.context.precision import Precision, check_precision
 from accelfn.context.world import World
 from accelfn.errors import ConfigurationError, NotAvailableError
 
-__all__ = ("Context", "close_context", "configure", "with_options", "with_window")
+__all__ = ("Context", "check_context", "close_context", "configure", "with_options", "with_window")
 
 _LET_GO_S = 0.02
 # Ranks that wait in an operation look at the board several times in that time.
@@ -288,6 +288,23 @@ def _alone(options: dict[str, Any]) -> Context:
     return Context(**options)
 
 
+def check_context(function: str, given: object) -> None:
+    """Refuse what was passed in the place of the context, as by those who forget it.
+
+    Raises:
+        TypeError: ``given`` isn't a :class:`Context`.
+    """
+    if isinstance(given, Context):
+        return
+    holds_one = isinstance(getattr(given, "context", None), Context)
+    remedy = "accelerator.context" if holds_one else "what accelfn.init_context() returns"
+    kind = given.__name__ if isinstance(given, type) else type(given).__name__
+    raise TypeError(
+        f"{function}: the first argument is the Context, got {kind}. Write {function}(ctx, ...), "
+        f"where ctx is {remedy}."
+    )
+
+
 def close_context(ctx: Context) -> None:
     """Undo exactly what ``init_context`` did for ``ctx``: no more, and twice does no harm.
 
@@ -300,6 +317,7 @@ def close_context(ctx: Context) -> None:
     Raises:
         Exception: What stopped that save, unless its handle has told it; the context is closed all the same.
     """
+    check_context("close_context", ctx)
     background = ctx.collectives.journal.background
     try:
         if background is not None:

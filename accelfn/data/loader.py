@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar, cast, overload
 from torch.utils.data import DataLoader
 from typing_extensions import Self
 
-from accelfn.context import Context
+from accelfn.context import Context, check_context
 from accelfn.data.choose import Sharding, agree_on_seed, choose_reader
 from accelfn.data.deal import SliceFunction
 from accelfn.data.iterables import loader_over
@@ -225,6 +225,7 @@ def prepare_data_loader(
     >>> list(loader)
     [tensor([0, 1]), tensor([2, 3]), tensor([4])]
     """
+    check_context("prepare_data_loader", ctx)
     if isinstance(loader, PreparedDataLoader):
         if passes_of(loader).context != ctx:
             raise ConfigurationError(

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 
 from accelfn.comm import Call, attempt, gather, gather_bytes
-from accelfn.context import Context
-from accelfn.data.microbatch import MicroBatch
+from accelfn.context import Context, check_context
+from accelfn.data.microbatch import MicroBatch, check_micro
 from accelfn.errors import MismatchError
 from accelfn.tree import Structure, find_device, flatten
 
@@ -64,6 +64,8 @@ def gather_for_metrics(ctx: Context, tree: T, micro: MicroBatch) -> T:
     >>> gather_for_metrics(Context(), {"x": batch, "name": ["a", "b"], "loss": batch.sum()}, micro)
     {'x': tensor([1., 1.]), 'name': ['a', 'b'], 'loss': tensor([2.])}
     """
+    check_context("gather_for_metrics", ctx)
+    check_micro("gather_for_metrics", micro)
     return gather_valid(ctx, tree, micro)
 
 
@@ -82,6 +84,8 @@ def gather_objects_for_metrics(ctx: Context, obj: Any, micro: MicroBatch | None)
     Returns:
         One list, the same on every rank.
     """
+    check_context("gather_objects_for_metrics", ctx)
+    check_micro("gather_objects_for_metrics", micro)
     return gather_valid(ctx, obj, micro, as_objects=True)
 
 

@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
 from accelfn.comm import Call, check, gather_bytes
-from accelfn.context import Context
+from accelfn.context import Context, check_context
 from accelfn.context.config import GuardMode
 from accelfn.data.batch_key import Draws, draws_of
 from accelfn.data.loader import PreparedDataLoader, passes_of
@@ -18,6 +18,7 @@ from accelfn.errors import ConfigurationError, Disagreement, UnevenDataError
 __all__ = (
     "MicroBatch",
     "Uneven",
+    "check_micro",
     "microbatches",
     "plan_microbatch",
 )
@@ -107,6 +108,19 @@ def _place_of(
     return (epoch * num_batches + index) % num_steps, num_steps
 
 
+def check_micro(function: str, given: object) -> None:
+    """Refuse what was passed in the place of the micro-batch; None is let through.
+
+    Raises:
+        TypeError: ``given`` is neither.
+    """
+    if given is not None and not isinstance(given, MicroBatch):
+        raise TypeError(
+            f"{function}: micro must be a MicroBatch, got {type(given).__name__}. Pass what microbatches "
+            "yields beside each batch."
+        )
+
+
 def microbatches(
     ctx: Context, loader: Iterable[T], uneven: Uneven = "error"
 ) -> Iterator[tuple[T, MicroBatch]]:
@@ -141,6 +155,7 @@ def microbatches(
     >>> [(len(batch), micro.window, micro.sync) for batch, micro in microbatches(ctx, loader)]
     [(2, 2, False), (2, 2, True), (1, 1, True)]
     """
+    check_context("microbatches", ctx)
     if uneven not in ("error", "stop_first", "pad", "join"):
         raise ValueError(
             f'microbatches: uneven must be "error", "stop_first", "pad" or "join", got {uneven!r}.'

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.parallel import DistributedDataParallel
 
-from accelfn.context import Context
+from accelfn.context import Context, check_context
 from accelfn.errors import ConfigurationError, NotAvailableError
 
 __all__ = ("convert_sync_batchnorm",)
@@ -40,6 +40,7 @@ def convert_sync_batchnorm(ctx: Context, model: M) -> M:
     >>> convert_sync_batchnorm(Context(), model) is model
     True
     """
+    check_context("convert_sync_batchnorm", ctx)
     if ctx.num_processes == 1 or not any(isinstance(one, _BatchNorm) for one in model.modules()):
         return model
     if ctx.world.group is None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from accelfn.comm import Call, agree, attempt
-from accelfn.context import Context
+from accelfn.context import Context, check_context
 from accelfn.context.config import ProfileKwargs
 from accelfn.errors import ConfigurationError, NotAvailableError
 
@@ -49,6 +49,7 @@ def profile(
     >>> any("sum" in event.key for event in profiler.key_averages())
     True
     """
+    check_context("profile", ctx)
     if ctx.num_processes > 1 and not dist.is_initialized():
         raise NotAvailableError(
             "profile: these ranks are threads of one process, and torch has one profiler for all of them. "

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 from accelfn.comm import attempt, failing_together
-from accelfn.context import Context
+from accelfn.context import Context, check_context
 from accelfn.errors import ConfigurationError, MissingExtraError
 from accelfn.tracking.choose import TrackerPlan, plan_trackers
 from accelfn.tracking.tracker import BlankTracker, GeneralTracker
@@ -115,6 +115,7 @@ def init_trackers(
     ...     trackers.names
     ('jsonl',)
     """
+    check_context("init_trackers", ctx)
     if on_error not in ("warn", "raise"):
         raise ValueError(f'init_trackers: on_error must be "warn" or "raise", got {on_error!r}.')
     _check_arguments(project_name, init_kwargs, logging_dir)

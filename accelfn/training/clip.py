@@ -7,7 +7,7 @@ from typing import cast
 
 import torch
 
-from accelfn.context import Context
+from accelfn.context import Context, check_context
 from accelfn.parallel import check_reduced
 from accelfn.training.scaler import ScalerState, check_closed, check_newest
 
@@ -45,6 +45,7 @@ def clip_grad_norm_(
             yet; or the state was superseded, or its window is still open.
         ConfigurationError: There are several ranks, and the gradients were not averaged over them.
     """
+    check_context("clip_grad_norm_", ctx)
     check_bound("clip_grad_norm_", "max_norm", max_norm)
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     _check_ready("clip_grad_norm_", ctx, parameters, scaler_state)
@@ -83,6 +84,7 @@ def clip_grad_value_(
             yet; or the state was superseded, or its window is still open.
         ConfigurationError: There are several ranks, and the gradients were not averaged over them.
     """
+    check_context("clip_grad_value_", ctx)
     check_bound("clip_grad_value_", "clip_value", clip_value)
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     _check_ready("clip_grad_value_", ctx, parameters, scaler_state)

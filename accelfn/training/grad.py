@@ -8,7 +8,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 import torch
 
 from accelfn.comm import attempt, reduce
-from accelfn.context import Context
+from accelfn.context import Context, check_context
 from accelfn.training.exact import cut_into_shards, mean_of_shards
 from accelfn.training.precision import autocast
 from accelfn.tree import Structure, concatenate, flatten, require_tensors
@@ -58,6 +58,7 @@ def value_and_grad(
     >>> step({"w": torch.tensor([1.0, 2.0])}, torch.tensor([3.0, 4.0]))
     (tensor(11.), {'w': tensor([3., 4.])})
     """
+    check_context("value_and_grad", ctx)
 
     def call(params: Params, /, *args: P.args, **kwargs: P.kwargs) -> tuple[V, Params]:
         leaves, structure = flatten(params)

@@ -12,7 +12,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.utils.data import DataLoader
 
 from accelfn.comm import Call, agree, attempt, failing_together
-from accelfn.context import Context
+from accelfn.context import Context, check_context
 from accelfn.data import PreparedDataLoader
 from accelfn.data.loader import passes_of
 from accelfn.errors import ConfigurationError, NotAvailableError
@@ -61,6 +61,7 @@ def join_uneven_inputs(
         TypeError: One of ``joinables`` can't be joined, or one of ``loaders`` isn't prepared.
         ValueError: There are no ``joinables``.
     """
+    check_context("join_uneven_inputs", ctx)
     if ctx.num_processes == 1:
         yield False
         return

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from accelfn.comm import reduce
-from accelfn.context import Context
+from accelfn.context import Context, check_context
 from accelfn.errors import ConfigurationError
 
 __all__ = ("LocalSGDState", "average_parameters", "local_sgd_step")
@@ -34,6 +34,7 @@ def average_parameters(ctx: Context, model: nn.Module) -> None:
     Raises:
         MismatchError: The parameters differ in a name, shape or dtype.
     """
+    check_context("average_parameters", ctx)
     if ctx.num_processes == 1:
         return
     parameters = {name: one for name, one in model.named_parameters() if one.requires_grad}
@@ -74,6 +75,7 @@ def local_sgd_step(ctx: Context, model: nn.Module, state: LocalSGDState, *, ever
     >>> local_sgd_step(Context(), model, state, every=2)
     LocalSGDState(num_steps=0)
     """
+    check_context("local_sgd_step", ctx)
     if every < 1:
         raise ValueError(f"local_sgd_step: every must be at least 1 step, got {every}.")
     if ctx.reduction is not None:

@@ -7,8 +7,9 @@ from typing import Any, cast
 import torch
 from torch.optim import Optimizer
 
-from accelfn.context import Context
+from accelfn.context import Context, check_context
 from accelfn.data import MicroBatch
+from accelfn.data.microbatch import check_micro
 from accelfn.errors import ConfigurationError, NotAvailableError
 
 __all__ = ("is_lomo", "lomo_backward")
@@ -47,6 +48,8 @@ def lomo_backward(
         ConfigurationError: The context scales losses for float16, which LOMO does by itself; or it is in
             exact mode, which sums gradients before a step.
     """
+    check_context("lomo_backward", ctx)
+    check_micro("lomo_backward", micro)
     if not isinstance(cast("object", loss), torch.Tensor):
         raise TypeError(
             f"lomo_backward: the loss must be a tensor, got {type(loss).__name__}. Pass what the model "

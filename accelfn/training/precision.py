@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from accelfn.context import Context, Precision
+from accelfn.context import Context, Precision, check_context
 from accelfn.context.config import AutocastKwargs
 from accelfn.training.forward import WrappedForward, copied_without
 from accelfn.tree import convert_to_fp32
@@ -35,6 +35,7 @@ def autocast(ctx: Context, autocast_handler: AutocastKwargs | None = None) -> Ab
     ...     (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
     torch.bfloat16
     """
+    check_context("autocast", ctx)
     return _autocast(ctx.precision, ctx.device.type, autocast_handler)
 
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import TypeVarTuple, Unpack
 
 from accelfn.comm import Call, agree, attempt
-from accelfn.context import Context, Precision
+from accelfn.context import Context, Precision, check_context
 from accelfn.data import PreparedDataLoader, prepare_data_loader
 from accelfn.errors import ConfigurationError
 from accelfn.parallel import check_wrapped, is_replicated, replicate, uncompiled
@@ -101,6 +101,7 @@ def prepare(ctx: Context, /, *objects: Any) -> Any:
     >>> prepare(Context(), nn.Linear(1, 1), "anything")
     (Linear(in_features=1, out_features=1, bias=True), 'anything')
     """
+    check_context("prepare", ctx)
     if not objects:
         raise TypeError("prepare: got nothing to prepare. Pass a model, an optimizer, a loader, ...")
     check_parameters(objects)
@@ -180,6 +181,7 @@ def prepare_model(ctx: Context, model: M, *, evaluation_mode: bool = False) -> M
             sharded it, or it is a ``DistributedDataParallel`` over other processes. In exact mode, a module
             keeps statistics that would depend on the number of ranks.
     """
+    check_context("prepare_model", ctx)
     if _is_prepared(ctx, model, "model"):
         mark = cast("Mark", getattr(model, _MARK))
         return _replicated(ctx, model, model) if mark.is_alone and not evaluation_mode else model
@@ -231,6 +233,7 @@ def prepare_optimizer(ctx: Context, optimizer: O) -> O:
     Raises:
         ConfigurationError: Another context has prepared it.
     """
+    check_context("prepare_optimizer", ctx)
     if _is_prepared(ctx, optimizer, "optimizer"):
         return optimizer
     if ctx.device_placement:
@@ -255,6 +258,7 @@ def prepare_scheduler(ctx: Context, scheduler: S) -> S:
     Raises:
         ConfigurationError: Another context has prepared its optimizer, or nobody has.
     """
+    check_context("prepare_scheduler", ctx)
     # The mark of its optimizer serves for both: whatever is set on a scheduler stands in its state dict.
     optimizer: object = scheduler.optimizer
     if not _is_prepared(ctx, optimizer, "optimizer of the scheduler"):

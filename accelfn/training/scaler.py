@@ -17,15 +17,17 @@ import torch
 from torch.optim import Optimizer
 
 from accelfn.comm import Call, attempt, check
-from accelfn.context import Context
+from accelfn.context import Context, check_context
 from accelfn.parallel import scale_open_sums
 
 __all__ = (
     "ScalerState",
     "check_closed",
     "check_newest",
+    "check_state",
     "init_scaler",
     "inverse_of_weight",
+    "list_optimizers",
     "parameters_in",
     "rescale_gradients",
     "step_was_skipped",
@@ -75,12 +77,27 @@ class ScalerState(_Fields):
         return bool(self.unscaled)
 
 
+def check_state(operation: str, given: object) -> None:
+    """Refuse what was passed in the place of the scaler's state.
+
+    Raises:
+        TypeError: ``given`` is none.
+    """
+    if not isinstance(given, ScalerState):
+        raise TypeError(
+            f"{operation}: scaler_state must be a ScalerState, got {type(given).__name__}. Pass what "
+            "init_scaler, or the last backward or optimizer_step, returned."
+        )
+
+
 def check_newest(operation: str, scaler_state: ScalerState) -> None:
     """Refuse a state that was used already.
 
     Raises:
+        TypeError: It is no state.
         ValueError: Another function has returned a newer one.
     """
+    check_state(operation, scaler_state)
     if torch.compiler.is_compiling():  # a compiled step passes its states on by itself
         return
     newer = scaler_state.superseded_by
@@ -122,6 +139,7 @@ def init_scaler(ctx: Context) -> ScalerState:
     >>> init_scaler(Context()).scale
     tensor(1.)
     """
+    check_context("init_scaler", ctx)
     scale = ctx.precision.scaler.init_scale if ctx.precision.scales_loss else 1.0
     return ScalerState(
         scale=torch.tensor(scale, dtype=torch.float32, device=ctx.device),
@@ -154,6 +172,7 @@ def unscale_gradients(
             parameter is, and there is nothing to gain from scaling.
         MismatchError: Some ranks have weights and some have none.
     """
+    check_context("unscale_gradients", ctx)
     check_newest("unscale_gradients", scaler_state)
     check_closed("unscale_gradients", scaler_state)
     unscaled = _unscaled(ctx, optimizer, scaler_state)
@@ -165,7 +184,7 @@ def _unscaled(
     ctx: Context, optimizer: Optimizer | Sequence[Optimizer], scaler_state: ScalerState
 ) -> ScalerState:
     scales, weight = ctx.precision.scales_loss, scaler_state.weight
-    several = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
+    several = list_optimizers("unscale_gradients", optimizer)
     left = [one for one in several if id(one) not in scaler_state.unscaled]
     if not left or (not scales and weight is None):
         return scaler_state._replace()
@@ -245,6 +264,22 @@ def _all_gradients(optimizer: Optimizer | Iterable[Optimizer]) -> list[torch.Ten
     return [grad._values() if grad.is_sparse else grad for grad in local]
 
 
+def list_optimizers(operation: str, optimizer: object) -> tuple[Optimizer, ...]:
+    """Return one optimizer or several as a tuple.
+
+    Raises:
+        TypeError: Something else stands in their place.
+    """
+    several = cast("Sequence[object]", optimizer) if isinstance(optimizer, (list, tuple)) else (optimizer,)
+    for one in several:
+        if not isinstance(one, Optimizer):
+            raise TypeError(
+                f"{operation}: optimizer must be a torch optimizer or a sequence of them, got "
+                f"{type(optimizer).__name__}."
+            )
+    return cast("tuple[Optimizer, ...]", tuple(several))
+
+
 def parameters_in(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
     """List the parameters of optimizers, each once."""
     groups = [group for one in optimizers for group in one.param_groups]
@@ -288,4 +323,6 @@ def rescale_gradients(optimizers: Iterable[Optimizer], before: ScalerState, afte
 
 def step_was_skipped(ctx: Context, scaler_state: ScalerState) -> bool:
     """Say whether the latest optimizer step was skipped. With float16 this waits for the device."""
+    check_context("step_was_skipped", ctx)
+    check_state("step_was_skipped", scaler_state)
     return ctx.precision.scales_loss and bool(scaler_state.found_inf.item())

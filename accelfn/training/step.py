@@ -12,8 +12,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from accelfn.comm import check_replicas, reduce
-from accelfn.context import Context
+from accelfn.context import Context, check_context
 from accelfn.data import MicroBatch
+from accelfn.data.microbatch import check_micro
 from accelfn.errors import ConfigurationError
 from accelfn.parallel import check_reduced, exact_backward, exact_batch, local_steps
 from accelfn.parallel import no_sync as replicas_without_sync
@@ -26,6 +27,7 @@ from accelfn.training.scaler import (
     ScalerState,
     check_closed,
     check_newest,
+    list_optimizers,
     parameters_in,
     step_was_skipped,
     supersede,
@@ -82,6 +84,8 @@ def backward(
         ConfigurationError: In exact mode, a parameter got a second gradient from one batch, or one that is
             sparse.
     """
+    check_context("backward", ctx)
+    check_micro("backward", micro)
     _check_loss(loss)
     check_newest("backward", scaler_state)
     if scaler_state.is_unscaled:
@@ -165,6 +169,7 @@ def no_sync(ctx: Context, *models: nn.Module) -> Generator[None, None, None]:
 
     Ranks: all of ``ctx`` in the same way; doesn't communicate.
     """
+    check_context("no_sync", ctx)
     del ctx
     with replicas_without_sync(*models), local_steps(*models):
         yield
@@ -187,6 +192,7 @@ def trigger_sync_in_backward(ctx: Context, model: nn.Module) -> Generator[None, 
         ConfigurationError: ``find_unused_parameters`` or ``static_graph`` is on, for which torch must know
             in the forward pass.
     """
+    check_context("trigger_sync_in_backward", ctx)
     del ctx
     with replicas_triggered(model):
         yield
@@ -210,6 +216,8 @@ def accumulate(ctx: Context, micro: MicroBatch, *models: nn.Module) -> AbstractC
             prepared, or with ``evaluation_mode``; or the context is in exact mode, and a model was prepared
             without it.
     """
+    check_context("accumulate", ctx)
+    check_micro("accumulate", micro)
     if ctx.num_processes == 1 and ctx.reduction is None:  # nobody to average with, or to be compared with
         return nullcontext()
     return _accumulate(ctx, micro, models)
@@ -291,7 +299,8 @@ def optimizer_step(
     >>> scaler = af.backward(ctx, model(torch.ones(1, 1)).sum(), af.init_scaler(ctx))
     >>> scaler = af.optimizer_step(ctx, optimizer, scaler, max_norm=1.0)
     """
-    optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
+    check_context("optimizer_step", ctx)
+    optimizers = list_optimizers("optimizer_step", optimizer)
     schedulers = _steppable(scheduler)
     if max_norm is not None:
         check_bound("optimizer_step", "max_norm", max_norm)
@@ -380,6 +389,9 @@ def scheduler_step(
         ValueError: The context scales losses, and no state was passed; or it was superseded.
         TypeError: The scheduler needs a metric and got none, or got one and takes none.
     """
+    check_context("scheduler_step", ctx)
+    if scaler_state is not None:
+        check_newest("scheduler_step", scaler_state)
     if isinstance(scheduler, ReduceLROnPlateau) != (metric is not None):
         needs = "needs metric=..., what it watches" if metric is None else "takes no metric: leave it out"
         raise TypeError(f"scheduler_step: {type(scheduler).__name__} {needs}.")

@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from accelfn.context import Context
+from accelfn.context import Context, check_context
 from accelfn.training.module_step import TrainState, first_module_state, module_step
 from accelfn.training.pure_step import (
     PureOptimizer,
@@ -54,6 +54,7 @@ def init_train_state(ctx: Context, optimizer: Any, params: Any = None) -> Any:
     >>> init_train_state(Context(), torch.optim.SGD([torch.zeros(1)])).num_steps
     tensor(0)
     """
+    check_context("init_train_state", ctx)
     if _torch_optimizers(optimizer) is not None:
         if params is not None:
             raise TypeError(
@@ -144,6 +145,7 @@ def make_train_step(
     >>> state.num_steps, metrics.skipped
     (tensor(1), tensor(False))
     """
+    check_context("make_train_step", ctx)
     if max_norm is not None and not max_norm > 0:
         raise ValueError(
             f"make_train_step: max_norm must be positive, got {max_norm!r}. Leave it out to not clip."

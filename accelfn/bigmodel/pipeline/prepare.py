@@ -18,7 +18,7 @@ from accelfn.bigmodel.pipeline.stage import Stage, cut_out, form_of, hold, let_g
 from accelfn.bigmodel.pipeline.trace import Traced, trace_model, units_of, value_of
 from accelfn.bigmodel.plan.shape import read_shape
 from accelfn.comm import Call, agree, attempt
-from accelfn.context import Context
+from accelfn.context import Context, check_context
 
 __all__ = ("plan_pipeline", "prepare_pipeline")
 
@@ -114,6 +114,7 @@ def prepare_pipeline(
         MismatchError: The ranks' plans differ.
         RemoteRankError: Another rank has failed.
     """
+    check_context("prepare_pipeline", ctx)
 
     def plan() -> tuple[_Asked, _Cut | None, PlannedLoad | None]:
         asked = _read(example, example_kwargs, ctx.num_processes, num_chunks)

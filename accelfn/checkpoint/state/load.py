@@ -52,7 +52,7 @@ from accelfn.checkpoint.state.pause import paused_collection
 from accelfn.checkpoint.state.phases import CollectivePhases
 from accelfn.checkpoint.state.random_state import restore_random_states
 from accelfn.comm import attempt
-from accelfn.context import Context
+from accelfn.context import Context, check_context
 from accelfn.data import LoaderState
 from accelfn.data.place import read_state
 from accelfn.errors import (
@@ -145,6 +145,7 @@ def load_state(
         RemoteRankError: One of these happened on another rank; or an earlier save in the background has
             failed, and another rank has not asked for its result.
     """
+    check_context("load_state", ctx)
     phases = CollectivePhases(ctx, "load_state")
     asked = _begin(ctx, phases, directory, like, strict, partial)
     return _load(ctx, phases, asked.place, like, asked, random_state)
@@ -195,6 +196,7 @@ def load_latest(
     ...     before, load_latest(Context(), folder, {"step": 0})
     (None, {'step': 7})
     """
+    check_context("load_latest", ctx)
     phases = CollectivePhases(ctx, "load_latest")
     asked = _begin(ctx, phases, directory, like, strict, partial)
     places = _list_together(ctx, phases, asked.place)

@@ -45,7 +45,7 @@ from accelfn.checkpoint.state.plan import Box, Held, SavePlan, Write, plan_save
 from accelfn.checkpoint.state.random_state import random_states
 from accelfn.checkpoint.state.writing import Job, entry_key, write_job
 from accelfn.comm import attempt, check_replicas
-from accelfn.context import Context, news
+from accelfn.context import Context, check_context, news
 from accelfn.context.config import GuardMode
 from accelfn.errors import ReplicaDriftError
 from accelfn.training import ScalerState
@@ -176,6 +176,7 @@ def save_state(
             failed, and another rank has not asked for its result.
         MismatchError: A rank called something else.
     """
+    check_context("save_state", ctx)
     path = Path(os.path.abspath(os.fspath(directory)))
 
     def look() -> _Own:

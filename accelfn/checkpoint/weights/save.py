@@ -48,7 +48,7 @@ from accelfn.checkpoint.weights.state import (
     whole_tensors,
 )
 from accelfn.comm import Call, attempt, check_replicas, gather_bytes
-from accelfn.context import Context
+from accelfn.context import Context, check_context
 from accelfn.context.config import GuardMode
 from accelfn.training import unwrap_model
 
@@ -101,6 +101,7 @@ def save_model(
         MismatchError: The ranks' models differ.
         ReplicaDriftError: The parameters differ between ranks, so that another rank's would be lost.
     """
+    check_context("save_model", ctx)
     folder = Path(directory)
     _check_replicas(ctx, model)
 

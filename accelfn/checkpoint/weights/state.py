@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accelfn.checkpoint.weights.plan import tied_by
 from accelfn.comm import Call, agree, attempt
-from accelfn.context import Context
+from accelfn.context import Context, check_context
 from accelfn.training import unwrap_model
 
 __all__ = (
@@ -199,6 +199,7 @@ def get_state_dict(ctx: Context, model: nn.Module, unwrap: bool = True) -> dict[
     >>> sorted(get_state_dict(Context(), torch.nn.Linear(2, 1)))
     ['bias', 'weight']
     """
+    check_context("get_state_dict", ctx)
 
     def look(meet: Meet) -> dict[str, Any]:
         plain = require_module(_GET, model)

@@ -1,0 +1,77 @@
+"""Every public function that takes a context says so to whoever forgets it."""
+
+import inspect
+from typing import Any
+
+import pytest
+from torch import nn
+
+import accelfn as af
+from accelfn.data import plan_microbatch
+
+PUBLIC: dict[str, Any] = {name: getattr(af, name) for name in af.__all__}
+TAKES_CONTEXT = [
+    name
+    for name, value in PUBLIC.items()
+    if inspect.isfunction(value) and next(iter(inspect.signature(value).parameters), "") == "ctx"
+]
+
+
+def use(name: str, *given: Any) -> None:
+    """Call the function, and enter or iterate what it returns."""
+    returned = PUBLIC[name](*given)
+    if hasattr(returned, "__enter__"):
+        returned.__enter__()
+    elif hasattr(returned, "__next__"):
+        next(returned)
+
+
+def arguments(name: str) -> tuple[Any, ...]:
+    """Something for each further parameter that has no default."""
+    parameters = list(inspect.signature(PUBLIC[name]).parameters.values())[1:]
+    needed = [one for one in parameters if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
+    return (None,) * len(needed)
+
+
+@pytest.mark.parametrize("name", TAKES_CONTEXT)
+def test_a_forgotten_context_is_named(name: str) -> None:
+    with pytest.raises(
+        TypeError, match=rf"^{name}: the first argument is the Context, got Linear\. Write {name}"
+    ):
+        use(name, nn.Linear(1, 1), *arguments(name))
+
+
+def test_an_accelerator_holds_the_context() -> None:
+    with pytest.raises(
+        TypeError, match=r"got Accelerator\. Write prepare\(ctx, \.\.\.\), where ctx is accelerator"
+    ):
+        PUBLIC["prepare"](af.Accelerator(cpu=True), nn.Linear(1, 1))
+
+
+def takers(parameter: str) -> list[str]:
+    return [name for name in TAKES_CONTEXT if parameter in inspect.signature(PUBLIC[name]).parameters]
+
+
+def swapped(name: str, scaler_state: object, micro: object) -> None:
+    """Call the function with these two, and None for what else it needs."""
+    use_for = {"scaler_state": scaler_state, "micro": micro}
+    parameters = list(inspect.signature(PUBLIC[name]).parameters.values())[1:]
+    given = {
+        one.name: use_for.get(one.name)
+        for one in parameters
+        if one.name in use_for or (one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD)
+    }
+    PUBLIC[name](af.Context(), **given)
+
+
+@pytest.mark.parametrize("name", takers("scaler_state"))
+def test_a_state_of_another_kind_is_named(name: str) -> None:
+    with pytest.raises(TypeError, match=f"^{name}: scaler_state must be a ScalerState, got MicroBatch"):
+        swapped(name, plan_microbatch(0, 0, 1, 1), None)
+
+
+@pytest.mark.parametrize("name", takers("micro"))
+def test_a_micro_batch_of_another_kind_is_named(name: str) -> None:
+    state = af.init_scaler(af.Context())
+    with pytest.raises(TypeError, match=f"^{name}: micro must be a MicroBatch, got ScalerState"):
+        swapped(name, state, state)
