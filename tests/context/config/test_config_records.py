@@ -182,7 +182,7 @@ POSITIONAL: dict[type, str] = {
 
 @pytest.mark.parametrize("record", DEFAULTS, ids=named)
 def test_a_record_takes_its_first_fields_in_accelerate_s_order(record: Any) -> None:
-    kind: Any = type(record)
+    kind: Any = record.__class__
     parameters = inspect.signature(kind).parameters.values()
     positional = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
     assert positional == POSITIONAL.get(kind, "").split()
