@@ -19,7 +19,11 @@ TAKES_CONTEXT = [
 
 def use(name: str, *given: Any) -> None:
     """Call the function, and enter or iterate what it returns."""
-    returned = PUBLIC[name](*given)
+    parameters = inspect.signature(PUBLIC[name]).parameters.values()
+    named = {
+        one.name: None for one in parameters if one.default is one.empty and one.kind is one.KEYWORD_ONLY
+    }
+    returned = PUBLIC[name](*given, **named)
     if hasattr(returned, "__enter__"):
         returned.__enter__()
     elif hasattr(returned, "__next__"):
@@ -75,3 +79,9 @@ def test_a_micro_batch_of_another_kind_is_named(name: str) -> None:
     state = af.init_scaler(af.Context())
     with pytest.raises(TypeError, match=f"^{name}: micro must be a MicroBatch, got ScalerState"):
         swapped(name, state, state)
+
+
+@pytest.mark.parametrize("name", ["optimizer_step", "unscale_gradients"])
+def test_an_optimizer_of_another_kind_is_named(name: str) -> None:
+    with pytest.raises(TypeError, match=f"^{name}: optimizer must be a torch optimizer .* got MicroBatch"):
+        PUBLIC[name](af.Context(), plan_microbatch(0, 0, 1, 1), af.init_scaler(af.Context()))

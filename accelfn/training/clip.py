@@ -46,6 +46,7 @@ def clip_grad_norm_(
         ConfigurationError: There are several ranks, and the gradients were not averaged over them.
     """
     check_context("clip_grad_norm_", ctx)
+    check_newest("clip_grad_norm_", scaler_state)
     check_bound("clip_grad_norm_", "max_norm", max_norm)
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     _check_ready("clip_grad_norm_", ctx, parameters, scaler_state)
@@ -85,6 +86,7 @@ def clip_grad_value_(
         ConfigurationError: There are several ranks, and the gradients were not averaged over them.
     """
     check_context("clip_grad_value_", ctx)
+    check_newest("clip_grad_value_", scaler_state)
     check_bound("clip_grad_value_", "clip_value", clip_value)
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     _check_ready("clip_grad_value_", ctx, parameters, scaler_state)
@@ -104,7 +106,6 @@ def check_bound(operation: str, name: str, bound: float) -> None:
 def _check_ready(
     operation: str, ctx: Context, parameters: Sequence[torch.Tensor], scaler_state: ScalerState
 ) -> None:
-    check_newest(operation, scaler_state)
     check_closed(operation, scaler_state)
     check_reduced(operation, ctx, parameters)
     if not scaler_state.is_unscaled and (scaler_state.weight is not None or ctx.precision.scales_loss):

@@ -11,7 +11,7 @@ by the weight of the whole window on all ranks, which nobody knows before its la
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import torch
 from torch.optim import Optimizer

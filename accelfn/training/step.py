@@ -86,8 +86,8 @@ def backward(
     """
     check_context("backward", ctx)
     check_micro("backward", micro)
-    _check_loss(loss)
     check_newest("backward", scaler_state)
+    _check_loss(loss)
     if scaler_state.is_unscaled:
         raise ValueError(
             "backward: the gradients were unscaled already, and adding scaled ones would mix the two. "
@@ -300,11 +300,11 @@ def optimizer_step(
     >>> scaler = af.optimizer_step(ctx, optimizer, scaler, max_norm=1.0)
     """
     check_context("optimizer_step", ctx)
+    check_newest("optimizer_step", scaler_state)
     optimizers = list_optimizers("optimizer_step", optimizer)
     schedulers = _steppable(scheduler)
     if max_norm is not None:
         check_bound("optimizer_step", "max_norm", max_norm)
-    check_newest("optimizer_step", scaler_state)
     check_closed("optimizer_step", scaler_state)
     if ctx.num_processes > 1:
         check_reduced("optimizer_step", ctx, parameters_in(optimizers))
@@ -404,7 +404,5 @@ def scheduler_step(
             "scheduler_step: with float16 a step may be skipped, so pass the scaler state that "
             "optimizer_step returned."
         )
-    if scaler_state is not None:
-        check_newest("scheduler_step", scaler_state)
     if scaler_state is None or not step_was_skipped(ctx, scaler_state):
         scheduler.step()
