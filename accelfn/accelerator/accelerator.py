@@ -33,6 +33,7 @@ from accelfn.accelerator.proxies import (
     AcceleratedOptimizer,
     AcceleratedScheduler,
     Block,
+    Loop,
     is_loader_of,
     unwrap_optimizer,
 )
@@ -104,6 +105,7 @@ class Accelerator(Facts, Extras, Saving, Tracking, LaterParts):
     Attributes:
         context: The frozen Context behind it, for use with the functions.
         loops: The batch at hand of each loop over a prepared loader, the innermost one last.
+        ended: The last batch of each of the latest passes that have ended or were left.
         window: The batch of the ``accumulate`` block that is open; None outside of one.
         sync_gradients: Whether the batch at hand closes its window, so that optimizers step. May be set.
         last_micro: The batch at hand; or, if a loop has ended or was left since, the last batch of that one.
@@ -198,7 +200,8 @@ class Accelerator(Facts, Extras, Saving, Tracking, LaterParts):
                 "too. Use context=ctx.replace(...) for a variant."
             )
         self.context: Context = context if context is not None else init_context(**asked)
-        self.loops: dict[object, MicroBatch] = {}
+        self.loops: dict[Loop, MicroBatch] = {}
+        self.ended: list[MicroBatch] = []
         self.last_micro: MicroBatch | None = None
         self.models: Held[nn.Module] = Held(nn.Module.parameters, describe_model)
         self.optimizers: Held[Optimizer] = Held(list_parameters, class_of)
@@ -498,20 +501,24 @@ class Accelerator(Facts, Extras, Saving, Tracking, LaterParts):
         """Join over all ranks, without rows that are padding; see :func:`accelfn.gather_for_metrics`.
 
         In a loop over a prepared loader, what has as many rows as the batch at hand, or as the pass so far,
-        belongs to it. Outside of one, what has as many rows as all batches of the pass that ended or was left
-        last belongs to that pass: ``gather_for_metrics(torch.cat(rows))`` after a loop. So it does in a loop
-        around that pass, until that loop's next batch. Nothing else is cut.
+        belongs to it. Outside of one, what has as many rows as all batches of a pass that ended or was left
+        lately belongs to that pass: ``gather_for_metrics(torch.cat(rows))`` after a loop. So it does in a
+        loop around that pass, until that loop's next batch. Nothing else is cut. Where several of these have
+        that many rows and differ in what is padding, it is an error that asks for ``micro``.
 
         Args:
             input_data: Any tree, as for the function.
             use_gather_object: Take it as Python objects: a list with one for each row, or one for each rank.
             micro: The batch that it was computed from, such as ``accelerator.micro`` of an earlier time;
                 nothing else counts then.
+
+        Raises:
+            ValueError: What has these rows can't be told.
         """
-        earlier = None
+        earlier: list[MicroBatch] = []
         if micro is None:
             micro = self.micro
-            earlier = None if self.last_micro is micro else self.last_micro
+            earlier = self.ended[next(reversed(self.loops)).num_before :] if self.loops else self.ended
         return gather_valid(self.context, input_data, micro, earlier, use_gather_object)
 
     def reduce(self, tensor: T, reduction: str = "sum", scale: float = 1.0) -> T:

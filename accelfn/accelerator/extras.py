@@ -13,6 +13,7 @@ import accelfn.parallel as parallel
 import accelfn.tracking as tracking
 import accelfn.training as training
 from accelfn.accelerator.held import Held
+from accelfn.accelerator.proxies import Loop
 from accelfn.accelerator.scaling import Scaling
 from accelfn.context import Context
 from accelfn.context.config import ProfileKwargs
@@ -30,7 +31,8 @@ class Extras:
     schedulers: Held[Any]
     loaders: Held[Any]
     step: int
-    loops: dict[object, MicroBatch]
+    loops: dict[Loop, MicroBatch]
+    ended: list[MicroBatch]
     last_micro: MicroBatch | None
     window: MicroBatch | None
     sync_gradients: bool
@@ -79,6 +81,7 @@ class Extras:
         for held in (self.models, self.optimizers, self.schedulers, self.loaders):
             held.clear()
         self.loops.clear()
+        self.ended.clear()
         self.step, self.last_micro = 0, None
         self.sync_gradients = True
         self._scaling.reset()

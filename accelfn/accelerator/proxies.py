@@ -23,11 +23,15 @@ __all__ = (
     "AcceleratedOptimizer",
     "AcceleratedScheduler",
     "Block",
+    "Loop",
     "is_loader_of",
     "unwrap_optimizer",
 )
 
 T = TypeVar("T")
+
+# Whose rows may still be gathered when other loops have followed.
+_REMEMBERED_PASSES = 8
 
 
 class AcceleratedOptimizer(Optimizer):
@@ -195,6 +199,20 @@ class Block:
         return self._inner.__exit__(kind, error, trace)
 
 
+class Loop:
+    """One loop over a prepared loader.
+
+    Attributes:
+        num_before: Passes that the accelerator remembered as it began.
+    """
+
+    __slots__ = ("num_before",)
+
+    def __init__(self, num_before: int) -> None:
+        """Begin with as many."""
+        self.num_before: int = num_before
+
+
 class AcceleratedDataLoader(PreparedDataLoader[T]):
     """A prepared loader that tells its accelerator which batch is being worked on."""
 
@@ -212,14 +230,19 @@ class AcceleratedDataLoader(PreparedDataLoader[T]):
         return twin
 
     def __iter__(self) -> Iterator[T]:
-        accelerator, loop = self._accelerator, object()
+        accelerator = self._accelerator
+        if not accelerator.loops:
+            del accelerator.ended[:-_REMEMBERED_PASSES]
+        loop = Loop(len(accelerator.ended))
         try:
             for batch, micro in microbatches(accelerator.context, self, accelerator.uneven):
+                del accelerator.ended[loop.num_before :]
                 accelerator.last_micro = accelerator.loops[loop] = micro
                 yield batch
         finally:  # also after a break: an evaluation inside a loop must not change what that one sees
             if loop in accelerator.loops:
                 accelerator.last_micro = accelerator.loops.pop(loop)
+                accelerator.ended.append(accelerator.last_micro)
 
 
 def is_loader_of(accelerator: Accelerator, loader: object) -> bool:

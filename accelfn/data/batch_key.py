@@ -20,8 +20,8 @@ class Draws:
 
     def __init__(self, name: str) -> None:
         """Begin with no block."""
-        self.name = name
-        self.blocks = 0
+        self.name: str = name
+        self.blocks: int = 0
 
     def __repr__(self) -> str:
         """Show the name."""

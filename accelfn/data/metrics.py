@@ -93,7 +93,7 @@ def gather_valid(
     ctx: Context,
     tree: Any,
     micro: MicroBatch | None,
-    earlier: MicroBatch | None = None,
+    earlier: Sequence[MicroBatch] = (),
     as_objects: bool = False,
 ) -> Any:
     """Gather as :func:`gather_for_metrics` does, with what else may be known.
@@ -104,13 +104,16 @@ def gather_valid(
         ctx: The world.
         tree: As there.
         micro: Of the batch at hand; None where there is none.
-        earlier: The last one of another pass, whose rows ``tree`` may hold.
+        earlier: The last ones of other passes, whose rows ``tree`` may hold.
         as_objects: The whole tree is one list of objects, or one object.
+
+    Raises:
+        ValueError: A leaf has as many rows as several of these, which differ in what is padding.
     """
     leaves, structure = flatten(tree, _is_anything if as_objects else _is_rows_of_objects)
     tensors = [isinstance(leaf, torch.Tensor) and not as_objects for leaf in leaves]
     lengths = [_length(leaf, as_objects) for leaf in leaves]
-    known = [one for one in (micro, earlier) if one is not None]
+    known = [*earlier] if micro is None else [micro, *earlier]
     have_no_padding = all(one.pass_is_full for one in known) or all(length is None for length in lengths)
     if have_no_padding and all(tensors):  # so it is on all ranks
         return _gather(ctx, tree, micro)
@@ -223,11 +226,24 @@ def _valid(lengths: list[int | None], told: Sequence[_Told], is_of_batch: bool) 
     if None in lengths:
         return None
     rows = cast("list[int]", lengths)
-    passes = () if is_of_batch else zip(*(one.passes for one in told), strict=False)
-    for of_pass in passes:
-        if rows == [number for number, _ in of_pass]:
-            return [cast("int", valid) for _, valid in of_pass]
     batches = [one.batch[0] for one in told]
+    may_be_pass = rows == batches or not is_of_batch
+    passes = zip(*(one.passes for one in told), strict=False) if may_be_pass else ()
+    found = [
+        [cast("int", valid) for _, valid in one] for one in passes if rows == [number for number, _ in one]
+    ]
+    if found and rows == batches:
+        found.append(
+            [number if one.batch[1] is None else one.batch[1] for one, number in zip(told, rows, strict=True)]
+        )
+    if any(one != found[0] for one in found):
+        raise ValueError(
+            f"gather_for_metrics: {rows} rows by rank are those of several passes or batches that were read "
+            "last, and what is padding differs between them. Pass micro=, the MicroBatch of the last batch "
+            "that the rows were computed from, such as accelerator.last_micro at the end of its loop."
+        )
+    if found:
+        return found[0]
     if None in batches:
         repeated = [one.batch[1] == 0 for one in told]
         if not any(repeated) or any(number is not None for number in batches):

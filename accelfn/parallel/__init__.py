@@ -8,7 +8,7 @@ from accelfn.parallel.exact import (
     scale_open_sums,
     swap_parts,
 )
-from accelfn.parallel.handle import check_reduced, is_replicated, local_steps, uncompiled
+from accelfn.parallel.handle import check_reduced, is_kept_equal, is_replicated, local_steps, uncompiled
 from accelfn.parallel.replica import Replica
 from accelfn.parallel.replicate import (
     check_wrapped,
@@ -26,6 +26,7 @@ __all__ = (
     "convert_sync_batchnorm",
     "exact_backward",
     "exact_batch",
+    "is_kept_equal",
     "is_replicated",
     "local_steps",
     "no_sync",

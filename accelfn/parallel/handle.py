@@ -23,6 +23,7 @@ __all__ = (
     "Handle",
     "check_reduced",
     "handle_of",
+    "is_kept_equal",
     "is_replicated",
     "local_steps",
     "register",
@@ -68,6 +69,11 @@ def is_replicated(model: nn.Module) -> bool:
     return handle is not None and handle.is_alive
 
 
+def is_kept_equal(parameter: torch.Tensor) -> bool:
+    """Whether a parameter is of a model that is kept equal on all ranks."""
+    return any(one.is_alive for one in vars(parameter).get(_HANDLES, ()))
+
+
 def uncompiled(model: nn.Module) -> nn.Module:
     """Return the model inside of what ``torch.compile`` has made of it."""
     return cast("nn.Module", vars(model).get("_modules", {}).get("_orig_mod", model))
@@ -110,7 +116,7 @@ class DDPHandle(Handle):
         self._backward = -1  # torch's number of the latest one
         self._is_announced = False  # by a forward pass whose backward pass is to come
         self._unreduced: str | None = None
-        self.is_shared = register(self, parameters)
+        self.is_shared: bool = register(self, parameters)
         for one in parameters:
             cast("Any", one).register_post_accumulate_grad_hook(self._on_gradient)
 

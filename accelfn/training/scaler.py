@@ -25,6 +25,7 @@ __all__ = (
     "check_closed",
     "check_newest",
     "check_state",
+    "check_weight",
     "init_scaler",
     "inverse_of_weight",
     "list_optimizers",
@@ -70,6 +71,8 @@ class ScalerState(_Fields):
     # checkpoint makes of a state is another one.
     superseded_by: str | None = None
     """Which function has returned a newer state; None for the newest."""
+    weight_is_used: bool = False
+    """Whether a step has divided gradients by the weight, and no backward pass has followed."""
 
     @property
     def is_unscaled(self) -> bool:
@@ -109,6 +112,20 @@ def check_newest(operation: str, scaler_state: ScalerState) -> None:
             "Write `scaler = af.backward(...)`, and so for unscale_gradients and optimizer_step; optimizers "
             "that step on the same losses are passed together, as a list. To go on from one state twice on "
             "purpose, pass scaler._replace()."
+        )
+
+
+def check_weight(operation: str, scaler_state: ScalerState) -> None:
+    """Refuse a state whose weight went with an earlier step, for gradients that nothing would divide.
+
+    Raises:
+        ValueError: A step has used the weight of the latest losses.
+    """
+    if scaler_state.weight_is_used:
+        raise ValueError(
+            f"{operation}: the latest losses had weights, and an earlier optimizer_step has divided its own "
+            "optimizer's gradients by them, and no others. Pass optimizers that step on the same losses "
+            "together: optimizer_step(ctx, [first, second], scaler)."
         )
 
 
@@ -175,6 +192,7 @@ def unscale_gradients(
     check_context("unscale_gradients", ctx)
     check_newest("unscale_gradients", scaler_state)
     check_closed("unscale_gradients", scaler_state)
+    check_weight("unscale_gradients", scaler_state)
     unscaled = _unscaled(ctx, optimizer, scaler_state)
     supersede("unscale_gradients", scaler_state)
     return unscaled
@@ -270,14 +288,16 @@ def list_optimizers(operation: str, optimizer: object) -> tuple[Optimizer, ...]:
     Raises:
         TypeError: Something else stands in their place.
     """
-    several = cast("Sequence[object]", optimizer) if isinstance(optimizer, (list, tuple)) else (optimizer,)
-    for one in several:
-        if not isinstance(one, Optimizer):
-            raise TypeError(
-                f"{operation}: optimizer must be a torch optimizer or a sequence of them, got "
-                f"{type(optimizer).__name__}."
-            )
-    return cast("tuple[Optimizer, ...]", tuple(several))
+    kind = type(optimizer).__name__
+    if isinstance(optimizer, Optimizer):
+        return (optimizer,)
+    several = cast("Sequence[object]", optimizer) if isinstance(optimizer, (list, tuple)) else ()
+    found = tuple(one for one in several if isinstance(one, Optimizer))
+    if not found or len(found) < len(several):
+        raise TypeError(
+            f"{operation}: optimizer must be a torch optimizer or a sequence of them, got {kind}."
+        )
+    return found
 
 
 def parameters_in(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:

@@ -27,6 +27,7 @@ from accelfn.training.scaler import (
     ScalerState,
     check_closed,
     check_newest,
+    check_weight,
     list_optimizers,
     parameters_in,
     step_was_skipped,
@@ -306,6 +307,7 @@ def optimizer_step(
     if max_norm is not None:
         check_bound("optimizer_step", "max_norm", max_norm)
     check_closed("optimizer_step", scaler_state)
+    check_weight("optimizer_step", scaler_state)
     if ctx.num_processes > 1:
         check_reduced("optimizer_step", ctx, parameters_in(optimizers))
     scales = ctx.precision.scales_loss
@@ -323,6 +325,8 @@ def optimizer_step(
     else:
         _step_if_finite(optimizers, scaler_state.found_inf)
         scaler_state = update_scaler(ctx, scaler_state)
+    if given.weight is not None:
+        scaler_state.weight_is_used = True
     supersede("optimizer_step", given)
     for one in schedulers:
         scheduler_step(ctx, one, scaler_state)

@@ -476,3 +476,30 @@ def test_a_moving_scale_reaches_gradients_of_optimizers_that_have_not_stepped(ov
     first.zero_grad()
     second.step()
     assert (p.item(), q.item()) == (0.5, 0.5)
+
+
+@pytest.mark.parametrize("on", ["memory", "processes"])
+def test_passes_that_cannot_be_told_apart_are_not_guessed(on: Any) -> None:
+    def run(ctx: Context) -> tuple[int, int, str, str]:
+        accelerator = Accelerator(context=ctx)
+        long, short, evaluated = (
+            accelerator.prepare(DataLoader(torch.arange(number), batch_size=4))  # pyright: ignore[reportArgumentType]
+            for number in (15, 13, 7)
+        )
+        rows, last = torch.cat(list(long)), accelerator.last_micro
+        both = [len(accelerator.gather_for_metrics(rows)), len(torch.cat(list(short)))]
+        with pytest.raises(ValueError, match="several passes or batches") as told:
+            accelerator.gather_for_metrics(rows)
+        named = len(accelerator.gather_for_metrics(rows, micro=last))
+        training = iter(long)
+        next(training)
+        rows = torch.cat(list(evaluated))
+        with pytest.raises(ValueError, match=r"Pass micro=") as nested:
+            accelerator.gather_for_metrics(rows)
+        assert len(accelerator.gather_for_metrics(rows, micro=accelerator.last_micro)) == 7
+        assert both == [15, 8]
+        return both[0], named, str(told.value), str(nested.value)
+
+    first, second = run_ranks(run, 2, on)
+    assert first == second
+    assert first[:2] == (15, 15)

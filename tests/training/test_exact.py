@@ -375,7 +375,7 @@ def adversaries(ctx: Context) -> list[Any]:
     variant = ctx.replace(guard="off")  # shares the world
     for epoch in range(2):
         loops = [af.microbatches(one, pieces(ctx, 24, seed)) for seed, one in enumerate((ctx, variant))]
-        scalers = [af.init_scaler(ctx)] * 2
+        scalers = [af.init_scaler(ctx) for _ in range(2)]
         for turn in zip(*loops, strict=True):
             for index, ((x, y), micro) in enumerate(turn):
                 model, optimizer = both[index]
@@ -445,7 +445,7 @@ def test_on_threads_the_programs_own_draws_are_those_of_a_world_of_one(world: in
         scaler, found = af.init_scaler(ctx), [torch.rand(()).item()]
         for (x, y), micro in af.microbatches(ctx, pieces(ctx, 8, 0)[:2]):
             with af.accumulate(ctx, micro, model):
-                af.backward(ctx, nn.functional.mse_loss(model(x), y), scaler, micro)
+                scaler = af.backward(ctx, nn.functional.mse_loss(model(x), y), scaler, micro)
                 inside = torch.rand(()).item()  # behind an exchange with the other ranks
                 with af.accumulate(ctx, micro, model):
                     torch.rand(3)

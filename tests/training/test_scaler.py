@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 import accelfn as af
 from accelfn import Context, GradScalerKwargs
@@ -294,3 +295,16 @@ def test_a_thousand_sequences_of_overflows_go_as_with_torchs_own() -> None:
             assert step_was_skipped(ctx, state) == overflows
             assert scheduler.last_epoch == steps  # a skipped step moves no schedule
             assert torch.allclose(ours, theirs, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("function", ["optimizer_step", "unscale_gradients"])
+def test_a_weight_goes_with_the_step_of_all_optimizers(function: str) -> None:
+    ctx, models = Context(), [nn.Linear(1, 1, bias=False) for _ in range(2)]
+    first, second = (torch.optim.SGD(one.parameters(), lr=1.0) for one in models)
+    loss = models[1](models[0](torch.ones(4, 1))).sum()
+    scaler = af.backward(ctx, loss, af.init_scaler(ctx), weight=4)
+    scaler = af.optimizer_step(ctx, first, scaler)
+    with pytest.raises(ValueError, match=rf"^{function}: the latest losses had weights.*\[first, second\]"):
+        getattr(af, function)(ctx, second, scaler)
+    scaler = af.backward(ctx, models[1](torch.ones(4, 1)).sum(), scaler, weight=4)
+    af.optimizer_step(ctx, second, scaler)

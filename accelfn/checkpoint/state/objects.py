@@ -29,7 +29,7 @@ from accelfn.data.loader import passes_of
 from accelfn.data.passes import Passes
 from accelfn.data.place import read_state
 from accelfn.errors import Misfit
-from accelfn.parallel import is_replicated
+from accelfn.parallel import is_kept_equal, is_replicated
 from accelfn.training import unwrap_model
 
 __all__ = (
@@ -112,9 +112,13 @@ def find_names(tree: Any) -> Names:
             for name, parameter in _inner(leaf).named_parameters(remove_duplicate=False):
                 names.setdefault(id(parameter), f"{path}/{name}" if path else name)
                 tensors.append(parameter)
+                if is_kept_equal(parameter):  # also of a module that stands inside of what was prepared
+                    replicated.add(id(parameter))
         elif isinstance(leaf, torch.Tensor):
             names.setdefault(id(leaf), path)
             tensors.append(leaf)
+            if is_kept_equal(leaf):
+                replicated.add(id(leaf))
         elif isinstance(leaf, Optimizer):
             optimizers.append((path, leaf))
     return Names(names, tuple(tensors), frozenset(replicated), tuple(optimizers))

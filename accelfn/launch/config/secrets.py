@@ -20,7 +20,10 @@ _OF_TEXT = frozenset(
     )
 )
 _OPENING = frozenset(
-    ("api", "access", "private", "auth", "encryption", "signing", "ssh", "account", "service", "license")
+    (
+        *("api", "access", "private", "auth", "encryption", "signing", "ssh"),
+        *("account", "service", "license", "wandb"),
+    )
 )
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 # A name, and what parts it from its value, and the value: HF_TOKEN=abc, --api-key "a b", password: abc

@@ -42,6 +42,8 @@ def test_replicas_that_drifted_are_refused_on_all_ranks(tmp_path: Path, on: Any,
         with pytest.raises(ReplicaDriftError) as caught:
             af.save_state(ctx, tmp_path / "new", tree, asynchronous)
         assert "save_state: 2 leaves differ between ranks" in str(caught.value)
+        with pytest.raises(ReplicaDriftError):  # the model inside of what was prepared is the same one
+            af.save_state(ctx, tmp_path / "new", {"model": af.training.unwrap_model(model)}, asynchronous)
         return [(row.rank, row.path) for row in caught.value.rows]
 
     rows = run_ranks(run, 2, on=on)
