@@ -25,7 +25,7 @@ _QUIET_S = 5.0
 
 
 def address_of(place: EnvironmentPlan, init_method: str | None = None) -> str:
-    """Say where the ranks of ``place`` meet, as torch names such places. Pure."""
+    """Return the address of the store in which the ranks of ``place`` find each other. Pure."""
     if init_method is not None:
         return init_method
     # torchrun's agent hosts the store, which env:// knows how to find; others get the address in the call.
@@ -98,7 +98,7 @@ def _are_all_here(part: Store, size: int, end: float) -> bool:
 
 @contextmanager
 def _telling(what: str) -> Generator[None, None, None]:
-    """Say what is waited for, if the block takes long."""
+    """Print what is waited for if the block takes long."""
     timer = threading.Timer(_QUIET_S, _tell, (what,))
     timer.daemon = True
     timer.start()

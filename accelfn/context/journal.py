@@ -141,7 +141,7 @@ class Journal:
         self.chain = hashlib.blake2b(b"resumed at %d" % number, digest_size=_CHAIN_BYTES).digest()
 
     def first_site(self, form: int, site: str) -> str:
-        """Give the line that calls of one form came from first: ``site``, where this is the first."""
+        """Return the line that calls of one form came from first: ``site``, where this is the first."""
         if len(self._first_sites) == _MOST_FORMS:  # on all ranks at the same call
             self._first_sites.clear()
         return self._first_sites.setdefault(form, site)

@@ -73,7 +73,7 @@ def _refuse_disorder(loader: DataLoader[Any]) -> None:
 
 
 def agree_on_seed(ctx: Context, loader: DataLoader[Any], what: str = "") -> int:
-    """Give all ranks one seed of the order, and compare what they are about to read.
+    """Return the seed of the order, the same on all ranks, after comparing what they will read.
 
     Ranks that share out different data would skip samples, or wait for ever.
 

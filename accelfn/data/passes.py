@@ -284,7 +284,7 @@ class Passes(Generic[T]):
 
 
 def tell_epoch(source: DataLoader[Any], epoch: int) -> None:
-    """Tell the epoch to whatever of a loader asks for it."""
+    """Set the epoch on the parts of a loader that have ``set_epoch``."""
     loader = cast("Any", source)
     for thing in (loader.batch_sampler, loader.sampler, loader.dataset):
         set_epoch = getattr(thing, "set_epoch", None)

@@ -55,7 +55,7 @@ class Handle(ABC):
 
     @abstractmethod
     def why_unreduced(self) -> str | None:
-        """Say why the gradients at hand are those of this rank alone; None where they are averaged."""
+        """Return why the gradients at hand are those of this rank alone; None where they are averaged."""
 
 
 def handle_of(model: nn.Module) -> Handle | None:
@@ -186,7 +186,7 @@ class DDPHandle(Handle):
                 ddp.reducer.prepare_for_backward([])
 
     def why_unreduced(self) -> str | None:
-        """Say why the gradients at hand are those of this rank alone; None where they are averaged."""
+        """Return why the gradients at hand are those of this rank alone; None where they are averaged."""
         ddp = cast("Any", self._model())
         if ddp is None or self._unreduced is not None:
             return self._unreduced

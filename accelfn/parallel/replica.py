@@ -121,7 +121,7 @@ class Replica(Handle):
         return bool(self._parameters)
 
     def why_unreduced(self) -> str | None:
-        """Say why the gradients at hand are those of this rank alone; None where they are averaged."""
+        """Return why the gradients at hand are those of this rank alone; None where they are averaged."""
         return self._unreduced
 
 

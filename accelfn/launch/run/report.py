@@ -59,7 +59,10 @@ def read_failures(folder: str) -> tuple[Failure, ...]:
         frames = [frame for frame in one["frames"] if frame["own"]]
         if not frames and one["kind"] != "SystemExit":  # a program of accelfn itself has said what it had to
             frames = one["frames"]
-        exitcode = ended[rank]["exitcode"] if rank in ended else int(one["status"]) & 0xFF
+        exitcode = int(one["status"]) & 0xFF
+        # Which failed, and was on its way out, may be stopped all the same: another rank's end came first.
+        if rank in ended and ended[rank]["exitcode"] != -signal.SIGTERM:
+            exitcode = ended[rank]["exitcode"]
         found[rank] = Failure(
             rank=rank,
             host=one["host"],

@@ -139,6 +139,17 @@ def test_torchrun_that_never_started_its_processes(tmp_path: Path) -> None:
     assert said == "accelfn launch: the processes could not be started:\n  RendezvousTimeoutError: too late"
 
 
+def test_a_rank_that_failed_and_was_stopped_then_has_its_own_status(tmp_path: Path) -> None:
+    """While it was ending, another rank's end came first, and torchrun stopped all."""
+    told = {"rank": 1, "attempt": 0, "host": "b", "kind": "ValueError", "text": "ValueError: no"}
+    (tmp_path / "failed.1.0.json").write_text(json.dumps({**told, "status": 1, "time_s": 1.0, "frames": []}))
+    ended = [{"rank": rank, "exitcode": code, "time_s": 2.0} for rank, code in ((0, 1), (1, -15))]
+    (tmp_path / "agent.json").write_text(json.dumps({"failures": ended}))
+    first = first_failure(read_failures(str(tmp_path)))
+    assert first is not None
+    assert (first.rank, first.exitcode) == (1, 1)
+
+
 def test_a_machine_that_has_lost_the_others_says_so(tmp_path: Path) -> None:
     (tmp_path / "started.0.0.json").write_text(json.dumps({"rank": 0, "attempt": 0, "host": "b", "pid": 1}))
     (tmp_path / "agent.json").write_text(json.dumps({"error": "RendezvousConnectionError: no", "time_s": 1}))
