@@ -52,6 +52,11 @@ def test_an_accelerator_holds_the_context() -> None:
         PUBLIC["prepare"](af.Accelerator(cpu=True), nn.Linear(1, 1))
 
 
+def test_what_takes_no_context_says_so() -> None:
+    with pytest.raises(TypeError, match=r"^unwrap_model: takes no Context\. Write unwrap_model\(model\)"):
+        PUBLIC["unwrap_model"](af.Context(), nn.Linear(1, 1))
+
+
 def takers(parameter: str) -> list[str]:
     return [name for name in TAKES_CONTEXT if parameter in inspect.signature(PUBLIC[name]).parameters]
 

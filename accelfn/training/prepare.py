@@ -282,10 +282,15 @@ def unwrap_model(
             precision; ``model`` itself isn't changed.
         keep_torch_compile: Leave a compiled model compiled.
 
+    Raises:
+        TypeError: The Context was passed first, as to other functions.
+
     >>> model = nn.Linear(1, 1)
     >>> unwrap_model(prepare_model(Context(), model)) is model
     True
     """
+    if isinstance(model, Context):
+        raise TypeError("unwrap_model: takes no Context. Write unwrap_model(model).")
     compiled: nn.Module | None = None
     inner = model
     while True:  # either may stand inside of the other
