@@ -368,7 +368,14 @@ def test_modules_and_programs(tmp_path: Path) -> None:
     package = tmp_path / "own"
     package.mkdir()
     (package / "__init__.py").touch()
-    (package / "__main__.py").write_text(PORTRAIT + "import sys; sys.exit(int(rank) * 3)")
+    # Rank 1's end stops rank 0, so it waits for what rank 0 writes.
+    ends = """import time
+until = time.monotonic() + 60
+while rank == "1" and not pathlib.Path("rank0.json").exists() and time.monotonic() < until:
+    time.sleep(0.01)
+sys.exit(int(rank) * 3)
+"""
+    (package / "__main__.py").write_text(PORTRAIT + ends)
     module = start(tmp_path, "--cpu", "--num_processes=2", "-m", "own", "--m", "a b")
     program = start(tmp_path, "--cpu", "--num_processes=2", "--no_python", "sh", "-c", "touch $RANK.sh")
     status, stderr = finish(module)
