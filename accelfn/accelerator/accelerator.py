@@ -23,16 +23,16 @@ import accelfn.comm as comm
 import accelfn.data as data
 import accelfn.training as training
 from accelfn.accelerator.extras import Extras
-from accelfn.accelerator.facts import Facts
-from accelfn.accelerator.held import Held
+from accelfn.accelerator.facts import ContextProperties
+from accelfn.accelerator.held import WeakRegistry
 from accelfn.accelerator.hooks import Hooks
-from accelfn.accelerator.later import LaterParts
+from accelfn.accelerator.later import Unavailable
 from accelfn.accelerator.naming import class_of, describe_model, list_parameters, optimizers_of
 from accelfn.accelerator.proxies import (
     AcceleratedDataLoader,
     AcceleratedOptimizer,
     AcceleratedScheduler,
-    Block,
+    AccumulateBlock,
     Loop,
     is_loader_of,
     unwrap_optimizer,
@@ -96,7 +96,7 @@ def _check_compat(compat: object) -> None:
         )
 
 
-class Accelerator(Facts, Extras, Saving, Tracking, LaterParts):
+class Accelerator(ContextProperties, Extras, Saving, Tracking, Unavailable):
     """Train with Accelerate's method names.
 
     Takes the arguments of :func:`accelfn.init_context`; ``context`` builds it over one that exists, such as
@@ -203,10 +203,10 @@ class Accelerator(Facts, Extras, Saving, Tracking, LaterParts):
         self.loops: dict[Loop, MicroBatch] = {}
         self.ended: list[MicroBatch] = []
         self.last_micro: MicroBatch | None = None
-        self.models: Held[nn.Module] = Held(nn.Module.parameters, describe_model)
-        self.optimizers: Held[Optimizer] = Held(list_parameters, class_of)
-        self.schedulers: Held[AcceleratedScheduler] = Held(optimizers_of, class_of)
-        self.loaders: Held[AcceleratedDataLoader[Any]] = Held()
+        self.models: WeakRegistry[nn.Module] = WeakRegistry(nn.Module.parameters, describe_model)
+        self.optimizers: WeakRegistry[Optimizer] = WeakRegistry(list_parameters, class_of)
+        self.schedulers: WeakRegistry[AcceleratedScheduler] = WeakRegistry(optimizers_of, class_of)
+        self.loaders: WeakRegistry[AcceleratedDataLoader[Any]] = WeakRegistry()
         self.uneven: Uneven = "error"
         self.window: MicroBatch | None = None
         self.sync_gradients = True
@@ -366,7 +366,7 @@ class Accelerator(Facts, Extras, Saving, Tracking, LaterParts):
                 is at hand.
         """
         micro = self.micro or self._count_batch()
-        return Block(self, micro, training.accumulate(self.context, micro, *models))
+        return AccumulateBlock(self, micro, training.accumulate(self.context, micro, *models))
 
     def _count_batch(self) -> MicroBatch:
         steps = self.gradient_accumulation_steps

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 import accelfn.parallel as parallel
 import accelfn.tracking as tracking
 import accelfn.training as training
-from accelfn.accelerator.held import Held
+from accelfn.accelerator.held import WeakRegistry
 from accelfn.accelerator.proxies import Loop
 from accelfn.accelerator.scaling import Scaling
 from accelfn.context import Context
@@ -26,10 +26,10 @@ class Extras:
     """What an Accelerator does beside the training step."""
 
     context: Context
-    models: Held[nn.Module]
-    optimizers: Held[Optimizer]
-    schedulers: Held[Any]
-    loaders: Held[Any]
+    models: WeakRegistry[nn.Module]
+    optimizers: WeakRegistry[Optimizer]
+    schedulers: WeakRegistry[Any]
+    loaders: WeakRegistry[Any]
     step: int
     loops: dict[Loop, MicroBatch]
     ended: list[MicroBatch]

@@ -14,10 +14,10 @@ from accelfn.context.config import (
     ProjectConfiguration,
 )
 
-__all__ = ("Facts",)
+__all__ = ("ContextProperties",)
 
 
-class Facts:
+class ContextProperties:
     """Questions that the context answers, and the few settings of it that may be changed.
 
     Attributes:

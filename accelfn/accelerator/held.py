@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, NamedTuple, TypeVar
 
-__all__ = ("Held", "Lost")
+__all__ = ("Lost", "WeakRegistry")
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ class _Entry(NamedTuple):
     parts: tuple[weakref.ref[object], ...]
 
 
-class Held(Generic[T]):
+class WeakRegistry(Generic[T]):
     """Things in the order in which they came, and their names. None of them is kept alive by it."""
 
     def __init__(
@@ -109,6 +109,6 @@ class Held(Generic[T]):
         found = [entry.reference() for entry in tuple(self._things.values())]
         return iter([thing for thing in found if thing is not None])
 
-    def __reduce__(self) -> tuple[type[Held[T]], tuple[object, ...]]:
+    def __reduce__(self) -> tuple[type[WeakRegistry[T]], tuple[object, ...]]:
         """Leave the things out of copies and pickles: a copied thing adds itself."""
-        return Held, (self._parts_of, self._label_of)
+        return WeakRegistry, (self._parts_of, self._label_of)

@@ -13,7 +13,7 @@ import torch
 
 from accelfn.errors import NotAvailableError
 
-__all__ = ("LaterParts",)
+__all__ = ("Unavailable",)
 
 _MESH = "Until then all ranks hold the whole model, and process_index is the place among them."
 
@@ -25,7 +25,7 @@ def _refuse(name: str, part: str, advice: str) -> NotAvailableError:
     )
 
 
-class LaterParts:
+class Unavailable:
     """The names of parts that this version does not have.
 
     Questions that have a true answer without the part are answered; everything else raises

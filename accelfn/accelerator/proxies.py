@@ -22,7 +22,7 @@ __all__ = (
     "AcceleratedDataLoader",
     "AcceleratedOptimizer",
     "AcceleratedScheduler",
-    "Block",
+    "AccumulateBlock",
     "Loop",
     "is_loader_of",
     "unwrap_optimizer",
@@ -169,7 +169,7 @@ class AcceleratedScheduler:
         return getattr(self.scheduler, name)
 
 
-class Block:
+class AccumulateBlock:
     """The block of ``Accelerator.accumulate``: a ``with`` statement that each batch goes through.
 
     A class, since a generator would cost more.

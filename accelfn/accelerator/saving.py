@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 import accelfn.checkpoint as checkpoint
-from accelfn.accelerator.held import Held, Lost
+from accelfn.accelerator.held import Lost, WeakRegistry
 from accelfn.accelerator.hooks import Hooks, add_hook, run_load_hooks, run_save_hooks
 from accelfn.accelerator.naming import (
     describe_loader,
@@ -28,7 +28,7 @@ from accelfn.accelerator.naming import (
 )
 from accelfn.accelerator.scaling import Scaling
 from accelfn.checkpoint.state.phases import CollectivePhases
-from accelfn.comm import attempt
+from accelfn.comm import catch
 from accelfn.context import Context
 from accelfn.data.loader import passes_of
 from accelfn.errors import ConfigurationError
@@ -47,10 +47,10 @@ class Saving:
     """
 
     context: Context
-    models: Held[nn.Module]
-    optimizers: Held[Optimizer]
-    schedulers: Held[Any]
-    loaders: Held[Any]
+    models: WeakRegistry[nn.Module]
+    optimizers: WeakRegistry[Optimizer]
+    schedulers: WeakRegistry[Any]
+    loaders: WeakRegistry[Any]
     step: int
     _scaling: Scaling
     _registered: dict[str, Any]
@@ -73,7 +73,7 @@ class Saving:
         Raises:
             ValueError: One of them was not prepared. None of them is named then.
         """
-        found: list[tuple[Held[Any], Any, str]] = []
+        found: list[tuple[WeakRegistry[Any], Any, str]] = []
         for name, thing in objects.items():
             inner = getattr(thing, "optimizer", thing) if isinstance(thing, Optimizer) else thing
             held = next((held for held in self._all_held() if inner in held), None)
@@ -221,7 +221,7 @@ class Saving:
             _refuse_unknown("save_state", save_model_func_kwargs)
             return self._choose_number(output_dir, step), self._tree()
 
-        chosen, error = attempt(prepare)
+        chosen, error = catch(prepare)
         said = phases.gather("number", json.dumps(chosen and chosen[0]), error)
         number, tree = cast("tuple[int, dict[str, Any]]", chosen)
         if output_dir is None:
@@ -302,13 +302,13 @@ class Saving:
             folder = self._folder("load_state") if input_dir is None else Path(input_dir).expanduser()
             return folder, self._tree(is_to_load=True)
 
-        chosen, error = attempt(prepare)
+        chosen, error = catch(prepare)
         phases.gather("place", "", error)
         place, tree = cast("tuple[Path, dict[str, Any]]", chosen)
         if self._load_hooks:
             place = checkpoint.find_checkpoint(self.context, place)
             models: dict[str, nn.Module] = tree["models"]
-            left, error = attempt(lambda: run_load_hooks(self._load_hooks, models, place))
+            left, error = catch(lambda: run_load_hooks(self._load_hooks, models, place))
             phases.gather("hooks", "", error)
             tree["models"] = left = left or {}
             if partial is not True:
@@ -346,7 +346,7 @@ class Saving:
 
     # --- inside ----------------------------------------------------------------------------------
 
-    def _all_held(self) -> tuple[Held[Any], ...]:
+    def _all_held(self) -> tuple[WeakRegistry[Any], ...]:
         return self.models, self.optimizers, self.schedulers, self.loaders
 
     def _tree(self, *, is_to_load: bool = False) -> dict[str, Any]:
@@ -387,7 +387,7 @@ class Saving:
         of_models = {id(part) for one in self.models for part in self.models.parts_of(one)}
         of_optimizers = {id(part) for one in self.optimizers for part in self.optimizers.parts_of(one)}
         optimizers = {id(one) for one in self.optimizers}
-        kinds: tuple[tuple[str, Held[Any], set[int], str], ...] = (
+        kinds: tuple[tuple[str, WeakRegistry[Any], set[int], str], ...] = (
             ("model", self.models, of_optimizers, "an optimizer of its parameters"),
             ("optimizer", self.optimizers, of_models, "a model with its parameters"),
             ("scheduler", self.schedulers, optimizers, "its optimizer"),
@@ -461,7 +461,7 @@ class Saving:
             return
         phases = CollectivePhases(self.context, "save_state")
         with checkpoint.folder_for_files(self.context, target) as folder:
-            kept, error = attempt(lambda: run_save_hooks(self._save_hooks, models, folder))
+            kept, error = catch(lambda: run_save_hooks(self._save_hooks, models, folder))
             # Many hooks take weights out on the main process alone, where they save them.
             names = json.loads(phases.gather("hooks", json.dumps(kept), error)[0])
             for name in models.keys() - set(names):

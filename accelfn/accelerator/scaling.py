@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 import accelfn.training as training
-from accelfn.accelerator.held import Held
+from accelfn.accelerator.held import WeakRegistry
 from accelfn.context import Context
 from accelfn.errors import ConfigurationError
 from accelfn.training import ScalerState
@@ -25,7 +25,7 @@ class Scaling:
     steps, and the scale moves once for all steps that were made since the latest loss.
     """
 
-    def __init__(self, ctx: Context, optimizers: Held[Optimizer]) -> None:
+    def __init__(self, ctx: Context, optimizers: WeakRegistry[Optimizer]) -> None:
         """Begin for what ``optimizers`` holds."""
         self._optimizers = optimizers
         self._state = training.init_scaler(ctx)

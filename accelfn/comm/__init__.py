@@ -1,6 +1,6 @@
 """Pytrees across ranks, process control, random state."""
 
-from accelfn.comm.agreement import Call, agree, attempt, check, check_later, verify_structure
+from accelfn.comm.agreement import Call, agree, catch, check, check_later, verify_structure
 from accelfn.comm.objects import broadcast_bytes, broadcast_object_list, gather_bytes, gather_object
 from accelfn.comm.process_control import (
     failing_together,
@@ -25,10 +25,10 @@ __all__ = (
     "Call",
     "TriggerState",
     "agree",
-    "attempt",
     "broadcast",
     "broadcast_bytes",
     "broadcast_object_list",
+    "catch",
     "check",
     "check_later",
     "check_replicas",

@@ -22,14 +22,14 @@ from accelfn.comm.wire import as_bytes, as_tensor
 from accelfn.context import Context, Unsettled, call_site, check_context, publish, refuse_if_over, text_of
 from accelfn.context.config import GuardMode
 from accelfn.errors import MismatchError, RemoteRankError
-from accelfn.tree import Layout, flatten
+from accelfn.tree import PackSpec, flatten
 
 __all__ = (
     "HEADER_BYTES",
     "Call",
     "agree",
-    "attempt",
     "capacity",
+    "catch",
     "check",
     "check_later",
     "check_rank",
@@ -77,7 +77,7 @@ def capacity(ctx: Context) -> int:
     return ctx.collectives.chunk - HEADER_BYTES
 
 
-def attempt(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
+def catch(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
     """Do what may be refused on this rank alone, and keep the refusal for :func:`agree`."""
     try:
         return action(), None
@@ -121,14 +121,14 @@ def _exchanged(
         text = json.dumps([type(error).__name__, text_of(error)[: capacity(ctx) // 8]], ensure_ascii=False)
         payload = as_tensor(text.encode(errors="replace"))
     message = _message(ctx, payload, _READY if error is None else _FAILED)
-    rows = ctx.collectives.exchange(message)
+    rows = ctx.collectives.all_gather_bytes(message)
     return rows, _verdict(ctx, call, begun, rows, error)
 
 
 def _message(ctx: Context, payload: torch.Tensor | None, status: int) -> torch.Tensor:
-    journal = ctx.collectives.journal
+    call_log = ctx.collectives.call_log
     length = 0 if payload is None else payload.numel()
-    message = as_tensor(_HEADER.pack(journal.chain, journal.number, length, status))
+    message = as_tensor(_HEADER.pack(call_log.chain, call_log.number, length, status))
     return message if payload is None else torch.cat([message, payload])
 
 
@@ -136,22 +136,22 @@ def _verdict(
     ctx: Context, call: Call, begun: _Begun, rows: tuple[torch.Tensor, ...], error: Exception | None
 ) -> list[tuple[Any, ...]]:
     """Go on with the headers of all ranks, or raise; all ranks do the same, since all have the same rows."""
-    journal = ctx.collectives.journal
+    call_log = ctx.collectives.call_log
     headers = [_HEADER.unpack(as_bytes(row, HEADER_BYTES)) for row in rows]
 
     last = max(header[1] for header in headers)
     failed = next((rank for rank, header in enumerate(headers) if header[3] == _FAILED), None)
     if failed is not None:
-        journal.resume(last)
+        call_log.resume(last)
         if error is not None:
             raise error
         cause, text = json.loads(as_bytes(_payload(rows[failed], headers[failed])))
         raise RemoteRankError(failed, cause, text, call.operation)
     if any(header[0] != headers[0][0] for header in headers):
         difference = _explain(ctx, call, begun)
-        journal.resume(last)
+        call_log.resume(last)
         raise difference
-    journal.confirm()
+    call_log.confirm()
     return headers
 
 
@@ -175,24 +175,24 @@ def check(ctx: Context, call: Call, error: Exception | None = None) -> None:
     _begin(ctx, call)
     if error is not None:
         # The others don't look: they hear of it where they wait for the data.
-        publish(ctx.collectives.board, ctx.collectives.journal, ctx.rank, error, call.operation)
+        publish(ctx.collectives.board, ctx.collectives.call_log, ctx.rank, error, call.operation)
         raise error
 
 
 def check_later(ctx: Context, call: Call) -> None:
-    """Check as :func:`check` does, and go on meanwhile: its verdict comes with ``Journal.settle``.
+    """Check as :func:`check` does, and go on meanwhile: its verdict comes with ``CallLog.settle``.
 
     For what begins with computing, and communicates only then. The next operation settles it first.
 
     Ranks: every rank of ``ctx``.
     """
-    start = ctx.collectives.start_exchange
+    start = ctx.collectives.start_all_gather_bytes
     if start is None or not _is_due(ctx):
         check(ctx, call)
         return
     begun = _begin(ctx, call)
     started = start(_message(ctx, None, _READY))
-    ctx.collectives.journal.unsettled = Unsettled(
+    ctx.collectives.call_log.unsettled = Unsettled(
         lambda: cast("None", _verdict(ctx, call, begun, started.finish(), None)), started.abandon
     )
 
@@ -200,7 +200,7 @@ def check_later(ctx: Context, call: Call) -> None:
 def _is_due(ctx: Context) -> bool:
     if ctx.guard.mode != GuardMode.SAMPLED:
         return ctx.guard.mode == GuardMode.FULL
-    number, size = ctx.collectives.journal.number + 1, ctx.world.size
+    number, size = ctx.collectives.call_log.number + 1, ctx.world.size
     return size <= _SMALL_WORLD or number <= _FIRST_CALLS or number % -(-size // _SMALL_WORLD) == 0
 
 
@@ -214,22 +214,22 @@ class _Begun(NamedTuple):
 
 
 def _begin(ctx: Context, call: Call) -> _Begun:
-    guard, journal = ctx.guard, ctx.collectives.journal
-    refuse_if_over(journal, call.operation)
-    journal.settle()
+    guard, call_log = ctx.guard, ctx.collectives.call_log
+    refuse_if_over(call_log, call.operation)
+    call_log.settle()
     site = call_site()
     tag, first = ctx.tag if guard.call_sites else "", site
     if call.pairs and guard.call_sites and not tag:
         # Two branches may make the same call on two lines. Only once there are others of its form can it be
         # taken for one of those: what comes from the first line is known by its function, the rest by lines.
-        first = journal.first_site(hash((call.operation, call.text)), site)
+        first = call_log.first_site(hash((call.operation, call.text)), site)
         tag = _function_of(site) if site == first else site
     material = None
     if guard.mode != GuardMode.OFF:
-        material = f"{call.operation}\0{journal.place}\0{tag}\0{call.text}"
+        material = f"{call.operation}\0{call_log.place}\0{tag}\0{call.text}"
     patience_s = guard.long_timeout_s if call.takes_long else guard.timeout_s
-    journal.begin(call.operation, site, material, patience_s)
-    return _Begun(site, first, tag, journal.place)
+    call_log.begin(call.operation, site, material, patience_s)
+    return _Begun(site, first, tag, call_log.place)
 
 
 def _function_of(site: str) -> str:
@@ -246,7 +246,7 @@ def check_rank(ctx: Context, operation: str, name: str, rank: int) -> None:
         raise ValueError(f"{operation}: {name} must be a rank in 0..{ctx.world.size - 1}, got {rank}.")
 
 
-def layout_call(operation: str, options: str, layout: Layout, *, pairs: bool = True) -> Call:
+def layout_call(operation: str, options: str, layout: PackSpec, *, pairs: bool = True) -> Call:
     """Describe an operation on a tree of tensors."""
     return Call(operation, f"{options}\0{layout.describe()}", lambda: _layout_leaves(layout), pairs=pairs)
 
@@ -295,27 +295,27 @@ def _tensor_kind(dtype: torch.dtype, shape: tuple[int, ...]) -> str:
     return f"{str(dtype).removeprefix('torch.')} {shape}"
 
 
-def _layout_leaves(layout: Layout) -> dict[str, str]:
+def _layout_leaves(layout: PackSpec) -> dict[str, str]:
     kinds = (_tensor_kind(dtype, shape) for dtype, shape in zip(layout.dtypes, layout.shapes, strict=True))
     return dict(zip(layout.structure.paths(), kinds, strict=True))
 
 
 def _explain(ctx: Context, call: Call, begun: _Begun) -> MismatchError:
     """Let every rank tell in full what it called, and find where they differ: the same on every rank."""
-    guard, journal = ctx.guard, ctx.collectives.journal
+    guard, call_log = ctx.guard, ctx.collectives.call_log
     own = Said(
         operation=call.operation,
         site=begun.site,
         guard=f'guard mode "{guard.mode}"' + ("" if guard.call_sites else " without call sites"),
-        number=journal.number,
+        number=call_log.number,
         text=call.text,
         tag=begun.tag,
         line=ctx.tag or (begun.site if begun.site == begun.first else f"{begun.site}, first {begun.first}"),
         place=begun.place,
         leaves=call.leaves(),
-        batches=journal.batches,
-        has_ended=journal.has_ended,
-        recent=[(one.number, one.operation, one.site, one.chain.hex()) for one in journal.recent()],
+        batches=call_log.batches,
+        has_ended=call_log.has_ended,
+        recent=[(one.number, one.operation, one.site, one.chain.hex()) for one in call_log.recent()],
     )
     return find_difference([Said(**json.loads(blob)) for blob in _gather_all(ctx, json.dumps(own._asdict()))])
 
@@ -323,12 +323,12 @@ def _explain(ctx: Context, call: Call, begun: _Begun) -> MismatchError:
 def _gather_all(ctx: Context, text: str) -> list[bytes]:
     """Gather texts of any length by exchanges alone, with no agreement: every rank is known to be here."""
     blob = text.encode()
-    rows = ctx.collectives.exchange(as_tensor(struct.pack("<Q", len(blob))))
+    rows = ctx.collectives.all_gather_bytes(as_tensor(struct.pack("<Q", len(blob))))
     lengths = [struct.unpack("<Q", as_bytes(row, 8))[0] for row in rows]
     gathered = [b""] * len(lengths)
     chunk = max(ctx.collectives.chunk, 1024)  # which any exchange carries
     for start in range(0, max(lengths), chunk):
-        rows = ctx.collectives.exchange(as_tensor(blob[start : start + chunk]))
+        rows = ctx.collectives.all_gather_bytes(as_tensor(blob[start : start + chunk]))
         for rank, row in enumerate(rows):
             gathered[rank] += as_bytes(row, max(0, min(chunk, lengths[rank] - start)))
     return gathered

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from accelfn.comm.transfer import Prepared
+from accelfn.comm.transfer import PackedTree
 from accelfn.context import ReduceOp
 
 __all__ = ("REDUCED_HERE", "REDUCTIONS", "check_arithmetic", "combine", "scale_")
@@ -18,7 +18,7 @@ REDUCED_HERE = frozenset((torch.int16, torch.uint16, torch.uint32, torch.uint64,
 _NARROW = frozenset((torch.float16, torch.bfloat16, *_FLOAT8))
 
 
-def check_arithmetic(prepared: Prepared, reduction: str, scale: float) -> None:
+def check_arithmetic(prepared: PackedTree, reduction: str, scale: float) -> None:
     """Refuse what a dtype can't hold.
 
     Raises:

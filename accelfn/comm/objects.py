@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast, overload
 
 import torch
 
-from accelfn.comm.agreement import Call, agree, attempt, capacity, check_rank
+from accelfn.comm.agreement import Call, agree, capacity, catch, check_rank
 from accelfn.comm.wire import as_bytes, as_tensor
 from accelfn.context import Context, check_context
 
@@ -52,7 +52,7 @@ def gather_object(ctx: Context, obj: Any) -> list[Any]:
     objects = cast("list[Any]", obj) if isinstance(obj, list) else [obj]
     if ctx.world.size == 1:
         return objects
-    blob, error = attempt(lambda: pickle.dumps(objects))
+    blob, error = catch(lambda: pickle.dumps(objects))
     blobs = gather_bytes(ctx, Call("gather_object", pairs=True), blob or b"", error)
     return [item for rank in blobs for item in pickle.loads(rank)]
 
@@ -89,7 +89,7 @@ def broadcast_object_list(ctx: Context, objs: list[T], from_process: int = 0) ->
             )
         return pickle.dumps(objs) if sends and ctx.world.size > 1 else b""
 
-    blob, error = attempt(prepare)
+    blob, error = catch(prepare)
     if ctx.world.size == 1:
         if error is not None:
             raise error

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any, Literal, ParamSpec, Protocol, TypeVar, overload
 
-from accelfn.comm.agreement import Call, agree, attempt
+from accelfn.comm.agreement import Call, agree, catch
 from accelfn.comm.objects import gather_bytes
 from accelfn.context import Context, check_context, publish
 
@@ -107,7 +107,7 @@ def failing_together(ctx: Context, doing: str) -> Generator[None, None, None]:
         yield
     except Exception as error:
         if ctx.world.size > 1:
-            publish(ctx.collectives.board, ctx.collectives.journal, ctx.rank, error, doing)
+            publish(ctx.collectives.board, ctx.collectives.call_log, ctx.rank, error, doing)
         raise
 
 
@@ -222,7 +222,7 @@ def _only(ctx: Context, operation: str, runs: bool, share: bool, where: str = ""
                     value = function(*args, **kwargs)
             if not share or ctx.world.size == 1:
                 return value
-            blob, error = attempt(lambda: pickle.dumps((ctx.world.node_rank, value)) if runs else b"")
+            blob, error = catch(lambda: pickle.dumps((ctx.world.node_rank, value)) if runs else b"")
             call = Call(operation, function.__name__ + where, takes_long=True)
             blobs = [one for one in gather_bytes(ctx, call, blob or b"", error) if one]
             values: dict[int, T] = {}

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from accelfn.comm.agreement import Call, attempt
+from accelfn.comm.agreement import Call, catch
 from accelfn.comm.objects import broadcast_bytes
 from accelfn.comm.wire import as_bytes, as_tensor
 from accelfn.context import Context, check_context
@@ -75,7 +75,7 @@ def synchronize_rng_states(
     def read() -> bytes:
         return b"".join(as_bytes(_state(name, generator)) for name in names)
 
-    own, error = attempt(read)
+    own, error = catch(read)
     if ctx.world.size == 1:
         if error is not None:
             raise error

@@ -14,15 +14,15 @@ import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from accelfn.comm.agreement import Call, attempt
+from accelfn.comm.agreement import Call, catch
 from accelfn.comm.objects import gather_bytes
-from accelfn.comm.transfer import given
+from accelfn.comm.transfer import unwrap
 from accelfn.comm.wire import as_bytes
 from accelfn.context import Context, check_context
 from accelfn.errors import Drift, ReplicaDriftError
 from accelfn.tree import (
-    Layout,
-    Structure,
+    PackSpec,
+    TreeSpec,
     digest_tensors,
     flatten,
     plan_layout,
@@ -46,7 +46,7 @@ class _Replica(NamedTuple):
     """What this rank holds."""
 
     leaves: list[torch.Tensor]
-    layout: Layout
+    layout: PackSpec
     digests: bytes  # of each leaf, end to end
 
 
@@ -84,9 +84,9 @@ def check_replicas(ctx: Context, tree: Any, *, name: str = "tree") -> None:
     >>> check_replicas(Context(), torch.nn.Linear(3, 2), name="model")
     """
     check_context("check_replicas", ctx)
-    replica, error = attempt(lambda: _prepare(ctx, tree, name))
+    replica, error = catch(lambda: _prepare(ctx, tree, name))
     if ctx.world.size == 1:
-        given(replica, error)
+        unwrap(replica, error)
         return
     call = Call(_OPERATION) if replica is None else _describe(replica.layout, name)
     digests = b"" if replica is None else replica.digests
@@ -110,7 +110,7 @@ def _prepare(ctx: Context, tree: Any, name: str) -> _Replica:
     return _Replica(leaves, plan_layout(leaves, structure), digests)
 
 
-def _take_apart(tree: Any) -> tuple[list[Any], Structure]:
+def _take_apart(tree: Any) -> tuple[list[Any], TreeSpec]:
     leaves, structure = flatten(tree)
     if not any(isinstance(leaf, (Module, Optimizer)) for leaf in leaves):
         return leaves, structure
@@ -127,7 +127,7 @@ def _tensors_of(leaf: Any) -> Any:
     return leaf
 
 
-def _local(leaves: list[Any], structure: Structure, name: str) -> list[Any]:
+def _local(leaves: list[Any], structure: TreeSpec, name: str) -> list[Any]:
     """Give what this rank holds of each ``DTensor``.
 
     Raises:
@@ -152,7 +152,7 @@ def _local(leaves: list[Any], structure: Structure, name: str) -> list[Any]:
     return local
 
 
-def _describe(layout: Layout, name: str) -> Call:
+def _describe(layout: PackSpec, name: str) -> Call:
     def kinds() -> dict[str, str]:
         leaves = zip(layout.structure.paths(name), layout.dtypes, layout.shapes, strict=True)
         return {path: f"{str(dtype).removeprefix('torch.')} {shape}" for path, dtype, shape in leaves}
@@ -200,7 +200,7 @@ def _compare(
     for number, mine in enumerate(split_flat(leaf, _PIECE)):
         theirs = mine if ctx.world.rank == reference else torch.empty_like(mine)
         ctx.collectives.broadcast(theirs.view(torch.uint8), reference)
-        measured, failure = attempt(functools.partial(_measure, mine, theirs))
+        measured, failure = catch(functools.partial(_measure, mine, theirs))
         error = error or failure
         if measured is not None:
             total += measured[0]
@@ -237,7 +237,7 @@ def _distance(mine: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
 
 
 def _rows(
-    drifted: list[_Drifted], amounts: list[list[tuple[int, float, int]]], layout: Layout, name: str
+    drifted: list[_Drifted], amounts: list[list[tuple[int, float, int]]], layout: PackSpec, name: str
 ) -> tuple[Drift, ...]:
     """Say of each leaf on each rank how it differs. Pure."""
     paths = layout.structure.paths(name)

@@ -9,10 +9,10 @@ from typing import TypeVar, cast
 
 import torch
 
-from accelfn.comm.agreement import Call, attempt, check_rank
+from accelfn.comm.agreement import Call, catch, check_rank
 from accelfn.comm.objects import broadcast_bytes, gather_bytes
 from accelfn.comm.split import split_sizes
-from accelfn.comm.transfer import Prepared, given, prepare_tree
+from accelfn.comm.transfer import PackedTree, prepare_tree, unwrap
 from accelfn.context import Context, check_context
 from accelfn.tree import TensorInformation, flatten, flatten_tensor, is_packed_sequence, tree_structure
 
@@ -50,7 +50,7 @@ def scatter(ctx: Context, tree: T | None, from_process: int = 0) -> T:
     check_context("scatter", ctx)
     sends = ctx.world.rank == from_process
 
-    def prepare() -> tuple[Prepared | None, bytes]:
+    def prepare() -> tuple[PackedTree | None, bytes]:
         check_rank(ctx, "scatter", "from_process", from_process)
         if not sends:
             return None, b""
@@ -64,9 +64,9 @@ def scatter(ctx: Context, tree: T | None, from_process: int = 0) -> T:
         kinds = [leaf.device.type == "cpu" for leaf in prepared.leaves]
         return prepared, pickle.dumps((tree_structure(tree), kinds)) if ctx.world.size > 1 else b""
 
-    made, error = attempt(prepare)
+    made, error = catch(prepare)
     if ctx.world.size == 1:
-        given(made, error)
+        unwrap(made, error)
         return cast("T", tree)
     prepared, blob = made if made is not None else (None, b"")
     stubs, on_cpu = pickle.loads(
@@ -110,7 +110,7 @@ def pad_across_processes(
     """
     check_context("pad_across_processes", ctx)
 
-    def prepare() -> Prepared:
+    def prepare() -> PackedTree:
         for name, value in (("dim", dim), ("pad_index", pad_index)):
             if not isinstance(cast("object", value), int if name == "dim" else (int, float)):
                 raise TypeError(f"pad_across_processes: {name} must be a number, got {value!r}.")
@@ -124,9 +124,9 @@ def pad_across_processes(
                 )
         return prepared
 
-    prepared, error = attempt(prepare)
+    prepared, error = catch(prepare)
     if ctx.world.size == 1:
-        given(prepared, error)
+        unwrap(prepared, error)
         return tree
     call, blob = Call("pad_across_processes", pairs=True), b""
     if prepared is not None:
@@ -143,7 +143,7 @@ def pad_across_processes(
         )
         blob = json.dumps(layout.shapes).encode()
     shapes = [json.loads(row) for row in gather_bytes(ctx, call, blob, error)]
-    leaves, layout = given(prepared, error)
+    leaves, layout = unwrap(prepared, error)
 
     def pad(index: int, leaf: torch.Tensor) -> torch.Tensor:
         if not -leaf.dim() <= dim < leaf.dim():

@@ -11,21 +11,21 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from accelfn.comm.agreement import agree, attempt, check_rank, layout_call
+from accelfn.comm.agreement import agree, catch, check_rank, layout_call
 from accelfn.comm.arithmetic import REDUCED_HERE, REDUCTIONS, check_arithmetic, combine, scale_
 from accelfn.comm.transfer import (
-    Prepared,
+    PackedTree,
     all_gather_rows,
     exchange_tree,
     fits,
-    given,
     open_call,
     payload_of,
     prepare_tree,
+    unwrap,
 )
 from accelfn.comm.wire import read_groups
 from accelfn.context import Context, ReduceOp, check_context
-from accelfn.tree import Packed, fill, is_packed_sequence, unpack
+from accelfn.tree import Packed, flatten_group, is_packed_sequence, unpack
 
 __all__ = ("broadcast", "gather", "reduce")
 
@@ -55,9 +55,9 @@ def gather(ctx: Context, tree: T) -> T:
     """
     check_context("gather", ctx)
     size = ctx.world.size
-    prepared, error = attempt(lambda: prepare_tree("gather", tree, is_packed_sequence))
+    prepared, error = catch(lambda: prepare_tree("gather", tree, is_packed_sequence))
     if size == 1:
-        leaves, layout = given(prepared, error)
+        leaves, layout = unwrap(prepared, error)
         if all(leaf.dim() and not leaf.requires_grad for leaf in leaves):
             return tree
         return layout.structure.unflatten([_rows(leaf.detach()) for leaf in leaves])
@@ -66,7 +66,9 @@ def gather(ctx: Context, tree: T) -> T:
         by_group = exchange_tree(ctx, layout_call("gather", "", prepared.layout), prepared)
     else:
         prepared = open_call(ctx, "gather", "", prepared, error)
-        by_group = [all_gather_rows(ctx, fill(group, prepared.leaves)) for group in prepared.layout.groups]
+        by_group = [
+            all_gather_rows(ctx, flatten_group(group, prepared.leaves)) for group in prepared.layout.groups
+        ]
     layout = prepared.layout
     gathered: list[Any] = [None] * len(layout.shapes)
     for group, block in zip(layout.groups, by_group, strict=True):
@@ -107,7 +109,7 @@ def reduce(ctx: Context, tree: T, reduction: str = "sum", scale: float = 1.0) ->
     check_context("reduce", ctx)
     size = ctx.world.size
 
-    def prepare() -> Prepared:
+    def prepare() -> PackedTree:
         if reduction not in REDUCTIONS:
             raise ValueError(f"reduce: reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}.")
         if not isinstance(cast("object", scale), (int, float)):
@@ -116,11 +118,11 @@ def reduce(ctx: Context, tree: T, reduction: str = "sum", scale: float = 1.0) ->
         check_arithmetic(prepared, reduction, scale)
         return prepared
 
-    prepared, error = attempt(prepare)
+    prepared, error = catch(prepare)
     if size > 1 and error is None and reduction == "none":  # a rank that leaves all as it is says so
         open_call(ctx, "reduce", "reduction='none'", prepared, None)
     if size == 1 or (error is None and reduction == "none"):
-        leaves, layout = given(prepared, error)
+        leaves, layout = unwrap(prepared, error)
         if scale == 1.0 and not any(leaf.requires_grad for leaf in leaves):
             return tree
         return layout.structure.unflatten(
@@ -136,7 +138,7 @@ def reduce(ctx: Context, tree: T, reduction: str = "sum", scale: float = 1.0) ->
     else:
         prepared = open_call(ctx, "reduce", options, prepared, error)
         buffers = [
-            _all_reduce(ctx, fill(group, prepared.leaves, copy=True), op, divisor, scale)
+            _all_reduce(ctx, flatten_group(group, prepared.leaves, copy=True), op, divisor, scale)
             for group in prepared.layout.groups
         ]
     return unpack(Packed(tuple(buffers), prepared.layout))
@@ -165,13 +167,13 @@ def broadcast(ctx: Context, tree: T, from_process: int = 0) -> T:
     """
     check_context("broadcast", ctx)
 
-    def prepare() -> Prepared:
+    def prepare() -> PackedTree:
         check_rank(ctx, "broadcast", "from_process", from_process)
         return prepare_tree("broadcast", tree)
 
-    prepared, error = attempt(prepare)
+    prepared, error = catch(prepare)
     if ctx.world.size == 1:
-        given(prepared, error)
+        unwrap(prepared, error)
         return tree
     options = f"from {from_process}"
     sends = ctx.world.rank == from_process
@@ -187,7 +189,7 @@ def broadcast(ctx: Context, tree: T, from_process: int = 0) -> T:
     buffers: list[torch.Tensor] = []
     for group in layout.groups:
         buffer = (
-            fill(group, leaves)
+            flatten_group(group, leaves)
             if sends
             else torch.empty(sum(group.sizes), dtype=group.dtype, device=group.device)
         )

@@ -10,32 +10,32 @@ import torch
 from accelfn.comm.agreement import Call, agree, capacity, check, layout_call
 from accelfn.comm.wire import padded_size, read_groups, write_groups
 from accelfn.context import Context
-from accelfn.tree import Layout, flatten, plan_layout, require_tensors
+from accelfn.tree import PackSpec, flatten, plan_layout, require_tensors
 
 __all__ = (
     "ALONE_BYTES",
-    "Prepared",
+    "PackedTree",
     "all_gather_rows",
     "exchange_tree",
     "fits",
-    "given",
     "open_call",
     "payload_of",
     "prepare_tree",
+    "unwrap",
 )
 
 # From here on a copy into a shared buffer costs more than a message of one's own.
 ALONE_BYTES = 1 << 20
 
 
-class Prepared(NamedTuple):
+class PackedTree(NamedTuple):
     """A tree of tensors, ready to travel."""
 
     leaves: list[torch.Tensor]
-    layout: Layout
+    layout: PackSpec
 
 
-def prepare_tree(operation: str, tree: Any, refused: Callable[[Any], bool] | None = None) -> Prepared:
+def prepare_tree(operation: str, tree: Any, refused: Callable[[Any], bool] | None = None) -> PackedTree:
     """Take a tree of tensors apart and plan its buffers.
 
     Args:
@@ -48,19 +48,19 @@ def prepare_tree(operation: str, tree: Any, refused: Callable[[Any], bool] | Non
         TypeError: A leaf is no dense tensor.
     """
     leaves, structure = flatten(tree, refused)
-    return Prepared(
+    return PackedTree(
         require_tensors(operation, leaves, structure), plan_layout(leaves, structure, ALONE_BYTES)
     )
 
 
-def given(value: Any, error: Exception | None) -> Any:
+def unwrap(value: Any, error: Exception | None) -> Any:
     """Return what :func:`~accelfn.comm.attempt` gave, or raise what it kept."""
     if error is not None:
         raise error
     return value
 
 
-def fits(ctx: Context, prepared: Prepared) -> bool:
+def fits(ctx: Context, prepared: PackedTree) -> bool:
     """Whether the whole tree fits into the opening exchange: the same on every rank of one layout."""
     layout = prepared.layout
     return all(group.device.type == "cpu" for group in layout.groups) and _payload_bytes(layout) <= capacity(
@@ -68,7 +68,7 @@ def fits(ctx: Context, prepared: Prepared) -> bool:
     )
 
 
-def payload_of(prepared: Prepared) -> torch.Tensor:
+def payload_of(prepared: PackedTree) -> torch.Tensor:
     """Give the whole tree as bytes, buffer after buffer."""
     payload = torch.empty(_payload_bytes(prepared.layout), dtype=torch.uint8)
     write_groups(payload, prepared.layout.groups, prepared.leaves)
@@ -79,20 +79,20 @@ def open_call(
     ctx: Context,
     operation: str,
     options: str,
-    prepared: Prepared | None,
+    prepared: PackedTree | None,
     error: Exception | None,
     *,
     pairs: bool = True,
-) -> Prepared:
+) -> PackedTree:
     """Open an operation whose tensors follow after the agreement."""
     call = Call(operation)
     if prepared is not None:
         call = layout_call(operation, options, prepared.layout, pairs=pairs)
     check(ctx, call, error)
-    return cast("Prepared", prepared)
+    return cast("PackedTree", prepared)
 
 
-def exchange_tree(ctx: Context, call: Call, prepared: Prepared) -> list[torch.Tensor]:
+def exchange_tree(ctx: Context, call: Call, prepared: PackedTree) -> list[torch.Tensor]:
     """Bring a small tree of every rank together within the agreement: per group a block of shape (P, n)."""
     rows = agree(ctx, call, payload_of(prepared))
     by_rank = [read_groups(row, prepared.layout.groups) for row in rows]
@@ -104,5 +104,5 @@ def all_gather_rows(ctx: Context, buffer: torch.Tensor) -> torch.Tensor:
     return ctx.collectives.all_gather(buffer.view(torch.uint8)).view(buffer.dtype).view(ctx.world.size, -1)
 
 
-def _payload_bytes(layout: Layout) -> int:
+def _payload_bytes(layout: PackSpec) -> int:
     return sum(padded_size(group.num_bytes) for group in layout.groups)

@@ -6,7 +6,7 @@ import ctypes
 
 import torch
 
-from accelfn.tree import Group, fill
+from accelfn.tree import Buffer, flatten_group
 
 __all__ = ("ALIGNMENT", "as_bytes", "as_tensor", "padded_size", "read_groups", "write_groups")
 
@@ -33,16 +33,16 @@ def padded_size(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def write_groups(target: torch.Tensor, groups: tuple[Group, ...], leaves: list[torch.Tensor]) -> None:
+def write_groups(target: torch.Tensor, groups: tuple[Buffer, ...], leaves: list[torch.Tensor]) -> None:
     """Write the leaves of ``groups`` one after the other into ``target``, uint8 and large enough."""
     start = 0
     for group in groups:
         if group.num_bytes:
-            target[start : start + group.num_bytes] = fill(group, leaves).view(torch.uint8)
+            target[start : start + group.num_bytes] = flatten_group(group, leaves).view(torch.uint8)
         start += padded_size(group.num_bytes)
 
 
-def read_groups(source: torch.Tensor, groups: tuple[Group, ...]) -> list[torch.Tensor]:
+def read_groups(source: torch.Tensor, groups: tuple[Buffer, ...]) -> list[torch.Tensor]:
     """Give one flat view of ``source`` per group, as :func:`write_groups` wrote them."""
     start = 0
     buffers: list[torch.Tensor] = []

@@ -1,8 +1,8 @@
 """Who this process is and how it was configured: records, environment, ``init_context``."""
 
-from accelfn.context.board import Board, store_board
+from accelfn.context.call_log import CallLog, Entry, Settling, Unsettled
 from accelfn.context.callsite import call_site
-from accelfn.context.collectives import Collectives, ReduceOp, StartedExchange, chunk_bytes
+from accelfn.context.collectives import Collectives, ReduceOp, StartedAllGather, chunk_bytes
 from accelfn.context.context import Context, check_context, close_context, configure
 from accelfn.context.device import DeviceFacts, DevicePlan, Hardware, plan_device, read_hardware
 from accelfn.context.environment import EnvironmentPlan, detect_environment
@@ -17,16 +17,16 @@ from accelfn.context.failure import (
     text_of,
 )
 from accelfn.context.init import init_context
-from accelfn.context.journal import Entry, Journal, Settling, Unsettled
-from accelfn.context.lookout import Lookout, late_error
+from accelfn.context.message_board import MessageBoard, store_board
 from accelfn.context.options import ContextOptions, Strategy
+from accelfn.context.peer_monitor import PeerMonitor, late_error
 from accelfn.context.precision import Precision, check_precision
 from accelfn.context.process_group import make_gloo_group, process_group_collectives
 from accelfn.context.watchdog import start_watchdog
-from accelfn.context.world import Made, World
+from accelfn.context.world import Owned, World
 
 __all__ = (
-    "Board",
+    "CallLog",
     "Collectives",
     "Context",
     "ContextOptions",
@@ -36,13 +36,13 @@ __all__ = (
     "Entry",
     "EnvironmentPlan",
     "Hardware",
-    "Journal",
-    "Lookout",
-    "Made",
+    "MessageBoard",
+    "Owned",
+    "PeerMonitor",
     "Precision",
     "ReduceOp",
     "Settling",
-    "StartedExchange",
+    "StartedAllGather",
     "Strategy",
     "Unsettled",
     "World",

@@ -16,10 +16,10 @@ from typing import Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
-from accelfn.context.board import Board
-from accelfn.context.journal import Journal
+from accelfn.context.call_log import CallLog
+from accelfn.context.message_board import MessageBoard
 
-__all__ = ("MAX_CHUNK_BYTES", "Collectives", "ReduceOp", "StartedExchange", "chunk_bytes")
+__all__ = ("MAX_CHUNK_BYTES", "Collectives", "ReduceOp", "StartedAllGather", "chunk_bytes")
 
 ReduceOp = Literal["sum", "max", "min"]
 
@@ -27,7 +27,7 @@ MAX_CHUNK_BYTES = 1 << 14
 
 
 def chunk_bytes(size: int, most: int = MAX_CHUNK_BYTES) -> int:
-    """Bytes that each rank contributes to one ``exchange`` in a world of ``size`` ranks.
+    """Bytes that each rank contributes to one ``all_gather_bytes`` in a world of ``size`` ranks.
 
     Small messages cost latency, not bytes: on loopback 64 bytes and 16 KiB take nearly the same time (64 KiB
     take a quarter more), so whatever fits travels with the agreement. Larger worlds get smaller chunks, so
@@ -39,7 +39,7 @@ def chunk_bytes(size: int, most: int = MAX_CHUNK_BYTES) -> int:
     return max(1024, min(most, (1 << 20) // size // 16 * 16))
 
 
-def _exchange_alone(chunk: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _all_gather_bytes_alone(chunk: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return (chunk,)
 
 
@@ -65,7 +65,7 @@ def _all_to_all_alone(buffer: torch.Tensor) -> torch.Tensor:
     return buffer
 
 
-def _pass_on_alone(outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
+def _shift_alone(outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
     del outgoing, incoming
 
 
@@ -78,15 +78,15 @@ def _finish_blindly(work: dist.Work, device: torch.device) -> None:
     work.wait()
 
 
-def _explain_nothing(error: Exception) -> Exception:
+def _translate_nothing(error: Exception) -> Exception:
     return error
 
 
-class StartedExchange(NamedTuple):
+class StartedAllGather(NamedTuple):
     """An exchange whose bytes are on their way. Exactly one of the two is called, before any other call.
 
     Attributes:
-        finish: Waits for the bytes of all ranks, and gives what ``Collectives.exchange`` gives.
+        finish: Waits for the bytes of all ranks, and gives what ``Collectives.all_gather_bytes`` gives.
         abandon: Lets go of them without waiting; for a rank that takes part in nothing more.
     """
 
@@ -103,44 +103,44 @@ class Collectives:
     only moved.
 
     Attributes:
-        exchange: ``(m,)`` uint8 on the CPU, ``m <= chunk`` and free per rank -> one uint8 tensor per rank, in
-            rank order, each of which starts with that rank's bytes (what follows is undefined). They may be
-            overwritten by the next exchange. Carries the agreement that precedes each operation.
-        start_exchange: The same in two parts, so that a rank can compute meanwhile; None where the only way
-            is to wait. A rank that starts an exchange meets one that waits in ``exchange``.
+        all_gather_bytes: ``(m,)`` uint8 on the CPU, ``m <= chunk`` and free per rank -> one uint8 tensor per
+            rank, in rank order, each of which starts with that rank's bytes (what follows is undefined). They
+            may be overwritten by the next exchange. Carries the agreement that precedes each operation.
+        start_all_gather_bytes: The same in two parts, so that a rank can compute meanwhile; None where the
+            only way is to wait. A rank that starts an exchange meets one that waits in ``all_gather_bytes``.
         all_gather: ``(n,)`` -> ``(P * n,)``, in rank order; fresh memory where ``P > 1``.
         all_reduce: Reduces the buffer in place.
         broadcast: Fills the buffer in place from the one of rank ``source``.
         scatter: Fills ``output`` ``(n,)`` with this rank's part of ``buffer`` ``(P * n,)``, which rank
             ``source`` gives; that rank's output may be its own part of it.
         all_to_all: ``(P * n,)`` -> ``(P * n,)``: part ``r`` goes to rank ``r``.
-        pass_on: Fills ``incoming`` ``(m,)`` with ``outgoing`` ``(n,)`` of the rank before, both uint8 on one
+        shift: Fills ``incoming`` ``(m,)`` with ``outgoing`` ``(n,)`` of the rank before, both uint8 on one
             device; that rank's ``n`` is this rank's ``m``. Nothing comes to the first rank, and nothing goes
             from the last: those are empty.
         barrier: Returns when every rank has called it.
         finish: Waits for an operation that torch has begun on the group, with an eye on the other ranks; on
             an accelerator it only orders streams.
-        explain: What a backend raised outside of these callables, such as in a backward pass -> the error
-            that says which rank is missing and why; anything else as it is.
-        aside: Gives a ``with`` block in which this rank waits for something else than other ranks, such as a
-            thread of its own: ranks that are threads and run in turn let each other run meanwhile.
-        chunk: Bytes at most per rank in one ``exchange``.
+        translate_error: What a backend raised outside of these callables, such as in a backward pass -> the
+            error that says which rank is missing and why; anything else as it is.
+        while_blocked: Return a ``with`` block in which this rank waits for something else than other ranks,
+            such as a thread of its own: ranks that are threads and run in turn let each other run meanwhile.
+        chunk: Bytes at most per rank in one ``all_gather_bytes``.
         board: Where ranks leave word for each other without waiting.
-        journal: What this rank has called so far.
+        call_log: What this rank has called so far.
     """
 
-    exchange: Callable[[torch.Tensor], tuple[torch.Tensor, ...]] = _exchange_alone
-    start_exchange: Callable[[torch.Tensor], StartedExchange] | None = None
+    all_gather_bytes: Callable[[torch.Tensor], tuple[torch.Tensor, ...]] = _all_gather_bytes_alone
+    start_all_gather_bytes: Callable[[torch.Tensor], StartedAllGather] | None = None
     all_gather: Callable[[torch.Tensor], torch.Tensor] = _all_gather_alone
     all_reduce: Callable[[torch.Tensor, ReduceOp], None] = _all_reduce_alone
     broadcast: Callable[[torch.Tensor, int], None] = _broadcast_alone
     scatter: Callable[[torch.Tensor, torch.Tensor | None, int], None] = _scatter_alone
     all_to_all: Callable[[torch.Tensor], torch.Tensor] = _all_to_all_alone
-    pass_on: Callable[[torch.Tensor, torch.Tensor], None] = _pass_on_alone
+    shift: Callable[[torch.Tensor, torch.Tensor], None] = _shift_alone
     barrier: Callable[[], None] = _barrier_alone
     finish: Callable[[dist.Work, torch.device], None] = _finish_blindly
-    explain: Callable[[Exception], Exception] = _explain_nothing
-    aside: Callable[[], AbstractContextManager[None]] = nullcontext
+    translate_error: Callable[[Exception], Exception] = _translate_nothing
+    while_blocked: Callable[[], AbstractContextManager[None]] = nullcontext
     chunk: int = MAX_CHUNK_BYTES
-    board: Board = field(default_factory=Board)
-    journal: Journal = field(default_factory=Journal, compare=False)
+    board: MessageBoard = field(default_factory=MessageBoard)
+    call_log: CallLog = field(default_factory=CallLog, compare=False)

@@ -238,7 +238,7 @@ class Context:
     ) -> None:
         """Close the context; an exception is told to the other ranks first."""
         if error is not None and self.world.made.opened:
-            publish(self.collectives.board, self.collectives.journal, self.rank, error)
+            publish(self.collectives.board, self.collectives.call_log, self.rank, error)
         try:
             close_context(self)
         except Exception:
@@ -318,7 +318,7 @@ def close_context(ctx: Context) -> None:
         Exception: What stopped that save, unless its handle has told it; the context is closed all the same.
     """
     check_context("close_context", ctx)
-    background = ctx.collectives.journal.background
+    background = ctx.collectives.call_log.background
     try:
         if background is not None:
             background.settle()
@@ -353,16 +353,16 @@ def _close(ctx: Context) -> None:
 
 def _leave(ctx: Context) -> None:
     """Tell the others that this rank takes part in nothing more, and let go of what that took."""
-    made, board, journal = ctx.world.made, ctx.collectives.board, ctx.collectives.journal
-    if journal.closed:
+    made, board, call_log = ctx.world.made, ctx.collectives.board, ctx.collectives.call_log
+    if call_log.closed:
         return
-    journal.closed = True
+    call_log.closed = True
     if made.end_watch is not None:
         made.end_watch()
     if made.at_exit is not None:
         atexit.unregister(made.at_exit)
     if ctx.world.size > 1:
-        announce_end(board, journal, ctx.rank)
+        announce_end(board, call_log, ctx.rank)
         board.post(f"gone/{ctx.rank}", "yes")
         if made.hosts_store:  # others may still have to read what this rank has left word of
             end = time.monotonic() + _HOST_S

@@ -8,8 +8,8 @@ import traceback
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from accelfn.context.board import Board
-from accelfn.context.journal import Journal
+from accelfn.context.call_log import CallLog
+from accelfn.context.message_board import MessageBoard
 from accelfn.errors import (
     CollectiveTimeoutError,
     Disagreement,
@@ -50,7 +50,7 @@ class Departure(NamedTuple):
     reductions: int  # of gradients
 
 
-def publish(board: Board, journal: Journal, rank: int, error: BaseException, doing: str = "") -> None:
+def publish(board: MessageBoard, call_log: CallLog, rank: int, error: BaseException, doing: str = "") -> None:
     """Leave word of ``error`` for all ranks, before it travels up on this one; then no operation is possible.
 
     Of several ranks that fail, the first one's word stands. Ranks that wait in an operation raise it there
@@ -58,32 +58,32 @@ def publish(board: Board, journal: Journal, rank: int, error: BaseException, doi
 
     Args:
         board: Of the world.
-        journal: Of this rank.
+        call_log: Of this rank.
         rank: This rank.
         error: What was raised.
         doing: What it was raised in, if not in an operation across ranks.
     """
-    if journal.over:
+    if call_log.over:
         return
-    journal.over = f"this rank has told the others of its {type(error).__name__}: {text_of(error)}"
-    journal.abandon()
+    call_log.over = f"this rank has told the others of its {type(error).__name__}: {text_of(error)}"
+    call_log.abandon()
     if isinstance(error, RemoteRankError):
         return  # the rank that it names has left word itself
     board.post_once(_FAILURE, _written(rank, error, doing))
 
 
-def announce_end(board: Board, journal: Journal, rank: int) -> None:
+def announce_end(board: MessageBoard, call_log: CallLog, rank: int) -> None:
     """Leave word that this rank takes part in nothing more."""
-    if journal.over:
+    if call_log.over:
         return
     with contextlib.suppress(Exception):  # whoever disagrees with an operation that nobody waits for
-        journal.settle()
-    journal.over = "its context is closed"
-    entry = journal.current
-    board.post_once(_END, json.dumps([rank, entry.number, entry.operation, entry.site, journal.reductions]))
+        call_log.settle()
+    call_log.over = "its context is closed"
+    entry = call_log.current
+    board.post_once(_END, json.dumps([rank, entry.number, entry.operation, entry.site, call_log.reductions]))
 
 
-def news(board: Board, journal: Journal, rank: int) -> Exception | None:
+def news(board: MessageBoard, call_log: CallLog, rank: int) -> Exception | None:
     """Look whether a rank has left word of something that makes the current operation impossible."""
     text = board.read(_FAILURE)
     if text:
@@ -92,18 +92,18 @@ def news(board: Board, journal: Journal, rank: int) -> Exception | None:
     if text:
         departure = Departure(*json.loads(text))
         # Who left after this operation has done its part in it.
-        came = departure.number > journal.number or (
-            departure.number == journal.number
-            and not (journal.reducing and departure.reductions <= journal.reductions)
+        came = departure.number > call_log.number or (
+            departure.number == call_log.number
+            and not (call_log.reducing and departure.reductions <= call_log.reductions)
         )
         if departure.rank != rank and not came:
-            return explain_departure(departure, journal, rank)
+            return explain_departure(departure, call_log, rank)
     return None
 
 
-def explain_departure(departure: Departure, journal: Journal, rank: int) -> MissingRankError:
+def explain_departure(departure: Departure, call_log: CallLog, rank: int) -> MissingRankError:
     """Make the error of a rank that waits for one that has ended."""
-    now = journal.current
+    now = call_log.current
     last = (
         f"after {departure.operation} at {departure.site}, call {departure.number}"
         if departure.number
@@ -115,15 +115,15 @@ def explain_departure(departure: Departure, journal: Journal, rank: int) -> Miss
     )
 
 
-def refuse_if_over(journal: Journal, operation: str) -> None:
+def refuse_if_over(call_log: CallLog, operation: str) -> None:
     """Refuse an operation of a rank whose world has ended.
 
     Raises:
         DistributedError: It has ended.
     """
-    if journal.over:
+    if call_log.over:
         raise DistributedError(
-            f"{operation}: no operation across ranks is possible any more: {journal.over}. "
+            f"{operation}: no operation across ranks is possible any more: {call_log.over}. "
             "Start a new context."
         )
 

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed re-exports them untyped
 
 from accelfn.context.arrival import address_of, arrive
-from accelfn.context.board import Board, store_board
 from accelfn.context.callsite import call_site
 from accelfn.context.collectives import Collectives
 from accelfn.context.config import (
@@ -45,11 +44,12 @@ from accelfn.context.context import Context, close_context, with_options, with_w
 from accelfn.context.device import DevicePlan, plan_device, read_hardware
 from accelfn.context.environment import EnvironmentPlan, detect_environment
 from accelfn.context.failure import announce_end, publish
+from accelfn.context.message_board import MessageBoard, store_board
 from accelfn.context.options import ContextOptions, merge_settings, sort_handlers
 from accelfn.context.precision import check_precision
 from accelfn.context.process_group import make_gloo_group, process_group_collectives
 from accelfn.context.watchdog import start_watchdog
-from accelfn.context.world import Keeper, Made, World
+from accelfn.context.world import GroupOwner, Owned, World
 from accelfn.errors import ConfigurationError, DistributedError, NotAvailableError
 
 __all__ = ("init_context",)
@@ -208,15 +208,15 @@ def _watched(world: World, collectives: Collectives, guard: Guard) -> World:
     """Take care that the other ranks hear of this one's end, however it comes."""
     if world.size == 1 and not world.made.group:
         return world
-    board, journal, rank = collectives.board, collectives.journal, world.rank
+    board, call_log, rank = collectives.board, collectives.call_log, world.rank
     end_watch = start_watchdog(board, rank, whole_process=True) if guard.watchdog and world.size > 1 else None
 
     def at_exit() -> None:
         # What the interpreter has just printed, if it is ending for that.
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         if isinstance(error, BaseException):
-            publish(board, journal, rank, error)
-        announce_end(board, journal, rank)
+            publish(board, call_log, rank, error)
+        announce_end(board, call_log, rank)
         if end_watch is not None:
             end_watch()
 
@@ -252,7 +252,7 @@ def _join(
     """Meet the other ranks; ``guessed`` names variables of the address that nobody has set."""
     # torchrun's scripts may count on a group even in a world of one; nobody else does.
     if place.size == 1 and place.launcher != "torchrun":
-        return _world(place, plan, None, None, Made()), Collectives()
+        return _world(place, plan, None, None, Owned()), Collectives()
     method = address_of(place, init_method)
     hook = sys.excepthook
     previous = None
@@ -283,7 +283,7 @@ def _join(
     except BaseException:
         dist.destroy_process_group()
         raise
-    made = Made(
+    made = Owned(
         group=True,
         side_group=weakref.ref(side),
         previous_device=previous,
@@ -315,13 +315,13 @@ def _advice(guessed: Sequence[str], method: str) -> str:
 def _adopt(
     group: dist.ProcessGroup, place: EnvironmentPlan, plan: DevicePlan, timeout: timedelta
 ) -> tuple[World, Collectives]:
-    world = _world(place, plan, str(dist.get_backend(group)), group, Made())
+    world = _world(place, plan, str(dist.get_backend(group)), group, Owned())
     if place.size == 1:
         return world, Collectives()
     store = _store_beside(group, place.rank)
     if store is None:
-        board, side = Board(), _gloo_beside(group)
-        world = dataclasses.replace(world, made=Made(side_group=weakref.ref(side)))
+        board, side = MessageBoard(), _gloo_beside(group)
+        world = dataclasses.replace(world, made=Owned(side_group=weakref.ref(side)))
     else:
         # Not by torch, which names groups by their ranks: the next context's would meet where this one's has.
         board = store_board(store)
@@ -332,7 +332,7 @@ def _adopt(
                 f"rank {place.rank} could not meet the other {place.size - 1} ranks of the group that it "
                 f"adopts: {error}. Every rank of the group must call init_context, equally often."
             ) from error
-        world = dataclasses.replace(world, keeper=Keeper(side))
+        world = dataclasses.replace(world, keeper=GroupOwner(side))
     collectives = process_group_collectives(group, place.rank, place.size, control=side, board=board)
     return _settle(world, collectives, place.nodes_known, timeout)
 
@@ -365,7 +365,7 @@ def _settle(
     """Find out what only the other ranks know; if they don't answer, take down what was set up."""
     if nodes_known or world.size == 1:
         return world, collectives
-    collectives.journal.begin("init_context", call_site(), None, timeout.total_seconds())
+    collectives.call_log.begin("init_context", call_site(), None, timeout.total_seconds())
     try:
         return _with_nodes(world, collectives), collectives
     except BaseException:
@@ -422,7 +422,7 @@ def _refuse_other_backend(group: dist.ProcessGroup, joining: InitProcessGroupKwa
 def _with_nodes(world: World, collectives: Collectives) -> World:
     """Ask every rank for its host, and number nodes and local ranks by it."""
     own = _host().ljust(_HOST_BYTES, b"\0")
-    rows = collectives.exchange(torch.frombuffer(bytearray(own), dtype=torch.uint8))
+    rows = collectives.all_gather_bytes(torch.frombuffer(bytearray(own), dtype=torch.uint8))
     hosts = [bytes(row[:_HOST_BYTES].tolist()) for row in rows]  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
     nodes = list(dict.fromkeys(hosts))
     here = [rank for rank, host in enumerate(hosts) if host == own]
@@ -444,7 +444,11 @@ def _host() -> bytes:
 
 
 def _world(
-    place: EnvironmentPlan, plan: DevicePlan, backend: str | None, group: dist.ProcessGroup | None, made: Made
+    place: EnvironmentPlan,
+    plan: DevicePlan,
+    backend: str | None,
+    group: dist.ProcessGroup | None,
+    made: Owned,
 ) -> World:
     return World(
         rank=place.rank,

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as bindings  # torch.distributed re-exports a part of it
 from torch._C._distributed_c10d import Store
 
-from accelfn.context.board import Board
-from accelfn.context.collectives import Collectives, ReduceOp, StartedExchange, chunk_bytes
-from accelfn.context.journal import Journal
-from accelfn.context.lookout import Lookout, late_error
+from accelfn.context.call_log import CallLog
+from accelfn.context.collectives import Collectives, ReduceOp, StartedAllGather, chunk_bytes
+from accelfn.context.message_board import MessageBoard
+from accelfn.context.peer_monitor import PeerMonitor, late_error
 from accelfn.context.rounds import broadcast_in_rounds, scatter_in_rounds
 from accelfn.context.shared_memory import LostRanksError, SharedRows, share_rows
 from accelfn.errors import CollectiveTimeoutError, DistributedError
@@ -73,8 +73,8 @@ def process_group_collectives(
     size: int,
     *,
     control: dist.ProcessGroup | None = None,
-    board: Board | None = None,
-    journal: Journal | None = None,
+    board: MessageBoard | None = None,
+    call_log: CallLog | None = None,
     one_machine: bool = True,
 ) -> Collectives:
     """Give collectives over ``group``.
@@ -85,24 +85,24 @@ def process_group_collectives(
         group: Carries the tensors; whoever made it keeps it alive.
         rank: This rank in the group.
         size: Number of ranks in the group.
-        control: A group of the same ranks for CPU tensors, which carries the bytes of ``exchange`` and all
-            that is on the CPU where ``group`` carries none; ``group`` itself when None. One of its own stays
+        control: A group of the same ranks for CPU tensors, which carries ``all_gather_bytes`` and all that
+            is on the CPU where ``group`` carries none; ``group`` itself when None. One of its own stays
             in step whatever else the program sends through ``group``.
         board: Of the world.
-        journal: Of this rank; a new one when None.
+        call_log: Of this rank; a new one when None.
         one_machine: The ranks may all be on one machine. Then processes exchange through its memory, if that
             proves to be so.
     """
-    board, journal = board or Board(), journal or Journal()
+    board, call_log = board or MessageBoard(), call_log or CallLog()
     # Weakly: a context that outlives its group, or hangs in a traceback, must not keep its connections.
     references = (weakref.ref(group), weakref.ref(control or group))
     group = cast("dist.ProcessGroup", weakref.proxy(group))
     beside = group if control is None else cast("dist.ProcessGroup", weakref.proxy(control))
     carries_cpu = control is None or carries_cpu_tensors(group)
     shared: SharedRows | None = None
-    lookout = Lookout(
+    monitor = PeerMonitor(
         board=board,
-        journal=journal,
+        call_log=call_log,
         rank=rank,
         size=size,
         has_ended=lambda other: shared is not None and shared.has_ended(other),
@@ -114,30 +114,30 @@ def process_group_collectives(
             work.wait()  # only orders streams: the host goes on
             return
         try:
-            lookout.wait(lambda seconds: _is_done(work, seconds))
+            monitor.wait(lambda seconds: _is_done(work, seconds))
         except Exception:
             if not work.is_completed():
                 _keep_for_ever(references)
             raise
 
-    by_socket = _exchange_by_socket(beside, rank, size, chunk, lookout, finish, references)
-    start_exchange = by_socket
+    by_socket = _exchange_by_socket(beside, rank, size, chunk, monitor, finish, references)
+    start_all_gather_bytes = by_socket
     if one_machine and control is not None and size > 1:  # not between threads, which have no locks
         most = chunk_bytes(size, _MAX_SHARED_BYTES)
         shared = share_rows(lambda message: by_socket(message).finish(), rank, size, most)
         if shared is not None:
             chunk = most
-            start_exchange = _exchange_in_memory(shared, lookout, references[0])
+            start_all_gather_bytes = _exchange_in_memory(shared, monitor, references[0])
 
-    def exchange(message: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return start_exchange(message).finish()
+    def all_gather_bytes(message: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return start_all_gather_bytes(message).finish()
 
     def carrier(buffer: torch.Tensor) -> dist.ProcessGroup:
         return beside if buffer.device.type == "cpu" and not carries_cpu else group
 
     def all_gather(buffer: torch.Tensor) -> torch.Tensor:
         output = buffer.new_empty(size * buffer.numel())
-        with _failures("all_gather", lookout):
+        with _failures("all_gather", monitor):
             # The method: dist.all_gather_into_tensor is deprecated in torch 2.13, its successor absent in
             # 2.11.
             finish(carrier(buffer)._allgather_base(output, buffer), buffer.device)
@@ -146,64 +146,64 @@ def process_group_collectives(
     def all_reduce(buffer: torch.Tensor, op: ReduceOp) -> None:
         options = bindings.AllreduceOptions()
         options.reduceOp = _reduce_op(op)
-        with _failures("all_reduce", lookout):
+        with _failures("all_reduce", monitor):
             finish(carrier(buffer).allreduce([buffer], options), buffer.device)
 
     def broadcast(buffer: torch.Tensor, source: int) -> None:
         if shared is not None and buffer.device.type == "cpu":
-            broadcast_in_rounds(exchange, chunk, rank, buffer, source)
+            broadcast_in_rounds(all_gather_bytes, chunk, rank, buffer, source)
             return
         options = bindings.BroadcastOptions()
         options.rootRank = source
-        with _failures("broadcast", lookout):
+        with _failures("broadcast", monitor):
             finish(carrier(buffer).broadcast([buffer], options), buffer.device)
 
     def scatter(output: torch.Tensor, buffer: torch.Tensor | None, source: int) -> None:
         if shared is not None and output.device.type == "cpu":
-            scatter_in_rounds(exchange, chunk, rank, size, output, buffer, source)
+            scatter_in_rounds(all_gather_bytes, chunk, rank, size, output, buffer, source)
             return
         options = bindings.ScatterOptions()
         options.rootRank = source
         parts = [list(buffer.view(size, -1).unbind())] if buffer is not None and rank == source else []
-        with _failures("scatter", lookout):
+        with _failures("scatter", monitor):
             finish(carrier(output).scatter([output], parts, options), output.device)
 
     def all_to_all(buffer: torch.Tensor) -> torch.Tensor:
         output = torch.empty_like(buffer)
-        with _failures("all_to_all", lookout):
+        with _failures("all_to_all", monitor):
             finish(carrier(buffer).alltoall_base(output, buffer, [], []), buffer.device)
         return output
 
-    def pass_on(outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
+    def shift(outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
         # Not by send and recv: gloo ends all connections of the group where one of them is late.
         goes = [outgoing.numel() if other == rank + 1 else 0 for other in range(size)]
         comes = [incoming.numel() if other == rank - 1 else 0 for other in range(size)]
-        with _failures("pass_on", lookout):
+        with _failures("shift", monitor):
             finish(carrier(outgoing).alltoall_base(incoming, outgoing, comes, goes), outgoing.device)
 
     def finish_for_torch(work: dist.Work, device: torch.device) -> None:
-        with _failures(journal.current.operation, lookout):
+        with _failures(call_log.current.operation, monitor):
             finish(work, device)
 
     def barrier() -> None:
         # Over the control bytes: the same on every backend, and no device has to be named.
-        exchange(torch.empty(0, dtype=torch.uint8))
+        all_gather_bytes(torch.empty(0, dtype=torch.uint8))
 
     return Collectives(
-        exchange=exchange,
-        start_exchange=start_exchange,
+        all_gather_bytes=all_gather_bytes,
+        start_all_gather_bytes=start_all_gather_bytes,
         all_gather=all_gather,
         all_reduce=all_reduce,
         broadcast=broadcast,
         scatter=scatter,
         all_to_all=all_to_all,
-        pass_on=pass_on,
+        shift=shift,
         barrier=barrier,
         finish=finish_for_torch,
-        explain=lambda error: _explained(error, lookout),
+        translate_error=lambda error: _explained(error, monitor),
         chunk=chunk,
         board=board,
-        journal=journal,
+        call_log=call_log,
     )
 
 
@@ -212,10 +212,10 @@ def _exchange_by_socket(
     rank: int,
     size: int,
     chunk: int,
-    lookout: Lookout,
+    monitor: PeerMonitor,
     finish: Callable[[dist.Work, torch.device], None],
     references: tuple[weakref.ref[dist.ProcessGroup], ...],
-) -> Callable[[torch.Tensor], StartedExchange]:
+) -> Callable[[torch.Tensor], StartedAllGather]:
     # Made once: an exchange opens every operation.
     outgoing = torch.zeros(chunk, dtype=torch.uint8)
     incoming = torch.zeros(size * chunk, dtype=torch.uint8)
@@ -225,9 +225,9 @@ def _exchange_by_socket(
     from_first = bindings.BroadcastOptions()
     from_first.rootRank = 0
 
-    def start(message: torch.Tensor) -> StartedExchange:
+    def start(message: torch.Tensor) -> StartedAllGather:
         outgoing[: message.numel()] = message
-        with _failures("exchange", lookout):
+        with _failures("all_gather_bytes", monitor):
             if size == 2:
                 works = [group._allgather_base(incoming, outgoing)]
             else:
@@ -238,7 +238,7 @@ def _exchange_by_socket(
                     works.append(group.broadcast([incoming], from_first))
 
         def finish_exchange() -> tuple[torch.Tensor, ...]:
-            with _failures("exchange", lookout):
+            with _failures("all_gather_bytes", monitor):
                 for work in reversed(works):
                     finish(work, _CPU)
                 if size > 2 and rank == 0:
@@ -249,27 +249,27 @@ def _exchange_by_socket(
             if not all(work.is_completed() for work in works):
                 _keep_for_ever(references)
 
-        return StartedExchange(finish_exchange, abandon)
+        return StartedAllGather(finish_exchange, abandon)
 
     return start
 
 
 def _exchange_in_memory(
-    shared: SharedRows, lookout: Lookout, reference: weakref.ref[dist.ProcessGroup]
-) -> Callable[[torch.Tensor], StartedExchange]:
+    shared: SharedRows, monitor: PeerMonitor, reference: weakref.ref[dist.ProcessGroup]
+) -> Callable[[torch.Tensor], StartedAllGather]:
     def finish() -> tuple[torch.Tensor, ...]:
         try:
-            lookout.wait(shared.wait)
+            monitor.wait(shared.wait)
         except LostRanksError as lost:
-            error = lookout.explain_loss(str(lost), lost.ranks)
+            error = monitor.explain_loss(str(lost), lost.ranks)
             raise error from error.__cause__  # what it was caused by there, and not by what was seen here
         return shared.read()
 
-    started = StartedExchange(finish, lambda: None)  # one for all: only one is under way at a time
+    started = StartedAllGather(finish, lambda: None)  # one for all: only one is under way at a time
 
-    def start(message: torch.Tensor) -> StartedExchange:
+    def start(message: torch.Tensor) -> StartedAllGather:
         if reference() is None:
-            raise _closed("exchange")
+            raise _closed("all_gather_bytes")
         shared.write(message)
         return started
 
@@ -305,14 +305,14 @@ def _keep_for_ever(references: tuple[weakref.ref[dist.ProcessGroup], ...]) -> No
 
 
 @contextmanager
-def _failures(operation: str, lookout: Lookout) -> Generator[None]:
+def _failures(operation: str, monitor: PeerMonitor) -> Generator[None]:
     """Turn what a backend raises for a lost or late peer into our errors; let everything else through."""
     try:
         yield
     except ReferenceError as error:
         raise _closed(operation) from error
     except RuntimeError as error:
-        explained = _explained(error, lookout)
+        explained = _explained(error, monitor)
         if explained is error:
             raise
         raise explained from (explained.__cause__ or error)
@@ -324,16 +324,16 @@ def _closed(operation: str) -> DistributedError:
     )
 
 
-def _explained(error: Exception, lookout: Lookout) -> Exception:
+def _explained(error: Exception, monitor: PeerMonitor) -> Exception:
     """Say which rank is missing and why, where that is what a backend complains of."""
     text = str(error)
     if not isinstance(error, RuntimeError) or isinstance(error, DistributedError):
         return error
     if "imed out" in text or "timeout" in text.lower():
-        late = late_error(lookout.journal, lookout.rank, lookout.journal.patience_s, [])
+        late = late_error(monitor.call_log, monitor.rank, monitor.call_log.patience_s, [])
         return CollectiveTimeoutError(f"{late}\nThe backend said: {text}")
     if "onnection" in text or "peer" in text:
-        return lookout.explain_loss(f"The backend said: {text}")
+        return monitor.explain_loss(f"The backend said: {text}")
     return error
 
 

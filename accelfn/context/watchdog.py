@@ -8,7 +8,7 @@ import time
 import traceback
 from collections.abc import Callable
 
-from accelfn.context.board import Board
+from accelfn.context.message_board import MessageBoard
 
 __all__ = ("print_all_stacks", "start_watchdog")
 
@@ -16,7 +16,7 @@ _POLL_S = 0.5
 _ANSWERS_S = 2.5
 
 
-def start_watchdog(board: Board, rank: int, *, whole_process: bool) -> Callable[[], None]:
+def start_watchdog(board: MessageBoard, rank: int, *, whole_process: bool) -> Callable[[], None]:
     """Start a thread that writes this rank's Python stacks on the board when another rank asks for them.
 
     Ranks: local; call it on the thread that is the rank.
@@ -44,7 +44,7 @@ def start_watchdog(board: Board, rank: int, *, whole_process: bool) -> Callable[
     return stop
 
 
-def print_all_stacks(board: Board, rank: int, size: int) -> None:
+def print_all_stacks(board: MessageBoard, rank: int, size: int) -> None:
     """Ask every watched rank for its stacks and print them on stderr; nothing where no rank is watched.
 
     Of several ranks that ask, the first one prints.
@@ -68,7 +68,7 @@ def print_all_stacks(board: Board, rank: int, size: int) -> None:
     print("\n".join([title, *parts]), file=sys.stderr, flush=True)
 
 
-def _watch(board: Board, rank: int, shown: int | None, done: threading.Event) -> None:
+def _watch(board: MessageBoard, rank: int, shown: int | None, done: threading.Event) -> None:
     while not done.wait(_POLL_S):
         if board.read("stacks"):
             board.post(f"stacks/{rank}", _stacks(shown))

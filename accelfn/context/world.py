@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 from accelfn.errors import ConfigurationError
 
-__all__ = ("Keeper", "Made", "World")
+__all__ = ("GroupOwner", "Owned", "World")
 
 _CPU = torch.device("cpu")
 
 
-class Keeper:
+class GroupOwner:
     """Keeps a process group alive until it is told to let go: one that torch's registry doesn't know."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -29,7 +29,7 @@ class Keeper:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Made:
+class Owned:
     """What ``init_context`` set up and ``close_context`` takes down again.
 
     Attributes:
@@ -82,8 +82,8 @@ class World:
     device: torch.device = _CPU
     backend: str | None = None
     group_ref: weakref.ref[dist.ProcessGroup] | None = None
-    keeper: Keeper | None = field(default=None, compare=False, repr=False)
-    made: Made = field(default_factory=Made)
+    keeper: GroupOwner | None = field(default=None, compare=False, repr=False)
+    made: Owned = field(default_factory=Owned)
 
     @property
     def group(self) -> dist.ProcessGroup | None:

@@ -10,14 +10,14 @@ from typing import Any, TypeAlias, cast
 from torch.utils.data import BatchSampler, DataLoader
 
 from accelfn.context.config import DataLoaderConfiguration
-from accelfn.data.order import Order, Take, check_length, read_order, refuse_sharded, take_from
+from accelfn.data.order import IndexFn, Order, check_length, read_order, refuse_sharded, take_from
 from accelfn.data.plan import EpochPlan, Planner, plan_epoch, planner, rows_in
-from accelfn.data.reading import Share
+from accelfn.data.reading import BatchInfo
 
 __all__ = (
     "Asked",
-    "AskedBatches",
-    "AskedSamples",
+    "BatchSamplerSpec",
+    "SamplerSpec",
     "batch_sampler_of",
     "read_asked",
     "sampler_of",
@@ -26,7 +26,7 @@ __all__ = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AskedSamples:
+class SamplerSpec:
     """Samples in an order, in batches of one size.
 
     Attributes:
@@ -65,7 +65,7 @@ class AskedSamples:
         """
         check_length(self.dataset, self.order)
 
-    def take(self, seed: int, epoch: int, drawn: Sequence[Any] | None = None) -> Take:
+    def take(self, seed: int, epoch: int, drawn: Sequence[Any] | None = None) -> IndexFn:
         """Learn what stands where in an epoch; ``drawn`` is what the sampler of the user's own gave.
 
         Raises:
@@ -82,7 +82,7 @@ class AskedSamples:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AskedBatches:
+class BatchSamplerSpec:
     """The batches of the user's own batch sampler.
 
     Batches of the size that it names (the last may be shorter) are samples in an order, and are shared out as
@@ -165,7 +165,7 @@ class AskedBatches:
         )
 
 
-Asked: TypeAlias = AskedSamples | AskedBatches
+Asked: TypeAlias = SamplerSpec | BatchSamplerSpec
 
 
 def read_asked(loading: DataLoaderConfiguration, size: int, source: DataLoader[Any]) -> Asked:
@@ -197,7 +197,7 @@ def read_asked(loading: DataLoaderConfiguration, size: int, source: DataLoader[A
     named = getattr(batch_sampler, "batch_size", None)
     if named is not None:
         planned(0, 0, int(named))  # refuses a batch that can't be split
-    return AskedBatches(
+    return BatchSamplerSpec(
         sampler=batch_sampler,
         named=None if named is None else int(named),
         size=size,
@@ -210,10 +210,10 @@ def read_asked(loading: DataLoaderConfiguration, size: int, source: DataLoader[A
 
 def _samples(
     source: DataLoader[Any], make_plan: Callable[[int, int], EpochPlan], are_items: bool
-) -> AskedSamples:
+) -> SamplerSpec:
     sampler = sampler_of(source)
     order = read_order(sampler, source.dataset, 0)
-    return AskedSamples(
+    return SamplerSpec(
         dataset=source.dataset,
         order=order,
         sampler=sampler if order.kind == "sampler" else None,
@@ -244,7 +244,7 @@ def sampler_of(source: DataLoader[Any]) -> Any:
 
 def share_of_batches(
     plan: EpochPlan, step: int, rank: int, lengths: Sequence[int], ends: Sequence[int]
-) -> Share:
+) -> BatchInfo:
     """Describe the batch that ``rank`` reads in ``step`` of a plan that counts batches. Pure.
 
     Args:
@@ -258,7 +258,7 @@ def share_of_batches(
     rows = [lengths[positions[0]] if positions else 0 for positions in here]
     new = plan.num_valid(step)  # in rank order; batches behind it are repeated
     valid = tuple(number if one < new else 0 for one, number in enumerate(rows))
-    return Share(
+    return BatchInfo(
         num_rows=rows[rank],
         max_rows=max(rows),
         num_valid=sum(valid),

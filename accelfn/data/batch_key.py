@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from accelfn.context import Context
-from accelfn.data.reading import Share
+from accelfn.data.reading import BatchInfo
 
 __all__ = ("Draws", "draws_of")
 
@@ -28,7 +28,7 @@ class Draws:
         return f"Draws({self.name!r})"
 
 
-def draws_of(ctx: Context, source: str, index: int, share: Share, before: int, is_own: bool) -> Draws:
+def draws_of(ctx: Context, source: str, index: int, share: BatchInfo, before: int, is_own: bool) -> Draws:
     """Name the random numbers of a batch. Pure.
 
     Args:

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accelfn.comm import Call, gather_bytes
 from accelfn.context import Context
-from accelfn.data.asked import AskedBatches, read_asked, sampler_of
+from accelfn.data.asked import BatchSamplerSpec, read_asked, sampler_of
 from accelfn.data.dispatch import SliceFunction, dispatch
 from accelfn.data.own import OwnReader
 from accelfn.data.reading import Reader
@@ -58,7 +58,7 @@ def choose_reader(
     _refuse_disorder(loader)
     asked = read_asked(ctx.loading, ctx.num_processes, loader)
     seed = agree_on_seed(ctx, loader, asked.what)
-    if isinstance(asked, AskedBatches):
+    if isinstance(asked, BatchSamplerSpec):
         return BatchedReader(ctx, loader, asked, seed)
     return SampledReader(ctx, loader, asked, seed, ctx.rank)
 

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 from accelfn.data.plan import EpochPlan
 
-__all__ = ("Cut", "Piece", "begun_once", "cut_stream")
+__all__ = ("Piece", "StreamPlan", "begun_once", "cut_stream")
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class StreamPlan:
     """How a stream is cut.
 
     Attributes:
@@ -90,7 +90,7 @@ class Piece(NamedTuple):
 
 def cut_stream(
     samples: Iterator[Any],
-    cut: Cut,
+    cut: StreamPlan,
     start: int = 0,
     num_passed: int = 0,
     begin: int = 0,

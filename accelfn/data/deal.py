@@ -12,13 +12,13 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from accelfn.context import Context
-from accelfn.data.order import Take
-from accelfn.data.parts import CannotSendError, Parts, Received
+from accelfn.data.order import IndexFn
+from accelfn.data.parts import BatchScatter, CannotSendError, Received
 from accelfn.data.plan import EpochPlan
 from accelfn.data.sampled import Keyed, batches_of
 from accelfn.tree import flatten, slice_tensors
 
-__all__ = ("Dealer", "SliceFunction", "check_slice_function", "hand_out")
+__all__ = ("BatchSplitter", "SliceFunction", "check_slice_function", "hand_out")
 
 _SLICE_FN = "slice_fn(batch, rows, *, process_index, num_processes)"
 
@@ -51,7 +51,7 @@ def check_slice_function(slice_fn: object) -> None:
         ) from error
 
 
-class Dealer:
+class BatchSplitter:
     """Makes the parts of each step of what rank 0's loader gives."""
 
     def __init__(self, ctx: Context, slice_fn: SliceFunction | None) -> None:
@@ -61,7 +61,7 @@ class Dealer:
         # A step is one batch, of which each rank gets rows; otherwise each rank gets a batch of its own.
         self.cuts: bool = ctx.loading.split_batches or slice_fn is not None
 
-    def lists(self, plan: EpochPlan, take: Take, key: tuple[int, int]) -> Iterator[Keyed]:
+    def lists(self, plan: EpochPlan, take: IndexFn, key: tuple[int, int]) -> Iterator[Keyed]:
         """Give the lists of samples that rank 0's loader reads: a step's in one, or one for each rank."""
         rows = plan.rank_batch
         # All ranks' pieces of a step lie one after the other: they are the batch of a world of one.
@@ -129,7 +129,7 @@ def _check_rows(batch: Any, rows: int) -> None:
             )
 
 
-def hand_out(way: Parts, steps: Iterator[tuple[Sequence[Any], Any]] | None) -> Received | None:
+def hand_out(way: BatchScatter, steps: Iterator[tuple[Sequence[Any], Any]] | None) -> Received | None:
     """Carry out one step.
 
     Ranks: every rank of the world.

@@ -12,25 +12,25 @@ from torch.utils.data import DataLoader, IterableDataset
 from accelfn.comm import broadcast_object_list, failing_together
 from accelfn.context import Context
 from accelfn.data.asked import (
-    AskedBatches,
-    AskedSamples,
+    BatchSamplerSpec,
+    SamplerSpec,
     batch_sampler_of,
     read_asked,
     share_of_batches,
 )
-from accelfn.data.deal import Dealer, SliceFunction, check_slice_function, hand_out
+from accelfn.data.deal import BatchSplitter, SliceFunction, check_slice_function, hand_out
 from accelfn.data.dispatch_stream import StreamDispatch, dispatch_stream
 from accelfn.data.draws import read_apart
 from accelfn.data.order import draw_here, take_from
-from accelfn.data.parts import Parts
+from accelfn.data.parts import BatchScatter
 from accelfn.data.plan import EpochPlan
 from accelfn.data.reading import (
     EVENED,
     EVENED_OR_DROPPED,
-    Pass,
-    Remembering,
-    Setting,
-    Share,
+    BatchInfo,
+    EpochPass,
+    ReadSettings,
+    Resumable,
     share_of,
     with_rows,
 )
@@ -80,19 +80,19 @@ def dispatch(
         return dispatch_stream(ctx, source, agree, slice_fn)
     asked = read_asked(ctx.loading, ctx.num_processes, source)
     seed = agree(f"dispatched by rank 0: {asked.what}")
-    if isinstance(asked, AskedBatches):
+    if isinstance(asked, BatchSamplerSpec):
         return BatchedDispatch(ctx, source, asked, seed, slice_fn)
     return OrderedDispatch(ctx, source, asked, seed, slice_fn)
 
 
-class OrderedDispatch(Remembering, Generic[T]):
+class OrderedDispatch(Resumable, Generic[T]):
     """Rank 0 reads a map-style dataset by an order of its samples."""
 
     def __init__(
         self,
         ctx: Context,
         source: DataLoader[T],
-        asked: AskedSamples,
+        asked: SamplerSpec,
         seed: int,
         slice_fn: SliceFunction | None,
     ) -> None:
@@ -100,7 +100,7 @@ class OrderedDispatch(Remembering, Generic[T]):
         self.length: int | None = asked.order.num_samples
         self.batch_size: int | None = asked.batch_size
         self.seed = seed
-        self.setting: Setting = Setting(order=asked.order.kind)
+        self.setting: ReadSettings = ReadSettings(order=asked.order.kind)
         self._ctx = ctx
         self._asked = asked
         self._steps = _Steps(ctx, source, slice_fn)
@@ -113,7 +113,7 @@ class OrderedDispatch(Remembering, Generic[T]):
         """Count this rank's batches from ``start`` on."""
         return self.plan(start).num_batches(self._ctx.rank)
 
-    def begin(self, epoch: int, start: int) -> Pass[T]:
+    def begin(self, epoch: int, start: int) -> EpochPass[T]:
         """Begin a pass.
 
         Raises:
@@ -139,14 +139,14 @@ class OrderedDispatch(Remembering, Generic[T]):
         return with_rows(begun) if asked.are_items else begun
 
 
-class BatchedDispatch(Remembering, Generic[T]):
+class BatchedDispatch(Resumable, Generic[T]):
     """Rank 0 reads the batches of the user's own batch sampler, which is asked there alone."""
 
     def __init__(
         self,
         ctx: Context,
         source: DataLoader[T],
-        asked: AskedBatches,
+        asked: BatchSamplerSpec,
         seed: int,
         slice_fn: SliceFunction | None,
     ) -> None:
@@ -166,7 +166,7 @@ class BatchedDispatch(Remembering, Generic[T]):
         """Count this rank's batches, where the batch sampler has a length and nothing is read yet."""
         return self._asked.count(start, self._ctx.rank, self._asked.even_batches)
 
-    def begin(self, epoch: int, start: int) -> Pass[T]:
+    def begin(self, epoch: int, start: int) -> EpochPass[T]:
         """Draw the batches on rank 0, tell all how long they are, and begin a pass."""
         ctx, asked, dealer = self._ctx, self._asked, self._steps.dealer
         drawn: list[list[Any]] = []
@@ -207,7 +207,7 @@ class _Steps:
     """Carries out planned steps: rank 0 reads lists of samples, and hands out what comes of them."""
 
     def __init__(self, ctx: Context, source: DataLoader[Any], slice_fn: SliceFunction | None) -> None:
-        self.dealer = Dealer(ctx, slice_fn)
+        self.dealer = BatchSplitter(ctx, slice_fn)
         self._ctx = ctx
         self._batches = Batches()
         self._loader = rebuild(source, self._batches) if ctx.is_main_process else None
@@ -216,10 +216,10 @@ class _Steps:
         self,
         plan: EpochPlan,
         lists: Callable[[], Iterator[Keyed]] | None,
-        share_at: Callable[[int], Share],
+        share_at: Callable[[int], BatchInfo],
         epoch: int,
         start: int,
-    ) -> Pass[Any]:
+    ) -> EpochPass[Any]:
         """Begin a pass through steps that all ranks know; ``lists`` on rank 0."""
         steps: Iterator[tuple[list[Any], None]] | None = None
         if self._loader is not None and lists is not None:
@@ -228,11 +228,11 @@ class _Steps:
             steps = ((self.dealer.parts(plan, step, batches), None) for step in range(plan.num_steps))
         own = plan.num_batches(self._ctx.rank)
 
-        def read() -> Iterator[tuple[Any, Share]]:
-            way = Parts(self._ctx, f"epoch {epoch} from sample {start}")
+        def read() -> Iterator[tuple[Any, BatchInfo]]:
+            way = BatchScatter(self._ctx, f"epoch {epoch} from sample {start}")
             for step in range(plan.num_steps):
                 received = hand_out(way, steps)
                 if received is not None and step < own:
                     yield received.parts[0], share_at(step)
 
-        return Pass(plan.counts, read(), share_at=share_at, evened_by=EVENED_OR_DROPPED)
+        return EpochPass(plan.counts, read(), share_at=share_at, evened_by=EVENED_OR_DROPPED)

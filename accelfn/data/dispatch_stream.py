@@ -9,11 +9,11 @@ from typing import Any, Generic, TypeVar, cast
 from torch.utils.data import DataLoader
 
 from accelfn.context import Context
-from accelfn.data.cut import Cut
-from accelfn.data.deal import Dealer, SliceFunction, hand_out
-from accelfn.data.parts import Parts
+from accelfn.data.cut import StreamPlan
+from accelfn.data.deal import BatchSplitter, SliceFunction, hand_out
+from accelfn.data.parts import BatchScatter
 from accelfn.data.plan import EpochPlan, rows_in
-from accelfn.data.reading import Own, Pass, Remembering, Setting, Share, rows_of, share_of
+from accelfn.data.reading import BatchInfo, EpochPass, ReadSettings, Resumable, UserState, rows_of, share_of
 from accelfn.data.sources import count_shards
 from accelfn.data.states import State
 from accelfn.data.stream import Seen, StreamReader, length_of, pass_of, setting_of
@@ -46,15 +46,15 @@ def dispatch_stream(
     last = ", the last one dropped" if source.drop_last else ""
     seed = agree(f"a stream of {length} samples, dispatched by rank 0: batches of {source.batch_size}{last}")
     even = ctx.loading.even_batches and size > 1  # alone, there is nobody to keep in step with
-    cut = Cut(rows=rows, rank=ctx.rank, size=size, even=even, drop_last=source.drop_last)
+    cut = StreamPlan(rows=rows, rank=ctx.rank, size=size, even=even, drop_last=source.drop_last)
     return StreamDispatch(ctx, source, cut, seed, slice_fn)
 
 
-class StreamDispatch(Remembering, Generic[T]):
+class StreamDispatch(Resumable, Generic[T]):
     """Rank 0 reads the stream in groups, and each rank receives its part of each."""
 
     def __init__(
-        self, ctx: Context, source: DataLoader[T], cut: Cut, seed: int, slice_fn: SliceFunction | None
+        self, ctx: Context, source: DataLoader[T], cut: StreamPlan, seed: int, slice_fn: SliceFunction | None
     ) -> None:
         """Read ``source``; ``cut`` says what each rank gets of it."""
         self.seed = seed
@@ -62,10 +62,10 @@ class StreamDispatch(Remembering, Generic[T]):
         self._source = source
         self._cut = cut
         self._is_whole = source.batch_size is None
-        self._dealer = Dealer(ctx, slice_fn)
+        self._dealer = BatchSplitter(ctx, slice_fn)
         self.length: int | None = self._length()
         self.batch_size: int | None = None if self._is_whole else cut.group
-        self.setting: Setting = setting_of(ctx, source, cut.group, False)
+        self.setting: ReadSettings = setting_of(ctx, source, cut.group, False)
         self._reader: StreamReader[Any] | None = None
         if ctx.is_main_process:
             # To the reader, a group is one batch of a world of one.
@@ -89,27 +89,27 @@ class StreamDispatch(Remembering, Generic[T]):
         plan = self.plan(start)
         return None if plan is None else plan.num_batches(self._ctx.rank)
 
-    def begin(self, epoch: int, start: int) -> Pass[T]:
+    def begin(self, epoch: int, start: int) -> EpochPass[T]:
         """Begin a pass."""
         self.length = self._length()
         plan = self.plan(start)
-        groups: Iterator[tuple[Any, Share]] | None = None
+        groups: Iterator[tuple[Any, BatchInfo]] | None = None
         own, at = self._take_recalled()
         seen = Seen()
         if self._reader is not None:
             self._reader.seed = self.seed
             self._reader.recall(own, at)
             groups = self._reader.begin(epoch, start).batches
-        way = Parts(self._ctx, f"epoch {epoch} from sample {start}")
+        way = BatchScatter(self._ctx, f"epoch {epoch} from sample {start}")
         return pass_of(self._read(way, groups, plan, seen), self._cut, plan, self._is_whole, seen)
 
     def can_recall(self, stream: State) -> bool:
         """Whether the state of a stream is of this kind of loader; rank 0 alone has one."""
         return self._reader is not None and self._reader.can_recall(stream)
 
-    def rest(self) -> Own:
+    def rest(self) -> UserState:
         """Say the state of the stream between passes; on rank 0."""
-        return Own() if self._reader is None else self._reader.rest()
+        return UserState() if self._reader is None else self._reader.rest()
 
     def finish(self) -> None:
         """Let the dataset see its end; on rank 0."""
@@ -117,8 +117,12 @@ class StreamDispatch(Remembering, Generic[T]):
             self._reader.finish()
 
     def _read(
-        self, way: Parts, groups: Iterator[tuple[Any, Share]] | None, plan: EpochPlan | None, seen: Seen
-    ) -> Iterator[tuple[T, Share]]:
+        self,
+        way: BatchScatter,
+        groups: Iterator[tuple[Any, BatchInfo]] | None,
+        plan: EpochPlan | None,
+        seen: Seen,
+    ) -> Iterator[tuple[T, BatchInfo]]:
         rank = self._ctx.rank
         steps = None if groups is None else self._steps(groups, plan, seen)
         step = 0
@@ -138,7 +142,7 @@ class StreamDispatch(Remembering, Generic[T]):
             step += 1
 
     def _steps(
-        self, groups: Iterator[tuple[Any, Share]], plan: EpochPlan | None, seen: Seen
+        self, groups: Iterator[tuple[Any, BatchInfo]], plan: EpochPlan | None, seen: Seen
     ) -> Iterator[tuple[list[Any], Any]]:
         """Give the parts of each group, and what the other ranks can't know of it; on rank 0."""
         for content, share in groups:
@@ -158,7 +162,7 @@ class StreamDispatch(Remembering, Generic[T]):
             else:
                 yield parts, None if plan is not None else (valid, None, share.is_last, share.consumed)
 
-    def _share(self, facts: tuple[Any, ...]) -> Share:
+    def _share(self, facts: tuple[Any, ...]) -> BatchInfo:
         """Describe this rank's batch by what rank 0 told."""
         valid, rows, is_last, consumed = facts
         rank, in_step = self._ctx.rank, self._cut.in_step
@@ -166,7 +170,7 @@ class StreamDispatch(Remembering, Generic[T]):
             # A rank without a part of the last group may repeat its batch: what it knew of others is over.
             own_rows = rows[rank] if rank < len(rows) else None
             own_valid = None if rank < valid else 0
-            return Share(num_rows=own_rows, own_valid=own_valid, is_last=is_last, consumed=consumed)
+            return BatchInfo(num_rows=own_rows, own_valid=own_valid, is_last=is_last, consumed=consumed)
         if rows is not None:
             return _share_of_items(rows, valid, rank)._replace(is_last=is_last, consumed=consumed)
         share = share_of(self._cut.plan(valid), 0, rank)
@@ -178,14 +182,14 @@ class StreamDispatch(Remembering, Generic[T]):
         return length_of(self._source.dataset, self._source.num_workers)
 
 
-def _share_of_items(rows: Sequence[int | None], valid: int, rank: int) -> Share:
+def _share_of_items(rows: Sequence[int | None], valid: int, rank: int) -> BatchInfo:
     """Describe a rank's batch where the samples are batches; the first ``valid`` are no padding."""
     own = rows[rank] if rank < len(rows) else 0
     known = [number for number in rows if number is not None]
     if len(known) < len(rows):
-        return Share(num_rows=own, own_valid=None if rank < valid else 0)
+        return BatchInfo(num_rows=own, own_valid=None if rank < valid else 0)
     by_rank = tuple(number if one < valid else 0 for one, number in enumerate(known))
-    return Share(
+    return BatchInfo(
         num_rows=own,
         max_rows=max(known),
         num_valid=sum(by_rank),

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from accelfn.data.cut import Cut, Piece, cut_stream
+from accelfn.data.cut import Piece, StreamPlan, cut_stream
 from accelfn.data.draws import random_states, restore_random_states, seed_from
-from accelfn.data.states import Follower, State
+from accelfn.data.states import State, StatefulIterator
 
 __all__ = ("CollatePiece", "FollowedPieces", "GroupedStream", "Settings", "tell")
 
@@ -32,10 +32,10 @@ class GroupedStream(IterableDataset[Piece]):
     def __init__(
         self,
         dataset: Any,
-        cut: Cut,
+        cut: StreamPlan,
         place: torch.Tensor,
         source: int | None,
-        follower: Follower | None = None,
+        follower: StatefulIterator | None = None,
     ) -> None:
         """Read ``dataset``.
 
@@ -65,7 +65,7 @@ class GroupedStream(IterableDataset[Piece]):
         key = (seed, epoch, 0 if worker is None else worker.id, *(() if source is None else (source,)))
         if worker is None:
             state, at = recalled.pop() if recalled else (None, 0)
-            return FollowedPieces(cast("Follower", follower), cut, start, 0, key, state, at)
+            return FollowedPieces(cast("StatefulIterator", follower), cut, start, 0, key, state, at)
         num_passed = 0
         if worker.num_workers > 1:  # the groups of all workers take turns; whoever puts them together counts
             num_passed = max(0, -((worker.id - start // cut.group) // worker.num_workers))
@@ -90,10 +90,10 @@ class Settings(NamedTuple):
     """What a :class:`GroupedStream` holds."""
 
     dataset: Any
-    cut: Cut
+    cut: StreamPlan
     place: torch.Tensor
     source: int | None
-    follower: Follower | None
+    follower: StatefulIterator | None
     recalled: list[tuple[State, int]]  # for one iteration, in this process
 
 
@@ -105,8 +105,8 @@ class FollowedPieces:
 
     def __init__(
         self,
-        follower: Follower,
-        cut: Cut,
+        follower: StatefulIterator,
+        cut: StreamPlan,
         start: int,
         num_passed: int,
         key: tuple[int, ...],
@@ -166,7 +166,7 @@ class FollowedPieces:
         self._begin = 0 if self._state is None else self._start
 
 
-def _read_first(follower: Follower, key: tuple[int, ...], number: int) -> list[Any]:
+def _read_first(follower: StatefulIterator, key: tuple[int, ...], number: int) -> list[Any]:
     seed_from((*key, 0))  # as the first group was read
     return follower.first(number)
 

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
-from accelfn.comm import Call, attempt, gather, gather_bytes
+from accelfn.comm import Call, catch, gather, gather_bytes
 from accelfn.context import Context, check_context
 from accelfn.data.microbatch import MicroBatch, check_micro
 from accelfn.errors import MismatchError
-from accelfn.tree import Structure, find_device, flatten
+from accelfn.tree import TreeSpec, find_device, flatten
 
 __all__ = ("gather_for_metrics", "gather_objects_for_metrics", "gather_valid")
 
@@ -174,7 +174,7 @@ def _length(leaf: Any, as_objects: bool) -> int | None:
     return len(cast("Sequence[Any]", leaf)) if holds_rows else None
 
 
-def _tell_all(ctx: Context, structure: Structure, own: _Told, as_objects: bool) -> list[_Told]:
+def _tell_all(ctx: Context, structure: TreeSpec, own: _Told, as_objects: bool) -> list[_Told]:
     """Exchange what each rank tells; by rank."""
     if ctx.num_processes == 1:
         _refuse_arrays(structure, own.objects, as_objects)
@@ -192,11 +192,11 @@ def _tell_all(ctx: Context, structure: Structure, own: _Told, as_objects: bool) 
         lambda: dict(zip(structure.paths(), kinds, strict=True)),
         pairs=True,
     )
-    blob, error = attempt(dump)
+    blob, error = catch(dump)
     return [_Told(*pickle.loads(one)) for one in gather_bytes(ctx, call, blob or b"", error)]
 
 
-def _refuse_arrays(structure: Structure, objects: Sequence[Any], as_objects: bool) -> None:
+def _refuse_arrays(structure: TreeSpec, objects: Sequence[Any], as_objects: bool) -> None:
     for leaf, path in zip(objects, () if as_objects else structure.paths(), strict=False):
         shape = getattr(leaf, "shape", ())
         if shape:

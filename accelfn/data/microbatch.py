@@ -12,7 +12,7 @@ from accelfn.context.config import GuardMode
 from accelfn.data.batch_key import Draws, draws_of
 from accelfn.data.loader import PreparedDataLoader, passes_of
 from accelfn.data.passes import Passes
-from accelfn.data.reading import EVENED, Pass, Share, rows_of
+from accelfn.data.reading import EVENED, BatchInfo, EpochPass, rows_of
 from accelfn.errors import ConfigurationError, Disagreement, UnevenDataError
 
 __all__ = (
@@ -28,7 +28,7 @@ Uneven = Literal["error", "stop_first", "pad", "join"]
 
 
 # A batch, what is known of it, its place in its window, the window's size, and whether it is the last one.
-_Step: TypeAlias = "tuple[T, Share, int, int, bool | None]"
+_Step: TypeAlias = "tuple[T, BatchInfo, int, int, bool | None]"
 
 
 class MicroBatch(NamedTuple):
@@ -173,18 +173,18 @@ def _microbatches(ctx: Context, loader: Iterable[T], uneven: Uneven) -> Iterator
         steps = _in_windows(ctx, begun, uneven)
     else:
         steps = _counted(ctx, begun, begun.counts, epoch, uneven)
-    journal = ctx.collectives.journal
+    call_log = ctx.collectives.call_log
     source, before = f"epoch {epoch}", 0 if passes is None else passes.consumed
     if passes is None:
-        journal.passes += 1
-        source = f"pass {journal.passes}"
+        call_log.passes += 1
+        source = f"pass {call_log.passes}"
     size = ctx.num_processes
     # What MicroBatch(...) calls, at a third of its cost, which each batch pays.
     make = cast("Callable[..., MicroBatch]", cast("Any", tuple).__new__)
     rows: int | None = 0
     valid: int | None = 0
     is_full = uneven != "join"  # there, what is planned for a step isn't what the ranks do together
-    outer, journal.batches = journal.batches, 0
+    outer, call_log.batches = call_log.batches, 0
     try:
         index = 0
         for batch, share, place, window, is_last in steps:
@@ -204,39 +204,39 @@ def _microbatches(ctx: Context, loader: Iterable[T], uneven: Uneven) -> Iterator
             known = (index, epoch, place, window, place == window - 1, is_last)
             of_step = (own, most, by_all, by_rank, own_valid, consumed or None)
             index += 1
-            journal.batches = index
+            call_log.batches = index
             yield batch, make(MicroBatch, (*known, *of_step, rows, valid, is_full, draws))
         # A source that gave fewer batches than its length has promised is found out here.
         if size > 1 and uneven != "join":
-            journal.has_ended = True
+            call_log.has_ended = True
             read = _read_by_all(passes, begun, uneven)
             check(ctx, Call("microbatches", f"the end after {index} batches{read}"))
     finally:  # what the ranks do then, or in the loop around this one, has nothing to do with this pass
-        journal.batches, journal.has_ended = outer, False
+        call_log.batches, call_log.has_ended = outer, False
     if passes is not None:  # a rank that left batches over has ended its epoch like the others
         passes.finish()
 
 
-def _read_by_all(passes: Passes[Any] | None, begun: Pass[Any], uneven: Uneven) -> str:
+def _read_by_all(passes: Passes[Any] | None, begun: EpochPass[Any], uneven: Uneven) -> str:
     """Say what the ranks have read together, where all must know the same of it."""
     if passes is None or uneven != "error" or not (begun.in_step or begun.counts is not None):
         return ""
     return f" and {passes.consumed} samples of epoch {passes.epoch}"
 
 
-def _begin_any(ctx: Context, loader: Iterable[T], uneven: Uneven) -> Pass[T]:
+def _begin_any(ctx: Context, loader: Iterable[T], uneven: Uneven) -> EpochPass[T]:
     """Begin a pass over what was not prepared."""
     own = len(loader) if isinstance(loader, Sized) else None
-    shares = ((batch, Share(num_rows=rows_of(batch))) for batch in loader)
+    shares = ((batch, BatchInfo(num_rows=rows_of(batch))) for batch in loader)
     if ctx.num_processes == 1 or (ctx.guard.mode == GuardMode.OFF and uneven == "error"):
-        return Pass(None if own is None else (own,), shares, in_step=True)
+        return EpochPass(None if own is None else (own,), shares, in_step=True)
     blobs = gather_bytes(ctx, Call("microbatches"), b"" if own is None else str(own).encode())
     counts = tuple(int(blob) for blob in blobs if blob)
-    return Pass(counts if len(counts) == len(blobs) else None, shares)
+    return EpochPass(counts if len(counts) == len(blobs) else None, shares)
 
 
 def _counted(
-    ctx: Context, begun: Pass[T], counts: tuple[int, ...], epoch: int, uneven: Uneven
+    ctx: Context, begun: EpochPass[T], counts: tuple[int, ...], epoch: int, uneven: Uneven
 ) -> Iterator[_Step[T]]:
     """Go through batches whose number is known on every rank."""
     if min(counts) != max(counts) and uneven == "error":
@@ -256,7 +256,7 @@ def _counted(
         yield batch, share, place, window, index == last
 
 
-def _joined(ctx: Context, begun: Pass[T], epoch: int) -> Iterator[_Step[T]]:
+def _joined(ctx: Context, begun: EpochPass[T], epoch: int) -> Iterator[_Step[T]]:
     """Go through this rank's own batches, and close windows wherever a rank has no more.
 
     A window that stayed open on a rank without batches would lose its gradients, and ranks whose windows
@@ -281,7 +281,7 @@ def _joined(ctx: Context, begun: Pass[T], epoch: int) -> Iterator[_Step[T]]:
         yield batch, share, place, window, index == own - 1
 
 
-def _in_windows(ctx: Context, begun: Pass[T], uneven: Uneven) -> Iterator[_Step[T]]:
+def _in_windows(ctx: Context, begun: EpochPass[T], uneven: Uneven) -> Iterator[_Step[T]]:
     """Go through batches whose number nobody knows, a window at a time."""
     steps = ctx.accumulation.num_steps
     if steps > 1 and not ctx.accumulation.sync_with_dataloader:
@@ -292,7 +292,7 @@ def _in_windows(ctx: Context, begun: Pass[T], uneven: Uneven) -> Iterator[_Step[
         )
     agreed = begun.in_step or (ctx.guard.mode == GuardMode.OFF and uneven == "error")
     batches = begun.batches
-    latest: tuple[T, Share] | None = None
+    latest: tuple[T, BatchInfo] | None = None
     index = 0
     while True:
         held = list(islice(batches, steps))
@@ -321,11 +321,11 @@ def _in_windows(ctx: Context, begun: Pass[T], uneven: Uneven) -> Iterator[_Step[
 
 
 def _lengthened(
-    batches: Iterator[tuple[T, Share]],
+    batches: Iterator[tuple[T, BatchInfo]],
     number: int,
-    share_at: Callable[[int], Share] | None = None,
-    latest: tuple[T, Share] | None = None,
-) -> Iterator[tuple[T, Share]]:
+    share_at: Callable[[int], BatchInfo] | None = None,
+    latest: tuple[T, BatchInfo] | None = None,
+) -> Iterator[tuple[T, BatchInfo]]:
     """Repeat the latest batch, as padding, until there are ``number``."""
     given = 0
     for one in batches:

@@ -17,8 +17,8 @@ from accelfn.errors import ConfigurationError
 
 __all__ = (
     "Drawn",
+    "IndexFn",
     "Order",
-    "Take",
     "check_length",
     "draw_here",
     "draw_together",
@@ -30,7 +30,7 @@ __all__ = (
 P = TypeVar("P")
 
 # Gives what stands at positions of an epoch.
-Take = Callable[[torch.Tensor], list[Any]]
+IndexFn = Callable[[torch.Tensor], list[Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +83,7 @@ class Order:
             indices[here] = permute(keys, self.num_items, positions[here] - number * self.num_items)
         return indices
 
-    def taker(self, seed: int, epoch: int) -> Take:
+    def taker(self, seed: int, epoch: int) -> IndexFn:
         """Give :meth:`at` of one epoch under a seed, as lists."""
         order = replace(self, seed=seed)
         return lambda positions: _listed(order.at(epoch, positions))
@@ -193,7 +193,7 @@ def draw_here(sampler: Any, epoch: int, state: State | None = None) -> tuple[lis
     return list(sampler), before
 
 
-def take_from(drawn: Sequence[Any]) -> Take:
+def take_from(drawn: Sequence[Any]) -> IndexFn:
     """Look positions up in a list."""
     return lambda positions: [drawn[position] for position in _listed(positions)]
 

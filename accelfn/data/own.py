@@ -12,18 +12,18 @@ from accelfn.context import Context
 from accelfn.data.asked import batch_sampler_of
 from accelfn.data.cut import begun_once
 from accelfn.data.grouped import tell
-from accelfn.data.reading import Own, Pass, Remembering, Setting, Share, rows_of
+from accelfn.data.reading import BatchInfo, EpochPass, ReadSettings, Resumable, UserState, rows_of
 from accelfn.data.sampled import twin_of
 from accelfn.data.signals import begin_reading
 from accelfn.data.stateful import is_stateful, num_workers_of, remake_stateful
-from accelfn.data.states import Follower, State, restore_sampler, sampler_state
+from accelfn.data.states import State, StatefulIterator, restore_sampler, sampler_state
 
 __all__ = ("Followed", "OwnReader")
 
 T = TypeVar("T")
 
 
-class OwnReader(Remembering, Generic[T]):
+class OwnReader(Resumable, Generic[T]):
     """Hands out what the user's loader gives."""
 
     def __init__(self, ctx: Context, source: DataLoader[T], seed: int) -> None:
@@ -49,7 +49,7 @@ class OwnReader(Remembering, Generic[T]):
         elif self._sampler is None:
             self._sampler = cast("Any", source).sampler
         num_workers = source.num_workers if isinstance(source.dataset, IterableDataset) else None
-        self.setting: Setting = Setting(
+        self.setting: ReadSettings = ReadSettings(
             num_workers=num_workers, num_processes=ctx.num_processes, rank=ctx.rank
         )
         size = getattr(source, "batch_size", None)
@@ -72,12 +72,12 @@ class OwnReader(Remembering, Generic[T]):
             return num_workers_of(stream) == self._source.num_workers
         return self._followed is not None and self._followed.follower.can_take(stream)
 
-    def rest(self) -> Own:
+    def rest(self) -> UserState:
         """Say the states between passes."""
         sampler = None if self._sampler is None else sampler_state(self._sampler)
-        return Own(sampler, None if self._followed is None else self._followed.follower.rest())
+        return UserState(sampler, None if self._followed is None else self._followed.follower.rest())
 
-    def begin(self, epoch: int, start: int) -> Pass[T]:
+    def begin(self, epoch: int, start: int) -> EpochPass[T]:
         """Begin a pass; what comes before ``start``, here a number of batches, is read and thrown away."""
         if self._followed is not None:
             self._followed.follower.rewind()
@@ -94,7 +94,7 @@ class OwnReader(Remembering, Generic[T]):
         stream = own.stream if own.stream is not None and self.can_recall(own.stream) else None
         batches = self._read(start, stream, at)
         known = counts if len(counts) == len(blobs) else None
-        return Pass(known, batches, sampler=before, is_own=True)
+        return EpochPass(known, batches, sampler=before, is_own=True)
 
     def finish(self) -> None:
         """Let the stream see its end, which a loop that knows how many batches there are doesn't ask for."""
@@ -102,7 +102,7 @@ class OwnReader(Remembering, Generic[T]):
             next(self._to_end, None)
             self._to_end = None
 
-    def _read(self, start: int, stream: State | None, at: int) -> Iterator[tuple[T, Share]]:
+    def _read(self, start: int, stream: State | None, at: int) -> Iterator[tuple[T, BatchInfo]]:
         begin = 0 if stream is None else at
         if self._followed is not None:
             self._followed.recalled = stream
@@ -120,7 +120,7 @@ class OwnReader(Remembering, Generic[T]):
                 self._to_end = batches if state is not None and number == total else None
             elif self._is_stateful:
                 state = batches.state_dict()
-            yield batch, Share(num_rows=rows_of(batch), consumed=number, stream=state)
+            yield batch, BatchInfo(num_rows=rows_of(batch), consumed=number, stream=state)
 
 
 class Followed(IterableDataset[Any]):
@@ -133,7 +133,7 @@ class Followed(IterableDataset[Any]):
 
     def __init__(self, dataset: Any) -> None:
         """Read ``dataset``."""
-        self.follower: Follower = Follower(dataset)
+        self.follower: StatefulIterator = StatefulIterator(dataset)
         self.recalled: State | None = None
         self._inner = dataset
         self._has_ended = False

@@ -14,9 +14,9 @@ from accelfn.comm import Call, agree
 from accelfn.comm.agreement import capacity
 from accelfn.comm.wire import as_bytes, as_tensor, padded_size
 from accelfn.context import Context
-from accelfn.tree import Structure, flatten
+from accelfn.tree import TreeSpec, flatten
 
-__all__ = ("CannotSendError", "Parts", "Received")
+__all__ = ("BatchScatter", "CannotSendError", "Received")
 
 # Flags, bytes of what is told beside the data, bytes of each rank's data on the CPU and on a device.
 _STEP = struct.Struct("<B3xIQQ8x")
@@ -62,7 +62,7 @@ class _Form(NamedTuple):
         leaves: Of a tensor its dtype and whether it is on a device, of anything else its type and value.
     """
 
-    structure: Structure
+    structure: TreeSpec
     leaves: list[tuple[Any, Any]]
 
 
@@ -94,7 +94,7 @@ class _Place(NamedTuple):
     stays: dict[bool, torch.dtype]
 
 
-class Parts:
+class BatchScatter:
     """The way of parts from rank 0 to all ranks, during one pass over data.
 
     A step is one exchange in which small parts travel too, and for larger ones a scatter for what is on the
@@ -286,7 +286,7 @@ def _common_form(parts: Sequence[Any]) -> tuple[_Form, list[list[Any]]]:
     return _Form(structure, kinds), leaves
 
 
-def _kind(leaf: Any, structure: Structure, index: int) -> tuple[Any, Any]:
+def _kind(leaf: Any, structure: TreeSpec, index: int) -> tuple[Any, Any]:
     if isinstance(leaf, torch.Tensor):
         if leaf.layout == torch.strided and not leaf.is_meta:
             return leaf.dtype, leaf.device.type != "cpu"

@@ -13,7 +13,16 @@ from accelfn.context import Context
 from accelfn.data.place import LoaderState, check_state
 from accelfn.data.placement import placer
 from accelfn.data.plan import EpochPlan
-from accelfn.data.reading import Evening, Own, Pass, Reader, Remembering, Share, begin_behind, start_behind
+from accelfn.data.reading import (
+    BatchInfo,
+    EpochPass,
+    Evening,
+    Reader,
+    Resumable,
+    UserState,
+    begin_behind,
+    start_behind,
+)
 from accelfn.data.states import rewound
 from accelfn.data.workers import naming_dead_workers
 
@@ -28,9 +37,9 @@ class _Place:
     def __init__(self) -> None:
         self.epoch = 0  # of the next pass, or of the one that is under way or was left
         self.start = 0  # sample at which the next pass begins
-        self.latest = Share()  # of the batch handed out last: how far all ranks have read
+        self.latest = BatchInfo()  # of the batch handed out last: how far all ranks have read
         self.is_amid = False  # whether a pass is under way, or was left
-        self.own = Own()  # states of the user's own: as the pass began, or of the one that is to begin
+        self.own = UserState()  # states of the user's own: as the pass began, or of the one that is to begin
         self.is_recalled = False  # whether they were restored, and no pass has begun since
         self.num_moves = 0  # how often a place was chosen
         self.has_seed = False  # whether the order's seed is settled
@@ -113,7 +122,7 @@ class Passes(Generic[T]):
         by_state = stream is not None and remembering.can_recall(stream)
         if not check_state(state, self.reader.length, remembering.setting, by_state):
             stream = None  # the place is reached by reading
-        self.move_to(state.epoch, state.consumed, state.seed, Own(state.sampler, stream))
+        self.move_to(state.epoch, state.consumed, state.seed, UserState(state.sampler, stream))
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next pass be ``epoch``, from its start.
@@ -128,13 +137,13 @@ class Passes(Generic[T]):
             raise ValueError(f"set_epoch: epochs count from 0, got {epoch}.")
         place = self._place
         place.epoch = epoch
-        place.start, place.latest = 0, Share()
+        place.start, place.latest = 0, BatchInfo()
         place.is_amid = False
         if place.is_recalled:
-            place.own = Own(place.own.sampler, rewound(place.own.stream))
+            place.own = UserState(place.own.sampler, rewound(place.own.stream))
         tell_epoch(self.source, epoch)
 
-    def move_to(self, epoch: int, start: int, seed: int | None = None, own: Own | None = None) -> None:
+    def move_to(self, epoch: int, start: int, seed: int | None = None, own: UserState | None = None) -> None:
         """Let the next pass begin at sample ``start`` of ``epoch``.
 
         Args:
@@ -145,8 +154,8 @@ class Passes(Generic[T]):
         """
         self.set_epoch(epoch)
         place = self._place
-        place.start, place.latest = start, Share(consumed=start)
-        place.own, place.is_recalled = own or Own(), own is not None
+        place.start, place.latest = start, BatchInfo(consumed=start)
+        place.own, place.is_recalled = own or UserState(), own is not None
         place.num_moves += 1
         if seed is not None:
             self.reader.seed, place.has_seed = seed, True
@@ -180,7 +189,7 @@ class Passes(Generic[T]):
         plan = self.reader.plan(0)
         return None if plan is None else plan.continued(start_behind(plan, self._num_skipped))
 
-    def begin(self) -> Pass[T]:
+    def begin(self) -> EpochPass[T]:
         """Begin a pass. Whoever takes a batch from it calls :meth:`note`, and :meth:`finish` at its end.
 
         Ranks: every rank of the context.
@@ -188,7 +197,7 @@ class Passes(Generic[T]):
         begun = self._begin()
         return begun._replace(batches=self._placed(begun.batches))
 
-    def note(self, share: Share) -> None:
+    def note(self, share: BatchInfo) -> None:
         """Take down how far the pass has come."""
         self._place.latest = share
 
@@ -207,7 +216,7 @@ class Passes(Generic[T]):
                 yield batch if put is None else put(batch)
         self.finish()
 
-    def _begin(self) -> Pass[T]:
+    def _begin(self) -> EpochPass[T]:
         place = self._place
         self._synchronize()
         if not place.has_seed:
@@ -222,23 +231,23 @@ class Passes(Generic[T]):
             self.finish()
         return self._begin_at(place.start, skips)
 
-    def _begin_at(self, start: int, skips: bool) -> Pass[T]:
+    def _begin_at(self, start: int, skips: bool) -> EpochPass[T]:
         place, plan = self._place, self.reader.plan(0) if skips else None
         first = start
         if skips:
             first = 0 if plan is None else start_behind(plan, self._num_skipped)
-        recalled, place.is_recalled = place.own if place.is_recalled else Own(), False
+        recalled, place.is_recalled = place.own if place.is_recalled else UserState(), False
         if first < start:  # the stream has gone beyond the batches that are wanted
-            recalled = Own(recalled.sampler, rewound(recalled.stream))
+            recalled = UserState(recalled.sampler, rewound(recalled.stream))
             start = 0
-        place.start, place.latest = 0, Share(consumed=first)
+        place.start, place.latest = 0, BatchInfo(consumed=first)
         self._remembering().recall(recalled, start)
         with failing_together(self.context, "a data loader"), naming_dead_workers(self.context.rank):
             if skips and plan is None:
                 begun = begin_behind(self.reader, place.epoch, self._num_skipped)
             else:
                 begun = self.reader.begin(place.epoch, first)
-        place.own, place.is_amid = Own(begun.sampler, recalled.stream), True
+        place.own, place.is_amid = UserState(begun.sampler, recalled.stream), True
         return begun
 
     def _skips(self, start: int) -> bool:
@@ -259,7 +268,7 @@ class Passes(Generic[T]):
             return False
         return rest.num_steps == 0 and whole.num_steps > self._num_skipped
 
-    def _placed(self, batches: Iterator[tuple[T, Share]]) -> Iterator[tuple[T, Share]]:
+    def _placed(self, batches: Iterator[tuple[T, BatchInfo]]) -> Iterator[tuple[T, BatchInfo]]:
         """Bring batches to the rank's device; what a source raises is every rank's."""
         put = self._put()
         # Once around all: what the loop over the batches raises doesn't come in here, where they are made.
@@ -272,8 +281,8 @@ class Passes(Generic[T]):
         ctx = self.context
         return placer(ctx.device, ctx.loading.non_blocking) if ctx.device_placement else None
 
-    def _remembering(self) -> Remembering:
-        return cast("Remembering", self.reader)
+    def _remembering(self) -> Resumable:
+        return cast("Resumable", self.reader)
 
     def _synchronize(self) -> None:
         """Bring the random states that the context names to rank 0's, as a pass begins."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, cast
 
-from accelfn.data.reading import Setting
+from accelfn.data.reading import ReadSettings
 from accelfn.data.states import State, check_plain
 from accelfn.errors import ConfigurationError, NotAvailableError
 
@@ -100,7 +100,7 @@ def read_state(values: Mapping[str, Any]) -> LoaderState:
     return LoaderState(**values)
 
 
-def check_state(state: LoaderState, length: int | None, now: Setting, by_state: bool) -> bool:
+def check_state(state: LoaderState, length: int | None, now: ReadSettings, by_state: bool) -> bool:
     """Refuse a state that doesn't fit a loader; say whether the state of its stream can be restored.
 
     Args:
@@ -132,7 +132,7 @@ def _check_version(version: int) -> None:
         )
 
 
-def _check_setting(state: LoaderState, now: Setting, by_state: bool) -> bool:
+def _check_setting(state: LoaderState, now: ReadSettings, by_state: bool) -> bool:
     """Refuse a place in what is read in another way now; say whether the state of its stream holds.
 
     Args:

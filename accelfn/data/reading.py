@@ -16,14 +16,14 @@ from accelfn.tree import find_batch_size
 __all__ = (
     "EVENED",
     "EVENED_OR_DROPPED",
+    "BatchInfo",
+    "EpochPass",
     "Evening",
-    "Own",
-    "Pass",
+    "ReadSettings",
     "Reader",
-    "Remembering",
-    "Setting",
-    "Share",
+    "Resumable",
     "Stepping",
+    "UserState",
     "begin_behind",
     "rows_of",
     "share_of",
@@ -34,12 +34,12 @@ __all__ = (
 
 T = TypeVar("T")
 
-# Of `Pass.evened_by`: where batches are left as they are, and where samples are put together to batches.
+# Of `EpochPass.evened_by`: where batches are left as they are, and where samples are put together to batches.
 EVENED = ("even_batches=True",)
 EVENED_OR_DROPPED = (*EVENED, "drop_last=True")
 
 
-class Share(NamedTuple):
+class BatchInfo(NamedTuple):
     """What is known of one batch of one rank. The first five are those of a MicroBatch, in its order.
 
     Attributes:
@@ -64,7 +64,7 @@ class Share(NamedTuple):
     stream: State | None = None
 
 
-class Own(NamedTuple):
+class UserState(NamedTuple):
     """State of what is the user's own.
 
     Attributes:
@@ -76,7 +76,7 @@ class Own(NamedTuple):
     stream: State | None = None
 
 
-class Setting(NamedTuple):
+class ReadSettings(NamedTuple):
     """What a place in the data holds for; None: any.
 
     Attributes:
@@ -94,24 +94,24 @@ class Setting(NamedTuple):
     order: str | None = None
 
 
-class Remembering:
+class Resumable:
     """A reader of data that may have states of the user's own.
 
     Attributes:
         setting: What a place in its data holds for.
     """
 
-    setting: Setting = Setting()
-    _recalled: tuple[Own, int] | None = None
+    setting: ReadSettings = ReadSettings()
+    _recalled: tuple[UserState, int] | None = None
     _sampler_after: State | None = None
 
-    def recall(self, own: Own, start: int) -> None:
+    def recall(self, own: UserState, start: int) -> None:
         """Let the next pass be of the epoch of ``own``, whose stream is at sample ``start``."""
         self._recalled = own, start
 
-    def rest(self) -> Own:
+    def rest(self) -> UserState:
         """Say the states between passes, as far as this rank knows them."""
-        return Own(self._sampler_after)
+        return UserState(self._sampler_after)
 
     def finish(self) -> None:
         """Note that a pass is over."""
@@ -121,12 +121,12 @@ class Remembering:
         del stream
         return False
 
-    def _take_recalled(self) -> tuple[Own, int]:
+    def _take_recalled(self) -> tuple[UserState, int]:
         recalled, self._recalled = self._recalled, None
-        return recalled or (Own(), 0)
+        return recalled or (UserState(), 0)
 
 
-class Pass(NamedTuple, Generic[T]):
+class EpochPass(NamedTuple, Generic[T]):
     """One pass over the data.
 
     Attributes:
@@ -141,9 +141,9 @@ class Pass(NamedTuple, Generic[T]):
     """
 
     counts: tuple[int, ...] | None
-    batches: Iterator[tuple[T, Share]]
+    batches: Iterator[tuple[T, BatchInfo]]
     in_step: bool = False
-    share_at: Callable[[int], Share] | None = None
+    share_at: Callable[[int], BatchInfo] | None = None
     evened_by: tuple[str, ...] = ()
     sampler: State | None = None
     is_own: bool = False
@@ -170,7 +170,7 @@ class Reader(Protocol[T]):
         """Count this rank's batches from ``start`` on, where that is known before a pass."""
         ...
 
-    def begin(self, epoch: int, start: int) -> Pass[T]:
+    def begin(self, epoch: int, start: int) -> EpochPass[T]:
         """Begin a pass at sample ``start`` of ``epoch``; every rank of the world does."""
         ...
 
@@ -194,7 +194,7 @@ class Evening(Protocol):
 class Stepping(Protocol[T]):
     """A reader that can leave out batches without reading them, though only a pass tells what they hold."""
 
-    def begin_after(self, epoch: int, start: int, num_steps: int) -> Pass[T]:
+    def begin_after(self, epoch: int, start: int, num_steps: int) -> EpochPass[T]:
         """Begin a pass as ``begin`` does, ``num_steps`` steps behind sample ``start``."""
         ...
 
@@ -211,7 +211,7 @@ def start_behind(plan: EpochPlan, num_steps: int) -> int:
     return plan.consumed(num_steps - 1) if num_steps < plan.num_steps else plan.num_samples
 
 
-def begin_behind(reader: Reader[T], epoch: int, num_steps: int) -> Pass[T]:
+def begin_behind(reader: Reader[T], epoch: int, num_steps: int) -> EpochPass[T]:
     """Begin a pass behind the first steps of an epoch that nobody can plan.
 
     Ranks: every rank of the reader's context.
@@ -227,11 +227,11 @@ def begin_behind(reader: Reader[T], epoch: int, num_steps: int) -> Pass[T]:
     )
 
 
-def _shifted(share_at: Callable[[int], Share], number: int) -> Callable[[int], Share]:
+def _shifted(share_at: Callable[[int], BatchInfo], number: int) -> Callable[[int], BatchInfo]:
     return lambda step: share_at(step + number)
 
 
-def share_of(plan: EpochPlan, step: int, rank: int) -> Share:
+def share_of(plan: EpochPlan, step: int, rank: int) -> BatchInfo:
     """Describe the batch that ``rank`` reads in ``step`` of a plan. Pure.
 
     >>> from accelfn.data.plan import plan_epoch
@@ -239,7 +239,7 @@ def share_of(plan: EpochPlan, step: int, rank: int) -> Share:
     >>> share.num_rows, share.own_valid, share.is_last, share.consumed
     (2, 0, True, 5)
     """
-    return Share(
+    return BatchInfo(
         num_rows=plan.num_rows(step, rank),
         max_rows=plan.num_rows(step, 0),
         num_valid=plan.num_valid(step),
@@ -249,7 +249,7 @@ def share_of(plan: EpochPlan, step: int, rank: int) -> Share:
     )
 
 
-def shares_of(plan: EpochPlan, rank: int) -> Iterator[Share]:
+def shares_of(plan: EpochPlan, rank: int) -> Iterator[BatchInfo]:
     """Describe the batches that ``rank`` reads, one after the other, as :func:`share_of` does. Pure.
 
     >>> from accelfn.data.plan import plan_epoch
@@ -261,11 +261,11 @@ def shares_of(plan: EpochPlan, rank: int) -> Iterator[Share]:
     rows, group, consumed = plan.rank_batch, plan.global_batch, plan.start
     # Full steps but for a last one differ in their places only.
     full = max(0, min(num_batches - 1, plan.num_left // group))
-    # What Share(...) calls, at half of its cost, which each batch pays.
-    make = cast("Callable[..., Share]", cast("Any", tuple).__new__)
+    # What BatchInfo(...) calls, at half of its cost, which each batch pays.
+    make = cast("Callable[..., BatchInfo]", cast("Any", tuple).__new__)
     for _ in range(full):
         consumed += group
-        yield make(Share, (rows, rows, group, None, rows, False, consumed, None))
+        yield make(BatchInfo, (rows, rows, group, None, rows, False, consumed, None))
     for step in range(full, num_batches):
         yield share_of(plan, step, rank)
 
@@ -278,20 +278,20 @@ def rows_of(batch: Any) -> int | None:
         return None
 
 
-def with_rows(begun: Pass[T]) -> Pass[T]:
+def with_rows(begun: EpochPass[T]) -> EpochPass[T]:
     """Give a pass over batches of the user's own, whose rows only the batches themselves tell."""
     share_at = None if begun.share_at is None else partial(_place_at, begun.share_at)
     return begun._replace(batches=_counted(begun.batches), share_at=share_at, evened_by=EVENED)
 
 
-def _place_at(share_at: Callable[[int], Share], step: int) -> Share:
-    return Share(consumed=share_at(step).consumed)
+def _place_at(share_at: Callable[[int], BatchInfo], step: int) -> BatchInfo:
+    return BatchInfo(consumed=share_at(step).consumed)
 
 
-def _counted(batches: Iterator[tuple[T, Share]]) -> Iterator[tuple[T, Share]]:
+def _counted(batches: Iterator[tuple[T, BatchInfo]]) -> Iterator[tuple[T, BatchInfo]]:
     for batch, share in batches:
         own_valid = None if share.own_valid else 0
-        known = Share(
+        known = BatchInfo(
             num_rows=rows_of(batch), own_valid=own_valid, is_last=share.is_last, consumed=share.consumed
         )
         yield batch, known

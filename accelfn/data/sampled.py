@@ -11,16 +11,16 @@ from typing import Any, Generic, TypeVar, cast
 from torch.utils.data import DataLoader
 
 from accelfn.context import Context
-from accelfn.data.asked import AskedBatches, AskedSamples, batch_sampler_of, share_of_batches
+from accelfn.data.asked import BatchSamplerSpec, SamplerSpec, batch_sampler_of, share_of_batches
 from accelfn.data.draws import read_apart, seed_from
-from accelfn.data.order import Take, draw_together, take_from
+from accelfn.data.order import IndexFn, draw_together, take_from
 from accelfn.data.plan import EpochPlan
 from accelfn.data.reading import (
     EVENED,
     EVENED_OR_DROPPED,
-    Pass,
-    Remembering,
-    Setting,
+    EpochPass,
+    ReadSettings,
+    Resumable,
     share_of,
     shares_of,
     with_rows,
@@ -55,21 +55,19 @@ _OPTIONS = (
 )
 
 
-class SampledReader(Remembering, Generic[T]):
+class SampledReader(Resumable, Generic[T]):
     """Reads by an order of samples: any position is reached at once, and no list is held.
 
     Where the loader makes no batches, each rank gets one item in each step; ``start`` and ``consumed`` count
     items then.
     """
 
-    def __init__(
-        self, ctx: Context, source: DataLoader[T], asked: AskedSamples, seed: int, rank: int
-    ) -> None:
+    def __init__(self, ctx: Context, source: DataLoader[T], asked: SamplerSpec, seed: int, rank: int) -> None:
         """Read what ``source`` asks for; for ``rank`` of those that read different data."""
         self.length: int | None = asked.order.num_samples
         self.batch_size: int | None = asked.batch_size
         self.seed = seed
-        self.setting: Setting = Setting(order=asked.order.kind)
+        self.setting: ReadSettings = ReadSettings(order=asked.order.kind)
         self.even_batches: bool = ctx.loading.even_batches
         self._ctx = ctx
         self._asked = asked
@@ -89,7 +87,7 @@ class SampledReader(Remembering, Generic[T]):
         """Count this rank's batches from ``start`` on."""
         return self.plan(start).num_batches(self._rank)
 
-    def begin(self, epoch: int, start: int) -> Pass[T]:
+    def begin(self, epoch: int, start: int) -> EpochPass[T]:
         """Begin a pass.
 
         Raises:
@@ -105,7 +103,7 @@ class SampledReader(Remembering, Generic[T]):
         self._sampler_after = drawn.after
         return begun._replace(sampler=drawn.before)
 
-    def _begin_with(self, epoch: int, plan: EpochPlan, drawn: list[Any] | None) -> Pass[T]:
+    def _begin_with(self, epoch: int, plan: EpochPlan, drawn: list[Any] | None) -> EpochPass[T]:
         """Begin a pass over what was drawn."""
         key = (self.seed, epoch)
         take = self._asked.take(*key, drawn)
@@ -113,10 +111,10 @@ class SampledReader(Remembering, Generic[T]):
         return with_rows(begun) if self._asked.are_items else begun
 
 
-class BatchedReader(Remembering, Generic[T]):
+class BatchedReader(Resumable, Generic[T]):
     """Reads the batches of the user's own batch sampler, which rank 0 draws for all."""
 
-    def __init__(self, ctx: Context, source: DataLoader[T], asked: AskedBatches, seed: int) -> None:
+    def __init__(self, ctx: Context, source: DataLoader[T], asked: BatchSamplerSpec, seed: int) -> None:
         """Read what ``source`` asks for."""
         self.length: int | None = None
         self.batch_size: int | None = asked.batch_size
@@ -139,11 +137,11 @@ class BatchedReader(Remembering, Generic[T]):
         """Fill the last step up from now on, or leave it short."""
         self.even_batches = even
 
-    def begin(self, epoch: int, start: int) -> Pass[T]:
+    def begin(self, epoch: int, start: int) -> EpochPass[T]:
         """Draw the batches and begin a pass."""
         return self.begin_after(epoch, start, 0)
 
-    def begin_after(self, epoch: int, start: int, num_steps: int) -> Pass[T]:
+    def begin_after(self, epoch: int, start: int, num_steps: int) -> EpochPass[T]:
         """Begin a pass that leaves out ``num_steps`` steps behind sample ``start``."""
         own, _ = self._take_recalled()
         begin = functools.partial(self._begin_with, (self.seed, epoch), start, num_steps)
@@ -151,7 +149,7 @@ class BatchedReader(Remembering, Generic[T]):
         self._sampler_after = drawn.after
         return begun._replace(sampler=drawn.before)
 
-    def _begin_with(self, key: tuple[int, int], start: int, num_steps: int, items: list[Any]) -> Pass[T]:
+    def _begin_with(self, key: tuple[int, int], start: int, num_steps: int, items: list[Any]) -> EpochPass[T]:
         """Begin a pass over batches that were drawn."""
         asked, rank = self._asked, self._ctx.rank
         drawn = [list(batch) for batch in items]
@@ -174,7 +172,7 @@ class BatchedReader(Remembering, Generic[T]):
         )
         shares = map(share_at, range(plan.num_batches(rank)))
         batches = zip(read_apart(self._loader, is_resumed=plan.start > 0), shares, strict=True)
-        return Pass(plan.counts, batches, share_at=share_at, evened_by=EVENED)
+        return EpochPass(plan.counts, batches, share_at=share_at, evened_by=EVENED)
 
 
 def whole_batches(
@@ -199,17 +197,17 @@ def _planned_pass(
     batches: Batches,
     plan: EpochPlan,
     rank: int,
-    take: Take,
+    take: IndexFn,
     key: tuple[int, int],
-) -> Pass[T]:
+) -> EpochPass[T]:
     batches.begin(lambda: batches_of(plan, rank, take, key))
     share_at = functools.partial(share_of, plan, rank=rank)
     shares = shares_of(plan, rank)
     batched = zip(read_apart(loader, is_resumed=plan.start > 0), shares, strict=True)
-    return Pass(plan.counts, batched, share_at=share_at, evened_by=EVENED_OR_DROPPED)
+    return EpochPass(plan.counts, batched, share_at=share_at, evened_by=EVENED_OR_DROPPED)
 
 
-def batches_of(plan: EpochPlan, rank: int, take: Take, key: tuple[int, int]) -> Iterator[Keyed]:
+def batches_of(plan: EpochPlan, rank: int, take: IndexFn, key: tuple[int, int]) -> Iterator[Keyed]:
     """Give the batches of ``rank``, as lists of what ``take`` gives for their positions."""
     position = plan.start + rank * plan.rank_batch
     for batch in _lists_of(plan, rank, take):
@@ -217,7 +215,7 @@ def batches_of(plan: EpochPlan, rank: int, take: Take, key: tuple[int, int]) -> 
         position += plan.global_batch
 
 
-def _lists_of(plan: EpochPlan, rank: int, take: Take) -> Iterator[list[Any]]:
+def _lists_of(plan: EpochPlan, rank: int, take: IndexFn) -> Iterator[list[Any]]:
     """Give the batches, and nothing with them.
 
     Computed in blocks of steps, so that neither memory nor the time to the first batch grows with the epoch.

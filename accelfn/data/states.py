@@ -14,8 +14,8 @@ from accelfn.data.cut import begun_once
 from accelfn.data.sources import forgets_by, has_exact_state
 
 __all__ = (
-    "Follower",
     "State",
+    "StatefulIterator",
     "check_plain",
     "has_state",
     "restore_sampler",
@@ -131,7 +131,7 @@ def _stream_state(
     return {"begin": begin, "dataset": dataset, "iterator": iterator, "begun": begun, "ended": ended}
 
 
-class Follower:
+class StatefulIterator:
     """Goes through a stream of the user's own, pass after pass, and says its state at any place.
 
     A state is ``begin``, the dataset's as the pass began; ``dataset`` and ``iterator``, theirs now;

@@ -12,18 +12,18 @@ import torch
 from torch.utils.data import DataLoader
 
 from accelfn.context import Context
-from accelfn.data.cut import Cut, Piece
+from accelfn.data.cut import Piece, StreamPlan
 from accelfn.data.draws import read_apart
 from accelfn.data.grouped import CollatePiece, GroupedStream, tell
 from accelfn.data.plan import EpochPlan, rows_in
 from accelfn.data.reading import (
     EVENED,
     EVENED_OR_DROPPED,
-    Own,
-    Pass,
-    Remembering,
-    Setting,
-    Share,
+    BatchInfo,
+    EpochPass,
+    ReadSettings,
+    Resumable,
+    UserState,
     rows_of,
     share_of,
 )
@@ -31,7 +31,7 @@ from accelfn.data.sampled import remake
 from accelfn.data.signals import begin_reading
 from accelfn.data.sources import count_shards, take_shards
 from accelfn.data.stateful import is_stateful, num_workers_of, remake_stateful
-from accelfn.data.states import Follower, State
+from accelfn.data.states import State, StatefulIterator
 from accelfn.errors import ConfigurationError
 
 __all__ = ("Seen", "StreamReader", "length_of", "pass_of", "read_stream", "setting_of")
@@ -39,7 +39,7 @@ __all__ = ("Seen", "StreamReader", "length_of", "pass_of", "read_stream", "setti
 T = TypeVar("T")
 
 
-class StreamReader(Remembering, Generic[T]):
+class StreamReader(Resumable, Generic[T]):
     """Reads the stream in groups, a piece of each for every rank, or this rank's own stream.
 
     ``start`` and ``consumed`` count samples of the stream; of an own stream, those of this rank.
@@ -50,7 +50,7 @@ class StreamReader(Remembering, Generic[T]):
         ctx: Context,
         source: DataLoader[T],
         dataset: Any,
-        cut: Cut,
+        cut: StreamPlan,
         is_own: bool,
         seed: int,
         collate: Callable[[list[Any]], Any] | None = None,
@@ -84,11 +84,11 @@ class StreamReader(Remembering, Generic[T]):
         # Weak: what is left of a pass, and its workers with it, ends when nobody goes through it.
         self._to_end: weakref.ref[Generator[Piece, None, None]] | None = None
         rank = ctx.rank if is_own else None
-        self.setting: Setting = setting_of(ctx, source, cut.group, is_own)
+        self.setting: ReadSettings = setting_of(ctx, source, cut.group, is_own)
         # Workers read ahead, so of theirs only torchdata knows which state belongs to a batch.
         self._is_stateful = source.num_workers > 0 and is_stateful(ctx, source)
         follows = source.num_workers == 0 or self._is_stateful
-        self._follower = Follower(dataset) if follows else None
+        self._follower = StatefulIterator(dataset) if follows else None
         self._grouped = GroupedStream(dataset, cut, self._place, rank, self._follower)
         self._loader: Any = (remake_stateful if self._is_stateful else remake)(
             source,
@@ -110,7 +110,7 @@ class StreamReader(Remembering, Generic[T]):
         plan = self.plan(start)
         return None if plan is None else plan.num_batches(self._cut.rank)
 
-    def begin(self, epoch: int, start: int) -> Pass[T]:
+    def begin(self, epoch: int, start: int) -> EpochPass[T]:
         """Begin a pass."""
         if self._follower is not None:
             self._follower.rewind()
@@ -130,7 +130,7 @@ class StreamReader(Remembering, Generic[T]):
             first = 0
         batches = self._read(pieces, first, start, plan, seen)
         if self._is_own:
-            return Pass(None, batches, is_own=True)
+            return EpochPass(None, batches, is_own=True)
         return pass_of(batches, self._cut, plan, self._is_whole, seen)
 
     def can_recall(self, stream: State) -> bool:
@@ -139,11 +139,11 @@ class StreamReader(Remembering, Generic[T]):
             return num_workers_of(stream) == self._num_workers
         return self._follower is not None and self._follower.can_take(stream)
 
-    def rest(self) -> Own:
+    def rest(self) -> UserState:
         """Say the state of the stream between passes, where this process reads it."""
         if self._num_workers or self._follower is None:
-            return Own()
-        return Own(stream=self._follower.rest())
+            return UserState()
+        return UserState(stream=self._follower.rest())
 
     def finish(self) -> None:
         """Let the dataset see its end, for which a loop that knows its length doesn't ask.
@@ -169,7 +169,7 @@ class StreamReader(Remembering, Generic[T]):
 
     def _read(
         self, pieces: Iterator[Piece], first: int, start: int, plan: EpochPlan | None, seen: Seen
-    ) -> Iterator[tuple[T, Share]]:
+    ) -> Iterator[tuple[T, BatchInfo]]:
         """Give the batches of ``pieces``, which begin at sample ``first``, from sample ``start`` on."""
         consumed = first
         step = 0
@@ -201,7 +201,7 @@ class StreamReader(Remembering, Generic[T]):
                 "stream that the position was taken from?"
             )
 
-    def _share(self, piece: Piece, step: int, plan: EpochPlan | None, consumed: int) -> Share:
+    def _share(self, piece: Piece, step: int, plan: EpochPlan | None, consumed: int) -> BatchInfo:
         cut = self._cut
         # Where ranks may end apart, those that have no piece of the last group don't learn of it.
         planned = plan is not None or cut.in_step
@@ -213,11 +213,11 @@ class StreamReader(Remembering, Generic[T]):
         own_valid = max(0, min(cut.rows, piece.num_valid - cut.rank * cut.rows))
         if self._is_whole:  # how many rows a batch of the user's own has shows in the batch only
             rows = rows_of(piece.content)
-            share = Share(num_rows=rows, own_valid=None if own_valid else 0)
+            share = BatchInfo(num_rows=rows, own_valid=None if own_valid else 0)
         elif self._is_own:
-            share = Share(num_rows=piece.num_rows)
+            share = BatchInfo(num_rows=piece.num_rows)
         else:
-            share = Share(
+            share = BatchInfo(
                 num_rows=piece.num_rows,
                 max_rows=cut.rows if cut.even else min(cut.rows, piece.num_valid),
                 num_valid=piece.num_valid if planned else None,
@@ -248,16 +248,16 @@ class Seen:
 
     def __init__(self) -> None:
         """Know nothing yet."""
-        self.share: Share = Share()
+        self.share: BatchInfo = BatchInfo()
         self.stream: State | None = None
 
-    def share_at(self, step: int) -> Share:
+    def share_at(self, step: int) -> BatchInfo:
         """Say it in a step behind this rank's last."""
         del step
         return self.share
 
 
-def setting_of(ctx: Context, source: DataLoader[Any], group: int | None, is_own: bool) -> Setting:
+def setting_of(ctx: Context, source: DataLoader[Any], group: int | None, is_own: bool) -> ReadSettings:
     """Say what a place in a stream holds for.
 
     Args:
@@ -266,7 +266,7 @@ def setting_of(ctx: Context, source: DataLoader[Any], group: int | None, is_own:
         group: Samples of all that read the stream together, in a step.
         is_own: Each rank has data of its own.
     """
-    return Setting(
+    return ReadSettings(
         num_workers=source.num_workers,
         group=group if source.num_workers > 1 else None,
         num_processes=ctx.num_processes if is_own else None,
@@ -306,7 +306,7 @@ def read_stream(
     drop_last = source.drop_last
     if is_own:
         seed = agree(f"{num_shards} shards, {_batches_of(rows, source)}")
-        cut = Cut(rows=rows, drop_last=drop_last)
+        cut = StreamPlan(rows=rows, drop_last=drop_last)
         return StreamReader(ctx, source, take_shards(dataset, rank, size), cut, True, seed)
     if size > 1 and source.num_workers > 1 and not getattr(source, "in_order", True):
         raise ConfigurationError(
@@ -315,7 +315,7 @@ def read_stream(
         )
     seed = agree(f"a stream of {length_of(dataset)} samples, {_batches_of(rows, source)}")
     # A class can be counted like any object: the first such reader of this world says it.
-    if size > 1 and ctx.collectives.journal.count(StreamReader) == 1 and ctx.is_main_process:
+    if size > 1 and ctx.collectives.call_log.count(StreamReader) == 1 and ctx.is_main_process:
         warnings.warn(
             f"each of {size} ranks reads the whole stream and keeps its part, so the data is read {size} "
             f"times. A dataset that offers num_shards, at least {size}, and shard(num_shards, index) is read "
@@ -323,7 +323,7 @@ def read_stream(
             stacklevel=4,
         )
     even = ctx.loading.even_batches and size > 1  # alone, there is nobody to keep in step with
-    cut = Cut(rows=rows, rank=rank, size=size, even=even, drop_last=drop_last)
+    cut = StreamPlan(rows=rows, rank=rank, size=size, even=even, drop_last=drop_last)
     return StreamReader(ctx, source, dataset, cut, False, seed)
 
 
@@ -334,8 +334,12 @@ def _batches_of(rows: int, source: DataLoader[Any]) -> str:
 
 
 def pass_of(
-    batches: Iterator[tuple[T, Share]], cut: Cut, plan: EpochPlan | None, is_whole: bool, seen: Seen
-) -> Pass[T]:
+    batches: Iterator[tuple[T, BatchInfo]],
+    cut: StreamPlan,
+    plan: EpochPlan | None,
+    is_whole: bool,
+    seen: Seen,
+) -> EpochPass[T]:
     """Make a pass of the batches of a stream that all ranks read.
 
     Args:
@@ -350,11 +354,11 @@ def pass_of(
     share_at = seen.share_at
     if plan is not None:
         share_at = functools.partial(_planned_share, plan, cut.rank, is_whole, seen)
-    return Pass(counts, batches, in_step=cut.in_step, share_at=share_at, evened_by=evened_by)
+    return EpochPass(counts, batches, in_step=cut.in_step, share_at=share_at, evened_by=evened_by)
 
 
-def _planned_share(plan: EpochPlan, rank: int, is_whole: bool, seen: Seen, step: int) -> Share:
-    share = Share(consumed=plan.consumed(step)) if is_whole else share_of(plan, step, rank)
+def _planned_share(plan: EpochPlan, rank: int, is_whole: bool, seen: Seen, step: int) -> BatchInfo:
+    share = BatchInfo(consumed=plan.consumed(step)) if is_whole else share_of(plan, step, rank)
     return share._replace(stream=seen.share.stream)
 
 

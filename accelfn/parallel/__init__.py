@@ -9,7 +9,6 @@ from accelfn.parallel.exact import (
     swap_parts,
 )
 from accelfn.parallel.handle import check_reduced, is_kept_equal, is_replicated, local_steps, uncompiled
-from accelfn.parallel.replica import Replica
 from accelfn.parallel.replicate import (
     check_wrapped,
     no_sync,
@@ -17,10 +16,11 @@ from accelfn.parallel.replicate import (
     trigger_sync_in_backward,
     unchecked,
 )
+from accelfn.parallel.thread_ddp import ThreadDDP
 
 __all__ = (
     "ExactReplica",
-    "Replica",
+    "ThreadDDP",
     "check_reduced",
     "check_wrapped",
     "convert_sync_batchnorm",

@@ -22,20 +22,20 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage] -- every norm with statistics
 from torch.nn.parallel import DistributedDataParallel
 
-from accelfn.comm import Call, attempt, gather_bytes
+from accelfn.comm import Call, catch, gather_bytes
 from accelfn.context import Context
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.ordered_sum import OrderedSum
-from accelfn.parallel.replica import REPLICA, Replica
+from accelfn.parallel.thread_ddp import REPLICA, ThreadDDP
 from accelfn.tree import flatten, flatten_tensor, plan_layout
 
 __all__ = ("ExactReplica", "exact_backward", "exact_batch", "scale_open_sums", "swap_parts")
 
 
-class ExactReplica(Replica):
+class ExactReplica(ThreadDDP):
     """Sums the gradients of one model over all shards of a window, in their order, on any number of ranks.
 
-    Works for any way that a gradient arises, as :class:`Replica` does. While a window is open, ``.grad`` of
+    Works for any way that a gradient arises, as :class:`ThreadDDP` does. While a window is open, ``.grad`` of
     what has got a gradient is None on several ranks: the sums are elsewhere.
     """
 
@@ -123,7 +123,7 @@ class ExactReplica(Replica):
     def _before_gradient(self, index: int, gradient: torch.Tensor) -> None:
         """Hook before a gradient is added to ``.grad``: put away what is there, so that it comes alone."""
         del gradient
-        pending = self._ctx.collectives.journal.after_backward
+        pending = self._ctx.collectives.call_log.after_backward
         if pending is None:  # torch.autograd.grad, which adds nothing
             return
         if pending is not self._pass:
@@ -135,7 +135,7 @@ class ExactReplica(Replica):
     def _after_gradient(self, index: int, parameter: torch.Tensor) -> None:
         """Hook after a gradient was added to ``.grad``."""
         del parameter
-        if self._ctx.collectives.journal.after_backward is None:
+        if self._ctx.collectives.call_log.after_backward is None:
             raise ConfigurationError(
                 'with reduction="canonical", call accelfn.backward(ctx, loss, scaler, micro) instead of '
                 "loss.backward(): it divides the loss by the number of shards, and sums their gradients when "
@@ -151,7 +151,7 @@ class ExactReplica(Replica):
             self._items[index].grad = kept.pop(index)
         if not got:
             return
-        flats, error = attempt(lambda: self._checked(got))
+        flats, error = catch(lambda: self._checked(got))
         if self._seen is not None:
             self._seen |= got
         with torch.no_grad():
@@ -290,13 +290,13 @@ def exact_backward(ctx: Context) -> Generator[None, None, None]:
     Raises:
         ConfigurationError: A parameter got a second gradient from one batch, or one that can't be summed.
     """
-    journal = ctx.collectives.journal
+    call_log = ctx.collectives.call_log
     after: list[Callable[[], None]] = []
-    before, journal.after_backward = journal.after_backward, after
+    before, call_log.after_backward = call_log.after_backward, after
     try:
         yield
     finally:
-        journal.after_backward = before
+        call_log.after_backward = before
     for finish in after:
         finish()
 

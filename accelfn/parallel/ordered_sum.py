@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from accelfn.tree import Group, flatten_tensor
+from accelfn.tree import Buffer, flatten_tensor
 
 __all__ = ("OrderedSum", "Segment")
 
@@ -24,7 +24,7 @@ class Segment(NamedTuple):
 class OrderedSum:
     """This rank's part of the sums of all gradients of one dtype and device."""
 
-    def __init__(self, group: Group, rank: int, size: int) -> None:
+    def __init__(self, group: Buffer, rank: int, size: int) -> None:
         """Lay out the parameters of ``group`` end to end, in ``size`` parts of one length."""
         self.group = group
         total = sum(group.sizes)

@@ -63,12 +63,12 @@ class Reductions:
 
     def _finish(self) -> None:
         begun, self._begun = self._begun, []
-        journal = self._ctx.collectives.journal
-        journal.reducing = True
+        call_log = self._ctx.collectives.call_log
+        call_log.reducing = True
         try:
             for work, buffer, future in begun:
                 self._ctx.collectives.finish(work, buffer.device)
                 future.set_result(buffer)
         finally:
-            journal.reducing = False
-        journal.reductions += 1
+            call_log.reducing = False
+        call_log.reductions += 1

@@ -20,12 +20,12 @@ from accelfn.errors import ConfigurationError
 from accelfn.parallel.comm_hook import choose_comm_hook, register_comm_hook
 from accelfn.parallel.exact import ExactReplica
 from accelfn.parallel.handle import DDPHandle, uncompiled
-from accelfn.parallel.replica import REPLICA, Replica, is_made_of_others
+from accelfn.parallel.thread_ddp import REPLICA, ThreadDDP, is_made_of_others
 from accelfn.tree import flatten
 
 __all__ = (
     "DataParallel",
-    "ForwardCheck",
+    "ForwardAgreement",
     "check_wrapped",
     "no_sync",
     "replicate",
@@ -98,7 +98,7 @@ def replicate(ctx: Context, model: nn.Module) -> nn.Module:
     hook = choose_comm_hook(ctx)
     if ctx.world.group is None:
         _check_each_forward(ctx, model)
-        Replica(ctx, model)
+        ThreadDDP(ctx, model)
         return model
     # DDP would hang, or mix parameters up, where the models differ; compared first, the difference has a
     # name.
@@ -173,7 +173,7 @@ def _is_all_on(device: torch.device, model: nn.Module) -> bool:
     return device.type != "cpu" and all(parameter.device == device for parameter in model.parameters())
 
 
-class ForwardCheck:
+class ForwardAgreement:
     """Lets ranks agree on each forward pass of a model that communicates in it or in its backward.
 
     Torch's reductions have no names: a rank that is elsewhere would leave the others waiting inside them, or
@@ -213,27 +213,27 @@ class ForwardCheck:
         del arguments
         if self._ctx is None or torch.compiler.is_compiling() or vars(model).get(_UNCHECKED):
             return
-        journal = self._ctx.collectives.journal
-        if journal.unsettled is None:
+        call_log = self._ctx.collectives.call_log
+        if call_log.unsettled is None:
             return
 
         def before_backward(gradients: Any) -> None:
             del gradients
-            journal.settle()
+            call_log.settle()
 
         starts = _starts_of_backward(output)
         if not starts:
-            journal.settle()
+            call_log.settle()
         for node in starts:
             node.register_prehook(before_backward)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardCheck:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardAgreement:
         """Check a copied model too."""
         return self
 
-    def __reduce__(self) -> tuple[type[ForwardCheck], tuple[None]]:
+    def __reduce__(self) -> tuple[type[ForwardAgreement], tuple[None]]:
         """Leave no world in a pickle: the model that is loaded from it belongs to none."""
-        return ForwardCheck, (None,)
+        return ForwardAgreement, (None,)
 
 
 def _starts_of_backward(output: Any) -> list[Node]:
@@ -253,7 +253,7 @@ def _starts_of_backward(output: Any) -> list[Node]:
 
 def _check_each_forward(ctx: Context, model: nn.Module) -> None:
     if ctx.guard.mode != GuardMode.OFF:
-        ForwardCheck(ctx).watch(model)
+        ForwardAgreement(ctx).watch(model)
 
 
 @contextmanager
@@ -279,7 +279,7 @@ def _will_sync(model: nn.Module) -> tuple[bool, bool]:
     if isinstance(model, DistributedDataParallel):
         sync = bool(model.require_backward_grad_sync)
         return sync and torch.is_grad_enabled(), bool(cast("Any", model).will_sync_module_buffers())
-    replica = cast("Replica", getattr(model, REPLICA))
+    replica = cast("ThreadDDP", getattr(model, REPLICA))
     return replica.sync and torch.is_grad_enabled(), replica.will_sync_buffers(model)
 
 
@@ -307,7 +307,7 @@ def no_sync(*models: nn.Module) -> Generator[None, None, None]:
 @contextmanager
 def _one_without_sync(model: nn.Module) -> Generator[None, None, None]:
     model = uncompiled(model)
-    replica = cast("Replica | None", vars(model).get(REPLICA))
+    replica = cast("ThreadDDP | None", vars(model).get(REPLICA))
     if isinstance(model, DistributedDataParallel):
         if model.static_graph and torch.is_grad_enabled():
             raise ConfigurationError(
@@ -340,7 +340,7 @@ def trigger_sync_in_backward(model: nn.Module) -> Generator[None, None, None]:
             take what they know from a forward pass that is going to be averaged.
     """
     model = uncompiled(model)
-    replica = cast("Replica | None", vars(model).get(REPLICA))
+    replica = cast("ThreadDDP | None", vars(model).get(REPLICA))
     if isinstance(model, DistributedDataParallel):
         ddp = cast("Any", model)
         if ddp.find_unused_parameters or ddp.static_graph:

@@ -63,7 +63,7 @@ def inject(
         return collectives
     calls = itertools.count()
     left_out = False
-    journal = collectives.journal
+    call_log = collectives.call_log
     postponed: list[tuple[int, Callable[[], object]]] = []  # with the number of the operation
 
     def wrap(function: Callable[P, T], unmade: Callable[P, T], *, opens: bool = False) -> Callable[P, T]:
@@ -72,13 +72,13 @@ def inject(
             number = next(calls)
             left_out = left_out and not opens  # what follows the exchange of an operation belongs to it
             # After the operation that came in between, but not amid what it takes to explain a mismatch.
-            while opens and postponed and journal.number > postponed[0][0] + 1:
+            while opens and postponed and call_log.number > postponed[0][0] + 1:
                 postponed.pop(0)[1]()
             for fault in mine:
                 if fault.at == number:
                     left_out = left_out or fault.kind in ("skip", "swap")
                     if fault.kind == "swap":
-                        postponed.append((journal.number, lambda: function(*args, **kwargs)))
+                        postponed.append((call_log.number, lambda: function(*args, **kwargs)))
                     _happen(fault, die)
             if left_out:
                 return unmade(*args, **kwargs)
@@ -94,14 +94,15 @@ def inject(
 
     return replace(
         collectives,
-        start_exchange=None,  # past which a fault would slip: this rank waits in exchange, where others start
-        exchange=wrap(collectives.exchange, lambda message: (message,) * size, opens=True),
+        # A fault would slip past it: this rank waits in all_gather_bytes, where others start.
+        start_all_gather_bytes=None,
+        all_gather_bytes=wrap(collectives.all_gather_bytes, lambda message: (message,) * size, opens=True),
         all_gather=wrap(collectives.all_gather, lambda buffer: buffer.repeat(size)),
         all_reduce=wrap(collectives.all_reduce, lambda buffer, op: None),
         broadcast=wrap(collectives.broadcast, lambda buffer, source: None),
         scatter=wrap(collectives.scatter, scatter_alone),
         all_to_all=wrap(collectives.all_to_all, lambda buffer: buffer),
-        pass_on=wrap(collectives.pass_on, lambda outgoing, incoming: None),
+        shift=wrap(collectives.shift, lambda outgoing, incoming: None),
         barrier=wrap(collectives.barrier, lambda: None),
     )
 

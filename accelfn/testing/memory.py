@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from accelfn.context import Collectives, Journal, ReduceOp, World, chunk_bytes
-from accelfn.testing.meeting import Meeting
+from accelfn.context import CallLog, Collectives, ReduceOp, World, chunk_bytes
+from accelfn.testing.rendezvous import Rendezvous
 
 __all__ = ("memory_collectives", "memory_world")
 
@@ -30,7 +30,7 @@ def memory_world(rank: int, size: int, num_nodes: int = 1, backend: str = "memor
     )
 
 
-def memory_collectives(meeting: Meeting, rank: int, size: int, journal: Journal) -> Collectives:
+def memory_collectives(rendezvous: Rendezvous, rank: int, size: int, call_log: CallLog) -> Collectives:
     """Fill the seam with meetings of threads.
 
     A buffer that a caller goes on using is read by the others between two meetings: nobody returns before all
@@ -38,14 +38,14 @@ def memory_collectives(meeting: Meeting, rank: int, size: int, journal: Journal)
     """
 
     def meet(call: tuple[object, ...], value: Any) -> list[Any]:
-        return meeting.meet(rank, call, value, journal)
+        return rendezvous.meet(rank, call, value, call_log)
 
     def finish(name: str) -> None:
         meet((name, "end"), None)
 
-    def exchange(message: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        # Messages are never written again, so one meeting is enough.
-        return tuple(meet(("exchange",), message))
+    def all_gather_bytes(message: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        # Messages are never written again, so one rendezvous is enough.
+        return tuple(meet(("all_gather_bytes",), message))
 
     def all_gather(buffer: torch.Tensor) -> torch.Tensor:
         joined = torch.cat(meet(("all_gather", *_form(buffer)), buffer))
@@ -78,28 +78,28 @@ def memory_collectives(meeting: Meeting, rank: int, size: int, journal: Journal)
         finish("all_to_all")
         return received
 
-    def pass_on(outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
-        sent = meet(("pass_on",), outgoing)
+    def shift(outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
+        sent = meet(("shift",), outgoing)
         if rank:
             incoming.copy_(sent[rank - 1])
-        finish("pass_on")
+        finish("shift")
 
     def barrier() -> None:
         meet(("barrier",), None)
 
     return Collectives(
-        exchange=exchange,
+        all_gather_bytes=all_gather_bytes,
         all_gather=all_gather,
         all_reduce=all_reduce,
         broadcast=broadcast,
         scatter=scatter,
         all_to_all=all_to_all,
-        pass_on=pass_on,
+        shift=shift,
         barrier=barrier,
         chunk=chunk_bytes(size),
-        aside=lambda: meeting.aside(rank),
-        board=meeting.board,
-        journal=journal,
+        while_blocked=lambda: rendezvous.aside(rank),
+        board=rendezvous.board,
+        call_log=call_log,
     )
 
 

@@ -19,19 +19,19 @@ def taking_part(ctx: Context, *, whole_process: bool) -> Generator[None]:
         ctx: Of this rank.
         whole_process: Whether the rank is a process, and not a thread.
     """
-    board, journal, rank = ctx.collectives.board, ctx.collectives.journal, ctx.rank
+    board, call_log, rank = ctx.collectives.board, ctx.collectives.call_log, ctx.rank
     end_watch = start_watchdog(board, rank, whole_process=whole_process) if ctx.guard.watchdog else None
     try:
         yield
-        if journal.background is not None:
-            journal.background.settle()
+        if call_log.background is not None:
+            call_log.background.settle()
     except RankDeath:  # nobody is told
         raise
     except BaseException as error:
-        publish(board, journal, rank, error)
+        publish(board, call_log, rank, error)
         raise
     else:
-        announce_end(board, journal, rank)
+        announce_end(board, call_log, rank)
     finally:
         if end_watch is not None:
             end_watch()

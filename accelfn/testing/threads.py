@@ -11,9 +11,9 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 
 from accelfn.context import (
+    CallLog,
     Collectives,
     Context,
-    Journal,
     World,
     make_gloo_group,
     process_group_collectives,
@@ -21,18 +21,18 @@ from accelfn.context import (
 )
 from accelfn.errors import CollectiveTimeoutError
 from accelfn.testing.faults import Fault, RankDeath, inject
-from accelfn.testing.meeting import Meeting
 from accelfn.testing.memory import memory_collectives, memory_world
 from accelfn.testing.outcome import Outcome, conclude
 from accelfn.testing.part import taking_part
+from accelfn.testing.rendezvous import Rendezvous
 
 __all__ = ("run_on_gloo_threads", "run_on_memory")
 
 T = TypeVar("T")
 Configure = Callable[[Context], Context]
 
-# Threads that wait in a meeting notice at once; one that computes gets this much longer before the world is
-# given up.
+# Threads that wait in a rendezvous notice at once; one that computes gets this much longer before the world
+# is given up.
 _GRACE_S = 5.0
 
 
@@ -45,13 +45,13 @@ def run_on_memory(
     num_nodes: int,
 ) -> list[T]:
     """Run ``fn`` on threads that meet in memory."""
-    meeting = Meeting(size)
+    rendezvous = Rendezvous(size)
 
     def enter(rank: int) -> tuple[World, Collectives]:
-        meeting.enter(rank)
-        return memory_world(rank, size, num_nodes), memory_collectives(meeting, rank, size, Journal())
+        rendezvous.enter(rank)
+        return memory_world(rank, size, num_nodes), memory_collectives(rendezvous, rank, size, CallLog())
 
-    return _run(fn, size, configure, timeout_s, faults, "memory", meeting.open, enter, meeting.leave)
+    return _run(fn, size, configure, timeout_s, faults, "memory", rendezvous.open, enter, rendezvous.leave)
 
 
 def run_on_gloo_threads(

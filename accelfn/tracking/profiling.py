@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from accelfn.comm import Call, agree, attempt
+from accelfn.comm import Call, agree, catch
 from accelfn.context import Context, check_context
 from accelfn.context.config import ProfileKwargs
 from accelfn.errors import ConfigurationError, NotAvailableError
@@ -67,7 +67,7 @@ def profile(
     def ready(profiler: torch.profiler.profile) -> None:
         if options.on_trace_ready is not None:
             options.on_trace_ready(profiler)
-        done, error = attempt(lambda: _write(profiler, path))
+        done, error = catch(lambda: _write(profiler, path))
         if error is not None:
             problems.append(error)
         elif done is not None:

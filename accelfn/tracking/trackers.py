@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
-from accelfn.comm import attempt, failing_together
+from accelfn.comm import catch, failing_together
 from accelfn.context import Context, check_context
 from accelfn.errors import ConfigurationError, MissingExtraError
 from accelfn.tracking.choose import TrackerPlan, plan_trackers
@@ -397,7 +397,7 @@ def _each(trackers: Trackers, doing: str, action: Callable[[GeneralTracker], Non
     """Do something with each tracker; what the first raised is raised after the last, if that is wanted."""
     problems: list[Exception] = []
     for one in trackers.active:
-        _, error = attempt(lambda one=one: action(one))
+        _, error = catch(lambda one=one: action(one))
         if error is not None:
             problems.append(error)
             _failed(trackers, one.name, doing, error)
@@ -407,7 +407,7 @@ def _each(trackers: Trackers, doing: str, action: Callable[[GeneralTracker], Non
 
 
 def _guarded(trackers: Trackers, name: str, doing: str, action: Callable[[], None]) -> None:
-    _, error = attempt(action)
+    _, error = catch(action)
     if error is None:
         return
     _failed(trackers, name, doing, error)

@@ -15,7 +15,16 @@ from accelfn.context import Context
 from accelfn.data import MicroBatch
 from accelfn.data.batch_key import Draws
 from accelfn.parallel import swap_parts
-from accelfn.tree import Group, Packed, fill, find_batch_size, flatten, map_tensors, plan_layout, unpack
+from accelfn.tree import (
+    Buffer,
+    Packed,
+    find_batch_size,
+    flatten,
+    flatten_group,
+    map_tensors,
+    plan_layout,
+    unpack,
+)
 
 __all__ = ("cut_into_shards", "draw_as", "draw_for", "mean_of_shards", "num_shards")
 
@@ -148,10 +157,10 @@ def mean_of_shards(
     return unpack(Packed(tuple([_mean(ctx, group, shards) for group in layout.groups]), layout))
 
 
-def _mean(ctx: Context, group: Group, shards: Sequence[list[torch.Tensor]]) -> torch.Tensor:
+def _mean(ctx: Context, group: Buffer, shards: Sequence[list[torch.Tensor]]) -> torch.Tensor:
     """Average the tensors of ``group`` over the shards of all ranks."""
     size, number, total = ctx.num_processes, len(shards), sum(group.sizes)
-    flats = (fill(group, shard) for shard in shards)
+    flats = (flatten_group(group, shard) for shard in shards)
     if size == 1:
         return _ordered_mean(flats, number)
     length = -(-total // size)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from accelfn.comm import attempt
+from accelfn.comm import catch
 from accelfn.context import Collectives, Context, World
 from accelfn.training.exact import draw_as, mean_of_shards
 from accelfn.training.scaler import ScalerState, inverse_of_weight
@@ -68,7 +68,7 @@ def mean_of_pieces(
     Raises:
         Exception: What ``compute`` raises, and RemoteRankError on the other ranks.
     """
-    found, error = attempt(compute)
+    found, error = catch(compute)
     rows: list[list[torch.Tensor]] = []
     structure: Any = None
     for shard in found or ():

@@ -7,11 +7,11 @@ from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 
-from accelfn.comm import attempt, reduce
+from accelfn.comm import catch, reduce
 from accelfn.context import Context, check_context
 from accelfn.training.exact import cut_into_shards, mean_of_shards
 from accelfn.training.precision import autocast
-from accelfn.tree import Structure, concatenate, flatten, require_tensors
+from accelfn.tree import TreeSpec, concatenate, flatten, require_tensors
 
 __all__ = ("value_and_grad",)
 
@@ -81,7 +81,7 @@ def value_and_grad(
 
 
 def _gradients(
-    ctx: Context, loss_fn: Callable[..., Any], leaves: list[Any], structure: Structure, args: Any, kwargs: Any
+    ctx: Context, loss_fn: Callable[..., Any], leaves: list[Any], structure: TreeSpec, args: Any, kwargs: Any
 ) -> tuple[torch.Tensor, list[torch.Tensor], Any]:
     """Give this rank's loss, its gradients, and all that ``loss_fn`` has returned."""
     rest: list[Any] = []  # torch.func lets only tensors out, and in no containers but its own
@@ -103,10 +103,10 @@ def _gradients(
 
 
 def _exactly(
-    ctx: Context, loss_fn: Callable[..., Any], leaves: list[Any], structure: Structure, args: Any, kwargs: Any
+    ctx: Context, loss_fn: Callable[..., Any], leaves: list[Any], structure: TreeSpec, args: Any, kwargs: Any
 ) -> tuple[Any, Any]:
     """Give value and gradients as means over the shards of all ranks, in their order."""
-    shards, error = attempt(lambda: cut_into_shards(ctx, (args, kwargs)))
+    shards, error = catch(lambda: cut_into_shards(ctx, (args, kwargs)))
     results = [_gradients(ctx, loss_fn, leaves, structure, *shard) for shard in shards or ()]
     tensors = [[loss, *grads] for loss, grads, _ in results]
     loss, *grads = mean_of_shards(ctx.tagged("value_and_grad"), tensors, error)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.utils.data import DataLoader
 
-from accelfn.comm import Call, agree, attempt, failing_together
+from accelfn.comm import Call, agree, catch, failing_together
 from accelfn.context import Context, check_context
 from accelfn.data import PreparedDataLoader
 from accelfn.data.loader import passes_of
@@ -73,7 +73,7 @@ def join_uneven_inputs(
             _check_loader(loader, even)
         return [] if even else _joinables_of(ctx, joinables)
 
-    joined, error = attempt(check)
+    joined, error = catch(check)
     text = f"even_batches={even} joinables={len(joinables)}"
     agree(ctx, Call("join_uneven_inputs", text, lambda: {"options": text}), None, error)
     with ExitStack() as stack:
@@ -172,7 +172,7 @@ def _explaining(ctx: Context) -> Generator[None, None, None]:
     try:
         yield
     except RuntimeError as error:
-        explained = ctx.collectives.explain(error)
+        explained = ctx.collectives.translate_error(error)
         if explained is error:
             raise
         raise explained from (explained.__cause__ or error)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from accelfn.comm import Call, attempt, check
+from accelfn.comm import Call, catch, check
 from accelfn.context import Context
 from accelfn.data import MicroBatch, plan_microbatch
 from accelfn.errors import ConfigurationError
@@ -133,7 +133,7 @@ def _place(index: int, count: int) -> MicroBatch:
 def _cut(ctx: Context, batch: Any) -> Any:
     if ctx.num_processes == 1:
         return cut_window(batch, ctx.gradient_accumulation_steps)
-    pieces, error = attempt(lambda: cut_window(batch, ctx.gradient_accumulation_steps))
+    pieces, error = catch(lambda: cut_window(batch, ctx.gradient_accumulation_steps))
     if error is not None:
         check(ctx, Call("make_train_step"), error)  # the others hear of it where they meet next
     return pieces

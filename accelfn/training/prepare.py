@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from typing_extensions import TypeVarTuple, Unpack
 
-from accelfn.comm import Call, agree, attempt
+from accelfn.comm import Call, agree, catch
 from accelfn.context import Context, Precision, check_context
 from accelfn.data import PreparedDataLoader, prepare_data_loader
 from accelfn.errors import ConfigurationError
@@ -74,7 +74,7 @@ class Mark(NamedTuple):
 
 def mark_of(ctx: Context) -> Mark:
     """Give the mark that ``ctx`` puts on what it prepares."""
-    channel = id(ctx.collectives.exchange)
+    channel = id(ctx.collectives.all_gather_bytes)
     is_exact = ctx.reduction is not None
     return Mark(ctx.rank, ctx.num_processes, str(ctx.device), ctx.precision, channel, is_exact)
 
@@ -189,7 +189,7 @@ def prepare_model(ctx: Context, model: M, *, evaluation_mode: bool = False) -> M
     inner: nn.Module = model
     if isinstance(model, DistributedDataParallel):
         inner = cast("nn.Module", cast("Any", model).module)
-    _, error = attempt(lambda: check_devices(ctx, inner))
+    _, error = catch(lambda: check_devices(ctx, inner))
     if error is not None:
         if not evaluation_mode:  # the others hear of it in their first exchange
             agree(ctx, Call("prepare_model"), None, error)

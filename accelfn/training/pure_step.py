@@ -9,7 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 import torch
 from typing_extensions import NamedTuple
 
-from accelfn.comm import Call, attempt, broadcast, check, check_replicas
+from accelfn.comm import Call, broadcast, catch, check, check_replicas
 from accelfn.context import Context
 from accelfn.training.exact_step import Shard, alone, equal_pieces, mean_of_pieces
 from accelfn.training.finite import check_tensors
@@ -124,7 +124,7 @@ def pure_step(
         elif ctx.num_processes == 1:
             window = compute()
         else:
-            found, error = attempt(compute)
+            found, error = catch(compute)
             if error is not None:
                 # The others hear of it where they average.
                 not_compiled(check)(ctx, Call("make_train_step"), error)
@@ -176,7 +176,7 @@ def pure_step(
     @not_compiled
     def compare(params: Params) -> None:
         every = ctx.guard.check_replicas_every
-        if every is not None and ctx.collectives.journal.count(step) % every == 0:
+        if every is not None and ctx.collectives.call_log.count(step) % every == 0:
             check_replicas(ctx, params, name="params")
 
     return step

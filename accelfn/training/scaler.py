@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple, cast
 import torch
 from torch.optim import Optimizer
 
-from accelfn.comm import Call, attempt, check
+from accelfn.comm import Call, catch, check
 from accelfn.context import Context, check_context
 from accelfn.parallel import scale_open_sums
 
@@ -206,7 +206,7 @@ def _unscaled(
     left = [one for one in several if id(one) not in scaler_state.unscaled]
     if not left or (not scales and weight is None):
         return scaler_state._replace()
-    by_kind, error = attempt(lambda: _gradients(left, scales))
+    by_kind, error = catch(lambda: _gradients(left, scales))
     if ctx.num_processes > 1:  # nothing is changed where a rank can't
         check(ctx, Call("unscale_gradients", f"scaled={scales} weighted={weight is not None}"), error)
     elif error is not None:

@@ -117,7 +117,7 @@ def backward(
             with exact_backward(ctx):
                 loss.backward(**kwargs)  # pyright: ignore[reportUnknownMemberType]
     except RuntimeError as error:  # torch's own reduction inside says less than is known of a lost rank
-        explained = ctx.collectives.explain(error)
+        explained = ctx.collectives.translate_error(error)
         if explained is error:
             raise
         raise explained from (explained.__cause__ or error)
@@ -228,10 +228,10 @@ def accumulate(ctx: Context, micro: MicroBatch, *models: nn.Module) -> AbstractC
 def _accumulate(
     ctx: Context, micro: MicroBatch, models: tuple[nn.Module, ...]
 ) -> Generator[None, None, None]:
-    journal = ctx.collectives.journal
+    call_log = ctx.collectives.call_log
     # What is called inside is compared with it, so that ranks at different batches don't meet.
-    before, journal.place = (
-        journal.place,
+    before, call_log.place = (
+        call_log.place,
         f"batch {micro.index} of epoch {micro.epoch} ({micro.window} a window)",
     )
     for index, model in enumerate(models):
@@ -250,7 +250,7 @@ def _accumulate(
                 stack.enter_context(replicas_without_sync(*models))
             yield
     finally:
-        journal.place = before
+        call_log.place = before
 
 
 def optimizer_step(
@@ -334,7 +334,7 @@ def optimizer_step(
     for one in optimizers:
         if clear_gradients:
             one.zero_grad(set_to_none=True)
-        if every is not None and ctx.num_processes > 1 and ctx.collectives.journal.count(one) % every == 0:
+        if every is not None and ctx.num_processes > 1 and ctx.collectives.call_log.count(one) % every == 0:
             parameters, name = named_parameters(one)
             check_replicas(ctx, parameters, name=name)
     return scaler_state

@@ -14,31 +14,31 @@ from accelfn.tree.local import (
     slice_tensors,
 )
 from accelfn.tree.pack import (
-    Group,
-    Layout,
+    Buffer,
     Packed,
-    fill,
+    PackSpec,
+    flatten_group,
     flatten_tensor,
     pack,
     plan_layout,
     require_tensors,
     unpack,
 )
-from accelfn.tree.structure import Structure, flatten, is_packed_sequence, leaf_paths
+from accelfn.tree.structure import TreeSpec, flatten, is_packed_sequence, leaf_paths
 
 __all__ = (
-    "Group",
-    "Layout",
+    "Buffer",
+    "PackSpec",
     "Packed",
-    "Structure",
     "TensorInformation",
+    "TreeSpec",
     "concatenate",
     "convert_to_fp32",
     "digest_tensors",
-    "fill",
     "find_batch_size",
     "find_device",
     "flatten",
+    "flatten_group",
     "flatten_tensor",
     "initialize_tensors",
     "is_packed_sequence",

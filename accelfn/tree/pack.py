@@ -9,13 +9,13 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import _utils
 
-from accelfn.tree.structure import Structure, flatten
+from accelfn.tree.structure import TreeSpec, flatten
 
 __all__ = (
-    "Group",
-    "Layout",
+    "Buffer",
+    "PackSpec",
     "Packed",
-    "fill",
+    "flatten_group",
     "flatten_tensor",
     "pack",
     "plan_layout",
@@ -24,7 +24,7 @@ __all__ = (
 )
 
 
-class Group(NamedTuple):
+class Buffer(NamedTuple):
     """The leaves that share one buffer.
 
     Attributes:
@@ -46,7 +46,7 @@ class Group(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class PackSpec:
     """Where each leaf of a tree lies in its buffers. Holds no tensor.
 
     Attributes:
@@ -55,9 +55,9 @@ class Layout:
         groups: Of leaves that share a buffer, in order of their first leaf.
     """
 
-    structure: Structure
+    structure: TreeSpec
     shapes: tuple[tuple[int, ...], ...]
-    groups: tuple[Group, ...]
+    groups: tuple[Buffer, ...]
     dtypes: tuple[torch.dtype, ...] = field(repr=False)
 
     def describe(self) -> str:
@@ -80,10 +80,10 @@ class Packed(NamedTuple):
     """
 
     buffers: tuple[torch.Tensor, ...]
-    layout: Layout
+    layout: PackSpec
 
 
-def plan_layout(leaves: list[torch.Tensor], structure: Structure, alone_bytes: int | None = None) -> Layout:
+def plan_layout(leaves: list[torch.Tensor], structure: TreeSpec, alone_bytes: int | None = None) -> PackSpec:
     """Decide which leaves share a buffer: those of one dtype and device. Pure.
 
     Args:
@@ -100,11 +100,11 @@ def plan_layout(leaves: list[torch.Tensor], structure: Structure, alone_bytes: i
             together.setdefault((leaf.dtype, leaf.device), []).append(index)
     members = [*together.values(), *([index] for index in alone)]
     members.sort(key=lambda indices: indices[0])
-    return Layout(
+    return PackSpec(
         structure,
         tuple([tuple(leaf.shape) for leaf in leaves]),
         tuple(
-            Group(
+            Buffer(
                 leaves[indices[0]].dtype,
                 leaves[indices[0]].device,
                 tuple(indices),
@@ -140,10 +140,10 @@ def pack(tree: Any, alone_bytes: int | None = None) -> Packed:
     """
     leaves, structure = flatten(tree)
     layout = plan_layout(require_tensors("pack", leaves, structure), structure, alone_bytes)
-    return Packed(tuple([fill(group, leaves) for group in layout.groups]), layout)
+    return Packed(tuple([flatten_group(group, leaves) for group in layout.groups]), layout)
 
 
-def fill(group: Group, leaves: list[torch.Tensor], *, copy: bool = False) -> torch.Tensor:
+def flatten_group(group: Buffer, leaves: list[torch.Tensor], *, copy: bool = False) -> torch.Tensor:
     """Put the leaves of ``group`` end to end into one flat buffer.
 
     Args:
@@ -189,7 +189,7 @@ def unpack(packed: Packed) -> Any:
 
 
 def require_tensors(
-    operation: str, leaves: list[Any], structure: Structure, root: str = "tree"
+    operation: str, leaves: list[Any], structure: TreeSpec, root: str = "tree"
 ) -> list[torch.Tensor]:
     """Return ``leaves`` as they are when each is a dense tensor.
 

@@ -22,7 +22,7 @@ import optree
 import torch
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ("Structure", "flatten", "is_packed_sequence", "leaf_paths")
+__all__ = ("TreeSpec", "flatten", "is_packed_sequence", "leaf_paths")
 
 # Never containers: spares the checks for the most common leaves.
 _PLAIN = (
@@ -54,12 +54,12 @@ class _Opened:
     position: int
     label: str
     entries: tuple[str, ...]
-    children: Structure
+    children: TreeSpec
     rebuild: Callable[[Sequence[Any]], Any] = field(compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Structure:
+class TreeSpec:
     """Everything of a tree but its leaves. Two structures are equal when trees of one fit the other.
 
     Attributes:
@@ -115,8 +115,8 @@ class Structure:
         return f"{text} with {{{inner}}}"
 
 
-def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Structure]:
-    """Take a tree apart into its leaves and its :class:`Structure`.
+def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], TreeSpec]:
+    """Take a tree apart into its leaves and its :class:`TreeSpec`.
 
     Args:
         tree: Any tree.
@@ -131,7 +131,7 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[li
         if not isinstance(leaf, _PLAIN):
             break
     else:
-        return leaves, Structure(spec)
+        return leaves, TreeSpec(spec)
 
     flat: list[Any] = []
     opened: list[_Opened] = []
@@ -146,7 +146,7 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[li
         opened.append(
             _Opened(position=position, label=label, entries=entries, children=structure, rebuild=rebuild)
         )
-    return flat, Structure(spec, tuple(opened))
+    return flat, TreeSpec(spec, tuple(opened))
 
 
 def is_packed_sequence(value: Any) -> bool:

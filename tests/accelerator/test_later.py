@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from accelfn import Accelerator, Context
-from accelfn.accelerator.later import LaterParts
+from accelfn.accelerator.later import Unavailable
 from accelfn.errors import NotAvailableError
 from accelfn.testing import run_ranks
 
-NAMES = [name for name in vars(LaterParts) if not name.startswith("_")]
+NAMES = [name for name in vars(Unavailable) if not name.startswith("_")]
 ANSWERS = {
     "parallelism_config": None,
     "torch_device_mesh": None,

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 import accelfn as af
-from accelfn.data.asked import AskedSamples, read_asked
+from accelfn.data.asked import SamplerSpec, read_asked
 from accelfn.data.loader import passes_of
 from accelfn.data.sampled import SampledReader
 from tests.bench.timing import Row, compare, print_table
@@ -213,7 +213,7 @@ def reader_of(num: int, rank: int, size: int) -> SampledReader[Any]:
     """Give what reads for one rank of a large world; nothing is communicated by it."""
     source = counted(num)
     asked = read_asked(af.DataLoaderConfiguration(), size, source)
-    assert isinstance(asked, AskedSamples)
+    assert isinstance(asked, SamplerSpec)
     return SampledReader(af.Context(), source, asked, 0, rank)
 
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from accelfn.comm import (
     Call,
     agree,
-    attempt,
     broadcast,
+    catch,
     check_later,
     failing_together,
     gather,
@@ -73,11 +73,11 @@ def test_a_long_message_stays_within_the_exchange(text: str) -> None:
     def work(ctx: Context) -> Any:
         biggest: list[int] = []
 
-        def exchange(message: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        def all_gather_bytes(message: torch.Tensor) -> tuple[torch.Tensor, ...]:
             biggest.append(message.numel())
-            return ctx.collectives.exchange(message)
+            return ctx.collectives.all_gather_bytes(message)
 
-        seam = dataclasses.replace(ctx.collectives, exchange=exchange, chunk=1024)
+        seam = dataclasses.replace(ctx.collectives, all_gather_bytes=all_gather_bytes, chunk=1024)
         watched = dataclasses.replace(ctx, collectives=seam)
         error = ValueError(text) if ctx.rank else None
         return failure(lambda _: agree(watched, Call("probe"), error=error))(ctx), max(biggest)
@@ -136,8 +136,8 @@ def test_ranks_with_different_guards_are_told_so(usual: Guard, odd: Guard, said:
 
 
 def test_attempt_keeps_the_refusal() -> None:
-    assert attempt(lambda: 3) == (3, None)
-    value, error = attempt(lambda: 1 // 0)
+    assert catch(lambda: 3) == (3, None)
+    value, error = catch(lambda: 1 // 0)
     assert value is None
     assert isinstance(error, ZeroDivisionError)
 
@@ -301,25 +301,25 @@ WORLDS: tuple[Where, ...] = ("memory", "gloo", "processes")
 
 
 def settle(ctx: Context) -> None:
-    ctx.collectives.journal.settle()
+    ctx.collectives.call_log.settle()
 
 
 @pytest.mark.parametrize("on", WORLDS)
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_that_agree_go_on_and_hear_of_it_later(on: Where, size: int) -> None:
     def work(ctx: Context) -> Any:
-        journal = ctx.collectives.journal
+        call_log = ctx.collectives.call_log
         seen: list[Any] = []
         for hear in (settle, own_gathered, check_next):
             check_later(ctx, Call("probe"))
-            number, waits = journal.number, journal.unsettled is not None
-            seen.append((waits, journal.checked == number))
+            number, waits = call_log.number, call_log.unsettled is not None
+            seen.append((waits, call_log.checked == number))
             hear(ctx)
-            assert journal.checked >= number
+            assert call_log.checked >= number
             settle(ctx)
             settle(ctx)
-            assert journal.unsettled is None
-            assert journal.checked == journal.number
+            assert call_log.unsettled is None
+            assert call_log.checked == call_log.number
         return seen
 
     waits = on != "memory"  # where ranks run one after another there is no meanwhile
@@ -363,10 +363,10 @@ def test_what_is_heard_later_tells_of_the_call_that_was_open(
 @pytest.mark.parametrize("on", ["gloo", "processes"])
 def test_what_is_heard_later_tells_of_the_place_in_the_data_that_it_was_called_at(on: Where) -> None:
     def work(ctx: Context) -> Any:
-        journal = ctx.collectives.journal
-        journal.place = f"batch {ctx.rank} of epoch 0"
+        call_log = ctx.collectives.call_log
+        call_log.place = f"batch {ctx.rank} of epoch 0"
         check_later(ctx, Call("probe"))
-        journal.place = "batch 9 of epoch 0"
+        call_log.place = "batch 9 of epoch 0"
         return failure(own_gathered)(ctx)
 
     for error in run_ranks(work, 2, on, timeout_s=20):
@@ -396,6 +396,6 @@ def test_a_rank_that_fails_with_an_agreement_open_is_an_error_of_the_others(on: 
 def test_without_a_guard_nothing_is_opened() -> None:
     def work(ctx: Context) -> Any:
         check_later(ctx, Call(f"probe {ctx.rank}"))
-        return ctx.collectives.journal.unsettled, ctx.collectives.journal.number
+        return ctx.collectives.call_log.unsettled, ctx.collectives.call_log.number
 
     assert run_ranks(work, 2, "gloo", guard="off") == [(None, 1)] * 2

@@ -289,4 +289,4 @@ def test_alone_a_failure_is_just_raised() -> None:
     ctx = Context()
     with pytest.raises(OSError, match="disk"), failing_together(ctx, "reading"):
         raise OSError("disk")
-    assert not ctx.collectives.journal.over
+    assert not ctx.collectives.call_log.over

@@ -19,13 +19,13 @@ buffers = st.lists(st.integers(0, 255), max_size=20).map(
 def test_moving_bytes_alone_gives_them_back(buffer: torch.Tensor) -> None:
     alone = Collectives()
     before = buffer.clone()
-    (received,) = alone.exchange(buffer)
+    (received,) = alone.all_gather_bytes(buffer)
     assert torch.equal(received[: buffer.numel()], before)
     assert torch.equal(alone.all_gather(buffer), before)
     assert torch.equal(alone.all_to_all(buffer), before)
     alone.broadcast(buffer, 0)
     nothing = torch.empty(0, dtype=torch.uint8)
-    alone.pass_on(nothing, nothing)
+    alone.shift(nothing, nothing)
     alone.barrier()
     assert torch.equal(buffer, before)
 

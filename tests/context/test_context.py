@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accelfn.context import Context, Made, World, close_context, configure, init_context
+from accelfn.context import Context, Owned, World, close_context, configure, init_context
 from accelfn.context.config import (
     AORecipeKwargs,
     AutocastKwargs,
@@ -94,9 +94,9 @@ def test_a_variant_changes_what_was_asked_and_nothing_else() -> None:
 
 
 def test_a_variant_owns_nothing() -> None:
-    made = Made(group=True, previous_device=torch.device("cuda:3"))
+    made = Owned(group=True, previous_device=torch.device("cuda:3"))
     ctx = Context(world=World(made=made))
-    assert ctx.replace(debug=True).world.made == Made()
+    assert ctx.replace(debug=True).world.made == Owned()
     assert ctx.world.made == made
 
 
@@ -117,13 +117,13 @@ def test_a_variant_stays_in_its_world() -> None:
 
 
 def test_a_tag_is_on_the_variant_alone() -> None:
-    made = Made(group=True, previous_device=torch.device("cuda:3"))
+    made = Owned(group=True, previous_device=torch.device("cuda:3"))
     ctx = Context(world=World(made=made), guard=Guard(mode="off"))
     tagged = ctx.tagged("data")
     assert (ctx.tag, tagged.tag, tagged.tagged("labels").tag) == ("", "data", "labels")
     assert tagged == dataclasses.replace(ctx, tag="data", world=World())
     assert ctx.world.made == made
-    assert tagged.collectives.journal is ctx.collectives.journal
+    assert tagged.collectives.call_log is ctx.collectives.call_log
     assert tagged.replace(mixed_precision="bf16").tag == "data"
     assert tagged.tagged("") == ctx.replace()
 
@@ -153,4 +153,4 @@ def test_closing_a_context_that_made_nothing_does_nothing_any_number_of_times() 
     assert not dist.is_initialized()
     assert sys.excepthook is hook
     # Nor does one that says it made a group that is gone.
-    close_context(Context(world=World(made=Made(group=True, previous_device=torch.device("cuda:3")))))
+    close_context(Context(world=World(made=Owned(group=True, previous_device=torch.device("cuda:3")))))

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch._C._distributed_c10d import HashStore
 
 from accelfn.context import (
-    Board,
-    Journal,
+    CallLog,
+    MessageBoard,
     Unsettled,
     announce_end,
     as_error,
@@ -40,16 +40,16 @@ ROWS = (Disagreement(1, "tree['x']", "(2,)", "(3,)"), Disagreement(3, "", "gathe
 CALLERS = (Caller(0, "gather", "a.py:7 in main"), Caller(1, "reduce", "b.py:8 in main"))
 
 
-def shared_board() -> Board:
+def shared_board() -> MessageBoard:
     return store_board(HashStore())
 
 
-def journal_at(number: int) -> Journal:
-    """Make the journal of a rank that has begun so many operations."""
-    journal = Journal()
+def journal_at(number: int) -> CallLog:
+    """Make the call log of a rank that has begun so many operations."""
+    call_log = CallLog()
     for one in range(1, number + 1):
-        journal.begin(f"operation {one}", f"train.py:{one} in main", "", 1.0)
-    return journal
+        call_log.begin(f"operation {one}", f"train.py:{one} in main", "", 1.0)
+    return call_log
 
 
 def raised(error: BaseException) -> BaseException:
@@ -225,7 +225,7 @@ def test_a_text_is_given_as_it_is_where_it_can_be_had() -> None:
 
 def test_where_nothing_happened_there_is_no_news() -> None:
     assert news(shared_board(), journal_at(3), 0) is None
-    assert news(Board(), journal_at(3), 0) is None
+    assert news(MessageBoard(), journal_at(3), 0) is None
 
 
 def test_of_several_that_fail_the_first_is_heard_by_all() -> None:
@@ -254,20 +254,20 @@ def test_of_many_that_fail_at_once_all_hear_of_the_same() -> None:
 
 
 def test_what_was_heard_of_another_rank_is_not_published_again() -> None:
-    board, journal = shared_board(), journal_at(1)
-    publish(board, journal, 1, RemoteRankError(2, "OSError", "disk"))
+    board, call_log = shared_board(), journal_at(1)
+    publish(board, call_log, 1, RemoteRankError(2, "OSError", "disk"))
     assert news(board, journal_at(1), 0) is None
-    assert journal.over
+    assert call_log.over
 
 
 def test_a_rank_has_one_last_word() -> None:
-    board, journal = shared_board(), journal_at(1)
-    announce_end(board, journal, 1)
-    publish(board, journal, 1, OSError("too late"))
+    board, call_log = shared_board(), journal_at(1)
+    announce_end(board, call_log, 1)
+    publish(board, call_log, 1, OSError("too late"))
     assert isinstance(news(board, journal_at(2), 0), MissingRankError)
-    board, journal = shared_board(), journal_at(1)
-    publish(board, journal, 1, OSError("disk"))
-    announce_end(board, journal, 1)
+    board, call_log = shared_board(), journal_at(1)
+    publish(board, call_log, 1, OSError("disk"))
+    announce_end(board, call_log, 1)
     assert board.read("end") is None
 
 
@@ -309,47 +309,47 @@ def test_a_failure_is_worth_more_than_an_end() -> None:
 # --- with an agreement open ----------------------------------------------------------------------
 
 
-def opened(journal: Journal, told: list[str], error: Exception | None = None) -> Journal:
+def opened(call_log: CallLog, told: list[str], error: Exception | None = None) -> CallLog:
     def settle() -> None:
         told.append("heard")
         if error is not None:
             raise error
 
-    journal.unsettled = Unsettled(settle, lambda: told.append("abandoned"))
-    return journal
+    call_log.unsettled = Unsettled(settle, lambda: told.append("abandoned"))
+    return call_log
 
 
 @pytest.mark.parametrize("error", [OSError("disk"), RemoteRankError(2, "OSError", "disk"), SystemExit(3)])
 def test_who_fails_hears_no_agreement_any_more(error: BaseException) -> None:
     told: list[str] = []
-    journal = opened(journal_at(1), told)
-    publish(shared_board(), journal, 1, error)
-    publish(shared_board(), journal, 1, error)
+    call_log = opened(journal_at(1), told)
+    publish(shared_board(), call_log, 1, error)
+    publish(shared_board(), call_log, 1, error)
     assert told == ["abandoned"]
-    assert journal.unsettled is None
+    assert call_log.unsettled is None
 
 
 @pytest.mark.parametrize("error", [None, MismatchError("gather", ROWS), CollectiveTimeoutError("gather")])
 def test_who_ends_takes_part_in_an_open_agreement_and_ends_all_the_same(error: Exception | None) -> None:
     told: list[str] = []
-    board, journal = shared_board(), opened(journal_at(3), told, error)
-    announce_end(board, journal, 1)
-    announce_end(board, journal, 1)
+    board, call_log = shared_board(), opened(journal_at(3), told, error)
+    announce_end(board, call_log, 1)
+    announce_end(board, call_log, 1)
     assert told == ["heard"]
     assert board.read("end") == '[1, 3, "operation 3", "train.py:3 in main", 0]'
     assert isinstance(news(board, journal_at(4), 0), MissingRankError)
 
 
 def test_what_ends_an_agreement_on_the_way_out_is_heard_by_all() -> None:
-    board, journal = shared_board(), journal_at(3)
+    board, call_log = shared_board(), journal_at(3)
 
-    def settle() -> None:  # as a lookout does whose time is up
-        publish(board, journal, 1, late)
+    def settle() -> None:  # as a monitor does whose time is up
+        publish(board, call_log, 1, late)
         raise late
 
     late = CollectiveTimeoutError("operation 3: rank 2 did not come")
-    journal.unsettled = Unsettled(settle, lambda: None)
-    announce_end(board, journal, 1)
+    call_log.unsettled = Unsettled(settle, lambda: None)
+    announce_end(board, call_log, 1)
     assert "rank 2 did not come" in str(news(board, journal_at(3), 0))
 
 
@@ -357,17 +357,17 @@ def test_what_ends_an_agreement_on_the_way_out_is_heard_by_all() -> None:
 
 
 def test_after_its_last_word_a_rank_is_refused_every_operation() -> None:
-    journal = journal_at(1)
-    refuse_if_over(journal, "gather")
-    publish(Board(), journal, 1, OSError("disk full"))
+    call_log = journal_at(1)
+    refuse_if_over(call_log, "gather")
+    publish(MessageBoard(), call_log, 1, OSError("disk full"))
     with pytest.raises(
         DistributedError, match=r"gather: no operation .* has told the others of its OSError: disk"
     ):
-        refuse_if_over(journal, "gather")
-    journal = journal_at(1)
-    announce_end(Board(), journal, 1)
+        refuse_if_over(call_log, "gather")
+    call_log = journal_at(1)
+    announce_end(MessageBoard(), call_log, 1)
     with pytest.raises(DistributedError, match=r"its context is closed.*Start a new context"):
-        refuse_if_over(journal, "gather")
+        refuse_if_over(call_log, "gather")
 
 
 def test_what_is_written_is_read_back_without_a_board() -> None:
@@ -379,5 +379,5 @@ def test_what_is_written_is_read_back_without_a_board() -> None:
         return text
 
     published: Any = OSError("disk")
-    publish(Board(post_once=keep), journal_at(1), 3, published)
+    publish(MessageBoard(post_once=keep), journal_at(1), 3, published)
     assert str(as_error(texts[0])) == "rank 3 failed: OSError: disk"

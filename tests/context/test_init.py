@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import HashStore
 
 import accelfn
 from accelfn.comm import reduce
-from accelfn.context import Collectives, Context, Made, World, close_context, init_context, process_group
+from accelfn.context import Collectives, Context, Owned, World, close_context, init_context, process_group
 from accelfn.context import init as module
 from accelfn.context.config import AutocastKwargs, Guard, InitProcessGroupKwargs
 from accelfn.errors import ConfigurationError, DistributedError
@@ -161,7 +161,7 @@ def test_an_adopted_group_gets_one_beside_it_which_closing_destroys() -> None:
             ctx = init_context(cpu=True, group=group)
         assert ctx.world.keeper is not None
         side = weakref.ref(cast("dist.ProcessGroup", vars(ctx.world.keeper)["_group"]))
-        rows = ctx.collectives.exchange(torch.tensor([outer.rank], dtype=torch.uint8))
+        rows = ctx.collectives.all_gather_bytes(torch.tensor([outer.rank], dtype=torch.uint8))
         said = [int(row[0]) for row in rows]
         said += numbers(ctx.collectives.all_gather(torch.tensor([outer.rank])))
         variant = ctx.replace(debug=True)
@@ -453,7 +453,7 @@ def test_ranks_that_fall_silent_after_joining_leave_no_group_behind() -> None:
             raise DistributedError("nobody answers")
 
         group = dist.group.WORLD
-        world = dataclasses.replace(outer.world, made=Made(group=True))
+        world = dataclasses.replace(outer.world, made=Owned(group=True))
         silent = dataclasses.replace(outer.collectives, exchange=fail)
         try:
             module._settle(world, silent, False, timedelta(seconds=5))  # pyright: ignore[reportPrivateUsage]

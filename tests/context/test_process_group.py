@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accelfn.context import Board, Context, Journal, Lookout, ReduceOp, process_group_collectives
+from accelfn.context import CallLog, Context, MessageBoard, PeerMonitor, ReduceOp, process_group_collectives
 from accelfn.context.process_group import (
     _failures,  # pyright: ignore[reportPrivateUsage]
     _is_done,  # pyright: ignore[reportPrivateUsage]
@@ -38,7 +38,7 @@ def every_collective(ctx: Context) -> list[Any]:
     seam, rank, size = ctx.collectives, ctx.rank, ctx.num_processes
     outcome: list[Any] = []
     message = torch.arange(rank + 1, dtype=torch.uint8)
-    rows = seam.exchange(message)
+    rows = seam.all_gather_bytes(message)
     outcome.append([numbers(row[: other + 1]) for other, row in enumerate(rows)])
     outcome.append(numbers(seam.all_gather(torch.tensor([rank, 10 * rank]))))
     operations: tuple[ReduceOp, ...] = ("sum", "max", "min")
@@ -57,7 +57,7 @@ def every_collective(ctx: Context) -> list[Any]:
     # Rank r passes r + 1 bytes on, and the last one nothing.
     outgoing = torch.full((0 if rank == size - 1 else rank + 1,), rank, dtype=torch.uint8)
     incoming = torch.zeros(rank, dtype=torch.uint8)
-    seam.pass_on(outgoing, incoming)
+    seam.shift(outgoing, incoming)
     outcome.append(numbers(incoming))
     seam.barrier()
     return outcome
@@ -89,7 +89,7 @@ def test_every_collective_gives_the_same_in_every_kind_of_world(where: Where, si
 def test_a_full_chunk_travels_whole() -> None:
     def exchange(ctx: Context) -> bool:
         message = torch.full((ctx.collectives.chunk,), ctx.rank + 1, dtype=torch.uint8)
-        rows = ctx.collectives.exchange(message)
+        rows = ctx.collectives.all_gather_bytes(message)
         return all(bool((row == rank + 1).all()) for rank, row in enumerate(rows))
 
     assert run_ranks(exchange, 2, on="gloo") == [True, True]
@@ -101,7 +101,7 @@ def test_control_messages_go_through_the_group_beside() -> None:
         assert group is not None
         beside = new_group()
         seam = process_group_collectives(group, ctx.rank, ctx.num_processes, control=beside)
-        rows = seam.exchange(torch.tensor([ctx.rank], dtype=torch.uint8))
+        rows = seam.all_gather_bytes(torch.tensor([ctx.rank], dtype=torch.uint8))
         return [int(row[0]) for row in rows] == [0, 1], seam.chunk == ctx.collectives.chunk
 
     assert run_ranks(exchange, 2, on="processes") == [(True, True)] * 2
@@ -131,19 +131,19 @@ def test_an_exchange_that_is_started_early_meets_ranks_that_wait(
 
     def work(ctx: Context) -> list[bool]:
         seam, rows = ctx.collectives, list[bool]()
-        assert seam.start_exchange is not None
+        assert seam.start_all_gather_bytes is not None
         for round_, event in enumerate(started):
             own = message_of(ctx.rank, round_)
             if ctx.rank == early:
                 if not goes_first:
                     time.sleep(0.02)  # the others are in their exchange by now, as a rule
-                exchange = seam.start_exchange(own)
+                exchange = seam.start_all_gather_bytes(own)
                 event.set()
                 rows.append(is_complete(exchange.finish(), round_))
             else:
                 if goes_first:
                     assert event.wait(20)  # which would not come if a start waited for the others
-                rows.append(is_complete(seam.exchange(own), round_))
+                rows.append(is_complete(seam.all_gather_bytes(own), round_))
         return rows
 
     assert run_ranks(work, size, on="gloo", timeout_s=20) == [[True] * ROUNDS] * size
@@ -154,9 +154,9 @@ def test_an_exchange_that_is_started_early_meets_ranks_that_wait(
 def test_all_ranks_may_start_and_finish_later(where: Where, num_nodes: int) -> None:
     def work(ctx: Context) -> list[bool]:
         seam, rows = ctx.collectives, list[bool]()
-        assert seam.start_exchange is not None
+        assert seam.start_all_gather_bytes is not None
         for round_ in range(ROUNDS):
-            exchange = seam.start_exchange(message_of(ctx.rank, round_))
+            exchange = seam.start_all_gather_bytes(message_of(ctx.rank, round_))
             time.sleep(0.005 * ((ctx.rank + round_) % 2))
             rows.append(is_complete(exchange.finish(), round_))
         return rows
@@ -168,7 +168,7 @@ def test_all_ranks_may_start_and_finish_later(where: Where, num_nodes: int) -> N
 @pytest.mark.parametrize("alone", [0, 1])
 def test_an_exchange_that_is_let_go_does_not_hold_up_its_group(size: int, alone: int) -> None:
     def work(ctx: Context) -> str:
-        start = ctx.collectives.start_exchange
+        start = ctx.collectives.start_all_gather_bytes
         assert start is not None
         if ctx.rank == alone:
             start(message_of(ctx.rank, 0)).abandon()
@@ -184,9 +184,9 @@ def test_an_exchange_that_is_let_go_does_not_hold_up_its_group(size: int, alone:
 def test_groups_can_go_with_an_exchange_that_was_let_go(size: int, num_nodes: int) -> None:
     def work(ctx: Context) -> bool:
         seam = ctx.collectives
-        assert seam.start_exchange is not None
+        assert seam.start_all_gather_bytes is not None
         if ctx.rank == 1:
-            seam.start_exchange(message_of(ctx.rank, 0)).abandon()
+            seam.start_all_gather_bytes(message_of(ctx.rank, 0)).abandon()
             dist.destroy_process_group()  # for which gloo would wait until the others come, or end
             seam.board.post("gone", "yes")
             return True
@@ -198,11 +198,11 @@ def test_groups_can_go_with_an_exchange_that_was_let_go(size: int, num_nodes: in
     assert run_ranks(work, size, on="processes", num_nodes=num_nodes, timeout_s=20) == [True] * size
 
 
-def lookout() -> Lookout:
+def monitor() -> PeerMonitor:
     """Stand for rank 3 of 4, in the first operation of its program."""
-    journal = Journal()
-    journal.begin("gather", "train.py:7 in main", "", 1.0)
-    return Lookout(board=Board(), journal=journal, rank=3, size=4)
+    call_log = CallLog()
+    call_log.begin("gather", "train.py:7 in main", "", 1.0)
+    return PeerMonitor(board=MessageBoard(), call_log=call_log, rank=3, size=4)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def lookout() -> Lookout:
     ],
 )
 def test_what_a_backend_says_of_a_late_or_lost_peer(text: str, kind: type[DistributedError]) -> None:
-    with pytest.raises(kind, match="rank 3") as caught, _failures("all_reduce", lookout()):
+    with pytest.raises(kind, match="rank 3") as caught, _failures("all_reduce", monitor()):
         raise RuntimeError(text)
     assert "gather: rank 3" in str(caught.value)
     assert "call 1 at train.py:7 in main" in str(caught.value)
@@ -225,7 +225,7 @@ def test_what_a_backend_says_of_a_late_or_lost_peer(text: str, kind: type[Distri
 
 @pytest.mark.parametrize("error", [RuntimeError("shape mismatch"), ValueError("timeout")])
 def test_other_errors_pass_as_they_are(error: Exception) -> None:
-    with pytest.raises(type(error)) as caught, _failures("all_reduce", lookout()):
+    with pytest.raises(type(error)) as caught, _failures("all_reduce", monitor()):
         raise error
     assert caught.value is error
 

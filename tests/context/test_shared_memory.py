@@ -20,7 +20,7 @@ CHUNK = 64
 
 def rows_in_one_process(size: int) -> list[SharedRows]:
     """Give the rows of all ranks; ``share_rows`` in threads, which agree as processes do."""
-    made = run_ranks(lambda ctx: share_rows(ctx.collectives.exchange, ctx.rank, size, CHUNK), size)
+    made = run_ranks(lambda ctx: share_rows(ctx.collectives.all_gather_bytes, ctx.rank, size, CHUNK), size)
     rows = [one for one in made if one is not None]
     assert len(rows) == size
     return rows
@@ -59,7 +59,7 @@ def test_a_rank_may_be_one_exchange_ahead_and_spoils_nothing() -> None:
 
 def test_a_process_that_ends_instead_is_noticed_at_once() -> None:
     def work(ctx: Context) -> tuple[int, ...]:
-        rows = share_rows(ctx.collectives.exchange, ctx.rank, ctx.num_processes, CHUNK)
+        rows = share_rows(ctx.collectives.all_gather_bytes, ctx.rank, ctx.num_processes, CHUNK)
         assert rows is not None
         if ctx.rank == 2:
             time.sleep(0.1)  # seen to live first
@@ -74,7 +74,7 @@ def test_a_process_that_ends_instead_is_noticed_at_once() -> None:
 
 def test_a_living_process_is_waited_for() -> None:
     def work(ctx: Context) -> bool:
-        rows = share_rows(ctx.collectives.exchange, ctx.rank, ctx.num_processes, CHUNK)
+        rows = share_rows(ctx.collectives.all_gather_bytes, ctx.rank, ctx.num_processes, CHUNK)
         assert rows is not None
         if ctx.rank == 1:
             time.sleep(0.3)
@@ -86,7 +86,7 @@ def test_a_living_process_is_waited_for() -> None:
 
 def test_a_copy_of_the_process_does_not_live_for_it() -> None:
     def work(ctx: Context) -> tuple[int, ...]:
-        rows = share_rows(ctx.collectives.exchange, ctx.rank, ctx.num_processes, CHUNK)
+        rows = share_rows(ctx.collectives.all_gather_bytes, ctx.rank, ctx.num_processes, CHUNK)
         assert rows is not None
         if ctx.rank == 1:
             if os.fork() == 0:  # as the workers of a data loader
@@ -126,7 +126,7 @@ def test_where_one_rank_can_not_share_none_does(change: Callable[[Told], Told]) 
         paths: list[str] = []
 
         def exchange(message: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            rows = ctx.collectives.exchange(message)
+            rows = ctx.collectives.all_gather_bytes(message)
             if message.numel() == 1:  # whether they all can
                 return rows
             told = json.loads(bytes(rows[0][: message.numel()].numpy()))

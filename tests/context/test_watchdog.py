@@ -7,18 +7,18 @@ from datetime import timedelta
 import pytest
 
 from accelfn.comm import wait_for_everyone
-from accelfn.context import Board, Context, start_watchdog, watchdog
+from accelfn.context import Context, MessageBoard, start_watchdog, watchdog
 from accelfn.context.config import Guard
 from accelfn.context.watchdog import print_all_stacks
 from accelfn.errors import CollectiveTimeoutError
 from accelfn.testing import Where, run_ranks
-from accelfn.testing.meeting import Meeting
+from accelfn.testing.rendezvous import Rendezvous
 
 KINDS: tuple[Where, ...] = ("memory", "gloo", "processes")
 
 
-def board_of() -> Board:
-    return Meeting(1).board
+def board_of() -> MessageBoard:
+    return Rendezvous(1).board
 
 
 def busy_elsewhere(started: threading.Event, done: threading.Event) -> None:

@@ -4,7 +4,7 @@ import pickle
 import pytest
 import torch
 
-from accelfn.context import Made, World
+from accelfn.context import Owned, World
 from accelfn.errors import ConfigurationError
 
 
@@ -13,7 +13,7 @@ def test_the_default_is_one_process_on_the_cpu() -> None:
     assert (world.rank, world.size, world.local_rank, world.local_size) == (0, 1, 0, 1)
     assert (world.node_rank, world.num_nodes) == (0, 1)
     assert world.device == torch.device("cpu")
-    assert (world.backend, world.group, world.made) == (None, None, Made())
+    assert (world.backend, world.group, world.made) == (None, None, Owned())
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, S
 
 from accelfn import DataLoaderConfiguration
 from accelfn.data import plan_epoch
-from accelfn.data.asked import AskedBatches, AskedSamples, batch_sampler_of, read_asked, sampler_of
+from accelfn.data.asked import BatchSamplerSpec, SamplerSpec, batch_sampler_of, read_asked, sampler_of
 from accelfn.errors import ConfigurationError
 
 PLAIN = DataLoaderConfiguration()
@@ -39,19 +39,19 @@ def data(num: int) -> Any:
     return torch.arange(num)
 
 
-def batches(sampler: Listed, size: int, **options: bool) -> AskedBatches:
+def batches(sampler: Listed, size: int, **options: bool) -> BatchSamplerSpec:
     asked = read_asked(
         DataLoaderConfiguration(**options),  # pyright: ignore[reportArgumentType]
         size,
         DataLoader(data(99), batch_sampler=sampler),
     )
-    assert isinstance(asked, AskedBatches)
+    assert isinstance(asked, BatchSamplerSpec)
     return asked
 
 
-def samples(source: DataLoader[Any], size: int = 1) -> AskedSamples:
+def samples(source: DataLoader[Any], size: int = 1) -> SamplerSpec:
     asked = read_asked(PLAIN, size, source)
-    assert isinstance(asked, AskedSamples)
+    assert isinstance(asked, SamplerSpec)
     return asked
 
 

@@ -653,11 +653,11 @@ def test_the_end_costs_at_most_one_exchange(kind: str, extra: int) -> None:
         seam = ctx.collectives
         calls: list[int] = []
 
-        def exchange(message: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        def all_gather_bytes(message: torch.Tensor) -> tuple[torch.Tensor, ...]:
             calls.append(1)
-            return seam.exchange(message)
+            return seam.all_gather_bytes(message)
 
-        seen = replace(ctx, collectives=replace(seam, exchange=exchange))
+        seen = replace(ctx, collectives=replace(seam, all_gather_bytes=all_gather_bytes))
         for num in (8, 7):
             loader = prepare_data_loader(seen, numbers(kind, num, 2))
             calls.clear()

@@ -315,7 +315,7 @@ def test_tensors_and_objects_are_gathered_together() -> None:
 
 def test_one_gather_of_the_tensors_and_one_exchange_beside_it() -> None:
     def run(ctx: Context) -> list[list[int]]:
-        journal = ctx.collectives.journal
+        call_log = ctx.collectives.call_log
         loader = prepare_data_loader(ctx, numbers(5))
         calls: list[list[int]] = []
         for batch, micro in microbatches(ctx, loader):
@@ -325,9 +325,9 @@ def test_one_gather_of_the_tensors_and_one_exchange_beside_it() -> None:
                 {"x": batch, "s": ["a", "b"]},
                 batch.sum(),
             ):
-                before = journal.number
+                before = call_log.number
                 gather_for_metrics(ctx, cast("Any", tree), micro)
-                calls[-1].append(journal.number - before)
+                calls[-1].append(call_log.number - before)
         return calls
 
     assert run_ranks(run, 2) == [[[1, 2, 1], [2, 2, 1]]] * 2

@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from accelfn import Context
 from accelfn.comm.agreement import HEADER_BYTES
-from accelfn.data.parts import Parts
+from accelfn.data.parts import BatchScatter
 from accelfn.errors import RemoteRankError
 from accelfn.testing import run_ranks
 from accelfn.testing.strategies import Sample, rank_trees
@@ -40,7 +40,7 @@ def same_leaf(one: Any, other: Any) -> bool:
 class Counted(NamedTuple):
     ctx: Context
     calls: list[str]
-    sizes: list[int]  # of the messages of each exchange, without the agreement's own header
+    sizes: list[int]  # of the messages of each all_gather_bytes, without the agreement's own header
 
 
 def counted(ctx: Context) -> Counted:
@@ -48,10 +48,10 @@ def counted(ctx: Context) -> Counted:
     sizes: list[int] = []
     seam = ctx.collectives
 
-    def exchange(message: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def all_gather_bytes(message: torch.Tensor) -> tuple[torch.Tensor, ...]:
         calls.append("exchange")
         sizes.append(message.numel() - HEADER_BYTES)
-        return seam.exchange(message)
+        return seam.all_gather_bytes(message)
 
     def scatter(output: torch.Tensor, buffer: torch.Tensor | None, source: int) -> None:
         calls.append("scatter")
@@ -62,13 +62,13 @@ def counted(ctx: Context) -> Counted:
         calls.append("broadcast")
         seam.broadcast(buffer, source)
 
-    seam_counted = replace(seam, exchange=exchange, scatter=scatter, broadcast=broadcast)
+    seam_counted = replace(seam, all_gather_bytes=all_gather_bytes, scatter=scatter, broadcast=broadcast)
     return Counted(replace(ctx, collectives=seam_counted), calls, sizes)
 
 
 def hand_out(ctx: Context, steps: Steps, facts: Any = None) -> list[Any]:
     """Give what this rank has of each step; None where it has nothing."""
-    way = Parts(ctx.tagged("parts"), "a test")  # which come from two lines of this test
+    way = BatchScatter(ctx.tagged("parts"), "a test")  # which come from two lines of this test
     got: list[Any] = []
     for parts in steps:
         if ctx.is_main_process:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from accelfn.context.config import ParallelismConfig
 from accelfn.data import EpochPlan, data_rank, plan_epoch
-from accelfn.data.reading import Share, share_of, shares_of
+from accelfn.data.reading import BatchInfo, share_of, shares_of
 from accelfn.errors import ConfigurationError
 
 Batches = list[list[int]]
@@ -141,7 +141,7 @@ def test_what_is_told_of_all_batches_is_what_is_told_of_each(plan: EpochPlan) ->
     for rank, count in enumerate(map(plan.num_batches, range(plan.size))):
         together = list(shares_of(plan, rank))
         assert together == [share_of(plan, step, rank) for step in range(count)]
-        assert all(type(share) is Share for share in together)
+        assert all(type(share) is BatchInfo for share in together)
 
 
 def test_a_block_ends_where_the_order_does() -> None:

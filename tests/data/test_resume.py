@@ -35,7 +35,7 @@ from accelfn.data import (
     skip_first_batches,
 )
 from accelfn.data.loader import passes_of
-from accelfn.data.reading import Pass, Share, begin_behind
+from accelfn.data.reading import BatchInfo, EpochPass, begin_behind
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.testing import run_ranks
 
@@ -626,11 +626,11 @@ class Planless:
     def count(self, start: int) -> int | None:
         return None if start else 4
 
-    def begin(self, epoch: int, start: int) -> Pass[int]:
-        def share_at(step: int) -> Share:
-            return Share(num_rows=step)
+    def begin(self, epoch: int, start: int) -> EpochPass[int]:
+        def share_at(step: int) -> BatchInfo:
+            return BatchInfo(num_rows=step)
 
-        return Pass((4, 3), ((step, share_at(step)) for step in range(4)), share_at=share_at)
+        return EpochPass((4, 3), ((step, share_at(step)) for step in range(4)), share_at=share_at)
 
 
 def test_what_a_reader_can_not_leave_out_is_read_and_thrown_away() -> None:

@@ -18,7 +18,7 @@ from torch import nn
 
 import accelfn as af
 from accelfn import Context, DistributedDataParallelKwargs
-from accelfn.context import StartedExchange
+from accelfn.context import StartedAllGather
 from accelfn.parallel import no_sync
 from accelfn.testing import Where, run_ranks
 from tests.seen import Seen, look
@@ -46,7 +46,7 @@ def step(ctx: Context, model: nn.Module, times: int = 1) -> None:
 
 
 def is_open(ctx: Context) -> bool:
-    return ctx.collectives.journal.unsettled is not None
+    return ctx.collectives.call_log.unsettled is not None
 
 
 def with_ddp(ctx: Context, **options: Any) -> Context:
@@ -59,19 +59,21 @@ class Counted:
     def __init__(self, ctx: Context) -> None:
         self.count = 0
         seam = ctx.collectives
-        start = seam.start_exchange
+        start = seam.start_all_gather_bytes
 
-        def exchange(message: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        def all_gather_bytes(message: torch.Tensor) -> tuple[torch.Tensor, ...]:
             self.count += 1
-            return seam.exchange(message)
+            return seam.all_gather_bytes(message)
 
-        def start_exchange(message: torch.Tensor) -> StartedExchange:
+        def start_all_gather_bytes(message: torch.Tensor) -> StartedAllGather:
             assert start is not None
             self.count += 1
             return start(message)
 
         counted = dataclasses.replace(
-            seam, exchange=exchange, start_exchange=None if start is None else start_exchange
+            seam,
+            all_gather_bytes=all_gather_bytes,
+            start_all_gather_bytes=None if start is None else start_all_gather_bytes,
         )
         self.ctx = dataclasses.replace(ctx, collectives=counted)
 
@@ -125,9 +127,9 @@ def test_no_buffer_is_broadcast_before_all_ranks_are_there(on: Where) -> None:
     def run(ctx: Context) -> tuple[Seen, int]:
         model = af.prepare(ctx, nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
         step(ctx, model, WARM + 1)
-        before = ctx.collectives.journal.number
+        before = ctx.collectives.call_log.number
         seen = look(lambda: af.gather(ctx, batch(ctx)) if ctx.rank == 1 else model(batch(ctx)))
-        return seen, ctx.collectives.journal.number - before
+        return seen, ctx.collectives.call_log.number - before
 
     found = run_ranks(run, 3, on, timeout_s=PATIENCE_S)
     assert {seen.error for seen, _ in found} == {"MismatchError"}

@@ -55,7 +55,7 @@ def test_gradients_are_those_of_torch_bit_by_bit(size: int, options: dict[str, A
                 model(batch(ctx)).square().sum().backward()
             if not all(map(torch.equal, gradients(ours), gradients(theirs))):
                 return False
-        return ctx.collectives.journal.reductions == (0 if options.get("static_graph") else 3)
+        return ctx.collectives.call_log.reductions == (0 if options.get("static_graph") else 3)
 
     ddp = DistributedDataParallelKwargs(**options)
     assert run_ranks(work, size, "processes", kwargs_handlers=[ddp]) == [True] * size
@@ -179,6 +179,6 @@ def test_a_killed_rank_whose_children_hold_its_connections_is_missed(tmp_path: P
 def test_without_a_guard_torch_reduces_by_itself() -> None:
     def work(ctx: Context) -> int:
         loop(ctx, lambda number: False)
-        return ctx.collectives.journal.reductions
+        return ctx.collectives.call_log.reductions
 
     assert run_ranks(work, 2, "processes", guard="off") == [0, 0]

@@ -403,20 +403,20 @@ def test_a_model_that_nobody_holds_is_freed(mixed_precision: str) -> None:
 def test_forward_passes_are_not_compared_where_that_is_said_and_else_they_are() -> None:
     def run(ctx: Context) -> list[int]:
         model, other = replicate(ctx, Twice()), replicate(ctx, Twice())
-        journal = ctx.collectives.journal
-        numbers = [journal.number]
+        call_log = ctx.collectives.call_log
+        numbers = [call_log.number]
         x, _ = rows(2)
         with unchecked(model):
             with pytest.raises(KeyError), unchecked(model):
                 raise KeyError
             if ctx.rank == 0:
                 model(x)
-            numbers.append(journal.number)
+            numbers.append(call_log.number)
         with unchecked(model):
             other(x)
-            numbers.append(journal.number)
+            numbers.append(call_log.number)
         model(x)
-        numbers.append(journal.number)
+        numbers.append(call_log.number)
         af.wait_for_everyone(ctx)
         return [number - numbers[0] for number in numbers]
 

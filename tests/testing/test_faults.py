@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accelfn.comm import Call, check_later, gather, reduce
-from accelfn.context import Collectives, Context, Journal, StartedExchange
+from accelfn.context import CallLog, Collectives, Context, StartedAllGather
 from accelfn.context.config import Guard
 from accelfn.errors import CollectiveTimeoutError, MismatchError, MissingRankError
 from accelfn.testing import Fault, InjectedFaultError, Where, run_ranks
@@ -30,13 +30,13 @@ def call_all(collectives: Collectives, count: int) -> None:
     """Call the seam ``count`` times, another function each time."""
     row = torch.zeros(1, dtype=torch.uint8)
     calls = (
-        lambda: collectives.exchange(row),
+        lambda: collectives.all_gather_bytes(row),
         lambda: collectives.all_gather(row),
         lambda: collectives.all_reduce(row, "sum"),
         lambda: collectives.broadcast(row, 0),
         lambda: collectives.scatter(row, row, 0),
         lambda: collectives.all_to_all(row),
-        lambda: collectives.pass_on(row, row),
+        lambda: collectives.shift(row, row),
         lambda: collectives.barrier(),
     )
     for number in range(count):
@@ -58,12 +58,12 @@ def test_faults_of_others_do_nothing() -> None:
 
 
 def test_a_rank_with_faults_starts_no_exchange_past_them() -> None:
-    def must_not(message: torch.Tensor) -> StartedExchange:
+    def must_not(message: torch.Tensor) -> StartedAllGather:
         raise AssertionError("past the fault")
 
-    seam = Collectives(start_exchange=must_not)
-    assert inject(seam, 0, 2, [Fault(kind="raise", rank=0)], never).start_exchange is None
-    assert inject(seam, 1, 2, [Fault(kind="raise", rank=0)], never).start_exchange is must_not
+    seam = Collectives(start_all_gather_bytes=must_not)
+    assert inject(seam, 0, 2, [Fault(kind="raise", rank=0)], never).start_all_gather_bytes is None
+    assert inject(seam, 1, 2, [Fault(kind="raise", rank=0)], never).start_all_gather_bytes is must_not
 
 
 def test_death_is_left_to_the_world() -> None:
@@ -81,11 +81,11 @@ def test_death_is_left_to_the_world() -> None:
 
 
 class Recorded:
-    """A seam of two ranks that only writes down what is called, and the journal that goes with it."""
+    """A seam of two ranks that only writes down what is called, and the call log that goes with it."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
-        self.journal = Journal()
+        self.call_log = CallLog()
 
         def note(name: str, result: Any = None) -> Any:
             def call(*args: Any) -> Any:
@@ -95,14 +95,14 @@ class Recorded:
             return call
 
         self.seam = Collectives(
-            exchange=note("exchange", "met"),
+            all_gather_bytes=note("all_gather_bytes", "met"),
             all_gather=note("all_gather", "met"),
             all_reduce=note("all_reduce"),
             broadcast=note("broadcast"),
             scatter=note("scatter"),
             all_to_all=note("all_to_all", "met"),
             barrier=note("barrier"),
-            journal=self.journal,
+            call_log=self.call_log,
         )
 
     def faulty(self, *faults: Fault) -> Collectives:
@@ -110,8 +110,8 @@ class Recorded:
 
     def operation(self, seam: Collectives, number: int) -> Any:
         """Do as an operation does: note it, agree, move data."""
-        self.journal.begin(f"operation {number}", "", "", 1.0)
-        met = seam.exchange(torch.tensor([number], dtype=torch.uint8))
+        self.call_log.begin(f"operation {number}", "", "", 1.0)
+        met = seam.all_gather_bytes(torch.tensor([number], dtype=torch.uint8))
         seam.all_reduce(torch.tensor([10 * number]), "sum")
         return met
 
@@ -120,7 +120,12 @@ def test_a_skipped_operation_is_left_out_whole() -> None:
     world = Recorded()
     seam = world.faulty(Fault(kind="skip", rank=0, at=2))
     results = [world.operation(seam, number) for number in (1, 2, 3)]
-    assert world.calls == ["exchange [1]", "all_reduce [10]", "exchange [3]", "all_reduce [30]"]
+    assert world.calls == [
+        "all_gather_bytes [1]",
+        "all_reduce [10]",
+        "all_gather_bytes [3]",
+        "all_reduce [30]",
+    ]
     assert [results[0], results[2]] == ["met", "met"]
     assert listify(results[1]) == ([2], [2])  # as if both ranks had brought this
 
@@ -131,10 +136,10 @@ def test_a_swapped_operation_comes_after_the_next_one() -> None:
     for number in (1, 2, 3, 4):
         world.operation(seam, number)
     assert world.calls == [
-        *("exchange [1]", "all_reduce [10]"),
-        *("exchange [3]", "all_reduce [30]"),
-        *("exchange [2]",),
-        *("exchange [4]", "all_reduce [40]"),
+        *("all_gather_bytes [1]", "all_reduce [10]"),
+        *("all_gather_bytes [3]", "all_reduce [30]"),
+        *("all_gather_bytes [2]",),
+        *("all_gather_bytes [4]", "all_reduce [40]"),
     ]
 
 
@@ -142,7 +147,7 @@ def test_what_is_not_called_gives_what_this_rank_brought() -> None:
     world = Recorded()
     seam = world.faulty(Fault(kind="skip", rank=0, at=0))
     row, long = torch.tensor([1, 2]), torch.tensor([3, 4, 5, 6])
-    assert listify(seam.exchange(row)) == ([1, 2], [1, 2])
+    assert listify(seam.all_gather_bytes(row)) == ([1, 2], [1, 2])
     assert listify(seam.all_gather(row)) == [1, 2, 1, 2]
     assert listify(seam.all_to_all(long)) == [3, 4, 5, 6]
     seam.all_reduce(row, "sum")

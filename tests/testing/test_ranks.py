@@ -163,7 +163,7 @@ def test_a_world_that_can_not_be_is_refused(call: Callable[[], Any], said: str) 
 
 
 def test_worlds_do_not_meet() -> None:
-    """Eight worlds at once, each in a thread, each in its own meeting."""
+    """Eight worlds at once, each in a thread, each in its own rendezvous."""
     results: dict[int, Any] = {}
 
     def world(number: int) -> None:

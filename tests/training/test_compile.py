@@ -223,8 +223,8 @@ def test_replicated_models_are_compiled_inside_and_compared_outside(regional: bo
 
 def state_after(ctx: Context) -> tuple[dict[str, torch.Tensor], tuple[bool, list[int], int, bool]]:
     model = af.prepare(ctx, Net())
-    before = ctx.collectives.journal.number
+    before = ctx.collectives.call_log.number
     graphs = train(ctx, model)
-    compared = ctx.collectives.journal.number - before >= 3  # the forward passes are agreed on
+    compared = ctx.collectives.call_log.number - before >= 3  # the forward passes are agreed on
     found = {name: value.detach() for name, value in af.unwrap_model(model).state_dict().items()}
     return found, (isinstance(model, DistributedDataParallel), graphs, num_breaks(), compared)

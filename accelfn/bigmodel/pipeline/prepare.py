@@ -17,7 +17,7 @@ from accelfn.bigmodel.pipeline.run import Form, Pipeline
 from accelfn.bigmodel.pipeline.stage import Stage, cut_out, form_of, hold, let_go
 from accelfn.bigmodel.pipeline.trace import Traced, trace_model, units_of, value_of
 from accelfn.bigmodel.plan.shape import read_shape
-from accelfn.comm import Call, agree, attempt
+from accelfn.comm import Call, agree, catch
 from accelfn.context import Context, check_context
 
 __all__ = ("plan_pipeline", "prepare_pipeline")
@@ -127,12 +127,12 @@ def prepare_pipeline(
             check_values(model, None if cut is None else cut.traced.tensors)
         return asked, cut, load
 
-    planned, error = attempt(plan)
+    planned, error = catch(plan)
     said = "" if planned is None or planned[1] is None else f"{planned[1].plan!r}"
     agree(ctx, Call(_PREPARE, said, takes_long=True), error=error)
     assert planned is not None  # else all have raised
     asked, cut, load = planned
-    made, error = attempt(lambda: _make(ctx, model, asked, cut, load, gather_output))
+    made, error = catch(lambda: _make(ctx, model, asked, cut, load, gather_output))
     agree(ctx, Call(_PREPARE, "made", takes_long=True), error=error)
     return cast("Pipeline", made)
 

@@ -13,7 +13,7 @@ from accelfn.bigmodel.offload.packing import pack, plan_packing, unpack
 from accelfn.bigmodel.pipeline.batch import Batch, Example, Result, join_results, micro_batch, read_batch
 from accelfn.bigmodel.pipeline.plan import PipelinePlan
 from accelfn.bigmodel.pipeline.stage import Stage
-from accelfn.comm import Call, agree, attempt, broadcast
+from accelfn.comm import Call, agree, broadcast, catch
 from accelfn.comm.wire import as_bytes, as_tensor
 from accelfn.context import Context
 from accelfn.tree import send_to_device
@@ -83,7 +83,7 @@ class Pipeline(nn.Module):
         if form is None or not isinstance(stage, Stage):
             with torch.no_grad():
                 return stage(*send_to_device(args, ctx.device), **send_to_device(kwargs, ctx.device))
-        batch, error = attempt(lambda: read_batch(form.example, args, kwargs) if ctx.rank == 0 else None)
+        batch, error = catch(lambda: read_batch(form.example, args, kwargs) if ctx.rank == 0 else None)
         said = None if batch is None else as_tensor(_COUNT.pack(batch.num_rows))
         rows = agree(ctx, Call(_CALL, self._said, takes_long=True), said, error)
         (num_rows,) = _COUNT.unpack(as_bytes(rows[0], _COUNT.size))
@@ -124,7 +124,7 @@ class Pipeline(nn.Module):
             index = tick - rank
             outgoing = _bytes(goes.num_bytes if rank < last and 0 <= index < count else 0, ctx.device)
             if 0 <= index < count and error is None:
-                values, error = attempt(lambda: run(index))  # noqa: B023 -- called at once
+                values, error = catch(lambda: run(index))  # noqa: B023 -- called at once
                 if values is not None and rank == last:
                     parts.append(values)
                 elif values is not None:
@@ -132,7 +132,7 @@ class Pipeline(nn.Module):
             if tick < count + last - 1:
                 comes_now = rank > 0 and 0 <= index + 1 < count
                 incoming = _bytes(comes.num_bytes if comes_now else 0, ctx.device)
-                ctx.collectives.pass_on(outgoing, incoming)
+                ctx.collectives.shift(outgoing, incoming)
         return parts, error
 
     def _room(self, form: Form, num_rows: int) -> list[torch.Tensor]:

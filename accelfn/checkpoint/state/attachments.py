@@ -30,7 +30,7 @@ from accelfn.checkpoint.files.disk import (
 from accelfn.checkpoint.files.find import OpenCheckpoint
 from accelfn.checkpoint.files.manifest import CHUNK_BYTES, Attachment, is_own_name
 from accelfn.checkpoint.state.phases import CollectivePhases
-from accelfn.comm import attempt
+from accelfn.comm import catch
 from accelfn.context import Context
 from accelfn.errors import CheckpointError, DamagedCheckpointError
 
@@ -83,7 +83,7 @@ def folder_for_files(ctx: Context, directory: str | os.PathLike[str]) -> Generat
         check_target(disk, target)
         return make_leftover_folder(disk, target)
 
-    made, error = attempt(make)
+    made, error = catch(make)
     phases = CollectivePhases(ctx, "folder_for_files")
     said = [json.loads(one) for one in phases.gather("make", json.dumps([ctx.world.node_rank, made]), error)]
     node = ctx.world.node_rank if ctx.project.save_on_each_node else said[0][0]

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 
-from accelfn.context import Context, Journal
+from accelfn.context import CallLog, Context
 from accelfn.tree.digest import split_flat
 
 __all__ = ("HostMemory", "SaveHandle", "begin_background", "copies_in_background", "finish_background")
@@ -173,10 +173,10 @@ class _Background:
 
 
 def _background_of(ctx: Context) -> _Background:
-    journal: Journal = ctx.collectives.journal
-    if not isinstance(journal.background, _Background):
-        journal.background = _Background()
-    return journal.background
+    call_log: CallLog = ctx.collectives.call_log
+    if not isinstance(call_log.background, _Background):
+        call_log.background = _Background()
+    return call_log.background
 
 
 def finish_background(ctx: Context) -> None:
@@ -187,7 +187,7 @@ def finish_background(ctx: Context) -> None:
     Raises:
         Exception: What stopped it, unless its handle has told that already.
     """
-    background = ctx.collectives.journal.background
+    background = ctx.collectives.call_log.background
     if background is not None:
         background.settle()
 
@@ -204,12 +204,12 @@ def begin_background(ctx: Context, directory: Path, work: Callable[[], Path]) ->
     """Begin to save in a thread.
 
     Args:
-        ctx: The world, in whose journal the handle is kept.
+        ctx: The world, in whose call log the handle is kept.
         directory: For messages.
         work: The save, which may use the copies of :func:`copies_in_background`.
     """
     background = _background_of(ctx)
-    handle = background.handle = SaveHandle(directory, ctx.collectives.aside)
+    handle = background.handle = SaveHandle(directory, ctx.collectives.while_blocked)
     # No daemon: the interpreter waits at its end for a thread that isn't, so a commit under way is completed.
     threading.Thread(target=handle.run, args=(work,), name="accelfn-save").start()
     return handle

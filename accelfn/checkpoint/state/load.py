@@ -51,7 +51,7 @@ from accelfn.checkpoint.state.partial import choose_part, may_leave_out
 from accelfn.checkpoint.state.pause import paused_collection
 from accelfn.checkpoint.state.phases import CollectivePhases
 from accelfn.checkpoint.state.random_state import restore_random_states
-from accelfn.comm import attempt
+from accelfn.comm import catch
 from accelfn.context import Context, check_context
 from accelfn.data import LoaderState
 from accelfn.data.place import read_state
@@ -201,7 +201,7 @@ def load_latest(
     asked = _begin(ctx, phases, directory, like, strict, partial)
     places = _list_together(ctx, phases, asked.place)
     for place, older in zip(places, [*places, None][1:], strict=True):
-        loaded, error = attempt(functools.partial(_load, ctx, phases, place, like, asked, random_state))
+        loaded, error = catch(functools.partial(_load, ctx, phases, place, like, asked, random_state))
         if error is None:
             return loaded
         if older is None or not _is_damage(error):
@@ -234,7 +234,7 @@ def _begin(
             phases.operation, place, find_names(like), strict, may_leave_out(partial, phases.operation)
         )
 
-    asked, error = attempt(look)
+    asked, error = catch(look)
     phases.gather("begin", "", error)
     return cast("_Asked", asked)
 
@@ -245,13 +245,13 @@ def _load(
     """Read on all ranks what is asked for, and let objects take it up if that is possible on all ranks."""
     disk = REAL_DISK
     read = _read_together(ctx, disk, phases, place, lambda found: _read(ctx, disk, like, asked, found))
-    prepared, error = attempt(lambda: _prepare(read, like))
+    prepared, error = catch(lambda: _prepare(read, like))
     phases.gather("decode", "", error)
     assert prepared is not None
     value, pending, writes = prepared
     undo: list[Callable[[], None]] = []
     may_refuse = [one for one in pending if not is_sure(one)]
-    _, error = attempt(lambda: _take_up(may_refuse, asked.names, undo))
+    _, error = catch(lambda: _take_up(may_refuse, asked.names, undo))
     try:
         phases.gather("take up", "", error)
     except BaseException:
@@ -362,7 +362,7 @@ def _read_together(
     """Let every rank read its part of one checkpoint, though another program may replace or remove it."""
     for _ in range(_ATTEMPTS):
         path = _find_together(ctx, disk, phases, place)
-        found, error = attempt(functools.partial(read_checkpoint, disk, path, read))
+        found, error = catch(functools.partial(read_checkpoint, disk, path, read))
         if isinstance(error, NoCheckpointError):
             error = None  # it was there a moment ago; all look again
         identity = "" if found is None else found.manifest.identity
@@ -378,14 +378,14 @@ def _read_together(
 def _find_together(ctx: Context, disk: Disk, phases: CollectivePhases, place: str) -> str:
     """Let all ranks choose the same checkpoint: as rank 0 finds it, or the newest that all nodes have."""
     if not ctx.project.save_on_each_node:
-        path, error = attempt(lambda: locate(disk, place)) if ctx.is_main_process else ("", None)
+        path, error = catch(lambda: locate(disk, place)) if ctx.is_main_process else ("", None)
         absent = str(error) if isinstance(error, NoCheckpointError) else None
         said = json.dumps([path, absent])
         path, absent = json.loads(phases.gather("find", said, None if absent else error)[0])
         if absent is not None:  # on every rank, as programs ask whether there is one
             raise NoCheckpointError(absent)
         return path
-    own, error = attempt(lambda: parts_below(disk, place)) if ctx.is_local_main_process else ([], None)
+    own, error = catch(lambda: parts_below(disk, place)) if ctx.is_local_main_process else ([], None)
     said = json.dumps([ctx.world.node_rank, ctx.is_local_main_process, own])
     heard = [json.loads(one) for one in phases.gather("find", said, error)]
     by_node = {node: parts for node, is_main, parts in heard if is_main}
@@ -399,9 +399,9 @@ def _list_together(ctx: Context, phases: CollectivePhases, place: str) -> list[s
     """List the checkpoints to try, newest first: as rank 0 finds them, or what the nodes have in common."""
     disk = REAL_DISK
     if ctx.project.save_on_each_node:
-        own, error = attempt(lambda: parts_below(disk, place)) if ctx.is_local_main_process else ([], None)
+        own, error = catch(lambda: parts_below(disk, place)) if ctx.is_local_main_process else ([], None)
         return [place] if any(map(json.loads, phases.gather("list", json.dumps(own), error))) else []
-    found, error = attempt(lambda: newest_first(disk, place)) if ctx.is_main_process else ([], None)
+    found, error = catch(lambda: newest_first(disk, place)) if ctx.is_main_process else ([], None)
     return json.loads(phases.gather("list", json.dumps(found), error)[0])
 
 
@@ -424,12 +424,12 @@ def find_checkpoint(ctx: Context, directory: str | os.PathLike[str]) -> Path:
         RemoteRankError: One of these happened on another rank.
     """
     disk, phases = REAL_DISK, CollectivePhases(ctx, "find_checkpoint")
-    _, error = attempt(lambda: finish_background(ctx))
+    _, error = catch(lambda: finish_background(ctx))
     phases.gather("begin", "", error)
     path = _find_together(ctx, disk, phases, os.path.abspath(directory))
     error = None
     if writes_here(ctx):
-        _, error = attempt(lambda: read_checkpoint(disk, path, functools.partial(check_attachments, disk)))
+        _, error = catch(lambda: read_checkpoint(disk, path, functools.partial(check_attachments, disk)))
     phases.gather("check", "", error)
     return Path(path)
 

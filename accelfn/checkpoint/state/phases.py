@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 
 from accelfn.comm import Call, gather_bytes
 from accelfn.context import Context, text_of
-from accelfn.context.board import Board
+from accelfn.context.message_board import MessageBoard
 from accelfn.errors import CollectiveTimeoutError, RemoteRankError
 
 __all__ = ("BoardPhases", "CollectivePhases", "Phases")
@@ -65,7 +65,7 @@ class BoardPhases(NamedTuple):
         is_hopeless: Says why no other rank can be waited for any more, or None.
     """
 
-    board: Board
+    board: MessageBoard
     rank: int
     size: int
     operation: str

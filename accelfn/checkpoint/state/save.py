@@ -44,7 +44,7 @@ from accelfn.checkpoint.state.phases import BoardPhases, CollectivePhases
 from accelfn.checkpoint.state.plan import Box, Held, SavePlan, Write, plan_save
 from accelfn.checkpoint.state.random_state import random_states
 from accelfn.checkpoint.state.writing import Job, entry_key, write_job
-from accelfn.comm import attempt, check_replicas
+from accelfn.comm import catch, check_replicas
 from accelfn.context import Context, check_context, news
 from accelfn.context.config import GuardMode
 from accelfn.errors import ReplicaDriftError
@@ -183,12 +183,12 @@ def save_state(
         finish_background(ctx)
         return _look(ctx, path, tree, is_copied=asynchronous, step=step, metric=metric)
 
-    own, error = attempt(look)
+    own, error = catch(look)
     taken = os.path.abspath(files) if files is not None and writes_here(ctx) else None
     phases = CollectivePhases(ctx, "save_state")
     each_node = ctx.project.save_on_each_node
     options = [None if each_node else str(path), step, metric, repr(keep), asynchronous, allow_drift]
-    job, error = attempt(
+    job, error = catch(
         lambda: _agree_on(ctx, phases, path, own, error, options, step, metric, keep, taken, allow_drift)
     )
     if job is None:
@@ -196,7 +196,7 @@ def save_state(
     if not asynchronous:
         return write_job(job, phases, REAL_DISK)
     tensors = [tensor for _, tensor, _ in job.entries]
-    copies, error = attempt(lambda: copies_in_background(ctx, tensors))
+    copies, error = catch(lambda: copies_in_background(ctx, tensors))
     phases.gather("copy", "", error)
     if job.any_files:
         job = _set_aside(job, phases, REAL_DISK)
@@ -205,9 +205,9 @@ def save_state(
         rank=ctx.rank,
         size=ctx.num_processes,
         operation="save_state",
-        number=str(ctx.collectives.journal.number),
+        number=str(ctx.collectives.call_log.number),
         patience_s=ctx.guard.long_timeout_s,
-        is_hopeless=lambda: news(ctx.collectives.board, ctx.collectives.journal, ctx.rank),
+        is_hopeless=lambda: news(ctx.collectives.board, ctx.collectives.call_log, ctx.rank),
     )
     copied = zip(job.entries, copies or (), strict=True)
     entries = tuple((key, copy, sums) for (key, _, sums), copy in copied)
@@ -521,7 +521,7 @@ def _set_aside(job: Job, phases: CollectivePhases, disk: Disk) -> Job:
             move_content(disk, job.files, own)
             disk.remove_folder(job.files)
 
-    _, error = attempt(move)
+    _, error = catch(move)
     try:
         phases.gather("files", "", error)
     except BaseException:

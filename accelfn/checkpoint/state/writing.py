@@ -32,7 +32,7 @@ from accelfn.checkpoint.state.each_node import common, parts_at
 from accelfn.checkpoint.state.pause import paused_collection
 from accelfn.checkpoint.state.phases import Phases
 from accelfn.checkpoint.state.plan import Box, Held, SavePlan, Write
-from accelfn.comm import attempt
+from accelfn.comm import catch
 from accelfn.errors import NoCheckpointError
 
 __all__ = ("Job", "entry_key", "write_job")
@@ -88,24 +88,24 @@ def write_job(job: Job, phases: Phases, disk: Disk) -> Path:
         if job.nodes is not None:
             _settle_nodes(job, phases, disk)
         if job.files is not None:
-            found, error = attempt(lambda: find_attachments(disk, cast("str", job.files)))
+            found, error = catch(lambda: find_attachments(disk, cast("str", job.files)))
             names = found or ()
         if is_main and error is None:
-            stage, error = attempt(lambda: begin_stage(disk, job.directory, job.nonce))
+            stage, error = catch(lambda: begin_stage(disk, job.directory, job.nonce))
         said = json.dumps([stage.path, stage.generation] if stage is not None else [])
         heard = [json.loads(one) for one in phases.gather("stage", said, error)]
         path, generation = heard[job.main][0], max(one[1] for one in heard if one)
-        written, error = attempt(lambda: _write_all(job, disk, path, names))
+        written, error = catch(lambda: _write_all(job, disk, path, names))
         results = phases.gather("write", json.dumps(written), error)
         old, error = (), None
         if stage is not None:
             manifest = _manifest(job, results, generation)
-            _, error = attempt(lambda: write_manifest(disk, stage, manifest))
+            _, error = catch(lambda: write_manifest(disk, stage, manifest))
         if job.nodes is not None:
             # Every node is ready before one of them commits: each still has its old one if another fails.
             phases.gather("ready", "", error)
         if stage is not None and error is None:
-            old, error = attempt(lambda: put_in_place(disk, stage))
+            old, error = catch(lambda: put_in_place(disk, stage))
             if error is None and job.nodes is None:
                 remove_replaced(disk, str(job.directory), old or ())
         phases.gather("commit", "", error)
@@ -125,7 +125,7 @@ def write_job(job: Job, phases: Phases, disk: Disk) -> Path:
         keep, error = job.keep, None
         if is_main:
             parent, saved = job.directory.parent, job.directory
-            _, error = attempt(lambda: prune_checkpoints(parent, keep, saved=saved, disk=disk))
+            _, error = catch(lambda: prune_checkpoints(parent, keep, saved=saved, disk=disk))
         phases.gather("prune", "", error)
     return job.directory
 
@@ -133,7 +133,7 @@ def write_job(job: Job, phases: Phases, disk: Disk) -> Path:
 def _settle_nodes(job: Job, phases: Phases, disk: Disk) -> None:
     """Let all nodes have the same checkpoint before a new one replaces it: a crash may have left two."""
     is_main, place = job.rank == job.main, str(job.directory)
-    parts, error = attempt(lambda: parts_at(disk, place) if is_main else [])
+    parts, error = catch(lambda: parts_at(disk, place) if is_main else [])
     heard = [json.loads(one) for one in phases.gather("nodes", json.dumps(parts), error)]
     mains = sorted({(job.nodes or ())[rank]: rank for rank in reversed(range(job.size))}.values())
     try:
@@ -142,7 +142,7 @@ def _settle_nodes(job: Job, phases: Phases, disk: Disk) -> None:
         return  # nothing is left that a new one could take from anybody
     error = None
     if is_main and identity is not None:
-        _, error = attempt(lambda: put_back(disk, place, dict(parts or ())[identity]))
+        _, error = catch(lambda: put_back(disk, place, dict(parts or ())[identity]))
     phases.gather("settled", "", error)
 
 

@@ -47,7 +47,7 @@ from accelfn.checkpoint.weights.state import (
     together,
     whole_tensors,
 )
-from accelfn.comm import Call, attempt, check_replicas, gather_bytes
+from accelfn.comm import Call, catch, check_replicas, gather_bytes
 from accelfn.context import Context, check_context
 from accelfn.context.config import GuardMode
 from accelfn.training import unwrap_model
@@ -197,7 +197,7 @@ def _begin(ctx: Context, folder: Path, naming: WeightNaming, held: ExitStack) ->
         held.enter_context(holding(folder, naming))
         return " ".join(map(str, taken_generations(folder, naming))).encode()
 
-    taken, error = attempt(begin)
+    taken, error = catch(begin)
     if ctx.num_processes > 1:
         told = gather_bytes(ctx, Call(_SAVE, "names", takes_long=True), taken or b"", error)
     elif error is not None:

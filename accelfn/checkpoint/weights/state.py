@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accelfn.checkpoint.weights.plan import tied_by
-from accelfn.comm import Call, agree, attempt
+from accelfn.comm import Call, agree, catch
 from accelfn.context import Context, check_context
 from accelfn.training import unwrap_model
 
@@ -130,7 +130,7 @@ def together(ctx: Context, operation: str, work: Callable[[Meet], T]) -> T:
             agree(ctx, Call(operation, f"{step}\0{said}", lambda: said, takes_long=True))
             told = False
 
-    result, error = attempt(lambda: work(meet))
+    result, error = catch(lambda: work(meet))
     if error is not None and told:
         raise error
     if ctx.num_processes > 1:

@@ -15,7 +15,7 @@ from accelfn import Context
 from accelfn.bigmodel import Pipeline, plan_pipeline
 from accelfn.bigmodel.empty import init_empty_weights
 from accelfn.bigmodel.load import apply as applying
-from accelfn.comm import attempt
+from accelfn.comm import catch
 from accelfn.errors import CheckpointMismatchError, MismatchError, MissingRankError, RemoteRankError
 from accelfn.testing import Fault, Where, run_ranks
 from tests.bigmodel.pipeline.models import Branching, Counting, Net, Tied, seeded
@@ -353,7 +353,7 @@ def test_a_model_without_values_needs_a_checkpoint_that_fits(tmp_path: Path) -> 
             model = Tied()
         example = torch.zeros(4, 3, dtype=torch.int64)
         caught = [
-            attempt(lambda said=said: af.prepare_pipeline(ctx, model, example, **said))[1]
+            catch(lambda said=said: af.prepare_pipeline(ctx, model, example, **said))[1]
             for said in cast("list[dict[str, Any]]", [{}, {"checkpoint": folder}])
         ]
         assert "body.0.weight, body.0.bias, " in str(caught[0])

@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from accelfn.context import Board, Journal, Lookout, announce_end, late_error, lookout, publish
+from accelfn.context import (
+    CallLog,
+    MessageBoard,
+    PeerMonitor,
+    announce_end,
+    late_error,
+    peer_monitor,
+    publish,
+)
 from accelfn.errors import (
     Caller,
     CollectiveTimeoutError,
@@ -25,7 +33,7 @@ class Notes:
     def __init__(self) -> None:
         self.words: dict[str, str] = {}
         self.changed = threading.Condition()
-        self.board = Board(post=self.post, post_once=self.post_once, read=self.read)
+        self.board = MessageBoard(post=self.post, post_once=self.post_once, read=self.read)
 
     def post(self, key: str, text: str) -> None:
         with self.changed:
@@ -46,17 +54,19 @@ class Notes:
             assert self.changed.wait_for(lambda: self.words.get(key), 20)
 
 
-def journal_of(*calls: str, patience_s: float = 0.5) -> Journal:
-    """Make the journal of a rank that has begun these calls, and waits in the last."""
-    journal = Journal()
+def journal_of(*calls: str, patience_s: float = 0.5) -> CallLog:
+    """Make the call log of a rank that has begun these calls, and waits in the last."""
+    call_log = CallLog()
     for number, call in enumerate(calls, 1):
-        journal.begin(call, f"train.py:{number} in main", call, patience_s)
-    return journal
+        call_log.begin(call, f"train.py:{number} in main", call, patience_s)
+    return call_log
 
 
-def lookout_of(notes: Notes, *calls: str, rank: int = 0, size: int = 2, patience_s: float = 0.5) -> Lookout:
-    journal = journal_of(*calls, patience_s=patience_s)
-    return Lookout(board=notes.board, journal=journal, rank=rank, size=size)
+def lookout_of(
+    notes: Notes, *calls: str, rank: int = 0, size: int = 2, patience_s: float = 0.5
+) -> PeerMonitor:
+    call_log = journal_of(*calls, patience_s=patience_s)
+    return PeerMonitor(board=notes.board, call_log=call_log, rank=rank, size=size)
 
 
 def position(*calls: str, reductions: int = 0) -> str:
@@ -130,12 +140,12 @@ def test_what_the_wait_itself_raises_goes_through() -> None:
 # --- news ----------------------------------------------------------------------------------------
 
 
-def fail(board: Board, journal: Journal) -> None:
-    publish(board, journal, 1, OSError("disk"))
+def fail(board: MessageBoard, call_log: CallLog) -> None:
+    publish(board, call_log, 1, OSError("disk"))
 
 
-def end(board: Board, journal: Journal) -> None:
-    announce_end(board, journal, 1)
+def end(board: MessageBoard, call_log: CallLog) -> None:
+    announce_end(board, call_log, 1)
 
 
 @pytest.mark.parametrize(
@@ -147,7 +157,7 @@ def end(board: Board, journal: Journal) -> None:
 )
 @pytest.mark.parametrize("before", [True, False])
 def test_news_of_a_rank_ends_the_waiting(
-    last_word: Callable[[Board, Journal], None], kind: type[Exception], said: str, before: bool
+    last_word: Callable[[MessageBoard, CallLog], None], kind: type[Exception], said: str, before: bool
 ) -> None:
     notes = Notes()
 
@@ -216,7 +226,7 @@ def test_a_timeout_names_the_missing_and_where_they_are() -> None:
         "  rank 4 was last seen in call 1, gather at train.py:1 in main",
     ]
     assert "Guard(timeout=...)" in str(caught.value)
-    assert watching.journal.over
+    assert watching.call_log.over
     with pytest.raises(CollectiveTimeoutError) as there:  # the others needn't wait for as long
         lookout_of(notes, "gather", "reduce", rank=3, size=5, patience_s=30).wait(never)
     assert str(there.value) == str(caught.value)
@@ -234,7 +244,7 @@ def test_a_board_that_never_answers_does_not_keep_the_rank(
     blocked: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("_JOIN_S", "_LAST_WORDS_S"):
-        monkeypatch.setattr(lookout, name, 0.05)
+        monkeypatch.setattr(peer_monitor, name, 0.05)
     release = threading.Event()
 
     def block(*words: str) -> Any:
@@ -244,7 +254,7 @@ def test_a_board_that_never_answers_does_not_keep_the_rank(
     notes = Notes()
     stuck: dict[str, Any] = {blocked: block}
     board = dataclasses.replace(notes.board, **stuck)
-    watching = Lookout(board=board, journal=journal_of("gather"), rank=0, size=2)
+    watching = PeerMonitor(board=board, call_log=journal_of("gather"), rank=0, size=2)
     raised: list[BaseException] = []
 
     def wait() -> None:
@@ -260,7 +270,7 @@ def test_a_board_that_never_answers_does_not_keep_the_rank(
     release.set()
     assert came_back
     assert [type(error) for error in raised] == [CollectiveTimeoutError]
-    assert watching.journal.over
+    assert watching.call_log.over
 
 
 # --- a lost connection ---------------------------------------------------------------------------
@@ -290,8 +300,8 @@ def test_of_several_those_that_answer_are_not_the_lost() -> None:
 
 
 def test_whoever_is_known_to_be_lost_is_not_asked_for() -> None:
-    lookout = lookout_of(Notes(), "gather", rank=1, size=4)
-    assert "lost its connection to ranks 0, 3 in" in str(lookout.explain_loss("Ended.", [0, 3]))
+    monitor = lookout_of(Notes(), "gather", rank=1, size=4)
+    assert "lost its connection to ranks 0, 3 in" in str(monitor.explain_loss("Ended.", [0, 3]))
 
 
 def test_a_connection_lost_to_a_rank_that_says_so_a_moment_later_is_explained() -> None:
@@ -310,11 +320,11 @@ def test_a_connection_lost_to_a_rank_that_says_so_a_moment_later_is_explained() 
 
 def test_a_rank_that_has_gone_on_without_the_reduction_is_a_disagreement() -> None:
     notes = Notes()
-    lookout = lookout_of(notes, "forward", patience_s=20.0)
-    lookout.journal.reducing = True
+    monitor = lookout_of(notes, "forward", patience_s=20.0)
+    monitor.call_log.reducing = True
     notes.post("at/1", position("forward", "gather"))
     with pytest.raises(MismatchError) as caught:
-        lookout.wait(never)
+        monitor.wait(never)
     (row,) = caught.value.rows
     assert (row.rank, row.found) == (1, "call 2: gather at train.py:2 in main")
     assert row.expected == "the backward pass of call 1: forward at train.py:1 in main"
@@ -323,23 +333,23 @@ def test_a_rank_that_has_gone_on_without_the_reduction_is_a_disagreement() -> No
 
 def test_a_rank_that_has_been_through_the_reduction_has_done_its_part() -> None:
     notes = Notes()
-    lookout = lookout_of(notes, "forward", patience_s=1.0)
-    lookout.journal.reducing = True
+    monitor = lookout_of(notes, "forward", patience_s=1.0)
+    monitor.call_log.reducing = True
     notes.post("at/1", position("forward", "gather", reductions=1))
     with pytest.raises(CollectiveTimeoutError):
-        lookout.wait(never)
+        monitor.wait(never)
 
 
 def test_a_process_that_is_gone_is_not_waited_for_though_its_connections_live() -> None:
-    lookout = dataclasses.replace(
+    monitor = dataclasses.replace(
         lookout_of(Notes(), "gather", size=3, patience_s=20.0), has_ended=(2).__eq__
     )
     with pytest.raises(MissingRankError, match=r"to rank 2 in call 1 .* The process of rank 2 has ended"):
-        lookout.wait(never)
+        monitor.wait(never)
 
 
 def test_what_a_rank_has_sent_before_it_ended_may_still_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lookout, "_LAST_SENDS_S", 60.0)
+    monkeypatch.setattr(peer_monitor, "_LAST_SENDS_S", 60.0)
     waiting = dataclasses.replace(lookout_of(Notes(), "gather", patience_s=20.0), has_ended=(1).__eq__)
     start = time.monotonic()
     waiting.wait(lambda seconds: never(seconds) or time.monotonic() - start > 0.7)

@@ -11,27 +11,27 @@ from typing import Any, NamedTuple
 
 import torch
 
-from accelfn.context import Board, Departure, Journal, as_error, explain_departure, late_error, publish
+from accelfn.context import CallLog, Departure, MessageBoard, as_error, explain_departure, late_error, publish
 from accelfn.context.watchdog import print_all_stacks
 from accelfn.errors import Disagreement, MismatchError, MissingRankError
 
-__all__ = ("Meeting",)
+__all__ = ("Rendezvous",)
 
 
 class _Brought(NamedTuple):
-    """What one rank brings to a meeting."""
+    """What one rank brings to a rendezvous."""
 
     call: tuple[object, ...]  # what it is doing; must be equal on every rank
     value: Any
 
 
 class _Left(NamedTuple):
-    """Why a rank comes to no meeting any more."""
+    """Why a rank comes to no rendezvous any more."""
 
     how: str  # "returned", "died" or "failed"
 
 
-class Meeting:
+class Rendezvous:
     """A barrier of ``size`` threads that exchanges values, checks calls and never hangs.
 
     One rank runs at a time, until it waits for the others or ends; then the next one in rank order runs. So a
@@ -46,7 +46,7 @@ class Meeting:
     """
 
     def __init__(self, size: int) -> None:
-        """Open the meeting for ``size`` ranks."""
+        """Open the rendezvous for ``size`` ranks."""
         self._size = size
         self._lock = threading.Lock()  # guards all below; held for moments
         self._turns = [threading.Semaphore(0) for _ in range(size)]
@@ -58,7 +58,7 @@ class Meeting:
         self._last: list[_Brought] = []
         self._left: dict[int, _Left] = {}
         self._words: dict[str, str] = {}
-        self.board: Board = Board(post=self._post, post_once=self._post_once, read=self._read)
+        self.board: MessageBoard = MessageBoard(post=self._post, post_once=self._post_once, read=self._read)
 
     def open(self) -> None:
         """Let the first rank run."""
@@ -69,7 +69,7 @@ class Meeting:
         """Wait for this rank's first turn."""
         self._turns[rank].acquire()
 
-    def meet(self, rank: int, call: tuple[object, ...], value: Any, journal: Journal) -> list[Any]:
+    def meet(self, rank: int, call: tuple[object, ...], value: Any, call_log: CallLog) -> list[Any]:
         """Bring ``value``, wait for all ranks, and return what each one brought, in rank order.
 
         Raises:
@@ -90,10 +90,10 @@ class Meeting:
                 self._may_run.update(range(self._size))
             else:
                 self._may_run.discard(rank)
-                self._check_absent(rank, journal)
+                self._check_absent(rank, call_log)
                 self._pass_turn()
         if not complete:
-            self._wait(rank, number, journal)
+            self._wait(rank, number, call_log)
         met = self._last
         expected = met[0].call
         if any(one.call != expected for one in met):
@@ -117,7 +117,7 @@ class Meeting:
             self._turns[rank].acquire()
 
     def leave(self, rank: int, how: str) -> None:
-        """Say that ``rank`` comes to no meeting any more, and let the others run."""
+        """Say that ``rank`` comes to no rendezvous any more, and let the others run."""
         with self._lock:
             self._go(rank, how)
 
@@ -144,12 +144,12 @@ class Meeting:
         with self._lock:
             return self._words.get(key)
 
-    def _wait(self, rank: int, number: int, journal: Journal) -> None:
+    def _wait(self, rank: int, number: int, call_log: CallLog) -> None:
         """Wait for the turn that comes when the round is complete, or can't be completed any more."""
-        if self._turns[rank].acquire(timeout=min(journal.patience_s, threading.TIMEOUT_MAX)):
+        if self._turns[rank].acquire(timeout=min(call_log.patience_s, threading.TIMEOUT_MAX)):
             with self._lock:
                 if self._round == number:
-                    self._check_absent(rank, journal)
+                    self._check_absent(rank, call_log)
             return
         with self._lock:
             complete = self._round != number
@@ -159,9 +159,9 @@ class Meeting:
         if complete:  # at the last moment: the turn is on its way
             self._turns[rank].acquire()
             return
-        error = late_error(journal, rank, journal.patience_s, missing)
+        error = late_error(call_log, rank, call_log.patience_s, missing)
         print_all_stacks(self.board, rank, self._size)
-        publish(self.board, journal, rank, error)
+        publish(self.board, call_log, rank, error)
         raise error
 
     def _pass_turn(self) -> None:
@@ -176,7 +176,7 @@ class Meeting:
         if order:
             self._turns[order[0]].release()
 
-    def _check_absent(self, rank: int, journal: Journal) -> None:
+    def _check_absent(self, rank: int, call_log: CallLog) -> None:
         gone = next((one for one in sorted(self._left) if one not in self._brought), None)
         if gone is None:
             return
@@ -185,8 +185,8 @@ class Meeting:
             raise as_error(text)
         text = self._words.get("end")
         if text is not None:
-            raise explain_departure(Departure(*json.loads(text)), journal, rank)
-        now = journal.current
+            raise explain_departure(Departure(*json.loads(text)), call_log, rank)
+        now = call_log.current
         raise MissingRankError(
             f"{now.operation}: rank {gone} {self._left[gone].how} while rank {rank} waits for it in call "
             f"{now.number} at {now.site}. Every rank must call the same operations in the same order."

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
-__all__ = ("Entry", "Journal", "Settling", "Unsettled")
+__all__ = ("CallLog", "Entry", "Settling", "Unsettled")
 
 _REMEMBERED = 64
 # Forms of calls whose first line is known, before all are forgotten.
@@ -42,11 +42,11 @@ class Settling(Protocol):
         ...
 
 
-class Journal:
+class CallLog:
     """The calls of one rank on one group, in order.
 
     A process group counts its collectives; this is the same for operations on trees, and with it what is
-    needed to explain a disagreement. All contexts over one group share one journal. Nothing is written to it
+    needed to explain a disagreement. All contexts over one group share one call log. Nothing is written to it
     but by the operations themselves.
 
     Attributes:
@@ -90,13 +90,13 @@ class Journal:
         self._counts: WeakKeyDictionary[object, int] = WeakKeyDictionary()
         self._first_sites: dict[int, str] = {}  # by form of call
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Journal:
+    def __deepcopy__(self, memo: dict[int, object]) -> CallLog:
         """Give itself: a copy of a context is over the same group."""
         return self
 
-    def __reduce__(self) -> tuple[type[Journal], tuple[()]]:
-        """Pickle as a new journal: what was called stays with the group, which no pickle can hold."""
-        return Journal, ()
+    def __reduce__(self) -> tuple[type[CallLog], tuple[()]]:
+        """Pickle as a new call log: what was called stays with the group, which no pickle can hold."""
+        return CallLog, ()
 
     def begin(self, operation: str, site: str, material: str | None, patience_s: float) -> None:
         """Note that an operation begins.

@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from accelfn.context.board import Board
+from accelfn.context.call_log import CallLog, Entry
 from accelfn.context.failure import news, publish
-from accelfn.context.journal import Entry, Journal
+from accelfn.context.message_board import MessageBoard
 from accelfn.context.watchdog import print_all_stacks
 from accelfn.errors import Caller, CollectiveTimeoutError, Disagreement, MismatchError, MissingRankError
 
-__all__ = ("Lookout", "late_error")
+__all__ = ("PeerMonitor", "late_error")
 
 # How long a rank waits without a look around. Whoever waits longer has time for it.
 _POLL_S = 0.2
@@ -44,19 +44,19 @@ def _nobody(rank: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lookout:
+class PeerMonitor:
     """What a rank needs to wait well.
 
     Attributes:
         board: Of the world.
-        journal: Of this rank: says how long to wait, and for what.
+        call_log: Of this rank: says how long to wait, and for what.
         rank: This rank.
         size: Number of ranks.
         has_ended: Whether the process of another rank is gone, where that can be seen.
     """
 
-    board: Board
-    journal: Journal
+    board: MessageBoard
+    call_log: CallLog
     rank: int
     size: int
     has_ended: Callable[[int], bool] = _nobody
@@ -73,7 +73,7 @@ class Lookout:
             CollectiveTimeoutError: The time of the current operation is up.
         """
         start = time.monotonic()
-        patience_s = self.journal.patience_s
+        patience_s = self.call_log.patience_s
         if arrived(min(_POLL_S, patience_s)):
             return
         with self._looking() as seen:
@@ -86,9 +86,9 @@ class Lookout:
                 if arrived(min(_POLL_S, left_s)):
                     return
             missing = [rank for rank in self._others() if not self._has_come(seen, rank)]
-            error = late_error(self.journal, self.rank, patience_s, missing, seen.positions)
+            error = late_error(self.call_log, self.rank, patience_s, missing, seen.positions)
             _within(_LAST_WORDS_S, lambda: print_all_stacks(self.board, self.rank, self.size))
-            _within(_LAST_WORDS_S, lambda: publish(self.board, self.journal, self.rank, error))
+            _within(_LAST_WORDS_S, lambda: publish(self.board, self.call_log, self.rank, error))
             raise error
 
     def explain_loss(self, text: str, lost: Sequence[int] = ()) -> Exception:
@@ -99,7 +99,7 @@ class Lookout:
             lost: The ranks it lost, where it knows them.
         """
         told: list[Exception | None] = []
-        _within(_LAST_WORDS_S, lambda: told.append(news(self.board, self.journal, self.rank)))
+        _within(_LAST_WORDS_S, lambda: told.append(news(self.board, self.call_log, self.rank)))
         for word in told:
             if word is not None:
                 return word
@@ -112,13 +112,13 @@ class Lookout:
                     silent = [rank for rank in silent if rank not in seen.positions]
                 if seen.error is not None:
                     return seen.error
-        now = self.journal.current
+        now = self.call_log.current
         error = MissingRankError(
             f"{now.operation}: rank {self.rank} lost its connection to {_ranks(silent)} in call {now.number} "
             f"at {now.site}: it has ended, was killed, or its machine can't be reached. Look at its output "
             f"first. {text}"
         )
-        _within(_LAST_WORDS_S, lambda: publish(self.board, self.journal, self.rank, error))
+        _within(_LAST_WORDS_S, lambda: publish(self.board, self.call_log, self.rank, error))
         return error
 
     def _others(self) -> list[int]:
@@ -126,13 +126,13 @@ class Lookout:
 
     def _has_come(self, seen: _Seen, rank: int) -> bool:
         position = seen.positions.get(rank)
-        return position is not None and position.number >= self.journal.number
+        return position is not None and position.number >= self.call_log.number
 
     @contextmanager
     def _looking(self) -> Generator[_Seen]:
         """Look at the board in a thread of its own: one that doesn't answer must not keep this rank here."""
         seen = _Seen()
-        thread = threading.Thread(target=self._look, args=(seen,), name="accelfn lookout", daemon=True)
+        thread = threading.Thread(target=self._look, args=(seen,), name="accelfn monitor", daemon=True)
         thread.start()
         try:
             yield seen
@@ -142,8 +142,8 @@ class Lookout:
             thread.join(_JOIN_S)
 
     def _look(self, seen: _Seen) -> None:
-        now = self.journal.current
-        own = _Position(now.number, now.operation, now.site, now.chain.hex(), self.journal.reductions)
+        now = self.call_log.current
+        own = _Position(now.number, now.operation, now.site, now.chain.hex(), self.call_log.reductions)
         self.board.post(f"at/{self.rank}", json.dumps(own))
         # One neighbour at a look, so that the board bears any number of ranks.
         others = [(self.rank + step) % self.size for step in range(1, self.size)]
@@ -151,14 +151,14 @@ class Lookout:
         ended: list[int] = []
         since = time.monotonic()
         while not seen.done.is_set():
-            seen.error = news(self.board, self.journal, self.rank)
+            seen.error = news(self.board, self.call_log, self.rank)
             for neighbour in {others[(looks + step) % len(others)] for step in range(8)}:
                 text = self.board.read(f"at/{neighbour}")
                 if not text:
                     seen.positions.pop(neighbour, None)
                     continue
                 seen.positions[neighbour] = position = _Position(*json.loads(text))
-                entry = self.journal.find(position.number)
+                entry = self.call_log.find(position.number)
                 if seen.error is None and entry is not None and entry.chain.hex() != position.chain:
                     seen.error = self._disagreement(entry, neighbour, position)
                 elif seen.error is None and self._has_passed(own, position):
@@ -176,14 +176,14 @@ class Lookout:
 
     def _has_passed(self, own: _Position, other: _Position) -> bool:
         """Whether another rank has gone on without the reduction of gradients in which this one waits."""
-        if not self.journal.reducing:
+        if not self.call_log.reducing:
             return False
         return other.number > own.number and other.reductions <= own.reductions
 
     def _disagreement(self, entry: Entry, neighbour: int, position: _Position) -> Exception:
         """Tell of two ranks that wait in different operations; all ranks raise what was said first."""
         own = f"call {entry.number}: {entry.operation} at {entry.site}"
-        if self.journal.reducing:
+        if self.call_log.reducing:
             own = f"the backward pass of {own}"
         error = MismatchError(
             entry.operation,
@@ -203,8 +203,8 @@ class Lookout:
                 ]
             ),
         )
-        publish(self.board, self.journal, self.rank, error)
-        return news(self.board, self.journal, self.rank) or error
+        publish(self.board, self.call_log, self.rank, error)
+        return news(self.board, self.call_log, self.rank) or error
 
 
 def _within(seconds: float, action: Callable[[], object]) -> None:
@@ -215,7 +215,7 @@ def _within(seconds: float, action: Callable[[], object]) -> None:
 
 
 class _Seen:
-    """What the thread of a lookout has found so far."""
+    """What the thread of a monitor has found so far."""
 
     def __init__(self) -> None:
         """Nothing yet."""
@@ -225,7 +225,7 @@ class _Seen:
 
 
 def late_error(
-    journal: Journal,
+    call_log: CallLog,
     rank: int,
     waited_s: float,
     missing: Sequence[int],
@@ -234,14 +234,14 @@ def late_error(
     """Make the error of a rank that has waited too long.
 
     Args:
-        journal: Of the rank that waited.
+        call_log: Of the rank that waited.
         rank: Which rank that is.
         waited_s: How long it did.
         missing: Ranks that have not come.
         positions: Where other ranks were seen to wait.
     """
-    now = journal.current
-    before = journal.find(journal.number - 1)
+    now = call_log.current
+    before = call_log.find(call_log.number - 1)
     first = (
         f"{now.operation}: rank {rank} waited {waited_s:g} s in call {now.number} at {now.site} for "
         f"{_ranks(missing)}, which did not come."

@@ -14,7 +14,7 @@ from accelfn.comm import broadcast, reduce
 from accelfn.context import Context
 from accelfn.parallel.handle import HANDLE, IN_NO_SYNC, Handle, register
 
-__all__ = ("REPLICA", "Replica", "is_made_of_others")
+__all__ = ("REPLICA", "ThreadDDP", "is_made_of_others")
 
 REPLICA = HANDLE
 
@@ -27,7 +27,7 @@ def is_made_of_others(tensor: torch.Tensor) -> bool:
     return is_traceable_wrapper_subclass(tensor) and not tensor.requires_grad
 
 
-class Replica(Handle):
+class ThreadDDP(Handle):
     """Averages the gradients of one model over ranks that are threads.
 
     Works for any way that a gradient arises (``forward``, another method, a free function), since it hangs on
@@ -51,7 +51,7 @@ class Replica(Handle):
             model.register_forward_pre_hook(self._on_forward)
         setattr(model, REPLICA, self)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Replica:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ThreadDDP:
         """Average the gradients of a copied model too, as a copy of DistributedDataParallel does."""
         twin = object.__new__(type(self))
         memo[id(self)] = twin
@@ -61,7 +61,7 @@ class Replica(Handle):
         twin._watch()  # copies of parameters come without hooks
         return twin
 
-    def __reduce__(self) -> tuple[Callable[[], Replica], tuple[()]]:
+    def __reduce__(self) -> tuple[Callable[[], ThreadDDP], tuple[()]]:
         """Leave no world in a pickle: the model that is loaded from it belongs to none."""
         return _replica_of_no_world, ()
 
@@ -125,6 +125,6 @@ class Replica(Handle):
         return self._unreduced
 
 
-def _replica_of_no_world() -> Replica:
+def _replica_of_no_world() -> ThreadDDP:
     # The hook that brings it to rank 0's buffers comes with a model from a pickle, and finds one rank.
-    return Replica(Context(), nn.Module())
+    return ThreadDDP(Context(), nn.Module())

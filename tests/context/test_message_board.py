@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, TCPStore
 
-from accelfn.context import Board, store_board
+from accelfn.context import MessageBoard, store_board
 
 KEYS = st.text("abc/0123456789", min_size=1, max_size=8)
 # No empty text: torch takes a value that is expected to be empty for a key that isn't there.
@@ -115,7 +115,7 @@ def test_a_board_that_is_closed_is_empty_and_lets_go_of_its_store() -> None:
     TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)  # the port is free again
 
 
-def assert_is_empty(board: Board) -> None:
+def assert_is_empty(board: MessageBoard) -> None:
     board.post("a", "2")
     assert board.read("a") is None
     assert board.post_once("a", "3") == "3"
@@ -123,10 +123,10 @@ def assert_is_empty(board: Board) -> None:
 
 
 def test_the_board_of_a_world_of_one_keeps_nothing() -> None:
-    assert_is_empty(Board())
-    Board().close()
-    assert Board() == Board()
-    assert hash(Board()) == hash(Board())
+    assert_is_empty(MessageBoard())
+    MessageBoard().close()
+    assert MessageBoard() == MessageBoard()
+    assert hash(MessageBoard()) == hash(MessageBoard())
 
 
 HOST = """

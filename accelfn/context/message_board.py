@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed re-exports them untyped
 
-__all__ = ("Board", "store_board")
+__all__ = ("MessageBoard", "store_board")
 
 
 def _post_nowhere(key: str, text: str) -> None:
@@ -33,7 +33,7 @@ def _close_nothing() -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Board:
+class MessageBoard:
     """A board that the ranks of one world share. The default is that of a world of one: it keeps nothing.
 
     What can't be written or read (the board's host has ended) is as if it were not there.
@@ -51,7 +51,7 @@ class Board:
     close: Callable[[], None] = _close_nothing
 
 
-def store_board(store: Store) -> Board:
+def store_board(store: Store) -> MessageBoard:
     """Use one of torch's key-value stores, which every world that torch starts has anyway."""
     held = [PrefixStore("accelfn/board", store)]  # emptied by close: the store may own a port
 
@@ -72,4 +72,4 @@ def store_board(store: Store) -> Board:
                 return part.get(key).decode() if part.check([key]) else None
         return None
 
-    return Board(post=post, post_once=post_once, read=read, close=held.clear)
+    return MessageBoard(post=post, post_once=post_once, read=read, close=held.clear)

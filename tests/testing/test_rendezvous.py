@@ -7,77 +7,79 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accelfn.context import Board, Journal, announce_end, publish
+from accelfn.context import CallLog, MessageBoard, announce_end, publish
 from accelfn.errors import CollectiveTimeoutError, MismatchError, MissingRankError, RemoteRankError
-from accelfn.testing.meeting import Meeting
+from accelfn.testing.rendezvous import Rendezvous
 
 
-def together(meeting: Meeting, size: int, work: Callable[[int], Any]) -> list[Any]:
+def together(rendezvous: Rendezvous, size: int, work: Callable[[int], Any]) -> list[Any]:
     """Run ``work`` on threads, each from its first turn on; what it raises is its result."""
     results: list[Any] = [None] * size
 
     def one(rank: int) -> None:
-        meeting.enter(rank)
+        rendezvous.enter(rank)
         how = "returned"
         try:
             results[rank] = work(rank)
         except Exception as error:  # noqa: BLE001 -- it is the result
             how, results[rank] = "failed", error
         if results[rank] != "left":
-            meeting.leave(rank, how)
+            rendezvous.leave(rank, how)
 
     threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(size)]
     for thread in threads:
         thread.start()
-    meeting.open()
+    rendezvous.open()
     for thread in threads:
         thread.join(20)
         assert not thread.is_alive()
     return results
 
 
-def in_operation(operation: str = "gather", patience_s: float = 10.0) -> Journal:
-    """Make the journal of a rank in its second operation."""
-    journal = Journal()
-    journal.begin("scatter", "train.py:6 in main", "", patience_s)
-    journal.begin(operation, "train.py:7 in main", "", patience_s)
-    return journal
+def in_operation(operation: str = "gather", patience_s: float = 10.0) -> CallLog:
+    """Make the call log of a rank in its second operation."""
+    call_log = CallLog()
+    call_log.begin("scatter", "train.py:6 in main", "", patience_s)
+    call_log.begin(operation, "train.py:7 in main", "", patience_s)
+    return call_log
 
 
 @given(st.integers(1, 5), st.integers(1, 6))
 def test_every_round_hands_over_what_each_brought(size: int, rounds: int) -> None:
-    meeting = Meeting(size)
+    rendezvous = Rendezvous(size)
 
     def work(rank: int) -> Any:
-        journal = in_operation()
-        return [meeting.meet(rank, ("round", number), (number, rank), journal) for number in range(rounds)]
+        call_log = in_operation()
+        return [
+            rendezvous.meet(rank, ("round", number), (number, rank), call_log) for number in range(rounds)
+        ]
 
     expected = [[(number, rank) for rank in range(size)] for number in range(rounds)]
-    assert together(meeting, size, work) == [expected] * size
+    assert together(rendezvous, size, work) == [expected] * size
 
 
 def test_other_calls_are_a_mismatch_for_all() -> None:
-    meeting = Meeting(3)
+    rendezvous = Rendezvous(3)
     errors = together(
-        meeting,
+        rendezvous,
         3,
-        lambda rank: meeting.meet(rank, ("gather" if rank else "reduce", 7), None, in_operation()),
+        lambda rank: rendezvous.meet(rank, ("gather" if rank else "reduce", 7), None, in_operation()),
     )
     assert [type(error) for error in errors] == [MismatchError] * 3
     assert len({error.rows for error in errors}) == 1
     assert [(row.rank, row.found, row.expected) for row in errors[0].rows] == [(0, "reduce 7", "gather 7")]
 
 
-def end(board: Board, journal: Journal, rank: int) -> None:
-    announce_end(board, journal, rank)
+def end(board: MessageBoard, call_log: CallLog, rank: int) -> None:
+    announce_end(board, call_log, rank)
 
 
-def fail(board: Board, journal: Journal, rank: int) -> None:
-    publish(board, journal, rank, OSError("disk"))
+def fail(board: MessageBoard, call_log: CallLog, rank: int) -> None:
+    publish(board, call_log, rank, OSError("disk"))
 
 
-def say_nothing(board: Board, journal: Journal, rank: int) -> None:
-    del board, journal, rank
+def say_nothing(board: MessageBoard, call_log: CallLog, rank: int) -> None:
+    del board, call_log, rank
 
 
 @pytest.mark.parametrize(
@@ -97,54 +99,54 @@ def say_nothing(board: Board, journal: Journal, rank: int) -> None:
 def test_who_waits_hears_why_nobody_comes(
     how: str, last_words: Any, kind: type[Exception], said: str, leaver: int
 ) -> None:
-    meeting = Meeting(2)
+    rendezvous = Rendezvous(2)
 
     def work(rank: int) -> Any:
         # In rank order: so the other one sees rank 1 go, and finds rank 0 gone.
         if rank != leaver:
-            return meeting.meet(rank, ("gather",), 1, in_operation())
-        before = Journal()
+            return rendezvous.meet(rank, ("gather",), 1, in_operation())
+        before = CallLog()
         before.begin("scatter", "train.py:6 in main", "", 1)
-        last_words(meeting.board, before, rank)
-        meeting.leave(rank, how)
+        last_words(rendezvous.board, before, rank)
+        rendezvous.leave(rank, how)
         return "left"
 
-    error = together(meeting, 2, work)[1 - leaver]
+    error = together(rendezvous, 2, work)[1 - leaver]
     assert type(error) is kind
     assert said.format(leaver, 1 - leaver) in str(error)
 
 
 def test_a_rank_that_has_failed_frees_those_that_wait_before_it_ends() -> None:
-    meeting = Meeting(2)
+    rendezvous = Rendezvous(2)
     told = threading.Event()
 
     def work(rank: int) -> Any:
         if rank == 0:
             try:
-                return meeting.meet(0, ("gather",), None, in_operation())
+                return rendezvous.meet(0, ("gather",), None, in_operation())
             finally:
                 told.set()
-        publish(meeting.board, in_operation(), 1, OSError("disk"))
+        publish(rendezvous.board, in_operation(), 1, OSError("disk"))
         return told.wait(10)  # still at work, and the other one has heard
 
-    here, there = together(meeting, 2, work)
+    here, there = together(rendezvous, 2, work)
     assert there is True
     assert isinstance(here, RemoteRankError)
 
 
 def test_a_rank_may_leave_after_it_has_come() -> None:
-    meeting = Meeting(2)
+    rendezvous = Rendezvous(2)
 
     def work(rank: int) -> Any:
-        return meeting.meet(rank, ("last",), rank, in_operation())
+        return rendezvous.meet(rank, ("last",), rank, in_operation())
 
-    assert together(meeting, 2, work) == [[0, 1]] * 2
+    assert together(rendezvous, 2, work) == [[0, 1]] * 2
 
 
 def test_who_waits_too_long_names_the_missing() -> None:
-    meeting = Meeting(3)
+    rendezvous = Rendezvous(3)
     error = together(
-        meeting, 1, lambda rank: meeting.meet(rank, ("gather",), None, in_operation(patience_s=0.05))
+        rendezvous, 1, lambda rank: rendezvous.meet(rank, ("gather",), None, in_operation(patience_s=0.05))
     )[0]
     assert isinstance(error, CollectiveTimeoutError)
     # Rank 1 has the turn; rank 2 only waits for it.
@@ -152,7 +154,7 @@ def test_who_waits_too_long_names_the_missing() -> None:
 
 
 def test_the_board_is_one_for_all_ranks() -> None:
-    board = Meeting(2).board
+    board = Rendezvous(2).board
     assert board.read("a") is None
     board.post("a", "1")
     board.post("a", "2")
@@ -163,8 +165,8 @@ def test_the_board_is_one_for_all_ranks() -> None:
 @given(st.integers(1, 4), st.integers(0, 3))
 def test_one_rank_runs_at_a_time_and_always_in_the_same_order(size: int, rounds: int) -> None:
     def run() -> list[tuple[int, int]]:
-        meeting = Meeting(size)
-        journal = in_operation()
+        rendezvous = Rendezvous(size)
+        call_log = in_operation()
         log: list[tuple[int, int]] = []
 
         def work(rank: int) -> None:
@@ -173,9 +175,9 @@ def test_one_rank_runs_at_a_time_and_always_in_the_same_order(size: int, rounds:
                 time.sleep(0)  # gives way to any other thread that is free to run
                 log.append((number, rank))
                 if number < rounds:
-                    meeting.meet(rank, ("round",), None, journal)
+                    rendezvous.meet(rank, ("round",), None, call_log)
 
-        assert together(meeting, size, work) == [None] * size
+        assert together(rendezvous, size, work) == [None] * size
         return log
 
     log = run()
@@ -184,16 +186,16 @@ def test_one_rank_runs_at_a_time_and_always_in_the_same_order(size: int, rounds:
 
 
 def test_a_rank_that_was_told_of_another_may_go_on_alone() -> None:
-    meeting = Meeting(3)
+    rendezvous = Rendezvous(3)
 
     def work(rank: int) -> Any:
         if rank == 1:
             error = OSError("disk")
-            publish(meeting.board, in_operation(), 1, error)
+            publish(rendezvous.board, in_operation(), 1, error)
             raise error
         for _ in range(2):
             with pytest.raises(RemoteRankError, match="rank 1 failed: OSError: disk"):
-                meeting.meet(rank, ("gather",), None, in_operation())
+                rendezvous.meet(rank, ("gather",), None, in_operation())
         return "went on"
 
-    assert together(meeting, 3, work)[::2] == ["went on"] * 2
+    assert together(rendezvous, 3, work)[::2] == ["went on"] * 2
