@@ -290,6 +290,7 @@ def test_a_group_that_is_closed_says_so_and_is_not_kept_alive() -> None:
 
     gone = (
         True,
-        "exchange: the process group of this context is closed. Make a new context with init_context.",
+        "all_gather_bytes: the process group of this context is closed. "
+        "Make a new context with init_context.",
     )
     assert run_ranks(close, 2, "processes") == [gone, gone]
