@@ -4,7 +4,7 @@
 
 import random
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -161,7 +161,7 @@ def test_the_programs_own_generators_go_on_as_if_nothing_had_been_read(kind: str
     count = len([*loader])
     loader = prepare_data_loader(Context().replace(dataloader_config=SEEDED), SOURCES[kind]())
     # A pass over a loader of torch's draws one seed.
-    assert run(loader) == run(DataLoader[Any]([0] * count))
+    assert run(loader) == run(DataLoader[Any](cast("Any", [0] * count)))
 
 
 def test_a_failing_dataset_leaves_the_programs_generators_alone() -> None:
