@@ -4,15 +4,18 @@ This file is started by its path, in front of the script: ``python worker.py [-m
 imports next to nothing, and is gone from ``sys.path``, ``sys.argv`` and ``__main__`` before the script runs.
 """
 
-# Nothing else here: this file's folder is the first on sys.path, and these two are loaded already.
+# Nothing else here: this file's folder is the first on sys.path, and the others are loaded already or built in.
+import atexit
 import os
 import sys
+import time
 from types import CodeType, ModuleType, TracebackType
 
 __all__ = ("main",)
 
 _MAX_FRAMES = 40
 _MAX_TEXT = 4000
+_LET_GO_S = 0.05
 
 
 def main() -> None:
@@ -28,6 +31,7 @@ def main() -> None:
     script = sys.argv[2 if is_module else 1]
     pid = os.getpid()
     _write({"pid": pid}, "started")
+    atexit.register(_let_threads_finish)  # before the script's own, so that it comes after them
     try:
         if is_module:
             _run_module(script)
@@ -53,6 +57,17 @@ def main() -> None:
         else:
             _print(error, trace)
         sys.exit(1)
+
+
+def _let_threads_finish() -> None:
+    """Give the threads of a process group that the script has left open the time to let go of their last tensor.
+
+    They need the interpreter for it, and one that is left waiting when that ends aborts the process: rank for
+    rank the script is done, and torchrun sees a failure.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        time.sleep(_LET_GO_S)
 
 
 def _bind_to_cores() -> None:
@@ -166,7 +181,6 @@ def _say(line: str) -> None:
 def _keep(error: BaseException) -> None:
     """Write what went wrong where the report finds it."""
     import linecache
-    import time
     import traceback
 
     trace = _strip(error.__traceback__)
