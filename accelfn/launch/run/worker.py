@@ -4,7 +4,7 @@ This file is started by its path, in front of the script: ``python worker.py [-m
 imports next to nothing, and is gone from ``sys.path``, ``sys.argv`` and ``__main__`` before the script runs.
 """
 
-# Nothing else here: this file's folder is the first on sys.path, and the others are loaded already or built in.
+# Nothing else here: this file's folder is the first on sys.path, and these are loaded already or built in.
 import atexit
 import os
 import sys
@@ -60,10 +60,10 @@ def main() -> None:
 
 
 def _let_threads_finish() -> None:
-    """Give the threads of a process group that the script has left open the time to let go of their last tensor.
+    """Give the threads of a group that the script has left open the time to let go of their last tensor.
 
-    They need the interpreter for it, and one that is left waiting when that ends aborts the process: rank for
-    rank the script is done, and torchrun sees a failure.
+    They need the interpreter for it, and one that is left waiting when that ends aborts the process, although
+    the script has done all it had to.
     """
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
