@@ -379,7 +379,7 @@ def counted(ctx: Context) -> tuple[Context, Counter[str]]:
 
         return wrapper
 
-    names = ("exchange", "all_gather", "all_reduce", "broadcast", "scatter", "all_to_all", "barrier")
+    names = ("all_gather_bytes", "all_gather", "all_reduce", "broadcast", "scatter", "all_to_all", "barrier")
     seam = dataclasses.replace(ctx.collectives, **{name: count(name) for name in names})
     return dataclasses.replace(ctx, collectives=seam), calls
 
@@ -390,7 +390,7 @@ def test_equal_replicas_take_one_exchange_whatever_their_size() -> None:
         check_replicas(watched, [torch.ones(5) for _ in range(10_000)])
         return dict(calls)
 
-    assert run_ranks(work, 2) == [{"exchange": 1}] * 2
+    assert run_ranks(work, 2) == [{"all_gather_bytes": 1}] * 2
 
 
 def test_no_more_than_eight_leaves_travel() -> None:
@@ -400,7 +400,7 @@ def test_no_more_than_eight_leaves_travel() -> None:
             check_replicas(watched, [torch.tensor(ctx.rank) for _ in range(100)])
         return dict(calls)
 
-    assert run_ranks(work, 2) == [{"exchange": 3, "broadcast": 8}] * 2
+    assert run_ranks(work, 2) == [{"all_gather_bytes": 3, "broadcast": 8}] * 2
 
 
 def test_after_a_drift_the_ranks_go_on_together() -> None:

@@ -55,7 +55,7 @@ def counted(ctx: Context) -> tuple[Context, Counter[str]]:
 
         return wrapper
 
-    names = ("exchange", "all_gather", "all_reduce", "broadcast", "scatter", "all_to_all", "barrier")
+    names = ("all_gather_bytes", "all_gather", "all_reduce", "broadcast", "scatter", "all_to_all", "barrier")
     seam = dataclasses.replace(ctx.collectives, **{name: count(name) for name in names})
     return dataclasses.replace(ctx, collectives=seam), calls
 
@@ -438,9 +438,9 @@ def many_leaves(rank: int) -> Any:
 @pytest.mark.parametrize(
     ("operation", "expected"),
     [
-        (gather, {"exchange": 1, "all_gather": 2}),
-        (reduce, {"exchange": 1, "all_reduce": 2}),
-        (broadcast, {"exchange": 1, "broadcast": 2}),
+        (gather, {"all_gather_bytes": 1, "all_gather": 2}),
+        (reduce, {"all_gather_bytes": 1, "all_reduce": 2}),
+        (broadcast, {"all_gather_bytes": 1, "broadcast": 2}),
     ],
     ids=("gather", "reduce", "broadcast"),
 )
@@ -451,7 +451,7 @@ def test_there_is_one_collective_per_dtype(operation: Any, expected: dict[str, i
         return dict(calls)
 
     assert run_ranks(functools.partial(work, split=True), 3) == [expected] * 3
-    assert run_ranks(functools.partial(work, split=False), 3) == [{"exchange": 1}] * 3
+    assert run_ranks(functools.partial(work, split=False), 3) == [{"all_gather_bytes": 1}] * 3
 
 
 # --- the same on every kind of world -------------------------------------------------------------

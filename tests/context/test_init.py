@@ -454,7 +454,7 @@ def test_ranks_that_fall_silent_after_joining_leave_no_group_behind() -> None:
 
         group = dist.group.WORLD
         world = dataclasses.replace(outer.world, made=Owned(group=True))
-        silent = dataclasses.replace(outer.collectives, exchange=fail)
+        silent = dataclasses.replace(outer.collectives, all_gather_bytes=fail)
         try:
             module._settle(world, silent, False, timedelta(seconds=5))  # pyright: ignore[reportPrivateUsage]
         except DistributedError as error:

@@ -288,8 +288,8 @@ def test_a_group_that_is_closed_says_so_and_is_not_kept_alive() -> None:
             ctx.collectives.barrier()
         return ctx.world.group is None, str(caught.value)
 
-    gone = (
-        True,
-        "exchange: the process group of this context is closed. Make a new context with init_context.",
+    said = (
+        "all_gather_bytes: the process group of this context is closed. Make a new context with init_context."
     )
+    gone = (True, said)
     assert run_ranks(close, 2, "processes") == [gone, gone]
