@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
-__all__ = ("ModelFacts", "owner_of", "read_facts", "repeated_blocks")
+__all__ = ("ModelFacts", "modules_of", "owner_of", "read_facts", "repeated_blocks")
 
 
 class ModelFacts(NamedTuple):
@@ -71,7 +71,7 @@ def read_facts(model: nn.Module) -> ModelFacts:
     by_parameter: dict[int, list[str]] = {}
     for name, parameter in named.items():
         by_parameter.setdefault(id(parameter), []).append(name)
-    modules: dict[str, nn.Module] = dict(model.named_modules())  # pyright: ignore[reportUnknownArgumentType]
+    modules = modules_of(model)
     return ModelFacts(
         shapes={name: tuple(one.shape) for name, one in named.items()},
         dtypes={name: one.dtype for name, one in named.items()},
@@ -82,6 +82,12 @@ def read_facts(model: nn.Module) -> ModelFacts:
         containers=frozenset(name for name, one in modules.items() if _is_container(one)),
         tp_plan=_tp_plan(model),
     )
+
+
+def modules_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules of a model by name, each once; the model itself has the name ""."""
+    found: dict[str, nn.Module] = dict(model.named_modules())  # pyright: ignore[reportUnknownArgumentType]
+    return found
 
 
 def repeated_blocks(model: nn.Module) -> tuple[str, ...]:

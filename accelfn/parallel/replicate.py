@@ -19,6 +19,7 @@ from accelfn.context.config import DistributedDataParallelKwargs, GuardMode
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.comm_hook import choose_comm_hook, register_comm_hook
 from accelfn.parallel.exact import ExactReplica
+from accelfn.parallel.facts import modules_of
 from accelfn.parallel.handle import Communication, DDPHandle, handle_of
 from accelfn.parallel.thread_ddp import ThreadDDP, is_made_of_others
 from accelfn.tree import flatten
@@ -145,7 +146,7 @@ def check_wrapped(ctx: Context, model: nn.Module) -> None:
             context's, or with a context whose options it would not follow.
     """
     kind = type(model).__name__
-    for name, module in model.named_modules():
+    for name, module in modules_of(model).items():
         if any(base.__module__.startswith(_FSDP) for base in type(module).__mro__):
             where = f"its module {name}" if name else "it"
             raise ConfigurationError(

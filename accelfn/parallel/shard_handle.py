@@ -124,8 +124,9 @@ def with_named_errors(model: nn.Module, translate_error: Callable[[Exception], E
 
     def called(*args: Any, **kwargs: Any) -> Any:
         own = cast("Any", reference())
+        kind = cast("Any", type(own))  # pyright: ignore[reportUnknownArgumentType]
         try:
-            return type(own)._call_impl(own, *args, **kwargs)
+            return kind._call_impl(own, *args, **kwargs)
         except RuntimeError as error:
             explained = translate_error(error)
             if explained is error:

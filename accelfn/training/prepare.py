@@ -17,7 +17,17 @@ from accelfn.comm import Call, agree, catch
 from accelfn.context import Context, Precision, check_context
 from accelfn.data import PreparedDataLoader, prepare_data_loader
 from accelfn.errors import ConfigurationError
-from accelfn.parallel import check_wrapped, replicate, uncompiled
+from accelfn.parallel import (
+    ModelPlan,
+    apply_model,
+    check_wrapped,
+    has_engine,
+    newest,
+    plan_model,
+    replicate,
+    repoint,
+    uncompiled,
+)
 from accelfn.parallel.compile import compile_, without_compile
 from accelfn.parallel.forward import WrappedForward, plain_forward
 from accelfn.training.device_map import check_devices, check_packed, is_placed
