@@ -124,7 +124,7 @@ def with_named_errors(model: nn.Module, translate_error: Callable[[Exception], E
 
     def called(*args: Any, **kwargs: Any) -> Any:
         own = cast("Any", reference())
-        kind = cast("Any", type(own))  # pyright: ignore[reportUnknownArgumentType]
+        kind = cast("Any", type(own))
         try:
             return kind._call_impl(own, *args, **kwargs)
         except RuntimeError as error:
