@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
 from accelfn.context.config import DynamoBackend, TorchDynamoPlugin
+from accelfn.parallel.facts import repeated_blocks
 from accelfn.training.forward import WrappedForward, copied_without
 
 __all__ = ("CompiledForward", "compile_", "is_compiled", "plan_regions", "without_compile")
@@ -62,17 +63,7 @@ def plan_regions(model: nn.Module) -> tuple[str, ...]:
     >>> plan_regions(nn.ReLU())
     ('',)
     """
-
-    def find(module: nn.Module, prefix: str) -> Iterator[str]:
-        children = list(module.named_children())
-        repeats = isinstance(module, nn.ModuleList) and len({type(child) for _, child in children}) == 1
-        for name, child in children:
-            if repeats:
-                yield f"{prefix}{name}"
-            else:
-                yield from find(child, f"{prefix}{name}.")
-
-    return tuple(find(model, "")) or ("",)
+    return repeated_blocks(model) or ("",)
 
 
 def is_compiled(model: nn.Module) -> bool:
