@@ -71,7 +71,8 @@ def read_facts(model: nn.Module) -> ModelFacts:
     by_parameter: dict[int, list[str]] = {}
     for name, parameter in named.items():
         by_parameter.setdefault(id(parameter), []).append(name)
-    modules: dict[str, nn.Module] = dict(model.named_modules())
+    modules: dict[str, nn.Module] = {}
+    modules.update(model.named_modules())
     return ModelFacts(
         shapes={name: tuple(one.shape) for name, one in named.items()},
         dtypes={name: one.dtype for name, one in named.items()},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar, cast
 
 import torch
@@ -19,8 +19,8 @@ from accelfn.context.config import DistributedDataParallelKwargs, GuardMode
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.comm_hook import choose_comm_hook, register_comm_hook
 from accelfn.parallel.exact import ExactReplica
-from accelfn.parallel.handle import DDPHandle, uncompiled
-from accelfn.parallel.thread_ddp import REPLICA, ThreadDDP, is_made_of_others
+from accelfn.parallel.handle import Communication, DDPHandle, handle_of
+from accelfn.parallel.thread_ddp import ThreadDDP, is_made_of_others
 from accelfn.tree import flatten
 
 __all__ = (
@@ -197,13 +197,14 @@ class ForwardAgreement:
             return
         if vars(model).get(_UNCHECKED):
             return
-        gradients, buffers = _will_sync(model)
-        if not gradients and not buffers:
+        handle = handle_of(model)
+        planned = Communication() if handle is None else handle.communicates()
+        if not any(planned[:3]):
             return
         is_first, self._is_first = self._is_first, False
-        text = f"gradients={gradients} buffers={buffers}"
+        text = str(planned)
         call = Call("forward", text, lambda: {"model": text}, takes_long=is_first)
-        if buffers or _may_rebuild(model):
+        if planned.at_once:
             check(self._ctx, call)
         else:
             check_later(self._ctx, call)
@@ -274,23 +275,6 @@ def unchecked(*models: nn.Module) -> Generator[None, None, None]:
             setattr(model, _UNCHECKED, was)
 
 
-def _will_sync(model: nn.Module) -> tuple[bool, bool]:
-    """Whether a forward pass is followed by a reduction of gradients, and begins with one of buffers."""
-    if isinstance(model, DistributedDataParallel):
-        sync = bool(model.require_backward_grad_sync)
-        return sync and torch.is_grad_enabled(), bool(cast("Any", model).will_sync_module_buffers())
-    replica = cast("ThreadDDP", getattr(model, REPLICA))
-    return replica.sync and torch.is_grad_enabled(), replica.will_sync_buffers(model)
-
-
-def _may_rebuild(model: nn.Module) -> bool:
-    """Whether torch may broadcast its order of gradients in the next forward pass: once, early on."""
-    if not isinstance(model, DistributedDataParallel):
-        return False
-    ddp = cast("Any", model)
-    return not ddp._has_rebuilt_buckets and (ddp.static_graph or not ddp.find_unused_parameters)
-
-
 @contextmanager
 def no_sync(*models: nn.Module) -> Generator[None, None, None]:
     """Leave the gradients of ``models`` unaveraged in backward passes inside; they add up on each rank.
@@ -300,29 +284,8 @@ def no_sync(*models: nn.Module) -> Generator[None, None, None]:
     if not models:
         yield
         return
-    with _one_without_sync(models[0]), no_sync(*models[1:]):
-        yield
-
-
-@contextmanager
-def _one_without_sync(model: nn.Module) -> Generator[None, None, None]:
-    model = uncompiled(model)
-    replica = cast("ThreadDDP | None", vars(model).get(REPLICA))
-    if isinstance(model, DistributedDataParallel):
-        if model.static_graph and torch.is_grad_enabled():
-            raise ConfigurationError(
-                "no_sync: torch 2.13 fails in a backward pass that is not averaged when static_graph=True. "
-                "Use static_graph=False, or windows of one batch."
-            )
-        with model.no_sync():
-            yield
-    elif replica is not None:
-        before, replica.sync = replica.sync, False
-        try:
-            yield
-        finally:
-            replica.sync = before
-    else:
+    handle = handle_of(models[0])
+    with nullcontext() if handle is None else handle.without_sync(), no_sync(*models[1:]):
         yield
 
 
@@ -339,27 +302,6 @@ def trigger_sync_in_backward(model: nn.Module) -> Generator[None, None, None]:
         ConfigurationError: DistributedDataParallel looks for unused parameters, or has a static graph: both
             take what they know from a forward pass that is going to be averaged.
     """
-    model = uncompiled(model)
-    replica = cast("ThreadDDP | None", vars(model).get(REPLICA))
-    if isinstance(model, DistributedDataParallel):
-        ddp = cast("Any", model)
-        if ddp.find_unused_parameters or ddp.static_graph:
-            option = "static_graph" if ddp.static_graph else "find_unused_parameters"
-            raise ConfigurationError(
-                f"trigger_sync_in_backward: with {option} DistributedDataParallel must know in the forward "
-                "pass that its gradients will be averaged. Run the last forward pass outside of no_sync."
-            )
-        before = ddp.require_backward_grad_sync, ddp.require_forward_param_sync
-        ddp.require_backward_grad_sync = ddp.require_forward_param_sync = True  # DDPHandle does the rest
-        try:
-            yield
-        finally:
-            ddp.require_backward_grad_sync, ddp.require_forward_param_sync = before
-    elif replica is not None:
-        was, replica.sync = replica.sync, True
-        try:
-            yield
-        finally:
-            replica.sync = was
-    else:
+    handle = handle_of(model)
+    with nullcontext() if handle is None else handle.trigger_sync():
         yield
