@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from accelfn.context.config.checks import check_bools, check_ints, check_texts, settle, settle_choice, where
+from accelfn.context.config.checks import (
+    check_bools,
+    check_ints,
+    check_texts,
+    settle,
+    settle_choice,
+    settle_options,
+    where,
+)
 from accelfn.context.config.enums import ContextParallelStrategy
 from accelfn.errors import ConfigurationError, NotAvailableError
 
@@ -31,13 +40,28 @@ class TorchTensorParallelConfig:
     Attributes:
         enable_async_tp: Whether communication overlaps with matrix products; not in this version. Default
             False.
+        plan: How modules are split: "colwise", "rowwise", "embedding", "gather", "sequence", "heads" or
+            "whole" by pattern, such as ``{"layers.*.attn.q": "colwise"}``, where ``*`` is one part of a
+            module's name. ``None``: as the model's own ``tp_plan`` says. Default None.
+        loss_parallel: Whether training leaves the logits split over the vocabulary, for a loss under torch's
+            ``loss_parallel``. Default False.
     """
 
     enable_async_tp: bool = False
+    _: KW_ONLY
+    plan: Mapping[str, str] | None = None
+    loss_parallel: bool = False
 
     def __post_init__(self) -> None:
-        """Check the field."""
-        check_bools(self, "enable_async_tp")
+        """Check the fields."""
+        check_bools(self, "enable_async_tp", "loss_parallel")
+        settle_options(self, "plan", optional=True)
+        words = tuple(cast("Mapping[str, object]", self.plan or {}).values())
+        if not all(isinstance(word, str) for word in words):
+            raise TypeError(
+                f"{where(self, 'plan')} must have a style for each pattern, got {words!r}. "
+                'Pass texts such as "colwise".'
+            )
         if self.enable_async_tp:
             raise NotAvailableError(
                 f"{where(self, 'enable_async_tp')} asks for overlapped tensor parallelism, which this "
