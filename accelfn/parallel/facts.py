@@ -9,7 +9,32 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
-__all__ = ("ModelFacts", "modules_of", "owner_of", "read_facts", "repeated_blocks")
+__all__ = ("Heads", "ModelFacts", "modules_of", "owner_of", "read_facts", "repeated_blocks")
+
+# What modules of attention call their counts of heads, and the features of one head.
+_COUNTS = (
+    "num_heads",
+    "n_heads",
+    "n_head",
+    "nhead",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_kv_heads",
+    "n_kv_heads",
+)
+_DIMS = ("head_dim", "head_size", "attention_head_size")
+
+
+class Heads(NamedTuple):
+    """What a module says of its heads.
+
+    Attributes:
+        counts: Its counts of heads, by the attribute's name.
+        dim: Features of one head; None where it doesn't say.
+    """
+
+    counts: Mapping[str, int]
+    dim: int | None
 
 
 class ModelFacts(NamedTuple):
@@ -25,6 +50,8 @@ class ModelFacts(NamedTuple):
             ``_no_split_modules``, else the items of lists of modules of one class. In the model's order.
         containers: Names of the modules without a ``forward`` of their own, such as ``nn.ModuleList``.
         tp_plan: How the model's authors split it by tensors: style by pattern; None where they don't say.
+        layers: "linear" or "embedding" for each module of these classes and those derived from them.
+        heads: What modules say of their heads, by their names.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -35,6 +62,8 @@ class ModelFacts(NamedTuple):
     blocks: tuple[str, ...]
     containers: frozenset[str]
     tp_plan: Mapping[str, str] | None
+    layers: Mapping[str, str]
+    heads: Mapping[str, Heads]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -81,6 +110,12 @@ def read_facts(model: nn.Module) -> ModelFacts:
         blocks=_blocks(model, modules),
         containers=frozenset(name for name, one in modules.items() if _is_container(one)),
         tp_plan=_tp_plan(model),
+        layers={
+            name: "linear" if isinstance(one, nn.Linear) else "embedding"
+            for name, one in modules.items()
+            if isinstance(one, (nn.Linear, nn.Embedding))
+        },
+        heads={name: found for name, one in modules.items() if (found := _heads(one)) is not None},
     )
 
 
@@ -143,3 +178,10 @@ def _is_container(module: nn.Module) -> bool:
 def _tp_plan(model: nn.Module) -> Mapping[str, str] | None:
     found: Any = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
     return dict(cast("Mapping[str, str]", found)) if isinstance(found, Mapping) else None
+
+
+def _heads(module: nn.Module) -> Heads | None:
+    stated = {name: value for name in (*_COUNTS, *_DIMS) if type(value := vars(module).get(name)) is int}
+    dim = next((stated[name] for name in _DIMS if name in stated), None)
+    counts = {name: value for name, value in stated.items() if name in _COUNTS}
+    return Heads(counts, dim) if stated else None
