@@ -2,8 +2,8 @@
 
 from accelfn.context.call_log import CallLog, Entry, Settling, Unsettled
 from accelfn.context.callsite import call_site
-from accelfn.context.collectives import Collectives, ReduceOp, StartedAllGather, chunk_bytes
-from accelfn.context.context import Context, check_context, close_context, configure
+from accelfn.context.collectives import Collectives, Part, ReduceOp, StartedAllGather, chunk_bytes
+from accelfn.context.context import Context, check_context, close_context, configure, with_mesh
 from accelfn.context.device import DeviceFacts, DevicePlan, Hardware, plan_device, read_hardware
 from accelfn.context.environment import EnvironmentPlan, detect_environment
 from accelfn.context.failure import (
@@ -17,6 +17,7 @@ from accelfn.context.failure import (
     text_of,
 )
 from accelfn.context.init import init_context
+from accelfn.context.mesh import AXES, JOINED, Mesh, MeshPlan, build_mesh, plan_mesh
 from accelfn.context.message_board import MessageBoard, store_board
 from accelfn.context.options import ContextOptions, Strategy
 from accelfn.context.peer_monitor import PeerMonitor, late_error
@@ -26,6 +27,8 @@ from accelfn.context.watchdog import start_watchdog
 from accelfn.context.world import Owned, World
 
 __all__ = (
+    "AXES",
+    "JOINED",
     "CallLog",
     "Collectives",
     "Context",
@@ -36,8 +39,11 @@ __all__ = (
     "Entry",
     "EnvironmentPlan",
     "Hardware",
+    "Mesh",
+    "MeshPlan",
     "MessageBoard",
     "Owned",
+    "Part",
     "PeerMonitor",
     "Precision",
     "ReduceOp",
@@ -48,6 +54,7 @@ __all__ = (
     "World",
     "announce_end",
     "as_error",
+    "build_mesh",
     "call_site",
     "check_context",
     "check_precision",
@@ -61,6 +68,7 @@ __all__ = (
     "make_gloo_group",
     "news",
     "plan_device",
+    "plan_mesh",
     "process_group_collectives",
     "publish",
     "read_hardware",
@@ -68,4 +76,5 @@ __all__ = (
     "start_watchdog",
     "store_board",
     "text_of",
+    "with_mesh",
 )

@@ -8,9 +8,11 @@ process group, and ``accelfn.testing`` fills it from threads. Pytrees, packing a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Literal, NamedTuple
 
 import torch
@@ -18,8 +20,9 @@ import torch.distributed as dist
 
 from accelfn.context.call_log import CallLog
 from accelfn.context.message_board import MessageBoard
+from accelfn.context.world import GroupOwner
 
-__all__ = ("MAX_CHUNK_BYTES", "Collectives", "ReduceOp", "StartedAllGather", "chunk_bytes")
+__all__ = ("MAX_CHUNK_BYTES", "Collectives", "Part", "ReduceOp", "StartedAllGather", "chunk_bytes")
 
 ReduceOp = Literal["sum", "max", "min"]
 
@@ -73,6 +76,11 @@ def _barrier_alone() -> None:
     pass
 
 
+def _split_alone(groups: Sequence[Sequence[int]], timeout: timedelta) -> tuple[Part, ...]:
+    del timeout
+    return tuple(Part(Collectives()) for _ in groups)
+
+
 def _finish_blindly(work: dist.Work, device: torch.device) -> None:
     del device
     work.wait()
@@ -122,6 +130,10 @@ class Collectives:
             an accelerator it only orders streams.
         translate_error: What a backend raised outside of these callables, such as in a backward pass -> the
             error that says which rank is missing and why; anything else as it is.
+        split: ``(groups, timeout)``: for each of ``groups``, ranks of which this rank is one, ascending: those
+            ranks as a world of their own. All ranks of the world come here together, and the k-th groups
+            of all ranks share the world out. What torch waits for in such a group, it waits for at most
+            ``timeout``.
         while_blocked: Return a ``with`` block in which this rank waits for something else than other ranks,
             such as a thread of its own: ranks that are threads and run in turn let each other run meanwhile.
         chunk: Bytes at most per rank in one ``all_gather_bytes``.
@@ -140,7 +152,23 @@ class Collectives:
     barrier: Callable[[], None] = _barrier_alone
     finish: Callable[[dist.Work, torch.device], None] = _finish_blindly
     translate_error: Callable[[Exception], Exception] = _translate_nothing
+    split: Callable[[Sequence[Sequence[int]], timedelta], tuple[Part, ...]] = _split_alone
     while_blocked: Callable[[], AbstractContextManager[None]] = nullcontext
     chunk: int = MAX_CHUNK_BYTES
     board: MessageBoard = field(default_factory=MessageBoard)
     call_log: CallLog = field(default_factory=CallLog, compare=False)
+
+
+class Part(NamedTuple):
+    """Some ranks of a world, as a world of their own.
+
+    Attributes:
+        collectives: How they reach each other. An error that a rank leaves word of for the whole world
+            arrives here too; one that happens here stays here.
+        group: Leads to torch's process group, which torch keeps; None where it knows none.
+        keeper: Keeps a group that torch doesn't know.
+    """
+
+    collectives: Collectives
+    group: weakref.ref[dist.ProcessGroup] | None = None
+    keeper: GroupOwner | None = None

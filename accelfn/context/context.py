@@ -28,19 +28,30 @@ from accelfn.context.config import (
 )
 from accelfn.context.device import read_hardware
 from accelfn.context.failure import announce_end, publish
+from accelfn.context.mesh import Mesh, MeshPlan, build_mesh, plan_mesh
 from accelfn.context.options import (
     ContextOptions,
     Fields,
     Strategy,
     apply_options,
+    settle_parallelism,
     settle_window,
     sort_handlers,
 )
 from accelfn.context.precision import Precision, check_precision
+from accelfn.context.process_group import is_registered
 from accelfn.context.world import World
 from accelfn.errors import ConfigurationError, NotAvailableError
 
-__all__ = ("Context", "check_context", "close_context", "configure", "with_options", "with_window")
+__all__ = (
+    "Context",
+    "check_context",
+    "close_context",
+    "configure",
+    "with_mesh",
+    "with_options",
+    "with_window",
+)
 
 _LET_GO_S = 0.02
 # Ranks that wait in an operation look at the board several times in that time.
@@ -71,6 +82,7 @@ class Context:
         profiling: What :func:`accelfn.profile` watches and writes.
         log_with: Experiment trackers that the run asks for: names, trackers and classes of these.
         tag: Name of the operations that are called through this context, see :meth:`tagged`.
+        mesh: How the ranks are arranged; None where each is a copy of its own (axis ``"dp_replicate"``).
     """
 
     world: World = field(default_factory=World)
@@ -88,6 +100,11 @@ class Context:
     profiling: ProfileKwargs = field(default_factory=ProfileKwargs)
     log_with: tuple[Any, ...] = ()
     tag: str = ""
+    mesh: Mesh | None = field(default=None, compare=False)
+    # What along() has given before. Empty in each variant, whose options may differ.
+    _along: dict[tuple[str, ...], Context] = field(
+        default_factory=dict["tuple[str, ...]", "Context"], init=False, compare=False, repr=False
+    )
 
     def __post_init__(self) -> None:
         """Settle what the guard leaves open: ``guard.mode`` of a context is always a ``GuardMode``."""
@@ -103,7 +120,7 @@ class Context:
 
         Of ``log_with`` it has the names: a tracker may hold an open file.
         """
-        left_behind = ("world", "collectives", "log_with")
+        left_behind = ("world", "collectives", "log_with", "mesh", "_along")
         names = [one.name for one in dataclasses.fields(self) if one.name not in left_behind]
         trackers = tuple(one for one in self.log_with if isinstance(one, str))
         return _alone, ({**{name: getattr(self, name) for name in names}, "log_with": trackers},)
@@ -175,6 +192,62 @@ class Context:
         """Whether every operation across ranks is checked, in worlds of any size."""
         return self.guard.mode == GuardMode.FULL
 
+    def along(self, *axes: str) -> Context:
+        """Give the context of the ranks along ``axes``: those that differ from this one in nothing else.
+
+        Every function of the library works along it, and its ranks are numbered from 0. It is the same object
+        each time; where the axes cover the world it is this context itself, and where they have one rank it
+        is a context of one. An error along one axis leaves the others usable.
+
+        Ranks: local; operations need every rank along ``axes``, and no other.
+
+        Args:
+            *axes: Names of axes of the mesh; joined ones (``"dp"``, ``"shard"``, ``"loss"``, ``"seq"``) count
+                as what they join.
+
+        Raises:
+            ConfigurationError: No axis has that name.
+
+        >>> Context().along("tp").num_processes
+        1
+        """
+        plan = self._plan()
+        wanted = plan.active(*axes) if axes else ()
+        if wanted == plan.active():
+            return self
+        if wanted not in self._along:
+            world, collectives = World(device=self.device), Collectives()
+            if self.mesh is not None:
+                world, collectives = self.mesh.part(wanted)
+            mesh = None if self.mesh is None else self.mesh.restrict(wanted)
+            self._along[wanted] = dataclasses.replace(self, world=world, collectives=collectives, mesh=mesh)
+        return self._along[wanted]
+
+    def coordinate(self, *axes: str) -> int:
+        """Return this rank's place along ``axes``, from 0.
+
+        Raises:
+            ConfigurationError: No axis has that name.
+
+        >>> Context().coordinate("tp")
+        0
+        """
+        return self._plan().coordinate(self.rank, *axes)
+
+    def axis_size(self, *axes: str) -> int:
+        """Return the number of ranks along ``axes``.
+
+        Raises:
+            ConfigurationError: No axis has that name.
+
+        >>> Context().axis_size("dp_replicate", "tp")
+        1
+        """
+        return self._plan().size(*axes)
+
+    def _plan(self) -> MeshPlan:
+        return plan_mesh(None, self.num_processes) if self.mesh is None else self.mesh.plan
+
     def tagged(self, tag: str) -> Context:
         """Give a variant of this context whose operations carry a name.
 
@@ -224,6 +297,11 @@ class Context:
                 "Context.replace keeps the process group, so InitProcessGroupKwargs would have no effect. "
                 "Pass it to init_context."
             )
+        if changed.strategy.parallelism != self.strategy.parallelism:
+            raise ConfigurationError(
+                "Context.replace keeps the mesh, and this changes it. Pass parallelism_config and "
+                "fsdp_plugin to init_context."
+            )
         # The variant must not take down what the original still uses.
         return dataclasses.replace(
             changed, world=dataclasses.replace(self.world, made=type(self.world.made)())
@@ -252,12 +330,33 @@ def configure(ctx: Context, options: ContextOptions) -> Context:
 
 
 def with_window(ctx: Context, size: int) -> Context:
-    """Give ``ctx`` with the accumulation window that its reduction makes on ``size`` ranks. Pure.
+    """Give ``ctx`` with what its options mean on ``size`` ranks: accumulation window and mesh. Pure.
 
     Raises:
-        ConfigurationError: As :func:`accelfn.context.options.settle_window`.
+        ConfigurationError: As :func:`accelfn.context.options.settle_window` and
+            :func:`accelfn.context.options.settle_parallelism`.
     """
-    return dataclasses.replace(ctx, accumulation=settle_window(ctx.accumulation, ctx.reduction, size))
+    strategy = ctx.strategy
+    settled = settle_parallelism(strategy.parallelism, strategy.fsdp, size)
+    return dataclasses.replace(
+        ctx,
+        accumulation=settle_window(ctx.accumulation, ctx.reduction, size),
+        strategy=dataclasses.replace(strategy, parallelism=settled),
+    )
+
+
+def with_mesh(ctx: Context) -> Context:
+    """Give ``ctx`` with the mesh that its strategy asks for, if it asks for one.
+
+    Ranks: every rank of ``ctx``.
+
+    Raises:
+        Exception: As :func:`accelfn.context.mesh.build_mesh`.
+    """
+    parallelism = ctx.strategy.parallelism
+    if parallelism is None:
+        return ctx
+    return dataclasses.replace(ctx, mesh=build_mesh(ctx, plan_mesh(parallelism, ctx.num_processes)))
 
 
 def with_options(ctx: Context, options: ContextOptions) -> Context:
@@ -329,9 +428,11 @@ def close_context(ctx: Context) -> None:
 def _close(ctx: Context) -> None:
     made = ctx.world.made
     if made.opened:
+        if ctx.mesh is not None and not ctx.collectives.call_log.closed:
+            ctx.mesh.leave(tell=True)
         _leave(ctx)
     side_group = None if made.side_group is None else made.side_group()
-    if side_group is not None and _is_registered(side_group):
+    if side_group is not None and is_registered(side_group):
         dist.destroy_process_group(side_group)
     if made.opened and ctx.world.keeper is not None:
         ctx.world.keeper.let_go()
@@ -375,13 +476,3 @@ def _leave(ctx: Context) -> None:
 
 def _default_group() -> dist.ProcessGroup | None:
     return dist.group.WORLD if dist.is_initialized() else None
-
-
-def _is_registered(group: dist.ProcessGroup) -> bool:
-    if not dist.is_initialized():
-        return False
-    try:
-        dist.get_process_group_ranks(group)
-    except (KeyError, ValueError):  # destroyed
-        return False
-    return True

@@ -21,6 +21,7 @@ from accelfn.errors import (
 )
 
 __all__ = (
+    "FAILURE",
     "Departure",
     "announce_end",
     "as_error",
@@ -31,7 +32,7 @@ __all__ = (
     "text_of",
 )
 
-_FAILURE = "failure"  # one key for all: the first rank that fails is the one whose error matters
+FAILURE = "failure"  # one key for all: the first rank that fails is the one whose error matters
 _END = "end"
 # A store takes eight mebibytes, and a character may take twelve bytes as JSON.
 _TRACEBACK_CHARS = 20_000
@@ -69,7 +70,7 @@ def publish(board: MessageBoard, call_log: CallLog, rank: int, error: BaseExcept
     call_log.abandon()
     if isinstance(error, RemoteRankError):
         return  # the rank that it names has left word itself
-    board.post_once(_FAILURE, _written(rank, error, doing))
+    board.post_once(FAILURE, _written(rank, error, doing))
 
 
 def announce_end(board: MessageBoard, call_log: CallLog, rank: int) -> None:
@@ -85,7 +86,7 @@ def announce_end(board: MessageBoard, call_log: CallLog, rank: int) -> None:
 
 def news(board: MessageBoard, call_log: CallLog, rank: int) -> Exception | None:
     """Look whether a rank has left word of something that makes the current operation impossible."""
-    text = board.read(_FAILURE)
+    text = board.read(FAILURE)
     if text:
         return as_error(text)
     text = board.read(_END)

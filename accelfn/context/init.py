@@ -40,14 +40,19 @@ from accelfn.context.config import (
     TorchDynamoPlugin,
     read_settings,
 )
-from accelfn.context.context import Context, close_context, with_options, with_window
+from accelfn.context.context import Context, close_context, with_mesh, with_options, with_window
 from accelfn.context.device import DevicePlan, plan_device, read_hardware
 from accelfn.context.environment import EnvironmentPlan, detect_environment
 from accelfn.context.failure import announce_end, publish
 from accelfn.context.message_board import MessageBoard, store_board
 from accelfn.context.options import ContextOptions, merge_settings, sort_handlers
 from accelfn.context.precision import check_precision
-from accelfn.context.process_group import make_gloo_group, process_group_collectives
+from accelfn.context.process_group import (
+    level_group_counts,
+    make_gloo_group,
+    make_group_within,
+    process_group_collectives,
+)
 from accelfn.context.watchdog import start_watchdog
 from accelfn.context.world import GroupOwner, Owned, World
 from accelfn.errors import ConfigurationError, DistributedError, NotAvailableError
@@ -59,8 +64,6 @@ _HOST_BYTES = 256
 _GUESSED_PATIENCE = timedelta(seconds=60)
 # The guard ends the waiting, with names; what gloo would say is less.
 _NEVER = timedelta(days=30)
-
-_MakeGroup = Callable[..., dist.ProcessGroup]
 
 
 def init_context(
@@ -201,7 +204,14 @@ def init_context(
         guessed = [name for name in names if not environment.get(name)]
         patience = timeout if joining.timeout or not guessed else min(timeout, _GUESSED_PATIENCE)
         world, collectives = _join(place, plan, joining.init_method, timeout, patience, guessed)
-    return dataclasses.replace(base, world=_watched(world, collectives, base.guard), collectives=collectives)
+    joined = dataclasses.replace(
+        base, world=_watched(world, collectives, base.guard), collectives=collectives
+    )
+    try:
+        return with_mesh(joined)
+    except BaseException:
+        close_context(joined)
+        raise
 
 
 def _watched(world: World, collectives: Collectives, guard: Guard) -> World:
@@ -279,7 +289,7 @@ def _join(
     group = dist.group.WORLD
     assert group is not None
     try:
-        side = _gloo_beside(group)
+        side = make_group_within(group, range(place.size), _NEVER, "gloo")
     except BaseException:
         dist.destroy_process_group()
         raise
@@ -298,6 +308,7 @@ def _join(
         control=side,
         board=store_board(store),
         one_machine=place.num_nodes == 1 or not place.nodes_known,
+        store=PrefixStore("accelfn/parts", store),
     )
     return _settle(world, collectives, place.nodes_known, timeout)
 
@@ -320,7 +331,9 @@ def _adopt(
         return world, Collectives()
     store = _store_beside(group, place.rank)
     if store is None:
-        board, side = MessageBoard(), _gloo_beside(group)
+        board = MessageBoard()
+        level_group_counts(lambda message: _gathered(group, message.to(plan.device), place.size))
+        side = make_group_within(group, range(place.size), _NEVER, "gloo")
         world = dataclasses.replace(world, made=Owned(side_group=weakref.ref(side)))
     else:
         # Not by torch, which names groups by their ranks: the next context's would meet where this one's has.
@@ -333,7 +346,14 @@ def _adopt(
                 f"adopts: {error}. Every rank of the group must call init_context, equally often."
             ) from error
         world = dataclasses.replace(world, keeper=GroupOwner(side))
-    collectives = process_group_collectives(group, place.rank, place.size, control=side, board=board)
+    collectives = process_group_collectives(
+        group,
+        place.rank,
+        place.size,
+        control=side,
+        board=board,
+        store=None if store is None else PrefixStore("parts", store),
+    )
     return _settle(world, collectives, place.nodes_known, timeout)
 
 
@@ -347,16 +367,11 @@ def _store_beside(group: dist.ProcessGroup, rank: int) -> Store | None:
     return PrefixStore(f"accelfn/context/{number}", store)
 
 
-def _gloo_beside(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Make a group of the same ranks for what precedes each operation; ranks outside needn't come here.
-
-    One of its own, so that whatever else the program sends through ``group`` can't bring it out of step.
-    """
-    ranks = dist.get_process_group_ranks(group)
-    # torch sorts the ranks, where it knows another order at all.
-    order: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
-    make = cast(_MakeGroup, dist.new_group)  # pyright: ignore[reportUnknownMemberType]
-    return make(ranks=ranks, backend="gloo", timeout=_NEVER, use_local_synchronization=True, **order)
+def _gathered(group: dist.ProcessGroup, message: torch.Tensor, size: int) -> list[torch.Tensor]:
+    rows = [torch.empty_like(message) for _ in range(size)]
+    gather = cast("Callable[..., None]", dist.all_gather)  # pyright: ignore[reportUnknownMemberType]
+    gather(rows, message, group=group)
+    return [row.cpu() for row in rows]
 
 
 def _settle(

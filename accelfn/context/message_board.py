@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed re-exports them untyped
 
-__all__ = ("MessageBoard", "store_board")
+__all__ = ("MessageBoard", "board_within", "store_board")
 
 
 def _post_nowhere(key: str, text: str) -> None:
@@ -73,3 +73,13 @@ def store_board(store: Store) -> MessageBoard:
         return None
 
     return MessageBoard(post=post, post_once=post_once, read=read, close=held.clear)
+
+
+def board_within(board: MessageBoard, world: MessageBoard, key: str) -> MessageBoard:
+    """Give a board of some ranks of a world, where what the world says under ``key`` can be read too."""
+
+    def read(name: str) -> str | None:
+        said = board.read(name)
+        return world.read(name) if not said and name == key else said
+
+    return MessageBoard(post=board.post, post_once=board.post_once, read=read, close=board.close)

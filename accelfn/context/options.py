@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict, TypeVar, cast
 
 from accelfn.context.config import (
@@ -46,11 +46,19 @@ __all__ = (
     "Strategy",
     "apply_options",
     "merge_settings",
+    "settle_parallelism",
     "settle_window",
     "sort_handlers",
 )
 
 _T = TypeVar("_T")
+# Axes of a mesh that can be planned, and not yet be had.
+_LATER: tuple[tuple[str, Callable[[ParallelismConfig], int]], ...] = (
+    ("pipeline parallelism", lambda config: config.pp_size),
+    ("expert parallelism", lambda config: config.ep_size),
+    ("context parallelism", lambda config: config.cp_size),
+    ("sequence parallelism", lambda config: config.sp_size),
+)
 
 
 class ContextOptions(TypedDict, total=False):
@@ -85,12 +93,16 @@ class Strategy:
 
     Attributes:
         ddp: Options of torch's DistributedDataParallel, the strategy when nothing else is asked for.
+        parallelism: Sizes of the mesh's axes, which fill the world; None where nobody asked for a mesh.
+        fsdp: How parameters are sharded over the ranks of ``"shard"``; None for torch's defaults.
         dynamo: How models are compiled; the backend "no" compiles nothing.
         bypass_device_map: Let each of several ranks bring a model that is on several devices. Only the
             variable ``ACCELFN_BYPASS_DEVICE_MAP`` says so.
     """
 
     ddp: DistributedDataParallelKwargs = dataclasses.field(default_factory=DistributedDataParallelKwargs)
+    parallelism: ParallelismConfig | None = None
+    fsdp: FullyShardedDataParallelPlugin | None = None
     dynamo: TorchDynamoPlugin = dataclasses.field(default_factory=TorchDynamoPlugin)
     bypass_device_map: bool = False
 
@@ -240,7 +252,12 @@ def apply_options(now: Fields, options: ContextOptions) -> Fields:
         or now["loading"],
         project=_project(now["project"], options),
         strategy=dataclasses.replace(
-            now["strategy"], ddp=ddp, dynamo=_dynamo(options) or now["strategy"].dynamo
+            now["strategy"],
+            ddp=ddp,
+            dynamo=_dynamo(options) or now["strategy"].dynamo,
+            parallelism=options.get("parallelism_config") or now["strategy"].parallelism,
+            fsdp=_typed("fsdp_plugin", options.get("fsdp_plugin"), FullyShardedDataParallelPlugin)
+            or now["strategy"].fsdp,
         ),
         device_placement=options.get("device_placement", now["device_placement"]),
         step_scheduler_with_optimizer=options.get(
@@ -281,6 +298,31 @@ def settle_window(
             f"makes windows of {steps} on {size} ranks. Give one of the two."
         )
     return dataclasses.replace(accumulation, num_steps=steps)
+
+
+def settle_parallelism(
+    parallelism: ParallelismConfig | None, fsdp: FullyShardedDataParallelPlugin | None, size: int
+) -> ParallelismConfig | None:
+    """Give the sizes of the mesh on ``size`` ranks. Pure.
+
+    FSDP shards over the ranks that no other axis takes, where nobody says over how many.
+
+    Raises:
+        ConfigurationError: The mesh does not fit the ranks, or contradicts the plugin.
+
+    >>> settle_parallelism(None, FullyShardedDataParallelPlugin(), 8).dp_shard_size
+    8
+    """
+    if parallelism is None and fsdp is None:
+        return None
+    config = parallelism or ParallelismConfig()
+    free, rest = divmod(size, config.total_size)
+    if fsdp is not None and config.data_parallel_size == 1 and not rest:
+        config = dataclasses.replace(config, dp_shard_size=free)
+    elif config.total_size == 1:
+        config = dataclasses.replace(config, dp_replicate_size=size)
+    config.validate(size, fsdp_version=None if fsdp is None else fsdp.fsdp_version)
+    return config
 
 
 def _check_names_and_flags(options: ContextOptions) -> None:
@@ -423,10 +465,12 @@ def _refuse_unavailable(options: ContextOptions) -> None:
     parallelism = _typed("parallelism_config", options.get("parallelism_config"), ParallelismConfig)
     mode = options.get("mixed_precision")
     asked = (
-        ("fsdp_plugin", "sharding by FSDP", options.get("fsdp_plugin") is not None),
         ("deepspeed_plugin", "DeepSpeed", options.get("deepspeed_plugin") is not None),
         ("megatron_lm_plugin", "Megatron-LM", options.get("megatron_lm_plugin") is not None),
-        ("parallelism_config", "a mesh of ranks", parallelism is not None and parallelism.total_size > 1),
+        *(
+            ("parallelism_config", what, parallelism is not None and size(parallelism) > 1)
+            for what, size in _LATER
+        ),
         ("mixed_precision", "fp8", mode in ("fp8", PrecisionType.FP8)),
     )
     for argument, what, is_asked in asked:

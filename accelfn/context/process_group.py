@@ -7,9 +7,10 @@ made for itself, so nothing here asks torch's global registry: ranks are numbers
 from __future__ import annotations
 
 import ctypes
+import itertools
 import math
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, cast
@@ -17,17 +18,26 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as bindings  # torch.distributed re-exports a part of it
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from accelfn.context.call_log import CallLog
-from accelfn.context.collectives import Collectives, ReduceOp, StartedAllGather, chunk_bytes
-from accelfn.context.message_board import MessageBoard
+from accelfn.context.collectives import Collectives, Part, ReduceOp, StartedAllGather, chunk_bytes
+from accelfn.context.failure import FAILURE
+from accelfn.context.message_board import MessageBoard, board_within, store_board
 from accelfn.context.peer_monitor import PeerMonitor, late_error
 from accelfn.context.rounds import broadcast_in_rounds, scatter_in_rounds
 from accelfn.context.shared_memory import LostRanksError, SharedRows, share_rows
-from accelfn.errors import CollectiveTimeoutError, DistributedError
+from accelfn.context.world import GroupOwner
+from accelfn.errors import CollectiveTimeoutError, DistributedError, NotAvailableError
 
-__all__ = ("carries_cpu_tensors", "make_gloo_group", "process_group_collectives")
+__all__ = (
+    "carries_cpu_tensors",
+    "is_registered",
+    "level_group_counts",
+    "make_gloo_group",
+    "make_group_within",
+    "process_group_collectives",
+)
 
 _CPU = torch.device("cpu")
 # The guard ends the waiting, with names.
@@ -76,6 +86,8 @@ def process_group_collectives(
     board: MessageBoard | None = None,
     call_log: CallLog | None = None,
     one_machine: bool = True,
+    store: Store | None = None,
+    interface: str | None = None,
 ) -> Collectives:
     """Give collectives over ``group``.
 
@@ -92,6 +104,9 @@ def process_group_collectives(
         call_log: Of this rank; a new one when None.
         one_machine: The ranks may all be on one machine. Then processes exchange through its memory, if that
             proves to be so.
+        store: Where parts of the world meet, see ``Collectives.split``; nothing else may be in it. Without
+            one there are no parts.
+        interface: Of the network, for the groups of such parts; as for :func:`make_gloo_group`.
     """
     board, call_log = board or MessageBoard(), call_log or CallLog()
     # Weakly: a context that outlives its group, or hangs in a traceback, must not keep its connections.
@@ -189,6 +204,41 @@ def process_group_collectives(
         # Over the control bytes: the same on every backend, and no device has to be named.
         all_gather_bytes(torch.empty(0, dtype=torch.uint8))
 
+    numbers = itertools.count()
+
+    def split(groups: Sequence[Sequence[int]], timeout: timedelta) -> tuple[Part, ...]:
+        if store is None:
+            raise NotAvailableError(
+                "a mesh needs a process group with a store, by which the ranks of an axis meet; this one has "
+                "none. Start the world with init_context, or with a backend that has one (gloo, nccl)."
+            )
+        whole = references[0]()
+        if whole is None:
+            raise _closed("split")
+        known = is_registered(whole)
+        if known:
+            level_group_counts(all_gather_bytes)
+        parts: list[Part] = []
+        for members in groups:
+            place, count = list(members).index(rank), len(members)
+            own = PrefixStore(f"split/{next(numbers)}/{members[0]}", store)
+            group = make_group_within(whole, members, timeout) if known else None
+            if count == 1:
+                parts.append(Part(Collectives(), None if group is None else weakref.ref(group)))
+                continue
+            side = make_gloo_group(PrefixStore("side", own), place, count, timeout, interface)
+            collectives = process_group_collectives(
+                side if group is None else group,
+                place,
+                count,
+                control=None if group is None else side,
+                board=board_within(store_board(own), board, FAILURE),
+                one_machine=one_machine,
+            )
+            parts.append(Part(collectives, None if group is None else weakref.ref(group), GroupOwner(side)))
+        barrier()  # nobody may leave while others still connect to it
+        return tuple(parts)
+
     return Collectives(
         all_gather_bytes=all_gather_bytes,
         start_all_gather_bytes=start_all_gather_bytes,
@@ -201,6 +251,7 @@ def process_group_collectives(
         barrier=barrier,
         finish=finish_for_torch,
         translate_error=lambda error: _explained(error, monitor),
+        split=split,
         chunk=chunk,
         board=board,
         call_log=call_log,
@@ -274,6 +325,53 @@ def _exchange_in_memory(
         return started
 
     return start
+
+
+def make_group_within(
+    whole: dist.ProcessGroup,
+    members: Sequence[int],
+    timeout: timedelta,
+    backend: str | None = None,
+) -> dist.ProcessGroup:
+    """Make a group that torch knows of some ranks of ``whole``; ranks outside of it needn't come here.
+
+    Ranks: ``members``, which number the ranks of ``whole``; all have made equally many groups before, see
+    :func:`level_group_counts`.
+    """
+    known = dist.get_process_group_ranks(whole)
+    ranks = [known[member] for member in members]
+    # torch sorts the ranks, where it knows another order at all.
+    order: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
+    make = cast("Callable[..., dist.ProcessGroup]", dist.new_group)  # pyright: ignore[reportUnknownMemberType]
+    backend = str(dist.get_backend(whole)) if backend is None else backend
+    return make(ranks=ranks, backend=backend, timeout=timeout, use_local_synchronization=True, **order)
+
+
+def level_group_counts(all_gather_bytes: Callable[[torch.Tensor], Sequence[torch.Tensor]]) -> None:
+    """Bring all ranks to the same number of groups, by groups of one.
+
+    torch names a group that only its own ranks make by these ranks and by the number of groups in the
+    process: ranks that have made different numbers before would wait under different names.
+
+    Ranks: every rank that ``all_gather_bytes`` reaches.
+    """
+    count = len(cast("Any", dist.distributed_c10d)._world.pg_names)
+    rows = all_gather_bytes(torch.tensor([count]).view(torch.uint8))
+    most = max(int(row[:8].clone().view(torch.int64)) for row in rows)
+    make = cast("Callable[..., dist.ProcessGroup]", dist.new_group)  # pyright: ignore[reportUnknownMemberType]
+    for _ in range(most - count):
+        make(ranks=[dist.get_rank()], backend="gloo", use_local_synchronization=True)
+
+
+def is_registered(group: dist.ProcessGroup) -> bool:
+    """Whether torch's registry knows the group: not if it was destroyed, or made by a thread for itself."""
+    if not dist.is_initialized():
+        return False
+    try:
+        dist.get_process_group_ranks(group)
+    except (KeyError, ValueError):
+        return False
+    return True
 
 
 def carries_cpu_tensors(group: dist.ProcessGroup) -> bool:

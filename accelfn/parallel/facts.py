@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import nn
 
-__all__ = ("Heads", "ModelFacts", "owner_of", "read_facts", "repeated_blocks")
+__all__ = ("Heads", "ModelFacts", "modules_of", "owner_of", "read_facts", "repeated_blocks")
 
 # What modules of attention call their counts of heads, and the features of one head.
 _COUNTS = (
@@ -100,8 +100,7 @@ def read_facts(model: nn.Module) -> ModelFacts:
     by_parameter: dict[int, list[str]] = {}
     for name, parameter in named.items():
         by_parameter.setdefault(id(parameter), []).append(name)
-    modules: dict[str, nn.Module] = {}
-    modules.update(model.named_modules())
+    modules = modules_of(model)
     return ModelFacts(
         shapes={name: tuple(one.shape) for name, one in named.items()},
         dtypes={name: one.dtype for name, one in named.items()},
@@ -118,6 +117,12 @@ def read_facts(model: nn.Module) -> ModelFacts:
         },
         heads={name: found for name, one in modules.items() if (found := _heads(one)) is not None},
     )
+
+
+def modules_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules of a model by name, each once; the model itself has the name ""."""
+    found: dict[str, nn.Module] = dict(model.named_modules())  # pyright: ignore[reportUnknownArgumentType]
+    return found
 
 
 def repeated_blocks(model: nn.Module) -> tuple[str, ...]:

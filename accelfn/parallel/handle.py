@@ -28,7 +28,7 @@ __all__ = (
     "check_reduced",
     "follow_optimizers",
     "handle_of",
-    "is_averaged",
+    "has_engine",
     "is_kept_equal",
     "is_replicated",
     "local_steps",
@@ -104,12 +104,15 @@ class Handle(ABC):
         """Return what the next forward pass and its backward pass send."""
         return Communication()
 
-    def discard(self) -> None:
+    def discard(self) -> None:  # noqa: B027 -- most hold none
         """Let go of gradients that are held elsewhere than in ``.grad``."""
 
 
 class LocalHandle(Handle):
-    """Of a model whose gradients are whole as they are: no two ranks have different data."""
+    """Of a model whose gradients are whole as they are, since all ranks have the same data.
+
+    Its forward pass communicates all the same: each rank has a part of the layers.
+    """
 
     engine = "none"
     averaged_over = ()
@@ -130,14 +133,18 @@ class LocalHandle(Handle):
         """Return None: there is nothing to average."""
         return None
 
+    def communicates(self) -> Communication:
+        """Return that units wait for their other parts."""
+        return Communication(parameters=True, at_once=True)
+
 
 def handle_of(model: nn.Module) -> Handle | None:
     """Return the handle of a model that this rank keeps equal with others, also of a compiled one."""
     return vars(uncompiled(model)).get(HANDLE)
 
 
-def is_averaged(model: nn.Module) -> bool:
-    """Whether the gradients of a model, which may be compiled, are averaged over the ranks."""
+def has_engine(model: nn.Module) -> bool:
+    """Whether the gradients of a model, which may be compiled, are averaged, or needn't be."""
     handle = handle_of(model)
     return handle is not None and handle.is_alive
 

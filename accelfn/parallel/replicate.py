@@ -19,6 +19,7 @@ from accelfn.context.config import DistributedDataParallelKwargs, GuardMode
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.comm_hook import choose_comm_hook, register_comm_hook
 from accelfn.parallel.exact import ExactReplica
+from accelfn.parallel.facts import modules_of
 from accelfn.parallel.handle import Communication, DDPHandle, handle_of
 from accelfn.parallel.thread_ddp import ThreadDDP, is_made_of_others
 from accelfn.tree import flatten
@@ -26,6 +27,7 @@ from accelfn.tree import flatten
 __all__ = (
     "DataParallel",
     "ForwardAgreement",
+    "check_each_forward",
     "check_wrapped",
     "no_sync",
     "replicate",
@@ -97,7 +99,7 @@ def replicate(ctx: Context, model: nn.Module) -> nn.Module:
         return _adopted(ctx, model)
     hook = choose_comm_hook(ctx)
     if ctx.world.group is None:
-        _check_each_forward(ctx, model)
+        check_each_forward(ctx, model)
         ThreadDDP(ctx, model)
         return model
     # DDP would hang, or mix parameters up, where the models differ; compared first, the difference has a
@@ -123,7 +125,7 @@ def replicate(ctx: Context, model: nn.Module) -> nn.Module:
 
 def _watched(ctx: Context, model: DistributedDataParallel) -> DistributedDataParallel:
     DDPHandle(model)
-    _check_each_forward(ctx, model)
+    check_each_forward(ctx, model)
     return model
 
 
@@ -144,11 +146,20 @@ def check_wrapped(ctx: Context, model: nn.Module) -> None:
             context's, or with a context whose options it would not follow.
     """
     kind = type(model).__name__
-    if any(base.__module__.startswith(_FSDP) for one in model.modules() for base in type(one).__mro__):
-        raise ConfigurationError(
-            f"prepare_model: {kind} is sharded by torch's FSDP already, which is not supported yet. Pass the "
-            "model before it was sharded, or train it without prepare."
-        )
+    for name, module in modules_of(model).items():
+        if any(base.__module__.startswith(_FSDP) for base in type(module).__mro__):
+            where = f"its module {name}" if name else "it"
+            raise ConfigurationError(
+                f"prepare_model: the {kind} can't be prepared, because {where} is sharded by FSDP already. A "
+                "module is sharded once. Prepare the model as a whole before any of its modules, or train "
+                "what you have sharded yourself without prepare."
+            )
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "placements"):
+            raise ConfigurationError(
+                f"prepare_model: {name} of the {kind} is a shard (DTensor) already, as a part of another "
+                "prepared model. Prepare the model that holds all of its parameters."
+            )
     if not isinstance(model, DistributedDataParallel):
         return
     group = ctx.world.group
@@ -187,7 +198,7 @@ class ForwardAgreement:
 
     def watch(self, model: nn.Module) -> None:
         """Check each forward pass of ``model`` from now on."""
-        model.register_forward_pre_hook(self.before)
+        model.register_forward_pre_hook(self.before, prepend=True)  # FSDP's own begins to gather
         model.register_forward_hook(self.after)
 
     def before(self, model: nn.Module, arguments: Any) -> None:
@@ -252,7 +263,8 @@ def _starts_of_backward(output: Any) -> list[Node]:
     return found if len(found) == len(starts) else []  # a parameter has no node
 
 
-def _check_each_forward(ctx: Context, model: nn.Module) -> None:
+def check_each_forward(ctx: Context, model: nn.Module) -> None:
+    """Let ranks agree on each forward pass of a prepared model, unless the guard of ``ctx`` is off."""
     if ctx.guard.mode != GuardMode.OFF:
         ForwardAgreement(ctx).watch(model)
 

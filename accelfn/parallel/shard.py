@@ -1,8 +1,9 @@
-"""Fully sharded data parallelism: each rank keeps a part of every parameter. Torch's ``fully_shard`` does it."""
+"""Fully sharded data parallelism: each rank keeps a part of every parameter, by torch's ``fully_shard``."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -12,20 +13,16 @@ from accelfn.context import Context, MeshPlan
 from accelfn.context.config import FullyShardedDataParallelPlugin
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.parallel.facts import ModelFacts, owner_of
+from accelfn.parallel.handle import handle_of
 from accelfn.parallel.shard_handle import ShardHandle
 from accelfn.parallel.wrap import choose_units
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ("ShardPlan", "apply_shard", "plan_shard")
+__all__ = ("ShardPlan", "apply_shard", "plan_shard", "register_forward_method")
 
-_DTYPES: Mapping[str, torch.dtype | None] = {
-    "no": None,
-    "fp32": torch.float32,
-    "fp16": torch.float16,
-    "bf16": torch.bfloat16,
-}
+_DTYPES = (("fp32", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16))
 
 
 class ShardPlan(NamedTuple):
@@ -170,7 +167,7 @@ def _dtypes(
     """Return the dtypes of parameters, reductions and outputs, and whether inputs are cast."""
     policy: Any = plugin.mixed_precision_policy
     if policy is None:
-        dtype = _DTYPES[mixed_precision]
+        dtype = _dtype(mixed_precision)
         # As under autocast: gradients of the model's dtype, and outputs in float32.
         return (None, None, None, True) if dtype is None else (dtype, torch.float32, torch.float32, True)
     if isinstance(policy, str):
@@ -178,14 +175,18 @@ def _dtypes(
             raise NotAvailableError(
                 'fsdp_plugin: mixed_precision_policy="fp8" is not supported yet. Use "bf16".'
             )
-        dtype = _DTYPES[policy]
+        dtype = _dtype(policy)
         return dtype, dtype, dtype, True
     if hasattr(policy, "items"):
         third = policy.get("output_dtype", policy.get("buffer_dtype"))
-        return _DTYPES[policy["param_dtype"]], _DTYPES[policy["reduce_dtype"]], _DTYPES[third], True
+        return _dtype(policy["param_dtype"]), _dtype(policy["reduce_dtype"]), _dtype(third), True
     output = getattr(policy, "output_dtype", None)  # torch's policy of version 1 has none
     cast_inputs = getattr(policy, "cast_forward_inputs", True)
     return policy.param_dtype, policy.reduce_dtype, output, cast_inputs
+
+
+def _dtype(word: str) -> torch.dtype | None:
+    return next((dtype for name, dtype in _DTYPES if name == word), None)
 
 
 def apply_shard(ctx: Context, model: nn.Module, plan: ShardPlan) -> None:
@@ -193,13 +194,18 @@ def apply_shard(ctx: Context, model: nn.Module, plan: ShardPlan) -> None:
 
     Ranks: every rank of ``ctx``, with equal models; doesn't communicate.
 
+    Args:
+        ctx: The world, with a mesh of processes.
+        model: On any device: what is sharded goes to this rank's, unit by unit.
+        plan: From :func:`plan_shard`.
+
     Raises:
         NotAvailableError: Ranks are threads, which have no device mesh.
     """
     if ctx.mesh is None:
         raise NotAvailableError(
-            "fully sharded data parallelism needs a mesh of processes. Start the ranks as processes, and pass "
-            "fsdp_plugin or parallelism_config to init_context."
+            "fully sharded data parallelism needs a mesh. Pass fsdp_plugin or parallelism_config to "
+            "init_context."
         )
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -207,7 +213,9 @@ def apply_shard(ctx: Context, model: nn.Module, plan: ShardPlan) -> None:
     pin = ctx.device.type != "cpu"  # pinning is for copies to a device, and needs one
     offload = CPUOffloadPolicy(pin_memory=pin) if plan.offload else OffloadPolicy()
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    ignored = cast("set[nn.Parameter]", {parameters[name] for name in plan.ignored})
+    ignored = {parameters[name] for name in plan.ignored}
+    for one in ignored:  # which FSDP leaves where they are
+        one.data = one.data.to(ctx.device)
     units: list[nn.Module] = []
     for name in plan.units:
         module = model.get_submodule(name)
@@ -229,6 +237,33 @@ def apply_shard(ctx: Context, model: nn.Module, plan: ShardPlan) -> None:
         units.append(module)
     if plan.prefetch:
         in_order = [module for module in model.modules() if any(module is one for one in units)][1:]
-        for one, following in zip(in_order, in_order[1:], strict=False):
+        for one, following in pairwise(in_order):
             cast("Any", one).set_modules_to_forward_prefetch([following])
     ShardHandle(model, units)
+
+
+def register_forward_method(model: nn.Module, *names: str) -> None:
+    """Let methods of a sharded model gather its parameters, as its ``forward`` does. Writes into ``model``.
+
+    For a method that computes with parameters by itself. One that calls the model needs nothing, and neither
+    does a model that isn't sharded, for which this does nothing.
+
+    Ranks: local; the same on every rank.
+
+    Args:
+        model: What :func:`accelfn.prepare_model` returned.
+        *names: Of its methods.
+
+    Raises:
+        ConfigurationError: The model has no such method.
+    """
+    for name in names:
+        if not callable(getattr(model, name, None)):
+            raise ConfigurationError(
+                f"register_forward_method: {type(model).__name__} has no method {name!r}."
+            )
+        handle = handle_of(model)
+        if handle is not None and handle.engine == "shard":
+            from torch.distributed.fsdp import register_fsdp_forward_method
+
+            register_fsdp_forward_method(model, name)

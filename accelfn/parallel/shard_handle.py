@@ -35,7 +35,7 @@ class ShardHandle(Handle):
         register(self, model.parameters())
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and hasattr(parameter, "placements"):
-                parameter.register_hook(_refusal_of(name))
+                cast("Any", parameter).register_hook(_refusal_of(name))
         setattr(model, HANDLE, self)
 
     @property
@@ -120,15 +120,18 @@ def _refusal_of(name: str) -> Callable[[torch.Tensor], None]:
 
 def with_named_errors(model: nn.Module, translate_error: Callable[[Exception], Exception]) -> None:
     """Let calls of a model that wait for other ranks say which of them are lost. Writes into ``model``."""
-    call: Callable[..., Any] = model._call_impl  # what FSDP's hooks run in
+    reference = weakref.ref(model)
 
     def called(*args: Any, **kwargs: Any) -> Any:
+        own = cast("Any", reference())
+        kind = cast("Any", type(own))
         try:
-            return call(*args, **kwargs)
+            return kind._call_impl(own, *args, **kwargs)
         except RuntimeError as error:
             explained = translate_error(error)
             if explained is error:
                 raise
             raise explained from (explained.__cause__ or error)
 
+    # FSDP waits in hooks, around and inside of ``forward``; this is what a call runs all of them in.
     vars(model)["_call_impl"] = called

@@ -6,13 +6,13 @@ import difflib
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 
 from accelfn.context.config import AutoWrapPolicy, FullyShardedDataParallelPlugin
 from accelfn.errors import ConfigurationError
-from accelfn.parallel.facts import ModelFacts, owner_of
+from accelfn.parallel.facts import ModelFacts, modules_of, owner_of
 
 __all__ = ("choose_units", "names_of_ignored", "names_of_wrapped")
 
@@ -117,7 +117,7 @@ def names_of_wrapped(policy: Callable[..., Any], model: nn.Module) -> tuple[str,
             return bool(policy(module))
         return bool(policy(module, False, sum(one.numel() for one in module.parameters())))
 
-    return tuple(name for name, module in model.named_modules() if name and wants(module))
+    return tuple(name for name, module in modules_of(model).items() if name and wants(module))
 
 
 def names_of_ignored(
@@ -135,8 +135,8 @@ def names_of_ignored(
         pattern = re.compile(ignored)
         modules = {name for name in facts.kinds if pattern.fullmatch(name)}
     else:
-        names: Mapping[int, str] = {id(module): name for name, module in model.named_modules()}
-        given = cast("tuple[nn.Module, ...]", tuple(ignored))
+        names: Mapping[int, str] = {id(module): name for name, module in modules_of(model).items()}
+        given = tuple(ignored)
         strangers = [type(one).__name__ for one in given if id(one) not in names]
         if strangers:
             raise ConfigurationError(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 
-from accelfn.context import CallLog, Collectives, ReduceOp, World, chunk_bytes
+from accelfn.context import CallLog, Collectives, Part, ReduceOp, World, chunk_bytes
 from accelfn.testing.rendezvous import Rendezvous
 
 __all__ = ("memory_collectives", "memory_world")
@@ -87,6 +90,12 @@ def memory_collectives(rendezvous: Rendezvous, rank: int, size: int, call_log: C
     def barrier() -> None:
         meet(("barrier",), None)
 
+    numbers = itertools.count()
+
+    def split(groups: Sequence[Sequence[int]], timeout: timedelta) -> tuple[Part, ...]:
+        del timeout
+        return tuple(_part(rendezvous.part(next(numbers), members), rank, members) for members in groups)
+
     return Collectives(
         all_gather_bytes=all_gather_bytes,
         all_gather=all_gather,
@@ -96,11 +105,18 @@ def memory_collectives(rendezvous: Rendezvous, rank: int, size: int, call_log: C
         all_to_all=all_to_all,
         shift=shift,
         barrier=barrier,
+        split=split,
         chunk=chunk_bytes(size),
         while_blocked=lambda: rendezvous.aside(rank),
         board=rendezvous.board,
         call_log=call_log,
     )
+
+
+def _part(place: Rendezvous, rank: int, members: Sequence[int]) -> Part:
+    if len(members) == 1:
+        return Part(Collectives())
+    return Part(memory_collectives(place, list(members).index(rank), len(members), CallLog()))
 
 
 def _form(buffer: torch.Tensor) -> tuple[object, ...]:

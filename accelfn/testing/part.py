@@ -21,16 +21,24 @@ def taking_part(ctx: Context, *, whole_process: bool) -> Generator[None]:
     """
     board, call_log, rank = ctx.collectives.board, ctx.collectives.call_log, ctx.rank
     end_watch = start_watchdog(board, rank, whole_process=whole_process) if ctx.guard.watchdog else None
+
+    def leave_mesh(*, tell: bool) -> None:
+        if ctx.mesh is not None:
+            ctx.mesh.leave(tell=tell)
+
     try:
         yield
         if call_log.background is not None:
             call_log.background.settle()
     except RankDeath:  # nobody is told
+        leave_mesh(tell=False)
         raise
     except BaseException as error:
         publish(board, call_log, rank, error)
+        leave_mesh(tell=False)
         raise
     else:
+        leave_mesh(tell=True)
         announce_end(board, call_log, rank)
     finally:
         if end_watch is not None:

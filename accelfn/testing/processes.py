@@ -28,6 +28,7 @@ from typing import IO, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore  # torch.distributed re-exports it untyped
 
 from accelfn.context import Context, process_group_collectives, store_board, text_of
 from accelfn.errors import (
@@ -270,7 +271,13 @@ def _work(
         assert group is not None
         control = cast(Callable[..., dist.ProcessGroup], dist.new_group)(backend="gloo", timeout=_NEVER)  # pyright: ignore[reportUnknownMemberType]
         collectives = process_group_collectives(
-            group, rank, size, control=control, board=store_board(store), one_machine=num_nodes == 1
+            group,
+            rank,
+            size,
+            control=control,
+            board=store_board(store),
+            one_machine=num_nodes == 1,
+            store=PrefixStore("accelfn/parts", store),
         )
         collectives.barrier()  # nobody may end while others still connect to it
         world = memory_world(rank, size, num_nodes, "gloo")

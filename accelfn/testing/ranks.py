@@ -9,7 +9,7 @@ from typing import Literal, TypeVar
 
 from typing_extensions import Unpack
 
-from accelfn.context import Context, ContextOptions, configure
+from accelfn.context import Context, ContextOptions, configure, with_mesh
 from accelfn.testing.faults import Fault
 from accelfn.testing.processes import run_on_processes
 from accelfn.testing.threads import run_on_gloo_threads, run_on_memory
@@ -88,7 +88,7 @@ def run_ranks(
                 timeout=min(guard.timeout, longest),
                 long_timeout=min(guard.long_timeout, longest),
             )
-        return replace(made, guard=guard)
+        return with_mesh(replace(made, guard=guard))
 
     if on == "memory":
         return run_on_memory(fn, world_size, configured, timeout_s, faults, num_nodes)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import random
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
 from accelfn.context import CallLog, Departure, MessageBoard, as_error, explain_departure, late_error, publish
+from accelfn.context.failure import FAILURE
 from accelfn.context.watchdog import print_all_stacks
 from accelfn.errors import Disagreement, MismatchError, MissingRankError
 
@@ -31,6 +32,30 @@ class _Left(NamedTuple):
     how: str  # "returned", "died" or "failed"
 
 
+class _Turns:
+    """Whose turn it is among the threads of a world."""
+
+    def __init__(self, size: int) -> None:
+        """Begin with the program that opens the world."""
+        self.lock = threading.Lock()  # guards all below, and every meeting place; held for moments
+        self.semaphores = [threading.Semaphore(0) for _ in range(size)]
+        self.may_run = set(range(size))
+        self.running: int | None = None  # None: the program that has opened the world
+        self._random: dict[int | None, tuple[torch.Tensor, Any]] = {}  # of those who don't run
+
+    def pass_on(self) -> None:
+        """Let the next rank run that can, in rank order after the one that ran."""
+        after = -1 if self.running is None else self.running
+        order = sorted(self.may_run, key=lambda one: (one <= after, one))
+        self._random[self.running] = torch.default_generator.get_state(), random.getstate()
+        self.running = order[0] if order else None
+        of_torch, of_python = self._random.get(self.running, self._random[None])
+        torch.default_generator.set_state(of_torch)
+        random.setstate(of_python)
+        if order:
+            self.semaphores[order[0]].release()
+
+
 class Rendezvous:
     """A barrier of ``size`` threads that exchanges values, checks calls and never hangs.
 
@@ -42,32 +67,45 @@ class Rendezvous:
     Each rank has torch's and Python's global generators for itself, as if it were a process: they begin as
     they are where the world is opened, change hands with the turn, and come back as they were.
 
+    Ranks along an axis meet in a part of it, where they are numbered from 0 and take the same turns.
+
     Not part of the public interface: the one mutable object of a world in memory.
     """
 
-    def __init__(self, size: int) -> None:
-        """Open the rendezvous for ``size`` ranks."""
+    def __init__(self, size: int, whole: Rendezvous | None = None, members: Sequence[int] = ()) -> None:
+        """Open the rendezvous for ``size`` ranks: those of a world, or ``members`` of ``whole``."""
         self._size = size
-        self._lock = threading.Lock()  # guards all below; held for moments
-        self._turns = [threading.Semaphore(0) for _ in range(size)]
-        self._may_run = set(range(size))
-        self._running: int | None = None  # None: the program that has opened the world
-        self._random: dict[int | None, tuple[torch.Tensor, Any]] = {}  # of those who don't run
+        self._whole = whole
+        self._members = tuple(members) if whole is not None else tuple(range(size))
+        self._turns = _Turns(size) if whole is None else whole._turns
         self._round = 0
         self._brought: dict[int, _Brought] = {}
         self._last: list[_Brought] = []
         self._left: dict[int, _Left] = {}
         self._words: dict[str, str] = {}
+        self._parts: dict[tuple[int, tuple[int, ...]], Rendezvous] = {}
         self.board: MessageBoard = MessageBoard(post=self._post, post_once=self._post_once, read=self._read)
+
+    def part(self, number: int, members: Sequence[int]) -> Rendezvous:
+        """Give the meeting place of some ranks: the same to all that ask with the same ``number``."""
+        with self._turns.lock:
+            key = (number, tuple(members))
+            if key not in self._parts:
+                made = Rendezvous(len(members), self, members)
+                made._left.update(
+                    {place: self._left[rank] for place, rank in enumerate(members) if rank in self._left}
+                )
+                self._parts[key] = made
+            return self._parts[key]
 
     def open(self) -> None:
         """Let the first rank run."""
-        with self._lock:
-            self._pass_turn()
+        with self._turns.lock:
+            self._turns.pass_on()
 
     def enter(self, rank: int) -> None:
         """Wait for this rank's first turn."""
-        self._turns[rank].acquire()
+        self._turns.semaphores[rank].acquire()
 
     def meet(self, rank: int, call: tuple[object, ...], value: Any, call_log: CallLog) -> list[Any]:
         """Bring ``value``, wait for all ranks, and return what each one brought, in rank order.
@@ -78,7 +116,7 @@ class Rendezvous:
             MissingRankError: A rank returned or died instead of coming.
             CollectiveTimeoutError: A rank did not come in time.
         """
-        with self._lock:
+        with self._turns.lock:
             number = self._round
             self._brought[rank] = _Brought(call, value)
             complete = len(self._brought) == self._size
@@ -87,11 +125,11 @@ class Rendezvous:
                 self._last = [self._brought[one] for one in range(self._size)]
                 self._brought = {}
                 self._round += 1
-                self._may_run.update(range(self._size))
+                self._turns.may_run.update(self._members)
             else:
-                self._may_run.discard(rank)
+                self._turns.may_run.discard(self._members[rank])
                 self._check_absent(rank, call_log)
-                self._pass_turn()
+                self._turns.pass_on()
         if not complete:
             self._wait(rank, number, call_log)
         met = self._last
@@ -103,84 +141,86 @@ class Rendezvous:
     @contextmanager
     def aside(self, rank: int) -> Generator[None, None, None]:
         """Let the other ranks run in a ``with`` block in which ``rank`` waits for something else."""
-        with self._lock:
-            self._may_run.discard(rank)
-            if self._running == rank:
-                self._pass_turn()
+        turns, own = self._turns, self._members[rank]
+        with turns.lock:
+            turns.may_run.discard(own)
+            if turns.running == own:
+                turns.pass_on()
         try:
             yield
         finally:
-            with self._lock:
-                self._may_run.add(rank)
-                if self._running is None:
-                    self._pass_turn()
-            self._turns[rank].acquire()
+            with turns.lock:
+                turns.may_run.add(own)
+                if turns.running is None:
+                    turns.pass_on()
+            turns.semaphores[own].acquire()
 
     def leave(self, rank: int, how: str) -> None:
         """Say that ``rank`` comes to no rendezvous any more, and let the others run."""
-        with self._lock:
+        with self._turns.lock:
             self._go(rank, how)
 
     def _go(self, rank: int, how: str) -> None:
         self._left.setdefault(rank, _Left(how))
         self._brought.pop(rank, None)
-        self._may_run.discard(rank)
         # Who waits can only wait in vain now: each gets a turn to find out.
-        self._may_run.update(self._brought)
-        if self._running == rank:
-            self._pass_turn()
+        self._turns.may_run.update(self._members[one] for one in self._brought)
+        for (_, members), part in self._parts.items():
+            if rank in members:
+                part._go(members.index(rank), how)
+        if self._whole is None:  # who fails along an axis goes on in the world
+            self._turns.may_run.discard(rank)
+            if self._turns.running == rank:
+                self._turns.pass_on()
 
     def _post(self, key: str, text: str) -> None:
-        with self._lock:
+        with self._turns.lock:
             self._words[key] = text
 
     def _post_once(self, key: str, text: str) -> str:
-        with self._lock:
-            if key == "failure":  # the rank that writes may go on for long before it ends
+        with self._turns.lock:
+            said = self._words.setdefault(key, text)
+            if key == FAILURE:  # the rank that writes may go on for long before it ends
                 self._go(json.loads(text)["rank"], "failed")
-            return self._words.setdefault(key, text)
+            return said
 
     def _read(self, key: str) -> str | None:
-        with self._lock:
-            return self._words.get(key)
+        with self._turns.lock:
+            return self._said(key)
+
+    def _said(self, key: str) -> str | None:
+        """Give what stands on the board; of a part also what the whole world's says of a failure."""
+        said = self._words.get(key)
+        return self._whole._said(key) if said is None and self._whole is not None and key == FAILURE else said
 
     def _wait(self, rank: int, number: int, call_log: CallLog) -> None:
         """Wait for the turn that comes when the round is complete, or can't be completed any more."""
-        if self._turns[rank].acquire(timeout=min(call_log.patience_s, threading.TIMEOUT_MAX)):
-            with self._lock:
+        turn = self._turns.semaphores[self._members[rank]]
+        if turn.acquire(timeout=min(call_log.patience_s, threading.TIMEOUT_MAX)):
+            with self._turns.lock:
                 if self._round == number:
                     self._check_absent(rank, call_log)
             return
-        with self._lock:
+        with self._turns.lock:
             complete = self._round != number
             missing = [one for one in range(self._size) if one not in self._brought]
-            if self._running in missing:  # the others only wait for their turn after that one
-                missing = [one for one in missing if one == self._running]
+            running = self._turns.running
+            if any(self._members[one] == running for one in missing):
+                # The others only wait for their turn after that one.
+                missing = [one for one in missing if self._members[one] == running]
         if complete:  # at the last moment: the turn is on its way
-            self._turns[rank].acquire()
+            turn.acquire()
             return
         error = late_error(call_log, rank, call_log.patience_s, missing)
         print_all_stacks(self.board, rank, self._size)
         publish(self.board, call_log, rank, error)
         raise error
 
-    def _pass_turn(self) -> None:
-        """Let the next rank run that can, in rank order after the one that ran."""
-        after = -1 if self._running is None else self._running
-        order = sorted(self._may_run, key=lambda one: (one <= after, one))
-        self._random[self._running] = torch.default_generator.get_state(), random.getstate()
-        self._running = order[0] if order else None
-        of_torch, of_python = self._random.get(self._running, self._random[None])
-        torch.default_generator.set_state(of_torch)
-        random.setstate(of_python)
-        if order:
-            self._turns[order[0]].release()
-
     def _check_absent(self, rank: int, call_log: CallLog) -> None:
         gone = next((one for one in sorted(self._left) if one not in self._brought), None)
         if gone is None:
             return
-        text = self._words.get("failure")
+        text = self._said(FAILURE)
         if text is not None:
             raise as_error(text)
         text = self._words.get("end")

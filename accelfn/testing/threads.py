@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore  # torch.distributed re-exports it untyped
 
 from accelfn.context import (
     CallLog,
@@ -68,7 +69,10 @@ def run_on_gloo_threads(
 
     def enter(rank: int) -> tuple[World, Collectives]:
         groups[rank] = group = make_gloo_group(store, rank, size, timedelta(minutes=5), "lo")
-        collectives = process_group_collectives(group, rank, size, board=store_board(store))
+        parts = PrefixStore("parts", store)
+        collectives = process_group_collectives(
+            group, rank, size, board=store_board(store), store=parts, interface="lo"
+        )
         collectives.barrier()  # nobody may leave while others still connect to it
         return memory_world(rank, size, num_nodes, "gloo"), collectives
 

@@ -47,7 +47,8 @@ def test_meta_parameters_tell_as_much_as_real_ones() -> None:
 def test_a_tied_parameter_has_all_its_names_and_counts_once() -> None:
     facts = read_facts(Tower())
     assert facts.ties == (("embed.weight", "head.weight"),)
-    assert "head.weight" in facts.names and "head.weight" not in facts.own_names
+    assert "head.weight" in facts.names
+    assert "head.weight" not in facts.own_names
     assert facts.numel(*facts.own_names) == 24 + 2 * (32 + 8 + 32)
     assert facts.size_bytes("head.weight") == 96
     assert facts.trainable == set(facts.names) - {"embed.weight", "head.weight"}
@@ -68,7 +69,8 @@ def test_a_model_says_how_it_is_split_by_tensors() -> None:
 def test_containers_have_no_forward() -> None:
     facts = read_facts(Tower())
     assert facts.containers == {"layers"}
-    assert facts.kinds[""] == "Tower" and facts.kinds["layers.0"] == "Block"
+    assert facts.kinds[""] == "Tower"
+    assert facts.kinds["layers.0"] == "Block"
 
 
 def test_a_parameter_belongs_to_the_innermost_module_by_whole_parts_of_its_name() -> None:

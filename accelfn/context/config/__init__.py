@@ -64,7 +64,9 @@ from accelfn.context.config.options import (
 )
 from accelfn.context.config.parallelism import (
     DeepSpeedSequenceParallelConfig,
+    ExpertParallelConfig,
     ParallelismConfig,
+    PipelineParallelConfig,
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
 )
@@ -97,6 +99,7 @@ __all__ = (
     "DistributedType",
     "DynamoBackend",
     "DynamoMode",
+    "ExpertParallelConfig",
     "FP8AmaxAlgorithm",
     "FP8Backend",
     "FP8Format",
@@ -116,6 +119,7 @@ __all__ = (
     "MegatronLMPlugin",
     "OffloadDevice",
     "ParallelismConfig",
+    "PipelineParallelConfig",
     "PrecisionType",
     "ProfileActivity",
     "ProfileKwargs",

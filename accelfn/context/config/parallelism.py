@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from math import prod
 from typing import TYPE_CHECKING, cast
@@ -13,6 +13,7 @@ from accelfn.context.config.checks import (
     check_texts,
     settle,
     settle_choice,
+    settle_names,
     settle_options,
     where,
 )
@@ -24,12 +25,15 @@ if TYPE_CHECKING:
 
 __all__ = (
     "DeepSpeedSequenceParallelConfig",
+    "ExpertParallelConfig",
     "ParallelismConfig",
+    "PipelineParallelConfig",
     "TorchContextParallelConfig",
     "TorchTensorParallelConfig",
 )
 
-_MESH_ORDER = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
+_MESH_ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
+_SCHEDULES = ("1f1b", "gpipe", "interleaved1f1b")
 _ATTENTION = ("sdpa", "flash_attention_2", "flash_attention_3")
 
 
@@ -118,6 +122,49 @@ class DeepSpeedSequenceParallelConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class PipelineParallelConfig:
+    """Options of pipeline parallelism.
+
+    Attributes:
+        num_microbatches: Pieces that a batch is cut into; at least the number of stages. ``None``: as many as
+            there are stages. Default None.
+        schedule: In which order a stage works on them: "1f1b", "gpipe" or "interleaved1f1b". Default 1f1b.
+        split: The first module of each stage after the first one, such as ``("layers.2",)``. Default ().
+    """
+
+    num_microbatches: int | None = None
+    schedule: str = "1f1b"
+    split: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        check_ints(self, "num_microbatches", minimum=1, optional=True)
+        check_texts(self, "schedule")
+        if self.schedule.lower() not in _SCHEDULES:
+            raise ConfigurationError(
+                f"{where(self, 'schedule')} must be one of {', '.join(_SCHEDULES)}, got {self.schedule!r}."
+            )
+        settle(self, schedule=self.schedule.lower())
+        settle_names(self, "split")
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertParallelConfig:
+    """Options of expert parallelism.
+
+    Attributes:
+        experts: Pattern of the names of modules that hold experts, as for ``fnmatch``; ``None``: those that
+            accelfn knows. Default None.
+    """
+
+    experts: str | None = None
+
+    def __post_init__(self) -> None:
+        """Check the field."""
+        check_texts(self, "experts", optional=True)
+
+
+@dataclass(frozen=True, slots=True)
 class ParallelismConfig:
     """Sizes of the mesh axes; their product is the number of processes.
 
@@ -125,13 +172,18 @@ class ParallelismConfig:
         dp_replicate_size: Copies of the (sharded) model. Default 1.
         dp_shard_size: Ranks that share one copy by FSDP. Default 1.
         tp_size: Ranks that share each layer. Default 1.
-        cp_size: Ranks that share each sequence, through torch. Excludes ``sp_size``. Default 1.
-        sp_size: Ranks that share each sequence, through DeepSpeed. Default 1.
+        cp_size: Ranks that share each sequence, by ring attention. Excludes ``sp_size``. Default 1.
+        sp_size: Ranks that share each sequence, by exchanging heads. Default 1.
+        pp_size: Stages that the model is cut into. Default 1.
+        ep_size: Ranks that experts are spread over; divides ``dp_shard_size``, of which it is a part.
+            Default 1.
         cp_backend: "torch" is the only one. Default torch.
-        sp_backend: "deepspeed" is the only one. Default deepspeed.
+        sp_backend: "torch", or "deepspeed" where DeepSpeed is in use. Default torch.
         tp_handler: Options used if ``tp_size`` > 1; made if ``None`` then. Default None.
         cp_handler: Options used if ``cp_size`` > 1; made if ``None`` then. Default None.
-        sp_handler: Options used if ``sp_size`` > 1; made if ``None`` then. Default None.
+        sp_handler: Options used if ``sp_size`` > 1 with DeepSpeed; made if ``None`` then. Default None.
+        pp_handler: Options used if ``pp_size`` > 1; made if ``None`` then. Default None.
+        ep_handler: Options used if ``ep_size`` > 1; made if ``None`` then. Default None.
         device_mesh: A mesh that already exists, used instead of making one. Default None.
     """
 
@@ -141,46 +193,57 @@ class ParallelismConfig:
     cp_size: int = 1
     _: KW_ONLY
     sp_size: int = 1
+    pp_size: int = 1
+    ep_size: int = 1
     cp_backend: str = "torch"
-    sp_backend: str = "deepspeed"
+    sp_backend: str = "torch"
     tp_handler: TorchTensorParallelConfig | None = None
     cp_handler: TorchContextParallelConfig | None = None
     sp_handler: DeepSpeedSequenceParallelConfig | None = None
+    pp_handler: PipelineParallelConfig | None = None
+    ep_handler: ExpertParallelConfig | None = None
     device_mesh: DeviceMesh | None = None
 
     def __post_init__(self) -> None:
         """Check the fields and make the options of the axes in use."""
-        check_ints(self, *(f"{axis}_size" for axis in _MESH_ORDER), minimum=1)
-        for name, only in (("cp_backend", "torch"), ("sp_backend", "deepspeed")):
-            if getattr(self, name) != only:
+        check_ints(self, *(f"{axis}_size" for axis in (*_MESH_ORDER, "ep")), minimum=1)
+        for name, known in (("cp_backend", ("torch",)), ("sp_backend", ("torch", "deepspeed"))):
+            if getattr(self, name) not in known:
                 raise ConfigurationError(
-                    f"{where(self, name)} does not know {getattr(self, name)!r}. Use {only!r}, the only one."
+                    f"{where(self, name)} does not know {getattr(self, name)!r}. Use "
+                    f"{' or '.join(map(repr, known))}."
                 )
-        for axis, kind in (
-            ("tp", TorchTensorParallelConfig),
-            ("cp", TorchContextParallelConfig),
-            ("sp", DeepSpeedSequenceParallelConfig),
+        for axis, kind, is_used in (
+            ("tp", TorchTensorParallelConfig, self.tp_enabled),
+            ("cp", TorchContextParallelConfig, self.cp_enabled),
+            ("sp", DeepSpeedSequenceParallelConfig, self.sp_enabled and self.sp_backend == "deepspeed"),
+            ("pp", PipelineParallelConfig, self.pp_enabled),
+            ("ep", ExpertParallelConfig, self.ep_enabled),
         ):
             handler = getattr(self, f"{axis}_handler")
-            if handler is None and self._size(axis) > 1:
+            if handler is None and is_used:
                 settle(self, **{f"{axis}_handler": kind()})
             elif handler is not None and not isinstance(handler, kind):
                 raise TypeError(
                     f"{where(self, axis + '_handler')} must be a {kind.__name__} or None, got {handler!r}. "
                     "Pass that record, or leave it out for its defaults."
                 )
+        _raise_all(self._contradictions())
+
+    def _contradictions(self) -> list[str]:
+        found: list[str] = []
         if self.cp_enabled and self.sp_enabled:
-            raise ConfigurationError(
-                f"ParallelismConfig splits the sequence twice: got cp_size={self.cp_size}, "
-                f"sp_size={self.sp_size}. Set one of them to 1."
+            found.append(
+                f"it splits the sequence twice: got cp_size={self.cp_size}, sp_size={self.sp_size}. Set one "
+                "of them to 1."
             )
-        if (self.tp_enabled or self.cp_enabled) and self.dp_replicate_enabled and not self.dp_shard_enabled:
-            raise ConfigurationError(
-                "ParallelismConfig replicates a model that is split by tensor or context without "
-                f"sharding it: got tp_size={self.tp_size}, cp_size={self.cp_size}, "
-                f"dp_replicate_size={self.dp_replicate_size}, dp_shard_size=1. "
-                "Move some of dp_replicate_size to dp_shard_size."
+        if self.dp_shard_size % self.ep_size:
+            found.append(
+                f"experts are spread over a part of dp_shard, so ep_size must divide it: got "
+                f"ep_size={self.ep_size}, dp_shard_size={self.dp_shard_size}. Fitting: "
+                f"{_listed(_divisors(self.dp_shard_size))}."
             )
+        return found
 
     def _size(self, axis: str) -> int:
         size: int = getattr(self, f"{axis}_size")
@@ -200,18 +263,28 @@ class ParallelismConfig:
         return self.dp_shard_size > 1
 
     @property
+    def pp_enabled(self) -> bool:
+        """Whether the model is cut into stages."""
+        return self.pp_size > 1
+
+    @property
+    def ep_enabled(self) -> bool:
+        """Whether experts are spread over ranks."""
+        return self.ep_size > 1
+
+    @property
     def tp_enabled(self) -> bool:
         """Whether layers are split."""
         return self.tp_size > 1
 
     @property
     def cp_enabled(self) -> bool:
-        """Whether sequences are split by torch."""
+        """Whether sequences are split by ring attention."""
         return self.cp_size > 1
 
     @property
     def sp_enabled(self) -> bool:
-        """Whether sequences are split by DeepSpeed."""
+        """Whether sequences are split by heads."""
         return self.sp_size > 1
 
     @property
@@ -227,7 +300,7 @@ class ParallelismConfig:
     @property
     def needs_mesh(self) -> bool:
         """Whether torch needs a mesh; DeepSpeed's sequence parallelism makes its own groups."""
-        return self.total_size > 1 and not self.sp_enabled
+        return self.total_size > 1 and not (self.sp_enabled and self.sp_backend == "deepspeed")
 
     @property
     def dp_dim_names(self) -> tuple[str, ...]:
@@ -237,7 +310,7 @@ class ParallelismConfig:
     @property
     def non_dp_dim_names(self) -> tuple[str, ...]:
         """Axes along which ranks read the same batch."""
-        return self._enabled("tp", "cp", "sp")
+        return self._enabled("tp", "cp", "sp", "pp")
 
     @property
     def dp_shard_cp_dim_names(self) -> tuple[str, ...]:
@@ -271,15 +344,18 @@ class ParallelismConfig:
     @property
     def non_data_parallel_size(self) -> int:
         """Number of ranks that read the same batch."""
-        return self.tp_size * self.cp_size * self.sp_size
+        return self.tp_size * self.cp_size * self.sp_size * self.pp_size
+
+    def check_size(self, num_processes: int) -> None:
+        """Check that the sizes make up ``num_processes``. Pure.
+
+        Raises:
+            ConfigurationError: They don't; says which would.
+        """
+        _raise_all(self._misfits(num_processes))
 
     def validate(
-        self,
-        num_processes: int,
-        *,
-        fsdp_version: int | None = None,
-        deepspeed: bool = False,
-        allow_cp_standalone: bool = False,
+        self, num_processes: int, *, fsdp_version: int | None = None, deepspeed: bool = False
     ) -> None:
         """Check the mesh against a world. Pure: nothing is built or changed.
 
@@ -287,47 +363,75 @@ class ParallelismConfig:
             num_processes: Ranks in the world.
             fsdp_version: Version of FSDP in use, ``None`` for none.
             deepspeed: Whether DeepSpeed is in use.
-            allow_cp_standalone: Whether context parallelism may run without FSDP2, for callers that shard
-                and reduce gradients themselves.
 
         Raises:
-            ConfigurationError: The mesh does not fit the world or the engine.
+            ConfigurationError: The mesh does not fit the world or the engine: one error that lists all that
+                is wrong.
         """
-        sizes = ", ".join(f"{axis}_size={self._size(axis)}" for axis in _MESH_ORDER)
         if self.total_size == 1:
             return
-        if self.sp_enabled:
-            if not deepspeed:
-                raise ConfigurationError(
-                    f"ParallelismConfig.sp_size needs DeepSpeed: got sp_size={self.sp_size} without a "
-                    "DeepSpeedPlugin. Pass one, or use cp_size with FSDP2."
-                )
-            # DeepSpeed derives the data-parallel size itself, so only divisibility is ours to check.
-            if num_processes % self.sp_size:
-                raise ConfigurationError(
-                    f"ParallelismConfig.sp_size must divide the number of processes: got "
-                    f"sp_size={self.sp_size}, num_processes={num_processes}. "
-                    f"Start a multiple of {self.sp_size} processes."
-                )
+        if self.sp_enabled and self.sp_backend == "deepspeed":
+            _raise_all(self._misfits_of_deepspeed(num_processes, deepspeed))
             return
-        if self.total_size != num_processes:
-            raise ConfigurationError(
-                f"ParallelismConfig covers {self.total_size} ranks ({sizes}), but "
-                f"num_processes={num_processes}. "
-                "Make the product of the sizes equal to the number of processes."
-            )
-        if self.cp_enabled and fsdp_version != 2 and not allow_cp_standalone:
-            raise ConfigurationError(
-                f"ParallelismConfig.cp_size needs FSDP2: got cp_size={self.cp_size} with "
-                f"fsdp_version={fsdp_version}. Pass FullyShardedDataParallelPlugin(fsdp_version=2)."
-            )
+        found = self._misfits(num_processes)
         if fsdp_version == 1:
-            raise ConfigurationError(
-                f"A mesh needs FSDP2, got fsdp_version=1 with {sizes}. "
+            found.append(
+                f"a mesh needs FSDP2, got fsdp_version=1 with {self._sizes()}. "
                 "Pass FullyShardedDataParallelPlugin(fsdp_version=2)."
             )
-        if fsdp_version == 2 and not self.dp_shard_cp_dim_names:
-            raise ConfigurationError(
-                f"FSDP2 has nothing to shard over: got {sizes}. "
+        if fsdp_version == 2 and not self._enabled("dp_shard", "cp", "sp"):
+            found.append(
+                f"FSDP2 has nothing to shard over: got {self._sizes()}. "
                 "Set dp_shard_size above 1, or leave the FSDP plugin out."
             )
+        _raise_all(found)
+
+    def _misfits(self, num_processes: int) -> list[str]:
+        if self.total_size == num_processes:
+            return []
+        fitting: list[str] = []
+        for axis in _MESH_ORDER:
+            size, rest = divmod(num_processes, self.total_size // self._size(axis))
+            if not rest and size and not (axis == "dp_shard" and size % self.ep_size):
+                fitting.append(f"{axis}_size={size}")
+        # A change of dp is what most want; one of the others changes what each rank computes.
+        data = [text for text in fitting if text.startswith("dp_")]
+        advice = (
+            f"Fitting would be {' or '.join(data or fitting)}" if fitting else "No single size mends that"
+        )
+        given = f"it covers {self.total_size} ranks ({self._sizes()}), but num_processes={num_processes}"
+        return [f"{given}. {advice}; or start {self.total_size} processes."]
+
+    def _misfits_of_deepspeed(self, num_processes: int, deepspeed: bool) -> list[str]:
+        found: list[str] = []
+        if not deepspeed:
+            found.append(
+                f"sp_backend='deepspeed' needs DeepSpeed: got sp_size={self.sp_size} without a "
+                "DeepSpeedPlugin. Pass one, or take sp_backend='torch'."
+            )
+        # DeepSpeed derives the data-parallel size itself, so only divisibility is ours to check.
+        if num_processes % self.sp_size:
+            found.append(
+                f"sp_size must divide the number of processes: got sp_size={self.sp_size}, "
+                f"num_processes={num_processes}. Fitting: {_listed(_divisors(num_processes))}."
+            )
+        return found
+
+    def _sizes(self) -> str:
+        return ", ".join(f"{axis}_size={self._size(axis)}" for axis in _MESH_ORDER if self._size(axis) > 1)
+
+
+def _raise_all(conflicts: Sequence[str]) -> None:
+    if len(conflicts) == 1:
+        raise ConfigurationError(f"ParallelismConfig does not fit: {conflicts[0]}")
+    if conflicts:
+        lines = "\n".join(f"  - {conflict}" for conflict in conflicts)
+        raise ConfigurationError(f"ParallelismConfig does not fit, for {len(conflicts)} reasons:\n{lines}")
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))

@@ -1,0 +1,404 @@
+"""A mesh of ranks: which ranks share what, as axes with a name and a size; and the groups along them.
+
+The plan is pure and asks nobody; :func:`build_mesh` makes the groups that it names, once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from accelfn.context.collectives import Collectives, Part
+from accelfn.context.config import ParallelismConfig
+from accelfn.context.failure import announce_end
+from accelfn.context.process_group import is_registered
+from accelfn.context.world import World
+from accelfn.errors import ConfigurationError, NotAvailableError
+
+if TYPE_CHECKING:
+    from accelfn.context.context import Context
+
+__all__ = ("AXES", "JOINED", "Mesh", "MeshPlan", "build_mesh", "plan_mesh")
+
+AXES: tuple[str, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
+JOINED: dict[str, tuple[str, ...]] = {
+    "dp": ("dp_replicate", "dp_shard"),
+    "shard": ("dp_shard", "cp", "sp"),
+    "loss": ("dp_replicate", "dp_shard", "cp", "sp"),
+    "seq": ("cp", "sp"),
+}
+_MEANINGS = {
+    "pp": "stages of one model",
+    "dp_replicate": "copies of the model, which average their gradients",
+    "dp_shard": "ranks that share the parameters of one copy",
+    "cp": "ranks that share each sequence, by context parallelism",
+    "sp": "ranks that share each sequence, by sequence parallelism",
+    "tp": "ranks that share each layer",
+}
+# dp_shard in two: experts are spread over the inner part, and shared by the outer one.
+_PARTS = ("pp", "dp_replicate", "edp", "ep", "cp", "sp", "tp")
+_ROOT = ("pp", "dp_replicate", "shard", "tp")
+_MAX_ROWS = 16
+_MAX_COLUMNS = 8
+_MAX_NAMED = 8
+
+
+class MeshPlan(NamedTuple):
+    """Which rank stands where. The last axis varies fastest: ranks that differ only in it are neighbours.
+
+    An axis is one of :data:`AXES`, a joined one (``"dp"``, ``"shard"``, ``"loss"``, ``"seq"``), or ``"ep"``
+    and ``"edp"``, the inner and the outer part of ``"dp_shard"``. Several of them count as one, in the order
+    of the mesh. ``print(plan)`` draws it.
+
+    Attributes:
+        sizes: Ranks along each of :data:`AXES`.
+        ep_size: Ranks that experts are spread over; divides the size of ``"dp_shard"``.
+
+    >>> plan = plan_mesh(ParallelismConfig(dp_shard_size=2, tp_size=2), 4)
+    >>> plan.size("tp"), plan.coordinate(2, "dp_shard"), plan.group(2, "tp")
+    (2, 1, (2, 3))
+    """
+
+    sizes: tuple[int, ...]
+    ep_size: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks."""
+        return prod(self.sizes)
+
+    def size(self, *axes: str) -> int:
+        """Return the number of ranks along ``axes``.
+
+        Raises:
+            ConfigurationError: No axis has that name.
+        """
+        sizes = self._parts()
+        return prod(sizes[name] for name in _expand(axes))
+
+    def coordinate(self, rank: int, *axes: str) -> int:
+        """Return the place of ``rank`` along ``axes``, from 0.
+
+        Raises:
+            ConfigurationError: No axis has that name, or no rank that number.
+        """
+        self._check_rank(rank)
+        sizes, wanted = self._parts(), _expand(axes)
+        place, stride = 0, 1
+        for name in reversed(_PARTS):
+            rank, own = divmod(rank, sizes[name])
+            if name in wanted:
+                place += own * stride
+                stride *= sizes[name]
+        return place
+
+    def group(self, rank: int, *axes: str) -> tuple[int, ...]:
+        """List the ranks that differ from ``rank`` along ``axes`` at most, in the order of their coordinates.
+
+        Raises:
+            ConfigurationError: As :meth:`coordinate`.
+        """
+        self._check_rank(rank)
+        sizes, wanted = self._parts(), _expand(axes)
+        members, stride, rest = [0], 1, rank
+        for name in reversed(_PARTS):
+            size = sizes[name]
+            rest, own = divmod(rest, size)
+            places = range(size) if name in wanted else (own,)
+            members = [place * stride + member for place in places for member in members]
+            stride *= size
+        return tuple(members)
+
+    def active(self, *axes: str) -> tuple[str, ...]:
+        """List those of ``axes`` that have more than one rank, outermost first; of all where none is named.
+
+        Joined ones are taken apart, and so is ``"dp_shard"`` where experts are spread over a part of it.
+
+        Raises:
+            ConfigurationError: No axis has that name.
+        """
+        sizes, wanted = self._parts(), _expand(axes or AXES)
+        named = tuple(name for name in _PARTS if name in wanted and sizes[name] > 1)
+        return tuple("dp_shard" if name == "edp" and self.ep_size == 1 else name for name in named)
+
+    def restrict(self, *axes: str) -> MeshPlan:
+        """Return the plan of the ranks along ``axes``: every other axis has one rank."""
+        wanted = _expand(axes)
+        sizes = {name: size if name in wanted else 1 for name, size in self._parts().items()}
+        sizes["dp_shard"] = sizes["edp"] * sizes["ep"]
+        return MeshPlan(tuple(sizes[name] for name in AXES), sizes["ep"])
+
+    def _parts(self) -> dict[str, int]:
+        pp, replicate, shard, cp, sp, tp = self.sizes
+        return dict(
+            zip(_PARTS, (pp, replicate, shard // self.ep_size, self.ep_size, cp, sp, tp), strict=True)
+        )
+
+    def _check_rank(self, rank: int) -> None:
+        if not 0 <= rank < self.num_ranks:
+            raise ConfigurationError(
+                f"a mesh of {self.num_ranks} ranks has ranks 0 to {self.num_ranks - 1}: there is no {rank}."
+            )
+
+    def __str__(self) -> str:
+        """Draw the mesh: a row for each place on the outer axes, a column for each one on the innermost."""
+        sizes = dict(zip(AXES, self.sizes, strict=True))
+        shown = [name for name in AXES if sizes[name] > 1] or ["dp_replicate"]
+        counts = " x ".join(f"{name} {sizes[name]}" for name in shown)
+        *outer, inner = shown
+        plural = "s" if self.num_ranks > 1 else ""
+        lines = [f"A mesh of {self.num_ranks} rank{plural}: {counts}", ""]
+        columns = _cut(range(sizes[inner]), _MAX_COLUMNS)
+        header = ["..." if place is None else f"{inner} {place}" for place in columns]
+        width = max(len(str(self.num_ranks - 1)), *map(len, header))
+        lines.append(_row(outer, outer, header, width))
+        num_rows = self.num_ranks // sizes[inner]
+        for row in _cut(range(num_rows), _MAX_ROWS):
+            if row is None:
+                lines.append("...")
+                continue
+            first = row * sizes[inner]
+            cells = ["..." if place is None else str(first + place) for place in columns]
+            places = [str(self.coordinate(first, name)) for name in outer]
+            lines.append(_row(outer, places, cells, width))
+        lines.append("")
+        lines.extend(f"{name}: {_MEANINGS[name]}. {_neighbours(self.group(0, name))}" for name in shown)
+        if self.ep_size > 1:
+            text = "ranks that experts are spread over, the inner part of dp_shard"
+            lines.append(f"ep: {text}. {_neighbours(self.group(0, 'ep'))}")
+        batches = self.size("dp")
+        lines.append(
+            f"Batches read at a time: {batches}; "
+            + ("each rank reads its own." if batches == self.num_ranks else f"ranks {_same(self)} share one.")
+        )
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def _row(outer: Sequence[str], places: Sequence[str], cells: Sequence[str], width: int) -> str:
+    left = "  ".join(place.rjust(len(name)) for name, place in zip(outer, places, strict=True))
+    right = "  ".join(cell.rjust(width) for cell in cells)
+    return f"{left}  |  {right}" if outer else right
+
+
+def _cut(places: range, most: int) -> list[int | None]:
+    if len(places) <= most:
+        return list(places)
+    return [*places[: most - 2], None, places[-1]]
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return " ".join(
+        "..." if rank is None else str(ranks[rank]) for rank in _cut(range(len(ranks)), _MAX_NAMED)
+    )
+
+
+def _neighbours(ranks: Sequence[int]) -> str:
+    return f"Rank 0 stands in {_listed(ranks)}." if len(ranks) > 1 else "Rank 0 stands alone."
+
+
+def _same(plan: MeshPlan) -> str:
+    return _listed(plan.group(0, "pp", "cp", "sp", "tp"))
+
+
+def _expand(axes: Sequence[str]) -> frozenset[str]:
+    names: list[str] = []
+    for axis in axes:
+        if axis not in AXES and axis not in JOINED and axis not in ("ep", "edp"):
+            raise ConfigurationError(
+                f"a mesh has no axis {axis!r}. Its axes are {', '.join(AXES)}; joined ones are "
+                f"{', '.join(JOINED)}; ep and edp are the parts of dp_shard."
+            )
+        names.extend(JOINED.get(axis, (axis,)))
+    return frozenset(part for name in names for part in (("edp", "ep") if name == "dp_shard" else (name,)))
+
+
+def plan_mesh(config: ParallelismConfig | None, num_processes: int) -> MeshPlan:
+    """Plan the mesh of ``num_processes`` ranks. Pure.
+
+    Args:
+        config: Sizes of the axes; each rank is a copy of its own where it is None, or says nothing.
+        num_processes: Number of ranks.
+
+    Raises:
+        ConfigurationError: The product of the sizes isn't the number of ranks; says which sizes would fit.
+
+    >>> print(plan_mesh(ParallelismConfig(dp_replicate_size=2, dp_shard_size=2), 4))
+    A mesh of 4 ranks: dp_replicate 2 x dp_shard 2
+    <BLANKLINE>
+    dp_replicate  |  dp_shard 0  dp_shard 1
+               0  |           0           1
+               1  |           2           3
+    <BLANKLINE>
+    dp_replicate: copies of the model, which average their gradients. Rank 0 stands in 0 2.
+    dp_shard: ranks that share the parameters of one copy. Rank 0 stands in 0 1.
+    Batches read at a time: 4; each rank reads its own.
+    """
+    if config is None or config.total_size == 1:
+        return MeshPlan(tuple(num_processes if axis == "dp_replicate" else 1 for axis in AXES))
+    config.check_size(num_processes)
+    sizes = tuple(cast(int, getattr(config, f"{axis}_size")) for axis in AXES)
+    return MeshPlan(sizes, config.ep_size)
+
+
+@dataclass(frozen=True, slots=True)
+class _Groups:
+    """What a mesh has made, the same for every view of it."""
+
+    plan: MeshPlan
+    world: World
+    parts: Mapping[tuple[str, ...], tuple[World, Part]]  # by what MeshPlan.active gives
+    device_meshes: dict[tuple[str, ...], DeviceMesh] = field(
+        default_factory=dict["tuple[str, ...]", DeviceMesh]
+    )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mesh:
+    """The groups of a mesh that this rank is in. Made by :func:`build_mesh`.
+
+    Attributes:
+        plan: Which rank stands where.
+    """
+
+    plan: MeshPlan
+    _groups: _Groups
+
+    def device_mesh(self, *dims: str) -> DeviceMesh:
+        """Return torch's mesh with these dimensions, whose groups are those of :meth:`Context.along`.
+
+        Meshes over ``"pp"``, ``"dp_replicate"``, ``"shard"`` and ``"tp"`` are parts of one root, so that
+        torch composes them; so are those over several of :data:`AXES`.
+
+        Ranks: local.
+
+        Args:
+            *dims: Axes, outermost first; a joined one counts as one dimension.
+
+        Raises:
+            NotAvailableError: The ranks aren't processes with an initialised torch.distributed.
+            ConfigurationError: No axis has that name, or the axes can't be had together.
+        """
+        for dim in dims:
+            self.plan.size(dim)
+        made = self._groups.device_meshes
+        if dims in made:
+            return made[dims]
+        for names in (_ROOT, AXES):
+            if set(dims) <= set(names):
+                root = made.get(names) or made.setdefault(names, self._torch_mesh(names))
+                return root if dims == names else made.setdefault(dims, root[dims])
+        if len(dims) > 1:
+            raise ConfigurationError(
+                f"no mesh has the dimensions {', '.join(dims)}: take some of {', '.join(_ROOT)}, some of "
+                f"{', '.join(AXES)}, or a single joined one."
+            )
+        return made.setdefault(dims, self._torch_mesh(dims))
+
+    def _torch_mesh(self, names: tuple[str, ...]) -> DeviceMesh:
+        groups = self._groups
+        whole = groups.world.group
+        if whole is None or not is_registered(whole):
+            raise NotAvailableError(
+                "torch's DeviceMesh needs ranks that are processes with an initialised torch.distributed; "
+                'these are threads, or one process alone. In a test, use run_ranks(..., on="processes").'
+            )
+        members = [self._torch_group(name) for name in names]
+        kind = groups.world.device.type
+        if len(names) == 1:
+            return DeviceMesh.from_group(members[0], kind, mesh_dim_names=names)
+        order = torch.tensor(dist.get_process_group_ranks(whole))
+        order = order.view([groups.plan.size(name) for name in names])
+        return DeviceMesh.from_group(members, kind, mesh=order, mesh_dim_names=names)
+
+    def _torch_group(self, name: str) -> dist.ProcessGroup:
+        groups = self._groups
+        key = groups.plan.active(name)
+        group = groups.world.group if key == groups.plan.active() else groups.parts[key][0].group
+        assert group is not None
+        return group
+
+    def part(self, axes: tuple[str, ...]) -> tuple[World, Collectives]:
+        """Return the ranks along the active axes ``axes`` as a world of their own."""
+        world, part = self._groups.parts[axes]
+        return world, part.collectives
+
+    def restrict(self, axes: tuple[str, ...]) -> Mesh:
+        """Return what the ranks along ``axes`` see of the mesh."""
+        return Mesh(self.plan.restrict(*axes), self._groups)
+
+    def leave(self, *, tell: bool) -> None:
+        """Let go of all groups; with ``tell`` the other ranks hear that this one is gone."""
+        self._groups.device_meshes.clear()
+        for world, part in self._groups.parts.values():
+            if tell and world.size > 1:
+                announce_end(part.collectives.board, part.collectives.call_log, world.rank)
+            part.collectives.board.close()
+            if part.keeper is not None:
+                part.keeper.let_go()
+            group = world.group
+            if group is not None and is_registered(group):
+                dist.destroy_process_group(group)
+
+
+def build_mesh(ctx: Context, plan: MeshPlan) -> Mesh:
+    """Make the groups of ``plan``: one for each set of axes that doesn't cover the world.
+
+    Ranks: every rank of ``ctx``.
+
+    Raises:
+        ConfigurationError: The plan is for another number of ranks.
+        NotAvailableError: The world's backend has no store by which groups could meet.
+        DistributedError: Ranks could not be reached.
+    """
+    world = ctx.world
+    if plan.num_ranks != world.size:
+        raise ConfigurationError(
+            f"build_mesh: the plan is for {plan.num_ranks} ranks, and the context has {world.size}. Plan it "
+            f"with plan_mesh(config, {world.size})."
+        )
+    keys = list(_proper_subsets(plan.active()))
+    members = [plan.group(world.rank, *key) for key in keys]
+    parts = ctx.collectives.split(members, ctx.guard.timeout)
+    nodes = _nodes(ctx)
+    worlds = [_world_of(world, ranks, nodes, part) for ranks, part in zip(members, parts, strict=True)]
+    made = dict(zip(keys, zip(worlds, parts, strict=True), strict=True))
+    return Mesh(plan, _Groups(plan, world, made))
+
+
+def _proper_subsets(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    for count in range(len(names)):
+        yield from itertools.combinations(names, count)
+
+
+def _nodes(ctx: Context) -> list[int]:
+    """Ask every rank for its node."""
+    if ctx.world.num_nodes == 1:
+        return [0] * ctx.world.size
+    own = torch.tensor([ctx.world.node_rank]).view(torch.uint8)
+    rows = ctx.collectives.all_gather_bytes(own)
+    return [int(row[: own.numel()].clone().view(torch.int64)) for row in rows]
+
+
+def _world_of(world: World, members: Sequence[int], nodes: Sequence[int], part: Part) -> World:
+    mine = nodes[world.rank]
+    here = [rank for rank in members if nodes[rank] == mine]
+    there = list(dict.fromkeys(nodes[rank] for rank in members))
+    return World(
+        rank=members.index(world.rank),
+        size=len(members),
+        local_rank=here.index(world.rank),
+        local_size=len(here),
+        node_rank=there.index(mine),
+        num_nodes=len(there),
+        device=world.device,
+        backend=world.backend if len(members) > 1 else None,
+        group_ref=part.group,
+        keeper=part.keeper,
+    )
