@@ -10,14 +10,22 @@ from torch import nn
 
 from accelfn.comm import broadcast, verify_structure
 from accelfn.context import Context, MeshPlan, check_context, plan_mesh
-from accelfn.context.config import DynamoBackend, FullyShardedDataParallelPlugin, TorchDynamoPlugin
+from accelfn.context.config import (
+    DynamoBackend,
+    FullyShardedDataParallelPlugin,
+    TorchDynamoPlugin,
+    TorchTensorParallelConfig,
+)
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.compile import compile_, plan_regions
 from accelfn.parallel.facts import ModelFacts, read_facts
-from accelfn.parallel.pointers import leave_pointers, named
+from accelfn.parallel.handle import LocalHandle
+from accelfn.parallel.pointers import leave_pointers, named, retie
 from accelfn.parallel.replicate import check_each_forward, replicate
 from accelfn.parallel.shard import ShardPlan, apply_shard, plan_shard
 from accelfn.parallel.shard_handle import with_named_errors
+from accelfn.parallel.tensor import apply_tensor
+from accelfn.parallel.tensor_plans import TensorPlan, plan_tensor
 from accelfn.parallel.thread_ddp import is_made_of_others
 from accelfn.parallel.wrap import names_of_ignored, names_of_wrapped
 
@@ -38,6 +46,7 @@ class ModelPlan(NamedTuple):
         num_parameters: Elements of its parameters, tied ones counted once.
         num_trainable: Of these, those that are trained.
         mesh: The ranks.
+        tensor: How ranks share each layer; None where they don't.
         engine: What averages gradients: "ddp" (every rank has the whole model), "shard" (FSDP), or "none".
         shard: How the parameters are sharded; None where they are not.
         compiled: Names of the modules that are compiled, "" for the model itself; before it is sharded.
@@ -48,6 +57,7 @@ class ModelPlan(NamedTuple):
     num_parameters: int
     num_trainable: int
     mesh: MeshPlan
+    tensor: TensorPlan | None
     engine: Engine
     shard: ShardPlan | None
     compiled: tuple[str, ...]
@@ -60,6 +70,8 @@ class ModelPlan(NamedTuple):
         ]
         axes = [f"{axis} {self.mesh.size(axis)}" for axis in self.mesh.active()]
         rows.append(("mesh", " x ".join(axes) if axes else "one rank"))
+        if self.tensor is not None:
+            rows.append(("layers", str(self.tensor)))
         averaged = " x ".join(self.mesh.active("loss"))
         if self.engine == "ddp":
             rows.append(("gradients", f"averaged over {averaged}; every rank has the whole model"))
@@ -74,7 +86,10 @@ class ModelPlan(NamedTuple):
         """Return the plan as a table."""
         rows = self.rows()
         width = max(map(len, rows))
-        return "\n".join(f"{title.ljust(width)}  {text}" for title, text in rows.items())
+        indent = "\n" + " " * (width + 2)
+        return "\n".join(
+            f"{title.ljust(width)}  {text.replace(chr(10), indent)}" for title, text in rows.items()
+        )
 
 
 def _rows_of_shard(plan: ShardPlan | None, averaged: str) -> list[tuple[str, str]]:
@@ -145,6 +160,11 @@ def plan_model(
     real = None if isinstance(model, ModelFacts) else model
     mesh = plan_mesh(None, ctx.num_processes) if ctx.mesh is None else ctx.mesh.plan
     chosen = _choose_engine(ctx, mesh, engine)
+    tensor = None
+    if mesh.size("tp") > 1:
+        parallelism = ctx.strategy.parallelism
+        handler = None if parallelism is None else parallelism.tp_handler
+        tensor = plan_tensor(handler or TorchTensorParallelConfig(), facts, mesh.size("tp"))
     shard = None
     if chosen == "shard":
         plugin = ctx.strategy.fsdp or FullyShardedDataParallelPlugin(fsdp_version=2)
@@ -156,7 +176,12 @@ def plan_model(
         if plugin.ignored_modules is not None:
             ignored = names_of_ignored(plugin.ignored_modules, _needed(real, "ignored_modules"), facts)
         shard = plan_shard(
-            plugin, facts, mesh, mixed_precision=ctx.mixed_precision, wrapped=wrapped, ignored=ignored
+            plugin,
+            facts if tensor is None else facts._replace(shapes=_local_shapes(facts, tensor)),
+            mesh,
+            mixed_precision=ctx.mixed_precision,
+            wrapped=wrapped,
+            ignored=ignored,
         )
     own = facts.own_names
     return ModelPlan(
@@ -164,11 +189,24 @@ def plan_model(
         num_parameters=facts.numel(*own),
         num_trainable=facts.numel(*(name for name in own if name in facts.trainable)),
         mesh=mesh,
+        tensor=tensor,
         engine=chosen,
         shard=shard,
         compiled=_compiled(ctx.strategy.dynamo, facts, real, shard),
         precision=_precision(ctx.mixed_precision, shard),
     )
+
+
+def _local_shapes(facts: ModelFacts, plan: TensorPlan) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of what each rank along tp holds."""
+    split_dim = {"colwise": 0, "gather": 0, "embedding": 0, "rowwise": 1}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, shape in facts.shapes.items():
+        dim = split_dim.get(plan.styles.get(name.rpartition(".")[0], "whole"), len(shape))
+        shapes[name] = tuple(
+            -(-size // plan.size) if index == dim else size for index, size in enumerate(shape)
+        )
+    return shapes
 
 
 def _needed(model: nn.Module | None, field: str) -> nn.Module:
@@ -264,15 +302,21 @@ def apply_model(ctx: Context, model: M, plan: ModelPlan) -> M:
     """
     before = named(model)
     result: nn.Module = model
-    if plan.shard is not None:
+    if plan.tensor is not None or plan.shard is not None:
         _take_from_rank_0(ctx, model)
+    if plan.tensor is not None and ctx.mesh is not None:
+        apply_tensor(model, plan.tensor, ctx.mesh.device_mesh("tp"))
+        retie(before, model)
     compile_(model, ctx.strategy.dynamo, plan.compiled)
     if plan.shard is not None:
         apply_shard(ctx, model, plan.shard)
-        with_named_errors(model, ctx.collectives.translate_error)
-        check_each_forward(ctx, model)
+    elif plan.tensor is not None:
+        LocalHandle(model)
     elif plan.engine == "ddp" or ctx.reduction is not None:
         result = replicate(ctx, model)
+    if plan.tensor is not None or plan.shard is not None:
+        with_named_errors(model, ctx.collectives.translate_error)
+        check_each_forward(ctx, model)
     leave_pointers(before, model)
     return cast("M", result)
 

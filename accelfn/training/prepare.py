@@ -219,18 +219,18 @@ def prepare_model(
         return model
     _agreed(ctx, lambda: check_devices(ctx, model))
     settled = _agreed(ctx, lambda: plan or plan_model(ctx, model))
+    if settled.shard is None and settled.tensor is None and was_prepared:
+        return _marked(ctx, model, replicate(ctx, model))
     if settled.shard is None:
-        if not was_prepared:
-            model = _placed(ctx, model)
-            _reset_forward(model)
-        check_packed(ctx, model)
-        result = apply_model(ctx, model, settled)
-        if not was_prepared:
-            with_precision(ctx, model)
-    else:  # placed unit by unit, and its precision is FSDP's
+        model = _placed(ctx, model)
+    _reset_forward(model)
+    check_packed(ctx, model)
+    if settled.shard is not None or settled.tensor is not None:
         agree(ctx, Call("prepare_model", str(settled), settled.rows))
-        _reset_forward(model)
-        result = apply_model(ctx, model, settled)
+    result = apply_model(ctx, model, settled)
+    # FSDP has a policy of its own, and places a model unit by unit.
+    if settled.shard is None:
+        with_precision(ctx, model)
     return _marked(ctx, model, result)
 
 
