@@ -75,6 +75,8 @@ class TensorPlan(NamedTuple):
             module's name and the attribute's.
         logits: Names of the layers whose outputs stay split over the vocabulary for ``loss_parallel``.
         shapes: Whole shape of each parameter, by its name.
+        follows: Parameters of modules that aren't split, tied to one of a layer that is, by their names: they
+            are laid out as that one.
     """
 
     size: int
@@ -82,6 +84,7 @@ class TensorPlan(NamedTuple):
     heads: Mapping[str, Mapping[str, tuple[int, int]]]
     logits: frozenset[str]
     shapes: Mapping[str, tuple[int, ...]]
+    follows: Mapping[str, str]
 
     @property
     def splits_sequence(self) -> bool:
@@ -149,7 +152,8 @@ def plan_tensor(record: TorchTensorParallelConfig, facts: ModelFacts, tp_size: i
     heads, more = _heads(styles, facts, tp_size, is_users)
     problems += more
     full = {name: styles.get(name, "whole") for name in facts.kinds if name in owners or name in styles}
-    problems += _torn_ties(full, facts)
+    follows, more = _ties(full, facts)
+    problems += more
     logits: frozenset[str] = frozenset()
     if record.loss_parallel:
         inside = facts.blocks
@@ -169,7 +173,7 @@ def plan_tensor(record: TorchTensorParallelConfig, facts: ModelFacts, tp_size: i
             f"{whose} doesn't fit {facts.kinds.get('', 'the model')} with tp_size={tp_size}:\n"
             + "\n".join(f"  - {one}" for one in problems)
         )
-    return TensorPlan(tp_size, full, heads, logits, facts.shapes)
+    return TensorPlan(tp_size, full, heads, logits, facts.shapes, follows)
 
 
 def _match(
@@ -295,22 +299,35 @@ def _heads(
     return heads, problems
 
 
-def _torn_ties(styles: Mapping[str, str], facts: ModelFacts) -> Iterator[str]:
-    """Say which tied parameters the styles lay out differently."""
+def _ties(styles: Mapping[str, str], facts: ModelFacts) -> tuple[dict[str, str], list[str]]:
+    """Return which tied parameters follow others, and which ones the styles lay out differently."""
+    follows: dict[str, str] = {}
+    problems: list[str] = []
     for names in facts.ties:
-        cuts: dict[str, int | None] = {}
-        for name in names:
-            module, _, leaf = name.rpartition(".")
-            dim = _SPLIT_DIM.get((styles[module], facts.layers.get(module, "")))
-            if leaf != "weight":
-                dim = 0 if leaf == "bias" and styles[module] in ("colwise", "gather") else None
-            cuts[name] = dim
-        if len(set(cuts.values())) > 1:
-            shown = ", ".join(f"{one} is {styles[one.rpartition('.')[0]]}" for one in names)
-            yield (
+        dims = {name: _split_dim(name, styles, facts) for name in names}
+        split = [name for name, dim in dims.items() if dim is not None]
+        # A bias that a head's parent holds too, say; a table of vectors is to be split on purpose.
+        loose = [name for name in names if dims[name] is None and _owner(name) not in facts.layers]
+        if split:
+            follows.update(dict.fromkeys(loose, split[0]))
+        if len({dim for name, dim in dims.items() if name not in follows}) > 1:
+            shown = ", ".join(f"{name} is {styles[_owner(name)]}" for name in names)
+            problems.append(
                 f"{' and '.join(names)} are one tied parameter, and the plan lays them out differently: "
                 f'{shown}. An embedding that is "embedding" fits a head that is "gather"; else untie them.'
             )
+    return follows, problems
+
+
+def _split_dim(name: str, styles: Mapping[str, str], facts: ModelFacts) -> int | None:
+    """Return the dim of a parameter that ranks share; None where each has all of it."""
+    module, _, leaf = name.rpartition(".")
+    dim = _SPLIT_DIM.get((styles[module], facts.layers.get(module, "")))
+    return dim if leaf == "weight" or dim == 0 else None
+
+
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def _matches(name: str, pattern: str) -> bool:
