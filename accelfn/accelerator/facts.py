@@ -8,7 +8,7 @@ import os
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from accelfn.context import AXES, Context
+from accelfn.context import Context
 from accelfn.context.config import (
     DataLoaderConfiguration,
     DistributedType,
@@ -145,7 +145,7 @@ class ContextProperties:
             NotAvailableError: The ranks are threads.
         """
         mesh = self.context.mesh
-        axes = () if mesh is None else tuple(axis for axis in AXES if mesh.plan.size(axis) > 1)
+        axes = () if mesh is None else mesh.plan.active()
         return None if mesh is None or not axes else mesh.device_mesh(*axes)
 
     @property

@@ -121,6 +121,18 @@ class MeshPlan(NamedTuple):
             stride *= size
         return tuple(members)
 
+    def active(self, *axes: str) -> tuple[str, ...]:
+        """List the axes of more than one rank among ``axes``, outermost first; among all where none is named.
+
+        Raises:
+            ConfigurationError: No axis has that name.
+
+        >>> plan_mesh(ParallelismConfig(dp_shard_size=2, tp_size=2), 4).active("loss")
+        ('dp_shard',)
+        """
+        wanted = _expand(axes or AXES)
+        return tuple(axis for axis in AXES if self.size(axis) > 1 and _expand((axis,)) <= wanted)
+
     def parts(self, *axes: str) -> tuple[str, ...]:
         """List what ``axes`` are made of and has more than one rank, outermost first.
 
@@ -154,7 +166,7 @@ class MeshPlan(NamedTuple):
     def __str__(self) -> str:
         """Draw the mesh: a row for each place on the outer axes, a column for each one on the innermost."""
         sizes = dict(zip(AXES, self.sizes, strict=True))
-        shown = [name for name in AXES if sizes[name] > 1] or ["dp_replicate"]
+        shown = self.active() or ("dp_replicate",)
         counts = " x ".join(f"{name} {sizes[name]}" for name in shown)
         *outer, inner = shown
         plural = "s" if self.num_ranks > 1 else ""

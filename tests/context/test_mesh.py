@@ -540,3 +540,42 @@ def test_a_mesh_that_does_not_fit_is_refused_before_anything_is_made() -> None:
     plugin = af.FullyShardedDataParallelPlugin(fsdp_version=2)
     with pytest.raises(ConfigurationError, match="FSDP2 has nothing to shard over: got dp_replicate_size=2"):
         run_ranks(lambda ctx: None, 2, parallelism_config=replicas, fsdp_plugin=plugin)
+
+
+# --- the Accelerator -----------------------------------------------------------------------------
+
+
+def test_the_accelerator_knows_its_place_on_each_axis() -> None:
+    plan = plan_mesh(CUBE, 8)
+
+    def run(ctx: Context) -> tuple[Any, ...]:
+        accelerator = af.Accelerator(context=ctx)
+        mesh = accelerator.torch_device_mesh
+        assert mesh is not None
+        assert accelerator.parallelism_config == CUBE
+        assert (accelerator.is_fsdp2, accelerator.is_composable_parallelism_enabled) == (False, False)
+        return (
+            *(accelerator.data_parallel_rank, accelerator.data_parallel_shard_rank),
+            *(accelerator.tensor_parallel_rank, accelerator.pipeline_parallel_rank),
+            *(accelerator.context_parallel_rank, mesh.mesh_dim_names, mesh.get_coordinate()),
+        )
+
+    axes = ("dp_replicate", "dp_shard", "tp")
+    for rank, row in enumerate(run_ranks(run, 8, "processes", parallelism_config=CUBE)):
+        place = [plan.coordinate(rank, axis) for axis in axes]
+        assert row[:5] == (*place, 0, 0)
+        assert row[5:] in ((axes, place), (axes, tuple(place)))
+
+
+def test_without_a_mesh_the_accelerator_is_a_copy_among_others() -> None:
+    def run(ctx: Context) -> tuple[Any, ...]:
+        accelerator = af.Accelerator(context=ctx)
+        assert accelerator.parallelism_config is None
+        assert accelerator.torch_device_mesh is None
+        return accelerator.data_parallel_rank, accelerator.tensor_parallel_rank
+
+    assert run_ranks(run, 2) == [(0, 0), (1, 0)]
+    alone = af.Accelerator(cpu=True, fsdp_plugin=af.FullyShardedDataParallelPlugin(fsdp_version=2))
+    assert alone.is_fsdp2
+    assert alone.torch_device_mesh is None
+    alone.end_training()
