@@ -8,7 +8,19 @@ from accelfn.parallel.exact import (
     scale_open_sums,
     swap_parts,
 )
-from accelfn.parallel.handle import check_reduced, is_kept_equal, is_replicated, local_steps, uncompiled
+from accelfn.parallel.facts import ModelFacts, read_facts
+from accelfn.parallel.handle import (
+    check_reduced,
+    follow_optimizers,
+    handle_of,
+    has_engine,
+    is_kept_equal,
+    is_replicated,
+    local_steps,
+    uncompiled,
+)
+from accelfn.parallel.plan import ModelPlan, apply_model, plan_model
+from accelfn.parallel.pointers import follow, newest, repoint
 from accelfn.parallel.replicate import (
     check_wrapped,
     no_sync,
@@ -16,21 +28,35 @@ from accelfn.parallel.replicate import (
     trigger_sync_in_backward,
     unchecked,
 )
+from accelfn.parallel.shard import ShardPlan, register_forward_method
 from accelfn.parallel.thread_ddp import ThreadDDP
 
 __all__ = (
     "ExactReplica",
+    "ModelFacts",
+    "ModelPlan",
+    "ShardPlan",
     "ThreadDDP",
+    "apply_model",
     "check_reduced",
     "check_wrapped",
     "convert_sync_batchnorm",
     "exact_backward",
     "exact_batch",
+    "follow",
+    "follow_optimizers",
+    "handle_of",
+    "has_engine",
     "is_kept_equal",
     "is_replicated",
     "local_steps",
+    "newest",
     "no_sync",
+    "plan_model",
+    "read_facts",
+    "register_forward_method",
     "replicate",
+    "repoint",
     "scale_open_sums",
     "swap_parts",
     "trigger_sync_in_backward",

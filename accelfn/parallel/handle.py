@@ -1,4 +1,4 @@
-"""What is known of the gradients of a prepared model: whether they were averaged since they last grew."""
+"""The handle of a prepared model: what reduces its gradients, and whether it has since they last grew."""
 
 from __future__ import annotations
 
@@ -6,23 +6,29 @@ import copy
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager
-from typing import Any, cast
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from accelfn.context import Context
 from accelfn.errors import ConfigurationError
+from accelfn.parallel.pointers import repoint
 
 __all__ = (
     "HANDLE",
     "IN_NO_SYNC",
+    "Communication",
     "DDPHandle",
     "Handle",
+    "LocalHandle",
     "check_reduced",
+    "follow_optimizers",
     "handle_of",
+    "has_engine",
     "is_kept_equal",
     "is_replicated",
     "local_steps",
@@ -43,9 +49,38 @@ IN_NO_SYNC = (
 )
 
 
-class Handle(ABC):
-    """Of one model that is kept equal on all ranks."""
+# Where an optimizer keeps how many parameters of each group were found to be those of prepared models.
+_SETTLED = "_accelfn_settled"
 
+
+class Communication(NamedTuple):
+    """What a forward pass, and the backward pass after it, send between ranks.
+
+    Attributes:
+        gradients: Whether the backward pass reduces gradients.
+        buffers: Whether the forward pass begins with a broadcast of buffers.
+        parameters: Whether units gather their parameters.
+        at_once: Whether this rank waits for others as soon as the forward pass begins.
+    """
+
+    gradients: bool = False
+    buffers: bool = False
+    parameters: bool = False
+    at_once: bool = False
+
+    def __str__(self) -> str:
+        """Return what ranks must have in common, and can compare."""
+        sharded = " parameters=True" if self.parameters else ""
+        return f"gradients={self.gradients} buffers={self.buffers}{sharded}"
+
+
+class Handle(ABC):
+    """What the rest of the library asks of a prepared model: one for each engine that reduces gradients."""
+
+    engine: ClassVar[Literal["none", "ddp", "shard"]] = "ddp"
+    averaged_over: ClassVar[tuple[str, ...]] = ("dp_replicate", "dp_shard", "cp", "sp")
+    has_whole_parameters: ClassVar[bool] = True  # and so equal ones on all ranks
+    holds_gradients: ClassVar[bool] = False  # elsewhere than in .grad, as long as they aren't reduced
     is_local = False  # inside of `local_steps`
 
     @property
@@ -57,21 +92,72 @@ class Handle(ABC):
     def why_unreduced(self) -> str | None:
         """Return why the gradients at hand are those of this rank alone; None where they are averaged."""
 
+    def without_sync(self) -> AbstractContextManager[None]:
+        """Return a block whose backward passes leave the gradients of each rank unaveraged."""
+        return nullcontext()
+
+    def trigger_sync(self) -> AbstractContextManager[None]:
+        """Return a block whose backward passes average, also what forward passes under no_sync lead to."""
+        return nullcontext()
+
+    def communicates(self) -> Communication:
+        """Return what the next forward pass and its backward pass send."""
+        return Communication()
+
+    def discard(self) -> None:  # noqa: B027 -- most hold none
+        """Let go of gradients that are held elsewhere than in ``.grad``."""
+
+
+class LocalHandle(Handle):
+    """Of a model whose gradients are whole as they are, since all ranks have the same data.
+
+    Its forward pass communicates all the same: each rank has a part of the layers.
+    """
+
+    engine = "none"
+    averaged_over = ()
+    has_whole_parameters = False
+
+    def __init__(self, model: nn.Module) -> None:
+        """Let the parameters of ``model`` know."""
+        self._model = weakref.ref(model)
+        register(self, model.parameters())
+        setattr(model, HANDLE, self)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether somebody holds the model still."""
+        return self._model() is not None
+
+    def why_unreduced(self) -> str | None:
+        """Return None: there is nothing to average."""
+        return None
+
+    def communicates(self) -> Communication:
+        """Return that units wait for their other parts."""
+        return Communication(parameters=True, at_once=True)
+
 
 def handle_of(model: nn.Module) -> Handle | None:
     """Return the handle of a model that this rank keeps equal with others, also of a compiled one."""
     return vars(uncompiled(model)).get(HANDLE)
 
 
-def is_replicated(model: nn.Module) -> bool:
-    """Whether a model, which may be compiled, is kept equal on all ranks."""
+def has_engine(model: nn.Module) -> bool:
+    """Whether the gradients of a model, which may be compiled, are averaged, or needn't be."""
     handle = handle_of(model)
     return handle is not None and handle.is_alive
 
 
+def is_replicated(model: nn.Module) -> bool:
+    """Whether a model, which may be compiled, is kept equal on all ranks, each of which has all of it."""
+    handle = handle_of(model)
+    return handle is not None and handle.is_alive and handle.has_whole_parameters
+
+
 def is_kept_equal(parameter: torch.Tensor) -> bool:
-    """Whether a parameter is of a model that is kept equal on all ranks."""
-    return any(one.is_alive for one in vars(parameter).get(_HANDLES, ()))
+    """Whether a parameter is of a model that is kept equal on all ranks, each of which has all of it."""
+    return any(one.is_alive and one.has_whole_parameters for one in vars(parameter).get(_HANDLES, ()))
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
@@ -145,6 +231,52 @@ class DDPHandle(Handle):
     def is_alive(self) -> bool:
         """Whether somebody holds the wrapper still."""
         return self._model() is not None
+
+    @contextmanager
+    def without_sync(self) -> Generator[None, None, None]:
+        """Let backward passes inside add up gradients on each rank.
+
+        Raises:
+            ConfigurationError: DistributedDataParallel has a static graph.
+        """
+        ddp = cast("Any", self._model())
+        if ddp.static_graph and torch.is_grad_enabled():
+            raise ConfigurationError(
+                "no_sync: torch 2.13 fails in a backward pass that is not averaged when static_graph=True. "
+                "Use static_graph=False, or windows of one batch."
+            )
+        with ddp.no_sync():
+            yield
+
+    @contextmanager
+    def trigger_sync(self) -> Generator[None, None, None]:
+        """Average gradients in backward passes inside, with all that have added up before.
+
+        Raises:
+            ConfigurationError: DistributedDataParallel looks for unused parameters, or has a static graph.
+        """
+        ddp = cast("Any", self._model())
+        if ddp.find_unused_parameters or ddp.static_graph:
+            option = "static_graph" if ddp.static_graph else "find_unused_parameters"
+            raise ConfigurationError(
+                f"trigger_sync_in_backward: with {option} DistributedDataParallel must know in the forward "
+                "pass that its gradients will be averaged. Run the last forward pass outside of no_sync."
+            )
+        before = ddp.require_backward_grad_sync, ddp.require_forward_param_sync
+        ddp.require_backward_grad_sync = ddp.require_forward_param_sync = True  # `_begin` does the rest
+        try:
+            yield
+        finally:
+            ddp.require_backward_grad_sync, ddp.require_forward_param_sync = before
+
+    def communicates(self) -> Communication:
+        """Return what the next forward pass and its backward pass send."""
+        ddp = cast("Any", self._model())
+        buffers = bool(ddp.will_sync_module_buffers())
+        # Torch may broadcast its order of gradients in the next forward pass: once, early on.
+        may_rebuild = not ddp._has_rebuilt_buckets and (ddp.static_graph or not ddp.find_unused_parameters)
+        gradients = bool(ddp.require_backward_grad_sync) and torch.is_grad_enabled()
+        return Communication(gradients, buffers, at_once=buffers or may_rebuild)
 
     # Not torch.compiler.disable, which imports torch's compiler here and now.
     @torch._disable_dynamo  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
@@ -240,14 +372,14 @@ def check_reduced(operation: str, ctx: Context, parameters: Iterable[torch.Tenso
         return
     checked: object = None
     for parameter in parameters:
-        if parameter.grad is None:
-            continue
         handles: tuple[Handle, ...] = vars(parameter).get(_HANDLES, ())
         if handles and handles is checked:  # the same for nearly all
             continue
+        if parameter.grad is None and not any(one.holds_gradients for one in handles):
+            continue
         checked = handles
         alive = [one for one in handles if one.is_alive]
-        if any(one.is_local for one in alive):
+        if any(one.is_local and not one.holds_gradients for one in alive):
             continue
         reasons = [one.why_unreduced() for one in alive]
         if alive and None not in reasons:
@@ -262,4 +394,34 @@ def check_reduced(operation: str, ctx: Context, parameters: Iterable[torch.Tenso
                 "without evaluation_mode and after everything that adds or unfreezes parameters, and keep "
                 "what prepare gives back. If you reduce gradients yourself, call the step() of the torch "
                 "optimizer."
+            )
+
+
+def follow_optimizers(operation: str, ctx: Context, optimizers: Iterable[Optimizer]) -> None:
+    """Let optimizers go on with the parameters of models that were prepared after them.
+
+    Does so once: what an optimizer holds afterwards doesn't change any more.
+
+    Ranks: any; doesn't communicate.
+
+    Raises:
+        ConfigurationError: No parameter of an optimizer is one of a prepared model.
+    """
+    if ctx.num_processes == 1 or ctx.reduction is not None:  # exact mode replaces no parameters
+        return
+    for optimizer in optimizers:
+        groups = optimizer.param_groups
+        sizes = tuple([len(group["params"]) for group in groups])
+        if vars(optimizer).get(_SETTLED) == sizes:
+            continue
+        repoint(optimizer)
+        parameters: list[torch.Tensor] = [one for group in groups for one in group["params"]]
+        known = [_HANDLES in vars(one) for one in parameters]
+        if all(known):
+            setattr(optimizer, _SETTLED, tuple([len(group["params"]) for group in groups]))
+        elif not any(known) and not any(hasattr(one, "placements") for one in parameters):
+            raise ConfigurationError(
+                f"{operation}: no parameter of the {type(optimizer).__name__} is one of a prepared model, so "
+                f"nobody averages their gradients over the {ctx.num_processes} ranks. Prepare the model, and "
+                "make the optimizer from its parameters."
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar, cast
 
 import torch
@@ -19,13 +19,15 @@ from accelfn.context.config import DistributedDataParallelKwargs, GuardMode
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.comm_hook import choose_comm_hook, register_comm_hook
 from accelfn.parallel.exact import ExactReplica
-from accelfn.parallel.handle import DDPHandle, uncompiled
-from accelfn.parallel.thread_ddp import REPLICA, ThreadDDP, is_made_of_others
+from accelfn.parallel.facts import modules_of
+from accelfn.parallel.handle import Communication, DDPHandle, handle_of
+from accelfn.parallel.thread_ddp import ThreadDDP, is_made_of_others
 from accelfn.tree import flatten
 
 __all__ = (
     "DataParallel",
     "ForwardAgreement",
+    "check_each_forward",
     "check_wrapped",
     "no_sync",
     "replicate",
@@ -97,7 +99,7 @@ def replicate(ctx: Context, model: nn.Module) -> nn.Module:
         return _adopted(ctx, model)
     hook = choose_comm_hook(ctx)
     if ctx.world.group is None:
-        _check_each_forward(ctx, model)
+        check_each_forward(ctx, model)
         ThreadDDP(ctx, model)
         return model
     # DDP would hang, or mix parameters up, where the models differ; compared first, the difference has a
@@ -123,7 +125,7 @@ def replicate(ctx: Context, model: nn.Module) -> nn.Module:
 
 def _watched(ctx: Context, model: DistributedDataParallel) -> DistributedDataParallel:
     DDPHandle(model)
-    _check_each_forward(ctx, model)
+    check_each_forward(ctx, model)
     return model
 
 
@@ -144,11 +146,20 @@ def check_wrapped(ctx: Context, model: nn.Module) -> None:
             context's, or with a context whose options it would not follow.
     """
     kind = type(model).__name__
-    if any(base.__module__.startswith(_FSDP) for one in model.modules() for base in type(one).__mro__):
-        raise ConfigurationError(
-            f"prepare_model: {kind} is sharded by torch's FSDP already, which is not supported yet. Pass the "
-            "model before it was sharded, or train it without prepare."
-        )
+    for name, module in modules_of(model).items():
+        if any(base.__module__.startswith(_FSDP) for base in type(module).__mro__):
+            where = f"its module {name}" if name else "it"
+            raise ConfigurationError(
+                f"prepare_model: the {kind} can't be prepared, because {where} is sharded by FSDP already. A "
+                "module is sharded once. Prepare the model as a whole before any of its modules, or train "
+                "what you have sharded yourself without prepare."
+            )
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "placements"):
+            raise ConfigurationError(
+                f"prepare_model: {name} of the {kind} is a shard (DTensor) already, as a part of another "
+                "prepared model. Prepare the model that holds all of its parameters."
+            )
     if not isinstance(model, DistributedDataParallel):
         return
     group = ctx.world.group
@@ -187,7 +198,7 @@ class ForwardAgreement:
 
     def watch(self, model: nn.Module) -> None:
         """Check each forward pass of ``model`` from now on."""
-        model.register_forward_pre_hook(self.before)
+        model.register_forward_pre_hook(self.before, prepend=True)  # FSDP's own begins to gather
         model.register_forward_hook(self.after)
 
     def before(self, model: nn.Module, arguments: Any) -> None:
@@ -197,13 +208,14 @@ class ForwardAgreement:
             return
         if vars(model).get(_UNCHECKED):
             return
-        gradients, buffers = _will_sync(model)
-        if not gradients and not buffers:
+        handle = handle_of(model)
+        planned = Communication() if handle is None else handle.communicates()
+        if not any(planned[:3]):
             return
         is_first, self._is_first = self._is_first, False
-        text = f"gradients={gradients} buffers={buffers}"
+        text = str(planned)
         call = Call("forward", text, lambda: {"model": text}, takes_long=is_first)
-        if buffers or _may_rebuild(model):
+        if planned.at_once:
             check(self._ctx, call)
         else:
             check_later(self._ctx, call)
@@ -251,7 +263,8 @@ def _starts_of_backward(output: Any) -> list[Node]:
     return found if len(found) == len(starts) else []  # a parameter has no node
 
 
-def _check_each_forward(ctx: Context, model: nn.Module) -> None:
+def check_each_forward(ctx: Context, model: nn.Module) -> None:
+    """Let ranks agree on each forward pass of a prepared model, unless the guard of ``ctx`` is off."""
     if ctx.guard.mode != GuardMode.OFF:
         ForwardAgreement(ctx).watch(model)
 
@@ -274,23 +287,6 @@ def unchecked(*models: nn.Module) -> Generator[None, None, None]:
             setattr(model, _UNCHECKED, was)
 
 
-def _will_sync(model: nn.Module) -> tuple[bool, bool]:
-    """Whether a forward pass is followed by a reduction of gradients, and begins with one of buffers."""
-    if isinstance(model, DistributedDataParallel):
-        sync = bool(model.require_backward_grad_sync)
-        return sync and torch.is_grad_enabled(), bool(cast("Any", model).will_sync_module_buffers())
-    replica = cast("ThreadDDP", getattr(model, REPLICA))
-    return replica.sync and torch.is_grad_enabled(), replica.will_sync_buffers(model)
-
-
-def _may_rebuild(model: nn.Module) -> bool:
-    """Whether torch may broadcast its order of gradients in the next forward pass: once, early on."""
-    if not isinstance(model, DistributedDataParallel):
-        return False
-    ddp = cast("Any", model)
-    return not ddp._has_rebuilt_buckets and (ddp.static_graph or not ddp.find_unused_parameters)
-
-
 @contextmanager
 def no_sync(*models: nn.Module) -> Generator[None, None, None]:
     """Leave the gradients of ``models`` unaveraged in backward passes inside; they add up on each rank.
@@ -300,29 +296,8 @@ def no_sync(*models: nn.Module) -> Generator[None, None, None]:
     if not models:
         yield
         return
-    with _one_without_sync(models[0]), no_sync(*models[1:]):
-        yield
-
-
-@contextmanager
-def _one_without_sync(model: nn.Module) -> Generator[None, None, None]:
-    model = uncompiled(model)
-    replica = cast("ThreadDDP | None", vars(model).get(REPLICA))
-    if isinstance(model, DistributedDataParallel):
-        if model.static_graph and torch.is_grad_enabled():
-            raise ConfigurationError(
-                "no_sync: torch 2.13 fails in a backward pass that is not averaged when static_graph=True. "
-                "Use static_graph=False, or windows of one batch."
-            )
-        with model.no_sync():
-            yield
-    elif replica is not None:
-        before, replica.sync = replica.sync, False
-        try:
-            yield
-        finally:
-            replica.sync = before
-    else:
+    handle = handle_of(models[0])
+    with nullcontext() if handle is None else handle.without_sync(), no_sync(*models[1:]):
         yield
 
 
@@ -339,27 +314,6 @@ def trigger_sync_in_backward(model: nn.Module) -> Generator[None, None, None]:
         ConfigurationError: DistributedDataParallel looks for unused parameters, or has a static graph: both
             take what they know from a forward pass that is going to be averaged.
     """
-    model = uncompiled(model)
-    replica = cast("ThreadDDP | None", vars(model).get(REPLICA))
-    if isinstance(model, DistributedDataParallel):
-        ddp = cast("Any", model)
-        if ddp.find_unused_parameters or ddp.static_graph:
-            option = "static_graph" if ddp.static_graph else "find_unused_parameters"
-            raise ConfigurationError(
-                f"trigger_sync_in_backward: with {option} DistributedDataParallel must know in the forward "
-                "pass that its gradients will be averaged. Run the last forward pass outside of no_sync."
-            )
-        before = ddp.require_backward_grad_sync, ddp.require_forward_param_sync
-        ddp.require_backward_grad_sync = ddp.require_forward_param_sync = True  # DDPHandle does the rest
-        try:
-            yield
-        finally:
-            ddp.require_backward_grad_sync, ddp.require_forward_param_sync = before
-    elif replica is not None:
-        was, replica.sync = replica.sync, True
-        try:
-            yield
-        finally:
-            replica.sync = was
-    else:
+    handle = handle_of(model)
+    with nullcontext() if handle is None else handle.trigger_sync():
         yield

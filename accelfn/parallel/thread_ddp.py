@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
 import torch
@@ -12,7 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accelfn.comm import broadcast, reduce
 from accelfn.context import Context
-from accelfn.parallel.handle import HANDLE, IN_NO_SYNC, Handle, register
+from accelfn.parallel.handle import HANDLE, IN_NO_SYNC, Communication, Handle, register
 
 __all__ = ("REPLICA", "ThreadDDP", "is_made_of_others")
 
@@ -37,6 +39,7 @@ class ThreadDDP(Handle):
     def __init__(self, ctx: Context, model: nn.Module) -> None:
         """Bring the model to rank 0's values, and watch its parameters."""
         self.sync = True
+        self._model = weakref.ref(model)
         self._ctx = ctx.tagged("a replicated model")  # wherever forward and backward are called
         self._backward: int | None = None  # torch's number of the latest one
         self._unreduced: str | None = None
@@ -56,6 +59,7 @@ class ThreadDDP(Handle):
         twin = object.__new__(type(self))
         memo[id(self)] = twin
         twin.sync, twin._ctx, twin._backward, twin._unreduced = self.sync, self._ctx, None, None
+        twin._model = weakref.ref(cast("nn.Module", copy.deepcopy(self._model(), memo)))
         twin._parameters = copy.deepcopy(self._parameters, memo)
         register(twin, twin._parameters.values())
         twin._watch()  # copies of parameters come without hooks
@@ -114,6 +118,28 @@ class ThreadDDP(Handle):
                 assert own is not None
                 own.copy_(grad)
         self._unreduced = None
+
+    def without_sync(self) -> AbstractContextManager[None]:
+        """Let backward passes inside add up gradients on each rank."""
+        return self._syncing(False)
+
+    def trigger_sync(self) -> AbstractContextManager[None]:
+        """Average gradients in backward passes inside, with all that have added up before."""
+        return self._syncing(True)
+
+    @contextmanager
+    def _syncing(self, sync: bool) -> Generator[None, None, None]:
+        before, self.sync = self.sync, sync
+        try:
+            yield
+        finally:
+            self.sync = before
+
+    def communicates(self) -> Communication:
+        """Return what the next forward pass and its backward pass send."""
+        model = self._model()
+        buffers = model is not None and self.will_sync_buffers(model)
+        return Communication(self.sync and torch.is_grad_enabled(), buffers, at_once=buffers)
 
     @property
     def is_alive(self) -> bool:

@@ -1,7 +1,7 @@
 """Prepare, compute in mixed precision, accumulate, clip, step."""
 
+from accelfn.parallel.compile import CompiledForward, compile_, is_compiled, plan_regions, without_compile
 from accelfn.training.clip import clip_grad_norm_, clip_grad_value_
-from accelfn.training.compile import CompiledForward, compile_, is_compiled, plan_regions, without_compile
 from accelfn.training.device_map import check_devices, verify_device_map
 from accelfn.training.grad import value_and_grad
 from accelfn.training.join import join_uneven_inputs

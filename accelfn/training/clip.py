@@ -8,7 +8,7 @@ from typing import cast
 import torch
 
 from accelfn.context import Context, check_context
-from accelfn.parallel import check_reduced
+from accelfn.parallel import check_reduced, follow
 from accelfn.training.scaler import ScalerState, check_closed, check_newest
 
 __all__ = ("check_bound", "clip_grad_norm_", "clip_grad_value_", "clip_norm_")
@@ -31,7 +31,8 @@ def clip_grad_norm_(
 
     Args:
         ctx: The world.
-        parameters: Whose gradients are meant; those without one are left out.
+        parameters: Whose gradients are meant; those without one are left out. A list from before the
+            model was sharded leads to the shards.
         max_norm: Upper bound, positive.
         norm_type: Of the norm; ``inf`` for the largest entry.
         scaler_state: The newest one: what :func:`accelfn.unscale_gradients` returned, or
@@ -48,7 +49,7 @@ def clip_grad_norm_(
     check_context("clip_grad_norm_", ctx)
     check_newest("clip_grad_norm_", scaler_state)
     check_bound("clip_grad_norm_", "max_norm", max_norm)
-    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    parameters = follow([parameters] if isinstance(parameters, torch.Tensor) else parameters)
     _check_ready("clip_grad_norm_", ctx, parameters, scaler_state)
     return clip_norm_(parameters, max_norm, norm_type)
 
@@ -88,7 +89,7 @@ def clip_grad_value_(
     check_context("clip_grad_value_", ctx)
     check_newest("clip_grad_value_", scaler_state)
     check_bound("clip_grad_value_", "clip_value", clip_value)
-    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    parameters = follow([parameters] if isinstance(parameters, torch.Tensor) else parameters)
     _check_ready("clip_grad_value_", ctx, parameters, scaler_state)
     torch.nn.utils.clip_grad_value_(parameters, clip_value)
 

@@ -14,7 +14,7 @@ from accelfn.comm import Call, catch, check
 from accelfn.context import Context
 from accelfn.data import MicroBatch, plan_microbatch
 from accelfn.errors import ConfigurationError
-from accelfn.parallel import is_replicated
+from accelfn.parallel import follow_optimizers, handle_of, has_engine
 from accelfn.training.clip import clip_grad_norm_
 from accelfn.training.exact_step import set_exact_gradients
 from accelfn.training.finite import named_parameters
@@ -67,6 +67,7 @@ def module_step(
     """Make the step. Checks once what would go wrong in every step; see :func:`accelfn.make_train_step`."""
     models = _modules_of(model)
     _check_schedulers(schedulers, optimizers)
+    follow_optimizers("make_train_step", ctx, optimizers)
     _check_trained(ctx, models, optimizers)
 
     def finish(scaler: ScalerState, terms: Terms) -> tuple[ScalerState, Terms, torch.Tensor | None]:
@@ -79,6 +80,8 @@ def module_step(
         scaler = optimizer_step(ctx, optimizers, scaler, scheduler=schedulers)
         return scaler, terms, norm
 
+    # Of models that keep what a window that failed has left elsewhere.
+    handles = [one for one in map(handle_of, models) if one is not None and one.holds_gradients]
     num_steps = ctx.gradient_accumulation_steps
     full = [_place(index, num_steps) for index in range(num_steps)]
     # What talks to other ranks counts its calls, and each count would be another graph.
@@ -95,6 +98,8 @@ def module_step(
         # By hand, since there are seldom any: zero_grad costs a tenth of a small step.
         for parameter in parameters_in(optimizers):
             parameter.grad = None
+        for handle in handles:
+            handle.discard()
         if ctx.reduction is not None:
             return exactly(state, batch)
         pieces = _cut(ctx, batch)
@@ -178,7 +183,7 @@ def _check_schedulers(schedulers: Sequence[LRScheduler], optimizers: Sequence[Op
 def _check_trained(ctx: Context, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> None:
     """Refuse parameters that would get no gradient, or on each rank another one."""
     known = {id(parameter) for model in models for parameter in model.parameters()}
-    averaged = {id(parameter) for model in models if is_replicated(model) for parameter in model.parameters()}
+    averaged = {id(parameter) for model in models if has_engine(model) for parameter in model.parameters()}
     for optimizer in optimizers:
         tree, name = named_parameters(optimizer)
         leaves, structure = flatten(tree)

@@ -11,7 +11,7 @@ from torch import nn
 
 from accelfn.context import Context, Precision, check_context
 from accelfn.context.config import AutocastKwargs
-from accelfn.training.forward import WrappedForward, copied_without
+from accelfn.parallel.forward import WrappedForward, copied_without
 from accelfn.tree import convert_to_fp32
 
 __all__ = ("MixedPrecisionForward", "autocast", "with_precision", "without_precision")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar, cast, overload
 
 import torch
@@ -17,10 +17,20 @@ from accelfn.comm import Call, agree, catch
 from accelfn.context import Context, Precision, check_context
 from accelfn.data import PreparedDataLoader, prepare_data_loader
 from accelfn.errors import ConfigurationError
-from accelfn.parallel import check_wrapped, is_replicated, replicate, uncompiled
-from accelfn.training.compile import compile_, without_compile
+from accelfn.parallel import (
+    ModelPlan,
+    apply_model,
+    check_wrapped,
+    has_engine,
+    newest,
+    plan_model,
+    replicate,
+    repoint,
+    uncompiled,
+)
+from accelfn.parallel.compile import compile_, without_compile
+from accelfn.parallel.forward import WrappedForward, plain_forward
 from accelfn.training.device_map import check_devices, check_packed, is_placed
-from accelfn.training.forward import WrappedForward, plain_forward
 from accelfn.training.precision import with_precision, without_precision
 from accelfn.tree import send_to_device
 
@@ -105,14 +115,14 @@ def prepare(ctx: Context, /, *objects: Any) -> Any:
     if not objects:
         raise TypeError("prepare: got nothing to prepare. Pass a model, an optimizer, a loader, ...")
     check_parameters(objects)
-    # Schedules last, since their optimizers may stand behind them.
-    first = {
-        index: _prepare_one(ctx, item)
-        for index, item in enumerate(objects)
-        if not isinstance(item, LRScheduler)
-    }
+    # An optimizer goes on with what its model has become, and a schedule may be of an optimizer behind it.
+    made: dict[int, Any] = {}
+    for wanted in (nn.Module, Optimizer, object):
+        for index, item in enumerate(objects):
+            if index not in made and isinstance(item, wanted) and not isinstance(item, LRScheduler):
+                made[index] = _prepare_one(ctx, item)
     prepared = tuple(
-        first[index] if index in first else _prepare_one(ctx, item) for index, item in enumerate(objects)
+        made[index] if index in made else _prepare_one(ctx, item) for index, item in enumerate(objects)
     )
     return prepared[0] if len(prepared) == 1 else prepared
 
@@ -124,7 +134,7 @@ def check_parameters(objects: Sequence[object]) -> None:
         ConfigurationError: With the place of the optimizer.
     """
     models = [item for item in objects if isinstance(item, nn.Module)]
-    known = {id(parameter) for model in models for parameter in model.parameters()}
+    known = {id(newest(parameter)) for model in models for parameter in model.parameters()}
     for index, item in enumerate(objects):
         if known and isinstance(item, Optimizer) and not known & parameters_of(item):
             raise ConfigurationError(
@@ -135,9 +145,9 @@ def check_parameters(objects: Sequence[object]) -> None:
 
 
 def parameters_of(optimizer: Optimizer) -> frozenset[int]:
-    """Give the identities of an optimizer's parameters."""
+    """Give the identities of an optimizer's parameters, of each that of its newest."""
     groups: list[dict[str, list[torch.Tensor]]] = optimizer.param_groups
-    return frozenset(id(parameter) for group in groups for parameter in group["params"])
+    return frozenset(id(newest(parameter)) for group in groups for parameter in group["params"])
 
 
 def _prepare_one(ctx: Context, item: Any) -> Any:
@@ -152,8 +162,15 @@ def _prepare_one(ctx: Context, item: Any) -> Any:
     return item
 
 
-def prepare_model(ctx: Context, model: M, *, evaluation_mode: bool = False) -> M:
+def prepare_model(
+    ctx: Context, model: M, *, evaluation_mode: bool = False, plan: ModelPlan | None = None
+) -> M:
     """Place a model on this rank's device, let it compute in the context's precision, keep all ranks equal.
+
+    What is done is planned first, and the plan can be printed: :func:`accelfn.plan_model`. With an
+    ``fsdp_plugin``, or a mesh that says so, the model is sharded: the result is the model itself, its modules
+    have shards in the place of their parameters, and optimizers over the old ones go on with the new ones,
+    whether they are prepared before or after. Its precision is then a policy of FSDP's, and not autocast.
 
     In exact mode (``reduction="canonical"``) its gradients are summed in a fixed order, and the result is the
     model itself. Otherwise, on several processes the result is a ``DistributedDataParallel`` around the model
@@ -170,6 +187,7 @@ def prepare_model(ctx: Context, model: M, *, evaluation_mode: bool = False) -> M
             taken as it is.
         evaluation_mode: Don't replicate: nothing will be averaged. Prepared again without it, and so for
             training, the model is replicated then; so is one that had no trainable parameter at first.
+        plan: What to do with this model, where that isn't what the context says for all.
 
     Returns:
         The model to call; one that this context has prepared already is given back as it is.
@@ -182,43 +200,76 @@ def prepare_model(ctx: Context, model: M, *, evaluation_mode: bool = False) -> M
             keeps statistics that would depend on the number of ranks.
     """
     check_context("prepare_model", ctx)
-    if _is_prepared(ctx, model, "model"):
-        mark = cast("Mark", getattr(model, _MARK))
-        return _replicated(ctx, model, model) if mark.is_alone and not evaluation_mode else model
-    check_wrapped(ctx, model)
-    inner: nn.Module = model
+    was_prepared = _is_prepared(ctx, model, "model")
+    if was_prepared:
+        is_alone = cast("Mark", getattr(model, _MARK)).is_alone
+        if evaluation_mode or not is_alone or has_engine(model):
+            return model
+    else:
+        check_wrapped(ctx, model)
     if isinstance(model, DistributedDataParallel):
         inner = cast("nn.Module", cast("Any", model).module)
-    _, error = catch(lambda: check_devices(ctx, inner))
-    if error is not None:
-        if not evaluation_mode:  # the others hear of it in their first exchange
-            agree(ctx, Call("prepare_model"), None, error)
-        raise error
-    if inner is model and ctx.device_placement and not is_placed(model):
-        inner = model = model.to(ctx.device)
-    # An unpickled model comes with a forward that was prepared elsewhere.
-    forward = vars(inner).get("forward")
-    if isinstance(forward, WrappedForward):
-        inner.forward = plain_forward(inner)
-    with_precision(ctx, compile_(inner, ctx.strategy.dynamo))
-    if evaluation_mode and inner is model:
+        _agreed(ctx, lambda: check_devices(ctx, inner))
+        _with_compute(ctx, inner)
+        return _marked(ctx, inner, replicate(ctx, model))
+    if evaluation_mode:
+        check_devices(ctx, model)
+        model = _with_compute(ctx, _placed(ctx, model))
         setattr(model, _MARK, mark_of(ctx)._replace(is_alone=True))
         return model
-    return _replicated(ctx, model, inner)
+    _agreed(ctx, lambda: check_devices(ctx, model))
+    settled = _agreed(ctx, lambda: plan or plan_model(ctx, model))
+    if settled.shard is None and settled.tensor is None and was_prepared:
+        return _marked(ctx, model, replicate(ctx, model))
+    if settled.shard is None:
+        model = _placed(ctx, model)
+    _reset_forward(model)
+    check_packed(ctx, model)
+    if settled.shard is not None or settled.tensor is not None:
+        agree(ctx, Call("prepare_model", str(settled), settled.rows))
+    result = apply_model(ctx, model, settled)
+    # FSDP has a policy of its own, and places a model unit by unit.
+    if settled.shard is None:
+        with_precision(ctx, model)
+    return _marked(ctx, model, result)
 
 
-def _replicated(ctx: Context, model: M, inner: nn.Module) -> M:
-    check_packed(ctx, inner)
-    result = replicate(ctx, model)
-    mark = mark_of(ctx)._replace(is_alone=not is_replicated(result))
+def _agreed(ctx: Context, action: Callable[[], T]) -> T:
+    """Do what this rank alone may refuse; the others hear of it in their first exchange."""
+    result, error = catch(action)
+    if error is not None:
+        agree(ctx, Call("prepare_model"), None, error)
+        raise error
+    return cast("T", result)
+
+
+def _placed(ctx: Context, model: M) -> M:
+    return model.to(ctx.device) if ctx.device_placement and not is_placed(model) else model
+
+
+def _reset_forward(model: nn.Module) -> None:
+    """Take off what an unpickled model, which was prepared elsewhere, comes with around its forward."""
+    if isinstance(vars(model).get("forward"), WrappedForward):
+        model.forward = plain_forward(model)
+
+
+def _with_compute(ctx: Context, model: M) -> M:
+    """Let a model compute compiled and in the context's precision. Writes into it."""
+    _reset_forward(model)
+    compile_(model, ctx.strategy.dynamo, plan_model(ctx, model, engine="ddp").compiled)
+    return with_precision(ctx, model)
+
+
+def _marked(ctx: Context, inner: nn.Module, result: M) -> M:
+    mark = mark_of(ctx)._replace(is_alone=not has_engine(result))
     setattr(inner, _MARK, mark._replace(is_wrapped=result is not inner))
     if result is not inner:
         setattr(result, _MARK, mark)
-    return cast("M", result)
+    return result
 
 
 def prepare_optimizer(ctx: Context, optimizer: O) -> O:
-    """Bring the state of an optimizer to the devices of its parameters.
+    """Bring the state of an optimizer to the devices of its parameters, and to where they are sharded.
 
     Ranks: local.
 
@@ -235,12 +286,14 @@ def prepare_optimizer(ctx: Context, optimizer: O) -> O:
     """
     check_context("prepare_optimizer", ctx)
     if _is_prepared(ctx, optimizer, "optimizer"):
+        repoint(optimizer)
         return optimizer
+    repoint(optimizer)
     if ctx.device_placement:
         # Step counters stay where the optimizer put them: most want them on the CPU.
         for parameter, state in cast("dict[torch.Tensor, dict[str, Any]]", optimizer.state).items():
             for name, value in state.items():
-                if name != "step":
+                if name != "step" and not hasattr(value, "placements"):
                     state[name] = send_to_device(value, ctx.device if parameter.is_meta else parameter.device)
     setattr(optimizer, _MARK, mark_of(ctx))
     return optimizer
@@ -315,7 +368,7 @@ def unwrap_model(
 
 def is_averaged(model: nn.Module) -> bool:
     """Whether ranks average the gradients of a model, or it has none; it may be compiled."""
-    if is_replicated(model):
+    if has_engine(model):
         return True
     prepared = vars(uncompiled(model)).get(_MARK) is not None
     return prepared and not any(one.requires_grad for one in model.parameters())

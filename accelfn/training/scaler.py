@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from accelfn.comm import Call, catch, check
 from accelfn.context import Context, check_context
-from accelfn.parallel import scale_open_sums
+from accelfn.parallel import follow_optimizers, scale_open_sums
 
 __all__ = (
     "ScalerState",
@@ -203,6 +203,7 @@ def _unscaled(
 ) -> ScalerState:
     scales, weight = ctx.precision.scales_loss, scaler_state.weight
     several = list_optimizers("unscale_gradients", optimizer)
+    follow_optimizers("unscale_gradients", ctx, several)
     left = [one for one in several if id(one) not in scaler_state.unscaled]
     if not left or (not scales and weight is None):
         return scaler_state._replace()

@@ -16,7 +16,7 @@ from accelfn.context import Context, check_context
 from accelfn.data import MicroBatch
 from accelfn.data.microbatch import check_micro
 from accelfn.errors import ConfigurationError
-from accelfn.parallel import check_reduced, exact_backward, exact_batch, local_steps
+from accelfn.parallel import check_reduced, exact_backward, exact_batch, follow_optimizers, local_steps
 from accelfn.parallel import no_sync as replicas_without_sync
 from accelfn.parallel import trigger_sync_in_backward as replicas_triggered
 from accelfn.training.clip import check_bound, clip_norm_
@@ -309,6 +309,7 @@ def optimizer_step(
     check_closed("optimizer_step", scaler_state)
     check_weight("optimizer_step", scaler_state)
     if ctx.num_processes > 1:
+        follow_optimizers("optimizer_step", ctx, optimizers)
         check_reduced("optimizer_step", ctx, parameters_in(optimizers))
     scales = ctx.precision.scales_loss
     given = scaler_state

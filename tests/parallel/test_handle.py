@@ -431,7 +431,7 @@ def test_a_model_that_is_wrapped_already_is_taken_as_it_is() -> None:
         with pytest.raises(ConfigurationError, match="already, and this context has one process"):
             af.prepare_model(Context(), DistributedDataParallel(Net()))
         sharded: Any = fully_shard(Net(), mesh=init_device_mesh("cpu", (2,)))
-        with pytest.raises(ConfigurationError, match="FSDPNet is sharded by torch's FSDP already"):
+        with pytest.raises(ConfigurationError, match="it is sharded by FSDP already"):
             af.prepare_model(ctx, sharded)
         return [one.detach() for one in model.parameters()]
 

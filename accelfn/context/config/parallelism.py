@@ -14,8 +14,8 @@ from accelfn.context.config.checks import (
     settle,
     settle_choice,
     settle_names,
+    settle_options,
     where,
-    wrong_type,
 )
 from accelfn.context.config.enums import ContextParallelStrategy
 from accelfn.errors import ConfigurationError, NotAvailableError
@@ -34,7 +34,6 @@ __all__ = (
 
 _MESH_ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
 _SCHEDULES = ("1f1b", "gpipe", "interleaved1f1b")
-_STYLES = ("colwise", "rowwise", "embedding", "gather", "sequence")
 _ATTENTION = ("sdpa", "flash_attention_2", "flash_attention_3")
 
 
@@ -45,32 +44,33 @@ class TorchTensorParallelConfig:
     Attributes:
         enable_async_tp: Whether communication overlaps with matrix products; not in this version. Default
             False.
-        plan: How modules are split, by patterns of their names: "colwise", "rowwise", "embedding", "gather"
-            or "sequence"; ``None``: the model's own ``tp_plan``. Default None.
+        plan: How modules are split: "colwise", "rowwise", "embedding", "gather", "sequence", "heads" or
+            "whole" by pattern, such as ``{"layers.*.attn.q": "colwise"}``, where ``*`` is one part of a
+            module's name. ``None``: as the model's own ``tp_plan`` says. Default None.
+        loss_parallel: Whether training leaves the logits split over the vocabulary, for a loss under torch's
+            ``loss_parallel``. Default False.
     """
 
     enable_async_tp: bool = False
     _: KW_ONLY
     plan: Mapping[str, str] | None = None
+    loss_parallel: bool = False
 
     def __post_init__(self) -> None:
         """Check the fields."""
-        check_bools(self, "enable_async_tp")
+        check_bools(self, "enable_async_tp", "loss_parallel")
+        settle_options(self, "plan", optional=True)
+        words = tuple(cast("Mapping[str, object]", self.plan or {}).values())
+        if not all(isinstance(word, str) for word in words):
+            raise TypeError(
+                f"{where(self, 'plan')} must have a style for each pattern, got {words!r}. "
+                'Pass texts such as "colwise".'
+            )
         if self.enable_async_tp:
             raise NotAvailableError(
                 f"{where(self, 'enable_async_tp')} asks for overlapped tensor parallelism, which this "
                 "version does not have, got True. Leave it out."
             )
-        if self.plan is None:
-            return
-        if not isinstance(cast("object", self.plan), Mapping):
-            raise wrong_type(self, "plan", "a dict of patterns and styles, or None")
-        for pattern, style in self.plan.items():
-            if style not in _STYLES:
-                raise ConfigurationError(
-                    f"{where(self, 'plan')} takes {', '.join(_STYLES)}, got {style!r} for {pattern!r}."
-                )
-        settle(self, plan=dict(self.plan))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
-from accelfn.context.config import DynamoBackend, TorchDynamoPlugin
-from accelfn.training.forward import WrappedForward, copied_without
+from accelfn.context.config import TorchDynamoPlugin
+from accelfn.parallel.facts import repeated_blocks
+from accelfn.parallel.forward import WrappedForward, copied_without
 
 __all__ = ("CompiledForward", "compile_", "is_compiled", "plan_regions", "without_compile")
 
@@ -62,17 +63,7 @@ def plan_regions(model: nn.Module) -> tuple[str, ...]:
     >>> plan_regions(nn.ReLU())
     ('',)
     """
-
-    def find(module: nn.Module, prefix: str) -> Iterator[str]:
-        children = list(module.named_children())
-        repeats = isinstance(module, nn.ModuleList) and len({type(child) for _, child in children}) == 1
-        for name, child in children:
-            if repeats:
-                yield f"{prefix}{name}"
-            else:
-                yield from find(child, f"{prefix}{name}.")
-
-    return tuple(find(model, "")) or ("",)
+    return repeated_blocks(model) or ("",)
 
 
 def is_compiled(model: nn.Module) -> bool:
@@ -95,20 +86,22 @@ def _original(module: nn.Module) -> nn.Module:
     return inner if isinstance(inner, nn.Module) else module
 
 
-def compile_(model: M, options: TorchDynamoPlugin) -> M:
-    """Let a model compute by what torch.compile makes of it. Writes into the module.
+def compile_(model: M, options: TorchDynamoPlugin, names: Iterable[str]) -> M:
+    """Let modules of a model compute by what torch.compile makes of them. Writes into the modules.
 
-    One that is compiled already, or has a compiled module inside, stays as it is.
+    A model that is compiled already, or has a compiled module inside, stays as it is.
 
     Ranks: local.
 
     Args:
         model: Not prepared yet.
-        options: The backend "no" compiles nothing.
+        options: How to compile.
+        names: Of the modules, "" for the model itself; none compiles nothing.
     """
-    if options.backend == DynamoBackend.NO or is_compiled(model):
+    wanted = tuple(names)
+    if not wanted or is_compiled(model):
         return model
-    for name in plan_regions(model) if options.use_regional_compilation else ("",):
+    for name in wanted:
         module = model.get_submodule(name)
         module.forward = CompiledForward(module.forward, options)
     return model

@@ -1,0 +1,187 @@
+"""What a plan has to know of a model: names, shapes and blocks, read from real or meta parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import prod
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+
+__all__ = ("Heads", "ModelFacts", "modules_of", "owner_of", "read_facts", "repeated_blocks")
+
+# What modules of attention call their counts of heads, and the features of one head.
+_COUNTS = (
+    "num_heads",
+    "n_heads",
+    "n_head",
+    "nhead",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_kv_heads",
+    "n_kv_heads",
+)
+_DIMS = ("head_dim", "head_size", "attention_head_size")
+
+
+class Heads(NamedTuple):
+    """What a module says of its heads.
+
+    Attributes:
+        counts: Its counts of heads, by the attribute's name.
+        dim: Features of one head; None where it doesn't say.
+    """
+
+    counts: Mapping[str, int]
+    dim: int | None
+
+
+class ModelFacts(NamedTuple):
+    """The outline of a model. A value: it holds neither modules nor tensors.
+
+    Attributes:
+        shapes: Of each parameter, by its name; a tied parameter has an entry for each of its names.
+        dtypes: Of each parameter.
+        trainable: Names of the parameters that require a gradient.
+        ties: Names of one and the same parameter, the first that ``named_parameters`` gives first.
+        kinds: Class of each module, by its name; the model itself has the name "".
+        blocks: Names of the modules that repeat: those whose classes the model lists in
+            ``_no_split_modules``, else the items of lists of modules of one class. In the model's order.
+        containers: Names of the modules without a ``forward`` of their own, such as ``nn.ModuleList``.
+        tp_plan: How the model's authors split it by tensors: style by pattern; None where they don't say.
+        layers: "linear" or "embedding" for each module of these classes and those derived from them.
+        heads: What modules say of their heads, by their names.
+    """
+
+    shapes: Mapping[str, tuple[int, ...]]
+    dtypes: Mapping[str, torch.dtype]
+    trainable: frozenset[str]
+    ties: tuple[tuple[str, ...], ...]
+    kinds: Mapping[str, str]
+    blocks: tuple[str, ...]
+    containers: frozenset[str]
+    tp_plan: Mapping[str, str] | None
+    layers: Mapping[str, str]
+    heads: Mapping[str, Heads]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the parameters, those of tied ones included."""
+        return tuple(self.shapes)
+
+    @property
+    def own_names(self) -> tuple[str, ...]:
+        """Names of the parameters, each parameter once: by its first name."""
+        others = {name for group in self.ties for name in group[1:]}
+        return tuple(name for name in self.shapes if name not in others)
+
+    def numel(self, *names: str) -> int:
+        """Number of elements of the parameters of these names."""
+        return sum(prod(self.shapes[name]) for name in names)
+
+    def size_bytes(self, *names: str) -> int:
+        """Bytes of the parameters of these names."""
+        return sum(prod(self.shapes[name]) * self.dtypes[name].itemsize for name in names)
+
+
+def read_facts(model: nn.Module) -> ModelFacts:
+    """Return the outline of a model, whose parameters may be on the meta device.
+
+    Ranks: local.
+
+    >>> model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    >>> model[1].weight = nn.Parameter(torch.empty(2, 3, device="meta"))
+    >>> facts = read_facts(model)
+    >>> facts.shapes["1.weight"], facts.numel(*facts.names), facts.kinds["0"]
+    ((2, 3), 17, 'Linear')
+    """
+    named = dict(model.named_parameters(remove_duplicate=False))
+    by_parameter: dict[int, list[str]] = {}
+    for name, parameter in named.items():
+        by_parameter.setdefault(id(parameter), []).append(name)
+    modules = modules_of(model)
+    return ModelFacts(
+        shapes={name: tuple(one.shape) for name, one in named.items()},
+        dtypes={name: one.dtype for name, one in named.items()},
+        trainable=frozenset(name for name, one in named.items() if one.requires_grad),
+        ties=tuple(tuple(names) for names in by_parameter.values() if len(names) > 1),
+        kinds={name: type(one).__name__ for name, one in modules.items()},
+        blocks=_blocks(model, modules),
+        containers=frozenset(name for name, one in modules.items() if _is_container(one)),
+        tp_plan=_tp_plan(model),
+        layers={
+            name: "linear" if isinstance(one, nn.Linear) else "embedding"
+            for name, one in modules.items()
+            if isinstance(one, (nn.Linear, nn.Embedding))
+        },
+        heads={name: found for name, one in modules.items() if (found := _heads(one)) is not None},
+    )
+
+
+def modules_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules of a model by name, each once; the model itself has the name ""."""
+    found: dict[str, nn.Module] = dict(model.named_modules())  # pyright: ignore[reportUnknownArgumentType]
+    return found
+
+
+def repeated_blocks(model: nn.Module) -> tuple[str, ...]:
+    """List the items of each outermost ``ModuleList`` whose items are all of one class, by name. Pure.
+
+    >>> repeated_blocks(nn.Sequential(nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1)]), nn.ReLU()))
+    ('0.0', '0.1')
+    """
+
+    def find(module: nn.Module, prefix: str) -> Iterator[str]:
+        children = list(module.named_children())
+        repeats = isinstance(module, nn.ModuleList) and len({type(child) for _, child in children}) == 1
+        for name, child in children:
+            if repeats:
+                yield f"{prefix}{name}"
+            else:
+                yield from find(child, f"{prefix}{name}.")
+
+    return tuple(find(model, ""))
+
+
+def owner_of(name: str, modules: frozenset[str] | set[str]) -> str | None:
+    """Return the innermost of ``modules`` that a parameter (or module) is in, by its name; None for none.
+
+    >>> owner_of("layers.0.mlp.weight", {"", "layers.0", "layers.1"})
+    'layers.0'
+    """
+    while name:
+        if name in modules:
+            return name
+        name = name.rpartition(".")[0]
+    return "" if "" in modules else None
+
+
+def _blocks(model: nn.Module, modules: Mapping[str, nn.Module]) -> tuple[str, ...]:
+    listed = {kind for one in modules.values() for kind in _no_split(one)}
+    named = tuple(name for name, one in modules.items() if name and type(one).__name__ in listed)
+    return named or repeated_blocks(model)
+
+
+def _no_split(module: nn.Module) -> tuple[str, ...]:
+    """List the classes that an author of transformers names; a wrapper such as peft's passes the list on."""
+    found: object = getattr(module, "_no_split_modules", None)
+    if not isinstance(found, (list, tuple, set, frozenset)):
+        return ()
+    return tuple(one for one in cast("list[object]", found) if isinstance(one, str))
+
+
+def _is_container(module: nn.Module) -> bool:
+    return type(module).forward in (nn.Module.forward, nn.ModuleList.forward, nn.ModuleDict.forward)
+
+
+def _tp_plan(model: nn.Module) -> Mapping[str, str] | None:
+    found: Any = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
+    return dict(cast("Mapping[str, str]", found)) if isinstance(found, Mapping) else None
+
+
+def _heads(module: nn.Module) -> Heads | None:
+    stated = {name: value for name in (*_COUNTS, *_DIMS) if type(value := vars(module).get(name)) is int}
+    dim = next((stated[name] for name in _DIMS if name in stated), None)
+    counts = {name: value for name, value in stated.items() if name in _COUNTS}
+    return Heads(counts, dim) if stated else None

@@ -1,0 +1,153 @@
+"""From the parameters that a model had to those that it has now: pointers, which optimizers follow.
+
+Sharding puts new parameters in the place of the old ones, under the same names. Each old parameter then
+points at its successor, so that whoever still holds it finds the new one: an optimizer that was made before,
+in whatever order model and optimizer are prepared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from accelfn.errors import ConfigurationError
+
+__all__ = ("follow", "leave_pointers", "named", "newest", "repoint", "retie")
+
+# Where an old parameter keeps its successor: a tuple, whose item is None for one that this rank has no more.
+_SUCCESSOR = "_accelfn_now"
+
+
+def named(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters of a model by name, with an entry for each name of a tied one."""
+    return dict(model.named_parameters(remove_duplicate=False))
+
+
+def retie(before: Mapping[str, torch.Tensor], model: nn.Module) -> None:
+    """Tie again what was tied in ``before``, and was replaced module by module. Writes into ``model``.
+
+    Raises:
+        ConfigurationError: Tied parameters have been laid out differently.
+    """
+    after = named(model)
+    first: dict[int, str] = {}
+    for name, old in before.items():
+        if name not in after:
+            continue
+        leader = first.setdefault(id(old), name)
+        one, other = after[leader], after[name]
+        if one is other:
+            continue
+        if _layout(one) != _layout(other):
+            raise ConfigurationError(
+                f"{leader} and {name} are one tied parameter, and the plan lays them out differently: "
+                f"{_layout(one)} and {_layout(other)}. Give both modules the same style, or untie them."
+            )
+        module, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(module), leaf, one)
+
+
+def leave_pointers(before: Mapping[str, torch.Tensor], model: nn.Module) -> None:
+    """Let each parameter in ``before`` that ``model`` has replaced point at the new one of its name.
+
+    One of which this rank holds no part any more points at nothing.
+    """
+    after = named(model)
+    by_old: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+    for name, old in before.items():
+        known = by_old.get(id(old))
+        if known is None or known[1] is None:  # one of the names of a tied parameter may be elsewhere
+            by_old[id(old)] = (old, after.get(name))
+    for old, new in by_old.values():
+        if new is not old:
+            setattr(old, _SUCCESSOR, (new,))
+
+
+def newest(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return what stands in the place of a parameter now: itself where nothing has replaced it.
+
+    None for one that this rank holds no part of any more.
+    """
+    found: torch.Tensor | None = parameter
+    while found is not None and _SUCCESSOR in vars(found):
+        found = cast("tuple[torch.Tensor | None]", vars(found)[_SUCCESSOR])[0]
+    return found
+
+
+def follow(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the newest of each parameter, each once, without those that this rank has no part of."""
+    found = [newest(one) for one in parameters]
+    return list({id(one): one for one in found if one is not None}.values())
+
+
+def repoint(optimizer: Optimizer) -> int:
+    """Let an optimizer go on with the parameters that have replaced its own; its state goes with them.
+
+    Writes into the optimizer: its groups stay the same objects, in their order, so that schedulers go on.
+    State of a parameter's shape is laid out as the new parameter is: each rank keeps its shard.
+
+    Ranks: local; doesn't communicate. Every rank's state is of the whole parameters, and equal.
+
+    Returns:
+        How many parameters were replaced.
+    """
+    replaced = 0
+    state = cast("dict[torch.Tensor, dict[str, Any]]", optimizer.state)
+    for group in optimizer.param_groups:
+        old_parameters = cast("list[torch.Tensor]", group["params"])
+        now: dict[int, torch.Tensor] = {}
+        kept_names: list[str] = []
+        for index, old in enumerate(old_parameters):
+            new = newest(old)
+            if new is not old:
+                replaced += 1
+                values = state.pop(old, None)
+                if new is not None and values is not None:
+                    state[new] = {name: _laid_out(name, value, old, new) for name, value in values.items()}
+            if new is not None and id(new) not in now:
+                now[id(new)] = new
+                kept_names += group["param_names"][index : index + 1] if "param_names" in group else ()
+        old_parameters[:] = now.values()
+        if "param_names" in group:
+            group["param_names"] = kept_names
+        are_sharded = {_is_dtensor(one) for one in old_parameters}
+        if len(are_sharded) == 2 and "foreach" in group and not group.get("fused"):
+            group["foreach"] = False  # torch's foreach functions don't take both kinds together
+    return replaced
+
+
+def _laid_out(name: str, value: Any, old: torch.Tensor, new: torch.Tensor) -> Any:
+    """Return an entry of an optimizer's state as it belongs to ``new``."""
+    if not isinstance(value, torch.Tensor) or value.shape != old.shape or name == "step":
+        return value
+    if not _is_dtensor(new):
+        return value
+    from torch.distributed.tensor import distribute_tensor
+
+    layout = cast("Any", new)
+    # From this rank's own copy: with src_data_rank another's would be sent, which is equal.
+    shard = distribute_tensor(
+        value.detach().to(layout.device_mesh.device_type),
+        layout.device_mesh,
+        layout.placements,
+        src_data_rank=None,
+    )
+    local = layout.to_local()
+    if shard.to_local().device != local.device:  # parameters that rest in host memory
+        shard = shard.to(local.device)
+    return shard
+
+
+def _is_dtensor(tensor: torch.Tensor) -> bool:
+    return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
+
+
+def _layout(tensor: torch.Tensor) -> object:
+    """Return what two tied parameters must have in common, so that one can stand for both."""
+    if not _is_dtensor(tensor):
+        return "whole"
+    return cast("Any", tensor).placements, cast("Any", tensor).device_mesh

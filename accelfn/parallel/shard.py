@@ -1,0 +1,265 @@
+"""Fully sharded data parallelism: each rank keeps a part of every parameter, by torch's ``fully_shard``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from torch import nn
+
+from accelfn.context import Context, MeshPlan
+from accelfn.context.config import FullyShardedDataParallelPlugin
+from accelfn.errors import ConfigurationError, NotAvailableError
+from accelfn.parallel.facts import ModelFacts, owner_of
+from accelfn.parallel.handle import handle_of
+from accelfn.parallel.shard_handle import ShardHandle
+from accelfn.parallel.wrap import choose_units
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ("ShardPlan", "apply_shard", "plan_shard", "register_forward_method")
+
+_DTYPES = (("fp32", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16))
+
+
+class ShardPlan(NamedTuple):
+    """How a model is sharded. A value; ``str`` of it says it in a line.
+
+    Attributes:
+        num_replicas: Copies of the shards, whose gradients are averaged too; 1 for none.
+        num_shards: Ranks that share each parameter.
+        units: Names of the modules that are gathered and freed one by one, inner ones first; "", the rest
+            of the model, is the last.
+        reshard: Whether units are freed after their forward, and gathered again in the backward. The last
+            unit never is: its backward comes first.
+        param_dtype: In which units are gathered and compute; None for that of the parameters.
+        reduce_dtype: In which gradients are averaged; None for ``param_dtype``.
+        output_dtype: To which floating outputs of the model are cast; None for as they are.
+        cast_inputs: Whether floating inputs of units are cast to ``param_dtype``.
+        offload: Whether shards and their gradients rest in host memory.
+        prefetch: Whether a unit's forward asks for the next unit.
+        ignored: Names of the parameters that every rank keeps whole.
+        shard_bytes: That this rank keeps of the parameters, the padding of uneven ones included.
+        gathered_bytes: Of the largest unit while it computes.
+        unreduced_bytes: Of the gradients that each rank holds whole in an accumulation window, until its
+            last batch; with ``sync_each_batch`` it holds ``shard_bytes`` of them.
+    """
+
+    num_replicas: int
+    num_shards: int
+    units: tuple[str, ...]
+    reshard: bool
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    output_dtype: torch.dtype | None
+    cast_inputs: bool
+    offload: bool
+    prefetch: bool
+    ignored: tuple[str, ...]
+    shard_bytes: int
+    gathered_bytes: int
+    unreduced_bytes: int
+
+    @property
+    def dims(self) -> tuple[str, ...]:
+        """Dims of the device mesh that it is sharded on."""
+        return ("dp_replicate", "shard") if self.num_replicas > 1 else ("shard",)
+
+
+def plan_shard(
+    plugin: FullyShardedDataParallelPlugin,
+    facts: ModelFacts,
+    mesh_plan: MeshPlan,
+    *,
+    mixed_precision: str = "no",
+    wrapped: Iterable[str] | None = None,
+    ignored: Iterable[str] = (),
+) -> ShardPlan:
+    """Return how a model is sharded on a mesh. Pure.
+
+    Args:
+        plugin: What was asked for. Its fields of version 1 have their meaning in version 2.
+        facts: Of the model, before sharding.
+        mesh_plan: Sharded over its axes dp_shard, cp and sp; replicated over dp_replicate.
+        mixed_precision: Of the context, where the plugin has no policy of its own: parameters are gathered
+            and compute in it, and gradients are averaged in float32.
+        wrapped: Names that a policy that is a callable has chosen.
+        ignored: Names of the parameters that every rank keeps whole.
+
+    Raises:
+        ConfigurationError: A class to wrap isn't in the model, or tied parameters are in two units; or a
+            parameter can't be sharded.
+    """
+    units = choose_units(plugin, facts, wrapped)
+    left_out = frozenset(ignored)
+    sharded = tuple(name for name in facts.own_names if name not in left_out)
+    of_unit: dict[str, list[str]] = {name: [] for name in units}
+    for name in sharded:
+        of_unit[cast("str", owner_of(name, frozenset(units)))].append(name)
+    _check_parameters(facts, of_unit)
+    num_shards = mesh_plan.size("shard")
+    param_dtype, reduce_dtype, output_dtype, cast_inputs = _dtypes(plugin, mixed_precision)
+    grad_dtype = reduce_dtype or param_dtype
+
+    def width(name: str) -> int:
+        return (param_dtype or facts.dtypes[name]).itemsize
+
+    return ShardPlan(
+        num_replicas=mesh_plan.size("dp_replicate"),
+        num_shards=num_shards,
+        units=units,
+        reshard=_reshards(plugin),
+        param_dtype=param_dtype,
+        reduce_dtype=reduce_dtype,
+        output_dtype=output_dtype,
+        cast_inputs=cast_inputs,
+        offload=plugin.offloads_params,
+        prefetch=bool(plugin.forward_prefetch),
+        ignored=tuple(ignored),
+        shard_bytes=sum(_shard_bytes(facts, name, num_shards) for name in sharded),
+        gathered_bytes=max(sum(facts.numel(one) * width(one) for one in names) for names in of_unit.values()),
+        unreduced_bytes=sum(
+            facts.numel(one) * (grad_dtype or facts.dtypes[one]).itemsize
+            for one in sharded
+            if one in facts.trainable
+        ),
+    )
+
+
+def _shard_bytes(facts: ModelFacts, name: str, num_shards: int) -> int:
+    rows, *rest = facts.shapes[name]
+    row = 1
+    for size in rest:
+        row *= size
+    return -(-rows // num_shards) * row * facts.dtypes[name].itemsize
+
+
+def _check_parameters(facts: ModelFacts, of_unit: Mapping[str, list[str]]) -> None:
+    for unit, names in of_unit.items():
+        dtypes = {facts.dtypes[name]: name for name in names if name in facts.trainable}
+        if len(dtypes) > 1:
+            (one, first), (other, second) = tuple(dtypes.items())[:2]
+            raise ConfigurationError(
+                f"fsdp_plugin: the unit {unit or 'of the model itself'!s} has trained parameters of several "
+                f"dtypes, whose gradients can't be reduced together: {first} is {one}, {second} is {other}. "
+                "Bring them to one dtype, and compute in a lower one by mixed_precision."
+            )
+        for name in names:
+            if not facts.shapes[name]:
+                raise ConfigurationError(
+                    f"fsdp_plugin: {name} is a single number, of shape (), and can't be sharded. Give it "
+                    "shape (1,), or make it a buffer if it isn't trained."
+                )
+
+
+def _reshards(plugin: FullyShardedDataParallelPlugin) -> bool:
+    if plugin.fsdp_version == 2:
+        return bool(plugin.reshard_after_forward)
+    return str(plugin.sharding_strategy) in ("FULL_SHARD", "HYBRID_SHARD")
+
+
+def _dtypes(
+    plugin: FullyShardedDataParallelPlugin, mixed_precision: str
+) -> tuple[torch.dtype | None, torch.dtype | None, torch.dtype | None, bool]:
+    """Return the dtypes of parameters, reductions and outputs, and whether inputs are cast."""
+    policy: Any = plugin.mixed_precision_policy
+    if policy is None:
+        dtype = _dtype(mixed_precision)
+        # As under autocast: gradients of the model's dtype, and outputs in float32.
+        return (None, None, None, True) if dtype is None else (dtype, torch.float32, torch.float32, True)
+    if isinstance(policy, str):
+        dtype = _dtype(policy)
+        return dtype, dtype, dtype, True
+    if hasattr(policy, "items"):
+        third = policy.get("output_dtype", policy.get("buffer_dtype"))
+        return _dtype(policy["param_dtype"]), _dtype(policy["reduce_dtype"]), _dtype(third), True
+    output = getattr(policy, "output_dtype", None)  # torch's policy of version 1 has none
+    cast_inputs = getattr(policy, "cast_forward_inputs", True)
+    return policy.param_dtype, policy.reduce_dtype, output, cast_inputs
+
+
+def _dtype(word: str) -> torch.dtype | None:
+    return next((dtype for name, dtype in _DTYPES if name == word), None)
+
+
+def apply_shard(ctx: Context, model: nn.Module, plan: ShardPlan) -> None:
+    """Shard a model as planned: writes into it. Its modules keep their names, and get new parameters.
+
+    Ranks: every rank of ``ctx``, with equal models; doesn't communicate.
+
+    Args:
+        ctx: The world, with a mesh of processes.
+        model: On any device: what is sharded goes to this rank's, unit by unit.
+        plan: From :func:`plan_shard`.
+
+    Raises:
+        NotAvailableError: Ranks are threads, which have no device mesh.
+    """
+    if ctx.mesh is None:
+        raise NotAvailableError(
+            "fully sharded data parallelism needs a mesh. Pass fsdp_plugin or parallelism_config to "
+            "init_context."
+        )
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+    mesh = ctx.mesh.device_mesh(*plan.dims)
+    pin = ctx.device.type != "cpu"  # pinning is for copies to a device, and needs one
+    offload = CPUOffloadPolicy(pin_memory=pin) if plan.offload else OffloadPolicy()
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    ignored = {parameters[name] for name in plan.ignored}
+    for one in ignored:  # which FSDP leaves where they are
+        one.data = one.data.to(ctx.device)
+    units: list[nn.Module] = []
+    for name in plan.units:
+        module = model.get_submodule(name)
+        precision = MixedPrecisionPolicy(
+            param_dtype=plan.param_dtype,
+            reduce_dtype=plan.reduce_dtype,
+            # Blocks hand on what they compute: a cast there gives the next one two dtypes.
+            output_dtype=None if name else plan.output_dtype,
+            cast_forward_inputs=plan.cast_inputs,
+        )
+        fully_shard(
+            module,
+            mesh=mesh,
+            reshard_after_forward=plan.reshard if name else None,
+            mp_policy=precision,
+            offload_policy=offload,
+            ignored_params=ignored or None,
+        )
+        units.append(module)
+    if plan.prefetch:
+        in_order = [module for module in model.modules() if any(module is one for one in units)][1:]
+        for one, following in pairwise(in_order):
+            cast("Any", one).set_modules_to_forward_prefetch([following])
+    ShardHandle(model, units)
+
+
+def register_forward_method(model: nn.Module, *names: str) -> None:
+    """Let methods of a sharded model gather its parameters, as its ``forward`` does. Writes into ``model``.
+
+    For a method that computes with parameters by itself. One that calls the model needs nothing, and neither
+    does a model that isn't sharded, for which this does nothing.
+
+    Ranks: local; the same on every rank.
+
+    Args:
+        model: What :func:`accelfn.prepare_model` returned.
+        *names: Of its methods.
+
+    Raises:
+        ConfigurationError: The model has no such method.
+    """
+    for name in names:
+        if not callable(getattr(model, name, None)):
+            raise ConfigurationError(
+                f"register_forward_method: {type(model).__name__} has no method {name!r}."
+            )
+        handle = handle_of(model)
+        if handle is not None and handle.engine == "shard":
+            from torch.distributed.fsdp import register_fsdp_forward_method
+
+            register_fsdp_forward_method(model, name)
