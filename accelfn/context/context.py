@@ -51,9 +51,14 @@ _HOST_S = 1.5
 class Context:
     """Who this process is, how it reaches the others and how it was configured.
 
-    Frozen: nothing in the library changes it, and nothing else holds state. Made by
-    :func:`accelfn.init_context`, or directly in a test: ``Context()`` is one process on the CPU. Also a
-    context manager, which calls :func:`accelfn.close_context` at its end.
+    Frozen: nothing in the library changes it. Two things that it leads to do change, and all variants of a
+    context share them: the log of what this rank has called across ranks (``collectives.call_log``, with the
+    messages that ranks leave for each other), and the save that goes on in the background
+    (``world.background``). Nothing else holds state: what training changes is the user's own objects, and
+    the records that functions take and return.
+
+    Made by :func:`accelfn.init_context`, or directly in a test: ``Context()`` is one process on the CPU. Also
+    a context manager, which calls :func:`accelfn.close_context` at its end.
 
     Attributes:
         world: This rank among the others.
@@ -315,13 +320,12 @@ def close_context(ctx: Context) -> None:
     Ranks: every rank of ``ctx``.
 
     Raises:
-        Exception: What stopped that save, unless its handle has told it; the context is closed all the same.
+        Exception: The background save's error, unless ``result()`` already raised it; the context is closed
+            all the same.
     """
     check_context("close_context", ctx)
-    background = ctx.collectives.call_log.background
     try:
-        if background is not None:
-            background.settle()
+        ctx.world.background.settle()
     finally:
         _close(ctx)
 

@@ -49,7 +49,7 @@ from accelfn.context.options import ContextOptions, merge_settings, sort_handler
 from accelfn.context.precision import check_precision
 from accelfn.context.process_group import make_gloo_group, process_group_collectives
 from accelfn.context.watchdog import start_watchdog
-from accelfn.context.world import GroupOwner, Owned, World
+from accelfn.context.world import GroupOwner, Owned, World, WorldIdentity
 from accelfn.errors import ConfigurationError, DistributedError, NotAvailableError
 
 __all__ = ("init_context",)
@@ -460,5 +460,6 @@ def _world(
         device=plan.device,
         backend=backend,
         group_ref=None if group is None else weakref.ref(group),
+        identity=World().identity if group is None else WorldIdentity(),
         made=made,
     )

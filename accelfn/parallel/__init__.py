@@ -10,6 +10,7 @@ from accelfn.parallel.exact import (
 )
 from accelfn.parallel.handle import check_reduced, is_kept_equal, is_replicated, local_steps, uncompiled
 from accelfn.parallel.replicate import (
+    at_place,
     check_wrapped,
     no_sync,
     replicate,
@@ -21,6 +22,7 @@ from accelfn.parallel.thread_ddp import ThreadDDP
 __all__ = (
     "ExactReplica",
     "ThreadDDP",
+    "at_place",
     "check_reduced",
     "check_wrapped",
     "convert_sync_batchnorm",

@@ -23,8 +23,7 @@ def taking_part(ctx: Context, *, whole_process: bool) -> Generator[None]:
     end_watch = start_watchdog(board, rank, whole_process=whole_process) if ctx.guard.watchdog else None
     try:
         yield
-        if call_log.background is not None:
-            call_log.background.settle()
+        ctx.world.background.settle()
     except RankDeath:  # nobody is told
         raise
     except BaseException as error:
