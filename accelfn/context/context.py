@@ -30,7 +30,6 @@ from accelfn.context.device import read_hardware
 from accelfn.context.failure import announce_end, publish
 from accelfn.context.options import (
     ContextOptions,
-    Fields,
     Strategy,
     apply_options,
     settle_window,
@@ -40,7 +39,7 @@ from accelfn.context.precision import Precision, check_precision
 from accelfn.context.world import World
 from accelfn.errors import ConfigurationError, NotAvailableError
 
-__all__ = ("Context", "check_context", "close_context", "configure", "with_options", "with_window")
+__all__ = ("Context", "check_context", "close_context", "configure", "with_window")
 
 _LET_GO_S = 0.02
 # Ranks that wait in an operation look at the board several times in that time.
@@ -219,10 +218,11 @@ class Context:
         'bf16'
         """
         changed = configure(self, options)
-        if options.get("cpu", self.device.type == "cpu") != (self.device.type == "cpu"):
+        cpu = options.get("cpu")
+        if cpu is not None and cpu != (self.device.type == "cpu"):
             raise ConfigurationError(
                 f"Context.replace can't move from {self.device.type!r} to another device: got "
-                f"cpu={options.get('cpu')!r}. Make a new context with init_context."
+                f"cpu={cpu!r}. Make a new context with init_context."
             )
         if "process_group" in sort_handlers(options.get("kwargs_handlers")):
             raise ConfigurationError(
@@ -252,8 +252,13 @@ class Context:
 
 
 def configure(ctx: Context, options: ContextOptions) -> Context:
-    """Give ``ctx`` with ``options`` applied to it. Pure, but for a look at what the device can compute."""
-    return with_window(with_options(ctx, options), ctx.world.size)
+    """Return ``ctx`` with ``options`` applied to it. Pure, but for a look at what the device can compute."""
+    made = with_window(apply_options(ctx, options), ctx.world.size)
+    if made.precision.mode != ctx.precision.mode:
+        facts = next((item for item in read_hardware().devices if item.type == ctx.device.type), None)
+        if facts is not None:
+            check_precision(made.precision, facts)
+    return made
 
 
 def with_window(ctx: Context, size: int) -> Context:
@@ -263,30 +268,6 @@ def with_window(ctx: Context, size: int) -> Context:
         ConfigurationError: As :func:`accelfn.context.options.settle_window`.
     """
     return dataclasses.replace(ctx, accumulation=settle_window(ctx.accumulation, ctx.reduction, size))
-
-
-def with_options(ctx: Context, options: ContextOptions) -> Context:
-    """Give ``ctx`` with ``options`` applied to it, but for what depends on the number of ranks."""
-    now = Fields(
-        precision=ctx.precision,
-        accumulation=ctx.accumulation,
-        loading=ctx.loading,
-        project=ctx.project,
-        strategy=ctx.strategy,
-        device_placement=ctx.device_placement,
-        step_scheduler_with_optimizer=ctx.step_scheduler_with_optimizer,
-        rng_types=ctx.rng_types,
-        guard=ctx.guard,
-        reduction=ctx.reduction,
-        profiling=ctx.profiling,
-        log_with=ctx.log_with,
-    )
-    fields = apply_options(now, options)
-    if fields["precision"].mode != ctx.precision.mode:
-        facts = next((item for item in read_hardware().devices if item.type == ctx.device.type), None)
-        if facts is not None:
-            check_precision(fields["precision"], facts)
-    return dataclasses.replace(ctx, **fields)
 
 
 def _alone(options: dict[str, Any]) -> Context:
