@@ -17,6 +17,7 @@ __all__ = ("Background", "GroupOwner", "Owned", "Settling", "World", "WorldIdent
 _CPU = torch.device("cpu")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class WorldIdentity:
     """Tells one world from all others, those before and after it included; equal to nothing but itself."""
 
