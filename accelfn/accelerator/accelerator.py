@@ -40,7 +40,7 @@ from accelfn.accelerator.proxies import (
 from accelfn.accelerator.saving import Saving
 from accelfn.accelerator.scaling import Scaling
 from accelfn.accelerator.tracking import Tracking
-from accelfn.context import Context, close_context, init_context
+from accelfn.context import Context, ContextOptions, close_context, init_context
 from accelfn.context.config import (
     AutocastKwargs,
     CanonicalReduction,
@@ -160,7 +160,10 @@ class Accelerator(ContextProperties, Extras, Saving, Tracking, Unavailable):
         reduction: str | CanonicalReduction | None = None,
     ) -> None:
         """Start a context, or take the one given."""
-        dataloader_config = _loading(
+        given = locals()
+        asked: dict[str, Any] = {name: given[name] for name in ContextOptions.__annotations__}
+        asked["cpu"] = cpu or None
+        asked["dataloader_config"] = _loading(
             dataloader_config,
             split_batches=split_batches,
             dispatch_batches=dispatch_batches,
@@ -168,29 +171,6 @@ class Accelerator(ContextProperties, Extras, Saving, Tracking, Unavailable):
             use_seedable_sampler=use_seedable_sampler,
         )
         _check_compat(compat)
-        asked: dict[str, Any] = {
-            "device_placement": device_placement,
-            "mixed_precision": mixed_precision,
-            "gradient_accumulation_steps": gradient_accumulation_steps,
-            "cpu": cpu or None,
-            "dataloader_config": dataloader_config,
-            "deepspeed_plugin": deepspeed_plugin,
-            "fsdp_plugin": fsdp_plugin,
-            "megatron_lm_plugin": megatron_lm_plugin,
-            "rng_types": rng_types,
-            "log_with": log_with,
-            "project_dir": project_dir,
-            "project_config": project_config,
-            "gradient_accumulation_plugin": gradient_accumulation_plugin,
-            "step_scheduler_with_optimizer": step_scheduler_with_optimizer,
-            "kwargs_handlers": kwargs_handlers,
-            "dynamo_backend": dynamo_backend,
-            "dynamo_plugin": dynamo_plugin,
-            "parallelism_config": parallelism_config,
-            "guard": guard,
-            "reduction": reduction,
-            "debug": debug,
-        }
         defaults = {"device_placement": True, "step_scheduler_with_optimizer": True}
         extra = [name for name, value in asked.items() if value is not defaults.get(name)]
         if context is not None and extra:

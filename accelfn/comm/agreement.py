@@ -63,6 +63,7 @@ class Call(NamedTuple):
         pairs: Whether each rank brings data of its own, so that it matters which calls meet: a rank that has
             called the form from another line before must be on the same line as the others.
         takes_long: Whether a rank may come late by minutes.
+        place: Where in its data the rank calls, such as ``"batch 3 of epoch 0"``: equal on every rank too.
     """
 
     operation: str
@@ -70,6 +71,7 @@ class Call(NamedTuple):
     leaves: Callable[[], dict[str, str]] = dict
     pairs: bool = False
     takes_long: bool = False
+    place: str = ""
 
 
 def capacity(ctx: Context) -> int:
@@ -210,7 +212,6 @@ class _Begun(NamedTuple):
     site: str
     first: str  # where calls of the same form were made first
     tag: str  # by which it is told apart
-    place: str  # in the rank's data
 
 
 def _begin(ctx: Context, call: Call) -> _Begun:
@@ -226,10 +227,10 @@ def _begin(ctx: Context, call: Call) -> _Begun:
         tag = _function_of(site) if site == first else site
     material = None
     if guard.mode != GuardMode.OFF:
-        material = f"{call.operation}\0{call_log.place}\0{tag}\0{call.text}"
+        material = f"{call.operation}\0{call.place}\0{tag}\0{call.text}"
     patience_s = guard.long_timeout_s if call.takes_long else guard.timeout_s
     call_log.begin(call.operation, site, material, patience_s)
-    return _Begun(site, first, tag, call_log.place)
+    return _Begun(site, first, tag)
 
 
 def _function_of(site: str) -> str:
@@ -311,10 +312,9 @@ def _explain(ctx: Context, call: Call, begun: _Begun) -> MismatchError:
         text=call.text,
         tag=begun.tag,
         line=ctx.tag or (begun.site if begun.site == begun.first else f"{begun.site}, first {begun.first}"),
-        place=begun.place,
+        place=call.place,
         leaves=call.leaves(),
-        batches=call_log.batches,
-        has_ended=call_log.has_ended,
+        passes=[(one.number, one.batches, one.has_ended) for one in call_log.open_passes],
         recent=[(one.number, one.operation, one.site, one.chain.hex()) for one in call_log.recent()],
     )
     return find_difference([Said(**json.loads(blob)) for blob in _gather_all(ctx, json.dumps(own._asdict()))])

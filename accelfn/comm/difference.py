@@ -26,8 +26,7 @@ class Said(NamedTuple):
     line: str  # the call's own, and the first one of its form
     place: str
     leaves: dict[str, str]  # kind of each leaf, by path
-    batches: int | None
-    has_ended: bool
+    passes: list[tuple[int, int, bool]]  # open ones, outermost first: what preceded it, batches, has it ended
     recent: list[tuple[int, str, str, str]]  # number, operation, site, chain of calls not compared yet
 
 
@@ -55,15 +54,27 @@ def find_difference(said: Sequence[Said]) -> MismatchError:
     if left_out > 0:
         hint = f"  ... and {left_out} more\n{hint}"
     rows = rows[:_MAX_ROWS]
-    counts = [one.batches or 0 for one in said]
-    if len(set(counts)) > 1 and any(one.has_ended for one in said):
-        ended = [rank for rank, one in enumerate(said) if one.has_ended]
+    uneven = _uneven(said)
+    if uneven is not None:
+        counts, ended = uneven
         hint = (
             f"Batches taken so far are counted above; rank(s) {', '.join(map(str, ended))} had no more. Give "
             'all ranks equally many: even_batches=True, drop_last=True, or uneven="stop_first".'
         )
         return UnevenDataError(operation, rows, hint, callers, counts)
     return MismatchError(operation, rows, hint, callers)
+
+
+def _uneven(said: Sequence[Said]) -> tuple[list[int], list[int]] | None:
+    """Find a pass that all ranks are in and that some have ended; give batches by rank, and who has no more.
+
+    Passes that only some ranks have begun, as in an evaluation on one of them, say nothing of the data.
+    """
+    for passes in reversed(list(zip(*(one.passes for one in said), strict=False))):
+        numbers, counts, has_ended = zip(*passes, strict=True)
+        if len(set(numbers)) == 1 and len(set(counts)) > 1 and any(has_ended):
+            return list(counts), [rank for rank, ended in enumerate(has_ended) if ended]
+    return None
 
 
 def _rows(said: Sequence[Said]) -> tuple[list[Disagreement], str]:

@@ -1,6 +1,6 @@
 """Who this process is and how it was configured: records, environment, ``init_context``."""
 
-from accelfn.context.call_log import CallLog, Entry, Settling, Unsettled
+from accelfn.context.call_log import CallLog, Entry, OpenPass, Unsettled
 from accelfn.context.callsite import call_site
 from accelfn.context.collectives import Collectives, Part, ReduceOp, StartedAllGather, chunk_bytes
 from accelfn.context.context import Context, check_context, close_context, configure, with_mesh
@@ -24,11 +24,12 @@ from accelfn.context.peer_monitor import PeerMonitor, late_error
 from accelfn.context.precision import Precision, check_precision
 from accelfn.context.process_group import make_gloo_group, process_group_collectives
 from accelfn.context.watchdog import start_watchdog
-from accelfn.context.world import Owned, World
+from accelfn.context.world import Background, Owned, Settling, World, WorldIdentity
 
 __all__ = (
     "AXES",
     "JOINED",
+    "Background",
     "CallLog",
     "Collectives",
     "Context",
@@ -42,6 +43,7 @@ __all__ = (
     "Mesh",
     "MeshPlan",
     "MessageBoard",
+    "OpenPass",
     "Owned",
     "Part",
     "PeerMonitor",
@@ -52,6 +54,7 @@ __all__ = (
     "Strategy",
     "Unsettled",
     "World",
+    "WorldIdentity",
     "announce_end",
     "as_error",
     "build_mesh",

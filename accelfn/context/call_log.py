@@ -1,14 +1,14 @@
-"""What this rank has called on its group: the one thing of a world that changes."""
+"""What this rank has called on its group: a log of communication, and nothing else."""
 
 from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
-from weakref import WeakKeyDictionary
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import NamedTuple
 
-__all__ = ("CallLog", "Entry", "Settling", "Unsettled")
+__all__ = ("CallLog", "Entry", "OpenPass", "Unsettled")
 
 _REMEMBERED = 64
 # Forms of calls whose first line is known, before all are forgotten.
@@ -34,12 +34,22 @@ class Unsettled(NamedTuple):
     abandon: Callable[[], None]  # without hearing it
 
 
-class Settling(Protocol):
-    """Something that goes on in the background of a world."""
+class OpenPass:
+    """A pass over data that the ranks have begun together, and whose end they are still to agree on.
 
-    def settle(self) -> None:
-        """Wait for its end, and raise what stopped it."""
-        ...
+    Attributes:
+        number: Of the last operation before it began: the same on every rank, so that it tells passes apart.
+        batches: Batches that this rank has taken in it.
+        has_ended: Whether this rank has come to its end, where it waits for the others.
+    """
+
+    __slots__ = ("batches", "has_ended", "number")
+
+    def __init__(self, number: int) -> None:
+        """Begin with no batch."""
+        self.number: int = number
+        self.batches: int = 0
+        self.has_ended: bool = False
 
 
 class CallLog:
@@ -56,17 +66,13 @@ class CallLog:
         patience_s: How long the current operation may wait for other ranks.
         over: Why no further operation is possible, or "".
         closed: Whether the context that opened this world has been closed.
-        place: Where in its data this rank is, such as ``"batch 3 of epoch 0"``.
-        batches: Batches that this rank has taken in its current pass over data, the innermost one; None
-            outside of any.
-        has_ended: Whether that pass has come to its end, where this rank waits for the others.
+        open_passes: Passes over data that were begun and have not ended, in the order of their beginning.
+            Each belongs to the loop that goes through it; here it is only listed, to explain a disagreement.
         reductions: Backward passes whose gradients have been reduced over the ranks.
         reducing: Whether this rank waits for such a reduction.
         unsettled: The agreement that comes first at the next operation, if one is open.
         after_backward: What is done when the backward pass under way is over; None while none is that
             ``accelfn.backward`` has begun.
-        passes: Passes begun over data that was not prepared.
-        background: What goes on beside the operations and is waited for when the world is closed: a save.
     """
 
     def __init__(self) -> None:
@@ -77,17 +83,12 @@ class CallLog:
         self.patience_s: float = _PATIENCE_S
         self.over = ""
         self.closed = False
-        self.place = ""
-        self.batches: int | None = None
-        self.has_ended = False
+        self.open_passes: list[OpenPass] = []
         self.reductions = 0
         self.reducing = False
         self.unsettled: Unsettled | None = None
         self.after_backward: list[Callable[[], None]] | None = None
-        self.passes = 0
-        self.background: Settling | None = None
         self._entries: deque[Entry] = deque(maxlen=_REMEMBERED)
-        self._counts: WeakKeyDictionary[object, int] = WeakKeyDictionary()
         self._first_sites: dict[int, str] = {}  # by form of call
 
     def __deepcopy__(self, memo: dict[int, object]) -> CallLog:
@@ -112,6 +113,16 @@ class CallLog:
         if material is not None:
             self.chain = hashlib.blake2b(self.chain + material.encode(), digest_size=_CHAIN_BYTES).digest()
         self._entries.append(Entry(self.number, operation, site, self.chain))
+
+    @contextmanager
+    def open_pass(self) -> Generator[OpenPass, None, None]:
+        """List a pass over data for as long as it is open."""
+        begun = OpenPass(self.number)
+        self.open_passes.append(begun)
+        try:
+            yield begun
+        finally:
+            self.open_passes.remove(begun)
 
     def confirm(self) -> None:
         """Note that all ranks have begun the current operation, and all before it, alike."""
@@ -150,11 +161,6 @@ class CallLog:
     def current(self) -> Entry:
         """The operation begun last."""
         return self._entries[-1] if self._entries else Entry(0, "", "", self.chain)
-
-    def count(self, thing: object) -> int:
-        """Count one more use of ``thing``, such as a step of an optimizer, and say how many there were."""
-        self._counts[thing] = self._counts.get(thing, 0) + 1
-        return self._counts[thing]
 
     def find(self, number: int) -> Entry | None:
         """Give the operation of that number, where it is remembered."""

@@ -31,7 +31,6 @@ from accelfn.context.failure import announce_end, publish
 from accelfn.context.mesh import AXES, Mesh, MeshPlan, build_mesh, plan_mesh
 from accelfn.context.options import (
     ContextOptions,
-    Fields,
     Strategy,
     apply_options,
     settle_parallelism,
@@ -43,15 +42,7 @@ from accelfn.context.process_group import is_registered
 from accelfn.context.world import World
 from accelfn.errors import ConfigurationError, NotAvailableError
 
-__all__ = (
-    "Context",
-    "check_context",
-    "close_context",
-    "configure",
-    "with_mesh",
-    "with_options",
-    "with_window",
-)
+__all__ = ("Context", "check_context", "close_context", "configure", "with_mesh", "with_window")
 
 _LET_GO_S = 0.02
 # Ranks that wait in an operation look at the board several times in that time.
@@ -62,9 +53,14 @@ _HOST_S = 1.5
 class Context:
     """Who this process is, how it reaches the others and how it was configured.
 
-    Frozen: nothing in the library changes it, and nothing else holds state. Made by
-    :func:`accelfn.init_context`, or directly in a test: ``Context()`` is one process on the CPU. Also a
-    context manager, which calls :func:`accelfn.close_context` at its end.
+    Frozen: nothing in the library changes it. Two things that it leads to do change, and all variants of a
+    context share them: the log of what this rank has called across ranks (``collectives.call_log``, with the
+    messages that ranks leave for each other), and the save that goes on in the background
+    (``world.background``). Nothing else holds state: what training changes is the user's own objects, and
+    the records that functions take and return.
+
+    Made by :func:`accelfn.init_context`, or directly in a test: ``Context()`` is one process on the CPU. Also
+    a context manager, which calls :func:`accelfn.close_context` at its end.
 
     Attributes:
         world: This rank among the others.
@@ -289,10 +285,11 @@ class Context:
         'bf16'
         """
         changed = configure(self, options)
-        if options.get("cpu", self.device.type == "cpu") != (self.device.type == "cpu"):
+        cpu = options.get("cpu")
+        if cpu is not None and cpu != (self.device.type == "cpu"):
             raise ConfigurationError(
                 f"Context.replace can't move from {self.device.type!r} to another device: got "
-                f"cpu={options.get('cpu')!r}. Make a new context with init_context."
+                f"cpu={cpu!r}. Make a new context with init_context."
             )
         if "process_group" in sort_handlers(options.get("kwargs_handlers")):
             raise ConfigurationError(
@@ -327,8 +324,13 @@ class Context:
 
 
 def configure(ctx: Context, options: ContextOptions) -> Context:
-    """Give ``ctx`` with ``options`` applied to it. Pure, but for a look at what the device can compute."""
-    return with_window(with_options(ctx, options), ctx.world.size)
+    """Return ``ctx`` with ``options`` applied to it. Pure, but for a look at what the device can compute."""
+    made = with_window(apply_options(ctx, options), ctx.world.size)
+    if made.precision.mode != ctx.precision.mode:
+        facts = next((item for item in read_hardware().devices if item.type == ctx.device.type), None)
+        if facts is not None:
+            check_precision(made.precision, facts)
+    return made
 
 
 def with_window(ctx: Context, size: int) -> Context:
@@ -359,30 +361,6 @@ def with_mesh(ctx: Context) -> Context:
     if parallelism is None:
         return ctx
     return dataclasses.replace(ctx, mesh=build_mesh(ctx, plan_mesh(parallelism, ctx.num_processes)))
-
-
-def with_options(ctx: Context, options: ContextOptions) -> Context:
-    """Give ``ctx`` with ``options`` applied to it, but for what depends on the number of ranks."""
-    now = Fields(
-        precision=ctx.precision,
-        accumulation=ctx.accumulation,
-        loading=ctx.loading,
-        project=ctx.project,
-        strategy=ctx.strategy,
-        device_placement=ctx.device_placement,
-        step_scheduler_with_optimizer=ctx.step_scheduler_with_optimizer,
-        rng_types=ctx.rng_types,
-        guard=ctx.guard,
-        reduction=ctx.reduction,
-        profiling=ctx.profiling,
-        log_with=ctx.log_with,
-    )
-    fields = apply_options(now, options)
-    if fields["precision"].mode != ctx.precision.mode:
-        facts = next((item for item in read_hardware().devices if item.type == ctx.device.type), None)
-        if facts is not None:
-            check_precision(fields["precision"], facts)
-    return dataclasses.replace(ctx, **fields)
 
 
 def _alone(options: dict[str, Any]) -> Context:
@@ -416,13 +394,12 @@ def close_context(ctx: Context) -> None:
     Ranks: every rank of ``ctx``.
 
     Raises:
-        Exception: What stopped that save, unless its handle has told it; the context is closed all the same.
+        Exception: The background save's error, unless ``result()`` already raised it; the context is closed
+            all the same.
     """
     check_context("close_context", ctx)
-    background = ctx.collectives.call_log.background
     try:
-        if background is not None:
-            background.settle()
+        ctx.world.background.settle()
     finally:
         _close(ctx)
 

@@ -9,7 +9,7 @@ import os
 import socket
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -17,35 +17,23 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed re-exports them untyped
+from typing_extensions import Unpack
 
 from accelfn.context.arrival import address_of, arrive
 from accelfn.context.callsite import call_site
 from accelfn.context.collectives import Collectives
 from accelfn.context.config import (
-    CanonicalReduction,
-    DataLoaderConfiguration,
-    DeepSpeedPlugin,
-    DynamoBackend,
-    FullyShardedDataParallelPlugin,
-    GradientAccumulationPlugin,
     Guard,
     InitProcessGroupKwargs,
-    KwargsHandler,
-    MegatronLMPlugin,
-    ParallelismConfig,
-    PrecisionType,
-    ProjectConfiguration,
-    RNGType,
     Settings,
-    TorchDynamoPlugin,
     read_settings,
 )
-from accelfn.context.context import Context, close_context, with_mesh, with_options, with_window
+from accelfn.context.context import Context, close_context, with_mesh, with_window
 from accelfn.context.device import DevicePlan, plan_device, read_hardware
 from accelfn.context.environment import EnvironmentPlan, detect_environment
 from accelfn.context.failure import announce_end, publish
 from accelfn.context.message_board import MessageBoard, store_board
-from accelfn.context.options import ContextOptions, merge_settings, sort_handlers
+from accelfn.context.options import ContextOptions, apply_options, merge_settings, said, sort_handlers
 from accelfn.context.precision import check_precision
 from accelfn.context.process_group import (
     level_group_counts,
@@ -54,7 +42,7 @@ from accelfn.context.process_group import (
     process_group_collectives,
 )
 from accelfn.context.watchdog import start_watchdog
-from accelfn.context.world import GroupOwner, Owned, World
+from accelfn.context.world import GroupOwner, Owned, World, WorldIdentity
 from accelfn.errors import ConfigurationError, DistributedError, NotAvailableError
 
 __all__ = ("init_context",)
@@ -66,31 +54,7 @@ _GUESSED_PATIENCE = timedelta(seconds=60)
 _NEVER = timedelta(days=30)
 
 
-def init_context(
-    *,
-    device_placement: bool = True,
-    mixed_precision: str | PrecisionType | None = None,
-    gradient_accumulation_steps: int | None = None,
-    cpu: bool | None = None,
-    dataloader_config: DataLoaderConfiguration | None = None,
-    deepspeed_plugin: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None = None,
-    fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
-    megatron_lm_plugin: MegatronLMPlugin | None = None,
-    rng_types: Sequence[str | RNGType] | None = None,
-    log_with: Any = None,
-    project_dir: str | os.PathLike[str] | None = None,
-    project_config: ProjectConfiguration | None = None,
-    gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
-    step_scheduler_with_optimizer: bool = True,
-    kwargs_handlers: Sequence[KwargsHandler] | None = None,
-    dynamo_backend: str | DynamoBackend | None = None,
-    dynamo_plugin: TorchDynamoPlugin | None = None,
-    parallelism_config: ParallelismConfig | None = None,
-    guard: Guard | str | None = None,
-    debug: bool | None = None,
-    reduction: str | CanonicalReduction | None = None,
-    group: dist.ProcessGroup | None = None,
-) -> Context:
+def init_context(*, group: dist.ProcessGroup | None = None, **options: Unpack[ContextOptions]) -> Context:
     """Find out who this process is, join its world, and return the frozen :class:`Context`.
 
     The environment is read here, once, and never written: ``ACCELFN_*`` variables, then ``ACCELERATE_*``,
@@ -101,7 +65,11 @@ def init_context(
     Ranks: every rank of the world (or of ``group``).
 
     Args:
-        device_placement: Move models and batches to the device of this rank.
+        group: An existing process group to use instead of the default one; it stays the caller's.
+        **options: The keyword arguments below; None stands for not passing one.
+
+    Keyword Args:
+        device_placement: Move models and batches to the device of this rank; on by default.
         mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``.
         gradient_accumulation_steps: Micro-batches per optimizer step; 1 when nothing says otherwise.
         cpu: Use the CPU even where there is an accelerator.
@@ -115,7 +83,7 @@ def init_context(
         project_dir: Folder for outputs; ``project_config`` wins if it names one.
         project_config: Where outputs go.
         gradient_accumulation_plugin: Accumulation in more detail than a number of steps.
-        step_scheduler_with_optimizer: A scheduler moves only when its optimizer does.
+        step_scheduler_with_optimizer: A scheduler moves only when its optimizer does; on by default.
         kwargs_handlers: Records such as ``AutocastKwargs``, at most one of a kind.
         dynamo_backend: Short for ``dynamo_plugin=TorchDynamoPlugin(backend=...)``.
         dynamo_plugin: torch.compile.
@@ -125,7 +93,6 @@ def init_context(
         debug: True is short for ``guard="full"``; False keeps a variable or ``ctx.replace`` from it.
         reduction: ``"mean"``, or ``"canonical"``: exact mode, which gives the same bits at any number of
             ranks; a :class:`CanonicalReduction` says how many shards make a step.
-        group: An existing process group to use instead of the default one; it stays the caller's.
 
     Returns:
         The context; also a context manager that closes it.
@@ -141,47 +108,21 @@ def init_context(
     ...     ctx.num_processes, ctx.mixed_precision
     (1, 'bf16')
     """
-    asked = ContextOptions(
-        device_placement=device_placement,
-        mixed_precision=mixed_precision,
-        dataloader_config=dataloader_config,
-        deepspeed_plugin=deepspeed_plugin,
-        fsdp_plugin=fsdp_plugin,
-        megatron_lm_plugin=megatron_lm_plugin,
-        rng_types=rng_types,
-        log_with=log_with,
-        project_dir=project_dir,
-        project_config=project_config,
-        gradient_accumulation_plugin=gradient_accumulation_plugin,
-        step_scheduler_with_optimizer=step_scheduler_with_optimizer,
-        kwargs_handlers=kwargs_handlers,
-        dynamo_backend=dynamo_backend,
-        dynamo_plugin=dynamo_plugin,
-        parallelism_config=parallelism_config,
-        guard=guard,
-        reduction=reduction,
-    )
-    if gradient_accumulation_steps is not None:
-        asked["gradient_accumulation_steps"] = gradient_accumulation_steps
-    if cpu is not None:
-        asked["cpu"] = cpu
-    if debug is not None:
-        asked["debug"] = debug
-
     environment = dict(os.environ)
     settings = read_settings(environment)
     _refuse_settings(settings)
+    asked = said(options)
     options = merge_settings(asked, settings)
-    base = with_options(Context(), options)  # refuses bad options before anything is started
+    base = apply_options(Context(), options)  # refuses bad options before anything is started
     if settings.bypass_device_map:
         base = dataclasses.replace(base, strategy=dataclasses.replace(base.strategy, bypass_device_map=True))
-    joining = sort_handlers(kwargs_handlers).get("process_group", InitProcessGroupKwargs())
-    if joining.timeout is not None and not isinstance(guard, Guard):
+    joining = sort_handlers(asked.get("kwargs_handlers")).get("process_group", InitProcessGroupKwargs())
+    if joining.timeout is not None and not isinstance(asked.get("guard"), Guard):
         base = dataclasses.replace(base, guard=dataclasses.replace(base.guard, timeout=joining.timeout))
     timeout = joining.timeout or base.guard.timeout
     hardware = read_hardware()
-    use_cpu = options.get("cpu", False)
-    device = None if cpu else settings.device  # cpu=True was passed, the device is a variable
+    use_cpu = bool(options.get("cpu"))
+    device = None if asked.get("cpu") else settings.device  # cpu=True was passed, the device is a variable
 
     if group is not None or dist.is_initialized():
         adopted = group if group is not None else dist.group.WORLD
@@ -475,5 +416,6 @@ def _world(
         device=plan.device,
         backend=backend,
         group_ref=None if group is None else weakref.ref(group),
+        identity=World().identity if group is None else WorldIdentity(),
         made=made,
     )

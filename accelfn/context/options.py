@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypedDict, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, cast
 
 from accelfn.context.config import (
     AORecipeKwargs,
@@ -40,13 +40,16 @@ from accelfn.context.config.trackers import settle_log_with
 from accelfn.context.precision import Precision
 from accelfn.errors import ConfigurationError, NotAvailableError
 
+if TYPE_CHECKING:
+    from accelfn.context.context import Context
+
 __all__ = (
     "ContextOptions",
-    "Fields",
     "Handlers",
     "Strategy",
     "apply_options",
     "merge_settings",
+    "said",
     "settle_parallelism",
     "settle_window",
     "sort_handlers",
@@ -63,12 +66,12 @@ _LATER: tuple[tuple[str, Callable[[ParallelismConfig], int]], ...] = (
 
 
 class ContextOptions(TypedDict, total=False):
-    """Keyword arguments of ``init_context`` (all but ``group``); :func:`init_context` explains each."""
+    """Keyword arguments of ``init_context`` (all but ``group``), which explains each; None says nothing."""
 
     device_placement: bool
     mixed_precision: str | PrecisionType | None
-    gradient_accumulation_steps: int
-    cpu: bool
+    gradient_accumulation_steps: int | None
+    cpu: bool | None
     dataloader_config: DataLoaderConfiguration | None
     deepspeed_plugin: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None
     fsdp_plugin: FullyShardedDataParallelPlugin | None
@@ -156,8 +159,9 @@ def sort_handlers(handlers: Sequence[KwargsHandler] | None) -> Handlers:
 
 def merge_settings(options: ContextOptions, settings: Settings) -> ContextOptions:
     """Fill what ``options`` leaves open with what the environment says; an explicit argument wins. Pure."""
+    options = said(options)
     merged = options.copy()
-    if merged.get("mixed_precision") is None and settings.mixed_precision is not None:
+    if "mixed_precision" not in options and settings.mixed_precision is not None:
         merged["mixed_precision"] = settings.mixed_precision
     if options.get("reduction") is None and settings.reduction is not None:
         merged["reduction"] = settings.reduction
@@ -205,70 +209,61 @@ def merge_settings(options: ContextOptions, settings: Settings) -> ContextOption
     return merged
 
 
-class Fields(TypedDict):
-    """The fields of a Context that options decide."""
-
-    precision: Precision
-    accumulation: GradientAccumulationPlugin
-    loading: DataLoaderConfiguration
-    project: ProjectConfiguration
-    strategy: Strategy
-    device_placement: bool
-    step_scheduler_with_optimizer: bool
-    rng_types: tuple[str, ...]
-    guard: Guard
-    reduction: CanonicalReduction | None
-    profiling: ProfileKwargs
-    log_with: tuple[Any, ...]
+def said(options: ContextOptions) -> ContextOptions:
+    """Leave out options that are None. Pure."""
+    return cast("ContextOptions", {name: value for name, value in options.items() if value is not None})
 
 
-def apply_options(now: Fields, options: ContextOptions) -> Fields:
-    """Give the fields of a context that has the fields ``now`` after ``options`` are asked of it. Pure.
+def apply_options(ctx: Context, options: ContextOptions) -> Context:
+    """Return ``ctx`` with ``options`` applied to it, but for what depends on the number of ranks. Pure.
 
     Raises:
         ConfigurationError: Two options contradict each other, or one is not valid.
         NotAvailableError: An option asks for machinery that this version does not have.
+        TypeError: An unknown option, or one of the wrong type.
     """
+    options = said(options)
     _check_names_and_flags(options)
     _refuse_unavailable(options)
     handlers = sort_handlers(options.get("kwargs_handlers"))
-    precision = now["precision"]
+    precision = ctx.precision
     mode = options.get("mixed_precision")
     recipe = handlers.get("fp8_recipe", precision.fp8_recipe)
     if mode is not None and mode != "fp8" and "fp8_recipe" not in handlers:
         recipe = None  # ctx.replace(mixed_precision="bf16") leaves fp8, and with it the recipe
-    reduction = _reduction(now["reduction"], options.get("reduction"))
-    ddp = handlers.get("ddp", now["strategy"].ddp)
+    reduction = _reduction(ctx.reduction, options.get("reduction"))
+    ddp = handlers.get("ddp", ctx.strategy.ddp)
     if reduction is not None:
         _refuse_inexact(ddp)
-    return Fields(
+    return dataclasses.replace(
+        ctx,
         precision=Precision(
             mode=precision.mode if mode is None else mode,
             autocast=handlers.get("autocast", precision.autocast),
             scaler=handlers.get("scaler", precision.scaler),
             fp8_recipe=recipe,
         ),
-        accumulation=_accumulation(_given_window(now, options), options),
+        accumulation=_accumulation(_given_window(ctx, options), options),
         loading=_typed("dataloader_config", options.get("dataloader_config"), DataLoaderConfiguration)
-        or now["loading"],
-        project=_project(now["project"], options),
+        or ctx.loading,
+        project=_project(ctx.project, options),
         strategy=dataclasses.replace(
-            now["strategy"],
+            ctx.strategy,
             ddp=ddp,
-            dynamo=_dynamo(options) or now["strategy"].dynamo,
-            parallelism=options.get("parallelism_config") or now["strategy"].parallelism,
+            dynamo=_dynamo(options) or ctx.strategy.dynamo,
+            parallelism=options.get("parallelism_config") or ctx.strategy.parallelism,
             fsdp=_typed("fsdp_plugin", options.get("fsdp_plugin"), FullyShardedDataParallelPlugin)
-            or now["strategy"].fsdp,
+            or ctx.strategy.fsdp,
         ),
-        device_placement=options.get("device_placement", now["device_placement"]),
+        device_placement=options.get("device_placement", ctx.device_placement),
         step_scheduler_with_optimizer=options.get(
-            "step_scheduler_with_optimizer", now["step_scheduler_with_optimizer"]
+            "step_scheduler_with_optimizer", ctx.step_scheduler_with_optimizer
         ),
-        rng_types=_rng_types(now["rng_types"], options.get("rng_types")),
-        guard=_guard(now["guard"], options),
+        rng_types=_rng_types(ctx.rng_types, options.get("rng_types")),
+        guard=_guard(ctx.guard, options),
         reduction=reduction,
-        profiling=handlers.get("profile", now["profiling"]),
-        log_with=_log_with(now["log_with"], options.get("log_with")),
+        profiling=handlers.get("profile", ctx.profiling),
+        log_with=_log_with(ctx.log_with, options.get("log_with")),
     )
 
 
@@ -339,8 +334,7 @@ def _check_names_and_flags(options: ContextOptions) -> None:
     # Callers without a type checker pass a "no" from a parsed file, which would count as True.
     given = cast("Mapping[str, object]", options)
     for name in ("device_placement", "step_scheduler_with_optimizer", "cpu", "debug"):
-        unsaid = name == "debug" and given.get(name) is None
-        if name in given and not unsaid and not isinstance(given[name], bool):
+        if name in given and not isinstance(given[name], bool):
             raise TypeError(f"{name} must be True or False: got {given[name]!r}.")
 
 
@@ -350,9 +344,9 @@ def _accumulation(now: GradientAccumulationPlugin, options: ContextOptions) -> G
         options.get("gradient_accumulation_plugin"),
         GradientAccumulationPlugin,
     )
-    if "gradient_accumulation_steps" not in options:
+    steps = options.get("gradient_accumulation_steps")
+    if steps is None:
         return plugin or now
-    steps = options["gradient_accumulation_steps"]
     if plugin is not None:
         if steps not in (1, plugin.num_steps):
             raise ConfigurationError(
@@ -363,12 +357,12 @@ def _accumulation(now: GradientAccumulationPlugin, options: ContextOptions) -> G
     return dataclasses.replace(now, num_steps=steps)
 
 
-def _given_window(now: Fields, options: ContextOptions) -> GradientAccumulationPlugin:
+def _given_window(ctx: Context, options: ContextOptions) -> GradientAccumulationPlugin:
     """Give the accumulation before ``options``, without a window that only followed from a reduction."""
-    before = now["reduction"]
+    before = ctx.reduction
     if options.get("reduction") is None or before is None or before.num_shards is None:
-        return now["accumulation"]
-    return dataclasses.replace(now["accumulation"], num_steps=1)
+        return ctx.accumulation
+    return dataclasses.replace(ctx.accumulation, num_steps=1)
 
 
 def _reduction(

@@ -5,15 +5,62 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from accelfn.errors import ConfigurationError
 
-__all__ = ("GroupOwner", "Owned", "World")
+__all__ = ("Background", "GroupOwner", "Owned", "Settling", "World", "WorldIdentity")
 
 _CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WorldIdentity:
+    """Tells one world from all others, those before and after it included; equal to nothing but itself."""
+
+    def __deepcopy__(self, memo: dict[int, object]) -> WorldIdentity:
+        """Give itself: a copy of a context is in the same world."""
+        return self
+
+    def __reduce__(self) -> tuple[Callable[[], WorldIdentity], tuple[()]]:
+        """Pickle as that of no world: what is loaded elsewhere isn't in this one."""
+        return _no_world, ()
+
+
+# Of worlds that nobody has made a group for: one process is the same world, whichever context says so.
+_ALONE = WorldIdentity()
+
+
+def _no_world() -> WorldIdentity:
+    return _ALONE
+
+
+class Settling(Protocol):
+    """Something that goes on in the background of a world."""
+
+    def settle(self) -> None:
+        """Wait for its end, and raise what stopped it."""
+        ...
+
+
+class Background:
+    """What goes on beside the operations of a world: one save at most.
+
+    Attributes:
+        task: What the next save settles first, and so does closing the context; None before the first.
+    """
+
+    def __init__(self) -> None:
+        """Begin with nothing."""
+        self.task: Settling | None = None
+
+    def settle(self) -> None:
+        """Wait for its end, and raise what stopped it unless somebody has been told already."""
+        if self.task is not None:
+            self.task.settle()
 
 
 class GroupOwner:
@@ -69,6 +116,9 @@ class World:
             one.
         group_ref: Leads to torch's process group; None for a world of one, or ranks in memory. Only torch
             keeps the group alive, so that closing it really ends its threads.
+        identity: The same object in all contexts over this world, so that what one of them has prepared is
+            known by the others, and by those of no other world.
+        background: What goes on beside the operations, and is waited for when the context is closed.
         keeper: Keeps a group of accelfn's own for as long as any variant of the context is used.
         made: What ``init_context`` set up and ``close_context`` undoes.
     """
@@ -82,8 +132,10 @@ class World:
     device: torch.device = _CPU
     backend: str | None = None
     group_ref: weakref.ref[dist.ProcessGroup] | None = None
+    identity: WorldIdentity = field(default=_ALONE, repr=False)
+    background: Background = field(default_factory=Background, compare=False, repr=False)
     keeper: GroupOwner | None = field(default=None, compare=False, repr=False)
-    made: Owned = field(default_factory=Owned)
+    made: Owned = field(default_factory=Owned, compare=False)
 
     @property
     def group(self) -> dist.ProcessGroup | None:

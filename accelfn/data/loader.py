@@ -192,7 +192,7 @@ def prepare_data_loader(
 
     A stream, that is an ``IterableDataset``, is read by its shards where it offers as many as there are ranks
     (ranks may then have different numbers of batches). Otherwise each rank reads all of it and keeps its
-    piece of each group of batches, which a warning says once. It must be the same stream on every rank: its
+    piece of each group of batches, which a warning says. It must be the same stream on every rank: its
     random numbers are, and those of collation differ.
 
     Ranks: every rank of ``ctx``.

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from itertools import islice
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
+
+import torch
 
 from accelfn.comm import Call, check, gather_bytes
 from accelfn.context import Context, check_context
@@ -165,27 +168,26 @@ def microbatches(
 
 def _microbatches(ctx: Context, loader: Iterable[T], uneven: Uneven) -> Iterator[tuple[T, MicroBatch]]:
     passes = passes_of(loader) if isinstance(loader, PreparedDataLoader) else None
-    begun = _begin_any(ctx, loader, uneven) if passes is None else passes.begin()
-    epoch = 0 if passes is None else passes.epoch  # behind a pass that was left, another one begins
+    if passes is None:
+        begun, source = _begin_any(ctx, loader, uneven)
+        epoch, before = 0, 0
+    else:
+        begun = passes.begin()
+        epoch, before = passes.epoch, passes.consumed  # behind a pass that was left, another one begins
+        source = f"epoch {epoch}"
     if uneven == "join":
         steps = _joined(ctx, begun, epoch)
     elif begun.counts is None:
         steps = _in_windows(ctx, begun, uneven)
     else:
         steps = _counted(ctx, begun, begun.counts, epoch, uneven)
-    call_log = ctx.collectives.call_log
-    source, before = f"epoch {epoch}", 0 if passes is None else passes.consumed
-    if passes is None:
-        call_log.passes += 1
-        source = f"pass {call_log.passes}"
     size = ctx.num_processes
     # What MicroBatch(...) calls, at a third of its cost, which each batch pays.
     make = cast("Callable[..., MicroBatch]", cast("Any", tuple).__new__)
     rows: int | None = 0
     valid: int | None = 0
     is_full = uneven != "join"  # there, what is planned for a step isn't what the ranks do together
-    outer, call_log.batches = call_log.batches, 0
-    try:
+    with ctx.collectives.call_log.open_pass() as now:
         index = 0
         for batch, share, place, window, is_last in steps:
             own, most, by_all, by_rank, own_valid, _, consumed, _ = share
@@ -204,15 +206,13 @@ def _microbatches(ctx: Context, loader: Iterable[T], uneven: Uneven) -> Iterator
             known = (index, epoch, place, window, place == window - 1, is_last)
             of_step = (own, most, by_all, by_rank, own_valid, consumed or None)
             index += 1
-            call_log.batches = index
+            now.batches = index
             yield batch, make(MicroBatch, (*known, *of_step, rows, valid, is_full, draws))
         # A source that gave fewer batches than its length has promised is found out here.
         if size > 1 and uneven != "join":
-            call_log.has_ended = True
+            now.has_ended = True
             read = _read_by_all(passes, begun, uneven)
             check(ctx, Call("microbatches", f"the end after {index} batches{read}"))
-    finally:  # what the ranks do then, or in the loop around this one, has nothing to do with this pass
-        call_log.batches, call_log.has_ended = outer, False
     if passes is not None:  # a rank that left batches over has ended its epoch like the others
         passes.finish()
 
@@ -224,15 +224,23 @@ def _read_by_all(passes: Passes[Any] | None, begun: EpochPass[Any], uneven: Unev
     return f" and {passes.consumed} samples of epoch {passes.epoch}"
 
 
-def _begin_any(ctx: Context, loader: Iterable[T], uneven: Uneven) -> EpochPass[T]:
-    """Begin a pass over what was not prepared."""
+def _begin_any(ctx: Context, loader: Iterable[T], uneven: Uneven) -> tuple[EpochPass[T], str]:
+    """Begin a pass over what was not prepared, and name it for the random numbers of exact mode.
+
+    Such data has no epochs, so the name is drawn, as torch's DataLoader draws a seed for each pass: from the
+    generator that the program seeds and saves. All ranks draw, to leave it alike, and take that of rank 0.
+    """
+    name = "" if ctx.reduction is None else str(int(torch.empty((), dtype=torch.int64).random_()))
     own = len(loader) if isinstance(loader, Sized) else None
     shares = ((batch, BatchInfo(num_rows=rows_of(batch))) for batch in loader)
-    if ctx.num_processes == 1 or (ctx.guard.mode == GuardMode.OFF and uneven == "error"):
-        return EpochPass(None if own is None else (own,), shares, in_step=True)
-    blobs = gather_bytes(ctx, Call("microbatches"), b"" if own is None else str(own).encode())
-    counts = tuple(int(blob) for blob in blobs if blob)
-    return EpochPass(counts if len(counts) == len(blobs) else None, shares)
+    is_unasked = ctx.guard.mode == GuardMode.OFF and uneven == "error" and ctx.reduction is None
+    if ctx.num_processes == 1 or is_unasked:
+        return EpochPass(None if own is None else (own,), shares, in_step=True), f"pass {name}"
+    said: list[tuple[int | None, str]] = [
+        json.loads(blob) for blob in gather_bytes(ctx, Call("microbatches"), json.dumps([own, name]).encode())
+    ]
+    counts = tuple(count for count, _ in said if count is not None)
+    return EpochPass(counts if len(counts) == len(said) else None, shares), f"pass {said[0][1]}"
 
 
 def _counted(

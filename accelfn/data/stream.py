@@ -314,8 +314,7 @@ def read_stream(
             "hand them out in the same order. Use in_order=True, or num_workers=1."
         )
     seed = agree(f"a stream of {length_of(dataset)} samples, {_batches_of(rows, source)}")
-    # A class can be counted like any object: the first such reader of this world says it.
-    if size > 1 and ctx.collectives.call_log.count(StreamReader) == 1 and ctx.is_main_process:
+    if size > 1 and ctx.is_main_process:
         warnings.warn(
             f"each of {size} ranks reads the whole stream and keeps its part, so the data is read {size} "
             f"times. A dataset that offers num_shards, at least {size}, and shard(num_shards, index) is read "

@@ -23,6 +23,7 @@ from accelfn.parallel.norm import clip_norm_, clip_value_, gradient_norm
 from accelfn.parallel.plan import ModelPlan, apply_model, plan_model
 from accelfn.parallel.pointers import follow, newest, repoint
 from accelfn.parallel.replicate import (
+    at_place,
     check_wrapped,
     no_sync,
     replicate,
@@ -39,6 +40,7 @@ __all__ = (
     "ShardPlan",
     "ThreadDDP",
     "apply_model",
+    "at_place",
     "check_reduced",
     "check_wrapped",
     "clip_norm_",

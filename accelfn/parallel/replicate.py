@@ -20,13 +20,14 @@ from accelfn.errors import ConfigurationError
 from accelfn.parallel.comm_hook import choose_comm_hook, register_comm_hook
 from accelfn.parallel.exact import ExactReplica
 from accelfn.parallel.facts import modules_of
-from accelfn.parallel.handle import Communication, DDPHandle, handle_of
+from accelfn.parallel.handle import Communication, DDPHandle, handle_of, uncompiled
 from accelfn.parallel.thread_ddp import ThreadDDP, is_made_of_others
 from accelfn.tree import flatten
 
 __all__ = (
     "DataParallel",
     "ForwardAgreement",
+    "at_place",
     "check_each_forward",
     "check_wrapped",
     "no_sync",
@@ -39,6 +40,9 @@ M = TypeVar("M", bound=nn.Module)
 
 # What says of a module that its forward passes are not compared now.
 _UNCHECKED = "_accelfn_unchecked"
+
+# Where in the data its forward passes are now.
+_PLACE = "_accelfn_place"
 
 # By which DDP knows the tensors of a model that aren't its concern.
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
@@ -214,7 +218,8 @@ class ForwardAgreement:
             return
         is_first, self._is_first = self._is_first, False
         text = str(planned)
-        call = Call("forward", text, lambda: {"model": text}, takes_long=is_first)
+        place: str = vars(model).get(_PLACE, "")
+        call = Call("forward", text, lambda: {"model": text}, takes_long=is_first, place=place)
         if planned.at_once:
             check(self._ctx, call)
         else:
@@ -285,6 +290,23 @@ def unchecked(*models: nn.Module) -> Generator[None, None, None]:
     finally:
         for model, was in zip(models, before, strict=True):
             setattr(model, _UNCHECKED, was)
+
+
+@contextmanager
+def at_place(place: str, *models: nn.Module) -> Generator[None, None, None]:
+    """Let ranks compare inside where in their data they are, in forward passes of ``models`` they agree on.
+
+    Ranks: any; doesn't communicate.
+    """
+    found = [uncompiled(model) for model in models]
+    before = [vars(model).get(_PLACE, "") for model in found]
+    for model in found:
+        vars(model)[_PLACE] = place
+    try:
+        yield
+    finally:
+        for model, was in zip(found, before, strict=True):
+            vars(model)[_PLACE] = was
 
 
 @contextmanager

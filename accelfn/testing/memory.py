@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from accelfn.context import CallLog, Collectives, Part, ReduceOp, World, chunk_bytes
+from accelfn.context import CallLog, Collectives, Part, ReduceOp, World, WorldIdentity, chunk_bytes
 from accelfn.testing.rendezvous import Rendezvous
 
 __all__ = ("memory_collectives", "memory_world")
@@ -30,6 +30,7 @@ def memory_world(rank: int, size: int, num_nodes: int = 1, backend: str = "memor
         node_rank=rank // local_size,
         num_nodes=num_nodes,
         backend=backend,
+        identity=WorldIdentity(),
     )
 
 

@@ -28,8 +28,7 @@ def taking_part(ctx: Context, *, whole_process: bool) -> Generator[None]:
 
     try:
         yield
-        if call_log.background is not None:
-            call_log.background.settle()
+        ctx.world.background.settle()
     except RankDeath:  # nobody is told
         leave_mesh(tell=False)
         raise

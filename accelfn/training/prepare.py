@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from typing_extensions import TypeVarTuple, Unpack
 
 from accelfn.comm import Call, agree, catch
-from accelfn.context import Context, Precision, check_context
+from accelfn.context import Context, Precision, WorldIdentity, check_context
 from accelfn.data import PreparedDataLoader, prepare_data_loader
 from accelfn.errors import ConfigurationError
 from accelfn.parallel import (
@@ -64,7 +64,7 @@ class Mark(NamedTuple):
     size: int
     device: str
     precision: Precision
-    channel: int  # tells worlds of one process apart
+    world: WorldIdentity
     is_exact: bool = False  # whether gradients are summed in exact mode
     is_wrapped: bool = False  # whether what prepare gave back is another object, around this one
     is_alone: bool = False  # whether nobody averages its gradients
@@ -84,9 +84,8 @@ class Mark(NamedTuple):
 
 def mark_of(ctx: Context) -> Mark:
     """Give the mark that ``ctx`` puts on what it prepares."""
-    channel = id(ctx.collectives.all_gather_bytes)
     is_exact = ctx.reduction is not None
-    return Mark(ctx.rank, ctx.num_processes, str(ctx.device), ctx.precision, channel, is_exact)
+    return Mark(ctx.rank, ctx.num_processes, str(ctx.device), ctx.precision, ctx.world.identity, is_exact)
 
 
 @overload

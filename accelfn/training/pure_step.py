@@ -159,7 +159,7 @@ def pure_step(
             metrics = StepMetrics(terms.loss, norm, skipped, terms.aux)
             state = PureTrainState(params, optimizer_state, scaler, state.num_steps + 1)
         if ctx.guard.check_replicas_every is not None and ctx.num_processes > 1:
-            compare(state.params)
+            compare(state)
         return state, metrics
 
     def exactly(state: PureTrainState[Params], batch: Batch) -> _Window:
@@ -174,10 +174,10 @@ def pure_step(
         return _Window(terms, [cast("torch.Tensor", grad) for grad in grads])
 
     @not_compiled
-    def compare(params: Params) -> None:
+    def compare(state: PureTrainState[Params]) -> None:
         every = ctx.guard.check_replicas_every
-        if every is not None and ctx.collectives.call_log.count(step) % every == 0:
-            check_replicas(ctx, params, name="params")
+        if every is not None and int(state.num_steps) % every == 0:
+            check_replicas(ctx, state.params, name="params")
 
     return step
 

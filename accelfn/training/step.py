@@ -17,6 +17,7 @@ from accelfn.data import MicroBatch
 from accelfn.data.microbatch import check_micro
 from accelfn.errors import ConfigurationError
 from accelfn.parallel import (
+    at_place,
     check_reduced,
     clip_norm_,
     exact_backward,
@@ -51,6 +52,9 @@ __all__ = (
     "scheduler_step",
     "trigger_sync_in_backward",
 )
+
+# Where an optimizer keeps the number of its steps, for `Guard.check_replicas_every`.
+_STEPS = "_accelfn_steps"
 
 
 def backward(
@@ -235,12 +239,6 @@ def accumulate(ctx: Context, micro: MicroBatch, *models: nn.Module) -> AbstractC
 def _accumulate(
     ctx: Context, micro: MicroBatch, models: tuple[nn.Module, ...]
 ) -> Generator[None, None, None]:
-    call_log = ctx.collectives.call_log
-    # What is called inside is compared with it, so that ranks at different batches don't meet.
-    before, call_log.place = (
-        call_log.place,
-        f"batch {micro.index} of epoch {micro.epoch} ({micro.window} a window)",
-    )
     for index, model in enumerate(models):
         if ctx.num_processes > 1 and not is_averaged(model):
             raise ConfigurationError(
@@ -248,16 +246,16 @@ def _accumulate(
                 "nobody averages its gradients over the ranks. Pass what prepare_model(ctx, model) gives "
                 "back, without evaluation_mode."
             )
-    try:
-        with ExitStack() as stack:
-            if ctx.reduction is not None:
-                stack.enter_context(exact_batch(models, micro, micro.place, micro.window))
-                stack.enter_context(draw_for(ctx, micro))
-            if not micro.sync and not ctx.accumulation.sync_each_batch:
-                stack.enter_context(replicas_without_sync(*models))
-            yield
-    finally:
-        call_log.place = before
+    with ExitStack() as stack:
+        # Forward passes are compared with it, so that ranks at different batches don't meet.
+        place = f"batch {micro.index} of epoch {micro.epoch} ({micro.window} a window)"
+        stack.enter_context(at_place(place, *models))
+        if ctx.reduction is not None:
+            stack.enter_context(exact_batch(models, micro, micro.place, micro.window))
+            stack.enter_context(draw_for(ctx, micro))
+        if not micro.sync and not ctx.accumulation.sync_each_batch:
+            stack.enter_context(replicas_without_sync(*models))
+        yield
 
 
 def optimizer_step(
@@ -342,10 +340,17 @@ def optimizer_step(
     for one in optimizers:
         if clear_gradients:
             one.zero_grad(set_to_none=True)
-        if every is not None and ctx.num_processes > 1 and ctx.collectives.call_log.count(one) % every == 0:
+        if every is not None and ctx.num_processes > 1 and _count_step(one) % every == 0:
             parameters, name = named_parameters(one)
             check_replicas(ctx, parameters, name=name)
     return scaler_state
+
+
+def _count_step(optimizer: Optimizer) -> int:
+    """Count a step of an optimizer, on the optimizer itself; as an attribute it is in no state dict."""
+    number: int = getattr(optimizer, _STEPS, 0) + 1
+    setattr(optimizer, _STEPS, number)
+    return number
 
 
 def _steppable(scheduler: LRScheduler | Sequence[LRScheduler] | None) -> tuple[LRScheduler, ...]:

@@ -363,10 +363,7 @@ def test_what_is_heard_later_tells_of_the_call_that_was_open(
 @pytest.mark.parametrize("on", ["gloo", "processes"])
 def test_what_is_heard_later_tells_of_the_place_in_the_data_that_it_was_called_at(on: Where) -> None:
     def work(ctx: Context) -> Any:
-        call_log = ctx.collectives.call_log
-        call_log.place = f"batch {ctx.rank} of epoch 0"
-        check_later(ctx, Call("probe"))
-        call_log.place = "batch 9 of epoch 0"
+        check_later(ctx, Call("probe", place=f"batch {ctx.rank} of epoch 0"))
         return failure(own_gathered)(ctx)
 
     for error in run_ranks(work, 2, on, timeout_s=20):

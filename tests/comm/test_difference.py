@@ -24,8 +24,7 @@ def said(**changed: Any) -> Said:
         line="train.py:7 in main",
         place="",
         leaves={"tree['x']": "float32 (2,)"},
-        batches=None,
-        has_ended=False,
+        passes=[],
         recent=[(3, "gather", "train.py:7 in main", "c3")],
     )
     return usual._replace(**changed)
@@ -206,9 +205,9 @@ def test_the_current_call_is_no_earlier_one() -> None:
 def test_a_rank_that_ran_out_of_batches_is_uneven_data() -> None:
     error = find_difference(
         [
-            said(batches=4, place="batch 4 of epoch 0"),
-            said(batches=3, has_ended=True, operation="reduce"),
-            said(batches=4, place="batch 4 of epoch 0"),
+            said(passes=[(0, 9, False), (2, 4, False)], place="batch 4 of epoch 0"),
+            said(passes=[(0, 9, False), (2, 3, True)], operation="reduce"),
+            said(passes=[(0, 9, False), (2, 4, False), (5, 1, False)], place="batch 4 of epoch 0"),
         ]
     )
     assert isinstance(error, UnevenDataError)
@@ -219,15 +218,18 @@ def test_a_rank_that_ran_out_of_batches_is_uneven_data() -> None:
 
 
 @pytest.mark.parametrize(
-    "batches",
+    "passes",
     [
-        [(3, False), (4, False)],  # nobody is at an end: out of step, but not uneven
-        [(4, True), (4, False)],  # the same number
-        [(None, False), (None, False)],
+        [[(0, 3, False)], [(0, 4, False)]],  # nobody is at an end: out of step, but not uneven
+        [[(0, 4, True)], [(0, 4, False)]],  # the same number
+        [[(0, 4, True)], [(1, 3, False)]],  # not the same pass
+        [[(0, 4, False), (2, 3, True)], [(0, 4, False)]],  # one rank evaluates
+        [[], [(0, 4, True)]],
+        [[], []],
     ],
 )
-def test_other_differences_between_batches_are_no_uneven_data(batches: Any) -> None:
-    ranks = [said(batches=count, has_ended=ended) for count, ended in batches]
+def test_other_differences_between_batches_are_no_uneven_data(passes: Any) -> None:
+    ranks = [said(passes=one) for one in passes]
     ranks[1] = ranks[1]._replace(operation="reduce")
     assert type(find_difference(ranks)) is MismatchError
 
@@ -246,8 +248,7 @@ ANY = st.builds(
     line=SHORT,
     place=SHORT,
     leaves=st.dictionaries(SHORT, SHORT, max_size=3),
-    batches=st.integers(0, 2) | st.none(),
-    has_ended=st.booleans(),
+    passes=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2), st.booleans()), max_size=2),
     recent=st.lists(st.tuples(st.integers(0, 4), SHORT, SHORT, SHORT), max_size=3),
 )
 

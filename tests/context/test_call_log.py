@@ -1,7 +1,6 @@
 """What a rank remembers of its calls: equal fingerprints for equal histories, and for no others."""
 
 import copy
-import gc
 import pickle
 from typing import NamedTuple
 
@@ -122,17 +121,18 @@ def test_a_call_says_how_long_it_may_take_and_the_seam_has_time_before_the_first
     assert call_log.patience_s == 7.0
 
 
-def test_things_are_counted_each_for_itself_and_kept_alive_by_nobody() -> None:
-    class Thing:
-        pass
-
-    call_log = CallLog()
-    one, other = Thing(), Thing()
-    assert [call_log.count(thing) for thing in (one, one, other, one)] == [1, 2, 1, 3]
-    del one
-    gc.collect()
-    assert len(call_log._counts) == 1  # pyright: ignore[reportPrivateUsage]
-    assert call_log.count(other) == 2
+def test_passes_are_listed_while_they_are_open_in_any_order_of_their_ends() -> None:
+    call_log = journal_of([Begun("gather", "", "a")])
+    first, second = call_log.open_pass(), call_log.open_pass()
+    one = first.__enter__()
+    call_log.begin("gather", "", "b", 1.0)
+    other = second.__enter__()
+    assert [found is one or found is other for found in call_log.open_passes] == [True, True]
+    assert (one.number, one.batches, one.has_ended, other.number) == (1, 0, False, 2)
+    first.__exit__(None, None, None)
+    assert call_log.open_passes == [other]
+    second.__exit__(None, None, None)
+    assert call_log.open_passes == []
 
 
 def test_a_copy_is_the_journal_of_the_same_group_and_a_pickle_that_of_none() -> None:

@@ -1,5 +1,6 @@
 """The frozen record itself: its properties, its variants, its end."""
 
+import copy
 import dataclasses
 import sys
 from typing import Any
@@ -19,6 +20,7 @@ from accelfn.context.config import (
 from accelfn.context.options import ContextOptions
 from accelfn.context.precision import Precision
 from accelfn.errors import ConfigurationError, NotAvailableError
+from accelfn.testing import run_ranks
 
 
 def test_the_default_is_one_process_on_the_cpu() -> None:
@@ -98,6 +100,22 @@ def test_a_variant_owns_nothing() -> None:
     ctx = Context(world=World(made=made))
     assert ctx.replace(debug=True).world.made == Owned()
     assert ctx.world.made == made
+    assert ctx.replace() == ctx  # so that what one has prepared, the other knows
+
+
+def test_variants_are_in_the_same_world_and_other_worlds_are_not() -> None:
+    def run(ctx: Context) -> World:
+        for variant in (ctx.replace(debug=True), ctx.tagged("data"), copy.deepcopy(ctx)):
+            assert variant.world.identity is ctx.world.identity
+            assert variant.world.background is ctx.world.background
+        assert ctx.replace() == ctx
+        return ctx.world
+
+    first, again = run_ranks(run, 2)[0], run_ranks(run, 2)[0]
+    assert first == first
+    assert first != again
+    assert first.identity is not World().identity
+    assert Context().world.identity is World().identity is init_context(cpu=True).world.identity
 
 
 def test_a_variant_without_fp8_leaves_its_recipe() -> None:

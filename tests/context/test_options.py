@@ -5,7 +5,7 @@ import inspect
 import re
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -50,9 +50,18 @@ def applied(**options: Any) -> Context:
 
 def test_init_context_takes_exactly_the_options_and_a_group() -> None:
     parameters = inspect.signature(init_context).parameters
-    assert set(parameters) - {"group"} == set(ContextOptions.__annotations__)
-    assert list(parameters) == [*ContextOptions.__annotations__, "group"]
-    assert {item.kind for item in parameters.values()} == {inspect.Parameter.KEYWORD_ONLY}
+    assert [(name, item.kind) for name, item in parameters.items()] == [
+        ("group", inspect.Parameter.KEYWORD_ONLY),
+        ("options", inspect.Parameter.VAR_KEYWORD),
+    ]
+    listed = (inspect.getdoc(init_context) or "").partition("Keyword Args:\n")[2].partition("\n\n")[0]
+    assert re.findall(r"^    (\w+): ", listed, re.MULTILINE) == list(ContextOptions.__annotations__)
+
+
+def test_an_option_that_is_none_says_nothing() -> None:
+    nothing = dict.fromkeys(ContextOptions.__annotations__)
+    assert applied(**nothing) == Context().replace(**cast("Any", nothing)) == Context()
+    assert init_context(**cast("Any", {**nothing, "cpu": True})) == init_context(cpu=True)
 
 
 def test_unknown_options_are_refused_by_name() -> None:
@@ -69,8 +78,7 @@ def test_unknown_options_are_refused_by_name() -> None:
     [
         (name, value)
         for name in ("device_placement", "step_scheduler_with_optimizer", "cpu", "debug")
-        for value in ("no", 0, 1, None)
-        if (name, value) != ("debug", None)  # as init_context has it, where nobody asks
+        for value in ("no", 0, 1)
     ],
 )
 def test_a_flag_is_true_or_false_and_nothing_else(name: str, value: object) -> None:

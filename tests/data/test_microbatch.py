@@ -242,6 +242,50 @@ def test_an_evaluation_that_has_ended_is_not_what_ranks_differ_in_later(left: bo
     assert "had no more" not in str(caught.value)
 
 
+def test_an_evaluation_on_one_rank_is_not_taken_for_uneven_data() -> None:
+    def run(ctx: Context) -> None:
+        own = ctx.replace(rng_types=[])
+        evaluation = prepare_data_loader(own, numbers(4, 1))
+        list(evaluation)  # the first pass agrees on a seed, and nothing is sent as a later one begins
+        for _, micro in microbatches(ctx, [torch.zeros(1)] * 4):
+            if micro.index == 2 and ctx.is_main_process:
+                for _ in microbatches(own, evaluation):
+                    pass
+            reduce(ctx, torch.zeros(1))
+
+    with pytest.raises(MismatchError) as caught:
+        run_ranks(run, 2)
+    assert not isinstance(caught.value, UnevenDataError)
+    assert "had no more" not in str(caught.value)
+
+
+@pytest.mark.parametrize("guard", ["full", "off"])
+def test_passes_over_plain_data_draw_what_the_seed_of_the_program_says(guard: str) -> None:
+    def run(ctx: Context) -> tuple[list[str], int]:
+        own = ctx.replace(reduction="canonical", guard=guard)
+        torch.manual_seed(7)
+        names = [str(micro.draws) for _ in range(2) for _, micro in microbatches(own, [torch.zeros(1)])]
+        return names, int(torch.randint(10**9, ()))
+
+    alone = run_ranks(run, 1)[0]
+    assert len(set(alone[0])) == 2
+    for found in run_ranks(run, 2):
+        assert found[1] == alone[1]  # every rank's generator is where that of one process is
+        assert [name.split(" of ")[1] for name in found[0]] == [name.split(" of ")[1] for name in alone[0]]
+
+
+def test_a_pass_that_was_left_open_is_not_what_ranks_differ_in_later() -> None:
+    def run(ctx: Context) -> None:
+        data = [torch.zeros(1)]
+        first, second = microbatches(ctx, data * 3), microbatches(ctx.replace(), data * (3 - ctx.rank), "pad")
+        for _ in zip(first, second, strict=False):  # the first one ends while the second is open
+            pass
+        second.close()  # pyright: ignore[reportAttributeAccessIssue] -- it is a generator
+        assert ctx.collectives.call_log.open_passes == []
+
+    run_ranks(run, 2)
+
+
 def test_a_rank_that_ran_out_in_a_loop_is_told_beside_the_other_counts() -> None:
     def run(ctx: Context) -> None:
         for _, _ in microbatches(ctx, [torch.zeros(1)] * 2):

@@ -130,7 +130,7 @@ def weight_of(case: Case, labels: torch.Tensor) -> torch.Tensor | None:
 
 
 def by_functions(ctx: af.Context, case: Case) -> Iterator[tuple[torch.Tensor, torch.Tensor | None, Any, Any]]:
-    """Train with the functions; yield the loss and weight of each batch, the model, and the norm of a step."""
+    """Train with the functions; yield each batch's loss and weight, the model, and a step's norm."""
     model: nn.Module = GPT()
     optimizer = make_optimizer(case, model)
     loader = DataLoader[Any](make_data(case), batch_size=_ROWS // ctx.axis_size("dp"))
@@ -205,9 +205,9 @@ def moved(seen: Seen, reference: Seen) -> float:
     """Return how far the weights are from the reference's, beside the way that those went."""
     start = dict(GPT().named_parameters())
     assert seen.weights.keys() == reference.weights.keys() == start.keys()
-    way = torch.cat([(reference.weights[name] - start[name].detach()).flatten() for name in start])
-    off = torch.cat([(seen.weights[name] - reference.weights[name]).flatten() for name in start])
-    return float(off.norm() / way.norm())
+    way: torch.Tensor = torch.cat([(reference.weights[name] - start[name].detach()).flatten() for name in start])
+    off: torch.Tensor = torch.cat([(seen.weights[name] - reference.weights[name]).flatten() for name in start])
+    return float(torch.linalg.vector_norm(off) / torch.linalg.vector_norm(way))
 
 
 @pytest.mark.parametrize("way", [by_functions, by_shim])

@@ -46,6 +46,29 @@ def test_what_is_prepared_already_comes_back_as_it_is() -> None:
     run_ranks(run, 2)
 
 
+def test_a_world_is_never_taken_for_one_that_is_gone() -> None:
+    optimizer = parts()[1]
+    run_ranks(lambda ctx: af.prepare(ctx, optimizer).defaults, 1)
+
+    def again(ctx: Context) -> None:
+        with pytest.raises(ConfigurationError, match="another context"):
+            af.prepare(ctx, optimizer)
+
+    for _ in range(50):
+        run_ranks(again, 1)
+
+
+def test_what_init_context_has_prepared_its_variant_knows_on_several_ranks() -> None:
+    def run(ctx: Context) -> None:
+        del ctx
+        with af.init_context(cpu=True) as own:
+            first = af.prepare(own, *parts())
+            second = af.prepare(own.replace(), *first)
+            assert all(a is b for a, b in zip(first, second, strict=True))
+
+    run_ranks(run, 2, "processes")
+
+
 def test_on_processes_a_model_stands_inside_of_ddp_and_cannot_be_gone_past() -> None:
     def run(ctx: Context) -> bool:
         model = parts()[0]

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 
-from accelfn.context import CallLog, Context
+from accelfn.context import Context
 from accelfn.tree.digest import split_flat
 
 __all__ = ("HostMemory", "SaveHandle", "begin_background", "copies_in_background", "finish_background")
@@ -159,7 +159,7 @@ def _copy(piece: tuple[torch.Tensor, torch.Tensor]) -> None:
     piece[0].copy_(piece[1])
 
 
-class _Background:
+class _Saves:
     """The save in the background of a world, of which there is one at most, and the memory of its copies."""
 
     def __init__(self) -> None:
@@ -172,11 +172,11 @@ class _Background:
             handle.settle()
 
 
-def _background_of(ctx: Context) -> _Background:
-    call_log: CallLog = ctx.collectives.call_log
-    if not isinstance(call_log.background, _Background):
-        call_log.background = _Background()
-    return call_log.background
+def _saves_of(ctx: Context) -> _Saves:
+    background = ctx.world.background
+    if not isinstance(background.task, _Saves):
+        background.task = _Saves()
+    return background.task
 
 
 def finish_background(ctx: Context) -> None:
@@ -185,11 +185,9 @@ def finish_background(ctx: Context) -> None:
     Ranks: local.
 
     Raises:
-        Exception: What stopped it, unless its handle has told that already.
+        Exception: The background save's error, unless ``result()`` already raised it.
     """
-    background = ctx.collectives.call_log.background
-    if background is not None:
-        background.settle()
+    ctx.world.background.settle()
 
 
 def copies_in_background(ctx: Context, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -197,19 +195,18 @@ def copies_in_background(ctx: Context, tensors: Sequence[torch.Tensor]) -> list[
 
     Ranks: local.
     """
-    return _background_of(ctx).memory.copies(tensors)
+    return _saves_of(ctx).memory.copies(tensors)
 
 
 def begin_background(ctx: Context, directory: Path, work: Callable[[], Path]) -> SaveHandle:
     """Begin to save in a thread.
 
     Args:
-        ctx: The world, in whose call log the handle is kept.
+        ctx: The world, with which the handle is kept until somebody has heard how the save ended.
         directory: For messages.
         work: The save, which may use the copies of :func:`copies_in_background`.
     """
-    background = _background_of(ctx)
-    handle = background.handle = SaveHandle(directory, ctx.collectives.while_blocked)
+    handle = _saves_of(ctx).handle = SaveHandle(directory, ctx.collectives.while_blocked)
     # No daemon: the interpreter waits at its end for a thread that isn't, so a commit under way is completed.
     threading.Thread(target=handle.run, args=(work,), name="accelfn-save").start()
     return handle
