@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from accelfn.parallel.facts import modules_of
 from accelfn.parallel.tensor_plans import TensorPlan
 
 if TYPE_CHECKING:
@@ -34,13 +35,16 @@ def apply_tensor(model: nn.Module, plan: TensorPlan, device_mesh: DeviceMesh) ->
         plan: From :func:`accelfn.parallel.plan_tensor`.
         device_mesh: Of one dim, of ``plan.size`` ranks.
     """
-    modules: dict[str, nn.Module] = dict(model.named_modules())  # pyright: ignore[reportUnknownArgumentType]
+    modules = modules_of(model)
+    for name, style in plan.styles.items():
+        if style in ("colwise", "rowwise", "gather", "embedding"):
+            _split(modules[name], device_mesh, style, plan.splits_sequence, name in plan.logits)
+    for name, leader in plan.follows.items():
+        owner, _, leaf = name.rpartition(".")
+        modules[owner].register_parameter(leaf, model.get_parameter(leader))
     for name, style in plan.styles.items():
         module = modules[name]
-        if style in ("colwise", "rowwise", "gather", "embedding"):
-            _split(module, device_mesh, style, plan.splits_sequence, name in plan.logits)
-        else:
-            _make_whole(module, device_mesh)
+        _make_whole(module, device_mesh)
         if style in ("sequence", "heads", "whole") or isinstance(module, nn.Embedding):
             keeps = plan.splits_sequence and isinstance(module, nn.Embedding)
             module.forward = StyledForward(module, device_mesh, style, keeps)
@@ -81,7 +85,7 @@ def _make_whole(module: nn.Module, mesh: DeviceMesh) -> None:
 
     for owner in _owners(module):
         for name, old in list(owner.named_parameters(recurse=False)):
-            if hasattr(old, "device_mesh"):  # of a layer that another module of the plan has
+            if hasattr(old, "device_mesh"):  # of a layer that is split
                 continue
             whole = distribute_tensor(old.detach(), mesh, [Replicate()], src_data_rank=None)
             owner.register_parameter(name, nn.Parameter(whole, requires_grad=old.requires_grad))
@@ -138,9 +142,11 @@ class StyledForward:
 
     def _inside(self, parameter: Any) -> Any:
         """Return a parameter as the forward meets it."""
-        from torch.distributed.tensor import Partial
+        from torch.distributed.tensor import Partial, Replicate
 
         if self.style == "whole":
+            if parameter.placements != (Replicate(),):  # one that follows another
+                parameter = parameter.redistribute(placements=[Replicate()])
             return parameter.to_local()
         # The same layout, but on the way back: a gradient in another one, as the vocabulary's comes whole
         # and a norm's of positions as summands, is brought into it.

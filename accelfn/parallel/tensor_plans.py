@@ -74,45 +74,56 @@ class TensorPlan(NamedTuple):
         heads: Counts of heads that modules view their tensors by, and what each rank sets them to, by the
             module's name and the attribute's.
         logits: Names of the layers whose outputs stay split over the vocabulary for ``loss_parallel``.
-        shapes: Whole shape of each parameter, by its name.
+        dims: The dim of each parameter that ranks share, by its name; the others are whole on each rank.
+        follows: Parameters of modules that aren't split, tied to one of a layer that is, by their names: they
+            are laid out as that one.
     """
 
     size: int
     styles: Mapping[str, str]
     heads: Mapping[str, Mapping[str, tuple[int, int]]]
     logits: frozenset[str]
-    shapes: Mapping[str, tuple[int, ...]]
+    dims: Mapping[str, int]
+    follows: Mapping[str, str]
 
     @property
     def splits_sequence(self) -> bool:
         """Whether what runs from block to block is split along the sequence, dim 1."""
         return "sequence" in self.styles.values()
 
+    def local(self, facts: ModelFacts) -> ModelFacts:
+        """Return the facts of what one rank holds: shapes of its part of each parameter."""
+        shapes = {
+            name: tuple(
+                size // self.size if dim == self.dims.get(name) else size for dim, size in enumerate(shape)
+            )
+            for name, shape in facts.shapes.items()
+        }
+        return facts._replace(shapes=shapes)
+
+    def rows(self) -> dict[str, str]:
+        """Return the lines of a table: modules by style, with stars for numbers."""
+        rows = {"layers": f"shared by {self.size} ranks; whole where no style is named"}
+        for style in dict.fromkeys(STYLE_OF_WORD.values()):
+            names = dict.fromkeys(_generic(name) for name, one in self.styles.items() if one == style)
+            if names and style != "whole":
+                rows[style] = ", ".join(names)
+        if self.heads:
+            changes = dict.fromkeys(
+                f"{_generic(name)}.{key} {before} -> {now}"
+                for name, counts in self.heads.items()
+                for key, (before, now) in counts.items()
+            )
+            rows["attributes"] = ", ".join(changes)
+        if self.logits:
+            rows["logits"] = f"of {', '.join(sorted(self.logits))} stay split for the loss"
+        return rows
+
     def __str__(self) -> str:
-        """Draw a line for each kind of module that is split, or whose attributes change."""
-        rows: dict[tuple[str, str, str], int] = {}
-        num_whole = 0
-        for name, style in self.styles.items():
-            if style == "whole":
-                num_whole += 1
-                continue
-            shape = self.shapes.get(f"{name}.weight" if name else "weight", ())
-            note = " x ".join(map(str, shape))
-            if name in self.logits:
-                note += ", logits stay split"
-            row = (_generic(name), style, note)
-            rows[row] = rows.get(row, 0) + 1
-        for name, counts in self.heads.items():
-            note = ", ".join(f"{key} {before} -> {now}" for key, (before, now) in counts.items())
-            row = (_generic(name), "", note)
-            rows[row] = rows.get(row, 0) + 1
-        width = max((len(name) for name, _, _ in rows), default=0)
-        lines = [f"tensor parallel: {self.size} ranks share each layer; {num_whole} modules are whole"]
-        lines += [
-            f"  {name.ljust(width)}  {style.ljust(9)}  {note}" + (f"  ({count} of them)" if count > 1 else "")
-            for (name, style, note), count in rows.items()
-        ]
-        return "\n".join(lines)
+        """Return the plan as a table."""
+        rows = self.rows()
+        width = max(map(len, rows))
+        return "\n".join(f"{title.ljust(width)}  {text}" for title, text in rows.items())
 
 
 def plan_tensor(record: TorchTensorParallelConfig, facts: ModelFacts, tp_size: int) -> TensorPlan:
@@ -149,7 +160,8 @@ def plan_tensor(record: TorchTensorParallelConfig, facts: ModelFacts, tp_size: i
     heads, more = _heads(styles, facts, tp_size, is_users)
     problems += more
     full = {name: styles.get(name, "whole") for name in facts.kinds if name in owners or name in styles}
-    problems += _torn_ties(full, facts)
+    follows, more = _ties(full, facts)
+    problems += more
     logits: frozenset[str] = frozenset()
     if record.loss_parallel:
         inside = facts.blocks
@@ -169,7 +181,9 @@ def plan_tensor(record: TorchTensorParallelConfig, facts: ModelFacts, tp_size: i
             f"{whose} doesn't fit {facts.kinds.get('', 'the model')} with tp_size={tp_size}:\n"
             + "\n".join(f"  - {one}" for one in problems)
         )
-    return TensorPlan(tp_size, full, heads, logits, facts.shapes)
+    found = {name: _split_dim(follows.get(name, name), full, facts) for name in facts.shapes}
+    dims = {name: dim for name, dim in found.items() if dim is not None}
+    return TensorPlan(tp_size, full, heads, logits, dims, follows)
 
 
 def _match(
@@ -295,22 +309,35 @@ def _heads(
     return heads, problems
 
 
-def _torn_ties(styles: Mapping[str, str], facts: ModelFacts) -> Iterator[str]:
-    """Say which tied parameters the styles lay out differently."""
+def _ties(styles: Mapping[str, str], facts: ModelFacts) -> tuple[dict[str, str], list[str]]:
+    """Return which tied parameters follow others, and which ones the styles lay out differently."""
+    follows: dict[str, str] = {}
+    problems: list[str] = []
     for names in facts.ties:
-        cuts: dict[str, int | None] = {}
-        for name in names:
-            module, _, leaf = name.rpartition(".")
-            dim = _SPLIT_DIM.get((styles[module], facts.layers.get(module, "")))
-            if leaf != "weight":
-                dim = 0 if leaf == "bias" and styles[module] in ("colwise", "gather") else None
-            cuts[name] = dim
-        if len(set(cuts.values())) > 1:
-            shown = ", ".join(f"{one} is {styles[one.rpartition('.')[0]]}" for one in names)
-            yield (
+        dims = {name: _split_dim(name, styles, facts) for name in names}
+        split = [name for name, dim in dims.items() if dim is not None]
+        # A bias that a head's parent holds too, say; a table of vectors is to be split on purpose.
+        loose = [name for name in names if dims[name] is None and _owner(name) not in facts.layers]
+        if split:
+            follows.update(dict.fromkeys(loose, split[0]))
+        if len({dim for name, dim in dims.items() if name not in follows}) > 1:
+            shown = ", ".join(f"{name} is {styles[_owner(name)]}" for name in names)
+            problems.append(
                 f"{' and '.join(names)} are one tied parameter, and the plan lays them out differently: "
                 f'{shown}. An embedding that is "embedding" fits a head that is "gather"; else untie them.'
             )
+    return follows, problems
+
+
+def _split_dim(name: str, styles: Mapping[str, str], facts: ModelFacts) -> int | None:
+    """Return the dim of a parameter that ranks share; None where each has all of it."""
+    module, _, leaf = name.rpartition(".")
+    dim = _SPLIT_DIM.get((styles[module], facts.layers.get(module, "")))
+    return dim if leaf == "weight" or dim == 0 else None
+
+
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0]
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -1,5 +1,8 @@
 """A small GPT for tests of tensor parallelism, its data, and the training of it in one process."""
 
+# torch leaves backward and manual_seed partly untyped.
+# pyright: reportUnknownMemberType=false
+
 from __future__ import annotations
 
 import torch
