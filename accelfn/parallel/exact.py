@@ -1,7 +1,7 @@
-"""Exact mode: the gradients of a step are summed over its shards in one order, at any number of ranks.
+"""Exact mode: the gradients of a step are summed over its microbatches in one order, at any number of ranks.
 
-A shard is one batch of one rank. In a window the batch at place ``p`` of rank ``r`` is shard ``p * ranks +
-r``: since a step of the loaders covers consecutive samples in rank order, the same shard holds the same
+A microbatch is one batch of one rank. In a window the batch at place ``p`` of rank ``r`` is microbatch ``p * ranks +
+r``: since a step of the loaders covers consecutive samples in rank order, the same microbatch holds the same
 samples at any number of ranks. One rank adds the gradients of its batches one after the other; several must
 come to the same bits, so they add the same tensors in the same order. Each rank does so for its part of all
 parameters: after every backward pass each gradient is cut into one part for each rank, every rank gets its
@@ -33,7 +33,7 @@ __all__ = ("ExactReplica", "exact_backward", "exact_batch", "scale_open_sums", "
 
 
 class ExactReplica(ThreadDDP):
-    """Sums the gradients of one model over all shards of a window, in their order, on any number of ranks.
+    """Sums the gradients of one model over all microbatches of a window, in their order, on any number of ranks.
 
     Works for any way that a gradient arises, as :class:`ThreadDDP` does. While a window is open, ``.grad`` of
     what has got a gradient is None on several ranks: the sums are elsewhere.
@@ -138,7 +138,7 @@ class ExactReplica(ThreadDDP):
         if self._ctx.collectives.call_log.after_backward is None:
             raise ConfigurationError(
                 'with reduction="canonical", call accelfn.backward(ctx, loss, scaler, micro) instead of '
-                "loss.backward(): it divides the loss by the number of shards, and sums their gradients when "
+                "loss.backward(): it divides the loss by the number of microbatches, and sums their gradients when "
                 "the backward pass is over."
             )
         self._got.add(index)

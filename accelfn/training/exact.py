@@ -1,4 +1,4 @@
-"""Exact mode for training: random numbers that belong to a shard, and gradients of a function over shards."""
+"""Exact mode for training: random numbers that belong to a microbatch, and gradients of a function over microbatches."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from accelfn.tree import (
     unpack,
 )
 
-__all__ = ("cut_into_shards", "draw_as", "draw_for", "mean_of_shards", "num_shards")
+__all__ = ("cut_into_microbatches", "draw_as", "draw_for", "mean_of_microbatches", "num_microbatches")
 
 # Sums of these are formed in float32 and rounded once.
 _NARROW = (torch.float16, torch.bfloat16)
 
 
-def num_shards(ctx: Context, micro: MicroBatch | None) -> int:
+def num_microbatches(ctx: Context, micro: MicroBatch | None) -> int:
     """Count the parts that the loss of one batch is divided into. Pure.
 
     Args:
@@ -96,7 +96,7 @@ def _fold(*parts: object) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def cut_into_shards(ctx: Context, arguments: Any) -> list[Any]:
+def cut_into_microbatches(ctx: Context, arguments: Any) -> list[Any]:
     """Cut each tensor with the batch's number of rows into one part for each batch of a window. Pure.
 
     Args:
@@ -111,8 +111,8 @@ def cut_into_shards(ctx: Context, arguments: Any) -> list[Any]:
     size = find_batch_size(arguments)
     if size % number or not size:
         raise ValueError(
-            f"value_and_grad: a batch of {size} rows can't be cut into {number} equal shards, which "
-            f"{number * ctx.num_processes} shards on {ctx.num_processes} ranks ask for. Pass a multiple of "
+            f"value_and_grad: a batch of {size} rows can't be cut into {number} equal microbatches, which "
+            f"{number * ctx.num_processes} microbatches on {ctx.num_processes} ranks ask for. Pass a multiple of "
             f"{number} rows on each rank."
         )
     rows = size // number
@@ -126,10 +126,10 @@ def cut_into_shards(ctx: Context, arguments: Any) -> list[Any]:
     return [cut(start) for start in range(0, size, rows)]
 
 
-def mean_of_shards(
-    ctx: Context, shards: Sequence[list[torch.Tensor]], error: Exception | None = None
+def mean_of_microbatches(
+    ctx: Context, microbatches: Sequence[list[torch.Tensor]], error: Exception | None = None
 ) -> list[torch.Tensor]:
-    """Average tensors over the shards of all ranks, added in rank order and in this rank's order.
+    """Average tensors over the microbatches of all ranks, added in rank order and in this rank's order.
 
     What float16 and bfloat16 become is formed in float32 and rounded once.
 
@@ -137,7 +137,7 @@ def mean_of_shards(
 
     Args:
         ctx: The world.
-        shards: Of each of this rank's shards the same tensors; as many shards on every rank.
+        microbatches: Of each of this rank's microbatches the same tensors; as many microbatches on every rank.
         error: Why this rank has none.
 
     Returns:
@@ -147,26 +147,26 @@ def mean_of_shards(
         Exception: ``error`` itself, and RemoteRankError on the other ranks.
         MismatchError: The tensors differ in shape or dtype between ranks.
     """
-    layout = None if error is not None else plan_layout(shards[0], flatten(shards[0])[1])
+    layout = None if error is not None else plan_layout(microbatches[0], flatten(microbatches[0])[1])
     if ctx.num_processes > 1:
-        name, options = "value_and_grad", f"{len(shards)} shards a rank"
+        name, options = "value_and_grad", f"{len(microbatches)} microbatches a rank"
         check(ctx, Call(name) if layout is None else layout_call(name, options, layout), error)
     elif error is not None:
         raise error
     assert layout is not None  # without an error
-    return unpack(Packed(tuple([_mean(ctx, group, shards) for group in layout.groups]), layout))
+    return unpack(Packed(tuple([_mean(ctx, group, microbatches) for group in layout.groups]), layout))
 
 
-def _mean(ctx: Context, group: Buffer, shards: Sequence[list[torch.Tensor]]) -> torch.Tensor:
-    """Average the tensors of ``group`` over the shards of all ranks."""
-    size, number, total = ctx.num_processes, len(shards), sum(group.sizes)
-    flats = (flatten_group(group, shard) for shard in shards)
+def _mean(ctx: Context, group: Buffer, microbatches: Sequence[list[torch.Tensor]]) -> torch.Tensor:
+    """Average the tensors of ``group`` over the microbatches of all ranks."""
+    size, number, total = ctx.num_processes, len(microbatches), sum(group.sizes)
+    flats = (flatten_group(group, microbatch) for microbatch in microbatches)
     if size == 1:
         return _ordered_mean(flats, number)
     length = -(-total // size)
     parts = torch.zeros(size, number, length, dtype=group.dtype, device=group.device)
     for place, flat in enumerate(flats):
-        # Of each shard a part for each rank; the last part may be shorter, and its rest stays zero.
+        # Of each microbatch a part for each rank; the last part may be shorter, and its rest stays zero.
         for rank, part in enumerate(torch.split(flat, length)):
             parts[rank, place, : part.numel()] = part
     rows = swap_parts(ctx, parts.view(size, -1)).view(size * number, length)

@@ -1,7 +1,7 @@
-"""A train step in exact mode: the pieces of all ranks are shards, and what they give is added in their order.
+"""A train step in exact mode: the pieces of all ranks are microbatches, and what they give is added in their order.
 
-The batch of a step is this rank's part of one global batch, in rank order. So its pieces are shards that lie
-together: with ``k`` pieces a rank, piece ``j`` of rank ``r`` is shard ``r * k + j``.
+The batch of a step is this rank's part of one global batch, in rank order. So its pieces are microbatches that lie
+together: with ``k`` pieces a rank, piece ``j`` of rank ``r`` is microbatch ``r * k + j``.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import torch
 
 from accelfn.comm import catch
 from accelfn.context import Collectives, Context, World
-from accelfn.training.exact import draw_as, mean_of_shards
+from accelfn.training.exact import draw_as, mean_of_microbatches
 from accelfn.training.scaler import ScalerState, inverse_of_weight
 from accelfn.training.window import Loss, Piece, Terms, average, cut_window, read_loss, terms_of
 from accelfn.tree import flatten
 
-__all__ = ("Shard", "alone", "equal_pieces", "mean_of_pieces", "set_exact_gradients")
+__all__ = ("MicrobatchResult", "alone", "equal_pieces", "mean_of_pieces", "set_exact_gradients")
 
 
-class Shard(NamedTuple):
+class MicrobatchResult(NamedTuple):
     """What one piece gave: its part of the metrics, and a gradient or None for each parameter."""
 
     terms: Terms
@@ -35,7 +35,7 @@ def alone(ctx: Context) -> Context:
 
 
 def equal_pieces(ctx: Context, batch: Any) -> list[Piece]:
-    """Cut the batch of a step into one piece for each shard.
+    """Cut the batch of a step into one piece for each microbatch.
 
     Raises:
         ValueError: It can't be cut into equal ones.
@@ -44,23 +44,23 @@ def equal_pieces(ctx: Context, batch: Any) -> list[Piece]:
     pieces = cut_window(batch, number)
     if len(pieces) != number or any(piece.share != 1.0 for piece in pieces):
         raise ValueError(
-            f"make_train_step: in exact mode the rows of a batch are cut into {number} equal shards on each "
+            f"make_train_step: in exact mode the rows of a batch are cut into {number} equal microbatches on each "
             "rank, and these can't be. Pass a multiple of as many rows, or drop the last batch."
         )
     return pieces
 
 
 def mean_of_pieces(
-    ctx: Context, parameters: Sequence[torch.Tensor], compute: Callable[[], Sequence[Shard]]
-) -> Shard:
-    """Average what the pieces of all ranks gave, in the order of the shards.
+    ctx: Context, parameters: Sequence[torch.Tensor], compute: Callable[[], Sequence[MicrobatchResult]]
+) -> MicrobatchResult:
+    """Average what the pieces of all ranks gave, in the order of the microbatches.
 
     Ranks: every rank of ``ctx``.
 
     Args:
         ctx: In exact mode.
         parameters: That the gradients are of.
-        compute: Gives the shards of this rank.
+        compute: Gives the microbatches of this rank.
 
     Returns:
         The same bits on every rank: metrics divided by their weight, and gradients divided by it too.
@@ -71,15 +71,15 @@ def mean_of_pieces(
     found, error = catch(compute)
     rows: list[list[torch.Tensor]] = []
     structure: Any = None
-    for shard in found or ():
-        leaves, structure = flatten(shard.terms)
-        present = torch.tensor([float(grad is not None) for grad in shard.grads], device=ctx.device)
+    for microbatch in found or ():
+        leaves, structure = flatten(microbatch.terms)
+        present = torch.tensor([float(grad is not None) for grad in microbatch.grads], device=ctx.device)
         grads = [
             torch.zeros_like(item) if grad is None else grad
-            for item, grad in zip(parameters, shard.grads, strict=True)
+            for item, grad in zip(parameters, microbatch.grads, strict=True)
         ]
         rows.append([*leaves, present, *grads])
-    means = mean_of_shards(ctx.tagged("make_train_step"), rows, error)
+    means = mean_of_microbatches(ctx.tagged("make_train_step"), rows, error)
     number = len(means) - len(parameters) - 1
     terms = cast("Terms", structure.unflatten(means[:number]))
     factor = None if terms.weight is None else inverse_of_weight(terms.weight)
@@ -88,7 +88,9 @@ def mean_of_pieces(
     if factor is not None:
         grads = [grad * factor.to(grad.dtype) for grad in grads]
     present = means[number].unbind()
-    return Shard(terms, [grad if there > 0 else None for grad, there in zip(grads, present, strict=True)])
+    return MicrobatchResult(
+        terms, [grad if there > 0 else None for grad, there in zip(grads, present, strict=True)]
+    )
 
 
 def set_exact_gradients(
@@ -111,15 +113,15 @@ def set_exact_gradients(
         parameters: That are trained.
         batch: This rank's.
         scaler: Says the loss scale.
-        num_steps: Number of the step: by it and by its shard a piece's random numbers are known.
+        num_steps: Number of the step: by it and by its microbatch a piece's random numbers are known.
     """
 
-    def compute() -> list[Shard]:
+    def compute() -> list[MicrobatchResult]:
         pieces = equal_pieces(ctx, batch)
-        shards: list[Shard] = []
+        microbatches: list[MicrobatchResult] = []
         for index, piece in enumerate(pieces):
             number = ctx.rank * len(pieces) + index
-            with draw_as(ctx, f"shard {number} of step {num_steps}"):
+            with draw_as(ctx, f"microbatch {number} of step {num_steps}"):
                 loss = read_loss(loss_fn(model, piece.batch))
                 value = loss.value.reshape(())
                 if not value.requires_grad:
@@ -130,8 +132,8 @@ def set_exact_gradients(
                 if ctx.precision.scales_loss:
                     value = value * scaler.scale
                 grads = torch.autograd.grad(value, list(parameters), allow_unused=True)
-            shards.append(Shard(terms_of(loss, piece, 1), grads))
-        return shards
+            microbatches.append(MicrobatchResult(terms_of(loss, piece, 1), grads))
+        return microbatches
 
     terms, grads = mean_of_pieces(ctx, parameters, compute)
     for parameter, grad in zip(parameters, grads, strict=True):

@@ -11,7 +11,7 @@ from typing_extensions import NamedTuple
 
 from accelfn.comm import Call, broadcast, catch, check, check_replicas
 from accelfn.context import Context
-from accelfn.training.exact_step import Shard, alone, equal_pieces, mean_of_pieces
+from accelfn.training.exact_step import MicrobatchResult, alone, equal_pieces, mean_of_pieces
 from accelfn.training.finite import check_tensors
 from accelfn.training.grad import value_and_grad
 from accelfn.training.scaler import ScalerState, init_scaler, inverse_of_weight, update_scaler
@@ -165,9 +165,9 @@ def pure_step(
     def exactly(state: PureTrainState[Params], batch: Batch) -> _Window:
         leaves = cast("list[torch.Tensor]", flatten(state.params)[0])
 
-        def compute() -> list[Shard]:
+        def compute() -> list[MicrobatchResult]:
             pieces = equal_pieces(ctx, batch)
-            return [Shard(*_piece_of(own, loss_fn, state, piece, 1)) for piece in pieces]
+            return [MicrobatchResult(*_piece_of(own, loss_fn, state, piece, 1)) for piece in pieces]
 
         terms, grads = mean_of_pieces(ctx, leaves, compute)
         # torch.func gives zeros where a parameter has no part in the loss.

@@ -20,7 +20,7 @@ from accelfn.parallel import check_reduced, exact_backward, exact_batch, local_s
 from accelfn.parallel import no_sync as replicas_without_sync
 from accelfn.parallel import trigger_sync_in_backward as replicas_triggered
 from accelfn.training.clip import check_bound, clip_norm_
-from accelfn.training.exact import draw_for, num_shards
+from accelfn.training.exact import draw_for, num_microbatches
 from accelfn.training.finite import check_gradients, named_parameters
 from accelfn.training.prepare import is_averaged
 from accelfn.training.scaler import (
@@ -105,9 +105,9 @@ def backward(
             "them its weight, or none."
         )
     else:
-        shards = num_shards(ctx, micro)
-        if shards > 1:
-            loss = loss / shards
+        number = num_microbatches(ctx, micro)
+        if number > 1:
+            loss = loss / number
     if ctx.precision.scales_loss:
         loss = loss * scaler_state.scale
     try:
