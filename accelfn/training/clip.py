@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 
 from accelfn.context import Context, check_context
 from accelfn.parallel import check_reduced
 from accelfn.training.scaler import ScalerState, check_closed, check_newest
+from accelfn.tree import is_dtensor
 
 __all__ = ("check_bound", "clip_grad_norm_", "clip_grad_value_", "clip_norm_")
 
@@ -56,8 +57,7 @@ def clip_grad_norm_(
 def clip_norm_(parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     """Do what :func:`clip_grad_norm_` does with gradients that are ready for it."""
     norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
-    whole = getattr(norm, "full_tensor", None)  # of a DTensor
-    return norm if whole is None else cast("torch.Tensor", whole())
+    return cast("Any", norm).full_tensor() if is_dtensor(norm) else norm
 
 
 def clip_grad_value_(

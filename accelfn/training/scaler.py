@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from accelfn.comm import Call, catch, check
 from accelfn.context import Context, check_context
 from accelfn.parallel import scale_open_sums
+from accelfn.tree import local_of
 
 __all__ = (
     "ScalerState",
@@ -277,9 +278,7 @@ def _all_gradients(optimizer: Optimizer | Iterable[Optimizer]) -> list[torch.Ten
     """List the gradients of optimizers, each once; of sharded ones this rank's shard."""
     several = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
     grads = [parameter.grad for parameter in parameters_in(several) if parameter.grad is not None]
-    # By its method: to import DTensor takes half a second, which plain tensors shall not cost.
-    local = [getattr(grad, "to_local", grad.detach)() for grad in grads]
-    return [grad._values() if grad.is_sparse else grad for grad in local]
+    return [grad._values() if grad.is_sparse else grad for grad in map(local_of, grads)]
 
 
 def list_optimizers(operation: str, optimizer: object) -> tuple[Optimizer, ...]:
