@@ -6,9 +6,9 @@ from accelfn.parallel.exact import (
     exact_backward,
     exact_batch,
     scale_open_sums,
-    swap_parts,
 )
 from accelfn.parallel.handle import check_reduced, is_kept_equal, is_replicated, local_steps, uncompiled
+from accelfn.parallel.ordered_sum import OrderedSum
 from accelfn.parallel.replicate import (
     check_wrapped,
     no_sync,
@@ -20,6 +20,7 @@ from accelfn.parallel.thread_ddp import ThreadDDP
 
 __all__ = (
     "ExactReplica",
+    "OrderedSum",
     "ThreadDDP",
     "check_reduced",
     "check_wrapped",
@@ -32,7 +33,6 @@ __all__ = (
     "no_sync",
     "replicate",
     "scale_open_sums",
-    "swap_parts",
     "trigger_sync_in_backward",
     "unchecked",
     "uncompiled",

@@ -136,3 +136,28 @@ def test_rows_that_cannot_be_cut_equally_are_refused_on_every_rank() -> None:
 
     for message in run_ranks(run, 2, reduction=CanonicalReduction(num_microbatches=4)):
         assert "2 equal microbatches on each rank" in message
+
+
+def test_a_model_that_only_some_microbatches_need_and_weights_that_are_no_whole_numbers() -> None:
+    def loss_fn(models: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> af.Loss:
+        first, second = models
+        result = first(batch[0])
+        if batch[0][0, 0] < 0:  # also where the window closes, on some ranks and not on others
+            result = result + second(batch[0])
+        return af.Loss((result - batch[1]).square().sum(), weight=batch[0][:, 1].abs().sum())
+
+    def run(ctx: Context) -> list[Any]:
+        models = tuple(af.prepare(ctx, Net(), Net()))
+        optimizers = [torch.optim.SGD(model.parameters(), 0.05) for model in models]
+        step = af.make_train_step(ctx, loss_fn, optimizers, model=models)
+        state = af.init_train_state(ctx, optimizers)
+        losses: list[float] = []
+        for batch in batches(ctx):
+            state, metrics = step(state, batch)
+            losses.append(metrics.loss.item())
+        return [losses, *(one.tolist() for model in models for one in model.parameters())]
+
+    reduction = CanonicalReduction(num_microbatches=12)
+    expected = run_ranks(run, 1, reduction=reduction)
+    for world in (2, 3, 4):
+        assert run_ranks(run, world, reduction=reduction) == expected * world
