@@ -18,10 +18,10 @@ from accelfn.tree import Buffer, flatten, flatten_tensor, plan_layout
 
 __all__ = ("OrderedSum",)
 
-Microbatch = Sequence[torch.Tensor | None]
+_Microbatch = Sequence[torch.Tensor | None]
 
 
-class Segment(NamedTuple):
+class _Segment(NamedTuple):
     """The part of one tensor that lies in this rank's part of a buffer."""
 
     number: int  # of the tensor
@@ -53,7 +53,7 @@ class OrderedSum:
     def add(
         self,
         call: Call,
-        microbatches: Sequence[Microbatch],
+        microbatches: Sequence[_Microbatch],
         before: Callable[[int], torch.Tensor | None] = lambda index: None,
         error: Exception | None = None,
     ) -> frozenset[int]:
@@ -91,7 +91,7 @@ class OrderedSum:
             _indices(blob[start:][:width]) for blob in blobs for start in range(0, width * count, width)
         ]
         for one, flat in zip(self._parts, flats or (), strict=True):
-            rows = swap_parts(self._ctx, flat.view(size, -1)).view(size * count, one.length)
+            rows = _swap_parts(self._ctx, flat.view(size, -1)).view(size * count, one.length)
             one.add(rows.unbind(), present, self._touched, before)
         found = frozenset[int]().union(*present)
         self._touched |= found
@@ -144,16 +144,16 @@ class _Part:
         self.size = size
         total = sum(group.sizes)
         self.length: int = -(-total // size)
-        self.segments: list[Segment] = []
+        self.segments: list[_Segment] = []
         begin, end, place = rank * self.length, (rank + 1) * self.length, 0
         for index, number in zip(group.leaves, group.sizes, strict=True):
             first, last = max(place, begin), min(place + number, end)
             if first < last:
-                self.segments.append(Segment(index, first - begin, last - begin, first - place))
+                self.segments.append(_Segment(index, first - begin, last - begin, first - place))
             place += number
         self.part: torch.Tensor | None = None  # where something was added
 
-    def flatten(self, microbatches: Sequence[Microbatch], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    def flatten(self, microbatches: Sequence[_Microbatch], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Give what microbatches hold of the tensors, of shape ``(ranks, microbatches, length)``."""
         count, like = len(microbatches), tensors[self.group.leaves[0]]
         parts = like.new_empty(count, self.size * self.length)
@@ -210,7 +210,7 @@ class _Part:
                     has_sum = True
 
 
-def swap_parts(ctx: Context, parts: torch.Tensor) -> torch.Tensor:
+def _swap_parts(ctx: Context, parts: torch.Tensor) -> torch.Tensor:
     """Give every rank its part of the rows of all ranks.
 
     Ranks: every rank of ``ctx``.
@@ -228,7 +228,7 @@ def swap_parts(ctx: Context, parts: torch.Tensor) -> torch.Tensor:
     return moved.view(parts.dtype).view(ctx.num_processes, -1)
 
 
-def _bits(microbatch: Microbatch, width: int) -> bytes:
+def _bits(microbatch: _Microbatch, width: int) -> bytes:
     return sum(1 << index for index, one in enumerate(microbatch) if one is not None).to_bytes(
         width, "little"
     )

@@ -12,7 +12,7 @@ from accelfn.parallel import check_reduced
 from accelfn.training.scaler import ScalerState, check_closed, check_newest
 from accelfn.tree import is_dtensor
 
-__all__ = ("check_bound", "clip_grad_norm_", "clip_grad_value_", "clip_norm_")
+__all__ = ("check_bound", "clip_grad_norm_", "clip_grad_value_", "clip_norm_", "clip_tensors_")
 
 
 def clip_grad_norm_(
@@ -56,7 +56,20 @@ def clip_grad_norm_(
 
 def clip_norm_(parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
     """Do what :func:`clip_grad_norm_` does with gradients that are ready for it."""
-    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+    return clip_tensors_([one.grad for one in parameters if one.grad is not None], max_norm, norm_type)
+
+
+def clip_tensors_(gradients: Sequence[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    """Scale gradients so that their norm is at most ``max_norm``, and return the norm before."""
+    norm = torch.nn.utils.get_total_norm(gradients, norm_type)
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        by_device.setdefault(gradient.device, []).append(gradient)
+    # Not asked on the host whether it is needed, which would wait for the device.
+    shrink = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    with torch.no_grad():
+        for device, grads in by_device.items():
+            torch._foreach_mul_(grads, shrink.to(device))  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
     return cast("Any", norm).full_tensor() if is_dtensor(norm) else norm
 
 

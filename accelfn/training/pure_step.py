@@ -12,10 +12,11 @@ from typing_extensions import NamedTuple
 
 from accelfn.comm import Call, broadcast, catch, check, check_replicas
 from accelfn.context import Collectives, Context, World
+from accelfn.training.clip import clip_tensors_
 from accelfn.training.finite import check_tensors
 from accelfn.training.grad import value_and_grad
 from accelfn.training.loss import Loss, read_loss
-from accelfn.training.scaler import ScalerState, init_scaler, inverse_of_weight, update_scaler
+from accelfn.training.scaler import ScalerState, divide_, init_scaler, inverse_of_weight, update_scaler
 from accelfn.training.window import (
     Piece,
     StepMetrics,
@@ -140,20 +141,12 @@ def pure_step(
             terms, grads = window
             if not is_exact:
                 terms, (grads,) = together(ctx, terms, grads)
-            factor = None if terms.weight is None else inverse_of_weight(terms.weight)
-            if scales:
-                factor = (1.0 if factor is None else factor) / state.scaler.scale
-            if factor is not None:
-                grads = [grad * factor.to(grad.dtype) for grad in grads]
-            scaler = state.scaler
-            if scales:
-                scaler = scaler._replace(found_inf=_overflow(grads))
-            norm = None
-            if max_norm is not None:
-                norm = torch.nn.utils.get_total_norm(grads)
-                # As torch.nn.utils.clip_grad_norm_ has it.
-                shrink = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-                grads = [grad * shrink.to(grad.dtype) for grad in grads]
+            share = None if terms.weight is None else inverse_of_weight(terms.weight)
+            if scales or share is not None or max_norm is not None:
+                # To be written into: two parameters may have one tensor for a gradient, or part of the batch.
+                grads = [grad.clone() for grad in grads]
+            scaler = divide_(ctx, grads, state.scaler, share)
+            norm = None if max_norm is None else clip_tensors_(grads, max_norm)
             params, optimizer_state = _updated(update, grads, state)
             skipped = scaler.found_inf != 0
             if scales:
@@ -234,12 +227,6 @@ def _without_writing(update: Callable[..., tuple[Any, Any]]) -> Callable[..., tu
     # Torchopt's Adam can't be traced to its end, and where its graph is cut it fails instead of going on
     # (torch 2.13, torchopt 0.7.3, optree 0.20). Outside of the graph it runs as it is.
     return not_compiled(call)
-
-
-def _overflow(grads: list[torch.Tensor]) -> torch.Tensor:
-    """Give 1 where a gradient isn't finite, else 0: the same on every rank, since their averages are."""
-    finite = torch.stack([torch.isfinite(grad).all() for grad in grads])
-    return (~finite.all()).float()
 
 
 def _updated(
