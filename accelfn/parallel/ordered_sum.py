@@ -155,16 +155,17 @@ class _Part:
 
     def flatten(self, microbatches: Sequence[_Microbatch], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Give what microbatches hold of the tensors, of shape ``(ranks, microbatches, length)``."""
-        count, like = len(microbatches), tensors[self.group.leaves[0]]
-        parts = like.new_empty(count, self.size * self.length)
-        for row, microbatch in zip(parts, microbatches, strict=True):
-            place = 0
+        like = tensors[self.group.leaves[0]]
+        flats: list[torch.Tensor] = []
+        for microbatch in microbatches:
+            parts: list[torch.Tensor] = []
             for index, number in zip(self.group.leaves, self.group.sizes, strict=True):
                 given = microbatch[index]
-                if given is not None:  # what is missing is never looked at: the others are told so
-                    row[place : place + number] = flatten_tensor(given)
-                place += number
-        return parts.view(count, self.size, self.length).transpose(0, 1).contiguous()
+                # What is missing is never looked at: the others are told so.
+                parts.append(like.new_zeros(number) if given is None else flatten_tensor(given))
+            parts.append(like.new_zeros(self.size * self.length - sum(self.group.sizes)))
+            flats.append(torch.cat(parts).view(self.size, self.length))
+        return flats[0].unsqueeze(1) if len(flats) == 1 else torch.stack(flats, 1)
 
     def add(
         self,
