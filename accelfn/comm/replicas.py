@@ -6,7 +6,6 @@ import functools
 import hashlib
 import math
 import struct
-import sys
 from collections import Counter
 from typing import Any, NamedTuple, cast
 
@@ -25,6 +24,8 @@ from accelfn.tree import (
     TreeSpec,
     digest_tensors,
     flatten,
+    is_dtensor,
+    local_of,
     plan_layout,
     require_tensors,
     split_flat,
@@ -133,23 +134,14 @@ def _local(leaves: list[Any], structure: TreeSpec, name: str) -> list[Any]:
     Raises:
         TypeError: It is only a part.
     """
-    # Not imported: where nobody has loaded it, there is no DTensor.
-    module = sys.modules.get("torch.distributed.tensor")
-    if module is None:
-        return leaves
-    local: list[Any] = []
     for index, leaf in enumerate(leaves):
-        if isinstance(leaf, module.DTensor):
-            if not all(placement.is_replicate() for placement in leaf.placements):
-                raise TypeError(
-                    f"{_OPERATION}: {structure.paths(name)[index]} is sharded: a DTensor with placements "
-                    f"{leaf.placements}, of which ranks hold different parts. Leave it out, or pass its "
-                    "full_tensor()."
-                )
-            local.append(leaf.to_local())
-        else:
-            local.append(leaf)
-    return local
+        if is_dtensor(leaf) and not all(placement.is_replicate() for placement in leaf.placements):
+            raise TypeError(
+                f"{_OPERATION}: {structure.paths(name)[index]} is sharded: a DTensor with placements "
+                f"{leaf.placements}, of which ranks hold different parts. Leave it out, or pass its "
+                "full_tensor()."
+            )
+    return [local_of(leaf) if is_dtensor(leaf) else leaf for leaf in leaves]
 
 
 def _describe(layout: PackSpec, name: str) -> Call:

@@ -92,7 +92,7 @@ def init_context(*, group: dist.ProcessGroup | None = None, **options: Unpack[Co
             its mode: ``"full"``, ``"sampled"`` or ``"off"``.
         debug: True is short for ``guard="full"``; False keeps a variable or ``ctx.replace`` from it.
         reduction: ``"mean"``, or ``"canonical"``: exact mode, which gives the same bits at any number of
-            ranks; a :class:`CanonicalReduction` says how many shards make a step.
+            ranks; a :class:`CanonicalReduction` says how many microbatches make a step.
 
     Returns:
         The context; also a context manager that closes it.

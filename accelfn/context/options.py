@@ -167,7 +167,7 @@ def merge_settings(options: ContextOptions, settings: Settings) -> ContextOption
         merged["reduction"] = settings.reduction
     steps = settings.gradient_accumulation_steps
     reduction = options.get("reduction")
-    says_window = isinstance(reduction, CanonicalReduction) and reduction.num_shards is not None
+    says_window = isinstance(reduction, CanonicalReduction) and reduction.num_microbatches is not None
     if (
         steps is not None
         and not says_window
@@ -270,28 +270,28 @@ def apply_options(ctx: Context, options: ContextOptions) -> Context:
 def settle_window(
     accumulation: GradientAccumulationPlugin, reduction: CanonicalReduction | None, size: int
 ) -> GradientAccumulationPlugin:
-    """Give the accumulation whose windows, on ``size`` ranks, hold the shards that were asked for. Pure.
+    """Give the accumulation whose windows, on ``size`` ranks, make up ``num_microbatches``. Pure.
 
     Raises:
-        ConfigurationError: The ranks can't share the shards out evenly, or another window was asked for.
+        ConfigurationError: The ranks can't share the batches out evenly, or another window was asked for.
 
-    >>> settle_window(GradientAccumulationPlugin(), CanonicalReduction(num_shards=12), 4).num_steps
+    >>> settle_window(GradientAccumulationPlugin(), CanonicalReduction(num_microbatches=12), 4).num_steps
     3
     """
-    shards = None if reduction is None else reduction.num_shards
-    if shards is None:
+    number = None if reduction is None else reduction.num_microbatches
+    if number is None:
         return accumulation
-    if shards % size:
-        fitting = ", ".join(str(number) for number in range(1, shards + 1) if shards % number == 0)
+    if number % size:
+        fitting = ", ".join(str(ranks) for ranks in range(1, number + 1) if number % ranks == 0)
         raise ConfigurationError(
-            f"CanonicalReduction.num_shards must be divisible by the number of ranks: got num_shards="
-            f"{shards} and {size} ranks. With {shards} shards there can be {fitting} ranks."
+            "CanonicalReduction.num_microbatches must be divisible by the number of ranks: got "
+            f"num_microbatches={number} and {size} ranks. With {number} there can be {fitting} ranks."
         )
-    steps = shards // size
+    steps = number // size
     if accumulation.num_steps not in (1, steps):  # 1 is what nobody asked for
         raise ConfigurationError(
-            f"gradient_accumulation_steps={accumulation.num_steps} contradicts num_shards={shards}, which "
-            f"makes windows of {steps} on {size} ranks. Give one of the two."
+            f"gradient_accumulation_steps={accumulation.num_steps} contradicts num_microbatches={number}, "
+            f"which makes windows of {steps} on {size} ranks. Give one of the two."
         )
     return dataclasses.replace(accumulation, num_steps=steps)
 
@@ -360,7 +360,7 @@ def _accumulation(now: GradientAccumulationPlugin, options: ContextOptions) -> G
 def _given_window(ctx: Context, options: ContextOptions) -> GradientAccumulationPlugin:
     """Give the accumulation before ``options``, without a window that only followed from a reduction."""
     before = ctx.reduction
-    if options.get("reduction") is None or before is None or before.num_shards is None:
+    if options.get("reduction") is None or before is None or before.num_microbatches is None:
         return ctx.accumulation
     return dataclasses.replace(ctx.accumulation, num_steps=1)
 

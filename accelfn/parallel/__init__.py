@@ -6,7 +6,6 @@ from accelfn.parallel.exact import (
     exact_backward,
     exact_batch,
     scale_open_sums,
-    swap_parts,
 )
 from accelfn.parallel.facts import ModelFacts, read_facts
 from accelfn.parallel.handle import (
@@ -19,7 +18,8 @@ from accelfn.parallel.handle import (
     local_steps,
     uncompiled,
 )
-from accelfn.parallel.norm import clip_norm_, clip_value_, gradient_norm
+from accelfn.parallel.norm import clip_norm_, clip_tensors_, clip_value_, gradient_norm
+from accelfn.parallel.ordered_sum import OrderedSum
 from accelfn.parallel.plan import ModelPlan, apply_model, plan_model
 from accelfn.parallel.pointers import follow, newest, repoint
 from accelfn.parallel.replicate import (
@@ -37,6 +37,7 @@ __all__ = (
     "ExactReplica",
     "ModelFacts",
     "ModelPlan",
+    "OrderedSum",
     "ShardPlan",
     "ThreadDDP",
     "apply_model",
@@ -44,6 +45,7 @@ __all__ = (
     "check_reduced",
     "check_wrapped",
     "clip_norm_",
+    "clip_tensors_",
     "clip_value_",
     "convert_sync_batchnorm",
     "exact_backward",
@@ -64,7 +66,6 @@ __all__ = (
     "replicate",
     "repoint",
     "scale_open_sums",
-    "swap_parts",
     "trigger_sync_in_backward",
     "unchecked",
     "uncompiled",

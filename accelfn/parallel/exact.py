@@ -1,19 +1,18 @@
-"""Exact mode: the gradients of a step are summed over its shards in one order, at any number of ranks.
+"""Exact mode: the gradients of a step are summed over its microbatches in one order, at any number of ranks.
 
-A shard is one batch of one rank. In a window the batch at place ``p`` of rank ``r`` is shard ``p * ranks +
-r``: since a step of the loaders covers consecutive samples in rank order, the same shard holds the same
-samples at any number of ranks. One rank adds the gradients of its batches one after the other; several must
-come to the same bits, so they add the same tensors in the same order. Each rank does so for its part of all
-parameters: after every backward pass each gradient is cut into one part for each rank, every rank gets its
-part of the gradients of all ranks, and adds them in rank order to its sum. Where the window closes, the sums
-come together.
+A microbatch is one batch of one rank. In the window of a loop the batch at place ``p`` of rank ``r`` is
+microbatch ``p * ranks + r``: since a step of the loaders covers consecutive samples in rank order, the same
+microbatch holds the same samples at any number of ranks. One rank adds the gradients of its batches one after
+the other; several must come to the same bits, so they add the same tensors in the same order, after every
+backward pass. In a train step, whose batch is cut into pieces, the batch at place ``p`` of rank ``r`` is
+microbatch ``r * window + p``, so all are added where the window closes.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -22,18 +21,19 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage] -- every norm with statistics
 from torch.nn.parallel import DistributedDataParallel
 
-from accelfn.comm import Call, catch, gather_bytes
+from accelfn.comm import Call, catch, check
 from accelfn.context import Context
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.ordered_sum import OrderedSum
 from accelfn.parallel.thread_ddp import REPLICA, ThreadDDP
-from accelfn.tree import flatten, flatten_tensor, plan_layout
 
-__all__ = ("ExactReplica", "exact_backward", "exact_batch", "scale_open_sums", "swap_parts")
+__all__ = ("ExactReplica", "exact_backward", "exact_batch", "scale_open_sums")
+
+Gradients = list[torch.Tensor | None]  # of all parameters, by index
 
 
 class ExactReplica(ThreadDDP):
-    """Sums the gradients of one model over all shards of a window, in their order, on any number of ranks.
+    """Sums the gradients of one model over all microbatches of a window, in one order on any number of ranks.
 
     Works for any way that a gradient arises, as :class:`ThreadDDP` does. While a window is open, ``.grad`` of
     what has got a gradient is None on several ranks: the sums are elsewhere.
@@ -53,15 +53,13 @@ class ExactReplica(ThreadDDP):
     def _watch(self) -> None:
         ctx = self._ctx
         self._items = list(self._parameters.values())
-        _, structure = flatten(self._items)
-        groups = plan_layout(cast("list[torch.Tensor]", self._items), structure).groups
-        self._sums = [OrderedSum(group, ctx.rank, ctx.num_processes) for group in groups]
-        self._touched: set[int] = set()  # what has a sum in the window that is open
+        self._sum = OrderedSum(ctx, self._items)  # of the window that is open
         self._pass: list[Callable[[], None]] | None = None  # by which a backward pass is told from others
         self._got: set[int] = set()  # what got a gradient in it
         self._kept: dict[int, torch.Tensor] = {}  # what was in .grad before it
         self._batch: object = None  # the batch at hand
         self._seen: set[int] | None = None  # what got a gradient from it; None outside of `accumulate`
+        self._held: list[Gradients] | None = None  # of the batches of a train step so far
         self._forms = {
             name: f"{str(item.dtype).removeprefix('torch.')} {tuple(item.shape)}"
             for name, item in self._parameters.items()
@@ -82,38 +80,38 @@ class ExactReplica(ThreadDDP):
         del module
         return False
 
-    def begin_batch(self, batch: object, place: int, window: int) -> set[int] | None:
-        """Begin with a batch of a window; what was left of a window that never closed is dropped.
+    @contextmanager
+    def batch(self, batch: object, place: int, window: int, is_held: bool) -> Generator[None, None, None]:
+        """Take the gradients inside as those of a batch; see :func:`exact_batch`.
 
-        Returns:
-            What ``end_batch`` is to be given.
+        What was left of a window that never closed is dropped with the first batch of the next one.
         """
-        before = self._seen
+        seen = self._seen
         if batch is not self._batch or window == 1:
             self._batch, self._seen = batch, set()
             if place == 0:
-                self._drop()
+                self._sum.drop()
+                self._held = [] if is_held and self._ctx.num_processes > 1 else None
         elif self._seen is None:
             self._seen = set()
-        return before
-
-    def end_batch(self, before: set[int] | None) -> None:
-        """End what ``begin_batch`` began."""
-        self._seen = before
+        if self._held is not None:
+            self._held.append([None] * len(self._items))
+        try:
+            yield
+            if self._held is not None and place == window - 1:
+                with torch.no_grad():
+                    held, self._held = self._held, None
+                    self._add("make_train_step", held)
+                    self._close()
+        except BaseException:
+            self._held = None  # what a window that failed has held goes with it
+            raise
+        finally:
+            self._seen = seen
 
     def scale_sums(self, parameters: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
         """Multiply the sums that ``parameters`` have in a window that is open."""
-        wanted = {id(parameter) for parameter in parameters}
-        scaled = {index for index in self._touched if id(self._items[index]) in wanted}
-        for one in self._sums:
-            for number, start, end, _ in one.segments:
-                if number in scaled and one.part is not None:
-                    one.part[start:end].mul_(factor.to(one.part.device, one.part.dtype))
-
-    def _drop(self) -> None:
-        self._touched = set()
-        for one in self._sums:
-            one.part = None
+        self._sum.scale(parameters, factor)
 
     def _begin_pass(self, pending: list[Callable[[], None]]) -> None:
         # What a pass that failed has left is dropped with it.
@@ -138,8 +136,8 @@ class ExactReplica(ThreadDDP):
         if self._ctx.collectives.call_log.after_backward is None:
             raise ConfigurationError(
                 'with reduction="canonical", call accelfn.backward(ctx, loss, scaler, micro) instead of '
-                "loss.backward(): it divides the loss by the number of shards, and sums their gradients when "
-                "the backward pass is over."
+                "loss.backward(): it divides the loss by the number of microbatches, and sums their "
+                "gradients when the backward pass is over."
             )
         self._got.add(index)
 
@@ -151,17 +149,17 @@ class ExactReplica(ThreadDDP):
             self._items[index].grad = kept.pop(index)
         if not got:
             return
-        flats, error = catch(lambda: self._checked(got))
+        _, error = catch(lambda: self._check(got))
         if self._seen is not None:
             self._seen |= got
         with torch.no_grad():
             if self._ctx.num_processes == 1:
                 self._add_alone(kept, error)
             else:
-                self._add_together(got, kept, flats or [], error)
+                self._add_together(got, kept, error)
 
-    def _checked(self, got: set[int]) -> list[torch.Tensor]:
-        """Give the gradients as one buffer for each of the sums, or say why that can't be."""
+    def _check(self, got: set[int]) -> None:
+        """Refuse gradients that can't be summed."""
         again = sorted(got & (self._seen or set()))
         if again:
             raise ConfigurationError(
@@ -178,20 +176,6 @@ class ExactReplica(ThreadDDP):
                     f'{grad.dtype}. With reduction="canonical" it must be dense and of the dtype of its '
                     f"parameter ({item.dtype}): use no sparse embeddings."
                 )
-        if self._ctx.num_processes == 1:
-            return []
-        return [self._flat(one, got) for one in self._sums]
-
-    def _flat(self, one: OrderedSum, got: set[int]) -> torch.Tensor:
-        parts: list[torch.Tensor] = []
-        for index, number in zip(one.group.leaves, one.group.sizes, strict=True):
-            grad = self._items[index].grad if index in got else None
-            # What is missing is never looked at: the others are told so.
-            empty = self._items[index].new_zeros(number) if grad is None else None
-            parts.append(flatten_tensor(grad) if empty is None else empty)  # pyright: ignore[reportArgumentType]
-        if one.padding:
-            parts.append(parts[0].new_zeros(one.padding))
-        return torch.cat(parts)
 
     def _add_alone(self, kept: dict[int, torch.Tensor], error: Exception | None) -> None:
         if kept and error is None:
@@ -202,56 +186,38 @@ class ExactReplica(ThreadDDP):
         if error is not None:
             raise error
 
-    def _add_together(
-        self,
-        got: set[int],
-        kept: dict[int, torch.Tensor],
-        flats: list[torch.Tensor],
-        error: Exception | None,
-    ) -> None:
-        ctx = self._ctx
+    def _add_together(self, got: set[int], kept: dict[int, torch.Tensor], error: Exception | None) -> None:
+        gradients: Gradients = [None] * len(self._items)
         for index in got:
+            gradients[index], self._items[index].grad = self._items[index].grad, None
+        for index, old in kept.items():
+            self._items[index].grad = old
+        if self._held is not None:
+            if error is not None:
+                check(self._ctx, Call("backward"), error)  # the others hear of it where the window closes
+            self._held[-1] = [
+                new if old is None else old for old, new in zip(self._held[-1], gradients, strict=True)
+            ]
+            return
+        for index in self._add("backward", [gradients], error):
             self._items[index].grad = None
-        bits = sum(1 << index for index in got).to_bytes(-(-len(self._items) // 8), "little")
-        window = f"closes={self.sync} open={bool(self._touched)}"
-        call = Call("backward", f"{self._digest} {window}", lambda: {"window": window, **self._forms})
-        try:
-            blobs = gather_bytes(ctx, call, bits, error)
-        except Exception:
-            for index, old in kept.items():
-                self._items[index].grad = old
-            raise
-        present = [_indices(blob) for blob in blobs]
-        union = frozenset[int]().union(*present)
-
-        def before(index: int) -> torch.Tensor | None:
-            return kept.get(index, self._items[index].grad)
-
-        for one, flat in zip(self._sums, flats, strict=True):
-            rows = swap_parts(ctx, flat.view(ctx.num_processes, -1))
-            one.add(rows.unbind(), present, self._touched, before)
-        self._touched |= union
         if self.sync:
             self._close()
-        else:
-            for index in union:
-                self._items[index].grad = None
+
+    def _add(
+        self, operation: str, microbatches: Sequence[Gradients], error: Exception | None = None
+    ) -> frozenset[int]:
+        """Add gradients to the sums, which begin with what is in ``.grad``."""
+        window = f"closes={self.sync} open={self._sum.is_open}"
+        text = f"{self._digest} {window} {len(microbatches)}"
+        call = Call(operation, text, lambda: {"window": window, **self._forms})
+        return self._sum.add(call, microbatches, lambda index: self._items[index].grad, error)
 
     def _close(self) -> None:
         """Bring the sums of all ranks together in ``.grad``."""
-        touched = self._touched
-        for one in self._sums:
-            part = cast("torch.Tensor", one.part)
-            joined = self._ctx.collectives.all_gather(part.view(torch.uint8)).view(part.dtype)
-            if one.padding:
-                joined = joined[: -one.padding]
-            for index, own in zip(one.group.leaves, torch.split(joined, list(one.group.sizes)), strict=True):
-                if index in touched:
-                    # A tensor of its own, laid out as torch would: what is computed from a gradient, such as
-                    # its norm, may depend on where it lies.
-                    item = self._items[index]
-                    item.grad = torch.empty_like(item).copy_(own.view(item.shape))
-        self._drop()
+        for item, total in zip(self._items, self._sum.close(), strict=True):
+            if total is not None:
+                item.grad = total
 
 
 def scale_open_sums(parameters: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
@@ -263,22 +229,6 @@ def scale_open_sums(parameters: Sequence[torch.Tensor], factor: torch.Tensor) ->
     for replica in replicas.values():
         if isinstance(replica, ExactReplica):
             replica.scale_sums(parameters, factor)
-
-
-def swap_parts(ctx: Context, parts: torch.Tensor) -> torch.Tensor:
-    """Give every rank its part of the rows of all ranks.
-
-    Ranks: every rank of ``ctx``.
-
-    Args:
-        ctx: The world.
-        parts: Shape ``(ranks, n)``, contiguous: what is meant for each rank.
-
-    Returns:
-        Shape ``(ranks, n)``: what each rank meant for this one.
-    """
-    moved = ctx.collectives.all_to_all(parts.reshape(-1).view(torch.uint8))
-    return moved.view(parts.dtype).view(ctx.num_processes, -1)
 
 
 @contextmanager
@@ -301,40 +251,33 @@ def exact_backward(ctx: Context) -> Generator[None, None, None]:
         finish()
 
 
-@contextmanager
 def exact_batch(
-    models: Sequence[nn.Module], batch: object, place: int, window: int
-) -> Generator[None, None, None]:
-    """Say which batch the gradients of ``models`` inside are of.
+    model: nn.Module, batch: object, place: int, window: int, is_held: bool
+) -> AbstractContextManager[None]:
+    """Take the gradients of a model inside as those of one batch.
 
-    Ranks: local.
+    Ranks: every rank of the model's context; with ``is_held``, where a window ends the gradients are summed.
 
     Args:
-        models: Prepared in exact mode, or not prepared at all.
+        model: Prepared in exact mode, or not prepared at all.
         batch: Tells the batch from others, by identity.
         place: Of the batch in its window; at 0 a window begins anew.
         window: Batches in it.
+        is_held: The batches of a rank are consecutive microbatches, whose gradients are held until the window
+            closes; otherwise each step is one microbatch of each rank, whose gradients are added at once.
 
     Raises:
-        ConfigurationError: A model was prepared without exact mode.
+        ConfigurationError: The model was prepared without exact mode.
     """
-    with ExitStack() as stack:
-        for model in models:
-            replica = vars(model).get(REPLICA)
-            if isinstance(replica, ExactReplica):
-                stack.callback(replica.end_batch, replica.begin_batch(batch, place, window))
-            elif replica is not None or isinstance(model, DistributedDataParallel):
-                raise ConfigurationError(
-                    'accumulate: this context has reduction="canonical", and the model was prepared by one '
-                    "without it. Prepare it with this context."
-                )
-        yield
-
-
-def _indices(blob: bytes) -> frozenset[int]:
-    return frozenset(
-        8 * place + bit for place, byte in enumerate(blob) if byte for bit in range(8) if byte >> bit & 1
-    )
+    replica = vars(model).get(REPLICA)
+    if isinstance(replica, ExactReplica):
+        return replica.batch(batch, place, window, is_held)
+    if replica is not None or isinstance(model, DistributedDataParallel):
+        raise ConfigurationError(
+            'accumulate: this context has reduction="canonical", and the model was prepared by one '
+            "without it. Prepare it with this context."
+        )
+    return nullcontext()
 
 
 def _refuse_statistics(model: nn.Module) -> None:

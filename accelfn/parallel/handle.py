@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from accelfn.context import Context
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.pointers import repoint
+from accelfn.tree import is_dtensor
 
 __all__ = (
     "HANDLE",
@@ -387,7 +388,7 @@ def check_reduced(operation: str, ctx: Context, parameters: Iterable[torch.Tenso
                 f"{operation}: the gradients at hand were not averaged over the {ctx.num_processes} ranks, "
                 f"whose models would drift apart: {reasons[0]}."
             )
-        if not alive and not hasattr(parameter.grad, "to_local"):
+        if not alive and not is_dtensor(parameter.grad):
             raise ConfigurationError(
                 f"{operation}: nobody averages the gradient of a parameter of shape {tuple(parameter.shape)} "
                 f"over the {ctx.num_processes} ranks, whose models would drift apart. Prepare its model, "

@@ -14,8 +14,9 @@ import torch
 
 from accelfn.comm import reduce
 from accelfn.context import Context
+from accelfn.tree import is_dtensor, local_of
 
-__all__ = ("clip_norm_", "clip_value_", "gradient_norm")
+__all__ = ("clip_norm_", "clip_tensors_", "clip_value_", "gradient_norm")
 
 
 class _Part(NamedTuple):
@@ -38,13 +39,26 @@ def clip_norm_(
     Ranks: as :func:`gradient_norm`.
     """
     norm = gradient_norm(ctx, parameters, norm_type)
-    gradients = [part.gradient for part in _parts(ctx, parameters)]
+    _shrink_([part.gradient for part in _parts(ctx, parameters)], norm, max_norm)
+    return norm
+
+
+def clip_tensors_(gradients: Sequence[torch.Tensor], max_norm: float) -> torch.Tensor:
+    """Scale gradients that are whole on each rank to a norm of at most ``max_norm``; return the norm before.
+
+    Ranks: local.
+    """
+    norm = torch.nn.utils.get_total_norm(gradients)
+    _shrink_(gradients, norm, max_norm)
+    return norm
+
+
+def _shrink_(gradients: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
     # As torch.nn.utils.clip_grad_norm_ has it; nobody asks on the host whether it is needed.
     shrink = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     with torch.no_grad():
         for group in _by_device(gradients):
             torch._foreach_mul_(group, shrink.to(group[0].device))  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-    return norm
 
 
 def clip_value_(ctx: Context, parameters: Sequence[torch.Tensor], clip_value: float) -> None:
@@ -120,7 +134,7 @@ def _is_shared_out(ctx: Context, parameters: Iterable[torch.Tensor]) -> bool:
 
 def _num_shards(tensor: torch.Tensor) -> int:
     """Say into how many parts a tensor is cut; 1 for a plain one."""
-    if not _is_dtensor(tensor):
+    if not is_dtensor(tensor):
         return 1
     layout = cast("Any", tensor)
     # Not is_shard(), which is False for a strided shard, as FSDP over tensor parallelism makes them.
@@ -139,20 +153,13 @@ def _parts(ctx: Context, parameters: Iterable[torch.Tensor]) -> list[_Part]:
         gradient = parameter.grad
         if gradient is None:
             continue
-        if _is_dtensor(gradient) and _is_dtensor(parameter):
+        if is_dtensor(gradient) and is_dtensor(parameter):
             wanted = cast("Any", parameter).placements
             if cast("Any", gradient).placements != wanted:
                 gradient = cast("torch.Tensor", cast("Any", gradient).redistribute(placements=wanted))
                 parameter.grad = gradient
-        parts.append(_Part(_local(gradient), max(1, ranks // _num_shards(gradient))))
+        parts.append(_Part(local_of(gradient), max(1, ranks // _num_shards(gradient))))
     return parts
-
-
-def _local(gradient: torch.Tensor) -> torch.Tensor:
-    if not _is_dtensor(gradient):
-        return gradient
-    local = cast("Any", gradient).to_local()
-    return local.wait() if hasattr(local, "wait") else local
 
 
 def _by_device(tensors: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
@@ -160,7 +167,3 @@ def _by_device(tensors: Sequence[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
     for tensor in tensors:
         groups.setdefault(tensor.device, []).append(tensor)
     return groups.values()
-
-
-def _is_dtensor(tensor: torch.Tensor) -> bool:
-    return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")

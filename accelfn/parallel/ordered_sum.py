@@ -1,43 +1,171 @@
-"""One rank's part of sums that are formed in an order of their own, whatever the number of ranks."""
+"""Sums over microbatches that are formed in one order, whatever the number of ranks.
+
+Each rank forms its part of the sums: all tensors lie end to end in one buffer for each dtype and device,
+which is cut into one part for each rank. What a microbatch gave is sent in parts to the ranks that sum them,
+and the sums come together when they are closed.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, cast
 
 import torch
 
-from accelfn.tree import Buffer, flatten_tensor
+from accelfn.comm import Call, catch, gather_bytes
+from accelfn.context import Context
+from accelfn.tree import Buffer, flatten, flatten_tensor, plan_layout
 
-__all__ = ("OrderedSum", "Segment")
+__all__ = ("OrderedSum",)
+
+_Microbatch = Sequence[torch.Tensor | None]
 
 
-class Segment(NamedTuple):
-    """The part of one parameter that lies in this rank's part of a buffer."""
+class _Segment(NamedTuple):
+    """The part of one tensor that lies in this rank's part of a buffer."""
 
-    number: int  # of the parameter
+    number: int  # of the tensor
     start: int  # in this rank's part
     end: int
-    offset: int  # of its first element in the parameter
+    offset: int  # of its first element in the tensor
 
 
 class OrderedSum:
-    """This rank's part of the sums of all gradients of one dtype and device."""
+    """Sums of tensors over microbatches; between two calls, this rank's part of them.
+
+    A microbatch gives for each tensor another of its shape, or None, which is no zero: it is left out. On
+    several ranks nothing but the part is held, and on one all.
+    """
+
+    def __init__(self, ctx: Context, tensors: Sequence[torch.Tensor]) -> None:
+        """Begin with no sums, of tensors like ``tensors``, which are of the same kinds on all ranks."""
+        self._ctx = ctx
+        self._tensors = list(tensors)
+        groups = plan_layout(self._tensors, flatten(self._tensors)[1]).groups
+        self._parts = [_Part(group, ctx.rank, ctx.num_processes) for group in groups]
+        self._touched: set[int] = set()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether something was added and not closed."""
+        return bool(self._touched)
+
+    def add(
+        self,
+        call: Call,
+        microbatches: Sequence[_Microbatch],
+        before: Callable[[int], torch.Tensor | None] = lambda index: None,
+        error: Exception | None = None,
+    ) -> frozenset[int]:
+        """Add this rank's microbatches: those of rank 0 in their order, then those of rank 1, and so on.
+
+        Ranks: every rank of the context, with equally many microbatches.
+
+        Args:
+            call: What is compared between the ranks.
+            microbatches: Of this rank; left as they are.
+            before: Gives what the sum of a tensor without one begins with; None for nothing. Equal on all
+                ranks.
+            error: Why this rank has no microbatches.
+
+        Returns:
+            Indices of the tensors that some rank's microbatch has given something for.
+
+        Raises:
+            Exception: ``error`` itself, and RemoteRankError on the other ranks; nothing has changed then.
+            MismatchError: ``call`` differs between ranks.
+        """
+        size, count = self._ctx.num_processes, len(microbatches)
+        flats: list[torch.Tensor] | None = None
+        if error is None:
+            flats, error = catch(lambda: [one.flatten(microbatches, self._tensors) for one in self._parts])
+        width = -(-len(self._tensors) // 8)
+        own = b"".join(_bits(one, width) for one in microbatches)
+        if size > 1:
+            blobs = gather_bytes(self._ctx, call, own, error)
+        elif error is None:
+            blobs = [own]
+        else:
+            raise error
+        present = [
+            _indices(blob[start:][:width]) for blob in blobs for start in range(0, width * count, width)
+        ]
+        for one, flat in zip(self._parts, flats or (), strict=True):
+            rows = _swap_parts(self._ctx, flat.view(size, -1)).view(size * count, one.length)
+            one.add(rows.unbind(), present, self._touched, before)
+        found = frozenset[int]().union(*present)
+        self._touched |= found
+        return found
+
+    def close(self) -> list[torch.Tensor | None]:
+        """Bring the sums together, and begin anew.
+
+        Ranks: every rank of the context.
+
+        Returns:
+            Of each tensor its sum, laid out in memory as the tensor is; None where nothing was added.
+        """
+        result: list[torch.Tensor | None] = [None] * len(self._tensors)
+        for one in self._parts if self._touched else ():
+            joined = cast("torch.Tensor", one.part)
+            if self._ctx.num_processes > 1:
+                joined = self._ctx.collectives.all_gather(joined.view(torch.uint8)).view(joined.dtype)
+            flats = torch.split(joined[: sum(one.group.sizes)], list(one.group.sizes))
+            for index, flat in zip(one.group.leaves, flats, strict=True):
+                if index in self._touched:
+                    # A tensor of its own, laid out as torch would: what is computed from a gradient, such as
+                    # its norm, may depend on where it lies.
+                    like = self._tensors[index]
+                    result[index] = torch.empty_like(like, requires_grad=False).copy_(flat.view(like.shape))
+        self.drop()
+        return result
+
+    def drop(self) -> None:
+        """Forget what was added."""
+        self._touched = set()
+        for one in self._parts:
+            one.part = None
+
+    def scale(self, tensors: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
+        """Multiply the sums of some of the tensors."""
+        wanted = {id(tensor) for tensor in tensors}
+        for one in self._parts:
+            for index, start, end, _ in one.segments:
+                if one.part is not None and index in self._touched and id(self._tensors[index]) in wanted:
+                    one.part[start:end].mul_(factor.to(one.part.device, one.part.dtype))
+
+
+class _Part:
+    """This rank's part of the sums of all tensors of one dtype and device."""
 
     def __init__(self, group: Buffer, rank: int, size: int) -> None:
-        """Lay out the parameters of ``group`` end to end, in ``size`` parts of one length."""
+        """Lay out the tensors of ``group`` end to end, in ``size`` parts of one length."""
         self.group = group
+        self.size = size
         total = sum(group.sizes)
-        self.length: int = -(-total // size)  # of a part
-        self.padding: int = self.length * size - total
-        self.segments: list[Segment] = []
+        self.length: int = -(-total // size)
+        self.segments: list[_Segment] = []
         begin, end, place = rank * self.length, (rank + 1) * self.length, 0
         for index, number in zip(group.leaves, group.sizes, strict=True):
             first, last = max(place, begin), min(place + number, end)
             if first < last:
-                self.segments.append(Segment(index, first - begin, last - begin, first - place))
+                self.segments.append(_Segment(index, first - begin, last - begin, first - place))
             place += number
-        self.part: torch.Tensor | None = None  # where a window is open
+        self.part: torch.Tensor | None = None  # where something was added
+
+    def flatten(self, microbatches: Sequence[_Microbatch], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Give what microbatches hold of the tensors, of shape ``(ranks, microbatches, length)``."""
+        like = tensors[self.group.leaves[0]]
+        flats: list[torch.Tensor] = []
+        for microbatch in microbatches:
+            parts: list[torch.Tensor] = []
+            for index, number in zip(self.group.leaves, self.group.sizes, strict=True):
+                given = microbatch[index]
+                # What is missing is never looked at: the others are told so.
+                parts.append(like.new_zeros(number) if given is None else flatten_tensor(given))
+            parts.append(like.new_zeros(self.size * self.length - sum(self.group.sizes)))
+            flats.append(torch.cat(parts).view(self.size, self.length))
+        return flats[0].unsqueeze(1) if len(flats) == 1 else torch.stack(flats, 1)
 
     def add(
         self,
@@ -46,24 +174,25 @@ class OrderedSum:
         touched: set[int],
         before: Callable[[int], torch.Tensor | None],
     ) -> None:
-        """Add the parts of all ranks in rank order.
+        """Add this rank's part of each microbatch, in their order.
 
         Args:
-            rows: Of each rank, this rank's part of its gradients.
-            present: Of each rank, the parameters that have a gradient there.
-            touched: Parameters with a sum from earlier in the window.
-            before: Gives what a parameter that isn't touched has in ``.grad``, where the sum goes on from.
+            rows: Of each microbatch, this rank's part.
+            present: Of each microbatch, the tensors that it has given something for.
+            touched: Tensors with a sum.
+            before: Gives what the sum of a tensor that isn't touched begins with.
         """
         if self.part is None:
             self.part = torch.empty_like(rows[0])
+        started = {segment.number for segment in self.segments if segment.number in touched}
         for segment in self.segments:
             old = None if segment.number in touched else before(segment.number)
             if old is not None:
                 flat = flatten_tensor(old)
                 length = segment.end - segment.start
                 self.part[segment.start : segment.end] = flat[segment.offset : segment.offset + length]
+                started.add(segment.number)
         indices = {segment.number for segment in self.segments}
-        started = {index for index in indices if index in touched or before(index) is not None}
         if all(indices <= here for here in present) and started in (set[int](), indices):
             # Never torch.sum over the rows, whose order isn't said.
             rest = iter(rows)
@@ -80,3 +209,33 @@ class OrderedSum:
                     # A missing gradient is no zero: adding one would turn -0.0 into 0.0.
                     part.add_(row[start:end]) if has_sum else part.copy_(row[start:end])
                     has_sum = True
+
+
+def _swap_parts(ctx: Context, parts: torch.Tensor) -> torch.Tensor:
+    """Give every rank its part of the rows of all ranks.
+
+    Ranks: every rank of ``ctx``.
+
+    Args:
+        ctx: The world.
+        parts: Shape ``(ranks, n)``, contiguous: what is meant for each rank.
+
+    Returns:
+        Shape ``(ranks, n)``: what each rank meant for this one.
+    """
+    if ctx.num_processes == 1:
+        return parts
+    moved = ctx.collectives.all_to_all(parts.reshape(-1).view(torch.uint8))
+    return moved.view(parts.dtype).view(ctx.num_processes, -1)
+
+
+def _bits(microbatch: _Microbatch, width: int) -> bytes:
+    return sum(1 << index for index, one in enumerate(microbatch) if one is not None).to_bytes(
+        width, "little"
+    )
+
+
+def _indices(blob: bytes) -> frozenset[int]:
+    return frozenset(
+        8 * place + bit for place, byte in enumerate(blob) if byte for bit in range(8) if byte >> bit & 1
+    )

@@ -14,6 +14,7 @@ from typing import Any, cast
 import torch
 
 from accelfn.errors import ConfigurationError, NotAvailableError
+from accelfn.tree import is_dtensor, local_of
 
 __all__ = ("flatten_names", "plain_config", "read_numbers", "read_step")
 
@@ -152,15 +153,12 @@ def _collect(value: Any, into: list[torch.Tensor], path: str) -> None:
 
 def _local(tensor: torch.Tensor, path: str) -> torch.Tensor:
     """Give what this rank has of a tensor, if that is all of it."""
-    placements = getattr(tensor, "placements", None)
-    if placements is None:
-        return tensor.detach()
-    if not all(one.is_replicate() for one in placements):
+    if is_dtensor(tensor) and not all(one.is_replicate() for one in cast("Any", tensor).placements):
         raise NotAvailableError(
             f"{path!r} is a tensor that is spread over ranks, and what is logged is read on one of them. "
             "Log .full_tensor() of it, which every rank must call."
         )
-    return cast("Any", tensor).to_local().detach()
+    return local_of(tensor).detach()
 
 
 def _fetch(tensors: Sequence[torch.Tensor]) -> list[Any]:

@@ -7,6 +7,7 @@ from accelfn.training.grad import value_and_grad
 from accelfn.training.join import join_uneven_inputs
 from accelfn.training.local_sgd import LocalSGDState, average_parameters, local_sgd_step
 from accelfn.training.lomo import is_lomo, lomo_backward
+from accelfn.training.loss import Loss
 from accelfn.training.memory import (
     BatchTooLarge,
     clear_device_cache,
@@ -41,7 +42,7 @@ from accelfn.training.step import (
     trigger_sync_in_backward,
 )
 from accelfn.training.train_step import init_train_state, make_train_step
-from accelfn.training.window import Loss, StepMetrics
+from accelfn.training.window import StepMetrics
 
 __all__ = (
     "BatchTooLarge",

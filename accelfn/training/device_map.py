@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from accelfn.comm import check_replicas
 from accelfn.context import Context
 from accelfn.errors import ConfigurationError
+from accelfn.tree import is_dtensor
 
 __all__ = ("check_devices", "check_packed", "is_placed", "is_quantized", "verify_device_map")
 
@@ -126,7 +127,7 @@ def check_packed(ctx: Context, model: nn.Module) -> None:
     packed = {
         name: _parts_of(one)
         for name, one in cast("Mapping[str, object]", model.state_dict(keep_vars=True)).items()
-        if name not in plain and isinstance(one, torch.Tensor) and not hasattr(one, "placements")
+        if name not in plain and isinstance(one, torch.Tensor) and not is_dtensor(one)
     }
     check_replicas(ctx, packed, name="quantized")
 

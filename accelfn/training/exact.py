@@ -1,38 +1,34 @@
-"""Exact mode for training: random numbers that belong to a shard, and gradients of a function over shards."""
+"""Exact mode for training: random numbers that belong to a microbatch, and means over microbatches."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from accelfn.comm import Call, check
+from accelfn.comm import Call, agree
 from accelfn.comm.agreement import layout_call
 from accelfn.context import Context
 from accelfn.data import MicroBatch
 from accelfn.data.batch_key import Draws
-from accelfn.parallel import swap_parts
+from accelfn.parallel import OrderedSum
 from accelfn.tree import (
-    Buffer,
-    Packed,
     find_batch_size,
     flatten,
-    flatten_group,
     map_tensors,
     plan_layout,
-    unpack,
 )
 
-__all__ = ("cut_into_shards", "draw_as", "draw_for", "mean_of_shards", "num_shards")
+__all__ = ("cut_into_microbatches", "draw_for", "mean_of_microbatches", "num_microbatches")
 
 # Sums of these are formed in float32 and rounded once.
 _NARROW = (torch.float16, torch.bfloat16)
 
 
-def num_shards(ctx: Context, micro: MicroBatch | None) -> int:
+def num_microbatches(ctx: Context, micro: MicroBatch | None) -> int:
     """Count the parts that the loss of one batch is divided into. Pure.
 
     Args:
@@ -57,25 +53,11 @@ def draw_for(ctx: Context, micro: MicroBatch) -> Generator[None, None, None]:
         micro: Of the batch, which knows its place in the data. One that doesn't come from
             :func:`accelfn.microbatches` is known by its index and epoch alone.
     """
+    assert ctx.reduction is not None  # called in exact mode only
     number = micro.index * ctx.num_processes + ctx.rank
     draws = micro.draws or Draws(f"batch {number} of epoch {micro.epoch}")
     block, draws.blocks = draws.blocks, draws.blocks + 1
-    with draw_as(ctx, draws.name, block):
-        yield
-
-
-@contextmanager
-def draw_as(ctx: Context, *names: object) -> Generator[None, None, None]:
-    """Draw inside what belongs to a name, and leave torch's default generators where they were.
-
-    Ranks: local.
-
-    Args:
-        ctx: In exact mode.
-        *names: With the seed of the mode they say what is drawn.
-    """
-    assert ctx.reduction is not None  # called in exact mode only
-    seed = _fold(ctx.reduction.seed, *names)
+    seed = _fold(ctx.reduction.seed, draws.name, block)
     on_device: Any = None if ctx.device.type == "cpu" else torch.get_device_module(ctx.device)
     state = torch.default_generator.get_state()
     device_state = None if on_device is None else on_device.get_rng_state()
@@ -96,7 +78,7 @@ def _fold(*parts: object) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def cut_into_shards(ctx: Context, arguments: Any) -> list[Any]:
+def cut_into_microbatches(ctx: Context, arguments: Any) -> list[Any]:
     """Cut each tensor with the batch's number of rows into one part for each batch of a window. Pure.
 
     Args:
@@ -111,9 +93,9 @@ def cut_into_shards(ctx: Context, arguments: Any) -> list[Any]:
     size = find_batch_size(arguments)
     if size % number or not size:
         raise ValueError(
-            f"value_and_grad: a batch of {size} rows can't be cut into {number} equal shards, which "
-            f"{number * ctx.num_processes} shards on {ctx.num_processes} ranks ask for. Pass a multiple of "
-            f"{number} rows on each rank."
+            f"value_and_grad: a batch of {size} rows can't be cut into {number} equal microbatches, which "
+            f"{number * ctx.num_processes} microbatches on {ctx.num_processes} ranks ask for. Pass a "
+            f"multiple of {number} rows on each rank."
         )
     rows = size // number
 
@@ -126,10 +108,10 @@ def cut_into_shards(ctx: Context, arguments: Any) -> list[Any]:
     return [cut(start) for start in range(0, size, rows)]
 
 
-def mean_of_shards(
-    ctx: Context, shards: Sequence[list[torch.Tensor]], error: Exception | None = None
+def mean_of_microbatches(
+    ctx: Context, microbatches: Sequence[Sequence[torch.Tensor]], error: Exception | None = None
 ) -> list[torch.Tensor]:
-    """Average tensors over the shards of all ranks, added in rank order and in this rank's order.
+    """Average tensors over the microbatches of all ranks, added in rank order and in this rank's order.
 
     What float16 and bfloat16 become is formed in float32 and rounded once.
 
@@ -137,7 +119,7 @@ def mean_of_shards(
 
     Args:
         ctx: The world.
-        shards: Of each of this rank's shards the same tensors; as many shards on every rank.
+        microbatches: Of each of this rank's microbatches the same tensors; as many on every rank.
         error: Why this rank has none.
 
     Returns:
@@ -147,38 +129,17 @@ def mean_of_shards(
         Exception: ``error`` itself, and RemoteRankError on the other ranks.
         MismatchError: The tensors differ in shape or dtype between ranks.
     """
-    layout = None if error is not None else plan_layout(shards[0], flatten(shards[0])[1])
-    if ctx.num_processes > 1:
-        name, options = "value_and_grad", f"{len(shards)} shards a rank"
-        check(ctx, Call(name) if layout is None else layout_call(name, options, layout), error)
-    elif error is not None:
+    if error is not None:
+        if ctx.num_processes > 1:
+            agree(ctx, Call("value_and_grad"), error=error)
         raise error
-    assert layout is not None  # without an error
-    return unpack(Packed(tuple([_mean(ctx, group, shards) for group in layout.groups]), layout))
-
-
-def _mean(ctx: Context, group: Buffer, shards: Sequence[list[torch.Tensor]]) -> torch.Tensor:
-    """Average the tensors of ``group`` over the shards of all ranks."""
-    size, number, total = ctx.num_processes, len(shards), sum(group.sizes)
-    flats = (flatten_group(group, shard) for shard in shards)
-    if size == 1:
-        return _ordered_mean(flats, number)
-    length = -(-total // size)
-    parts = torch.zeros(size, number, length, dtype=group.dtype, device=group.device)
-    for place, flat in enumerate(flats):
-        # Of each shard a part for each rank; the last part may be shorter, and its rest stays zero.
-        for rank, part in enumerate(torch.split(flat, length)):
-            parts[rank, place, : part.numel()] = part
-    rows = swap_parts(ctx, parts.view(size, -1)).view(size * number, length)
-    own = _ordered_mean(rows.unbind(), size * number)
-    return ctx.collectives.all_gather(own.view(torch.uint8)).view(own.dtype)[:total]
-
-
-def _ordered_mean(rows: Iterable[torch.Tensor], number: int) -> torch.Tensor:
-    # One by one: in which order torch.sum adds isn't said.
-    rest = iter(rows)
-    first = next(rest)
-    total = first.to(torch.float32 if first.dtype in _NARROW else first.dtype, copy=True)
-    for row in rest:
-        total.add_(row)
-    return total.div_(number).to(first.dtype)
+    own = microbatches[0]
+    wide = [[one.float() if one.dtype in _NARROW else one for one in each] for each in microbatches]
+    layout = plan_layout(wide[0], flatten(wide[0])[1])
+    call = layout_call("value_and_grad", f"{len(wide)} microbatches a rank", layout)
+    total = OrderedSum(ctx, wide[0])
+    with torch.no_grad():
+        total.add(call, wide)
+        sums = cast("list[torch.Tensor]", total.close())
+        number = len(wide) * ctx.num_processes
+        return [one.div_(number).to(like.dtype) for one, like in zip(sums, own, strict=True)]

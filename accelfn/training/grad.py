@@ -9,7 +9,7 @@ import torch
 
 from accelfn.comm import catch, reduce
 from accelfn.context import Context, check_context
-from accelfn.training.exact import cut_into_shards, mean_of_shards
+from accelfn.training.exact import cut_into_microbatches, mean_of_microbatches
 from accelfn.training.precision import autocast
 from accelfn.tree import TreeSpec, concatenate, flatten, require_tensors
 
@@ -31,10 +31,10 @@ def value_and_grad(
     No loss is scaled: with float16 small gradients vanish, so scale the loss in ``loss_fn``, or use
     :func:`accelfn.make_train_step`, which does.
 
-    In exact mode the batch of each rank is cut along its first dimension into as many equal shards as the
-    accumulation window has batches, and loss and gradients are means over the shards of all ranks, formed in
-    their order: the same bits at any number of ranks that share one global batch out in rank order. It holds
-    the gradients of all of a rank's shards at once.
+    In exact mode the batch of each rank is cut along its first dimension into as many equal microbatches as
+    the accumulation window has batches, and loss and gradients are means over the microbatches of all ranks,
+    formed in their order: the same bits at any number of ranks that share one global batch out in rank order.
+    It holds the gradients of all of a rank's microbatches at once.
 
     Args:
         ctx: The world, and the precision that ``loss_fn`` computes in.
@@ -44,14 +44,14 @@ def value_and_grad(
     Returns:
         A function with the arguments of ``loss_fn``, which returns ``(value, grads)``: ``value`` is what
         ``loss_fn`` returned, with the loss averaged over ranks and ``aux`` as on this rank; ``grads`` is a
-        tree like ``params``, in their dtypes. In exact mode ``aux`` has been joined over this rank's shards
-        by :func:`accelfn.tree.concatenate`, where a 0-d tensor counts as one row. Every rank of ``ctx`` must
-        call it, with ``params`` of one structure.
+        tree like ``params``, in their dtypes. In exact mode ``aux`` has been joined over this rank's
+        microbatches by :func:`accelfn.tree.concatenate`, where a 0-d tensor counts as one row. Every rank of
+        ``ctx`` must call it, with ``params`` of one structure.
 
     Raises:
         TypeError: (when called) A leaf of ``params`` is no floating-point tensor, or the loss no tensor of
             shape ``()``.
-        ValueError: (when called) In exact mode, the batch can't be cut into equal shards.
+        ValueError: (when called) In exact mode, the batch can't be cut into equal microbatches.
         MismatchError: (when called) The parameters differ in structure, shape or dtype between ranks.
 
     >>> step = value_and_grad(Context(), lambda params, x: (params["w"] * x).sum())
@@ -105,11 +105,11 @@ def _gradients(
 def _exactly(
     ctx: Context, loss_fn: Callable[..., Any], leaves: list[Any], structure: TreeSpec, args: Any, kwargs: Any
 ) -> tuple[Any, Any]:
-    """Give value and gradients as means over the shards of all ranks, in their order."""
-    shards, error = catch(lambda: cut_into_shards(ctx, (args, kwargs)))
-    results = [_gradients(ctx, loss_fn, leaves, structure, *shard) for shard in shards or ()]
+    """Give value and gradients as means over the microbatches of all ranks, in their order."""
+    microbatches, error = catch(lambda: cut_into_microbatches(ctx, (args, kwargs)))
+    results = [_gradients(ctx, loss_fn, leaves, structure, *microbatch) for microbatch in microbatches or ()]
     tensors = [[loss, *grads] for loss, grads, _ in results]
-    loss, *grads = mean_of_shards(ctx.tagged("value_and_grad"), tensors, error)
+    loss, *grads = mean_of_microbatches(ctx.tagged("value_and_grad"), tensors, error)
     values = [value for _, _, value in results]
     aux = concatenate([value[1] for value in values]) if _is_pair(values[0]) else None
     return (loss, aux) if _is_pair(values[0]) else loss, structure.unflatten(grads)

@@ -104,7 +104,7 @@ def _joinables_of(ctx: Context, items: Sequence[Any]) -> list[Joinable]:
     """Give what torch joins, or say why it can't."""
     if ctx.reduction is not None:
         raise ConfigurationError(
-            'join_uneven_inputs: with reduction="canonical" each step is over a fixed number of shards, and '
+            'join_uneven_inputs: with reduction="canonical" each step is over a fixed number of batches, and '
             "a rank without batches has none. Use even_batches=True, or drop_last=True in the loader."
         )
     if ctx.world.group is None:

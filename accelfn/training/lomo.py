@@ -11,6 +11,7 @@ from accelfn.context import Context, check_context
 from accelfn.data import MicroBatch
 from accelfn.data.microbatch import check_micro
 from accelfn.errors import ConfigurationError, NotAvailableError
+from accelfn.training.loss import read_loss
 
 __all__ = ("is_lomo", "lomo_backward")
 
@@ -50,11 +51,7 @@ def lomo_backward(
     """
     check_context("lomo_backward", ctx)
     check_micro("lomo_backward", micro)
-    if not isinstance(cast("object", loss), torch.Tensor):
-        raise TypeError(
-            f"lomo_backward: the loss must be a tensor, got {type(loss).__name__}. Pass what the model "
-            "computed."
-        )
+    loss = read_loss("lomo_backward", loss).value
     if cast("object", learning_rate) is None:
         raise ValueError("lomo_backward: got no learning rate. LOMO steps at once, so it must be given here.")
     if not is_lomo(optimizer):

@@ -13,22 +13,30 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from accelfn.comm import Call, catch, check
 from accelfn.context import Context
 from accelfn.data import MicroBatch, plan_microbatch
+from accelfn.data.batch_key import Draws
 from accelfn.errors import ConfigurationError
 from accelfn.parallel import handle_of, has_engine, repoint
 from accelfn.training.clip import clip_grad_norm_
-from accelfn.training.exact_step import set_exact_gradients
 from accelfn.training.finite import named_parameters
-from accelfn.training.scaler import ScalerState, init_scaler, parameters_in, unscale_gradients
-from accelfn.training.step import accumulate, backward, optimizer_step
+from accelfn.training.loss import Loss, read_loss
+from accelfn.training.scaler import (
+    ScalerState,
+    init_scaler,
+    inverse_of_weight,
+    parameters_in,
+    unscale_gradients,
+)
+from accelfn.training.step import accumulate, accumulate_block, backward, optimizer_step
 from accelfn.training.window import (
-    Loss,
+    Piece,
     StepMetrics,
     Terms,
     add_terms,
     average,
+    average_in_order,
     cut_window,
+    equal_pieces,
     not_compiled,
-    read_loss,
     terms_of,
 )
 from accelfn.tree import flatten
@@ -71,9 +79,15 @@ def module_step(
         repoint(one)
     _check_trained(ctx, models, optimizers)
 
-    def finish(scaler: ScalerState, terms: Terms) -> tuple[ScalerState, Terms, torch.Tensor | None]:
-        if ctx.reduction is None:  # exact mode has averaged already
-            terms, _ = average(ctx, terms)
+    is_exact = ctx.reduction is not None
+
+    def finish(scaler: ScalerState, found: Sequence[Terms]) -> tuple[ScalerState, Terms, torch.Tensor | None]:
+        if is_exact:
+            terms, _ = average_in_order(ctx, lambda: [(one, ()) for one in found])
+            if terms.weight is not None:
+                _divide_gradients(optimizers, terms.weight)
+        else:
+            terms, _ = average(ctx, add_terms(found))
         norm = None
         if max_norm is not None:
             scaler = unscale_gradients(ctx, optimizers, scaler)
@@ -101,35 +115,37 @@ def module_step(
             parameter.grad = None
         for handle in handles:
             handle.discard()
-        if ctx.reduction is not None:
-            return exactly(state, batch)
         pieces = _cut(ctx, batch)
         # Another state with the same values: a step that fails leaves the one that was given as it is.
-        scaler, terms = state.scaler._replace(), cast("Terms | None", None)
+        scaler, found = state.scaler._replace(), list[Terms]()
         for index, piece in enumerate(pieces):
             micro = full[index] if len(pieces) == num_steps else _place(index, len(pieces))
-            with accumulate(ctx, micro, *models):
-                loss = read_loss(loss_fn(model, piece.batch))
+            if is_exact:
+                number = ctx.rank * num_steps + index
+                micro = micro._replace(draws=Draws(f"microbatch {number} of step {int(state.num_steps)}"))
+                block = accumulate_block(ctx, micro, models, is_held=True)
+            else:
+                block = accumulate(ctx, micro, *models)
+            with block:
+                loss = read_loss("make_train_step", loss_fn(model, piece.batch))
                 # A piece with more rows than another counts for more in a mean over rows.
                 is_mean = loss.weight is None and piece.share != 1.0
                 value = loss.value * piece.share if is_mean else loss.value
-                scaler = differentiate(ctx, value, scaler, micro, loss.weight)
-            terms = add_terms(terms, terms_of(loss, piece, len(pieces)))
-        assert terms is not None  # there is a piece
-        scaler, terms, norm = close(scaler, terms)
+                # Exact mode adds weights in order too, and divides by them at the end.
+                scaler = differentiate(ctx, value, scaler, micro, None if is_exact else loss.weight)
+            found.append(terms_of(loss, piece, 1 if is_exact else len(pieces)))
+        scaler, terms, norm = close(scaler, found)
         metrics = StepMetrics(terms.loss, norm, scaler.found_inf != 0, terms.aux)
         return TrainState(scaler, state.num_steps + 1), metrics
 
-    @not_compiled
-    def exactly(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
-        trained = [item for item in parameters_in(optimizers) if item.requires_grad]
-        number = int(state.num_steps)
-        terms = set_exact_gradients(ctx, loss_fn, model, trained, batch, state.scaler, number)
-        scaler, _, norm = finish(state.scaler._replace(), terms)
-        metrics = StepMetrics(terms.loss, norm, scaler.found_inf != 0, terms.aux)
-        return TrainState(scaler, state.num_steps + 1), metrics
+    return not_compiled(step) if is_exact else step
 
-    return step
+
+def _divide_gradients(optimizers: Sequence[Optimizer], weight: torch.Tensor) -> None:
+    factor = inverse_of_weight(weight)
+    for parameter in parameters_in(optimizers):
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor.to(parameter.grad))
 
 
 def _place(index: int, count: int) -> MicroBatch:
@@ -137,9 +153,13 @@ def _place(index: int, count: int) -> MicroBatch:
 
 
 def _cut(ctx: Context, batch: Any) -> Any:
+    def cut() -> list[Piece]:
+        number = ctx.gradient_accumulation_steps
+        return cut_window(batch, number) if ctx.reduction is None else equal_pieces(ctx, batch)
+
     if ctx.num_processes == 1:
-        return cut_window(batch, ctx.gradient_accumulation_steps)
-    pieces, error = catch(lambda: cut_window(batch, ctx.gradient_accumulation_steps))
+        return cut()
+    pieces, error = catch(cut)
     if error is not None:
         check(ctx, Call("make_train_step"), error)  # the others hear of it where they meet next
     return pieces

@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch
 from typing_extensions import NamedTuple
 
 from accelfn.comm import Call, broadcast, catch, check, check_replicas
-from accelfn.context import Context
-from accelfn.training.exact_step import Shard, alone, equal_pieces, mean_of_pieces
+from accelfn.context import Collectives, Context, World
+from accelfn.parallel import clip_tensors_
 from accelfn.training.finite import check_tensors
 from accelfn.training.grad import value_and_grad
-from accelfn.training.scaler import ScalerState, init_scaler, inverse_of_weight, update_scaler
+from accelfn.training.loss import Loss, read_loss
+from accelfn.training.scaler import ScalerState, divide_, init_scaler, inverse_of_weight, update_scaler
 from accelfn.training.window import (
-    Loss,
     Piece,
     StepMetrics,
     Terms,
     add_terms,
     average,
+    average_in_order,
     cut_window,
+    equal_pieces,
     not_compiled,
-    read_loss,
     terms_of,
 )
 from accelfn.tree import flatten, send_to_device
@@ -106,8 +108,9 @@ def pure_step(
     update = _without_writing(optimizer.update)
     scales = ctx.precision.scales_loss
     # Of this rank alone: the window is averaged once, at its end.
-    own = alone(ctx)
+    own = replace(ctx, world=World(device=ctx.device), collectives=Collectives(), reduction=None)
     together = average if ctx.num_processes == 1 else not_compiled(average)
+    is_exact = ctx.reduction is not None
 
     def step(state: PureTrainState[Params], batch: Batch) -> tuple[PureTrainState[Params], StepMetrics]:
         if not isinstance(cast("object", state), PureTrainState):
@@ -119,8 +122,11 @@ def pure_step(
         def compute() -> _Window:
             return _window_of(own, loss_fn, state, batch)
 
-        if ctx.reduction is not None:
-            window = not_compiled(exactly)(state, batch)
+        def compute_each() -> list[_Window]:
+            return [_piece_of(own, loss_fn, state, piece, 1) for piece in equal_pieces(ctx, batch)]
+
+        if is_exact:
+            window = _Window(*not_compiled(average_in_order)(ctx, compute_each))
         elif ctx.num_processes == 1:
             window = compute()
         else:
@@ -132,24 +138,15 @@ def pure_step(
         if ctx.guard.check_gradients and not scales:
             not_compiled(check_tensors)(ctx, flatten(state.params)[1].paths("params"), window.grads)
         with torch.no_grad():
-            if ctx.reduction is not None:  # averaged and divided already
-                terms, grads, factor = window.terms, window.grads, None
-            else:
-                terms, (grads,) = together(ctx, window.terms, window.grads)
-                factor = None if terms.weight is None else inverse_of_weight(terms.weight)
-            if scales:
-                factor = (1.0 if factor is None else factor) / state.scaler.scale
-            if factor is not None:
-                grads = [grad * factor.to(grad.dtype) for grad in grads]
-            scaler = state.scaler
-            if scales:
-                scaler = scaler._replace(found_inf=_overflow(grads))
-            norm = None
-            if max_norm is not None:
-                norm = torch.nn.utils.get_total_norm(grads)
-                # As torch.nn.utils.clip_grad_norm_ has it.
-                shrink = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-                grads = [grad * shrink.to(grad.dtype) for grad in grads]
+            terms, grads = window
+            if not is_exact:
+                terms, (grads,) = together(ctx, terms, grads)
+            share = None if terms.weight is None else inverse_of_weight(terms.weight)
+            if scales or share is not None or max_norm is not None:
+                # To be written into: two parameters may have one tensor for a gradient, or part of the batch.
+                grads = [grad.clone() for grad in grads]
+            scaler = divide_(ctx, grads, state.scaler, share)
+            norm = None if max_norm is None else clip_tensors_(grads, max_norm)
             params, optimizer_state = _updated(update, grads, state)
             skipped = scaler.found_inf != 0
             if scales:
@@ -161,17 +158,6 @@ def pure_step(
         if ctx.guard.check_replicas_every is not None and ctx.num_processes > 1:
             compare(state)
         return state, metrics
-
-    def exactly(state: PureTrainState[Params], batch: Batch) -> _Window:
-        leaves = cast("list[torch.Tensor]", flatten(state.params)[0])
-
-        def compute() -> list[Shard]:
-            pieces = equal_pieces(ctx, batch)
-            return [Shard(*_piece_of(own, loss_fn, state, piece, 1)) for piece in pieces]
-
-        terms, grads = mean_of_pieces(ctx, leaves, compute)
-        # torch.func gives zeros where a parameter has no part in the loss.
-        return _Window(terms, [cast("torch.Tensor", grad) for grad in grads])
 
     @not_compiled
     def compare(state: PureTrainState[Params]) -> None:
@@ -187,14 +173,13 @@ def _window_of(
 ) -> _Window:
     """Compute gradients and metrics of this rank's window."""
     pieces = cut_window(batch, ctx.gradient_accumulation_steps)
-    terms: Terms | None = None
+    terms: list[Terms] = []
     grads: list[torch.Tensor] = []
     for piece in pieces:
         term, new = _piece_of(ctx, loss_fn, state, piece, len(pieces))
-        terms = add_terms(terms, term)
+        terms.append(term)
         grads = [before + grad for before, grad in zip(grads, new, strict=True)] if grads else new
-    assert terms is not None  # there is a piece
-    return _Window(terms, grads)
+    return _Window(add_terms(terms), grads)
 
 
 def _piece_of(
@@ -208,13 +193,8 @@ def _piece_of(
     scales = ctx.precision.scales_loss
 
     def scaled_loss(params: Any) -> tuple[torch.Tensor, Terms]:
-        loss = read_loss(loss_fn(params, piece.batch))
-        value = loss.value.reshape(())
-        if not value.requires_grad:
-            raise ValueError(
-                "make_train_step: the loss depends on no parameter, so it has no gradient. It was detached, "
-                "or computed under torch.no_grad()."
-            )
+        loss = read_loss("make_train_step", loss_fn(params, piece.batch))
+        value = loss.value
         if loss.weight is None and num_pieces > 1:
             value = value * piece.share if piece.share != 1.0 else value
             value = value / num_pieces
@@ -247,12 +227,6 @@ def _without_writing(update: Callable[..., tuple[Any, Any]]) -> Callable[..., tu
     # Torchopt's Adam can't be traced to its end, and where its graph is cut it fails instead of going on
     # (torch 2.13, torchopt 0.7.3, optree 0.20). Outside of the graph it runs as it is.
     return not_compiled(call)
-
-
-def _overflow(grads: list[torch.Tensor]) -> torch.Tensor:
-    """Give 1 where a gradient isn't finite, else 0: the same on every rank, since their averages are."""
-    finite = torch.stack([torch.isfinite(grad).all() for grad in grads])
-    return (~finite.all()).float()
 
 
 def _updated(

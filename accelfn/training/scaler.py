@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from accelfn.comm import Call, catch, check
 from accelfn.context import Context, check_context
 from accelfn.parallel import follow_optimizers, scale_open_sums
+from accelfn.tree import local_of
 
 __all__ = (
     "ScalerState",
@@ -26,6 +27,7 @@ __all__ = (
     "check_newest",
     "check_state",
     "check_weight",
+    "divide_",
     "init_scaler",
     "inverse_of_weight",
     "list_optimizers",
@@ -207,34 +209,60 @@ def _unscaled(
     left = [one for one in several if id(one) not in scaler_state.unscaled]
     if not left or (not scales and weight is None):
         return scaler_state._replace()
-    by_kind, error = catch(lambda: _gradients(left, scales))
+    grads, error = catch(lambda: _gradients(left, scales))
     if ctx.num_processes > 1:  # nothing is changed where a rank can't
         check(ctx, Call("unscale_gradients", f"scaled={scales} weighted={weight is not None}"), error)
     elif error is not None:
         raise error
-    factor = torch.ones_like(scaler_state.scale) if weight is None else _share_of_weight(ctx, weight)
-    if scales:
-        factor = (factor.double() / scaler_state.scale.double()).float()
-    before = scaler_state.found_inf
-    found_inf = before.clone() if scaler_state.is_unscaled else torch.zeros_like(before)
+    share = None if weight is None else _share_of_weight(ctx, weight)
+    following = divide_(ctx, grads or [], scaler_state, share)
     unscaled = (*scaler_state.unscaled, *map(id, left))
+    if not scales:
+        return following._replace(unscaled=unscaled)
+    found_inf = following.found_inf
+    if scaler_state.is_unscaled:
+        found_inf = torch.maximum(scaler_state.found_inf, found_inf)
+    if ctx.num_processes > 1:
+        flag = found_inf.reshape(1).clone()
+        ctx.collectives.all_reduce(flag, "max")
+        found_inf = flag.reshape(())
+    return following._replace(found_inf=found_inf, unscaled=unscaled)
+
+
+def divide_(
+    ctx: Context, gradients: Sequence[torch.Tensor], scaler_state: ScalerState, share: torch.Tensor | None
+) -> ScalerState:
+    """Divide gradients by the loss scale, and multiply them by ``share``. Writes into them.
+
+    Ranks: local.
+
+    Args:
+        ctx: Says whether losses are scaled.
+        gradients: Dense ones of any dtypes and devices.
+        scaler_state: Says the scale.
+        share: What sums with a weight are multiplied by; None for means.
+
+    Returns:
+        The state; where losses are scaled, with ``found_inf`` of these gradients.
+    """
+    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for gradient in gradients:
+        by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     with torch.no_grad():
-        for (device, _), grads in (by_kind or {}).items():
-            if not scales:
-                torch._foreach_mul_(grads, factor.to(device))  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-                continue
+        if not ctx.precision.scales_loss:
+            for (device, _), grads in by_kind.items() if share is not None else ():
+                torch._foreach_mul_(grads, cast("torch.Tensor", share).to(device))  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+            return scaler_state
+        scale = scaler_state.scale.double()
+        factor = ((1.0 if share is None else share.double()) / scale).float()
+        found_inf = torch.zeros_like(scaler_state.found_inf)
+        for (device, _), grads in by_kind.items():
             found_here = torch.zeros((), dtype=torch.float32, device=device)
             torch._amp_foreach_non_finite_check_and_unscale_(  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
                 grads, found_here, factor.to(device)
             )
             found_inf = torch.maximum(found_inf, found_here.to(found_inf.device))
-        if not scales:
-            return scaler_state._replace(unscaled=unscaled)
-        if ctx.num_processes > 1:
-            flag = found_inf.reshape(1).clone()
-            ctx.collectives.all_reduce(flag, "max")
-            found_inf = flag.reshape(())
-    return scaler_state._replace(found_inf=found_inf, unscaled=unscaled)
+    return scaler_state._replace(found_inf=found_inf)
 
 
 def _share_of_weight(ctx: Context, weight: torch.Tensor) -> torch.Tensor:
@@ -258,29 +286,18 @@ def inverse_of_weight(weight: torch.Tensor) -> torch.Tensor:
     return torch.where(weight == 0, torch.zeros_like(weight), 1 / weight)
 
 
-def _gradients(
-    optimizer: Sequence[Optimizer], are_scaled: bool
-) -> dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]:
-    """Sort the gradients by where and what they are."""
-    by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for grad in _all_gradients(optimizer):
+def _gradients(optimizers: Sequence[Optimizer], are_scaled: bool) -> list[torch.Tensor]:
+    """List the gradients of optimizers, each once; of sharded ones this rank's shard."""
+    found = [item.grad for item in parameters_in(optimizers) if item.grad is not None]
+    grads = [grad._values() if grad.is_sparse else grad for grad in map(local_of, found)]
+    for grad in grads:
         if are_scaled and grad.dtype == torch.float16:
             raise ValueError(
                 f"unscale_gradients: a gradient of shape {tuple(grad.shape)} is float16, because its "
                 "parameter is. Keep the model's parameters in float32; autocast computes in float16 where it "
                 "helps."
             )
-        by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
-    return by_kind
-
-
-def _all_gradients(optimizer: Optimizer | Iterable[Optimizer]) -> list[torch.Tensor]:
-    """List the gradients of optimizers, each once; of sharded ones this rank's shard."""
-    several = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
-    grads = [parameter.grad for parameter in parameters_in(several) if parameter.grad is not None]
-    # By its method: to import DTensor takes half a second, which plain tensors shall not cost.
-    local = [getattr(grad, "to_local", grad.detach)() for grad in grads]
-    return [grad._values() if grad.is_sparse else grad for grad in local]
+    return grads
 
 
 def list_optimizers(operation: str, optimizer: object) -> tuple[Optimizer, ...]:

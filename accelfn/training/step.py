@@ -28,8 +28,9 @@ from accelfn.parallel import (
 from accelfn.parallel import no_sync as replicas_without_sync
 from accelfn.parallel import trigger_sync_in_backward as replicas_triggered
 from accelfn.training.clip import check_bound
-from accelfn.training.exact import draw_for, num_shards
+from accelfn.training.exact import draw_for, num_microbatches
 from accelfn.training.finite import check_gradients, named_parameters
+from accelfn.training.loss import Loss, read_loss
 from accelfn.training.prepare import is_averaged
 from accelfn.training.scaler import (
     ScalerState,
@@ -46,6 +47,7 @@ from accelfn.training.scaler import (
 
 __all__ = (
     "accumulate",
+    "accumulate_block",
     "backward",
     "no_sync",
     "optimizer_step",
@@ -99,7 +101,7 @@ def backward(
     check_context("backward", ctx)
     check_micro("backward", micro)
     check_newest("backward", scaler_state)
-    _check_loss(loss)
+    loss, weight, _ = read_loss("backward", Loss(loss, weight))
     if scaler_state.is_unscaled:
         raise ValueError(
             "backward: the gradients were unscaled already, and adding scaled ones would mix the two. "
@@ -116,9 +118,9 @@ def backward(
             "them its weight, or none."
         )
     else:
-        shards = num_shards(ctx, micro)
-        if shards > 1:
-            loss = loss / shards
+        number = num_microbatches(ctx, micro)
+        if number > 1:
+            loss = loss / number
     if ctx.precision.scales_loss:
         loss = loss * scaler_state.scale
     try:
@@ -136,40 +138,13 @@ def backward(
     return following
 
 
-def _check_loss(loss: object) -> None:
-    if not isinstance(loss, torch.Tensor):
-        raise TypeError(
-            f"backward: the loss must be a tensor, got {type(loss).__name__}. Pass what the model computed."
-        )
-    if loss.numel() != 1:
-        raise ValueError(
-            f"backward: the loss must be one number, got a tensor of shape {tuple(loss.shape)}. Take its "
-            "mean, or its sum and pass its weight."
-        )
-    if not loss.requires_grad:
-        raise ValueError(
-            "backward: the loss depends on no parameter that is trained, so it has no gradient. It was "
-            "detached, computed under torch.no_grad(), or all parameters are frozen."
-        )
-
-
 def _add_weight(scaler_state: ScalerState, weight: torch.Tensor | float) -> torch.Tensor:
     before = scaler_state.weight
-    if isinstance(weight, torch.Tensor):
-        if weight.numel() != 1:
-            raise ValueError(
-                f"backward: the weight must be one number, got a tensor of shape {tuple(weight.shape)}."
-            )
-        weight = weight.detach().reshape(())
-    elif weight < 0:
-        raise ValueError(f"backward: the weight must be at least 0, got {weight}.")
     if before is None:
         # Whole numbers stay exact in it, however they are added up.
         dtype = torch.float32 if scaler_state.scale.device.type == "mps" else torch.float64
         before = torch.zeros_like(scaler_state.scale, dtype=dtype)
-    if isinstance(weight, torch.Tensor):
-        weight = weight.to(before)
-    return before + weight
+    return before + (weight.detach().reshape(()).to(before) if isinstance(weight, torch.Tensor) else weight)
 
 
 @contextmanager
@@ -232,13 +207,14 @@ def accumulate(ctx: Context, micro: MicroBatch, *models: nn.Module) -> AbstractC
     check_micro("accumulate", micro)
     if ctx.num_processes == 1 and ctx.reduction is None:  # nobody to average with, or to be compared with
         return nullcontext()
-    return _accumulate(ctx, micro, models)
+    return accumulate_block(ctx, micro, models)
 
 
 @contextmanager
-def _accumulate(
-    ctx: Context, micro: MicroBatch, models: tuple[nn.Module, ...]
+def accumulate_block(
+    ctx: Context, micro: MicroBatch, models: Sequence[nn.Module], *, is_held: bool = False
 ) -> Generator[None, None, None]:
+    """Do what :func:`accumulate` does; with ``is_held`` as :func:`accelfn.parallel.exact_batch` says."""
     for index, model in enumerate(models):
         if ctx.num_processes > 1 and not is_averaged(model):
             raise ConfigurationError(
@@ -251,7 +227,8 @@ def _accumulate(
         place = f"batch {micro.index} of epoch {micro.epoch} ({micro.window} a window)"
         stack.enter_context(at_place(place, *models))
         if ctx.reduction is not None:
-            stack.enter_context(exact_batch(models, micro, micro.place, micro.window))
+            for model in models:
+                stack.enter_context(exact_batch(model, micro, micro.place, micro.window, is_held))
             stack.enter_context(draw_for(ctx, micro))
         if not micro.sync and not ctx.accumulation.sync_each_batch:
             stack.enter_context(replicas_without_sync(*models))

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from accelfn.context import Context, check_context
+from accelfn.training.loss import Loss
 from accelfn.training.module_step import TrainState, first_module_state, module_step
 from accelfn.training.pure_step import (
     PureOptimizer,
@@ -18,7 +19,7 @@ from accelfn.training.pure_step import (
     is_pure_optimizer,
     pure_step,
 )
-from accelfn.training.window import Loss, StepMetrics
+from accelfn.training.window import StepMetrics
 
 __all__ = ("init_train_state", "make_train_step")
 

@@ -2,47 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
-from accelfn.comm import reduce
+from accelfn.comm import catch, reduce
 from accelfn.context import Context
+from accelfn.training.exact import mean_of_microbatches
+from accelfn.training.loss import Loss
 from accelfn.training.scaler import inverse_of_weight
-from accelfn.tree import flatten, is_packed_sequence, slice_tensors
+from accelfn.tree import TreeSpec, flatten, is_packed_sequence, slice_tensors
 
 __all__ = (
-    "Loss",
     "Piece",
     "StepMetrics",
     "Terms",
     "add_terms",
     "average",
+    "average_in_order",
     "cut_window",
+    "equal_pieces",
     "not_compiled",
-    "read_loss",
     "terms_of",
 )
 
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-class Loss(NamedTuple):
-    """What a loss function returns that has more to say than a mean.
-
-    Attributes:
-        value: Shape ``()``, with a gradient: a mean over the rows, or with ``weight`` a sum.
-        weight: What the sum is to be divided by once all of the window and of all ranks are known, such as
-            the number of tokens; at least 0, and shape ``()`` where it is a tensor.
-        aux: A tree of tensors and numbers to be averaged as the loss is: of means, or with ``weight`` of
-            sums. None for nothing.
-    """
-
-    value: torch.Tensor
-    weight: torch.Tensor | float | None = None
-    aux: Any = None
 
 
 class StepMetrics(NamedTuple):
@@ -106,6 +92,22 @@ def cut_window(batch: Any, num_steps: int) -> list[Piece]:
     return pieces
 
 
+def equal_pieces(ctx: Context, batch: Any) -> list[Piece]:
+    """Cut the batch of a window into the pieces that exact mode asks for, of equal size.
+
+    Raises:
+        ValueError: It can't be cut into equal ones.
+    """
+    number = ctx.gradient_accumulation_steps
+    pieces = cut_window(batch, number)
+    if len(pieces) != number or any(piece.share != 1.0 for piece in pieces):
+        raise ValueError(
+            f"make_train_step: in exact mode the rows of a batch are cut into {number} equal microbatches on "
+            "each rank, and these can't be. Pass a multiple of as many rows, or drop the last batch."
+        )
+    return pieces
+
+
 def _rows(batch: Any, num_steps: int) -> int:
     leaves, structure = flatten(batch, is_packed_sequence)
     rows: int | None = None
@@ -133,32 +135,6 @@ def _rows(batch: Any, num_steps: int) -> int:
             f"dimension of its tensors, and this one has {missing}. Pass a batch that has some."
         )
     return rows
-
-
-def read_loss(returned: object) -> Loss:
-    """Give what a loss function has returned in one form.
-
-    Raises:
-        TypeError: It is neither a tensor nor a :class:`Loss` with one.
-        ValueError: The loss or its weight is no single number, or the weight is negative.
-    """
-    loss = Loss(returned) if isinstance(returned, torch.Tensor) else returned
-    if not isinstance(loss, Loss) or not isinstance(cast("object", loss.value), torch.Tensor):
-        found = f"a Loss of {type(loss.value).__name__}" if isinstance(loss, Loss) else type(loss).__name__
-        raise TypeError(
-            "make_train_step: loss_fn must return a tensor, the mean over the batch, or accelfn.Loss(value, "
-            f"weight, aux), got {found}. What is in a pair would be a guess: say Loss(total, weight=count), "
-            "or Loss(mean, aux={...})."
-        )
-    for name, value in (("loss", loss.value), ("weight of the loss", loss.weight)):
-        if isinstance(value, torch.Tensor) and value.numel() != 1:
-            raise ValueError(
-                f"make_train_step: the {name} must be one number, got a tensor of shape "
-                f"{tuple(value.shape)}. Take the mean of losses, or their sum and give its weight."
-            )
-    if not isinstance(loss.weight, torch.Tensor) and loss.weight is not None and loss.weight < 0:
-        raise ValueError(f"make_train_step: the weight of a loss must be at least 0, got {loss.weight}.")
-    return loss
 
 
 def terms_of(loss: Loss, piece: Piece, num_pieces: int) -> Terms:
@@ -194,14 +170,26 @@ def _plain(value: torch.Tensor | float, device: torch.device) -> torch.Tensor:
     return value if value.dtype in (torch.float32, torch.float64) else value.float()
 
 
-def add_terms(before: Terms | None, new: Terms) -> Terms:
-    """Add what another piece of the window has.
+def add_terms(pieces: Sequence[Terms]) -> Terms:
+    """Add what the pieces of a window have.
 
     Raises:
-        ValueError: One has a weight and the other none, or their ``aux`` have different forms.
+        ValueError: One has a weight and another none, or their ``aux`` have different forms.
     """
-    if before is None:
-        return new
+    total = pieces[0]
+    for piece in pieces[1:]:
+        structure = _common_structure(total, piece)
+        leaves = zip(flatten(total)[0], flatten(piece)[0], strict=True)
+        total = cast("Terms", structure.unflatten([left + right for left, right in leaves]))
+    return total
+
+
+def _common_structure(before: Terms, new: Terms) -> TreeSpec:
+    """Return the structure of the terms of two pieces.
+
+    Raises:
+        ValueError: They don't fit together.
+    """
     if (before.weight is None) != (new.weight is None):
         raise ValueError(
             "make_train_step: loss_fn gave a weight for one piece of the batch and none for another. Give "
@@ -214,7 +202,7 @@ def add_terms(before: Terms | None, new: Terms) -> Terms:
             "make_train_step: what loss_fn gave as aux has another structure or other shapes for one piece "
             "of the batch than for another, so it can't be averaged. Let it depend on no row count."
         )
-    return cast("Terms", structure.unflatten([a + b for a, b in zip(left, right, strict=True)]))
+    return structure
 
 
 def average(ctx: Context, terms: Terms, *more: Any) -> tuple[Terms, tuple[Any, ...]]:
@@ -231,12 +219,52 @@ def average(ctx: Context, terms: Terms, *more: Any) -> tuple[Terms, tuple[Any, .
     """
     if ctx.num_processes > 1:
         terms, more = reduce(ctx.tagged("make_train_step"), (terms, more), "mean")
+    return _divided(terms), more
+
+
+def average_in_order(
+    ctx: Context, compute: Callable[[], Sequence[tuple[Terms, Sequence[torch.Tensor]]]]
+) -> tuple[Terms, list[torch.Tensor]]:
+    """Average what the pieces of all ranks gave as :func:`average` does, in the order of the microbatches.
+
+    Ranks: every rank of ``ctx``.
+
+    Args:
+        ctx: In exact mode.
+        compute: Gives the terms of this rank's pieces, not divided by their number, and more tensors of each.
+
+    Returns:
+        As :func:`average`; the same bits on every rank.
+
+    Raises:
+        Exception: What ``compute`` raises, and RemoteRankError on the other ranks.
+        ValueError: The terms of the pieces don't fit together.
+    """
+
+    def read() -> tuple[TreeSpec, list[list[torch.Tensor]]]:
+        pieces = compute()
+        first = pieces[0][0]
+        structure = flatten(first)[1]
+        for terms, _ in pieces:
+            _common_structure(first, terms)
+        return structure, [[*cast("list[torch.Tensor]", flatten(terms)[0]), *more] for terms, more in pieces]
+
+    found, error = catch(read)
+    structure, rows = found or (None, [])
+    means = mean_of_microbatches(ctx.tagged("make_train_step"), rows, error)
+    assert structure is not None  # without an error
+    number = structure.num_leaves
+    return _divided(cast("Terms", structure.unflatten(means[:number]))), means[number:]
+
+
+def _divided(terms: Terms) -> Terms:
+    """Divide sums by their weight."""
     if terms.weight is None:
-        return terms, more
+        return terms
     share = inverse_of_weight(terms.weight)
     leaves, structure = flatten((terms.loss, terms.aux))
     loss, aux = structure.unflatten([leaf * share for leaf in leaves])
-    return Terms(loss, terms.weight, aux), more
+    return Terms(loss, terms.weight, aux)
 
 
 def not_compiled(function: F) -> F:

@@ -2,6 +2,7 @@
 
 from accelfn.tree.abstract import TensorInformation, initialize_tensors, tree_structure
 from accelfn.tree.digest import digest_tensors, split_flat
+from accelfn.tree.dtensor import is_dtensor, local_of
 from accelfn.tree.local import (
     concatenate,
     convert_to_fp32,
@@ -41,9 +42,11 @@ __all__ = (
     "flatten_group",
     "flatten_tensor",
     "initialize_tensors",
+    "is_dtensor",
     "is_packed_sequence",
     "leaf_paths",
     "listify",
+    "local_of",
     "map_tensors",
     "pack",
     "pad_input_tensors",

@@ -17,7 +17,7 @@ def main() -> None:
     af.set_seed(0)
     x = torch.randn(960, 8)
     data = TensorDataset(x, x.sin().sum(1, keepdim=True))
-    reduction = af.CanonicalReduction(num_shards=12)
+    reduction = af.CanonicalReduction(num_microbatches=12)
     with af.init_context(reduction=reduction) as ctx:
         model = nn.Sequential(nn.Linear(8, 32), nn.Dropout(0.1), nn.Tanh(), nn.Linear(32, 1))
         optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
@@ -25,15 +25,15 @@ def main() -> None:
         model, optimizer, loader = af.prepare(ctx, model, optimizer, loader)
         scaler = af.init_scaler(ctx)
         for epoch in range(3):
-            shards: list[torch.Tensor] = []
+            losses: list[torch.Tensor] = []
             for (inputs, targets), micro in af.microbatches(ctx, loader):
                 with af.accumulate(ctx, micro, model):
                     loss = nn.functional.mse_loss(model(inputs), targets)
                     scaler = af.backward(ctx, loss, scaler, micro)
-                shards.append(af.gather(ctx, loss.detach()))  # those of a step, in the order of the shards
+                losses.append(af.gather(ctx, loss.detach()))  # of a step, in the order of its microbatches
                 if micro.sync:
                     scaler = af.optimizer_step(ctx, optimizer, scaler)
-            af.print_once(ctx, f"epoch {epoch}: loss {float(torch.cat(shards).mean()).hex()}")
+            af.print_once(ctx, f"epoch {epoch}: loss {float(torch.cat(losses).mean()).hex()}")
         weights = hashlib.sha256()
         for parameter in model.parameters():
             weights.update(bytes(parameter.detach().view(torch.uint8).flatten()))

@@ -1,4 +1,4 @@
-"""What exact mode costs: optimizer steps of several shards on two processes, beside the mean of ranks.
+"""What exact mode costs: optimizer steps of several microbatches on two processes, beside the mean of ranks.
 
 Run by ``python -m tests.bench``; each rank runs :func:`measure` under torchrun.
 """
@@ -51,12 +51,12 @@ def measure(ctx: af.Context) -> list[Row]:
     """Compare on this rank; every rank must call it."""
     rows: list[Row] = []
     for name, make in (("transformer", Encoder), ("wide", wide)):
-        for shards in (2, 4, 12):
-            mean = ctx.replace(gradient_accumulation_steps=shards // ctx.num_processes)
-            exact = ctx.replace(reduction=af.CanonicalReduction(num_shards=shards))
+        for microbatches in (2, 4, 12):
+            mean = ctx.replace(gradient_accumulation_steps=microbatches // ctx.num_processes)
+            exact = ctx.replace(reduction=af.CanonicalReduction(num_microbatches=microbatches))
             ways: dict[str, Callable[[], object]] = {"exact": window(exact, make), "mean": window(mean, make)}
             times = compare(ways, rounds=30, calls=2, before=plain.barrier)
-            rows.append(Row(f"{name}, step of {shards} shards", times.pop("exact"), times))
+            rows.append(Row(f"{name}, step of {microbatches} microbatches", times.pop("exact"), times))
     return rows
 
 

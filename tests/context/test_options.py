@@ -437,22 +437,24 @@ def test_a_reduction_is_a_word_or_a_record() -> None:
 
 
 @given(st.integers(1, 60), st.integers(1, 12))
-def test_a_window_holds_the_ranks_share_of_the_shards_or_there_is_none(shards: int, size: int) -> None:
-    reduction = CanonicalReduction(num_shards=shards)
-    if shards % size:
-        with pytest.raises(ConfigurationError, match=f"got num_shards={shards} and {size} ranks"):
+def test_a_window_holds_the_ranks_share_of_the_microbatches_or_there_is_none(
+    microbatches: int, size: int
+) -> None:
+    reduction = CanonicalReduction(num_microbatches=microbatches)
+    if microbatches % size:
+        with pytest.raises(ConfigurationError, match=f"got num_microbatches={microbatches} and {size} ranks"):
             settle_window(GradientAccumulationPlugin(), reduction, size)
     else:
         settled = settle_window(GradientAccumulationPlugin(), reduction, size)
-        assert settled.num_steps * size == shards
+        assert settled.num_steps * size == microbatches
         assert settle_window(settled, reduction, size) == settled
-    plugin = GradientAccumulationPlugin(num_steps=shards)
+    plugin = GradientAccumulationPlugin(num_steps=microbatches)
     assert settle_window(plugin, CanonicalReduction(), size) == settle_window(plugin, None, size) == plugin
 
 
 def test_the_window_follows_the_shards_and_goes_with_them() -> None:
     def steps(ctx: Context) -> list[int]:
-        other = ctx.replace(reduction=CanonicalReduction(num_shards=24))
+        other = ctx.replace(reduction=CanonicalReduction(num_microbatches=24))
         plain = ctx.replace(reduction="canonical")
         asked = ctx.replace(reduction="mean", gradient_accumulation_steps=5)
         return [
@@ -460,15 +462,15 @@ def test_the_window_follows_the_shards_and_goes_with_them() -> None:
             for one in (ctx, ctx.replace(mixed_precision="bf16"), other, plain, asked)
         ]
 
-    reduction = CanonicalReduction(num_shards=12)
+    reduction = CanonicalReduction(num_microbatches=12)
     assert run_ranks(steps, 4, reduction=reduction) == [[3, 3, 6, 1, 5]] * 4
     assert applied(reduction=reduction).gradient_accumulation_steps == 12
     assert init_context(cpu=True, reduction=reduction).gradient_accumulation_steps == 12
     with pytest.raises(ConfigurationError, match=r"=12 and 5 ranks\. .* can be 1, 2, 3, 4, 6, 12 r"):
         run_ranks(steps, 5, reduction=reduction)
-    with pytest.raises(ConfigurationError, match=r"steps=4 contradicts num_shards=12, .* of 6 on 2 r"):
+    with pytest.raises(ConfigurationError, match=r"steps=4 contradicts num_microbatches=12, .* of 6 on 2 r"):
         run_ranks(steps, 2, reduction=reduction, gradient_accumulation_steps=4)
-    with pytest.raises(ConfigurationError, match="steps=7 contradicts num_shards=12"):
+    with pytest.raises(ConfigurationError, match="steps=7 contradicts num_microbatches=12"):
         applied(reduction=reduction).replace(gradient_accumulation_steps=7)
 
 
@@ -488,7 +490,7 @@ def test_the_environment_may_ask_for_exact_mode(monkeypatch: pytest.MonkeyPatch)
     assert (ctx.reduction, ctx.gradient_accumulation_steps) == (CanonicalReduction(), 4)
     assert init_context(cpu=True, reduction="mean").reduction is None
     # An argument that says the window wins over the variable.
-    reduction = CanonicalReduction(num_shards=3)
+    reduction = CanonicalReduction(num_microbatches=3)
     assert init_context(cpu=True, reduction=reduction).gradient_accumulation_steps == 3
 
 

@@ -24,8 +24,8 @@ from accelfn import CanonicalReduction, Context
 from accelfn.errors import ConfigurationError, MismatchError, RemoteRankError
 from accelfn.testing import Where, run_ranks
 
-SHARDS = 12
-ROWS = 4  # of a shard
+MICROBATCHES = 12
+ROWS = 4  # of a microbatch
 
 
 class Run(NamedTuple):
@@ -39,7 +39,7 @@ class Run(NamedTuple):
 
 def dataset() -> TensorDataset:
     generator = torch.Generator().manual_seed(3)
-    x = torch.randn(SHARDS * ROWS * 25, 5, generator=generator)
+    x = torch.randn(MICROBATCHES * ROWS * 25, 5, generator=generator)
     return TensorDataset(x, x.sin().sum(1, keepdim=True))
 
 
@@ -89,7 +89,7 @@ def started(world: int, on: Where, steps: int, before: Run | None = None) -> Run
         lambda ctx: train(ctx, steps, before),
         world,
         on,
-        reduction=CanonicalReduction(num_shards=SHARDS),
+        reduction=CanonicalReduction(num_microbatches=MICROBATCHES),
         dataloader_config=options,
     )
     for other in found[1:]:
@@ -150,7 +150,7 @@ def test_dropout_and_the_fixed_order_are_what_makes_it_exact(alone: Run) -> None
     found = run_ranks(
         lambda ctx: train(ctx, 3),
         4,
-        gradient_accumulation_steps=SHARDS // 4,
+        gradient_accumulation_steps=MICROBATCHES // 4,
         dataloader_config=af.DataLoaderConfiguration(data_seed=7),
     )
     assert [loss.item() for loss in found[0].losses] != [loss.item() for loss in alone.losses[:3]]
@@ -209,8 +209,8 @@ def test_gradients_are_those_that_torch_adds_up_one_by_one(
     model = Parts()
     expected: list[Grads] = []
     for number, window in enumerate(windows):
-        for shard, used in enumerate(window):
-            (model(used, 100 * number + shard) / 12).backward()
+        for microbatch, used in enumerate(window):
+            (model(used, 100 * number + microbatch) / 12).backward()
         expected.append(grads_of(model))
         if cleared[number]:
             model.zero_grad()
@@ -218,11 +218,15 @@ def test_gradients_are_those_that_torch_adds_up_one_by_one(
     def run(ctx: Context) -> list[Grads]:
         model = af.prepare_model(ctx, Parts())
         scaler = af.init_scaler(ctx)
-        shards = [(number, shard) for number in range(len(windows)) for shard in range(ctx.rank, 12, world)]
+        microbatches = [
+            (number, microbatch)
+            for number in range(len(windows))
+            for microbatch in range(ctx.rank, 12, world)
+        ]
         found: list[Grads] = []
-        for (number, shard), micro in af.microbatches(ctx, shards):
+        for (number, microbatch), micro in af.microbatches(ctx, microbatches):
             with af.accumulate(ctx, micro, model):
-                loss = model(windows[number][shard], 100 * number + shard)
+                loss = model(windows[number][microbatch], 100 * number + microbatch)
                 scaler = af.backward(ctx, loss, scaler, micro)
             if micro.sync:
                 found.append(grads_of(model))
@@ -261,7 +265,7 @@ def test_any_way_that_a_gradient_arises_is_summed(on: Where, way: str) -> None:
                 af.backward(ctx, result.square().mean(), af.init_scaler(ctx), micro)
         return grads_of(model)
 
-    reduction = CanonicalReduction(num_shards=4)
+    reduction = CanonicalReduction(num_microbatches=4)
     (expected,) = run_ranks(run, 1, reduction=reduction)
     for found in run_ranks(run, 2, on, reduction=reduction):
         assert same_bits(expected, found)
@@ -273,20 +277,20 @@ def test_a_window_that_is_left_open_is_dropped_by_the_next_one() -> None:
         scaler = af.init_scaler(ctx)
         found: list[Grads] = []
         for stop_at in (2, 4):
-            shards = list(range(ctx.rank, 12, ctx.num_processes))
-            for shard, micro in af.microbatches(ctx, shards):
+            microbatches = list(range(ctx.rank, 12, ctx.num_processes))
+            for microbatch, micro in af.microbatches(ctx, microbatches):
                 if micro.index == stop_at:
                     break
                 with af.accumulate(ctx, micro, model):
-                    scaler = af.backward(ctx, model(31, shard), scaler, micro)
+                    scaler = af.backward(ctx, model(31, microbatch), scaler, micro)
             found.append(grads_of(model))
             model.zero_grad()
         return found
 
     alone = Parts()
-    for shard in range(12):
-        (alone(31, shard) / 12).backward()
-    for open_window, closed in run_ranks(run, 3, reduction=CanonicalReduction(num_shards=12)):
+    for microbatch in range(12):
+        (alone(31, microbatch) / 12).backward()
+    for open_window, closed in run_ranks(run, 3, reduction=CanonicalReduction(num_microbatches=12)):
         assert open_window == [None] * 5
         assert same_bits(closed, grads_of(alone))
 
@@ -305,9 +309,9 @@ def test_backward_outside_of_accumulate_comes_together_at_once() -> None:
         return [*found, grads_of(model)]
 
     alone, expected = Parts(), list[Grads]()
-    for shard in range(8):
-        (alone(7 if shard < 4 else 31, shard) / 2).backward()
-        if shard in (1, 3, 7):
+    for microbatch in range(8):
+        (alone(7 if microbatch < 4 else 31, microbatch) / 2).backward()
+        if microbatch in (1, 3, 7):
             expected.append(grads_of(alone))
     for found in run_ranks(run, 2, reduction="canonical"):
         assert all(same_bits(a, b) for a, b in zip(expected, found, strict=True))
@@ -357,7 +361,7 @@ def test_what_a_backward_pass_asks_for_is_no_gradient_of_a_shard_either(world: i
 
 
 def test_a_pass_inside_of_a_pass_counts_as_one() -> None:
-    # A parameter gets a gradient from each of them, which only together are the one of the shard.
+    # A parameter gets a gradient from each of them, which only together are the one of the microbatch.
     def run(ctx: Context) -> Grads:
         model = af.prepare_model(ctx, mlp().eval())
         generator = torch.Generator().manual_seed(5)
@@ -371,7 +375,7 @@ def test_a_pass_inside_of_a_pass_counts_as_one() -> None:
         return grads_of(model)
 
     (expected,), found = (
-        run_ranks(run, world, reduction=CanonicalReduction(num_shards=6)) for world in (1, 3)
+        run_ranks(run, world, reduction=CanonicalReduction(num_microbatches=6)) for world in (1, 3)
     )
     assert all(same_bits(expected, one) for one in found)
     assert expected[0] is not None
@@ -400,8 +404,8 @@ def test_copies_are_summed_by_themselves_and_pickles_hold_no_world() -> None:
 
     for own, twin, loaded in run_ranks(run, 2, reduction="canonical"):
         alone = Parts()
-        for shard in range(2):
-            (alone(31, shard) / 2).backward()
+        for microbatch in range(2):
+            (alone(31, microbatch) / 2).backward()
         assert own == [None] * 5
         assert same_bits(twin, grads_of(alone))
         assert loaded[0] is not None
@@ -473,15 +477,17 @@ def test_a_second_gradient_from_one_batch_is_refused_on_all_ranks(world: int) ->
         model = af.prepare_model(ctx, Parts())
         scaler = af.init_scaler(ctx)
         found: list[Grads] = []
-        for shard, micro in af.microbatches(ctx, range(2)):
+        for microbatch, micro in af.microbatches(ctx, range(2)):
             with af.accumulate(ctx, micro, model):
-                scaler = af.backward(ctx, model(3, shard), scaler, micro)  # of the first two parameters
-                scaler = af.backward(ctx, model(12, shard), scaler, micro)  # and of two others: all is well
-                if shard == 0:
+                scaler = af.backward(ctx, model(3, microbatch), scaler, micro)  # of the first two parameters
+                scaler = af.backward(
+                    ctx, model(12, microbatch), scaler, micro
+                )  # and of two others: all is well
+                if microbatch == 0:
                     continue
                 kind = ConfigurationError if ctx.rank == 0 else RemoteRankError
                 with pytest.raises(kind, match=r"parts\.1 got a second gradient from one batch"):
-                    scaler = af.backward(ctx, model(2 if ctx.rank == 0 else 16, shard), scaler, micro)
+                    scaler = af.backward(ctx, model(2 if ctx.rank == 0 else 16, microbatch), scaler, micro)
                 found.append(grads_of(model))
         return found
 
@@ -491,16 +497,16 @@ def test_a_second_gradient_from_one_batch_is_refused_on_all_ranks(world: int) ->
 def test_several_steps_from_one_batch_are_allowed_where_each_is_a_window() -> None:
     def run(ctx: Context) -> Grads:
         model = af.prepare_model(ctx, Parts())
-        for shard, micro in af.microbatches(ctx, [ctx.rank]):
+        for microbatch, micro in af.microbatches(ctx, [ctx.rank]):
             for _ in range(2):
                 model.zero_grad()
                 with af.accumulate(ctx, micro, model):
-                    af.backward(ctx, model(31, shard), af.init_scaler(ctx), micro)
+                    af.backward(ctx, model(31, microbatch), af.init_scaler(ctx), micro)
         return grads_of(model)
 
     alone = Parts()
-    for shard in range(2):
-        (alone(31, shard) / 2).backward()
+    for microbatch in range(2):
+        (alone(31, microbatch) / 2).backward()
     for found in run_ranks(run, 2, reduction="canonical"):
         assert same_bits(found, grads_of(alone))
 

@@ -557,14 +557,19 @@ def test_what_is_no_tensor_stays_what_it_is() -> None:
 
 
 def test_a_tensor_that_is_spread_over_ranks_is_refused_by_its_name() -> None:
-    class Shard:
-        def is_replicate(self) -> bool:
-            return False
+    def run(ctx: af.Context) -> list[float]:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    spread = torch.ones(2)
-    spread.placements = (Shard(),)  # pyright: ignore[reportAttributeAccessIssue]
-    with pytest.raises(NotAvailableError, match=r"'norms/0' is a tensor that is spread.*full_tensor"):
-        af.tracking.read_numbers({"norms": [spread]})
+        mesh = init_device_mesh("cpu", (ctx.num_processes,))
+        spread = distribute_tensor(torch.ones(2), mesh, [Shard(0)])
+        with pytest.raises(NotAvailableError, match=r"'norms/0' is a tensor that is spread.*full_tensor"):
+            af.tracking.read_numbers({"norms": [spread]})
+        return af.tracking.read_numbers({"norms": distribute_tensor(torch.ones(2), mesh, [Replicate()])})[
+            "norms"
+        ]
+
+    assert run_ranks(run, 2, on="processes") == [[1, 1]] * 2
 
 
 class Mode(enum.Enum):

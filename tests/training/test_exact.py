@@ -1,4 +1,4 @@
-"""Exact mode for training: what is drawn for a shard, functions of a tree, loss scaling, the shim."""
+"""Exact mode for training: what is drawn for a microbatch, functions of a tree, loss scaling, the shim."""
 
 # torch leaves DataLoader, backward and tolist partly untyped.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -88,12 +88,12 @@ def test_epochs_blocks_and_seeds_draw_differently() -> None:
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_data_that_was_not_prepared_is_known_by_its_place_in_a_pass(world: int) -> None:
     def run(ctx: Context) -> list[tuple[int, float]]:
-        batches = [[torch.tensor([shard])] for shard in range(ctx.rank, 8, ctx.num_processes)]
+        batches = [[torch.tensor([microbatch])] for microbatch in range(ctx.rank, 8, ctx.num_processes)]
         return [one for _ in range(2) for one in numbers(ctx, batches)]
 
-    alone = run_ranks(run, 1, reduction=CanonicalReduction(num_shards=4))[0]
+    alone = run_ranks(run, 1, reduction=CanonicalReduction(num_microbatches=4))[0]
     assert len({number for _, number in alone}) == 16
-    found = run_ranks(run, world, reduction=CanonicalReduction(num_shards=4))
+    found = run_ranks(run, world, reduction=CanonicalReduction(num_microbatches=4))
     assert sorted(chain(*found)) == sorted(alone)
 
 
@@ -196,7 +196,7 @@ def descend(ctx: Context, steps: int = 20) -> tuple[list[torch.Tensor], Params, 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 6, 12])
 def test_gradients_of_a_function_have_the_same_bits_at_any_number_of_ranks(world: int) -> None:
-    reduction = CanonicalReduction(num_shards=12)
+    reduction = CanonicalReduction(num_microbatches=12)
     losses, params, aux = run_ranks(descend, 1, reduction=reduction)[0]
     assert losses[-1] < losses[0]
     found = run_ranks(descend, world, reduction=reduction)
@@ -213,7 +213,7 @@ def test_gradients_of_a_function_have_the_same_bits_at_any_number_of_ranks(world
 
 
 @given(st.sampled_from([1, 2, 3, 6]), st.integers(1, 4), st.integers(0, 2**31))
-def test_gradients_of_a_function_are_means_over_shards(world: int, rows: int, seed: int) -> None:
+def test_gradients_of_a_function_are_means_over_microbatches(world: int, rows: int, seed: int) -> None:
     x = torch.randn(6 * rows, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     params = {"w": torch.ones(4, dtype=torch.float64)}
 
@@ -224,7 +224,7 @@ def test_gradients_of_a_function_are_means_over_shards(world: int, rows: int, se
         return af.value_and_grad(ctx, loss_fn)(params, af.split_between_processes(ctx, x))
 
     expected = af.value_and_grad(Context(), loss_fn)(params, x)
-    for found in run_ranks(run, world, reduction=CanonicalReduction(num_shards=6)):
+    for found in run_ranks(run, world, reduction=CanonicalReduction(num_microbatches=6)):
         torch.testing.assert_close(found, expected)
 
 
@@ -233,7 +233,8 @@ def test_a_batch_that_cant_be_cut_is_refused_on_all_ranks() -> None:
         step = af.value_and_grad(ctx, lambda params, x: (params * x).sum())
         kind = ValueError if ctx.rank == 1 else RemoteRankError
         with pytest.raises(
-            kind, match="a batch of 5 rows can't be cut into 2 equal shards, which 4 shards on 2 r"
+            kind,
+            match="a batch of 5 rows can't be cut into 2 equal microbatches, which 4 microbatches on 2 r",
         ):
             step(torch.ones(()), torch.ones(4 + ctx.rank))
         assert step(torch.ones(()), torch.ones(2))[0] == 1
@@ -242,7 +243,7 @@ def test_a_batch_that_cant_be_cut_is_refused_on_all_ranks() -> None:
         with pytest.raises(MismatchError, match=r"float32 \(2,\)"):
             step(torch.ones(2 if ctx.rank else 1), torch.ones(2, 1))
 
-    run_ranks(run, 2, reduction=CanonicalReduction(num_shards=4))
+    run_ranks(run, 2, reduction=CanonicalReduction(num_microbatches=4))
 
 
 # --- loss scaling and the shim -------------------------------------------------------------------
@@ -297,7 +298,7 @@ def test_any_precision_and_the_shim_are_as_exact(mixed_precision: str) -> None:
     def shim(ctx: Context) -> list[Any]:
         return by_the_shim(ctx.replace(kwargs_handlers=[af.GradScalerKwargs(init_scale=2.0**20)]))
 
-    reduction = CanonicalReduction(num_shards=4)
+    reduction = CanonicalReduction(num_microbatches=4)
     expected = run_ranks(run, 1, reduction=reduction, mixed_precision=mixed_precision)[0]
     assert (expected[-1] > 0) == (mixed_precision == "fp16")
     for world in (2, 4):
@@ -321,7 +322,7 @@ def test_sums_with_whole_weights_are_divided_by_the_same_number_at_any_number_of
                 scaler = af.optimizer_step(ctx, optimizer, scaler)
         return [one.tolist() for one in model.parameters()]
 
-    reduction = CanonicalReduction(num_shards=12)
+    reduction = CanonicalReduction(num_microbatches=12)
     expected = run_ranks(run, 1, reduction=reduction)
     assert expected[0] != [one.tolist() for one in make()[0].parameters()]
     for world in (2, 3, 4):
@@ -343,7 +344,7 @@ def test_a_change_of_scale_amid_a_window_reaches_its_sums() -> None:
                 return [one.grad.tolist() for one in model.parameters() if one.grad is not None]
         raise AssertionError
 
-    reduction = CanonicalReduction(num_shards=8)
+    reduction = CanonicalReduction(num_microbatches=8)
     expected = run_ranks(run, 1, reduction=reduction, mixed_precision="fp16")
     assert run_ranks(run, 2, reduction=reduction, mixed_precision="fp16") == expected * 2
     assert expected[0]
@@ -363,10 +364,10 @@ def test_the_shim_takes_the_option_and_numbers_its_batches() -> None:
 
 
 def pieces(ctx: Context, count: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Make this rank's batches of data that nobody prepares: each ``ranks``-th of ``count`` shards."""
+    """Make this rank's batches of data that nobody prepares: each ``ranks``-th of ``count`` microbatches."""
     x = torch.randn(count, 4, 3, generator=torch.Generator().manual_seed(seed))
     rank, size = ctx.rank, ctx.num_processes
-    return [(shard, shard.sum(1, keepdim=True).sin()) for shard in x[rank::size]]
+    return [(microbatch, microbatch.sum(1, keepdim=True).sin()) for microbatch in x[rank::size]]
 
 
 def adversaries(ctx: Context) -> list[Any]:
@@ -394,7 +395,7 @@ def adversaries(ctx: Context) -> list[Any]:
 
 @pytest.mark.parametrize("on", ["memory", "processes"])
 def test_loops_that_alternate_draw_the_same_at_any_number_of_ranks(on: Where) -> None:
-    reduction = CanonicalReduction(num_shards=12)
+    reduction = CanonicalReduction(num_microbatches=12)
     expected = run_ranks(adversaries, 1, reduction=reduction)
     for world in (2, 3, 4):
         assert run_ranks(adversaries, world, on, reduction=reduction) == expected * world
@@ -403,7 +404,7 @@ def test_loops_that_alternate_draw_the_same_at_any_number_of_ranks(on: Where) ->
 
 
 def padded(ctx: Context, steps: int, before: Any = None) -> Any:
-    """Train on 27 samples, which 2 and 4 ranks both read as 8 shards of 4, the last ones padded."""
+    """Train on 27 samples, which 2 and 4 ranks both read as 8 microbatches of 4, the last ones padded."""
     model, optimizer, _ = make()
     loader: Any = DataLoader(TensorDataset(*data()[:27]), 4, shuffle=True)
     model, optimizer, loader = af.prepare(ctx, model, optimizer, loader)
@@ -428,7 +429,7 @@ def padded(ctx: Context, steps: int, before: Any = None) -> Any:
 @pytest.mark.parametrize("second", [2, 4])
 def test_padded_steps_draw_the_same_after_a_resumption(first: int, second: int) -> None:
     options: Any = {
-        "reduction": CanonicalReduction(num_shards=4),
+        "reduction": CanonicalReduction(num_microbatches=4),
         "dataloader_config": af.DataLoaderConfiguration(data_seed=1),
     }
     expected = run_ranks(lambda ctx: padded(ctx, 8), 2, **options)[0][0]

@@ -351,3 +351,25 @@ def test_torchopt_is_such_an_optimizer(mode: str) -> None:
             torch.nn.utils.clip_grad_norm_(leaves, 1.0)
             by.step()
         close(new.params, [leaf.detach() for leaf in leaves])
+
+
+def test_two_parameters_may_have_one_tensor_for_a_gradient() -> None:
+    def loss_fn(params: Any, batch: torch.Tensor) -> torch.Tensor:
+        return ((params["a"] + params["b"]) * batch).sum()
+
+    ctx = Context()
+    seen: list[Any] = []
+
+    class Spy(Adam):
+        def update(self, grads: Any, state: Any, params: Any = None) -> Any:
+            seen.append({name: grad.clone() for name, grad in grads.items()})
+            return super().update(grads, state, params=params)
+
+    spy = Spy(0.1)
+    step = af.make_train_step(ctx, loss_fn, spy, max_norm=1.0)
+    batch = torch.tensor([3.0, 4.0])
+    params = {"a": torch.zeros(2), "b": torch.zeros(2)}
+    step(af.init_train_state(ctx, spy, params), batch)
+    expected = batch / (50**0.5)  # over both of them
+    torch.testing.assert_close(seen, [{"a": expected, "b": expected}])
+    assert batch.tolist() == [3, 4]

@@ -2,7 +2,7 @@
 # pyright: reportUnknownMemberType=false
 
 import re
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accelfn import Context, Loss
-from accelfn.training.window import Piece, add_terms, average, cut_window, read_loss, terms_of
+from accelfn.training.window import Piece, add_terms, average, cut_window, terms_of
 
 
 @given(st.integers(1, 12), st.integers(1, 6))
@@ -49,30 +49,16 @@ def test_a_batch_that_cant_be_cut_is_refused(batch: Any, found: str) -> None:
         cut_window(batch, 2)
 
 
-def test_a_loss_function_may_return_a_tensor_or_a_loss_and_nothing_to_be_guessed_at() -> None:
-    loss = Loss(torch.tensor(1.0), weight=2.0)
-    assert read_loss(loss) is loss
-    assert read_loss(loss.value) == Loss(loss.value)
-    with pytest.raises(TypeError, match=r"got tuple\. What is in a pair would be a guess"):
-        read_loss((loss.value, 2.0))
-    with pytest.raises(TypeError, match="got a Loss of float"):
-        read_loss(Loss(cast("Any", 1.0)))
-    with pytest.raises(ValueError, match=r"weight of the loss must be one number, .*shape \(2,\)"):
-        read_loss(Loss(loss.value, torch.ones(2)))
-    with pytest.raises(ValueError, match="must be at least 0, got -1"):
-        read_loss(Loss(loss.value, -1))
-
-
 def test_sums_are_divided_by_all_weight_and_means_by_their_rows() -> None:
     ctx = Context()
     whole = Piece(None, 1.0)
     first = terms_of(Loss(torch.tensor(4.0), 1.0, {"right": torch.tensor(3)}), whole, 2)
     second = terms_of(Loss(torch.tensor(2.0), torch.tensor(2), {"right": 0}), whole, 2)
-    terms, _ = average(ctx, add_terms(first, second))
+    terms, _ = average(ctx, add_terms([first, second]))
     assert (terms.loss, terms.aux["right"]) == (2.0, 1.0)
     first = terms_of(Loss(torch.tensor(4.0), aux=[torch.ones(2)]), Piece(None, 4 / 3), 2)
     second = terms_of(Loss(torch.tensor(1.0), aux=[torch.zeros(2)]), Piece(None, 2 / 3), 2)
-    terms, _ = average(ctx, add_terms(first, second))
+    terms, _ = average(ctx, add_terms([first, second]))
     assert terms.loss == pytest.approx(3.0)
     assert terms.aux[0].tolist() == [pytest.approx(2 / 3)] * 2
 
@@ -81,10 +67,10 @@ def test_what_doesnt_add_up_is_refused() -> None:
     piece, one = Piece(None, 1.0), torch.tensor(1.0)
     mean = terms_of(Loss(one), piece, 2)
     with pytest.raises(ValueError, match="a weight for one piece"):
-        add_terms(mean, terms_of(Loss(one, 1.0), piece, 2))
+        add_terms([mean, terms_of(Loss(one, 1.0), piece, 2)])
     for aux in ({"a": one}, torch.ones(2)):
         with pytest.raises(ValueError, match="another structure or other shapes"):
-            add_terms(terms_of(Loss(one, aux=one), piece, 2), terms_of(Loss(one, aux=aux), piece, 2))
+            add_terms([terms_of(Loss(one, aux=one), piece, 2), terms_of(Loss(one, aux=aux), piece, 2)])
     with pytest.raises(TypeError, match=r"aux\['name'\] is of type str, which has no average"):
         terms_of(Loss(one, aux={"name": "x"}), piece, 1)
 

@@ -13,11 +13,11 @@ from torch import nn
 
 from accelfn.bigmodel.load.convert import Conversion, convert
 from accelfn.bigmodel.load.placing import replaced
-from accelfn.bigmodel.load.plan import LoadPlan, LoadStep, local_of
+from accelfn.bigmodel.load.plan import LoadPlan, LoadStep
 from accelfn.bigmodel.load.read import Reading, read_tensors
 from accelfn.bigmodel.load.source import Stamp, Stored, map_stored
 from accelfn.bigmodel.load.targets import Target
-from accelfn.checkpoint.weights.state import is_spread
+from accelfn.tree import is_dtensor, local_of
 
 __all__ = ("Fetch", "apply_plan", "fetch_from_files")
 
@@ -142,12 +142,12 @@ def _read(
     readings: list[Reading] = []
     for step in batch:
         tensor = step.target.tensor
-        if is_spread(tensor) and is_whole and fetch.has_files and step.source.is_mappable:
+        if is_dtensor(tensor) and is_whole and fetch.has_files and step.source.is_mappable:
             # Of the whole only what this rank takes is ever read.
             targets.append(step.source.map())
             advance(step.source.num_bytes)
             continue
-        if is_spread(tensor):
+        if is_dtensor(tensor):
             target = _memory_of_spread(step, is_whole)
         elif step.how == "fill":
             target = tensor.detach()
@@ -159,10 +159,10 @@ def _read(
     new: list[tuple[LoadStep, torch.Tensor]] = []
     for step, target in zip(batch, targets, strict=True):
         tensor = step.target.tensor
-        value = _spread(step, target, is_whole) if is_spread(tensor) else target
+        value = _spread(step, target, is_whole) if is_dtensor(tensor) else target
         if step.how == "new":
             new.append((step, value))
-        elif is_spread(tensor):
+        elif is_dtensor(tensor):
             if is_whole:
                 local_of(tensor).copy_(local_of(value))
         elif not tensor.is_inference():
@@ -211,7 +211,7 @@ def _spread(step: LoadStep, value: torch.Tensor, is_whole: bool) -> torch.Tensor
 def _put(target: Target, value: torch.Tensor) -> None:
     """Hang a value in the model under all names of its target."""
     old = target.tensor
-    if is_spread(old):
+    if is_dtensor(old):
         for slot in target.slots:
             # By torch's own way, since those that spread it keep parts of it elsewhere and want to be told.
             slot.owner.load_state_dict({slot.key: value}, strict=False, assign=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias, cast
 
@@ -13,10 +13,10 @@ from accelfn.bigmodel.load.source import Checkpoint, Stored
 from accelfn.bigmodel.load.targets import Target, Targets, read_targets, tie_by_names, translate
 from accelfn.bigmodel.places import Place, check_device, is_on, order_of
 from accelfn.bigmodel.plan.near import tell_unknown
-from accelfn.checkpoint.weights.state import is_spread
 from accelfn.errors import CheckpointMismatchError, Misfit
+from accelfn.tree import is_dtensor, local_of
 
-__all__ = ("How", "LoadPlan", "LoadStep", "Wishes", "has_part", "local_of", "place_of", "plan_load")
+__all__ = ("How", "LoadPlan", "LoadStep", "Wishes", "has_part", "place_of", "plan_load")
 
 How: TypeAlias = Literal["fill", "new", "map", "convert"]
 """Into the memory that the model has, into new memory, mapped where it lies, or written anew and mapped."""
@@ -208,7 +208,7 @@ def _match(targets: Iterable[Target], stored: Mapping[str, Stored], tied: Mappin
 def _fits(source: Stored, target: Target, wishes: Wishes) -> bool:
     tensor = target.tensor
     shape = tuple(tensor.shape)
-    if is_spread(tensor) and not wishes.is_whole:
+    if is_dtensor(tensor) and not wishes.is_whole:
         shape = tuple(local_of(tensor).shape)
     # torch has always loaded one element of one dimension into a number, too.
     if source.shape != shape and not (shape == () and source.shape == (1,)):
@@ -296,7 +296,7 @@ def _steps(
                 uncovered.append(target.name)
                 continue
         step = _step(target, source, place, _final_dtype(target, wishes))
-        if step.how in ("map", "convert") and is_spread(target.tensor):
+        if step.how in ("map", "convert") and is_dtensor(target.tensor):
             refused.append(f"{target.name}: it is spread over ranks")
         elif step.how == "convert" and not wishes.has_folder:
             refused.append(f"{target.name}: {_why_not_mapped(step)}")
@@ -358,7 +358,7 @@ def _step(target: Target, source: Stored, place: Place | None, dtype: torch.dtyp
     if place is not None:
         device = check_device(place, f"device_map[{target.name!r}]")
     else:
-        device = torch.device("cpu") if tensor.is_meta and not is_spread(tensor) else _device_of(tensor)
+        device = torch.device("cpu") if tensor.is_meta and not is_dtensor(tensor) else _device_of(tensor)
     stays = not tensor.is_meta and tensor.dtype == dtype and is_on(tensor, device)
     return LoadStep(target, source, place, device, dtype, "fill" if stays else "new")
 
@@ -391,9 +391,3 @@ def _why_not_mapped(step: LoadStep) -> str:
 def _listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return f"{', '.join(names[:5])}{more}"
-
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Give this rank's part of a tensor that is spread over ranks."""
-    to_local: Callable[[], torch.Tensor] = getattr(tensor, "to_local")  # noqa: B009 -- of a DTensor alone
-    return to_local()

@@ -15,7 +15,8 @@ from accelfn.bigmodel.load.source import Stored
 from accelfn.bigmodel.load.transformers_names import as_transformers_names
 from accelfn.bigmodel.offload.blocks import Slot
 from accelfn.checkpoint.weights.plan import tied_by
-from accelfn.checkpoint.weights.state import is_spread, own_names
+from accelfn.checkpoint.weights.state import own_names
+from accelfn.tree import is_dtensor
 
 __all__ = ("Target", "Targets", "Translated", "read_targets", "tie_by_names", "translate")
 
@@ -100,7 +101,7 @@ def _check(operation: str, name: str, tensor: torch.Tensor) -> None:
             f"{operation}: {name} has no shape yet. Run the model on a batch once, or give the layer its "
             "size."
         )
-    if is_traceable_wrapper_subclass(tensor) and not is_spread(tensor):
+    if is_traceable_wrapper_subclass(tensor) and not is_dtensor(tensor):
         raise ValueError(
             f"{operation}: {name} is a {type(tensor).__name__}, which is made of other tensors, and can't be "
             "read from a file as one. Load the weights first and quantise then (load_and_quantize_model)."

@@ -21,12 +21,13 @@ from accelfn.checkpoint.document.arrays import (
 )
 from accelfn.checkpoint.document.classes import class_of, registry_entry, spell_class_of
 from accelfn.checkpoint.document.keys import write_key, write_members
-from accelfn.checkpoint.document.leaves import SPARSE, is_distributed, refusal, sparse_parts
+from accelfn.checkpoint.document.leaves import SPARSE, refusal, sparse_parts
 from accelfn.checkpoint.document.nodes import MAX_DEPTH, shown, step
 from accelfn.checkpoint.document.plain import Refusal, is_json_text, write_plain
 from accelfn.checkpoint.document.sharing import share
 from accelfn.checkpoint.files.manifest import Json
 from accelfn.checkpoint.files.stored_dtype import dtype_name
+from accelfn.tree import is_dtensor
 
 __all__ = ("FACTORIES", "Convert", "Encoder")
 
@@ -320,7 +321,7 @@ class Encoder:
         tensor = value.detach() if value.requires_grad or type(value) is not torch.Tensor else value
         if tensor.is_conj() or tensor.is_neg():
             tensor = tensor.resolve_conj().resolve_neg()
-        if is_distributed(value):
+        if is_dtensor(value):
             local: torch.Tensor = cast("Any", tensor).to_local()
             # By the storage, which an empty shard has too: all ranks have to find the same.
             memory = cast("Any", local.untyped_storage())._cdata, local.storage_offset(), local.stride()
@@ -343,7 +344,7 @@ class Encoder:
         return {**node, "fields": fields}
 
     def _special_tensor(self, value: Any, path: str, depth: int) -> Json:
-        if self._convert is not None and not is_distributed(value):
+        if self._convert is not None and not is_dtensor(value):
             state = self._convert(path[1:], value)
             if state is not NotImplemented:
                 return {

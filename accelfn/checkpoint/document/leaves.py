@@ -7,7 +7,6 @@ true.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, cast
@@ -24,8 +23,9 @@ from accelfn.checkpoint.files.stored_dtype import (
     dtype_name,
     is_storable,
 )
+from accelfn.tree import is_dtensor
 
-__all__ = ("SPARSE", "TensorReader", "is_distributed", "join_sparse", "refusal", "sparse_parts")
+__all__ = ("SPARSE", "TensorReader", "join_sparse", "refusal", "sparse_parts")
 
 Node = dict[str, Any]
 
@@ -45,16 +45,10 @@ _SPARSE_BY_NAME = MappingProxyType({str(layout): layout for layout in SPARSE})
 _ALIGNMENT = 16
 
 
-def is_distributed(value: Any) -> bool:
-    """Whether ``value`` is a DTensor. Their module isn't imported to find out."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(value, module.DTensor)
-
-
 def refusal(tensor: torch.Tensor) -> str | None:
     """Say why a tensor can't be stored; None where it can."""
     kind = type(tensor)
-    if kind is not torch.Tensor and kind is not torch.nn.Parameter and not is_distributed(tensor):
+    if kind is not torch.Tensor and kind is not torch.nn.Parameter and not is_dtensor(tensor):
         return (
             f"a {kind.__module__}.{kind.__qualname__}, a tensor that is more than its elements; store what "
             "it is made of, or its plain value, such as tensor.as_subclass(torch.Tensor)"

@@ -46,7 +46,7 @@ from accelfn.checkpoint.state.objects import (
     targets,
     untied,
 )
-from accelfn.checkpoint.state.overlap import Overlap, find_overlaps, join_overlaps, local_of
+from accelfn.checkpoint.state.overlap import Overlap, find_overlaps, join_overlaps
 from accelfn.checkpoint.state.partial import choose_part, may_leave_out
 from accelfn.checkpoint.state.pause import paused_collection
 from accelfn.checkpoint.state.phases import CollectivePhases
@@ -63,6 +63,7 @@ from accelfn.errors import (
     NoCheckpointError,
     RemoteRankError,
 )
+from accelfn.tree import local_of
 
 __all__ = ("StoredParts", "find_checkpoint", "load_latest", "load_state", "load_tree", "read_parts")
 

@@ -31,6 +31,7 @@ from accelfn.data.place import read_state
 from accelfn.errors import Misfit
 from accelfn.parallel import is_kept_equal, is_replicated, repoint
 from accelfn.training import unwrap_model
+from accelfn.tree import local_of
 
 __all__ = (
     "Names",
@@ -442,10 +443,10 @@ def untied(pending: Pending) -> list[Misfit]:
     first: dict[Any, str] = {}
     rows: list[Misfit] = []
     for name, value in own.items():
-        if not isinstance(value, torch.Tensor) or name not in state or not _local(value).numel():
+        if not isinstance(value, torch.Tensor) or name not in state or not local_of(value).numel():
             continue
         same = first.setdefault(_address(value), name)
-        if same != name and not _same_bits(_local(state[same]), _local(state[name])):
+        if same != name and not _same_bits(local_of(state[same]), local_of(state[name])):
             rows.append(Misfit(f"{pending.path}/{name}", f"other values than {same}", f"tied to {same}"))
     return rows
 
@@ -514,11 +515,7 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 def _address(tensor: torch.Tensor) -> tuple[int, torch.Size]:
-    return _local(tensor).data_ptr(), _local(tensor).shape
-
-
-def _local(tensor: Any) -> torch.Tensor:
-    return getattr(tensor, "_local_tensor", tensor)
+    return local_of(tensor).data_ptr(), local_of(tensor).shape
 
 
 def take_up(pending: Pending, names: Names) -> None:
@@ -536,7 +533,7 @@ def take_up(pending: Pending, names: Names) -> None:
             return
         with torch.no_grad():
             for name, value in state.items():
-                _local(own[name]).copy_(_local(value))
+                local_of(own[name]).copy_(local_of(value))
         return
     passes = _passes(thing)
     if passes is not None:

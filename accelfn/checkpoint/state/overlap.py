@@ -13,8 +13,9 @@ import torch
 
 from accelfn.checkpoint.files.manifest import Piece, StoredTensor
 from accelfn.checkpoint.files.stored_dtype import copyable, dtype_from_name
+from accelfn.tree import local_of
 
-__all__ = ("Overlap", "find_overlaps", "join_overlaps", "join_parts", "local_of")
+__all__ = ("Overlap", "find_overlaps", "join_overlaps", "join_parts")
 
 
 class Overlap(NamedTuple):
@@ -31,11 +32,6 @@ class Overlap(NamedTuple):
     offset: tuple[int, ...] | None
     shape: tuple[int, ...] | None
     target: tuple[int, ...]
-
-
-def local_of(tensor: Any) -> torch.Tensor:
-    """Give what of a tensor lies on this rank: of one that is cut over ranks its part, else all of it."""
-    return getattr(tensor, "_local_tensor", tensor)
 
 
 def find_overlaps(stored: StoredTensor, target: torch.Tensor | None) -> list[Overlap]:

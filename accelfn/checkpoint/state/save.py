@@ -50,6 +50,7 @@ from accelfn.context.config import GuardMode
 from accelfn.errors import ReplicaDriftError
 from accelfn.training import ScalerState
 from accelfn.training.scaler import check_newest
+from accelfn.tree import local_of
 from accelfn.tree.digest import digest_tensors
 
 __all__ = ("save_state", "save_tree")
@@ -448,7 +449,7 @@ def _agree_on(
         any_files=any(one["files"] for one in heads),
         owns_files=False,
         entries=tuple(
-            (entry_key(write, described), _local(own.tensors[write.name]), own.sums.get(write.name))
+            (entry_key(write, described), local_of(own.tensors[write.name]), own.sums.get(write.name))
             for write in plan.writes[world.rank]
         ),
     )
@@ -463,7 +464,7 @@ def _refuse_drift(
     names = set(replicated[0]).intersection(*replicated[1:])
     drifted = [name for name in sorted(names) if len({tensors[name] for tensors in held}) > 1]
     if drifted:
-        leaves = {leaf_path(name): _local(own.tensors[name]) for name in drifted}
+        leaves = {leaf_path(name): local_of(own.tensors[name]) for name in drifted}
         paths = {f"tree[{path!r}]": path for path in leaves}
         try:
             check_replicas(ctx, leaves, name="tree")
@@ -530,7 +531,3 @@ def _set_aside(job: Job, phases: CollectivePhases, disk: Disk) -> Job:
                 remove_tree(disk, own)
         raise
     return job._replace(files=own, owns_files=own is not None)
-
-
-def _local(tensor: Any) -> torch.Tensor:
-    return getattr(tensor, "_local_tensor", tensor)

@@ -17,9 +17,10 @@ from torch import nn
 from accelfn.checkpoint.files.stored_dtype import SAFETENSORS_NAMES
 from accelfn.checkpoint.weights.index import WeightsFiles, find_weights, read_header
 from accelfn.checkpoint.weights.plan import tied_by
-from accelfn.checkpoint.weights.state import is_spread, is_tensor, own_names, require_module
+from accelfn.checkpoint.weights.state import is_tensor, own_names, require_module
 from accelfn.errors import CheckpointMismatchError, DamagedCheckpointError, Misfit
 from accelfn.training import unwrap_model
+from accelfn.tree import is_dtensor
 
 __all__ = ("LoadReport", "load_model")
 
@@ -229,7 +230,7 @@ def _kind_of(value: Any) -> str:
 
 def _laid_out(value: torch.Tensor, target: Any) -> torch.Tensor:
     """Give this rank's parts of a whole tensor, as ``target`` lies; without a message to other ranks."""
-    if not is_spread(target):
+    if not is_dtensor(target):
         return value
     # Where there is a DTensor, it has been imported.
     distribute = importlib.import_module("torch.distributed.tensor").distribute_tensor

@@ -11,6 +11,8 @@ from typing import Any, Literal, TypeAlias, cast
 
 import torch
 
+from accelfn.tree import is_dtensor
+
 __all__ = (
     "WeightNames",
     "WeightNaming",
@@ -149,7 +151,7 @@ def parse_size(size: int | str) -> int:
 def tied_by(tensor: torch.Tensor) -> tuple[Any, ...]:
     """A key that two tensors have in common if they are the very same data."""
     # Of a DTensor a rank may hold nothing, so that all ranks can tell only by the object.
-    if tensor.is_meta or hasattr(tensor, "placements") or not tensor.numel() or not tensor.data_ptr():
+    if tensor.is_meta or is_dtensor(tensor) or not tensor.numel() or not tensor.data_ptr():
         return (id(tensor),)
     return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
 

@@ -40,7 +40,6 @@ from accelfn.checkpoint.weights.state import (
     Meet,
     describe,
     has_bytes,
-    is_spread,
     is_tensor,
     own_names,
     require_module,
@@ -51,6 +50,7 @@ from accelfn.comm import Call, catch, check_replicas, gather_bytes
 from accelfn.context import Context, check_context
 from accelfn.context.config import GuardMode
 from accelfn.training import unwrap_model
+from accelfn.tree import is_dtensor
 
 __all__ = ("save_model", "save_object")
 
@@ -141,7 +141,7 @@ def _check_replicas(ctx: Context, model: nn.Module) -> None:
         return {
             name: value
             for name, value in unwrap_model(require_module(_SAVE, model)).named_parameters()
-            if not value.is_meta and not is_spread(value)
+            if not value.is_meta and not is_dtensor(value)
         }
 
     check_replicas(ctx, together(ctx, _SAVE, lambda _: parameters()), name="model")
@@ -172,7 +172,7 @@ def _tensors(model: nn.Module, safe: bool) -> dict[str, torch.Tensor]:
         "have no data (meta device). Load or initialise the model first",
     )
     _refuse(
-        [name for name, value in tensors.items() if not is_spread(value) and not has_bytes(value)],
+        [name for name, value in tensors.items() if not is_dtensor(value) and not has_bytes(value)],
         "is of a class of its own, which the files can't hold. Convert it to a plain tensor first",
     )
     _refuse(

@@ -14,13 +14,13 @@ from accelfn.checkpoint.weights.plan import tied_by
 from accelfn.comm import Call, agree, catch
 from accelfn.context import Context, check_context
 from accelfn.training import unwrap_model
+from accelfn.tree import is_dtensor
 
 __all__ = (
     "Meet",
     "describe",
     "get_state_dict",
     "has_bytes",
-    "is_spread",
     "is_tensor",
     "own_names",
     "require_module",
@@ -44,12 +44,6 @@ def require_module(operation: str, model: object) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise TypeError(f"{operation}: takes a module, got {type(model).__name__}.")
     return model
-
-
-def is_spread(tensor: object) -> bool:
-    """Whether it is a ``DTensor``: ranks may hold parts of it."""
-    # By its method: to import DTensor takes half a second, which plain tensors shall not cost.
-    return hasattr(tensor, "full_tensor")
 
 
 def is_tensor(value: object) -> TypeGuard[torch.Tensor]:
@@ -144,7 +138,7 @@ def describe(state: Mapping[str, Any]) -> dict[str, str]:
     """Say of each value of a state dict what must be equal on every rank."""
     return {
         name: f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
-        f"{f' {cast(Any, value).placements}' if is_spread(value) else ''}"
+        f"{f' {cast(Any, value).placements}' if is_dtensor(value) else ''}"
         if is_tensor(value)
         else type(value).__name__
         for name, value in state.items()
@@ -165,7 +159,7 @@ def whole_tensors(
     """
     for name in order:
         value = tensors[name].detach()
-        if is_spread(value):
+        if is_dtensor(value):
             # A rank that runs out of memory amid the gathering leaves the others to torch's timeout: it tries
             # before, and then they hear of it.
             torch.empty(value.shape, dtype=value.dtype, device=value.device)
@@ -230,6 +224,6 @@ def get_state_dict(ctx: Context, model: nn.Module, unwrap: bool = True) -> dict[
         }
 
     state = together(ctx, _GET, look)
-    if any(is_spread(value) for value in state.values()):
+    if any(is_dtensor(value) for value in state.values()):
         return together(ctx, _GET, gather)
     return {name: value.detach() if is_tensor(value) else value for name, value in state.items()}

@@ -35,7 +35,7 @@ def batches(ctx: Context) -> list[tuple[torch.Tensor, torch.Tensor]]:
 
 
 class Net(nn.Module):
-    """Has a part that only some shards need, and one that none does."""
+    """Has a part that only some microbatches need, and one that none does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,29 +96,29 @@ def over_trees(ctx: Context) -> list[Any]:
 def test_over_modules_the_bits_are_the_same_at_any_number_of_ranks(
     loss_fn: Any, mixed_precision: str
 ) -> None:
-    options: Any = {"reduction": CanonicalReduction(num_shards=12), "mixed_precision": mixed_precision}
+    options: Any = {"reduction": CanonicalReduction(num_microbatches=12), "mixed_precision": mixed_precision}
     expected = run_ranks(lambda ctx: over_modules(ctx, loss_fn), 1, **options)
-    assert expected[0][1] is None  # what no shard needs is not stepped either
+    assert expected[0][1] is None  # what no microbatch needs is not stepped either
     for world in (2, 3, 4):
         assert run_ranks(lambda ctx: over_modules(ctx, loss_fn), world, **options) == expected * world
 
 
 def test_over_processes_too() -> None:
-    reduction = CanonicalReduction(num_shards=4)
+    reduction = CanonicalReduction(num_microbatches=4)
     expected = run_ranks(lambda ctx: over_modules(ctx, module_loss), 1, reduction=reduction)
     found = run_ranks(lambda ctx: over_modules(ctx, module_loss), 2, on="processes", reduction=reduction)
     assert found == expected * 2
 
 
 def test_over_pytrees_as_well() -> None:
-    reduction = CanonicalReduction(num_shards=12)
+    reduction = CanonicalReduction(num_microbatches=12)
     expected = run_ranks(over_trees, 1, reduction=reduction)
     for world in (2, 3, 4):
         assert run_ranks(over_trees, world, reduction=reduction) == expected * world
 
 
 def test_without_it_the_result_is_the_same_but_for_the_last_bits() -> None:
-    exact = run_ranks(over_trees, 3, reduction=CanonicalReduction(num_shards=12))[0]
+    exact = run_ranks(over_trees, 3, reduction=CanonicalReduction(num_microbatches=12))[0]
     plain = run_ranks(over_trees, 3, gradient_accumulation_steps=4)[0]
     assert torch.allclose(torch.tensor(exact[1]["w"]), torch.tensor(plain[1]["w"]), atol=1e-6)
     assert torch.allclose(torch.tensor(exact[0]), torch.tensor(plain[0]), atol=1e-6)
@@ -134,5 +134,30 @@ def test_rows_that_cannot_be_cut_equally_are_refused_on_every_rank() -> None:
             step(af.init_train_state(ctx, optimizer), (torch.ones(rows, 3), torch.ones(rows, 1)))
         return str(caught.value)
 
-    for message in run_ranks(run, 2, reduction=CanonicalReduction(num_shards=4)):
-        assert "2 equal shards on each rank" in message
+    for message in run_ranks(run, 2, reduction=CanonicalReduction(num_microbatches=4)):
+        assert "2 equal microbatches on each rank" in message
+
+
+def test_a_model_that_only_some_microbatches_need_and_weights_that_are_no_whole_numbers() -> None:
+    def loss_fn(models: Any, batch: tuple[torch.Tensor, torch.Tensor]) -> af.Loss:
+        first, second = models
+        result = first(batch[0])
+        if batch[0][0, 0] < 0:  # also where the window closes, on some ranks and not on others
+            result = result + second(batch[0])
+        return af.Loss((result - batch[1]).square().sum(), weight=batch[0][:, 1].abs().sum())
+
+    def run(ctx: Context) -> list[Any]:
+        models = tuple(af.prepare(ctx, Net(), Net()))
+        optimizers = [torch.optim.SGD(model.parameters(), 0.05) for model in models]
+        step = af.make_train_step(ctx, loss_fn, optimizers, model=models)
+        state = af.init_train_state(ctx, optimizers)
+        losses: list[float] = []
+        for batch in batches(ctx):
+            state, metrics = step(state, batch)
+            losses.append(metrics.loss.item())
+        return [losses, *(one.tolist() for model in models for one in model.parameters())]
+
+    reduction = CanonicalReduction(num_microbatches=12)
+    expected = run_ranks(run, 1, reduction=reduction)
+    for world in (2, 3, 4):
+        assert run_ranks(run, world, reduction=reduction) == expected * world
