@@ -1,9 +1,9 @@
-"""Train a pure program with its state shared out over the ranks, by a few lines of its own: ZeRO-1 and ZeRO-3.
+"""Train a pure program with its state shared out over the ranks: ZeRO-1 and ZeRO-3, in a few lines each.
 
     accelfn launch --num_processes 2 docs/examples/shard_a_pytree.py
 
-The parameters are a tree, the optimizer is torchopt's, and nothing but `shard`, `all_gather` and `reduce_scatter`
-makes the difference to plain training, with which the result is compared.
+The parameters are a tree, the optimizer is torchopt's, and nothing but `shard`, `all_gather` and
+`reduce_scatter` makes the difference to plain training, with which the result is compared.
 """
 
 # pyright: basic
