@@ -167,6 +167,7 @@ def microbatches(
 
 
 def _microbatches(ctx: Context, loader: Iterable[T], uneven: Uneven) -> Iterator[tuple[T, MicroBatch]]:
+    whole, ctx = ctx, ctx.along("dp")  # those who work on one batch together have the same ones
     passes = passes_of(loader) if isinstance(loader, PreparedDataLoader) else None
     if passes is None:
         begun, source = _begin_any(ctx, loader, uneven)
@@ -187,7 +188,7 @@ def _microbatches(ctx: Context, loader: Iterable[T], uneven: Uneven) -> Iterator
     rows: int | None = 0
     valid: int | None = 0
     is_full = uneven != "join"  # there, what is planned for a step isn't what the ranks do together
-    with ctx.collectives.call_log.open_pass() as now:
+    with whole.collectives.call_log.open_pass() as now:
         index = 0
         for batch, share, place, window, is_last in steps:
             own, most, by_all, by_rank, own_valid, _, consumed, _ = share
@@ -209,10 +210,10 @@ def _microbatches(ctx: Context, loader: Iterable[T], uneven: Uneven) -> Iterator
             now.batches = index
             yield batch, make(MicroBatch, (*known, *of_step, rows, valid, is_full, draws))
         # A source that gave fewer batches than its length has promised is found out here.
-        if size > 1 and uneven != "join":
+        if whole.num_processes > 1 and uneven != "join":
             now.has_ended = True
             read = _read_by_all(passes, begun, uneven)
-            check(ctx, Call("microbatches", f"the end after {index} batches{read}"))
+            check(whole, Call("microbatches", f"the end after {index} batches{read}"))
     if passes is not None:  # a rank that left batches over has ended its epoch like the others
         passes.finish()
 
