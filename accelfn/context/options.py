@@ -324,7 +324,7 @@ def settle_parallelism(
         config = dataclasses.replace(config, dp_replicate_size=size)
     if fsdp is not None:
         check_fsdp(fsdp, config.dp_replicate_size)
-    # Version 1 is carried out by version 2.
+    # Version 1 of the plugin is run by the engine of version 2.
     config.validate(size, fsdp_version=None if fsdp is None else 2)
     return config
 

@@ -122,7 +122,7 @@ def parse_flags(argv: Sequence[str]) -> Parsed:
         token = tokens[position]
         if token == "--":
             break
-        written, equals, value = token.partition("=")
+        written, equals, value = _cut_value(token)
         position += 1
         spelling = _find(written, value if equals else tokens[position : position + 1])
         if equals:
@@ -147,6 +147,14 @@ def parse_flags(argv: Sequence[str]) -> Parsed:
     )
 
 
+def _cut_value(token: str) -> tuple[str, str, str]:
+    """Part a flag from the value in the same word: ``--flag=value``, or ``-n2``."""
+    short = _SPELLINGS.get(token[:2])
+    if short is None or short.field is None or not short.takes_value or not _is_read(short.field, token[2:]):
+        return token.partition("=")
+    return token[:2], "=", token[2:]
+
+
 def _find(written: str, value: str | Sequence[str]) -> _Spelling:
     flag = spell(written)
     found = _SPELLINGS.get(flag)
@@ -168,10 +176,12 @@ def _find(written: str, value: str | Sequence[str]) -> _Spelling:
 
 def _is_value(spelling: _Spelling, token: str) -> bool:
     """Whether the next word belongs to a flag; a yes or no can do without, so the script may follow."""
-    if spelling.bare is None or spelling.field is None:
-        return True
+    return spelling.bare is None or spelling.field is None or _is_read(spelling.field, token)
+
+
+def _is_read(field: Field, text: str) -> bool:
     try:
-        spelling.field.kind.read(token)
+        field.kind.read(text)
     except ValueError:
         return False
     return True

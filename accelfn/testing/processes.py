@@ -109,8 +109,10 @@ def run_on_processes(
         )
     finally:
         for process in processes:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)  # what it has forked too, whether or not it has ended
             if process.is_alive():
-                process.kill()
+                process.kill()  # before it made a group of its own
             process.join()
             process.close()
         for pipe in (*receivers, *answers):
@@ -258,6 +260,7 @@ def _work(
     # collector (a process group joins its threads when it goes) may be touched here.
     gc.freeze()
     gc.enable()
+    os.setpgid(0, 0)  # so that what it forks can be ended with it; Ctrl-C reaches the parent, which ends all
     faulthandler.register(_WHERE_ARE_YOU, file=answer, all_threads=True)
     threading.Thread(target=_end_with_parent, name="end with the parent", daemon=True).start()
     torch.set_num_threads(1)
@@ -302,11 +305,14 @@ def _work(
 
 
 def _end_with_parent() -> None:
-    """End this process when its parent has gone, however it went: else it would wait, and hold pipes open."""
+    """End this process, with what it has forked, when its parent has gone, however it went.
+
+    Else it would wait, and hold pipes open.
+    """
     parent = multiprocessing.parent_process()
     assert parent is not None
     multiprocessing.connection.wait([parent.sentinel])
-    os._exit(1)
+    os.killpg(0, signal.SIGKILL)
 
 
 def _die() -> None:

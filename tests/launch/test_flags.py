@@ -28,6 +28,12 @@ def test_n_is_the_number_of_processes() -> None:
     assert (parsed.flags["num_processes"].text, parsed.script) == ("2", "train.py")
 
 
+@pytest.mark.parametrize("argv", [("-n2",), ("-n=2",), ("-n", "2")])
+def test_a_short_flag_and_its_value_may_be_one_word(argv: tuple[str, ...]) -> None:
+    parsed = parse_flags([*argv, "train.py"])
+    assert (parsed.flags["num_processes"].text, parsed.script) == ("2", "train.py")
+
+
 def test_a_value_may_stand_where_a_script_could() -> None:
     parsed = parse_flags(["--dry-run", "--log-dir", "train.py", "-t", "3", "--", "--odd.py", "x"])
     assert {name: given.text for name, given in parsed.flags.items()} == {"log_dir": "train.py", "tee": "3"}
@@ -65,6 +71,8 @@ def test_what_may_repeat_adds_up() -> None:
         (("--num_proc", "2"), "unknown flag --num_proc. Did you mean --num_processes?"),
         (("--use_cpu",), "unknown flag --use_cpu. Did you mean --cpu?"),
         (("-np", "2", "t.py"), "unknown flag -np. Write --num_processes 2, on all machines together."),
+        (("-np", "2"), "unknown flag -np. Write --num_processes 2, on all machines"),
+        (("-mtrain",), "unknown flag -mtrain."),
         (("--nproc_per_node=2",), "unknown flag --nproc_per_node. Write --num_processes 2, on all machines"),
         (
             ("--nproc-per-node", "2"),

@@ -1,6 +1,8 @@
+import contextlib
 import gc
 import multiprocessing.util
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -121,6 +123,34 @@ def test_a_killed_rank_is_named_also_while_a_process_that_it_forked_lives_on() -
         os.close(write)
         os.close(read)
     assert "raised on rank 1 of 2" in str(getattr(caught.value, "__notes__", "raised on rank 1 of 2"))
+
+
+@pytest.mark.parametrize("way", ["is killed", "raises", "returns"])
+def test_what_a_rank_has_left_ends_with_it(way: str) -> None:
+    read, write = os.pipe()  # at its end once nobody is left who could write
+
+    def work(ctx: Context) -> None:
+        if os.fork() == 0:
+            time.sleep(3600)
+            os._exit(0)
+        wait_for_everyone(ctx)
+        if ctx.rank == 1 and way == "is killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if ctx.rank == 1 and way == "raises":
+            raise OSError("no such disk")
+        wait_for_everyone(ctx)
+
+    try:
+        with contextlib.suppress(DistributedError, OSError):
+            run_ranks(work, 2, "processes", timeout_s=10)
+        os.close(write)
+        write = -1
+        ended, _, _ = select.select([read], (), (), 10.0)
+        assert ended
+    finally:
+        os.close(read)
+        if write != -1:
+            os.close(write)
 
 
 def test_a_rank_that_lingers_after_another_has_told_why_is_not_the_cause() -> None:

@@ -63,16 +63,8 @@ def ask_values(path: str, machine: Machine) -> Mapping[str, object] | None:
         return _put(questionary, question, few, default)
 
     has_tpu = importlib.util.find_spec("torch_xla") is not None
-    first = first_answers(saved, _count_accelerators(machine), has_tpu=has_tpu)
+    first = first_answers(saved, machine.devices, has_tpu=has_tpu)
     return values_of(ask_questions(first, saved, put, print))
-
-
-def _count_accelerators(machine: Machine) -> int | None:
-    """Count the accelerators, None where there are some and only torch could count them."""
-    if machine.devices is not None:
-        return machine.devices
-    has_other = machine.device_variable != "CUDA_VISIBLE_DEVICES" or sys.platform == "darwin"
-    return None if has_other else 0
 
 
 def ask_questions(

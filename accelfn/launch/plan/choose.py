@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 
 from accelfn.errors import ConfigurationError
-from accelfn.launch.config.fields import FIELDS, value_of
+from accelfn.launch.config.fields import FIELDS, Field, value_of
 from accelfn.launch.config.record import LaunchConfig
 from accelfn.launch.config.secrets import hide_in_text
 from accelfn.launch.config.sources import Resolved
@@ -87,6 +87,8 @@ def plan_launch(
         plan = plan_torchrun(config, script, machine, worker)
         if config.num_machines > 1 and config.preflight:
             plan = dataclasses.replace(plan, meeting=_plan_meeting(config, script))
+    if plan.way not in ("single", "torchrun"):
+        _refuse_agent_flags(resolved, plan.way)
     variables = {**variables, **_affinity(config, machine, local_size), **dict(plan.env_changes)}
     return dataclasses.replace(
         plan,
@@ -147,11 +149,27 @@ def _wants_agent(config: LaunchConfig) -> bool:
     """Whether one process needs torchrun all the same."""
     return (
         config.num_machines > 1
-        or config.max_restarts > 0
         or config.main_process_port is not None
         or any((config.rdzv_backend, config.rdzv_endpoint, config.rdzv_id, config.rdzv_conf))
-        or any((config.main_process_ip, config.log_dir, config.tee != "0", config.redirects != "0"))
+        or config.main_process_ip is not None
+        or bool(_agent_fields(config))
     )
+
+
+def _agent_fields(config: LaunchConfig) -> list[Field]:
+    """List what is asked of torchrun's agent."""
+    return [one for one in FIELDS if one.group == "Elastic" and value_of(config, one) != one.default]
+
+
+def _refuse_agent_flags(resolved: Resolved, way: str) -> None:
+    """Refuse flags for torchrun's agent where something else starts the processes."""
+    for field in _agent_fields(resolved.config):
+        origin = resolved.origins[field.name]
+        if origin.source == "flag":
+            raise ConfigurationError(
+                f"{origin.name} is for torchrun, and has no effect where {way} starts the processes. Leave "
+                "it out."
+            )
 
 
 def _deepspeed_starts(config: LaunchConfig) -> bool:

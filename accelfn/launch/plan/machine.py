@@ -29,7 +29,7 @@ class Machine:
 
     Attributes:
         cores: Cores that its processes share.
-        devices: Accelerators that can be counted without torch; None if they can't be.
+        devices: Accelerators, as far as they can be counted without torch; None if they can't be.
         device_variable: Variable by which accelerators are chosen.
         numa: Its memory nodes; empty where the system doesn't say.
         device_numa: Node of each accelerator; -1 where the system doesn't say.
@@ -82,8 +82,8 @@ def count_devices(found: int | None, environment: Mapping[str, str]) -> int | No
     >>> count_devices(8, {"CUDA_VISIBLE_DEVICES": "0,3"}), count_devices(8, {}), count_devices(None, {})
     (2, 8, None)
     """
-    if found is None:
-        return None
+    if not found:
+        return found
     for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
         if name in environment:
             ids = [part for part in environment[name].split(",") if part.strip()]
@@ -92,7 +92,7 @@ def count_devices(found: int | None, environment: Mapping[str, str]) -> int | No
 
 
 def _read_devices(root: str) -> tuple[int | None, tuple[int, ...]]:
-    """Count accelerators of NVIDIA or AMD; of others only torch knows."""
+    """Count accelerators of NVIDIA or AMD; where there may be others, only torch knows."""
     cards = [path for path in Path(root, "dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
     if cards:
         buses = sorted(Path(root, "proc/driver/nvidia/gpus").glob("*"))
@@ -100,11 +100,12 @@ def _read_devices(root: str) -> tuple[int | None, tuple[int, ...]]:
             _read_number(Path(root, "sys/bus/pci/devices", bus.name.lower(), "numa_node")) for bus in buses
         )
         return len(cards), nodes
-    if Path(root, "dev/dxg").exists() and (found := _ask_nvidia_smi()):  # Windows' Linux has no /dev/nvidia0
-        return found, ()
+    if Path(root, "dev/dxg").exists():  # Windows' Linux, which has no /dev/nvidia0
+        return _ask_nvidia_smi(), ()
     kfd = Path(root, "sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id")
     found = sum(1 for path in kfd if _read_number(path) > 0)
-    return (found or None), ()
+    has_others = sys.platform != "linux" or _device_variable(root) != "CUDA_VISIBLE_DEVICES"
+    return (None if has_others and not found else found), ()
 
 
 def _has_false_peers(driver: Path) -> bool:

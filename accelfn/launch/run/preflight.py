@@ -11,8 +11,10 @@ import json
 import secrets
 import select
 import socket
+import sys
+import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from accelfn.errors import ConfigurationError
@@ -28,6 +30,8 @@ _RETRY_S = 0.2
 _KNOCK_S = 1.0
 _HOLDER_S = 4.0
 _LATE_S = 1.0
+# When it takes longer than this, somebody may be looking at the terminal.
+_QUIET_S = 4.0
 
 
 def hold_meeting(meeting: Meeting, versions: Mapping[str, str]) -> News:
@@ -58,6 +62,12 @@ def hold_meeting(meeting: Meeting, versions: Mapping[str, str]) -> News:
             f"--main_process_ip {meeting.host} can't be resolved: {error.strerror or error}. Check "
             "the name, or give the address of machine 0."
         ) from None
+    with _telling(meeting):
+        return _meet(meeting, own, addresses)
+
+
+def _meet(meeting: Meeting, own: Mapping[str, Any], addresses: Sequence[tuple[Any, ...]]) -> News:
+    """Listen for the other machines, or go to the one that does."""
     deadline_s = time.monotonic() + meeting.timeout_s
     is_here = _is_here(addresses)
     if meeting.machine_rank == 0:
@@ -74,6 +84,20 @@ def hold_meeting(meeting: Meeting, versions: Mapping[str, str]) -> News:
             with listener:
                 return _host(listener, meeting, own, deadline_s)
     return _visit(meeting, own, deadline_s)
+
+
+@contextlib.contextmanager
+def _telling(meeting: Meeting) -> Generator[None]:
+    """Say what is waited for if the block takes long."""
+    whom = "machine 0" if meeting.machine_rank else f"the others of {meeting.num_machines} machines"
+    told = f"accelfn launch: waiting for {whom} at {meeting.host}:{meeting.port} ..."
+    timer = threading.Timer(_QUIET_S, print, (told,), {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def is_port_free(port: int) -> bool:

@@ -15,6 +15,8 @@ _MAX_FRAMES = 5
 _MAX_LINES = 6
 # What ranks raise because another one has failed.
 _ECHOES = ("RemoteRankError", "MissingRankError", "DistBackendError", "DistNetworkError", "DistError")
+# Those of which a rank prints one line, and no traceback.
+_LINES = ("RemoteRankError", "MissingRankError")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,12 +164,14 @@ def format_report(
     # Those that were stopped because of it have not failed.
     stops = (-signal.SIGTERM, -getattr(signal, "SIGKILL", 9))
     others = [
-        str(one.rank)
+        one
         for one in sorted(failures, key=lambda one: one.rank or 0)
         if one is not first and one.rank is not None and (one.kind or one.exitcode not in stops)
     ]
-    if others:
-        lines.append(f"  then: rank {', '.join(others)}")
+    for word, has in (("alike", True), ("then", False)):
+        ranks = [str(one.rank) for one in others if _is_alike(one, first) == has]
+        if ranks:
+            lines.append(f"  {word}: rank {', '.join(ranks)}")
     if first.elsewhere:
         lines.append(f"  logs: on {first.host}" if first.host else "  logs: on that machine")
     elif log_dir is not None:
@@ -179,8 +183,14 @@ def format_report(
 
 def _is_traceback_above(first: Failure, failures: Sequence[Failure], log_dir: str | None) -> bool:
     """Whether the one traceback in the output above is that of the first failure."""
-    has_printed = first.kind not in ("", "SystemExit") and not first.elsewhere and log_dir is None
-    return has_printed and all(one is first or one.kind in ("", "RemoteRankError") for one in failures)
+    has_printed = first.kind not in ("", "SystemExit", *_LINES) and not first.elsewhere and log_dir is None
+    return has_printed and all(one.kind in ("", *_LINES) or _is_alike(one, first) for one in failures)
+
+
+def _is_alike(one: Failure, first: Failure) -> bool:
+    """Whether two processes have failed in the same way at the same place; the frames of one say it all."""
+    said, of_first = ((each.kind, each.text, [frame[:2] for frame in each.frames]) for each in (one, first))
+    return bool(one.kind) and said == of_first
 
 
 def _ended(exitcode: int | None) -> str:

@@ -4,15 +4,18 @@ This file is started by its path, in front of the script: ``python worker.py [-m
 imports next to nothing, and is gone from ``sys.path``, ``sys.argv`` and ``__main__`` before the script runs.
 """
 
-# Nothing else here: this file's folder is the first on sys.path, and these two are loaded already.
+# Nothing else here: this file's folder is the first on sys.path, and these are loaded already or built in.
+import atexit
 import os
 import sys
+import time
 from types import CodeType, ModuleType, TracebackType
 
 __all__ = ("main",)
 
 _MAX_FRAMES = 40
 _MAX_TEXT = 4000
+_LET_GO_S = 0.05
 
 
 def main() -> None:
@@ -28,6 +31,7 @@ def main() -> None:
     script = sys.argv[2 if is_module else 1]
     pid = os.getpid()
     _write({"pid": pid}, "started")
+    atexit.register(_let_threads_finish)  # before the script's own, so that it comes after them
     try:
         if is_module:
             _run_module(script)
@@ -45,14 +49,28 @@ def main() -> None:
     except BaseException as error:  # noqa: BLE001 - whatever it is, it is told and ends the process
         trace = _strip(error.__traceback__)
         _remember(error, trace)
+        is_first = True
         if os.getpid() == pid:  # not in a child that the script forked
-            _keep(error)
+            is_first = _keep(error)
+        rank = os.environ.get("RANK")
         if _is_reported(error):
-            first_line = str(error).partition("\n")[0]
-            _say(f"rank {os.environ.get('RANK')} ends too: {first_line}")
+            _say(f"rank {rank} ends too: {_first_line(str(error))}")
+        elif not is_first:
+            _say(f"rank {rank} failed alike: {type(error).__name__}: {_first_line(str(error))}")
         else:
             _print(error, trace)
         sys.exit(1)
+
+
+def _let_threads_finish() -> None:
+    """Give the threads of a group that the script has left open the time to let go of their last tensor.
+
+    They need the interpreter for it, and one that is left waiting when that ends aborts the process, although
+    the script has done all it had to.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        time.sleep(_LET_GO_S)
 
 
 def _bind_to_cores() -> None:
@@ -127,10 +145,14 @@ def _remember(error: BaseException, trace: TracebackType | None) -> None:
 
 
 def _is_reported(error: BaseException) -> bool:
-    """Whether the exception only repeats that of another rank, which the launcher will report."""
+    """Whether the exception only tells of another rank's end, which the launcher will report."""
     kind = type(error)
-    is_remote = (kind.__module__, kind.__name__) == ("accelfn.errors", "RemoteRankError")
-    return is_remote and os.path.isdir(os.environ.get("ACCELFN_RUN_DIR", ""))
+    is_told = kind.__module__ == "accelfn.errors" and kind.__name__ in ("RemoteRankError", "MissingRankError")
+    return is_told and os.path.isdir(os.environ.get("ACCELFN_RUN_DIR", ""))
+
+
+def _first_line(text: str) -> str:
+    return text.partition("\n")[0]
 
 
 def _print(error: BaseException, trace: TracebackType | None) -> None:
@@ -163,10 +185,9 @@ def _say(line: str) -> None:
     sys.stderr.flush()
 
 
-def _keep(error: BaseException) -> None:
-    """Write what went wrong where the report finds it."""
+def _keep(error: BaseException) -> bool:
+    """Write what went wrong where the report finds it; say whether no rank has failed alike before."""
     import linecache
-    import time
     import traceback
 
     trace = _strip(error.__traceback__)
@@ -204,6 +225,24 @@ def _keep(error: BaseException) -> None:
         },
         "failed",
     )
+    own = [(frame["file"], frame["line"]) for frame in frames if frame["own"]]
+    return _is_first(repr((type(error).__name__, text, own)))
+
+
+def _is_first(what: str) -> bool:
+    """Whether this process is the first of its machine and attempt to say something."""
+    import zlib
+
+    folder = os.environ.get("ACCELFN_RUN_DIR", "")
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    try:
+        # The system gives a name to one only, however many ask for it at once.
+        open(os.path.join(folder, f"said.{zlib.crc32(what.encode(errors='replace'))}.{attempt}"), "x").close()
+    except FileExistsError:
+        return False
+    except OSError:
+        pass  # no one is interested, or the disk is full: rather twice than never
+    return True
 
 
 def _is_own(path: str) -> bool:

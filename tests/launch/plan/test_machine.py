@@ -59,8 +59,8 @@ def test_cards_that_wrongly_say_they_reach_each_other_are_known(
     assert read_machine({}, root=str(tmp_path)).has_false_peers is expected
 
 
-def test_cards_of_amd_are_counted_and_others_are_not_known(tmp_path: Path) -> None:
-    assert read_machine({}, root=str(tmp_path)).devices is None
+def test_cards_of_amd_are_counted_and_so_is_that_there_are_none(tmp_path: Path) -> None:
+    assert read_machine({"CUDA_VISIBLE_DEVICES": "0,1"}, root=str(tmp_path)).devices == 0
     for node, number in enumerate((0, 4711, 4712)):  # node 0 is the processor
         folder = tmp_path / "sys/class/kfd/kfd/topology/nodes" / str(node)
         folder.mkdir(parents=True)
@@ -140,6 +140,7 @@ def test_one_process_for_each_accelerator_if_nobody_says() -> None:
             "need as many accelerators, and this machine has 4. Use --num_processes 4, or --cpu",
         ),
         (("--multi_gpu",), 1, {}, "needs at least two accelerators, and those of this machine are 1."),
+        (("--num_processes=2", "--multi_gpu"), 0, {}, "need as many accelerators, and there are 0."),
         (("--num_processes=4", "--gpu_ids=0,1"), 4, {}, "--gpu_ids 0,1 names 2"),
         (
             ("--num_processes=2", "--multi_gpu"),

@@ -55,6 +55,19 @@ def test_mpirun_that_is_not_there() -> None:
         plan_of(*MPI, "train.py")
 
 
+ELASTIC = ("--max_restarts=1", "--monitor_interval=3", "--shutdown_timeout=9", "--role=w", "--log_dir=logs")
+
+
+@pytest.mark.parametrize("flag", ELASTIC)
+def test_what_is_for_torchrun_makes_it_start_one_process_and_is_refused_elsewhere(flag: str) -> None:
+    assert plan_of("--num_processes=1", "train.py").way == "single"
+    name, _, value = flag.partition("=")
+    started = plan_of(flag, "--num_processes=1", "train.py").argv
+    assert any(word.startswith(f"--{name[2:].replace('_', '-')}={value}") for word in started)
+    with pytest.raises(ConfigurationError, match=f"{name} is for torchrun, and has no effect where mpirun"):
+        plan_of(*MPI, flag, "train.py", machine=OPEN_MPI)
+
+
 DEEPSPEED = ("--use_deepspeed", "--num_processes=8", "--num_machines=2", "--main_process_ip=n0")
 
 

@@ -260,6 +260,74 @@ def test_ranks_that_only_heard_of_a_failure_say_so_in_one_line(num_processes: in
     ]
 
 
+FAILS_ALIKE = """
+import accelfn as af
+
+def loss_of(ctx, batch):
+    raise ValueError("the batch is empty")
+
+ctx = af.init_context()
+loss_of(ctx, ())
+"""
+
+
+@pytest.mark.parametrize("num_processes", [2, 4])
+def test_frames_of_ranks_that_fail_alike_are_there_once(num_processes: int, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(FAILS_ALIKE)
+    # By its failure, a rank must not stop one that is still about to fail.
+    flags = ("--cpu", "--num_processes", str(num_processes), "--monitor_interval=8")
+    process = start(tmp_path, *flags, "train.py")
+    stdout, stderr = process.communicate(timeout=100)
+    lines = (stdout + stderr).splitlines()
+    assert process.returncode == 1
+    assert len(lines) <= 30, stderr
+    assert sum("in loss_of" in line for line in lines) == 1, stderr
+    alike = [line for line in lines if line.endswith(" failed alike: ValueError: the batch is empty")]
+    assert len(alike) == num_processes - 1, stderr
+    begin = next(index for index, line in enumerate(lines) if f" of {num_processes} failed on " in line)
+    first = lines[begin].split()[3]
+    others = ", ".join(str(rank) for rank in range(num_processes) if str(rank) != first)
+    assert lines[begin + 1 :] == [
+        "  ValueError: the batch is empty",
+        f"  alike: rank {others}",
+        "  logs: above; --log_dir DIR --tee 3 keeps those of each rank",
+    ]
+
+
+LOSES_RANK_1 = """
+import os, sys
+import torch
+import accelfn as af
+
+def loss_of(ctx, batch):
+    if ctx.rank == 1:
+        return os._exit(3) if sys.argv[1] == "exits" else batch
+    return af.gather(ctx, batch)
+
+ctx = af.init_context()
+loss_of(ctx, torch.ones(1))
+"""
+
+
+@pytest.mark.parametrize("way", ["exits", "returns"])
+def test_a_rank_that_lost_another_says_so_in_one_line(way: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(LOSES_RANK_1)
+    process = start(tmp_path, "--cpu", "--num_processes=2", "--monitor_interval=8", "train.py", way)
+    stdout, stderr = process.communicate(timeout=100)
+    lines = (stdout + stderr).splitlines()
+    assert "Traceback" not in stderr
+    told = [line for line in lines if line.startswith("accelfn launch: rank 0 ends too: ")]
+    assert len(told) == 1, stderr
+    assert "rank 1" in told[0]
+    if way == "exits":
+        assert process.returncode == 3
+        assert "accelfn launch: rank 1 of 2 failed" in stderr
+    else:  # it has done no wrong itself, so where rank 0 waited is what there is to see
+        assert process.returncode == 1
+        assert f"    {script}:9 in loss_of: return af.gather(ctx, batch)" in lines
+
+
 INTERRUPTED = """
 import pathlib, os, time
 pathlib.Path(f"{os.environ['RANK']}.up").touch()

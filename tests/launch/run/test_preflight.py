@@ -155,6 +155,17 @@ def test_a_machine_0_behind_another_address_meets_itself_and_goes_on(monkeypatch
         host.result().close()
 
 
+@pytest.mark.parametrize(("rank", "whom"), [(1, "machine 0"), (0, "the others of 2 machines")])
+def test_what_is_waited_for_is_told(
+    rank: int, whom: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(preflight, "_QUIET_S", 0.1)
+    port = free_port()
+    with pytest.raises(ConfigurationError):
+        hold_meeting(meeting_of(rank, port=port, timeout_s=2.0), {})
+    assert capsys.readouterr().err == f"accelfn launch: waiting for {whom} at 127.0.0.1:{port} ...\n"
+
+
 def test_waiting_ends() -> None:
     (told,) = meet(meeting_of(0, timeout_s=0.3))
     assert re.match(
