@@ -81,7 +81,7 @@ def load() -> tuple[TensorDataset, TensorDataset]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument(
         "--replicas", type=int, default=1, help="pairs of processes, each with its own batches"
     )
@@ -100,8 +100,8 @@ def main() -> None:
         model, optimizer, loader, held_out_loader = af.prepare(
             ctx,
             model,
-            torch.optim.AdamW(model.parameters(), lr=2e-3),
-            DataLoader(train, batch_size=32, shuffle=True),
+            torch.optim.AdamW(model.parameters(), lr=4e-3),
+            DataLoader(train, batch_size=96, shuffle=True),
             DataLoader(held_out, batch_size=60),
         )
         scaler = af.init_scaler(ctx)
