@@ -31,6 +31,8 @@ from accelfn.parallel.replicate import (
     unchecked,
 )
 from accelfn.parallel.shard import ShardPlan, register_forward_method
+from accelfn.parallel.tensor import apply_tensor
+from accelfn.parallel.tensor_plans import TensorPlan, plan_tensor
 from accelfn.parallel.thread_ddp import ThreadDDP
 
 __all__ = (
@@ -39,8 +41,10 @@ __all__ = (
     "ModelPlan",
     "OrderedSum",
     "ShardPlan",
+    "TensorPlan",
     "ThreadDDP",
     "apply_model",
+    "apply_tensor",
     "at_place",
     "check_reduced",
     "check_wrapped",
@@ -61,6 +65,7 @@ __all__ = (
     "newest",
     "no_sync",
     "plan_model",
+    "plan_tensor",
     "read_facts",
     "register_forward_method",
     "replicate",
