@@ -1,0 +1,34 @@
+"""What the page on tensor parallelism shows is what its program prints."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "pages" / "guide" / "tensor-parallelism.md"
+SHOWN = re.compile(r"^```text\n\$ accelfn ([^\n]*) (docs/\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+ACCURACY = re.compile(r"(\d+\.\d+)%$")
+
+
+def test_two_ranks_that_share_layers_learn_as_the_page_says(tmp_path: Path) -> None:
+    ((launcher, program, shown),) = SHOWN.findall(PAGE.read_text())
+    done = subprocess.run(
+        [sys.executable, "-m", "accelfn", *launcher.split(), "--cpu", str(ROOT / program)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    *found, last = done.stdout.splitlines()
+    *expected, end = shown.splitlines()
+    assert found == expected
+    # Kernels of another machine may round otherwise.
+    then, now = (ACCURACY.search(line) for line in (end, last))
+    assert then is not None
+    assert now is not None
+    assert abs(float(then[1]) - float(now[1])) <= 3
+    assert last.partition(":")[0] == end.partition(":")[0]
