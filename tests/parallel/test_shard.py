@@ -218,7 +218,7 @@ def test_a_method_of_its_own_gathers_where_it_was_registered() -> None:
         model, _ = prepared(ctx)
         plain = lm.make()
         ids = lm.windows(1, 1)[0][0]["ids"]
-        with pytest.raises(RuntimeError, match=r"mixed torch\\.Tensor and DTensor"):
+        with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
             model.score(ids)
         with pytest.raises(ConfigurationError, match="has no method 'scores'"):
             register_forward_method(model, "scores")
