@@ -65,6 +65,8 @@ def copied_without(model: M, kind: type[WrappedForward], modules: dict[str, Any]
     """
     other = cast("M", object.__new__(_own_class(model)))
     other.__dict__.update(vars(model))
+    for name in ("_compiled_call_impl", "_call_impl"):  # which would call the original
+        other.__dict__.pop(name, None)
     if modules is not None:
         other.__dict__["_modules"] = modules
 

@@ -218,7 +218,7 @@ def test_a_method_of_its_own_gathers_where_it_was_registered() -> None:
         model, _ = prepared(ctx)
         plain = lm.make()
         ids = lm.windows(1, 1)[0][0]["ids"]
-        with pytest.raises(RuntimeError, match=r"mixed torch\\.Tensor and DTensor"):
+        with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
             model.score(ids)
         with pytest.raises(ConfigurationError, match="has no method 'scores'"):
             register_forward_method(model, "scores")
@@ -354,6 +354,8 @@ def test_units_are_blocks_classes_sizes_or_what_a_policy_says() -> None:
         *(f"blocks.{index}.{leaf}" for index in (0, 1) for leaf in ("up", "down")),
         *("embed", "head", ""),
     }
+    # a tied parameter is gathered with one unit, and a size asks for none by name
+    assert not {"embed", "head"} & set(choose_units(by_size, read_facts(lm.make())))
     assert names_of_wrapped(lambda module: isinstance(module, lm.Block), model) == ("blocks.0", "blocks.1")
     torchs = functools.partial(size_based_auto_wrap_policy, min_num_params=400)
     assert names_of_wrapped(torchs, model) == ("blocks.0", "blocks.1")
