@@ -30,7 +30,7 @@ def load() -> tuple[TensorDataset, TensorDataset]:
 
 
 def make_model() -> nn.Module:
-    return nn.Sequential(
+    model = nn.Sequential(
         nn.Conv2d(1, 32, 3, padding=1),
         nn.ReLU(),
         nn.Conv2d(32, 64, 3, padding=1),
@@ -41,6 +41,9 @@ def make_model() -> nn.Module:
         nn.ReLU(),
         nn.Linear(128, 10),
     )
+    # For `accelfn launch --use_parallelism_config --parallelism_config_tp_size 2`: which layers ranks share.
+    model.tp_plan = {"6": "colwise", "8": "rowwise"}
+    return model
 
 
 def evaluate(ctx: af.Context, model: nn.Module, loader: Iterable[list[torch.Tensor]]) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Questions about what the processes share: FSDP, and the mesh with its axes for copies, shards and layers."""
+"""Questions about what the processes share: FSDP, and the mesh with its axes of copies, shards and layers."""
 
 from __future__ import annotations
 
