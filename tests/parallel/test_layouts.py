@@ -33,14 +33,14 @@ class Layout(NamedTuple):
 
     def options(self) -> dict[str, Any]:
         """Arguments of ``init_context``."""
-        handler = af.TorchTensorParallelConfig(plan=PLAN) if self.tp > 1 else None
+        handler = af.config.TorchTensorParallelConfig(plan=PLAN) if self.tp > 1 else None
         config = af.ParallelismConfig(
             dp_replicate_size=self.replicate,
             dp_shard_size=self.shard,
             tp_size=self.tp,
             tp_handler=handler,
         )
-        plugin = {"fsdp_plugin": af.FullyShardedDataParallelPlugin()} if self.shard > 1 else {}
+        plugin = {"fsdp_plugin": af.FullyShardedDataParallelPlugin(fsdp_version=2)} if self.shard > 1 else {}
         return {"parallelism_config": config, **plugin}
 
 
