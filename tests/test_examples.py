@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from accelfn import Context, Guard
@@ -99,9 +98,8 @@ def test_the_program_of_the_readme_trains_in_every_layout_by_flags_alone(
     assert before.keys() == after.keys()
     for name, weight in before.items():
         # Sums in another order, and hundreds of steps of Adam, which makes much of the smallest gradients.
-        assert float(torch.linalg.vector_norm(after[name] - weight)) < 0.01 * float(
-            torch.linalg.vector_norm(weight)
-        )
+        apart = float((after[name] - weight).square().sum())
+        assert apart < 1e-4 * float(weight.square().sum())
 
 
 def losses(file: Path) -> list[float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -52,9 +52,7 @@ def width_for(ctx: Context) -> int:
     return 16 * ctx.axis_size("tp")
 
 
-def make_parts(
-    ctx: Context, batch_size: int, num_rows: int, width: int
-) -> tuple[nn.Module, torch.optim.AdamW, DataLoader[Any]]:
+def make_parts(ctx: Context, batch_size: int, num_rows: int, width: int) -> tuple[nn.Module, Any, Any]:
     """Make a small model, an optimizer with memory and a shuffled loader, the same on every rank.
 
     Args:
@@ -97,7 +95,8 @@ def train(trial: Trial, ctx: Context, batch_size: int, num_rows: int) -> dict[st
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     """Bring together what ranks hold of a tensor. Every rank gets it."""
-    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+    whole: torch.Tensor = cast("Any", tensor).full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.detach()
 
 
 def _alone(ctx: Context) -> Context:
