@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, ClassVar, cast
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelfn.accelerator import Accelerator
@@ -44,7 +44,7 @@ _STEPS = 6
 class _Small(nn.Sequential):
     """What all checks train. It says how ranks along tp share its layers."""
 
-    tp_plan: ClassVar[Mapping[str, str]] = {"0": "colwise", "2": "rowwise"}
+    tp_plan: ClassVar[Mapping[str, str]] = MappingProxyType({"0": "colwise", "2": "rowwise"})
 
 
 def width_for(ctx: Context) -> int:
@@ -95,8 +95,8 @@ def train(trial: Trial, ctx: Context, batch_size: int, num_rows: int) -> dict[st
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     """Bring together what ranks hold of a tensor. Every rank gets it."""
-    whole: torch.Tensor = cast("Any", tensor).full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.detach()
+    gather: Callable[[], torch.Tensor] | None = getattr(tensor, "full_tensor", None)  # of a DTensor
+    return (tensor if gather is None else gather()).detach()
 
 
 def _alone(ctx: Context) -> Context:
