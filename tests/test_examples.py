@@ -5,11 +5,12 @@ import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from accelfn import Context, Guard
 from accelfn.testing import run_ranks
@@ -21,8 +22,10 @@ TRAINING = ("train_digits.py", "train_digits_accelerator.py")
 TEXT = "fine_tune_text.py"
 
 
-def launch(name: str, folder: Path, *arguments: str, num_processes: int = 2) -> str:
-    launcher = ("-m", "accelfn", "launch", "--num_processes", str(num_processes), "--cpu")
+def launch(
+    name: str, folder: Path, *arguments: str, num_processes: int = 2, flags: Sequence[str] = ()
+) -> str:
+    launcher = ("-m", "accelfn", "launch", "--num_processes", str(num_processes), "--cpu", *flags)
     return run(folder, *launcher, str(EXAMPLES / name), *arguments)
 
 
@@ -50,6 +53,53 @@ def test_both_trainings_learn_the_digits_and_end_with_equal_weights(tmp_path: Pa
         assert float(found[1]) >= 97.0
         weights.append((tmp_path / name / "model.safetensors").read_bytes())
     assert weights[0] == weights[1]
+
+
+FSDP2 = (
+    "--use_fsdp",
+    "--fsdp_version=2",
+    "--fsdp_auto_wrap_policy=SIZE_BASED_WRAP",
+    "--fsdp_min_num_params=1e4",
+)
+MESH = "--use_parallelism_config"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("num_processes", "num_copies", "flags"),
+    [
+        (2, 2, FSDP2),
+        (2, 1, (MESH, "--parallelism_config_tp_size=2")),
+        (
+            *(4, 4),
+            (
+                *FSDP2,
+                MESH,
+                "--parallelism_config_dp_replicate_size=2",
+                "--parallelism_config_dp_shard_size=2",
+            ),
+        ),
+    ],
+    ids=["fsdp2", "tp2", "hsdp2x2"],
+)
+def test_the_program_of_the_readme_trains_in_every_layout_by_flags_alone(
+    num_processes: int, num_copies: int, flags: Sequence[str], tmp_path: Path
+) -> None:
+    # Ranks along tp read one batch: they learn what a single process learns.
+    plain = launch(TRAINING[0], tmp_path, "--output", "plain", num_processes=num_copies)
+    found = launch(TRAINING[0], tmp_path, "--output", "found", num_processes=num_processes, flags=flags)
+    for output, number in ((plain, num_copies), (found, num_processes)):
+        said = re.search(r"accuracy on 360 held-out digits: (\d+\.\d+)%", output)
+        assert said is not None, output
+        assert float(said[1]) >= 97.0
+        assert f"({number} processes)" in output
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "found"))
+    assert before.keys() == after.keys()
+    for name, weight in before.items():
+        # Sums in another order, and hundreds of steps of Adam, which makes much of the smallest gradients.
+        apart = float((after[name] - weight).square().sum())
+        assert apart < 1e-4 * float(weight.square().sum())
 
 
 def losses(file: Path) -> list[float]:

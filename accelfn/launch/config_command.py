@@ -14,7 +14,7 @@ from accelfn.errors import ConfigurationError, MissingExtraError
 from accelfn.launch.arguments import CommandParser, read_arguments
 from accelfn.launch.config.accelerate import import_accelerate
 from accelfn.launch.config.ask import ask_values, format_launch
-from accelfn.launch.config.fields import FIELD_OF, NOT_YET, build_config, value_of
+from accelfn.launch.config.fields import FIELD_OF, build_config, list_not_yet
 from accelfn.launch.config.files import (
     find_config_file,
     format_config,
@@ -143,9 +143,8 @@ def _import(options: argparse.Namespace, environment: Mapping[str, str]) -> int:
     name = f"{source}.json" if text.lstrip().startswith("{") and not source.endswith(".json") else source
     imported = import_accelerate(read_tree(text, name), source)
     later = [
-        f"{name}: accelfn doesn't support {what} yet, so this can't be launched."
-        for name, (on, what) in NOT_YET.items()
-        if value_of(imported.config, FIELD_OF[name]) == on
+        f"{field.name}: accelfn doesn't support {what} yet, so this can't be launched."
+        for field, what in list_not_yet(imported.config)
     ]
     for note in (*imported.notes, *later):
         print(f"note: {note}", file=sys.stderr)

@@ -8,6 +8,7 @@ the accuracy over those is gathered exactly, whatever the number of processes.
 
 import argparse
 from collections.abc import Iterable
+from typing import ClassVar
 
 import torch
 from sklearn.datasets import load_digits
@@ -29,8 +30,14 @@ def load() -> tuple[TensorDataset, TensorDataset]:
     )
 
 
+class Digits(nn.Sequential):
+    """Layers one after the other, and how the ranks along a mesh's axis ``tp`` share two of them."""
+
+    tp_plan: ClassVar[dict[str, str]] = {"6": "colwise", "8": "rowwise"}
+
+
 def make_model() -> nn.Module:
-    return nn.Sequential(
+    return Digits(
         nn.Conv2d(1, 32, 3, padding=1),
         nn.ReLU(),
         nn.Conv2d(32, 64, 3, padding=1),

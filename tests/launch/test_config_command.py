@@ -84,9 +84,9 @@ def test_import_names_an_engine_that_cannot_be_launched_yet(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = tmp_path / "theirs.yaml"
-    source.write_text("distributed_type: FSDP\nnum_processes: 2\n")
+    source.write_text("distributed_type: MEGATRON_LM\nnum_processes: 2\n")
     assert run_config(["import", str(source), "--config_file", str(tmp_path / "ours.yaml")]) == 0
-    note = "note: use_fsdp: accelfn doesn't support FSDP yet, so this can't be launched."
+    note = "note: use_megatron_lm: accelfn doesn't support Megatron-LM yet, so this can't be launched."
     assert note in capsys.readouterr().err.splitlines()
 
 

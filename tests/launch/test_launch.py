@@ -125,7 +125,7 @@ def test_a_configuration_of_accelerate_is_read_and_it_is_said(
     assert "--nproc-per-node=3" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("text", ["use_fsdp: true", "use_megatron_lm: true"])
+@pytest.mark.parametrize("text", ["use_deepspeed: true", "use_megatron_lm: true"])
 def test_an_engine_to_come_is_refused_with_its_place_and_without_advice(
     text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

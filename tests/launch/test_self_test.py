@@ -43,6 +43,27 @@ def test_everything_passes_here(num_processes: str) -> None:
     assert lines[-1].startswith(f"{len(NAMES)} of {len(NAMES)} checks passed in ")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "mesh"),
+    [
+        ("-n 2 --use_fsdp --fsdp_version 2 --fsdp_reshard_after_forward false", "dp_shard 2"),
+        ("-n 2 --use_fsdp --mixed_precision bf16", "dp_shard 2"),
+        ("-n 2 --use_parallelism_config --parallelism_config_tp_size 2", "tp 2"),
+        ("-n 4 --use_fsdp --use_parallelism_config --parallelism_config_tp_size 2", "dp_shard 2 x tp 2"),
+    ],
+)
+def test_the_configured_mesh_is_tried(flags: str, mesh: str) -> None:
+    names = ("mesh", "loader, shuffled", "loader, even batches", "random states", "training, fp32")
+    names = (*names, "training, as configured", "checkpoint round trip")
+    only = [part for name in names for part in ("--only", name)]
+    done = run("accelfn", "test", "--cpu", *flags.split(), *only, "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = {one["name"]: one for one in json.loads(done.stdout)["checks"]}
+    assert rows.keys() == {*names}
+    assert rows["mesh"]["remark"] == mesh
+
+
 def test_a_broken_setup_fails_and_the_table_says_why() -> None:
     only = ("--only", "random states", "--only", "trigger")
     done = run("accelfn", "test", "--cpu", "--num_processes", "2", "--fault", "seed", *only)

@@ -101,7 +101,7 @@ def import_accelerate(tree: Mapping[str, Entry], path: str) -> Imported:
         values.pop("rdzv_backend", None)
         if values.get("machine_rank") == 0:
             del values["machine_rank"]
-    if any(name.startswith("parallelism_config_") for name in values) and values.get("use_fsdp"):
+    if any(name.startswith("parallelism_config_") for name in values):
         values["use_parallelism_config"] = True
     if values.get("main_process_port") == 0:
         del values["main_process_port"]

@@ -18,7 +18,7 @@ class FsdpSection:
         default=1,
         metadata=option(
             integer(1, 2),
-            "1 is FullyShardedDataParallel, 2 is fully_shard",
+            "1 or 2; accelfn carries both out by torch's fully_shard",
             exports=plain_names("FSDP_VERSION"),
         ),
     )
@@ -95,7 +95,7 @@ class FsdpSection:
         ),
     )
     cpu_ram_efficient_loading: bool = field(
-        default=True,
+        default=False,
         metadata=option(
             BOOL,
             "only the main process loads the weights",

@@ -17,12 +17,12 @@ from accelfn.launch.config.secrets import hide_in_text
 __all__ = (
     "FIELDS",
     "FIELD_OF",
-    "NOT_YET",
     "SECTIONS",
     "Field",
     "Section",
     "build_config",
     "is_active",
+    "list_not_yet",
     "read_value",
     "section_of",
     "suggest",
@@ -57,17 +57,19 @@ class Section:
         return f"--{self.switch} {'NAME' if self.on is None else self.on}"
 
 
-#: What the table has for engines to come: the field, the value that asks for one, and its name. A launch
-#: refuses it, and the questionnaire does not ask.
+#: What the table has for engines to come: the field, the value that asks for one (None: any but the default),
+#: and its name. A launch refuses it, and the questionnaire does not ask.
 NOT_YET: Mapping[str, tuple[object, str]] = MappingProxyType(
     {
-        "use_fsdp": (True, "FSDP"),
         "use_deepspeed": (True, "DeepSpeed"),
         "use_megatron_lm": (True, "Megatron-LM"),
-        "use_parallelism_config": (True, "a mesh of ranks"),
+        "parallelism_config_cp_size": (None, "context parallelism"),
+        "parallelism_config_sp_size": (None, "sequence parallelism"),
         "mixed_precision": ("fp8", "fp8"),
     }
 )
+_ENGINES_TO_COME = frozenset((name, on) for name, (on, _) in NOT_YET.items())
+_LATER = " (not supported yet)"
 
 #: Sections in the order of the help.
 SECTIONS: tuple[Section, ...] = (
@@ -136,9 +138,8 @@ def _fields_of(record: type[Any], section: Section | None) -> Iterable[Field]:
             continue
         option: Option = one.metadata["option"]
         name = option.flag or (section.prefix if section else "") + one.name
-        on, _ = NOT_YET.get(section.switch if section else name, (None, ""))
-        is_later = on is not None and on == (section.on if section else True)
-        later = " (not supported yet)" if is_later else ""
+        is_later = NOT_YET.get(name, ("", ""))[0] in (True, None)
+        is_section_later = section is not None and (section.switch, section.on) in _ENGINES_TO_COME
         own = [
             f"ACCELFN_{name.upper()}",
             *(export for export in option.exports if export.startswith("ACCELFN_")),
@@ -149,8 +150,8 @@ def _fields_of(record: type[Any], section: Section | None) -> Iterable[Field]:
             key=one.name,
             kind=option.kind,
             default=one.default,
-            about=option.about if section else option.about + later,
-            group=section.title + later if section else option.group,
+            about=option.about + _LATER if is_later else option.about,
+            group=option.group if section is None else section.title + _LATER * is_section_later,
             flags=(f"--{name}", *option.aliases),
             no_flag=f"--no_{name}" if option.kind.is_bool else "",
             variables=tuple(dict.fromkeys(own)),
@@ -235,6 +236,21 @@ def is_active(config: LaunchConfig, field: Field, *, writes_sbatch: bool = False
         return writes_sbatch
     value: object = value_of(config, FIELD_OF[section.switch])
     return value not in (None, "no") if section.on is None else value == section.on
+
+
+def list_not_yet(config: LaunchConfig) -> tuple[tuple[Field, str], ...]:
+    """List what a configuration asks for that accelfn doesn't have yet: the field, and its name. Pure.
+
+    >>> list_not_yet(LaunchConfig(use_deepspeed=True))[0][1]
+    'DeepSpeed'
+    """
+    found: list[tuple[Field, str]] = []
+    for name, (on, what) in NOT_YET.items():
+        field = FIELD_OF[name]
+        value = value_of(config, field)
+        if is_active(config, field) and (value != field.default if on is None else value == on):
+            found.append((field, what))
+    return tuple(found)
 
 
 def section_of(field: Field) -> Section | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import cast
 
+from accelfn.launch.config.mesh_questions import mesh_size
 from accelfn.launch.config.question import (
     ACCELERATORS,
     ONE,
@@ -32,7 +33,9 @@ def _has_accelerator(answers: Answers) -> bool:
 
 
 def _usual_processes(answers: Answers) -> int:
-    machines = num_machines(answers)
+    machines, mesh = num_machines(answers), mesh_size(answers)
+    if mesh > 1:
+        return mesh
     has_devices = answers.get("machine_type") == ACCELERATORS
     places = cast("int", answers.get("devices") or 0) * machines if has_devices else 0
     if places > 1:
@@ -43,6 +46,9 @@ def _usual_processes(answers: Answers) -> int:
 def _refuse_processes(answers: Answers) -> str:
     if is_multi(answers) and answers["num_processes"] == 1:
         return f"Several processes were chosen ({answers['machine_type']}): give 2 or more, got 1."
+    mesh = mesh_size(answers)
+    if mesh not in (1, answers["num_processes"]):
+        return f"The sizes of the mesh multiply to {mesh}: it needs as many processes."
     return ""
 
 

@@ -1,6 +1,6 @@
 """The questionnaire of ``accelfn config`` as a pure plan: what to ask next, and what the answers make.
 
-The table of questions stands in ``machine_questions`` and ``process_questions``; names,
+The table of questions stands in ``machine_questions``, ``mesh_questions`` and ``process_questions``; names,
 kinds, choices and defaults come from the table of fields. ``accelfn.launch.config.ask`` carries the plan out.
 """
 
@@ -12,6 +12,7 @@ from types import MappingProxyType
 from accelfn.errors import ConfigurationError
 from accelfn.launch.config.fields import FIELD_OF, build_config, read_value
 from accelfn.launch.config.machine_questions import MACHINE_QUESTIONS
+from accelfn.launch.config.mesh_questions import MESH_QUESTIONS
 from accelfn.launch.config.process_questions import PROCESS_QUESTIONS
 from accelfn.launch.config.question import ACCELERATORS, CPUS, ONE, TPU, Answers, Question
 from accelfn.launch.config.record import LaunchConfig
@@ -28,7 +29,7 @@ __all__ = (
 )
 
 #: Every question, in the order in which they are asked. A question depends on those before it only.
-QUESTIONS: tuple[Question, ...] = (*MACHINE_QUESTIONS, *PROCESS_QUESTIONS)
+QUESTIONS: tuple[Question, ...] = (*MACHINE_QUESTIONS, *MESH_QUESTIONS, *PROCESS_QUESTIONS)
 
 # Fields that one question decides on together.
 _PLACES: Mapping[str, Mapping[str, object]] = MappingProxyType(

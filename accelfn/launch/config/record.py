@@ -308,11 +308,6 @@ it: got 3 processes on 2 machines. Use 2 or 4 processes.
             )
         if self.no_python and self.tpu:
             raise ConfigurationError("--tpu starts a function of a Python script. Leave --no_python out.")
-        if self.use_parallelism_config and not (self.use_fsdp and self.fsdp.version == 2):
-            raise ConfigurationError(
-                "--use_parallelism_config needs --use_fsdp and --fsdp_version 2: a mesh is made of axes that "
-                "version 2 knows."
-            )
         fsdp = self.fsdp
         if (
             self.use_fsdp

@@ -11,9 +11,9 @@ from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.launch.config.fields import (
     FIELD_OF,
     FIELDS,
-    NOT_YET,
     build_config,
     is_active,
+    list_not_yet,
     read_value,
     section_of,
     value_of,
@@ -217,20 +217,19 @@ def refuse_not_yet(resolved: Resolved) -> None:
     Raises:
         NotAvailableError: The configuration asks for one.
 
-    >>> refuse_not_yet(resolve({"use_fsdp": Given("true", "--use_fsdp")}, {}))
+    >>> refuse_not_yet(resolve({"use_deepspeed": Given("true", "--use_deepspeed")}, {}))
     Traceback (most recent call last):
         ...
-    accelfn.errors.NotAvailableError: --use_fsdp can't be launched: accelfn doesn't support FSDP yet. Leave \
-it out.
+    accelfn.errors.NotAvailableError: --use_deepspeed can't be launched: accelfn doesn't support DeepSpeed \
+yet. Leave it out.
     """
-    for name, (on, what) in NOT_YET.items():
-        origin = resolved.origins[name]
-        if value_of(resolved.config, FIELD_OF[name]) == on:
-            asked = f"--{name}" if on is True else f"--{name} {on}"
-            where = "" if origin.source == "flag" else f" (from {origin})"
-            raise NotAvailableError(
-                f"{asked}{where} can't be launched: accelfn doesn't support {what} yet. Leave it out."
-            )
+    for field, what in list_not_yet(resolved.config):
+        origin, value = resolved.origins[field.name], value_of(resolved.config, field)
+        asked = f"--{field.name}" if value is True else f"--{field.name} {field.kind.write(value)}"
+        where = "" if origin.source == "flag" else f" (from {origin})"
+        raise NotAvailableError(
+            f"{asked}{where} can't be launched: accelfn doesn't support {what} yet. Leave it out."
+        )
 
 
 def format_origins(resolved: Resolved, *, everything: bool = True) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping
+from math import prod
 
 from accelfn.errors import ConfigurationError
 from accelfn.launch.config.fields import FIELDS, Field, value_of
@@ -23,6 +24,7 @@ from accelfn.launch.plan.xla import plan_pod, plan_xla
 
 __all__ = ("count_processes", "plan_launch", "plan_single")
 
+_AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
 # What may differ between machines without harm.
 _OWN = frozenset(
     (
@@ -66,6 +68,7 @@ def plan_launch(
         return plan_pod(config, script)
     total = count_processes(config, machine)
     local_size = total // config.num_machines
+    _check_mesh(config, total)
     _check_devices(config, machine, environment, local_size)
     _check_streams(config, local_size)
     _check_rendezvous(config.rdzv_conf)
@@ -226,6 +229,30 @@ def _check_devices(
         raise ConfigurationError(
             f"{local_size} processes on this machine need as many accelerators, and {named} {have}. Use "
             f"--num_processes {max(1, have) * config.num_machines}, or --cpu to run them on the CPU."
+        )
+
+
+def _check_mesh(config: LaunchConfig, total: int) -> None:
+    """Refuse a mesh that isn't one of the processes to start. FSDP takes those that no other axis takes."""
+    if not config.use_parallelism_config:
+        return
+    sizes = {axis: getattr(config.parallelism, f"{axis}_size") for axis in _AXES}
+    places = prod(sizes.values())
+    is_filled = config.use_fsdp and sizes["dp_replicate"] == sizes["dp_shard"] == 1
+    free, rest = divmod(total, places)
+    if rest or (free > 1 and places > 1 and not is_filled):
+        shown = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1)
+        others = places // sizes["dp_replicate"]
+        more = "" if total % others else f", or --parallelism_config_dp_replicate_size {total // others}"
+        raise ConfigurationError(
+            f"the mesh has {places} places ({shown}), and {total} processes are started. Use "
+            f"--num_processes {places}{more}."
+        )
+    shards = free if is_filled else sizes["dp_shard"] * sizes["cp"] * sizes["sp"]
+    if config.use_fsdp and places > 1 and shards == 1:
+        raise ConfigurationError(
+            f"--use_fsdp has nothing to shard over: the other axes of the mesh take all {total} processes. "
+            "Use --parallelism_config_dp_shard_size, or leave --use_fsdp out."
         )
 
 

@@ -18,6 +18,7 @@ from accelfn.launch.selftest.loading import (
 )
 from accelfn.launch.selftest.ranks import (
     check_collectives,
+    check_mesh,
     check_objects,
     check_process_control,
     check_random,
@@ -36,7 +37,8 @@ CHECKS = tuple(
         CHECK_NAMES,
         (
             *(check_world, check_collectives, check_objects, check_process_control, check_trigger_state),
-            *(check_random, check_shuffled, check_uneven, check_split, check_dispatched, check_resumed),
+            *(check_random, check_mesh, check_shuffled, check_uneven, check_split, check_dispatched),
+            check_resumed,
             *(check_fp32, check_accumulation, check_bf16, check_configured, check_accelerator),
             check_checkpoint,
         ),

@@ -1,9 +1,11 @@
-"""Checks of training: the ranks together learn what one process learns."""
+"""Checks of training: on whatever mesh, the ranks together learn what one process learns."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -32,23 +34,36 @@ __all__ = (
     "check_fp32",
     "make_parts",
     "train",
+    "width_for",
 )
 
 _ROWS_PER_RANK = 4
 _STEPS = 6
 
 
-def make_parts(ctx: Context, batch_size: int, num_rows: int) -> tuple[nn.Module, Any, Any]:
+class _Small(nn.Sequential):
+    """What all checks train. It says how ranks along tp share its layers."""
+
+    tp_plan: ClassVar[Mapping[str, str]] = MappingProxyType({"0": "colwise", "2": "rowwise"})
+
+
+def width_for(ctx: Context) -> int:
+    """Give a width of the model that the ranks along tp can share."""
+    return 16 * ctx.axis_size("tp")
+
+
+def make_parts(ctx: Context, batch_size: int, num_rows: int, width: int) -> tuple[nn.Module, Any, Any]:
     """Make a small model, an optimizer with memory and a shuffled loader, the same on every rank.
 
     Args:
         ctx: Says where the model lies until it is prepared.
         batch_size: Of the loader.
         num_rows: Of the data.
+        width: Of the hidden layer.
     """
     state = torch.get_rng_state()
     set_seed(3)
-    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1)).to(ctx.device)
+    model = _Small(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 1)).to(ctx.device)
     inputs = torch.randn(num_rows, 6)
     targets = inputs.sum(1, keepdim=True).sin()
     torch.set_rng_state(state)
@@ -60,7 +75,8 @@ def make_parts(ctx: Context, batch_size: int, num_rows: int) -> tuple[nn.Module,
 def train(trial: Trial, ctx: Context, batch_size: int, num_rows: int) -> dict[str, torch.Tensor]:
     """Train for two epochs; give the weights on the CPU."""
     ctx = ctx.replace(dataloader_config=DataLoaderConfiguration(data_seed=9))
-    model, optimizer, loader = prepare(ctx, *make_parts(ctx, batch_size, num_rows))
+    parts = make_parts(ctx, batch_size, num_rows, width_for(trial.ctx))
+    model, optimizer, loader = prepare(ctx, *parts)
     if trial.spoils("model"):
         with torch.no_grad():
             next(iter(model.parameters())).add_(0.5)
@@ -74,7 +90,13 @@ def train(trial: Trial, ctx: Context, batch_size: int, num_rows: int) -> dict[st
                 scaler = optimizer_step(ctx, optimizer, scaler, max_norm=5.0)
     weights = unwrap_model(model).state_dict()
     check_replicas(ctx, weights, name="weights after training")
-    return {name: tensor.detach().float().cpu() for name, tensor in weights.items()}
+    return {name: _whole(tensor).float().cpu() for name, tensor in weights.items()}
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Bring together what ranks hold of a tensor. Every rank gets it."""
+    gather: Callable[[], torch.Tensor] | None = getattr(tensor, "full_tensor", None)  # of a DTensor
+    return (tensor if gather is None else gather()).detach()
 
 
 def _alone(ctx: Context) -> Context:
@@ -84,7 +106,7 @@ def _alone(ctx: Context) -> Context:
 
 def _compare(trial: Trial, ctx: Context, tolerance: float) -> str:
     """Train on all ranks, and on this one alone with the batches of all, and compare the weights."""
-    size, window = ctx.num_processes, ctx.gradient_accumulation_steps
+    size, window = ctx.axis_size("dp"), ctx.gradient_accumulation_steps
     num_rows = _ROWS_PER_RANK * size * window * _STEPS // 2
     together = train(trial, ctx, _ROWS_PER_RANK, num_rows)
     quiet = dataclasses.replace(trial, fault="")
@@ -126,7 +148,7 @@ def check_configured(trial: Trial) -> str:
 def check_accelerator(trial: Trial) -> str:
     """The Accelerator trains to the same bits as the functions."""
     ctx = trial.ctx.replace(mixed_precision="no", gradient_accumulation_steps=1)
-    num_rows = _ROWS_PER_RANK * ctx.num_processes * _STEPS
+    num_rows = _ROWS_PER_RANK * ctx.axis_size("dp") * _STEPS
     expected = train(trial, ctx, _ROWS_PER_RANK, num_rows)
     accelerator = Accelerator(
         mixed_precision="no",
@@ -134,7 +156,8 @@ def check_accelerator(trial: Trial) -> str:
         dataloader_config=DataLoaderConfiguration(data_seed=9),
     )
     try:
-        model, optimizer, loader = accelerator.prepare(*make_parts(ctx, _ROWS_PER_RANK, num_rows))
+        parts = make_parts(ctx, _ROWS_PER_RANK, num_rows, width_for(ctx))
+        model, optimizer, loader = accelerator.prepare(*parts)
         for _ in range(2):
             for inputs, targets in loader:
                 with accelerator.accumulate(model):
@@ -143,7 +166,9 @@ def check_accelerator(trial: Trial) -> str:
                     optimizer.step()
                     optimizer.zero_grad()
         found = accelerator.unwrap_model(model).state_dict()
-        other = [name for name, tensor in expected.items() if not torch.equal(tensor, found[name].cpu())]
+        other = [
+            name for name, tensor in expected.items() if not torch.equal(tensor, _whole(found[name]).cpu())
+        ]
     finally:
         accelerator.close()
     demand(not other, f"{', '.join(other)} have other bits")

@@ -69,14 +69,14 @@ def check_uneven(trial: Trial) -> str:
     demand(len(set(steps)) == 1, f"with even batches, the ranks have {steps} batches")
     ctx, loader = _loader(trial.ctx, 3, shuffle=False, even_batches=False)
     mine = [number for numbers, _ in loader for number in numbers.tolist()]
-    everything = gather_object(ctx, mine)
+    everything = gather_object(ctx.along("dp"), mine)  # ranks beside each other on other axes read alike
     demand(sorted(everything) == list(range(_SAMPLES)), f"without even batches, the ranks read {everything}")
     return f"{steps[0]} steps each"
 
 
 def check_split(trial: Trial) -> str:
     """A batch of the loader, cut into one part per rank."""
-    batch_size = 2 * trial.ctx.num_processes
+    batch_size = 2 * trial.ctx.axis_size("dp")
     ctx, loader = _loader(trial.ctx, batch_size, split_batches=True)
     found = _read(trial, ctx, loader)
     demand(found == _alone(batch_size), f"the ranks together read {found}")

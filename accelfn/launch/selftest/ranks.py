@@ -27,10 +27,12 @@ from accelfn.comm import (
     split_between_processes,
     synchronize_rng_states,
 )
+from accelfn.context import JOINED, plan_mesh
 from accelfn.launch.selftest.trial import Trial, demand
 
 __all__ = (
     "check_collectives",
+    "check_mesh",
     "check_objects",
     "check_process_control",
     "check_random",
@@ -142,13 +144,31 @@ def check_trigger_state(trial: Trial) -> str:
     return ""
 
 
+def check_mesh(trial: Trial) -> str:
+    """Along each axis of the mesh, ranks hear from those beside them and from no other."""
+    ctx = trial.ctx
+    plan = plan_mesh(None, ctx.num_processes) if ctx.mesh is None else ctx.mesh.plan
+    mine = torch.tensor([ctx.rank + trial.spoils("value")], device=ctx.device)
+    axes = plan.active()
+    for axis in (*axes, *JOINED):
+        beside, expected = ctx.along(axis), list(plan.group(ctx.rank, axis))
+        found = _numbers(gather(beside, mine))
+        demand(found == expected, f"along {axis}, rank {ctx.rank} heard from {found} and not from {expected}")
+        total = _numbers(reduce(beside, mine))[0]
+        demand(total == sum(expected), f"along {axis}, the ranks {expected} add up to {total}")
+        place = (ctx.coordinate(axis), ctx.axis_size(axis))
+        demand(place == (beside.rank, beside.num_processes), f"along {axis}, the place of a rank is {place}")
+    return " x ".join(f"{axis} {plan.size(axis)}" for axis in axes)
+
+
 def check_random(trial: Trial) -> str:
     """One seed gives one sequence on all ranks; states can be brought together, and held apart."""
     ctx = trial.ctx
     set_seed(11 + trial.spoils("seed"))
     check_replicas(ctx, torch.rand(4), name="numbers after set_seed(11)")
     set_seed(11, ctx=ctx, device_specific=True)
-    drawn = _numbers(gather(ctx, torch.rand(1, device="cpu").to(ctx.device)))
+    others = ctx.along("loss")  # who shares a batch shares its seed
+    drawn = _numbers(gather(others, torch.rand(1, device="cpu").to(ctx.device)))
     demand(len(set(drawn)) == len(drawn), f"ranks with seeds of their own have drawn the same: {drawn}")
     generator = torch.Generator()
     generator.manual_seed(ctx.rank)

@@ -11,7 +11,7 @@ import torch
 
 from accelfn.checkpoint import load_state, save_state, verify_checkpoint
 from accelfn.comm import broadcast_object_list, on_main_process
-from accelfn.launch.selftest.learning import make_parts
+from accelfn.launch.selftest.learning import make_parts, width_for
 from accelfn.launch.selftest.trial import Trial, demand
 from accelfn.training import prepare, unwrap_model
 
@@ -29,7 +29,7 @@ def check_checkpoint(trial: Trial) -> str:
 
     folder = Path(broadcast_object_list(ctx, [make() if ctx.is_main_process else ""])[0])
     try:
-        model, optimizer, _ = prepare(ctx, *make_parts(ctx, 4, 8))
+        model, optimizer, _ = prepare(ctx, *make_parts(ctx, 4, 8, width_for(ctx)))
         model(torch.ones(2, 6, device=ctx.device)).sum().backward()
         optimizer.step()
         tree: dict[str, Any] = {"model": model, "optimizer": optimizer, "step": 1}

@@ -32,6 +32,7 @@ CHECK_NAMES = (
     "process control",
     "trigger",
     "random states",
+    "mesh",
     "loader, shuffled",
     "loader, even batches",
     "loader, split batches",

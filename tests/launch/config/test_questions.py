@@ -32,6 +32,11 @@ from accelfn.launch.plan.choose import plan_launch
 from accelfn.launch.plan.record import Script
 
 TEXTS = ("a", "10.0.0.7", "two words", "no", "a,b", "'quoted' \"twice\"", "x: y # z", "Grüße")
+MESH = {
+    "machine_type": "several processes on CPUs",
+    "use_parallelism_config": True,
+    "parallelism_config_tp_size": 2,
+}
 NUMBERS = ("0", "1", "2", "3", "4", "6", "8", "12", "-1", "0.5", "29501", "all", "0,1", "0,0", "none", "")
 
 
@@ -194,6 +199,28 @@ def test_what_a_file_says_is_not_offered_where_it_no_longer_fits() -> None:
     assert (config.num_processes, config.machine_rank, config.main_process_ip) == (2, 0, "a")
 
 
+@pytest.mark.parametrize(
+    ("texts", "devices", "sizes", "num_processes"),
+    [
+        ({}, 8, (1, 1, 8), 8),
+        ({"parallelism_config_tp_size": "2"}, 8, (1, 2, 4), 8),
+        ({"parallelism_config_tp_size": "2", "parallelism_config_dp_replicate_size": "2"}, 0, (2, 2, 2), 8),
+        ({"parallelism_config_tp_size": "2", "parallelism_config_dp_shard_size": "3"}, 0, (1, 2, 3), 6),
+    ],
+)
+def test_a_mesh_is_filled_with_shards_and_has_as_many_processes(
+    texts: dict[str, str], devices: int, sizes: tuple[int, ...], num_processes: int
+) -> None:
+    kind = "several accelerators" if devices else "several processes on CPUs"
+    texts = {"machine_type": kind, "use_fsdp": "yes", "use_parallelism_config": "yes", **texts}
+    config = answer_all(texts, {}, devices)
+    mesh = config.parallelism
+    assert (mesh.dp_replicate_size, mesh.tp_size, mesh.dp_shard_size) == sizes
+    assert config.num_processes == num_processes
+    assert (config.fsdp.version, config.fsdp.auto_wrap_policy) == (2, "TRANSFORMER_BASED_WRAP")
+    assert answer_all({}, dict(parse_config(format_config(config, "a.json"), "a.json").values)) == config
+
+
 def test_a_profile_that_was_declined_is_not_offered_again() -> None:
     texts = {"compute_environment": "AMAZON_SAGEMAKER", "sagemaker_iam_role_name": "trainer"}
     config = answer_all({**texts, "has_profile": "no"}, {})
@@ -240,6 +267,11 @@ def test_faults_of_accelerates_questionnaire_are_none_here() -> None:
         ({"machine_type": "several accelerators", "num_processes": 4}, "gpu_ids", "0,1", "fewer"),
         ({"machine_type": "several accelerators", "num_processes": 2}, "gpu_ids", "1,1", "twice"),
         ({"machine_type": "TPU"}, "mixed_precision", "fp8", "one of no, bf16"),
+        ({**MESH, "parallelism_config_tp_size": 1}, "parallelism_config_dp_shard_size", "1", "no mesh"),
+        ({**MESH, "use_fsdp": True}, "parallelism_config_dp_shard_size", "1", "nothing to shard over"),
+        ({**MESH, "num_machines": 3}, "parallelism_config_dp_shard_size", "2", "3 machines can't share"),
+        ({**MESH, "parallelism_config_dp_shard_size": 2}, "num_processes", "2", "multiply to 4"),
+        ({"fsdp_version": 1}, "fsdp_sharding_strategy", "HYBRID_SHARD", "one of FULL_SHARD, SHARD_GRAD_OP"),
     ],
 )
 def test_answers_that_contradict_each_other_are_refused(
@@ -266,7 +298,7 @@ def test_no_program_is_kept_from_a_file_where_a_tpu_was_chosen() -> None:
     assert config_of(answers).no_python
 
 
-LATER = ("fsdp", "deepspeed", "megatron", "parallelism", "fp8", "zero", "offload_")
+LATER = ("deepspeed", "megatron", "fp8", "zero", "offload_", "parallelism_config_cp", "parallelism_config_sp")
 
 
 @settings(deadline=None, max_examples=60)

@@ -28,7 +28,6 @@ from accelfn.launch.flags import parse_flags
 BESIDE: dict[str, dict[str, str]] = {
     "machine_rank": {"num_machines": "4", "main_process_ip": "h", "rdzv_backend": "c10d"},
     "num_machines": {"main_process_ip": "h", "machine_rank": "0"},
-    "use_parallelism_config": {"use_fsdp": "true", "fsdp_version": "2"},
 }
 
 
@@ -178,9 +177,11 @@ def test_a_choice_puts_out_what_a_weaker_source_chose() -> None:
         (("--multi_gpu", "--num_processes=1"), "--multi_gpu needs at least two processes"),
         (("--multi_gpu", "--gpu_ids=3"), "--multi_gpu with --gpu_ids 3 has one accelerator"),
         (("--gpu_ids=1,1",), "--gpu_ids names an accelerator twice"),
-        (("--use_parallelism_config",), "--use_parallelism_config needs --use_fsdp and --fsdp_version 2"),
-        (("--use_fsdp", "--use_parallelism_config"), "needs --use_fsdp and --fsdp_version 2"),
-        (("--use_fsdp", "--fsdp_sync_module_states=no"), "needs --fsdp_sync_module_states"),
+        (
+            ("--use_fsdp", "--fsdp_cpu_ram_efficient_loading", "--fsdp_sync_module_states=no"),
+            "needs --fsdp_sync_module_states",
+        ),
+        (("--parallelism_config_tp_size=2",), "has no effect without --use_parallelism_config"),
         (
             ("--use_fsdp", "--fsdp_activation_checkpointing", "--fsdp_activation_checkpointing_offload"),
             "--fsdp_activation_checkpointing_offload needs --fsdp_version 2",

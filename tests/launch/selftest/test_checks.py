@@ -16,7 +16,7 @@ from accelfn.testing import Where, run_ranks
 OF_PROCESSES = ("random states", "training", "checkpoint")
 FAILS_OF = {
     "settings": {"ranks and settings"},
-    "value": {"collectives"},
+    "value": {"collectives", "mesh"},
     "seed": {"random states"},
     "data": {"loader, shuffled", "loader, split batches", "loader, dispatched", "loader, resumed"},
     "model": {"training, fp32", "training, accumulation"},  # and the other trainings, alike
