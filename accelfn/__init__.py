@@ -37,8 +37,8 @@ _HOMES = MappingProxyType(
             split_between_processes synchronize_rng_states verify_structure wait_for_everyone
         """,
         "accelfn.context": """
-            Collectives Context ContextOptions EnvironmentPlan Precision World close_context
-            detect_environment init_context
+            Collectives Context ContextOptions EnvironmentPlan Mesh MeshPlan Precision World
+            close_context detect_environment init_context plan_mesh
         """,
         "accelfn.context.config": """
             AORecipeKwargs AutocastKwargs CanonicalReduction DataLoaderConfiguration

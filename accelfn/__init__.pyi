@@ -77,12 +77,15 @@ from accelfn.context import Collectives as Collectives
 from accelfn.context import Context as Context
 from accelfn.context import ContextOptions as ContextOptions
 from accelfn.context import EnvironmentPlan as EnvironmentPlan
+from accelfn.context import Mesh as Mesh
+from accelfn.context import MeshPlan as MeshPlan
 from accelfn.context import Precision as Precision
 from accelfn.context import World as World
 from accelfn.context import close_context as close_context
 from accelfn.context import config as config
 from accelfn.context import detect_environment as detect_environment
 from accelfn.context import init_context as init_context
+from accelfn.context import plan_mesh as plan_mesh
 from accelfn.context.config import AORecipeKwargs as AORecipeKwargs
 from accelfn.context.config import AutocastKwargs as AutocastKwargs
 from accelfn.context.config import CanonicalReduction as CanonicalReduction

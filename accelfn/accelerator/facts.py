@@ -6,11 +6,13 @@ import dataclasses
 import os
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from accelfn.context import Context
 from accelfn.context.config import (
     DataLoaderConfiguration,
     DistributedType,
+    ParallelismConfig,
     ProjectConfiguration,
 )
 
@@ -129,6 +131,57 @@ class ContextProperties:
     def rng_types(self) -> tuple[str, ...]:
         """Random states that a loader synchronises at the start of an epoch."""
         return self.context.rng_types
+
+    @property
+    def parallelism_config(self) -> ParallelismConfig | None:
+        """Sizes of the mesh's axes; None where nobody asked for a mesh."""
+        return self.context.strategy.parallelism
+
+    @property
+    def torch_device_mesh(self) -> DeviceMesh | None:
+        """Torch's mesh over the axes of more than one rank; None where there is none.
+
+        Raises:
+            NotAvailableError: The ranks are threads.
+        """
+        mesh = self.context.mesh
+        axes = () if mesh is None else mesh.plan.active()
+        return None if mesh is None or not axes else mesh.device_mesh(*axes)
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which copy of the model this rank works on."""
+        return self.context.coordinate("dp_replicate")
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        """Place among the ranks that share the parameters of one copy."""
+        return self.context.coordinate("dp_shard")
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """Place among the ranks that share each layer."""
+        return self.context.coordinate("tp")
+
+    @property
+    def pipeline_parallel_rank(self) -> int:
+        """Stage that this rank works on."""
+        return self.context.coordinate("pp")
+
+    @property
+    def context_parallel_rank(self) -> int:
+        """Place among the ranks that share each sequence by context parallelism."""
+        return self.context.coordinate("cp")
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether models are sharded by FSDP2, which runs version 1's plugin too."""
+        return self.context.strategy.fsdp is not None
+
+    @property
+    def is_composable_parallelism_enabled(self) -> bool:
+        """The same: FSDP2 goes with every other axis."""
+        return self.is_fsdp2
 
     @property
     def multi_device(self) -> bool:

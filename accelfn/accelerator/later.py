@@ -15,7 +15,7 @@ from accelfn.errors import NotAvailableError
 
 __all__ = ("Unavailable",)
 
-_MESH = "Until then all ranks hold the whole model, and process_index is the place among them."
+_WHOLE = "Until then each rank works on whole sequences."
 
 
 def _refuse(name: str, part: str, advice: str) -> NotAvailableError:
@@ -32,42 +32,7 @@ class Unavailable:
     ``NotAvailableError``.
     """
 
-    # --- a mesh of ranks -------------------------------------------------------------------------
-
-    @property
-    def parallelism_config(self) -> Any:
-        """Sizes of the mesh: None, as this version has no mesh."""
-        return None
-
-    @property
-    def torch_device_mesh(self) -> Any:
-        """The mesh as torch has it: None, as this version has no mesh."""
-        return None
-
-    @property
-    def data_parallel_rank(self) -> int:
-        """Place on the mesh's axis of whole replicas: not in this version."""
-        raise _refuse("data_parallel_rank", "a mesh of ranks", _MESH)
-
-    @property
-    def data_parallel_shard_rank(self) -> int:
-        """Place on the mesh's axis of shards: not in this version."""
-        raise _refuse("data_parallel_shard_rank", "a mesh of ranks", _MESH)
-
-    @property
-    def tensor_parallel_rank(self) -> int:
-        """Place on the mesh's axis of tensor parallelism: not in this version."""
-        raise _refuse("tensor_parallel_rank", "a mesh of ranks", _MESH)
-
-    @property
-    def pipeline_parallel_rank(self) -> int:
-        """Place on the mesh's axis of pipeline parallelism: not in this version."""
-        raise _refuse("pipeline_parallel_rank", "a mesh of ranks", _MESH)
-
-    @property
-    def context_parallel_rank(self) -> int:
-        """Place on the mesh's axis of context parallelism: not in this version."""
-        raise _refuse("context_parallel_rank", "a mesh of ranks", _MESH)
+    # --- sequences -------------------------------------------------------------------------------
 
     def maybe_context_parallel(
         self,
@@ -76,14 +41,9 @@ class Unavailable:
         no_restore_buffers: Any = None,
     ) -> AbstractContextManager[None]:
         """Cut sequences between ranks inside: not in this version."""
-        raise _refuse("maybe_context_parallel", "a mesh of ranks", _MESH)
+        raise _refuse("maybe_context_parallel", "context parallelism", _WHOLE)
 
-    # --- FSDP, fp8, big models -------------------------------------------------------------------
-
-    @property
-    def is_fsdp2(self) -> bool:
-        """Whether models are sharded by FSDP2: never in this version."""
-        return False
+    # --- fp8 -------------------------------------------------------------------------------------
 
     @property
     def fp8_backend(self) -> str | None:

@@ -130,7 +130,7 @@ class Collectives:
             an accelerator it only orders streams.
         translate_error: What a backend raised outside of these callables, such as in a backward pass -> the
             error that says which rank is missing and why; anything else as it is.
-        split: ``(groups, timeout)``: for each of ``groups``, ranks of which this rank is one, ascending: those
+        split: ``(groups, timeout)``: for each of ``groups``, ranks of which this rank is one, ascending:
             ranks as a world of their own. All ranks of the world come here together, and the k-th groups
             of all ranks share the world out. What torch waits for in such a group, it waits for at most
             ``timeout``.

@@ -28,7 +28,7 @@ from accelfn.context.config import (
 )
 from accelfn.context.device import read_hardware
 from accelfn.context.failure import announce_end, publish
-from accelfn.context.mesh import Mesh, MeshPlan, build_mesh, plan_mesh
+from accelfn.context.mesh import AXES, Mesh, MeshPlan, build_mesh, plan_mesh
 from accelfn.context.options import (
     ContextOptions,
     Fields,
@@ -162,13 +162,15 @@ class Context:
 
     @property
     def distributed_type(self) -> DistributedType:
-        """Kind of world, in Accelerate's words: NO, MULTI_CPU, MULTI_GPU, MULTI_XPU, ...
+        """Kind of world, in Accelerate's words: NO, FSDP, MULTI_CPU, MULTI_GPU, MULTI_XPU, ...
 
         Raises:
             NotAvailableError: Accelerate has no word for this device.
         """
         if self.world.size == 1:
             return DistributedType.NO
+        if self.strategy.fsdp is not None:
+            return DistributedType.FSDP
         kind = self.world.device.type
         name = "MULTI_GPU" if kind == "cuda" else f"MULTI_{kind.upper()}"
         if name not in DistributedType:
@@ -212,8 +214,8 @@ class Context:
         1
         """
         plan = self._plan()
-        wanted = plan.active(*axes) if axes else ()
-        if wanted == plan.active():
+        wanted = plan.parts(*axes)
+        if wanted == plan.parts(*AXES):
             return self
         if wanted not in self._along:
             world, collectives = World(device=self.device), Collectives()

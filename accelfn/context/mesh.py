@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
@@ -28,20 +29,24 @@ if TYPE_CHECKING:
 __all__ = ("AXES", "JOINED", "Mesh", "MeshPlan", "build_mesh", "plan_mesh")
 
 AXES: tuple[str, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
-JOINED: dict[str, tuple[str, ...]] = {
-    "dp": ("dp_replicate", "dp_shard"),
-    "shard": ("dp_shard", "cp", "sp"),
-    "loss": ("dp_replicate", "dp_shard", "cp", "sp"),
-    "seq": ("cp", "sp"),
-}
-_MEANINGS = {
-    "pp": "stages of one model",
-    "dp_replicate": "copies of the model, which average their gradients",
-    "dp_shard": "ranks that share the parameters of one copy",
-    "cp": "ranks that share each sequence, by context parallelism",
-    "sp": "ranks that share each sequence, by sequence parallelism",
-    "tp": "ranks that share each layer",
-}
+JOINED: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "dp": ("dp_replicate", "dp_shard"),
+        "shard": ("dp_shard", "cp", "sp"),
+        "loss": ("dp_replicate", "dp_shard", "cp", "sp"),
+        "seq": ("cp", "sp"),
+    }
+)
+_MEANINGS: Mapping[str, str] = MappingProxyType(
+    {
+        "pp": "stages of one model",
+        "dp_replicate": "copies of the model, which average their gradients",
+        "dp_shard": "ranks that share the parameters of one copy",
+        "cp": "ranks that share each sequence, by context parallelism",
+        "sp": "ranks that share each sequence, by sequence parallelism",
+        "tp": "ranks that share each layer",
+    }
+)
 # dp_shard in two: experts are spread over the inner part, and shared by the outer one.
 _PARTS = ("pp", "dp_replicate", "edp", "ep", "cp", "sp", "tp")
 _ROOT = ("pp", "dp_replicate", "shard", "tp")
@@ -80,7 +85,7 @@ class MeshPlan(NamedTuple):
         Raises:
             ConfigurationError: No axis has that name.
         """
-        sizes = self._parts()
+        sizes = self._sizes()
         return prod(sizes[name] for name in _expand(axes))
 
     def coordinate(self, rank: int, *axes: str) -> int:
@@ -90,7 +95,7 @@ class MeshPlan(NamedTuple):
             ConfigurationError: No axis has that name, or no rank that number.
         """
         self._check_rank(rank)
-        sizes, wanted = self._parts(), _expand(axes)
+        sizes, wanted = self._sizes(), _expand(axes)
         place, stride = 0, 1
         for name in reversed(_PARTS):
             rank, own = divmod(rank, sizes[name])
@@ -106,7 +111,7 @@ class MeshPlan(NamedTuple):
             ConfigurationError: As :meth:`coordinate`.
         """
         self._check_rank(rank)
-        sizes, wanted = self._parts(), _expand(axes)
+        sizes, wanted = self._sizes(), _expand(axes)
         members, stride, rest = [0], 1, rank
         for name in reversed(_PARTS):
             size = sizes[name]
@@ -117,25 +122,36 @@ class MeshPlan(NamedTuple):
         return tuple(members)
 
     def active(self, *axes: str) -> tuple[str, ...]:
-        """List those of ``axes`` that have more than one rank, outermost first; of all where none is named.
+        """List the axes of more than one rank among ``axes``, outermost first; among all where none is named.
 
-        Joined ones are taken apart, and so is ``"dp_shard"`` where experts are spread over a part of it.
+        Raises:
+            ConfigurationError: No axis has that name.
+
+        >>> plan_mesh(ParallelismConfig(dp_shard_size=2, tp_size=2), 4).active("loss")
+        ('dp_shard',)
+        """
+        wanted = _expand(axes or AXES)
+        return tuple(axis for axis in AXES if self.size(axis) > 1 and _expand((axis,)) <= wanted)
+
+    def parts(self, *axes: str) -> tuple[str, ...]:
+        """List what ``axes`` are made of and has more than one rank, outermost first.
+
+        Joined axes are taken apart; of ``"dp_shard"`` there is ``"edp"``, ``"ep"``, or both.
 
         Raises:
             ConfigurationError: No axis has that name.
         """
-        sizes, wanted = self._parts(), _expand(axes or AXES)
-        named = tuple(name for name in _PARTS if name in wanted and sizes[name] > 1)
-        return tuple("dp_shard" if name == "edp" and self.ep_size == 1 else name for name in named)
+        sizes, wanted = self._sizes(), _expand(axes)
+        return tuple(name for name in _PARTS if name in wanted and sizes[name] > 1)
 
     def restrict(self, *axes: str) -> MeshPlan:
         """Return the plan of the ranks along ``axes``: every other axis has one rank."""
         wanted = _expand(axes)
-        sizes = {name: size if name in wanted else 1 for name, size in self._parts().items()}
+        sizes = {name: size if name in wanted else 1 for name, size in self._sizes().items()}
         sizes["dp_shard"] = sizes["edp"] * sizes["ep"]
         return MeshPlan(tuple(sizes[name] for name in AXES), sizes["ep"])
 
-    def _parts(self) -> dict[str, int]:
+    def _sizes(self) -> dict[str, int]:
         pp, replicate, shard, cp, sp, tp = self.sizes
         return dict(
             zip(_PARTS, (pp, replicate, shard // self.ep_size, self.ep_size, cp, sp, tp), strict=True)
@@ -150,7 +166,7 @@ class MeshPlan(NamedTuple):
     def __str__(self) -> str:
         """Draw the mesh: a row for each place on the outer axes, a column for each one on the innermost."""
         sizes = dict(zip(AXES, self.sizes, strict=True))
-        shown = [name for name in AXES if sizes[name] > 1] or ["dp_replicate"]
+        shown = self.active() or ("dp_replicate",)
         counts = " x ".join(f"{name} {sizes[name]}" for name in shown)
         *outer, inner = shown
         plural = "s" if self.num_ranks > 1 else ""
@@ -253,7 +269,7 @@ class _Groups:
 
     plan: MeshPlan
     world: World
-    parts: Mapping[tuple[str, ...], tuple[World, Part]]  # by what MeshPlan.active gives
+    parts: Mapping[tuple[str, ...], tuple[World, Part]]  # by what MeshPlan.parts gives
     device_meshes: dict[tuple[str, ...], DeviceMesh] = field(
         default_factory=dict["tuple[str, ...]", DeviceMesh]
     )
@@ -319,13 +335,13 @@ class Mesh:
 
     def _torch_group(self, name: str) -> dist.ProcessGroup:
         groups = self._groups
-        key = groups.plan.active(name)
-        group = groups.world.group if key == groups.plan.active() else groups.parts[key][0].group
+        key = groups.plan.parts(name)
+        group = groups.world.group if key == groups.plan.parts(*AXES) else groups.parts[key][0].group
         assert group is not None
         return group
 
     def part(self, axes: tuple[str, ...]) -> tuple[World, Collectives]:
-        """Return the ranks along the active axes ``axes`` as a world of their own."""
+        """Return the ranks along ``axes``, as :meth:`MeshPlan.parts` lists them, as a world of their own."""
         world, part = self._groups.parts[axes]
         return world, part.collectives
 
@@ -363,7 +379,7 @@ def build_mesh(ctx: Context, plan: MeshPlan) -> Mesh:
             f"build_mesh: the plan is for {plan.num_ranks} ranks, and the context has {world.size}. Plan it "
             f"with plan_mesh(config, {world.size})."
         )
-    keys = list(_proper_subsets(plan.active()))
+    keys = list(_proper_subsets(plan.parts(*AXES)))
     members = [plan.group(world.rank, *key) for key in keys]
     parts = ctx.collectives.split(members, ctx.guard.timeout)
     nodes = _nodes(ctx)

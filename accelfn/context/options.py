@@ -321,7 +321,8 @@ def settle_parallelism(
         config = dataclasses.replace(config, dp_shard_size=free)
     elif config.total_size == 1:
         config = dataclasses.replace(config, dp_replicate_size=size)
-    config.validate(size, fsdp_version=None if fsdp is None else fsdp.fsdp_version)
+    # Version 1 of the plugin is run by the engine of version 2.
+    config.validate(size, fsdp_version=None if fsdp is None else 2)
     return config
 
 

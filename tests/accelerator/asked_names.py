@@ -107,7 +107,7 @@ _ARGUMENTS = (
     ),
     *_rows("argument", "cpu=False", "dataloader_config=None"),
     *_rows("argument", "deepspeed_plugin=None", part="DeepSpeed"),
-    *_rows("argument", "fsdp_plugin=None", part="FSDP"),
+    *_rows("argument", "fsdp_plugin=None"),
     *_rows("argument", "megatron_lm_plugin=None", part="Megatron-LM"),
     *_rows("argument", "rng_types=None"),
     *_rows("argument", "log_with=None"),
@@ -115,7 +115,7 @@ _ARGUMENTS = (
     *_rows("argument", "step_scheduler_with_optimizer=True", "kwargs_handlers=None"),
     AskedName(kind="argument", documented="dynamo_backend=None"),
     AskedName(kind="argument", documented="dynamo_plugin=None"),
-    *_rows("argument", "parallelism_config=None", part="a mesh of ranks"),
+    *_rows("argument", "parallelism_config=None"),
     AskedName(
         kind="argument",
         documented="dispatch_batches=None",
@@ -292,7 +292,6 @@ _PROPERTIES = (
         "tensor_parallel_rank",
         "context_parallel_rank",
         "pipeline_parallel_rank",
-        part="a mesh of ranks",
     ),
 )
 
@@ -343,12 +342,12 @@ _CLASSES = (
         kind="class",
         documented="ParallelismConfig(dp_replicate_size=1, dp_shard_size=1, tp_size=1, cp_size=1, sp_size=1)",
         home="accelfn",
-        note=_REFUSED,
     ),
     *(
         AskedName(kind="class", documented=f"{name}()", home="accelfn", note=_REFUSED)
-        for name in ("DeepSpeedPlugin", "FullyShardedDataParallelPlugin", "MegatronLMPlugin")
+        for name in ("DeepSpeedPlugin", "MegatronLMPlugin")
     ),
+    *_rows("class", "FullyShardedDataParallelPlugin()", home="accelfn"),
     *_rows("class", "KwargsHandler()", "AutocastKwargs(enabled=True, cache_enabled=None)", home="accelfn"),
     *_rows("class", _DDP, home="accelfn"),
     AskedName(

@@ -54,7 +54,7 @@ EXAMPLES: dict[str, Any] = {
     "kwargs_handlers": [AutocastKwargs(cache_enabled=True)],
     "dynamo_backend": "eager",
     "dynamo_plugin": TorchDynamoPlugin(backend="eager"),
-    "parallelism_config": ParallelismConfig(dp_shard_size=2),
+    "parallelism_config": ParallelismConfig(),
     "dispatch_batches": True,
     "even_batches": False,
     "use_seedable_sampler": True,

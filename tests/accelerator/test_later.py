@@ -12,9 +12,6 @@ from accelfn.testing import run_ranks
 
 NAMES = [name for name in vars(Unavailable) if not name.startswith("_")]
 ANSWERS = {
-    "parallelism_config": None,
-    "torch_device_mesh": None,
-    "is_fsdp2": False,
     "fp8_backend": None,
 }
 

@@ -219,11 +219,13 @@ def test_a_single_handler_is_not_a_list() -> None:
 # --- what isn't there yet ------------------------------------------------------------------------
 
 UNAVAILABLE: tuple[tuple[str, Any], ...] = (
-    ("fsdp_plugin", FullyShardedDataParallelPlugin()),
     ("deepspeed_plugin", DeepSpeedPlugin()),
     ("deepspeed_plugin", {"student": DeepSpeedPlugin()}),
     ("megatron_lm_plugin", MegatronLMPlugin()),
-    ("parallelism_config", ParallelismConfig(dp_replicate_size=2)),
+    ("parallelism_config", ParallelismConfig(pp_size=2)),
+    ("parallelism_config", ParallelismConfig(dp_shard_size=2, ep_size=2)),
+    ("parallelism_config", ParallelismConfig(cp_size=2)),
+    ("parallelism_config", ParallelismConfig(sp_size=2)),
     ("mixed_precision", "fp8"),
     ("mixed_precision", PrecisionType.FP8),
 )
@@ -244,7 +246,6 @@ def test_a_record_without_machinery_builds_and_is_refused_by_its_argument(name: 
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("parallelism_config", ParallelismConfig()),
         ("dynamo_plugin", TorchDynamoPlugin(backend="NO")),
         ("dynamo_backend", "no"),
         ("log_with", None),
@@ -556,7 +557,7 @@ def test_arguments_then_our_variables_then_those_of_accelerate(monkeypatch: pyte
 @pytest.mark.parametrize(
     ("variables", "error", "message"),
     [
-        ({"ACCELERATE_USE_FSDP": "true"}, NotAvailableError, "fsdp_plugin asks for"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, NotAvailableError, "deepspeed_plugin asks for"),
         ({"ACCELERATE_MIXED_PRECISION": "fp8"}, NotAvailableError, "mixed_precision asks for"),
         ({"ACCELERATE_CPU_AFFINITY": "1"}, NotAvailableError, "ACCELERATE_CPU_AFFINITY asks for"),
         ({"ACCELFN_DOWNCAST_BF16": "1"}, NotAvailableError, "ACCELERATE_DOWNCAST_BF16 asks for"),

@@ -270,10 +270,10 @@ _PARALLELISM_SWITCH = _accelerate(ParallelismConfig, "", "USE_PARALLELISM_CONFIG
 _PARALLELISM = (
     *(
         _plain(ParallelismConfig, f"{axis}_size", f"PARALLELISM_CONFIG_{axis.upper()}_SIZE", _POSITIVE)
-        for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
+        for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp", "pp", "ep")
     ),
     _plain(ParallelismConfig, "cp_backend", "PARALLELISM_CONFIG_CP_BACKEND", one_of("torch")),
-    _plain(ParallelismConfig, "sp_backend", "PARALLELISM_CONFIG_SP_BACKEND", one_of("deepspeed")),
+    _plain(ParallelismConfig, "sp_backend", "PARALLELISM_CONFIG_SP_BACKEND", one_of("torch", "deepspeed")),
 )
 _CONTEXT_PARALLEL = (
     _plain(

@@ -143,8 +143,18 @@ class ParallelismSection:
         default=1,
         metadata=option(
             COUNT,
-            "processes that share a sequence, DeepSpeed's way",
+            "processes that share a sequence, by heads",
             exports=plain_names("PARALLELISM_CONFIG_SP_SIZE"),
+        ),
+    )
+    pp_size: int = field(
+        default=1,
+        metadata=option(COUNT, "stages of the model", exports=plain_names("PARALLELISM_CONFIG_PP_SIZE")),
+    )
+    ep_size: int = field(
+        default=1,
+        metadata=option(
+            COUNT, "processes that experts are spread over", exports=plain_names("PARALLELISM_CONFIG_EP_SIZE")
         ),
     )
     cp_backend: str = field(
@@ -162,9 +172,9 @@ class ParallelismSection:
         ),
     )
     sp_backend: str = field(
-        default="deepspeed",
+        default="torch",
         metadata=option(
-            choice("deepspeed"), "engine of sp", exports=plain_names("PARALLELISM_CONFIG_SP_BACKEND")
+            choice("torch", "deepspeed"), "engine of sp", exports=plain_names("PARALLELISM_CONFIG_SP_BACKEND")
         ),
     )
     sp_seq_length: int | None = field(

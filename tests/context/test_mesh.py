@@ -1,0 +1,581 @@
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from datetime import timedelta
+from itertools import chain
+from math import prod
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import accelfn as af
+from accelfn import Context, ParallelismConfig
+from accelfn.context import AXES, JOINED, Mesh, MeshPlan, build_mesh, init, plan_mesh
+from accelfn.errors import (
+    CollectiveTimeoutError,
+    ConfigurationError,
+    DistributedError,
+    MismatchError,
+    MissingRankError,
+    NotAvailableError,
+    RemoteRankError,
+)
+from accelfn.testing import Fault, run_ranks
+
+CUBE = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2, tp_size=2)
+SQUARE = ParallelismConfig(dp_shard_size=2, tp_size=2)
+NAMES = (*AXES, *JOINED, "ep", "edp")
+
+
+@st.composite
+def plans(draw: st.DrawFn, most: int = 96) -> MeshPlan:
+    """Any sizes, in any order of axes, of ``most`` ranks at most."""
+    sizes = dict.fromkeys(AXES, 1)
+    for axis in draw(st.permutations(AXES)):
+        sizes[axis] = draw(st.integers(1, min(4, most // prod(sizes.values()))))
+    ep = draw(st.sampled_from([part for part in range(1, 5) if sizes["dp_shard"] % part == 0]))
+    return MeshPlan(tuple(sizes[axis] for axis in AXES), ep)
+
+
+def listed(tensor: torch.Tensor) -> Any:
+    return cast("Any", tensor).tolist()
+
+
+NAMED = st.lists(st.sampled_from(NAMES), min_size=1, max_size=4).map(tuple)
+
+
+# --- the plan ------------------------------------------------------------------------------------
+
+
+@given(plans(), NAMED)
+def test_groups_share_the_ranks_out_and_coordinates_number_them(
+    plan: MeshPlan, axes: tuple[str, ...]
+) -> None:
+    groups = {plan.group(rank, *axes) for rank in range(plan.num_ranks)}
+    assert sorted(chain.from_iterable(groups)) == list(range(plan.num_ranks))
+    for group in groups:
+        assert list(group) == sorted(group)
+        assert [plan.coordinate(rank, *axes) for rank in group] == list(range(plan.size(*axes)))
+        assert {plan.group(rank, *axes) for rank in group} == {group}
+
+
+@given(plans())
+def test_the_coordinates_along_all_axes_name_one_rank(plan: MeshPlan) -> None:
+    places = [tuple(plan.coordinate(rank, axis) for axis in AXES) for rank in range(plan.num_ranks)]
+    assert places == sorted(set(places))
+    assert [plan.coordinate(rank, *AXES) for rank in range(plan.num_ranks)] == list(range(plan.num_ranks))
+    for rank in range(plan.num_ranks):
+        ep = plan.coordinate(rank, "ep")
+        assert plan.coordinate(rank, "dp_shard") == plan.coordinate(rank, "edp") * plan.ep_size + ep
+
+
+@given(plans(), NAMED, st.data())
+def test_a_restricted_plan_is_the_plan_of_a_group(plan: MeshPlan, axes: tuple[str, ...], data: Any) -> None:
+    inner = plan.restrict(*axes)
+    group = plan.group(data.draw(st.integers(0, plan.num_ranks - 1)), *axes)
+    assert inner.num_ranks == len(group)
+    assert inner.parts(*AXES) == plan.parts(*axes)
+    for place, rank in enumerate(group):
+        for axis in plan.parts(*axes):
+            assert inner.coordinate(place, axis) == plan.coordinate(rank, axis)
+            assert tuple(group[one] for one in inner.group(place, axis)) == plan.group(rank, axis)
+
+
+def test_without_a_config_each_rank_is_a_copy() -> None:
+    for config in (None, ParallelismConfig()):
+        plan = plan_mesh(config, 6)
+        assert plan == plan_mesh(ParallelismConfig(dp_replicate_size=6), 6)
+        assert plan.size("loss") == plan.size("dp") == plan.size("dp_replicate") == 6
+        assert plan.size("shard") == plan.size("tp") == 1
+
+
+def test_a_mesh_of_ten_thousand_ranks_is_planned_by_the_sizes_alone() -> None:
+    config = ParallelismConfig(pp_size=2, dp_replicate_size=5, dp_shard_size=125, tp_size=8, ep_size=25)
+    plan = plan_mesh(config, 10_000)
+    assert plan.parts(*AXES) == ("pp", "dp_replicate", "edp", "ep", "tp")
+    assert len(plan.group(9_999, "shard")) == 125
+    assert plan.group(9_999, "tp") == tuple(range(9_992, 10_000))
+    assert len(str(plan).splitlines()) < 40
+
+
+def test_a_plan_draws_itself() -> None:
+    assert str(plan_mesh(CUBE, 8)).splitlines() == [
+        "A mesh of 8 ranks: dp_replicate 2 x dp_shard 2 x tp 2",
+        "",
+        "dp_replicate  dp_shard  |  tp 0  tp 1",
+        "           0         0  |     0     1",
+        "           0         1  |     2     3",
+        "           1         0  |     4     5",
+        "           1         1  |     6     7",
+        "",
+        "dp_replicate: copies of the model, which average their gradients. Rank 0 stands in 0 4.",
+        "dp_shard: ranks that share the parameters of one copy. Rank 0 stands in 0 2.",
+        "tp: ranks that share each layer. Rank 0 stands in 0 1.",
+        "Batches read at a time: 4; ranks 0 1 share one.",
+    ]
+
+
+@given(plans(most=4096))
+def test_every_plan_can_be_drawn(plan: MeshPlan) -> None:
+    lines = str(plan).splitlines()
+    assert len(lines) < 40
+    assert max(map(len, lines)) < 200
+    assert f"of {plan.num_ranks} rank" in lines[0]
+
+
+def test_what_a_plan_refuses() -> None:
+    plan = plan_mesh(SQUARE, 4)
+    with pytest.raises(
+        ConfigurationError, match=r"no axis 'tensor'. Its axes are pp, dp_replicate, .* dp, shard"
+    ):
+        plan.size("tensor")
+    with pytest.raises(ConfigurationError, match="has ranks 0 to 3: there is no 4"):
+        plan.coordinate(4, "tp")
+    with pytest.raises(ConfigurationError, match=r"covers 4 ranks .*Fitting would be .*dp_shard_size=4"):
+        plan_mesh(SQUARE, 8)
+    with pytest.raises(
+        ConfigurationError, match=r"for 4 ranks, and the context has 1. .*plan_mesh\(config, 1\)"
+    ):
+        build_mesh(Context(), plan)
+
+
+# --- along ---------------------------------------------------------------------------------------
+
+
+def with_plan(ctx: Context, plan: MeshPlan) -> Context:
+    return replace(ctx, mesh=build_mesh(ctx, plan))
+
+
+@settings(max_examples=25)
+@given(plans(most=12), st.lists(NAMED, min_size=1, max_size=3))
+def test_operations_along_an_axis_are_those_of_its_ranks(plan: MeshPlan, many: list[tuple[str, ...]]) -> None:
+    def run(ctx: Context) -> None:
+        ctx = with_plan(ctx, plan)
+        for axes in many:
+            group = plan.group(ctx.rank, *axes)
+            axis = ctx.along(*axes)
+            assert (axis.rank, axis.num_processes) == (ctx.coordinate(*axes), ctx.axis_size(*axes))
+            assert axis is ctx.along(*axes)
+            assert (axis is ctx) == (len(group) == plan.num_ranks)
+            own = torch.tensor([ctx.rank])
+            assert listed(af.gather(axis, own)) == list(group)
+            assert af.gather_object(axis, f"rank {ctx.rank}") == [f"rank {rank}" for rank in group]
+            assert listed(af.reduce(axis, own, "sum")) == [sum(group)]
+            assert listed(af.broadcast(axis, own, len(group) - 1)) == [group[-1]]
+            af.wait_for_everyone(axis)
+            with af.main_process_first(axis):
+                pass
+            parts = af.scatter(axis, torch.tensor(group) if axis.rank == 0 else None)
+            assert listed(parts) == [ctx.rank]
+
+    run_ranks(run, plan.num_ranks)
+
+
+@settings(max_examples=15)
+@given(plans(most=12))
+def test_reducing_along_each_axis_reduces_over_the_world(plan: MeshPlan) -> None:
+    def run(ctx: Context) -> None:
+        ctx = with_plan(ctx, plan)
+        value = torch.tensor([ctx.rank + 1, 2 * ctx.rank])
+        whole = af.reduce(ctx, value, "sum")
+        for order in (AXES, AXES[::-1]):
+            partly = value
+            for axis in order:
+                partly = af.reduce(ctx.along(axis), partly, "sum")
+            assert torch.equal(partly, whole)
+
+    run_ranks(run, plan.num_ranks)
+
+
+@pytest.mark.parametrize("on", ["memory", "gloo", "processes"])
+def test_the_axes_of_each_kind_of_world(on: Any) -> None:
+    def run(ctx: Context) -> tuple[Any, ...]:
+        inner = ctx.along("dp").along("dp_shard")
+        return (
+            ctx.strategy.parallelism == CUBE,
+            listed(af.gather(ctx.along("tp"), torch.tensor([ctx.rank]))),
+            listed(af.gather(ctx.along("dp_replicate", "tp"), torch.tensor([ctx.rank]))),
+            listed(af.gather(inner, torch.tensor([ctx.rank]))),
+            ctx.along("pp").num_processes,
+            ctx.along().num_processes,
+            ctx.along(*AXES) is ctx,
+        )
+
+    found = run_ranks(run, 8, on, parallelism_config=CUBE)
+    plan = plan_mesh(CUBE, 8)
+    for rank, row in enumerate(found):
+        groups = [list(plan.group(rank, *axes)) for axes in (("tp",), ("dp_replicate", "tp"), ("dp_shard",))]
+        assert row == (True, *groups, 1, 1, True)
+
+
+def test_the_context_of_an_axis_has_the_axes_of_its_ranks() -> None:
+    def run(ctx: Context) -> None:
+        dp = ctx.along("dp")
+        assert dp.mesh is not None
+        assert dp.mesh.plan == MeshPlan((1, 2, 2, 1, 1, 1))
+        assert (dp.coordinate("dp_shard"), dp.coordinate("tp")) == (ctx.coordinate("dp_shard"), 0)
+        assert dp.along("tp").num_processes == 1
+        assert dp.along("dp_shard", "tp").num_processes == 2
+        assert dp.along("loss") is dp
+
+    run_ranks(run, 8, parallelism_config=CUBE)
+
+
+def test_a_context_without_a_mesh_has_copies_only() -> None:
+    def run(ctx: Context) -> None:
+        assert ctx.mesh is None
+        assert ctx.along("dp") is ctx.along("dp_replicate") is ctx
+        assert ctx.coordinate("loss") == ctx.rank
+        assert (ctx.coordinate("tp"), ctx.axis_size("tp"), ctx.axis_size("dp")) == (0, 1, 3)
+        assert ctx.along("tp").num_processes == 1
+        with pytest.raises(ConfigurationError, match="no axis 'data'"):
+            ctx.along("data")
+
+    run_ranks(run, 3)
+
+
+def test_an_axis_knows_the_nodes_of_its_ranks() -> None:
+    def run(ctx: Context) -> tuple[Any, ...]:
+        dp, tp = ctx.along("dp").world, ctx.along("tp").world
+        assert (tp.num_nodes, tp.local_size, tp.local_rank) == (1, 2, tp.rank)
+        return dp.node_rank, dp.num_nodes, dp.local_rank, dp.local_size
+
+    found = run_ranks(run, 8, num_nodes=2, parallelism_config=ParallelismConfig(dp_shard_size=4, tp_size=2))
+    assert found == [(rank // 4, 2, rank // 2 % 2, 2) for rank in range(8)]
+
+
+def test_a_variant_keeps_the_mesh_and_its_axes_have_its_options() -> None:
+    def run(ctx: Context) -> None:
+        tp = ctx.along("tp")
+        variant = ctx.replace(mixed_precision="bf16").tagged("x")
+        assert variant.mesh is ctx.mesh
+        assert variant.along("tp") is not tp
+        assert (variant.along("tp").mixed_precision, variant.along("tp").tag) == ("bf16", "x")
+        assert tp.mixed_precision == "no"
+        assert ctx.replace(parallelism_config=SQUARE).mesh is ctx.mesh
+        with pytest.raises(ConfigurationError, match=r"Context.replace keeps the mesh"):
+            ctx.replace(parallelism_config=ParallelismConfig(tp_size=4))
+
+    run_ranks(run, 4, parallelism_config=SQUARE)
+
+
+def test_a_pickled_context_leaves_the_mesh_behind() -> None:
+    def run(ctx: Context) -> None:
+        ctx.along("tp")
+        loaded = pickle.loads(pickle.dumps(ctx))
+        assert loaded.mesh is None
+        assert loaded.along("tp").num_processes == loaded.num_processes == 1
+
+    run_ranks(run, 4, parallelism_config=SQUARE)
+
+
+# --- errors --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("on", ["memory", "gloo", "processes"])
+def test_an_error_along_one_axis_leaves_the_others_usable(on: Any) -> None:
+    def run(ctx: Context) -> tuple[str, Any, Any, Any]:
+        tp, shape = ctx.along("tp"), 1
+        if ctx.coordinate("dp_shard") == 0:  # one row of the mesh is torn, the other is not
+            shape = 2 + ctx.coordinate("tp")
+        said = ""
+        try:
+            af.reduce(tp, torch.ones(shape), "sum")
+        except MismatchError as error:
+            said = type(error).__name__
+        along = listed(af.gather(ctx.along("dp_shard"), torch.tensor([ctx.rank])))
+        again = listed(af.gather(tp, torch.tensor([ctx.rank])))
+        return said, along, again, listed(af.gather(ctx, torch.tensor([ctx.rank])))
+
+    found = run_ranks(run, 4, on, parallelism_config=SQUARE)
+    assert [row[0] for row in found] == ["MismatchError"] * 2 + [""] * 2
+    assert [row[1:] for row in found] == [
+        ([rank % 2, rank % 2 + 2], [rank // 2 * 2, rank // 2 * 2 + 1], [0, 1, 2, 3]) for rank in range(4)
+    ]
+
+
+@pytest.mark.parametrize("on", ["memory", "gloo", "processes"])
+def test_what_is_over_along_one_axis_goes_on_along_the_others(on: Any) -> None:
+    def run(ctx: Context) -> list[Any]:
+        tp = ctx.along("tp")
+        if ctx.rank == 0:  # rank 1 doesn't come
+            guard = replace(tp.guard, timeout=timedelta(seconds=0.3))
+            with pytest.raises(CollectiveTimeoutError):
+                af.wait_for_everyone(replace(tp, guard=guard))
+            with pytest.raises(DistributedError, match="no operation across ranks is possible any more"):
+                af.wait_for_everyone(tp)
+        if ctx.rank > 1:
+            af.wait_for_everyone(tp)
+        af.wait_for_everyone(ctx)
+        return listed(af.gather(ctx.along("dp_shard"), torch.tensor([ctx.rank])))
+
+    assert run_ranks(run, 4, on, parallelism_config=SQUARE) == [[0, 2], [1, 3], [0, 2], [1, 3]]
+
+
+@pytest.mark.parametrize("on", ["memory", "gloo", "processes"])
+def test_a_rank_that_fails_is_named_to_those_who_wait_along_an_axis(on: Any, tmp_path: Path) -> None:
+    def run(ctx: Context) -> None:
+        if ctx.rank == 3:
+            raise ValueError("no such file")
+        if ctx.rank == 1:
+            try:
+                af.wait_for_everyone(ctx.along("dp_shard"))
+            except RemoteRankError as error:
+                (tmp_path / "told").write_text(f"rank {error.rank}: {error}")
+                raise
+
+    with pytest.raises(ValueError, match="no such file"):
+        run_ranks(run, 4, on, parallelism_config=SQUARE)
+    told = (tmp_path / "told").read_text()
+    assert told.startswith("rank 3: ")
+    assert "no such file" in told
+
+
+@pytest.mark.parametrize("on", ["memory", "gloo", "processes"])
+def test_a_rank_that_has_ended_is_missed_along_an_axis(on: Any) -> None:
+    def run(ctx: Context) -> str:
+        if ctx.rank == 1:
+            with pytest.raises(MissingRankError) as caught:
+                af.wait_for_everyone(ctx.along("dp_shard"))
+            return str(caught.value)
+        return ""
+
+    assert "has ended" in run_ranks(run, 4, on, parallelism_config=SQUARE)[1]
+
+
+@pytest.mark.parametrize("on", ["memory", "gloo", "processes"])
+def test_a_rank_that_dies_is_missed_along_an_axis(on: Any) -> None:
+    def run(ctx: Context) -> None:
+        if ctx.rank == 3:
+            af.wait_for_everyone(ctx)
+        af.wait_for_everyone(ctx.along("dp_shard"))
+
+    with pytest.raises(MissingRankError):
+        run_ranks(run, 4, on, parallelism_config=SQUARE, faults=[Fault(kind="die", rank=3, at=0)])
+
+
+# --- worlds of processes -------------------------------------------------------------------------
+
+
+def test_torch_composes_the_meshes_of_a_model() -> None:
+    def run(ctx: Context) -> tuple[Any, ...]:
+        assert isinstance(ctx.mesh, Mesh)
+        torch.manual_seed(0)  # pyright: ignore[reportUnknownMemberType]
+        plain, model = (
+            nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 4, bias=False), nn.Tanh()) for _ in "ab"
+        )
+        model.load_state_dict(plain.state_dict())
+        styles: dict[str, ParallelStyle] = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+        parallelize_module(model, ctx.mesh.device_mesh("tp"), styles)
+        fully_shard(model, mesh=ctx.mesh.device_mesh("dp_replicate", "shard"), reshard_after_forward=False)
+        data = torch.arange(8.0).view(2, 4)
+        model(data).sum().backward()
+        plain(data).sum().backward()
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert isinstance(one.grad, DTensor)
+            assert other.grad is not None
+            assert torch.allclose(one.grad.full_tensor(), other.grad, atol=1e-6)
+        dims = [("tp",), ("loss",), ("dp_replicate", "tp"), ("pp", "shard", "tp")]
+        meshes = [ctx.mesh.device_mesh(*names) for names in dims]
+        assert all(ctx.mesh.device_mesh(*names) is one for names, one in zip(dims, meshes, strict=True))
+        assert [one.mesh_dim_names for one in meshes] == dims
+        with pytest.raises(ConfigurationError, match="no mesh has the dimensions loss, tp"):
+            ctx.mesh.device_mesh("loss", "tp")
+        with pytest.raises(ConfigurationError, match="no axis 'x'"):
+            ctx.mesh.device_mesh("x")
+        return tuple(tuple(one.shape) for one in meshes)
+
+    for config in (SQUARE, ParallelismConfig(dp_replicate_size=2, tp_size=2)):
+        found = run_ranks(run, 4, "processes", parallelism_config=config)
+        assert found == [((2,), (2,), (config.dp_replicate_size, 2), (1, config.dp_shard_size, 2))] * 4
+
+
+@pytest.mark.parametrize("on", ["memory", "gloo"])
+def test_threads_have_no_device_mesh(on: Any) -> None:
+    def run(ctx: Context) -> None:
+        assert ctx.mesh is not None
+        with pytest.raises(NotAvailableError, match='on="processes"'):
+            ctx.mesh.device_mesh("tp")
+
+    run_ranks(run, 4, on, parallelism_config=SQUARE)
+
+
+def own_group(rank: int) -> None:
+    dist.new_group([rank], use_local_synchronization=True)  # pyright: ignore[reportUnknownMemberType]
+
+
+def new_group(ranks: list[int]) -> Any:
+    return dist.new_group(ranks)  # pyright: ignore[reportUnknownMemberType]
+
+
+def test_a_part_of_a_world_has_a_mesh_whatever_groups_its_ranks_have_made() -> None:
+    def run(outer: Context) -> Any:
+        group = new_group([1, 2, 3, 4])
+        if outer.rank in (0, 2):
+            own_group(outer.rank)  # torch counts the groups of a process, and names groups by that
+        if outer.rank == 0:
+            return None
+        before = len(groups_of_torch())
+        with af.init_context(cpu=True, group=group, parallelism_config=SQUARE) as ctx:
+            assert ctx.mesh is not None
+            mesh = ctx.mesh.device_mesh("shard", "tp")
+            tensor = DTensor.from_local(torch.tensor([float(outer.rank)]), mesh["tp"])
+            summed = tensor.full_tensor() + 0
+            found = listed(af.gather(ctx.along("tp"), torch.tensor([outer.rank])))
+            shards = listed(af.gather(ctx.along("dp_shard"), torch.tensor([outer.rank])))
+        assert len(groups_of_torch()) <= before + 1  # groups of one may have levelled the counts
+        assert summed.numel() == 1
+        return found, shards, listed(mesh.mesh)
+
+    found = run_ranks(run, 5, "processes", timeout_s=20)
+    mesh = [[1, 2], [3, 4]]
+    assert found[1:] == [
+        ([1, 2], [1, 3], mesh),
+        ([1, 2], [2, 4], mesh),
+        ([3, 4], [1, 3], mesh),
+        ([3, 4], [2, 4], mesh),
+    ]
+
+
+def groups_of_torch() -> Any:
+    library: Any = dist.distributed_c10d
+    return library._world.pg_names
+
+
+def test_a_group_without_a_store_is_adopted_whatever_groups_its_ranks_have_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def nothing(group: object, rank: int) -> None:
+        del group, rank
+
+    monkeypatch.setattr(init, "_store_beside", nothing)
+
+    def run(outer: Context) -> Any:
+        if outer.rank == 0:
+            own_group(0)
+        with af.init_context(cpu=True) as ctx:
+            with pytest.raises(NotAvailableError, match="a mesh needs a process group with a store"):
+                build_mesh(ctx, plan_mesh(None, 2))
+            return listed(af.gather(ctx, torch.tensor([ctx.rank])))
+
+    assert run_ranks(run, 2, "processes", timeout_s=10) == [[0, 1]] * 2
+
+
+def test_a_closed_context_closes_its_axes() -> None:
+    def run(outer: Context) -> tuple[str, int]:
+        del outer
+        before = len(groups_of_torch())
+        ctx = af.init_context(cpu=True, parallelism_config=SQUARE)
+        tp = ctx.along("tp")
+        af.wait_for_everyone(tp)
+        af.close_context(tp)  # not its own to close
+        af.wait_for_everyone(tp)
+        af.close_context(ctx)
+        af.close_context(ctx)
+        with pytest.raises(
+            DistributedError, match="no operation across ranks is possible any more"
+        ) as caught:
+            af.wait_for_everyone(tp)
+        return str(caught.value).partition(":")[0], len(groups_of_torch()) - before
+
+    assert run_ranks(run, 4, "processes") == [("wait_for_everyone", 0)] * 4
+
+
+def test_what_torch_waits_for_along_an_axis_ends_with_the_guard_s_timeout() -> None:
+    def run(ctx: Context) -> float:
+        assert ctx.mesh is not None
+        group = ctx.mesh.device_mesh("tp").get_group()
+        backend: Any = group._get_backend(torch.device("cpu"))
+        return backend.options._timeout.total_seconds()
+
+    assert (
+        run_ranks(
+            run, 4, "processes", guard=af.Guard(timeout=timedelta(seconds=17)), parallelism_config=SQUARE
+        )
+        == [17.0] * 4
+    )
+
+
+# --- what init_context makes of its arguments ----------------------------------------------------
+
+
+def test_a_plugin_without_sizes_shards_over_all_ranks_that_are_left() -> None:
+    plugin = af.FullyShardedDataParallelPlugin(fsdp_version=2)
+
+    def run(ctx: Context) -> tuple[Any, ...]:
+        assert ctx.strategy.fsdp == plugin
+        return ctx.axis_size("dp_shard"), ctx.axis_size("tp"), ctx.mesh is not None, str(ctx.distributed_type)
+
+    assert run_ranks(run, 4, fsdp_plugin=plugin) == [(4, 1, True, "FSDP")] * 4
+    tensor = ParallelismConfig(tp_size=2)
+    assert run_ranks(run, 4, fsdp_plugin=plugin, parallelism_config=tensor) == [(2, 2, True, "FSDP")] * 4
+    assert run_ranks(run, 1, fsdp_plugin=plugin) == [(1, 1, True, "NO")]
+
+
+def test_a_mesh_that_does_not_fit_is_refused_before_anything_is_made() -> None:
+    def run(outer: Context) -> int:
+        before = len(groups_of_torch())
+        with pytest.raises(ConfigurationError, match=r"covers 8 ranks .*num_processes=2.*start 8 processes"):
+            af.init_context(cpu=True, parallelism_config=CUBE)
+        af.wait_for_everyone(outer)
+        return len(groups_of_torch()) - before
+
+    assert run_ranks(run, 2, "processes") == [0, 0]
+    replicas = ParallelismConfig(dp_replicate_size=2)
+    plugin = af.FullyShardedDataParallelPlugin(fsdp_version=2)
+    with pytest.raises(ConfigurationError, match="FSDP2 has nothing to shard over: got dp_replicate_size=2"):
+        run_ranks(lambda ctx: None, 2, parallelism_config=replicas, fsdp_plugin=plugin)
+
+
+# --- the Accelerator -----------------------------------------------------------------------------
+
+
+def test_the_accelerator_knows_its_place_on_each_axis() -> None:
+    plan = plan_mesh(CUBE, 8)
+
+    def run(ctx: Context) -> tuple[Any, ...]:
+        accelerator = af.Accelerator(context=ctx)
+        mesh = accelerator.torch_device_mesh
+        assert mesh is not None
+        assert accelerator.parallelism_config == CUBE
+        assert (accelerator.is_fsdp2, accelerator.is_composable_parallelism_enabled) == (False, False)
+        return (
+            *(accelerator.data_parallel_rank, accelerator.data_parallel_shard_rank),
+            *(accelerator.tensor_parallel_rank, accelerator.pipeline_parallel_rank),
+            *(accelerator.context_parallel_rank, mesh.mesh_dim_names, mesh.get_coordinate()),
+        )
+
+    axes = ("dp_replicate", "dp_shard", "tp")
+    for rank, row in enumerate(run_ranks(run, 8, "processes", parallelism_config=CUBE)):
+        place = [plan.coordinate(rank, axis) for axis in axes]
+        assert row[:5] == (*place, 0, 0)
+        assert row[5:] in ((axes, place), (axes, tuple(place)))
+
+
+def test_without_a_mesh_the_accelerator_is_a_copy_among_others() -> None:
+    def run(ctx: Context) -> tuple[Any, ...]:
+        accelerator = af.Accelerator(context=ctx)
+        assert accelerator.parallelism_config is None
+        assert accelerator.torch_device_mesh is None
+        return accelerator.data_parallel_rank, accelerator.tensor_parallel_rank
+
+    assert run_ranks(run, 2) == [(0, 0), (1, 0)]
+    alone = af.Accelerator(cpu=True, fsdp_plugin=af.FullyShardedDataParallelPlugin(fsdp_version=2))
+    assert alone.is_fsdp2
+    assert alone.torch_device_mesh is None
+    alone.end_training()
