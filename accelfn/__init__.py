@@ -57,7 +57,7 @@ _HOMES = MappingProxyType(
             debug_launcher launch_processes notebook_launcher
         """,
         "accelfn.parallel": """
-            convert_sync_batchnorm
+            ModelPlan convert_sync_batchnorm plan_model register_forward_method
         """,
         "accelfn.tracking": """
             GeneralTracker Trackers finish get_logger get_tracker init_trackers

@@ -124,7 +124,10 @@ from accelfn.data import skip_first_batches as skip_first_batches
 from accelfn.launch.launchers import debug_launcher as debug_launcher
 from accelfn.launch.launchers import launch_processes as launch_processes
 from accelfn.launch.launchers import notebook_launcher as notebook_launcher
+from accelfn.parallel import ModelPlan as ModelPlan
 from accelfn.parallel import convert_sync_batchnorm as convert_sync_batchnorm
+from accelfn.parallel import plan_model as plan_model
+from accelfn.parallel import register_forward_method as register_forward_method
 from accelfn.tracking import GeneralTracker as GeneralTracker
 from accelfn.tracking import Trackers as Trackers
 from accelfn.tracking import finish as finish

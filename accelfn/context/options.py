@@ -35,6 +35,7 @@ from accelfn.context.config import (
     TERecipeKwargs,
     TorchDynamoPlugin,
 )
+from accelfn.context.config.fsdp import check_fsdp
 from accelfn.context.config.trackers import settle_log_with
 from accelfn.context.precision import Precision
 from accelfn.errors import ConfigurationError, NotAvailableError
@@ -321,7 +322,9 @@ def settle_parallelism(
         config = dataclasses.replace(config, dp_shard_size=free)
     elif config.total_size == 1:
         config = dataclasses.replace(config, dp_replicate_size=size)
-    # Version 1 of the plugin is run by the engine of version 2.
+    if fsdp is not None:
+        check_fsdp(fsdp, config.dp_replicate_size)
+    # Version 1 is carried out by version 2.
     config.validate(size, fsdp_version=None if fsdp is None else 2)
     return config
 

@@ -171,10 +171,6 @@ def _dtypes(
         # As under autocast: gradients of the model's dtype, and outputs in float32.
         return (None, None, None, True) if dtype is None else (dtype, torch.float32, torch.float32, True)
     if isinstance(policy, str):
-        if policy == "fp8":
-            raise NotAvailableError(
-                'fsdp_plugin: mixed_precision_policy="fp8" is not supported yet. Use "bf16".'
-            )
         dtype = _dtype(policy)
         return dtype, dtype, dtype, True
     if hasattr(policy, "items"):

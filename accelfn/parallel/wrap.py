@@ -52,6 +52,8 @@ def choose_units(
             )
     # A list of modules has no forward that could gather anything.
     chosen -= facts.containers | {""}
+    if wrapped is None and not plugin.transformer_cls_names_to_wrap:  # nobody has asked for these by name
+        _leave_ties_together(facts, chosen)
     units = (*(name for name in reversed(tuple(facts.kinds)) if name in chosen), "")
     _check_ties(facts, frozenset(units))
     return units
@@ -85,6 +87,18 @@ def _by_size(facts: ModelFacts, least: int) -> set[str]:
         else:
             left[owner_of(name.rpartition(".")[0], modules) or ""] += left[name]
     return chosen
+
+
+def _leave_ties_together(facts: ModelFacts, chosen: set[str]) -> None:
+    """Let units go that a tied parameter would be in together with another one."""
+    torn = True
+    while torn:
+        torn = False
+        for group in facts.ties:
+            owners = {owner_of(name, chosen) for name in group}
+            if len(owners) > 1:
+                torn = True
+                chosen.difference_update(one for one in owners if one is not None)
 
 
 def _check_ties(facts: ModelFacts, units: frozenset[str]) -> None:

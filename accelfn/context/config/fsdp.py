@@ -21,12 +21,12 @@ from accelfn.context.config.checks import (
 )
 from accelfn.context.config.enums import AutoWrapPolicy, BackwardPrefetch, ShardingStrategy, StateDictType
 from accelfn.context.config.options import FrozenOptions
-from accelfn.errors import ConfigurationError
+from accelfn.errors import ConfigurationError, NotAvailableError
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ("FullyShardedDataParallelPlugin",)
+__all__ = ("FullyShardedDataParallelPlugin", "check_fsdp")
 
 _POLICY_WORDS = ("fp8", "fp16", "bf16", "fp32")
 # Spellings of a dtype, torch's own repr included, so that torch need not be imported to read one.
@@ -55,8 +55,10 @@ class FullyShardedDataParallelPlugin:
             and buffer_dtype (version 1) or output_dtype (version 2), each fp32, fp16, bf16 or a torch dtype;
             torch's ``MixedPrecision`` (1) or ``MixedPrecisionPolicy`` (2). ``None``: from the precision of
             the context. Default None.
-        auto_wrap_policy: TRANSFORMER_BASED_WRAP, SIZE_BASED_WRAP, or a callable; ``None`` or NO_WRAP for the
-            whole model as one unit. Default None.
+        auto_wrap_policy: Which modules are units, gathered and freed one by one: TRANSFORMER_BASED_WRAP,
+            SIZE_BASED_WRAP, NO_WRAP (the whole model is one), or a callable that is given a module and says
+            whether it is one (or takes what torch's policies take). ``None``: the model's blocks, which are
+            of the classes in its ``_no_split_modules`` or else the items of lists of modules. Default None.
         transformer_cls_names_to_wrap: Class names of the blocks that are units, as an iterable or with
             commas; ``None``: those that the model names. Default None.
         min_num_params: Parameters in the smallest unit, for SIZE_BASED_WRAP. Default 0.
@@ -221,7 +223,7 @@ class FullyShardedDataParallelPlugin:
         # An enum class or member is a str here; anything else that can be called is a policy.
         if policy is not None and (isinstance(policy, str) or not callable(policy)):
             chosen = as_choice(where(self, "auto_wrap_policy"), policy, AutoWrapPolicy)
-            settle(self, auto_wrap_policy=None if chosen == AutoWrapPolicy.NO_WRAP else chosen)
+            settle(self, auto_wrap_policy=chosen)
         if self.auto_wrap_policy == AutoWrapPolicy.SIZE_BASED_WRAP and self.min_num_params == 0:
             raise ConfigurationError(
                 f"{where(self, 'min_num_params')} must be at least 1 for SIZE_BASED_WRAP, got 0. "
@@ -291,6 +293,53 @@ class FullyShardedDataParallelPlugin:
             raise ConfigurationError(
                 f"{where(self, 'cpu_offload')} must be True, False or a torch {' or '.join(known)} for "
                 f"fsdp_version={self.fsdp_version}, got {offload!r}. Pass True or False."
+            )
+
+
+def check_fsdp(plugin: FullyShardedDataParallelPlugin, num_replicas: int) -> None:
+    """Refuse what version 2, by which both versions are carried out, does not do.
+
+    Of version 1 it does what these ask for: sharding_strategy, cpu_offload, mixed_precision_policy, the
+    wrapping and what is ignored, forward_prefetch. It always sends rank 0's weights, gives original
+    parameters, prefetches in the backward and limits what is gathered ahead, so that these fields need
+    nothing.
+
+    Args:
+        plugin: What was asked for.
+        num_replicas: Size of the mesh's axis dp_replicate.
+
+    Raises:
+        ConfigurationError: A strategy that shards nothing, or one of replicas on a mesh without any.
+        NotAvailableError: Anything else.
+    """
+    if plugin.sharding_strategy == ShardingStrategy.NO_SHARD:
+        raise ConfigurationError(
+            "fsdp_plugin: sharding_strategy=NO_SHARD keeps the whole model on every rank. Leave the plugin "
+            "out: that is what DistributedDataParallel does."
+        )
+    hybrid = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy.HYBRID_SHARD_ZERO2)
+    if plugin.sharding_strategy in hybrid and num_replicas == 1:
+        raise ConfigurationError(
+            f"fsdp_plugin: sharding_strategy={plugin.sharding_strategy!s} keeps replicas of shards, and the "
+            "mesh has none. Pass parallelism_config=ParallelismConfig(dp_replicate_size=..., "
+            "dp_shard_size=...), such as the number of nodes and of ranks in a node."
+        )
+    default = StateDictType.FULL_STATE_DICT if plugin.fsdp_version == 1 else StateDictType.SHARDED_STATE_DICT
+    policy = plugin.mixed_precision_policy
+    for name, is_asked in (
+        ("activation_checkpointing", plugin.activation_checkpointing),
+        ("cpu_ram_efficient_loading", plugin.cpu_ram_efficient_loading),
+        ("state_dict_type", plugin.state_dict_type != default),
+        ("state_dict_config", plugin.state_dict_config is not None),
+        ("optim_state_dict_config", plugin.optim_state_dict_config is not None),
+        ("param_init_fn", plugin.param_init_fn is not None),
+        ("backward_prefetch", plugin.backward_prefetch == BackwardPrefetch.BACKWARD_POST),
+        ("limit_all_gathers", not plugin.limit_all_gathers),
+        ("mixed_precision_policy", policy == "fp8" if isinstance(policy, str) else False),
+    ):
+        if is_asked:
+            raise NotAvailableError(
+                f"fsdp_plugin: {name}={getattr(plugin, name)!s} is not supported yet. Leave it out."
             )
 
 

@@ -134,7 +134,7 @@ def test_dtypes_are_names_however_they_are_given() -> None:
 
 
 def test_wrapping() -> None:
-    assert Plugin(auto_wrap_policy="no_wrap").auto_wrap_policy is None
+    assert Plugin(auto_wrap_policy="no_wrap").auto_wrap_policy == "NO_WRAP"
     assert Plugin(auto_wrap_policy="transformer_based_wrap").auto_wrap_policy == "TRANSFORMER_BASED_WRAP"
     assert Plugin(auto_wrap_policy=print).auto_wrap_policy is print
     assert Plugin(transformer_cls_names_to_wrap="A, B").transformer_cls_names_to_wrap == ("A", "B")

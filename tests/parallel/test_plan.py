@@ -1,0 +1,155 @@
+"""The plan of a model is a value that prints, and is what happens."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed.fsdp
+from torch import nn
+
+import accelfn as af
+from accelfn import Context, FullyShardedDataParallelPlugin, ParallelismConfig
+from accelfn.errors import ConfigurationError, NotAvailableError
+from accelfn.parallel import ModelPlan, plan_model, read_facts
+from accelfn.testing import run_ranks
+from tests.parallel import shard_models as lm
+
+PLUGIN = FullyShardedDataParallelPlugin(fsdp_version=2)
+
+
+def planned(model: Any = None, size: int = 2, **options: Any) -> ModelPlan:
+    return run_ranks(lambda ctx: plan_model(ctx, model or lm.make()), size, **options)[0]
+
+
+def test_the_plan_prints_what_was_asked_for() -> None:
+    hsdp = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+    plan = planned(size=4, fsdp_plugin=PLUGIN, parallelism_config=hsdp, mixed_precision="bf16")
+    assert str(plan) == "\n".join(
+        [
+            "model       Model, 1,072 parameters, 1,072 trained",
+            "mesh        dp_replicate 2 x dp_shard 2",
+            "gradients   averaged over dp_replicate x dp_shard by FSDP, and sharded over 2",
+            "units       blocks.0, blocks.1, the rest of the model",
+            (
+                "parameters  2.1 KiB on each rank; the largest unit is 0.8 KiB while it computes, and freed "
+                "after its forward"
+            ),
+            (
+                "windows     until the last batch of a window each rank holds 4.2 KiB, whole gradients; with "
+                "sync_each_batch its shard of them"
+            ),
+            "precision   parameters gathered in bfloat16, gradients averaged in float32, outputs in float32",
+            "compiled    nothing",
+        ]
+    )
+
+
+def test_without_a_mesh_the_model_is_whole() -> None:
+    plan = planned(dynamo_backend="eager")
+    assert (plan.engine, plan.shard, plan.compiled) == ("ddp", None, ("",))
+    assert "averaged over dp_replicate; every rank has the whole model" in str(plan)
+    assert planned(size=1).engine == "none"
+
+
+def test_a_meta_model_and_its_facts_have_the_plan_of_a_real_one() -> None:
+    with torch.device("meta"):
+        model = lm.Model()
+    plan = planned(fsdp_plugin=PLUGIN)
+    assert planned(model, fsdp_plugin=PLUGIN) == plan
+    assert planned(read_facts(model), fsdp_plugin=PLUGIN) == plan
+
+
+def test_the_bytes_of_the_plan_are_those_that_ranks_hold() -> None:
+    def on_rank(ctx: Context) -> tuple[int, int]:
+        model = lm.make()
+        model.blocks[0].up = nn.Linear(8, 5)  # 5 rows on 2 ranks: padded
+        model.blocks[0].down = nn.Linear(5, 8)
+        plan = plan_model(ctx, model)
+        af.prepare_model(ctx, model)
+        assert plan.shard is not None
+        groups = [
+            group
+            for one in model.modules()
+            if isinstance(one, torch.distributed.fsdp.FSDPModule)
+            for group in cast("Any", one)._get_fsdp_state()._fsdp_param_groups
+        ]
+        held = sum(one._sharded_param_data.nbytes for group in groups for one in group.fsdp_params)
+        return plan.shard.shard_bytes, held
+
+    assert all(one == held for one, held in run_ranks(on_rank, 2, on="processes", fsdp_plugin=PLUGIN))
+
+
+def test_a_model_can_have_another_plan_than_the_context_says() -> None:
+    def on_rank(ctx: Context) -> tuple[str, str]:
+        model = lm.make()
+        other = ctx.replace(
+            fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="NO_WRAP")
+        )
+        return plan_model(ctx, model, engine="ddp").engine, str(plan_model(other, model).rows()["units"])
+
+    assert run_ranks(on_rank, 2, fsdp_plugin=PLUGIN) == [("ddp", "the whole model")] * 2
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at each parameter's
+def test_units_are_compiled_before_they_are_sharded_and_keep_their_names() -> None:
+    def on_rank(ctx: Context) -> tuple[float, bool, tuple[str, ...]]:
+        model = lm.make()
+        names = list(model.state_dict())
+        plan = plan_model(ctx, model)
+        model, optimizer = af.prepare(ctx, model, lm.sgd(model.parameters()))
+        found = lm.train(ctx, model, optimizer, 1, True)
+        return (
+            found.distance(lm.train_plain(lm.sgd, 1, True)),
+            list(model.state_dict()) == names,
+            plan.compiled,
+        )
+
+    for distance, is_same, compiled in run_ranks(
+        on_rank, 2, on="processes", fsdp_plugin=PLUGIN, dynamo_backend="aot_eager", timeout_s=120
+    ):
+        assert distance < 1e-6
+        assert is_same
+        assert compiled == ("blocks.0", "blocks.1")
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"activation_checkpointing": True}, NotAvailableError, "activation_checkpointing=True"),
+        ({"cpu_ram_efficient_loading": True}, NotAvailableError, "cpu_ram_efficient_loading=True"),
+        ({"state_dict_type": "SHARDED_STATE_DICT"}, NotAvailableError, "state_dict_type=SHARDED_STATE_DICT"),
+        ({"limit_all_gathers": False}, NotAvailableError, "limit_all_gathers=False"),
+        ({"backward_prefetch": "BACKWARD_POST"}, NotAvailableError, "backward_prefetch=BACKWARD_POST"),
+        ({"sharding_strategy": "NO_SHARD"}, ConfigurationError, "Leave the plugin out"),
+        ({"sharding_strategy": "HYBRID_SHARD"}, ConfigurationError, "dp_replicate_size=..."),
+    ],
+)
+def test_what_is_asked_for_and_not_done_is_refused(
+    fields: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        planned(fsdp_plugin=FullyShardedDataParallelPlugin(**fields))
+
+
+def test_one_rank_shards_nothing_and_says_what_it_can_not_do() -> None:
+    assert planned(size=1, fsdp_plugin=PLUGIN).engine == "none"
+    with pytest.raises(ConfigurationError, match="cpu_offload is what FSDP does with shards"):
+        planned(size=1, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=True))
+
+
+def test_parameters_that_can_not_be_sharded_are_named() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+    with pytest.raises(ConfigurationError, match="scale is a single number"):
+        planned(Scaled(), fsdp_plugin=PLUGIN)
+    mixed = lm.make()
+    mixed.blocks[0].down.to(torch.bfloat16)
+    with pytest.raises(
+        ConfigurationError, match=r"the unit blocks\.0 has trained parameters of several dtypes"
+    ):
+        planned(mixed, fsdp_plugin=PLUGIN)
