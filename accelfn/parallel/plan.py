@@ -71,7 +71,7 @@ class ModelPlan(NamedTuple):
         axes = [f"{axis} {self.mesh.size(axis)}" for axis in self.mesh.active()]
         rows.append(("mesh", " x ".join(axes) if axes else "one rank"))
         if self.tensor is not None:
-            rows.append(("layers", str(self.tensor)))
+            rows.extend(self.tensor.rows().items())
         averaged = " x ".join(self.mesh.active("loss"))
         if self.engine == "ddp":
             rows.append(("gradients", f"averaged over {averaged}; every rank has the whole model"))
@@ -177,7 +177,7 @@ def plan_model(
             ignored = names_of_ignored(plugin.ignored_modules, _needed(real, "ignored_modules"), facts)
         shard = plan_shard(
             plugin,
-            facts if tensor is None else facts._replace(shapes=_local_shapes(facts, tensor)),
+            facts if tensor is None else tensor.local(facts),
             mesh,
             mixed_precision=ctx.mixed_precision,
             wrapped=wrapped,
@@ -195,18 +195,6 @@ def plan_model(
         compiled=_compiled(ctx.strategy.dynamo, facts, real, shard),
         precision=_precision(ctx.mixed_precision, shard),
     )
-
-
-def _local_shapes(facts: ModelFacts, plan: TensorPlan) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of what each rank along tp holds."""
-    split_dim = {"colwise": 0, "gather": 0, "embedding": 0, "rowwise": 1}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, shape in facts.shapes.items():
-        dim = split_dim.get(plan.styles.get(name.rpartition(".")[0], "whole"), len(shape))
-        shapes[name] = tuple(
-            -(-size // plan.size) if index == dim else size for index, size in enumerate(shape)
-        )
-    return shapes
 
 
 def _needed(model: nn.Module | None, field: str) -> nn.Module:

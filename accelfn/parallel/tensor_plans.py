@@ -74,7 +74,7 @@ class TensorPlan(NamedTuple):
         heads: Counts of heads that modules view their tensors by, and what each rank sets them to, by the
             module's name and the attribute's.
         logits: Names of the layers whose outputs stay split over the vocabulary for ``loss_parallel``.
-        shapes: Whole shape of each parameter, by its name.
+        dims: The dim of each parameter that ranks share, by its name; the others are whole on each rank.
         follows: Parameters of modules that aren't split, tied to one of a layer that is, by their names: they
             are laid out as that one.
     """
@@ -83,7 +83,7 @@ class TensorPlan(NamedTuple):
     styles: Mapping[str, str]
     heads: Mapping[str, Mapping[str, tuple[int, int]]]
     logits: frozenset[str]
-    shapes: Mapping[str, tuple[int, ...]]
+    dims: Mapping[str, int]
     follows: Mapping[str, str]
 
     @property
@@ -91,31 +91,39 @@ class TensorPlan(NamedTuple):
         """Whether what runs from block to block is split along the sequence, dim 1."""
         return "sequence" in self.styles.values()
 
+    def local(self, facts: ModelFacts) -> ModelFacts:
+        """Return the facts of what one rank holds: shapes of its part of each parameter."""
+        shapes = {
+            name: tuple(
+                size // self.size if dim == self.dims.get(name) else size for dim, size in enumerate(shape)
+            )
+            for name, shape in facts.shapes.items()
+        }
+        return facts._replace(shapes=shapes)
+
+    def rows(self) -> dict[str, str]:
+        """Return the lines of a table: modules by style, with stars for numbers."""
+        rows = {"layers": f"shared by {self.size} ranks; whole where no style is named"}
+        for style in dict.fromkeys(STYLE_OF_WORD.values()):
+            names = dict.fromkeys(_generic(name) for name, one in self.styles.items() if one == style)
+            if names and style != "whole":
+                rows[style] = ", ".join(names)
+        if self.heads:
+            changes = dict.fromkeys(
+                f"{_generic(name)}.{key} {before} -> {now}"
+                for name, counts in self.heads.items()
+                for key, (before, now) in counts.items()
+            )
+            rows["attributes"] = ", ".join(changes)
+        if self.logits:
+            rows["logits"] = f"of {', '.join(sorted(self.logits))} stay split for the loss"
+        return rows
+
     def __str__(self) -> str:
-        """Draw a line for each kind of module that is split, or whose attributes change."""
-        rows: dict[tuple[str, str, str], int] = {}
-        num_whole = 0
-        for name, style in self.styles.items():
-            if style == "whole":
-                num_whole += 1
-                continue
-            shape = self.shapes.get(f"{name}.weight" if name else "weight", ())
-            note = " x ".join(map(str, shape))
-            if name in self.logits:
-                note += ", logits stay split"
-            row = (_generic(name), style, note)
-            rows[row] = rows.get(row, 0) + 1
-        for name, counts in self.heads.items():
-            note = ", ".join(f"{key} {before} -> {now}" for key, (before, now) in counts.items())
-            row = (_generic(name), "", note)
-            rows[row] = rows.get(row, 0) + 1
-        width = max((len(name) for name, _, _ in rows), default=0)
-        lines = [f"tensor parallel: {self.size} ranks share each layer; {num_whole} modules are whole"]
-        lines += [
-            f"  {name.ljust(width)}  {style.ljust(9)}  {note}" + (f"  ({count} of them)" if count > 1 else "")
-            for (name, style, note), count in rows.items()
-        ]
-        return "\n".join(lines)
+        """Return the plan as a table."""
+        rows = self.rows()
+        width = max(map(len, rows))
+        return "\n".join(f"{title.ljust(width)}  {text}" for title, text in rows.items())
 
 
 def plan_tensor(record: TorchTensorParallelConfig, facts: ModelFacts, tp_size: int) -> TensorPlan:
@@ -173,7 +181,9 @@ def plan_tensor(record: TorchTensorParallelConfig, facts: ModelFacts, tp_size: i
             f"{whose} doesn't fit {facts.kinds.get('', 'the model')} with tp_size={tp_size}:\n"
             + "\n".join(f"  - {one}" for one in problems)
         )
-    return TensorPlan(tp_size, full, heads, logits, facts.shapes, follows)
+    found = {name: _split_dim(follows.get(name, name), full, facts) for name in facts.shapes}
+    dims = {name: dim for name, dim in found.items() if dim is not None}
+    return TensorPlan(tp_size, full, heads, logits, dims, follows)
 
 
 def _match(
