@@ -30,11 +30,11 @@ _HOMES = MappingProxyType(
             save_state save_tree verify_checkpoint
         """,
         "accelfn.comm": """
-            TriggerState broadcast broadcast_object_list check_replicas check_trigger
+            TriggerState all_gather all_to_all broadcast broadcast_object_list check_replicas check_trigger
             failing_together gather gather_object local_main_process_first main_process_first
             on_last_process on_local_main_process on_local_process on_main_process on_process
-            pad_across_processes print_once reduce scatter set_seed set_trigger
-            split_between_processes synchronize_rng_states verify_structure wait_for_everyone
+            pad_across_processes permute print_once reduce reduce_scatter scatter set_seed set_trigger shard
+            split_between_processes synchronize_rng_states unshard verify_structure wait_for_everyone
         """,
         "accelfn.context": """
             Collectives Context ContextOptions EnvironmentPlan Mesh MeshPlan Precision World

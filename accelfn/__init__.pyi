@@ -49,6 +49,8 @@ from accelfn.checkpoint import save_state as save_state
 from accelfn.checkpoint import save_tree as save_tree
 from accelfn.checkpoint import verify_checkpoint as verify_checkpoint
 from accelfn.comm import TriggerState as TriggerState
+from accelfn.comm import all_gather as all_gather
+from accelfn.comm import all_to_all as all_to_all
 from accelfn.comm import broadcast as broadcast
 from accelfn.comm import broadcast_object_list as broadcast_object_list
 from accelfn.comm import check_replicas as check_replicas
@@ -64,13 +66,17 @@ from accelfn.comm import on_local_process as on_local_process
 from accelfn.comm import on_main_process as on_main_process
 from accelfn.comm import on_process as on_process
 from accelfn.comm import pad_across_processes as pad_across_processes
+from accelfn.comm import permute as permute
 from accelfn.comm import print_once as print_once
 from accelfn.comm import reduce as reduce
+from accelfn.comm import reduce_scatter as reduce_scatter
 from accelfn.comm import scatter as scatter
 from accelfn.comm import set_seed as set_seed
 from accelfn.comm import set_trigger as set_trigger
+from accelfn.comm import shard as shard
 from accelfn.comm import split_between_processes as split_between_processes
 from accelfn.comm import synchronize_rng_states as synchronize_rng_states
+from accelfn.comm import unshard as unshard
 from accelfn.comm import verify_structure as verify_structure
 from accelfn.comm import wait_for_everyone as wait_for_everyone
 from accelfn.context import Collectives as Collectives

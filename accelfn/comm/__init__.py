@@ -17,6 +17,7 @@ from accelfn.comm.process_control import (
 from accelfn.comm.random_state import set_seed, synchronize_rng_states
 from accelfn.comm.replicas import check_replicas
 from accelfn.comm.rows import pad_across_processes, scatter
+from accelfn.comm.shards import all_gather, all_to_all, permute, reduce_scatter, shard, unshard
 from accelfn.comm.split import split_between_processes, split_sizes
 from accelfn.comm.tensors import broadcast, gather, reduce
 from accelfn.comm.triggers import TriggerState, check_trigger, set_trigger
@@ -25,6 +26,8 @@ __all__ = (
     "Call",
     "TriggerState",
     "agree",
+    "all_gather",
+    "all_to_all",
     "broadcast",
     "broadcast_bytes",
     "broadcast_object_list",
@@ -45,14 +48,18 @@ __all__ = (
     "on_main_process",
     "on_process",
     "pad_across_processes",
+    "permute",
     "print_once",
     "reduce",
+    "reduce_scatter",
     "scatter",
     "set_seed",
     "set_trigger",
+    "shard",
     "split_between_processes",
     "split_sizes",
     "synchronize_rng_states",
+    "unshard",
     "verify_structure",
     "wait_for_everyone",
 )

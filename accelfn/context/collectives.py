@@ -54,6 +54,10 @@ def _all_reduce_alone(buffer: torch.Tensor, op: ReduceOp) -> None:
     del buffer, op
 
 
+def _reduce_scatter_alone(buffer: torch.Tensor) -> torch.Tensor:
+    return buffer
+
+
 def _broadcast_alone(buffer: torch.Tensor, source: int) -> None:
     del buffer, source
 
@@ -68,8 +72,9 @@ def _all_to_all_alone(buffer: torch.Tensor) -> torch.Tensor:
     return buffer
 
 
-def _shift_alone(outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
-    del outgoing, incoming
+def _permute_alone(outgoing: torch.Tensor, incoming: torch.Tensor, to: int, source: int) -> None:
+    del to, source
+    incoming.copy_(outgoing)
 
 
 def _barrier_alone() -> None:
@@ -118,13 +123,14 @@ class Collectives:
             only way is to wait. A rank that starts an exchange meets one that waits in ``all_gather_bytes``.
         all_gather: ``(n,)`` -> ``(P * n,)``, in rank order; fresh memory where ``P > 1``.
         all_reduce: Reduces the buffer in place.
+        reduce_scatter: ``(P * n,)`` -> ``(n,)``: part ``r`` of the sum over all ranks, on rank ``r``.
         broadcast: Fills the buffer in place from the one of rank ``source``.
         scatter: Fills ``output`` ``(n,)`` with this rank's part of ``buffer`` ``(P * n,)``, which rank
             ``source`` gives; that rank's output may be its own part of it.
         all_to_all: ``(P * n,)`` -> ``(P * n,)``: part ``r`` goes to rank ``r``.
-        shift: Fills ``incoming`` ``(m,)`` with ``outgoing`` ``(n,)`` of the rank before, both uint8 on one
-            device; that rank's ``n`` is this rank's ``m``. Nothing comes to the first rank, and nothing goes
-            from the last: those are empty.
+        permute: ``(outgoing, incoming, to, source)``: fills ``incoming`` ``(m,)`` with the ``outgoing``
+            ``(n,)`` of rank ``source``, both uint8 on one device, and sends this rank's to rank ``to``; ``m`` is the
+            ``n`` of ``source``, whose ``to`` is this rank. Where nothing goes or comes, the buffer is empty.
         barrier: Returns when every rank has called it.
         finish: Waits for an operation that torch has begun on the group, with an eye on the other ranks; on
             an accelerator it only orders streams.
@@ -145,10 +151,11 @@ class Collectives:
     start_all_gather_bytes: Callable[[torch.Tensor], StartedAllGather] | None = None
     all_gather: Callable[[torch.Tensor], torch.Tensor] = _all_gather_alone
     all_reduce: Callable[[torch.Tensor, ReduceOp], None] = _all_reduce_alone
+    reduce_scatter: Callable[[torch.Tensor], torch.Tensor] = _reduce_scatter_alone
     broadcast: Callable[[torch.Tensor, int], None] = _broadcast_alone
     scatter: Callable[[torch.Tensor, torch.Tensor | None, int], None] = _scatter_alone
     all_to_all: Callable[[torch.Tensor], torch.Tensor] = _all_to_all_alone
-    shift: Callable[[torch.Tensor, torch.Tensor], None] = _shift_alone
+    permute: Callable[[torch.Tensor, torch.Tensor, int, int], None] = _permute_alone
     barrier: Callable[[], None] = _barrier_alone
     finish: Callable[[dist.Work, torch.device], None] = _finish_blindly
     translate_error: Callable[[Exception], Exception] = _translate_nothing

@@ -164,6 +164,13 @@ def process_group_collectives(
         with _failures("all_reduce", monitor):
             finish(carrier(buffer).allreduce([buffer], options), buffer.device)
 
+    def reduce_scatter(buffer: torch.Tensor) -> torch.Tensor:
+        output = buffer.new_empty(buffer.numel() // size)
+        with _failures("reduce_scatter", monitor):
+            work = carrier(buffer)._reduce_scatter_base(output, buffer, bindings.ReduceScatterOptions())
+            finish(work, buffer.device)
+        return output
+
     def broadcast(buffer: torch.Tensor, source: int) -> None:
         if shared is not None and buffer.device.type == "cpu":
             broadcast_in_rounds(all_gather_bytes, chunk, rank, buffer, source)
@@ -189,11 +196,11 @@ def process_group_collectives(
             finish(carrier(buffer).alltoall_base(output, buffer, [], []), buffer.device)
         return output
 
-    def shift(outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
+    def permute(outgoing: torch.Tensor, incoming: torch.Tensor, to: int, source: int) -> None:
         # Not by send and recv: gloo ends all connections of the group where one of them is late.
-        goes = [outgoing.numel() if other == rank + 1 else 0 for other in range(size)]
-        comes = [incoming.numel() if other == rank - 1 else 0 for other in range(size)]
-        with _failures("shift", monitor):
+        goes = [outgoing.numel() if other == to else 0 for other in range(size)]
+        comes = [incoming.numel() if other == source else 0 for other in range(size)]
+        with _failures("permute", monitor):
             finish(carrier(outgoing).alltoall_base(incoming, outgoing, comes, goes), outgoing.device)
 
     def finish_for_torch(work: dist.Work, device: torch.device) -> None:
@@ -244,10 +251,11 @@ def process_group_collectives(
         start_all_gather_bytes=start_all_gather_bytes,
         all_gather=all_gather,
         all_reduce=all_reduce,
+        reduce_scatter=reduce_scatter,
         broadcast=broadcast,
         scatter=scatter,
         all_to_all=all_to_all,
-        shift=shift,
+        permute=permute,
         barrier=barrier,
         finish=finish_for_torch,
         translate_error=lambda error: _explained(error, monitor),

@@ -99,10 +99,11 @@ def inject(
         all_gather_bytes=wrap(collectives.all_gather_bytes, lambda message: (message,) * size, opens=True),
         all_gather=wrap(collectives.all_gather, lambda buffer: buffer.repeat(size)),
         all_reduce=wrap(collectives.all_reduce, lambda buffer, op: None),
+        reduce_scatter=wrap(collectives.reduce_scatter, lambda buffer: buffer.view(size, -1)[rank] * size),
         broadcast=wrap(collectives.broadcast, lambda buffer, source: None),
         scatter=wrap(collectives.scatter, scatter_alone),
         all_to_all=wrap(collectives.all_to_all, lambda buffer: buffer),
-        shift=wrap(collectives.shift, lambda outgoing, incoming: None),
+        permute=wrap(collectives.permute, lambda outgoing, incoming, to, source: None),
         barrier=wrap(collectives.barrier, lambda: None),
     )
 

@@ -64,6 +64,12 @@ def memory_collectives(rendezvous: Rendezvous, rank: int, size: int, call_log: C
         finish("all_reduce")
         buffer.copy_(result)
 
+    def reduce_scatter(buffer: torch.Tensor) -> torch.Tensor:
+        parts = meet(("reduce_scatter", *_form(buffer)), buffer)
+        stacked = torch.stack([part.view(size, -1)[rank] for part in parts])
+        finish("reduce_scatter")
+        return stacked.sum(0, dtype=stacked.dtype)
+
     def broadcast(buffer: torch.Tensor, source: int) -> None:
         sent = meet(("broadcast", source, *_form(buffer)), buffer)[source]
         if rank != source:
@@ -81,11 +87,12 @@ def memory_collectives(rendezvous: Rendezvous, rank: int, size: int, call_log: C
         finish("all_to_all")
         return received
 
-    def shift(outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
-        sent = meet(("shift",), outgoing)
-        if rank:
-            incoming.copy_(sent[rank - 1])
-        finish("shift")
+    def permute(outgoing: torch.Tensor, incoming: torch.Tensor, to: int, source: int) -> None:
+        del to
+        sent = meet(("permute",), outgoing)
+        if incoming.numel():
+            incoming.copy_(sent[source])
+        finish("permute")
 
     def barrier() -> None:
         meet(("barrier",), None)
@@ -100,10 +107,11 @@ def memory_collectives(rendezvous: Rendezvous, rank: int, size: int, call_log: C
         all_gather_bytes=all_gather_bytes,
         all_gather=all_gather,
         all_reduce=all_reduce,
+        reduce_scatter=reduce_scatter,
         broadcast=broadcast,
         scatter=scatter,
         all_to_all=all_to_all,
-        shift=shift,
+        permute=permute,
         barrier=barrier,
         split=split,
         chunk=chunk_bytes(size),

@@ -46,6 +46,7 @@ def every_collective(ctx: Context) -> list[Any]:
         buffer = torch.tensor([float(rank), -float(rank)])
         seam.all_reduce(buffer, op)
         outcome.append(numbers(buffer))
+    outcome.append(numbers(seam.reduce_scatter(torch.arange(2.0 * size) + rank)))
     for source in range(size):
         buffer = torch.full((3,), float(rank))
         seam.broadcast(buffer, source)
@@ -57,7 +58,7 @@ def every_collective(ctx: Context) -> list[Any]:
     # Rank r passes r + 1 bytes on, and the last one nothing.
     outgoing = torch.full((0 if rank == size - 1 else rank + 1,), rank, dtype=torch.uint8)
     incoming = torch.zeros(rank, dtype=torch.uint8)
-    seam.shift(outgoing, incoming)
+    seam.permute(outgoing, incoming, min(rank + 1, size - 1), max(rank - 1, 0))
     outcome.append(numbers(incoming))
     seam.barrier()
     return outcome
@@ -72,6 +73,7 @@ def expected(rank: int, size: int) -> list[Any]:
         [total, -total],
         [top, 0.0],
         [0.0, -top],
+        [2.0 * rank * size + total, (2.0 * rank + 1) * size + total],
     ]
     for source in range(size):
         outcome += [[float(source)] * 3, [2.0 * rank + source, 2.0 * rank + 1 + source]]

@@ -33,10 +33,11 @@ def call_all(collectives: Collectives, count: int) -> None:
         lambda: collectives.all_gather_bytes(row),
         lambda: collectives.all_gather(row),
         lambda: collectives.all_reduce(row, "sum"),
+        lambda: collectives.reduce_scatter(row),
         lambda: collectives.broadcast(row, 0),
         lambda: collectives.scatter(row, row, 0),
         lambda: collectives.all_to_all(row),
-        lambda: collectives.shift(row, row),
+        lambda: collectives.permute(row, row, 0, 0),
         lambda: collectives.barrier(),
     )
     for number in range(count):

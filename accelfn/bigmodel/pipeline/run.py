@@ -132,7 +132,8 @@ class Pipeline(nn.Module):
             if tick < count + last - 1:
                 comes_now = rank > 0 and 0 <= index + 1 < count
                 incoming = _bytes(comes.num_bytes if comes_now else 0, ctx.device)
-                ctx.collectives.shift(outgoing, incoming)
+                # To the next rank; the last sends itself nothing, and to the first nothing comes.
+                ctx.collectives.permute(outgoing, incoming, min(rank + 1, last), max(rank - 1, 0))
         return parts, error
 
     def _room(self, form: Form, num_rows: int) -> list[torch.Tensor]:
