@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import accelfn as af
 from accelfn.context import Context
+from accelfn.errors import ReplicaDriftError
 from accelfn.testing import run_ranks
 from tests.checkpoint.layouts import whole
 from tests.parallel.tensor_models import GPT, LENGTH, PLAN, VOCABULARY
@@ -185,3 +186,24 @@ def test_a_run_goes_on_in_any_layout(name: str, checkpoints: tuple[Path, dict[st
             assert one.rates == before[0].rates, where
             assert torch.equal(one.data, before[0].data), where
         check_draws(found, before if other == name else None)
+
+
+@pytest.mark.parametrize(("name", "leaf"), [("hsdp2x2", "blocks.0.up.weight"), ("tp2", "norm.weight")])
+def test_copies_of_a_part_that_have_drifted_are_refused(name: str, leaf: str, tmp_path: Path) -> None:
+    def work(ctx: Context) -> list[tuple[int, str]]:
+        run = make_run(ctx, seed=0)
+        model = run.models["sgd"]
+        af.save_state(ctx, tmp_path / "at", model)
+        if ctx.rank == ctx.num_processes - 1:
+            part: Any = model.get_parameter(leaf)
+            part.to_local().data.add_(1e-3)
+        with pytest.raises(ReplicaDriftError) as caught:
+            af.save_state(ctx, tmp_path / "at", model)
+        fresh = make_run(ctx, seed=1).models["sgd"]
+        af.load_state(ctx, tmp_path / "at", fresh)
+        assert not differing(whole(fresh, run.optimizers["sgd"]), dict(GPT().state_dict(prefix="model/")))
+        return [(row.rank, row.path) for row in caught.value.rows]
+
+    sizes = LAYOUTS[name]
+    ranks = run_ranks(work, sizes.num_ranks, "processes", timeout_s=120.0, **sizes.options())
+    assert ranks == [[(sizes.num_ranks - 1, f"tree[{leaf!r}]")]] * sizes.num_ranks
