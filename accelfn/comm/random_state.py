@@ -30,7 +30,8 @@ def set_seed(
     Args:
         seed: Non-negative, below 2**32 less the number of ranks (NumPy takes no larger one).
         ctx: Needed with ``device_specific``.
-        device_specific: Add the rank, so that ranks draw different numbers.
+        device_specific: Add the rank, so that ranks draw different numbers; on a mesh the place along "loss",
+            so that ranks which share each layer go on drawing the same.
         deterministic: Also switch torch to deterministic algorithms, for the whole process.
 
     Raises:
@@ -41,7 +42,7 @@ def set_seed(
             raise ValueError(
                 "set_seed: device_specific needs the context: set_seed(seed, ctx=ctx, device_specific=True)."
             )
-        seed += ctx.rank
+        seed += ctx.coordinate("loss")
     if not 0 <= seed < 2**32:
         raise ValueError(f"set_seed: seed must lie in 0..2**32 - 1, got {seed}.")
     random.seed(seed)

@@ -8,17 +8,18 @@ import math
 import struct
 import sys
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from accelfn.comm.agreement import Call, catch
+from accelfn.comm.agreement import Call, agree, catch
 from accelfn.comm.objects import gather_bytes
 from accelfn.comm.transfer import unwrap
 from accelfn.comm.wire import as_bytes
-from accelfn.context import Context, check_context
+from accelfn.context import AXES, JOINED, Context, check_context
 from accelfn.errors import Drift, ReplicaDriftError
 from accelfn.tree import (
     PackSpec,
@@ -34,6 +35,8 @@ __all__ = ("check_replicas",)
 
 _OPERATION = "check_replicas"
 _DIGEST_BYTES = 16
+# What isn't sharded is the same on all ranks, but for the stages of a pipeline.
+_WHOLE = tuple(axis for axis in AXES if axis != "pp")
 # Leaves whose amounts are found out, which takes a message as large as the leaf.
 _MAX_COMPARED = 8
 _PIECE = 1 << 21  # elements compared at a time
@@ -66,25 +69,45 @@ def check_replicas(ctx: Context, tree: Any, *, name: str = "tree") -> None:
     with the tree. A change of one bit of any leaf shows. Only when ranks differ, they tell each other
     which leaves these are, and compare up to eight of them with a rank that holds what most ranks hold.
 
+    Of a ``DTensor`` local tensors are compared, between ranks that should hold the same one: along the axes
+    of the context's mesh that it isn't sharded along. Then errors number ranks along these axes.
+
     Ranks: every rank of ``ctx``, with trees of the same structure, shapes and dtypes.
 
     Args:
         ctx: The world.
         tree: Tensors of any dtype and shape, modules and optimizers, alone or in any tree. Of a module its
-            parameters and buffers are taken, by name; of an optimizer the tensors of its ``state_dict()``;
-            of a ``DTensor`` that is replicated on its mesh, the local tensor. Left as it is.
+            parameters and buffers are taken, by name; of an optimizer the tensors of its ``state_dict()``.
+            Left as it is.
         name: What errors call ``tree``; the same on every rank.
 
     Raises:
-        ReplicaDriftError: A leaf isn't the same on every rank; the same error on all of them.
+        ReplicaDriftError: A leaf isn't the same on every rank; the same error on all that are compared
+            (``RemoteRankError`` on those that hold other shards).
         MismatchError: Structures, shapes, dtypes or kinds of device differ; the same error on every rank.
-        TypeError: A leaf is no dense tensor, or a ``DTensor`` of which ranks hold different parts
+        TypeError: A leaf is no dense tensor, or is sharded on another mesh than that of ``ctx``
             (``RemoteRankError`` on the ranks where all is well).
 
     >>> check_replicas(Context(), torch.nn.Linear(3, 2), name="model")
     """
     check_context("check_replicas", ctx)
-    replica, error = catch(lambda: _prepare(ctx, tree, name))
+    parts, error = catch(lambda: _by_axes(ctx, tree, name))
+    if parts is None or (list(parts) == [_WHOLE] and ctx.along(*_WHOLE) is ctx):
+        _check_part(ctx, None if parts is None else parts[_WHOLE], name, error)
+        return
+    agree(ctx, Call(_OPERATION, f"along {list(parts)}"))
+    for axes, part in parts.items():
+        _, error = catch(functools.partial(_check_part, ctx.along(*axes), part, name))
+        agree(ctx, Call(_OPERATION, f"along {axes}"), error=error)
+
+
+def _check_part(
+    ctx: Context, part: tuple[list[Any], TreeSpec] | None, name: str, error: Exception | None = None
+) -> None:
+    """Check what all ranks of ``ctx`` should hold alike."""
+    replica = None
+    if part is not None:
+        replica, error = catch(lambda: _prepare(ctx, *part, name))
     if ctx.world.size == 1:
         unwrap(replica, error)
         return
@@ -101,11 +124,8 @@ def check_replicas(ctx: Context, tree: Any, *, name: str = "tree") -> None:
     raise ReplicaDriftError(_OPERATION, _rows(drifted, amounts, layout, name))
 
 
-def _prepare(ctx: Context, tree: Any, name: str) -> _Replica:
-    if not isinstance(cast("object", name), str):
-        raise TypeError(f"{_OPERATION}: name must be a string, got {name!r}.")
-    leaves, structure = _take_apart(tree)
-    leaves = require_tensors(_OPERATION, _local(leaves, structure, name), structure, name)
+def _prepare(ctx: Context, leaves: list[Any], structure: TreeSpec, name: str) -> _Replica:
+    leaves = require_tensors(_OPERATION, leaves, structure, name)
     digests = b"" if ctx.world.size == 1 else as_bytes(digest_tensors(leaves).view(torch.uint8))
     return _Replica(leaves, plan_layout(leaves, structure), digests)
 
@@ -127,29 +147,49 @@ def _tensors_of(leaf: Any) -> Any:
     return leaf
 
 
-def _local(leaves: list[Any], structure: TreeSpec, name: str) -> list[Any]:
-    """Give what this rank holds of each ``DTensor``.
+def _by_axes(ctx: Context, tree: Any, name: str) -> dict[tuple[str, ...], tuple[list[Any], TreeSpec]]:
+    """Take a tree apart, and sort what this rank holds by the axes along which it should be the same.
 
     Raises:
-        TypeError: It is only a part.
+        TypeError: A leaf is sharded, and nobody knows along which axes.
     """
+    if not isinstance(cast("object", name), str):
+        raise TypeError(f"{_OPERATION}: name must be a string, got {name!r}.")
+    leaves, structure = _take_apart(tree)
     # Not imported: where nobody has loaded it, there is no DTensor.
     module = sys.modules.get("torch.distributed.tensor")
-    if module is None:
-        return leaves
-    local: list[Any] = []
+    axes = [_WHOLE] * len(leaves)
     for index, leaf in enumerate(leaves):
-        if isinstance(leaf, module.DTensor):
-            if not all(placement.is_replicate() for placement in leaf.placements):
-                raise TypeError(
-                    f"{_OPERATION}: {structure.paths(name)[index]} is sharded: a DTensor with placements "
-                    f"{leaf.placements}, of which ranks hold different parts. Leave it out, or pass its "
-                    "full_tensor()."
-                )
-            local.append(leaf.to_local())
-        else:
-            local.append(leaf)
-    return local
+        if module is not None and isinstance(leaf, module.DTensor):
+            axes[index] = _axes_of(ctx, leaf, lambda: structure.paths(name)[index])  # noqa: B023 -- called at once
+            leaves[index] = cast("Any", leaf).to_local()
+    wanted = sorted(set(axes), reverse=True) or [_WHOLE]
+    if wanted == [_WHOLE]:
+        return {_WHOLE: (leaves, structure)}
+    return {
+        # None is no leaf, so each part keeps its paths.
+        one: flatten(
+            structure.unflatten(
+                [leaf if own == one else None for leaf, own in zip(leaves, axes, strict=True)]
+            )
+        )
+        for one in wanted
+    }
+
+
+def _axes_of(ctx: Context, leaf: Any, path: Callable[[], str]) -> tuple[str, ...]:
+    """Say along which axes ranks hold the same part of a ``DTensor``."""
+    names = leaf.device_mesh.mesh_dim_names or ("",) * leaf.device_mesh.ndim
+    dims = zip(names, leaf.placements, strict=True)
+    cut = [dim for dim, placement in dims if not placement.is_replicate()]
+    if ctx.mesh is None and cut or any(dim not in AXES and dim not in JOINED for dim in cut):
+        raise TypeError(
+            f"{_OPERATION}: {path()} is sharded: a DTensor with placements {leaf.placements}, of which ranks "
+            "hold different parts, on a mesh that isn't the context's. Leave it out, or pass its "
+            "full_tensor()."
+        )
+    gone = {axis for dim in cut for axis in JOINED.get(dim, (dim,))}
+    return tuple(axis for axis in _WHOLE if axis not in gone)
 
 
 def _describe(layout: PackSpec, name: str) -> Call:

@@ -128,18 +128,18 @@ class Collectives:
         scatter: Fills ``output`` ``(n,)`` with this rank's part of ``buffer`` ``(P * n,)``, which rank
             ``source`` gives; that rank's output may be its own part of it.
         all_to_all: ``(P * n,)`` -> ``(P * n,)``: part ``r`` goes to rank ``r``.
-        permute: ``(outgoing, incoming, to, source)``: fills ``incoming`` ``(m,)`` with the ``outgoing``
-            ``(n,)`` of rank ``source``, both uint8 on one device, and sends this rank's to rank ``to``; ``m`` is the
-            ``n`` of ``source``, whose ``to`` is this rank. Where nothing goes or comes, the buffer is empty.
+        permute: ``(outgoing, incoming, to, source)``: sends ``outgoing`` ``(n,)`` to rank ``to``, and fills
+            ``incoming`` ``(m,)`` with what rank ``source`` sends here, where ``n`` is this rank's ``m``;
+            uint8 on one device. A rank that sends or gets nothing has an empty buffer.
         barrier: Returns when every rank has called it.
         finish: Waits for an operation that torch has begun on the group, with an eye on the other ranks; on
             an accelerator it only orders streams.
         translate_error: What a backend raised outside of these callables, such as in a backward pass -> the
             error that says which rank is missing and why; anything else as it is.
         split: ``(groups, timeout)``: for each of ``groups``, ranks of which this rank is one, ascending:
-            ranks as a world of their own. All ranks of the world come here together, and the k-th groups
-            of all ranks share the world out. What torch waits for in such a group, it waits for at most
-            ``timeout``.
+            those ranks as a world of their own. All ranks of the world come here together, and the k-th
+            groups of all ranks share the world out. What torch waits for in such a group, it waits for at
+            most ``timeout``.
         while_blocked: Return a ``with`` block in which this rank waits for something else than other ranks,
             such as a thread of its own: ranks that are threads and run in turn let each other run meanwhile.
         chunk: Bytes at most per rank in one ``all_gather_bytes``.

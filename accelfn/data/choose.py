@@ -32,6 +32,9 @@ def choose_reader(
 
     Ranks: every rank of ``ctx``.
     """
+    # Ranks that work on one batch together read it alike; only the seed of the order is the whole world's.
+    agree = partial(agree_on_seed, ctx)
+    ctx = ctx.along("dp")
     check_stateful(ctx)
     if ctx.loading.dispatch_batches and sharding != "global":
         raise ConfigurationError(
@@ -40,16 +43,16 @@ def choose_reader(
         )
     if ctx.loading.dispatch_batches:
         _refuse_disorder(loader)
-        return dispatch(ctx, loader, partial(agree_on_seed, ctx, loader), slice_fn)
+        return dispatch(ctx, loader, partial(agree, loader), slice_fn)
     if slice_fn is not None:
         raise ConfigurationError(
             "slice_fn cuts the batches that rank 0 reads for all ranks, and here each rank reads its own. "
             "Use DataLoaderConfiguration(dispatch_batches=True), or leave slice_fn out."
         )
     if sharding == "already_sharded":
-        return OwnReader(ctx, loader, agree_on_seed(ctx, loader, "already sharded"))
+        return OwnReader(ctx, loader, agree(loader, "already sharded"))
     if isinstance(loader.dataset, IterableDataset):
-        return read_stream(ctx, loader, sharding == "by_source", partial(agree_on_seed, ctx, loader))
+        return read_stream(ctx, loader, sharding == "by_source", partial(agree, loader))
     if sharding == "by_source":
         raise ConfigurationError(
             'sharding="by_source" is for streams. This dataset is read by its indices, of which each rank '
@@ -57,7 +60,7 @@ def choose_reader(
         )
     _refuse_disorder(loader)
     asked = read_asked(ctx.loading, ctx.num_processes, loader)
-    seed = agree_on_seed(ctx, loader, asked.what)
+    seed = agree(loader, asked.what)
     if isinstance(asked, BatchSamplerSpec):
         return BatchedReader(ctx, loader, asked, seed)
     return SampledReader(ctx, loader, asked, seed, ctx.rank)

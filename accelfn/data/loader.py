@@ -195,6 +195,9 @@ def prepare_data_loader(
     piece of each group of batches, which a warning says once. It must be the same stream on every rank: its
     random numbers are, and those of collation differ.
 
+    On a mesh the shares are those along ``"dp"``: ranks that work on one batch together, such as those along
+    ``"tp"``, get the same one.
+
     Ranks: every rank of ``ctx``.
 
     Args:
@@ -227,7 +230,7 @@ def prepare_data_loader(
     """
     check_context("prepare_data_loader", ctx)
     if isinstance(loader, PreparedDataLoader):
-        if passes_of(loader).context != ctx:
+        if passes_of(loader).context != ctx.along("dp"):
             raise ConfigurationError(
                 "the loader was prepared with another context, and would be sharded twice. Prepare the "
                 "original loader."
@@ -240,5 +243,5 @@ def prepare_data_loader(
     else:
         source = loader_over(loader, ctx.loading.custom_classes)
     reader = choose_reader(ctx, source, sharding, slice_fn)
-    passes = Passes(ctx, source, reader, partial(agree_on_seed, ctx, source))
+    passes = Passes(ctx.along("dp"), source, reader, partial(agree_on_seed, ctx, source))
     return PreparedDataLoader(passes, cast("object", loader))

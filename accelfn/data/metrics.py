@@ -38,7 +38,8 @@ def gather_for_metrics(ctx: Context, tree: T, micro: MicroBatch) -> T:
       that is repeated to be counted by samples has to be repeated ``micro.num_rows`` times, not as many times
       as a full batch has samples; or gather it as it is, beside its weight.
 
-    To gather what has nothing to do with rows, use :func:`accelfn.gather`.
+    On a mesh, rows are joined along ``"dp"``: ranks that work on one batch together have the same ones. To
+    gather what has nothing to do with rows, use :func:`accelfn.gather`.
 
     Ranks: every rank of ``ctx``. One packed gather of the tensors; one more exchange where the tree holds
     other things, where rows may be padding, and where nobody has planned how many there are.
@@ -110,6 +111,7 @@ def gather_valid(
     Raises:
         ValueError: A leaf has as many rows as several of these, which differ in what is padding.
     """
+    ctx = ctx.along("dp")  # others have the same rows
     leaves, structure = flatten(tree, _is_anything if as_objects else _is_rows_of_objects)
     tensors = [isinstance(leaf, torch.Tensor) and not as_objects for leaf in leaves]
     lengths = [_length(leaf, as_objects) for leaf in leaves]

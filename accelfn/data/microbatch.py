@@ -164,6 +164,7 @@ def microbatches(
 
 
 def _microbatches(ctx: Context, loader: Iterable[T], uneven: Uneven) -> Iterator[tuple[T, MicroBatch]]:
+    whole, ctx = ctx, ctx.along("dp")  # those who work on one batch together have the same ones
     passes = passes_of(loader) if isinstance(loader, PreparedDataLoader) else None
     begun = _begin_any(ctx, loader, uneven) if passes is None else passes.begin()
     epoch = 0 if passes is None else passes.epoch  # behind a pass that was left, another one begins
@@ -173,7 +174,7 @@ def _microbatches(ctx: Context, loader: Iterable[T], uneven: Uneven) -> Iterator
         steps = _in_windows(ctx, begun, uneven)
     else:
         steps = _counted(ctx, begun, begun.counts, epoch, uneven)
-    call_log = ctx.collectives.call_log
+    call_log = whole.collectives.call_log
     source, before = f"epoch {epoch}", 0 if passes is None else passes.consumed
     if passes is None:
         call_log.passes += 1
@@ -207,10 +208,10 @@ def _microbatches(ctx: Context, loader: Iterable[T], uneven: Uneven) -> Iterator
             call_log.batches = index
             yield batch, make(MicroBatch, (*known, *of_step, rows, valid, is_full, draws))
         # A source that gave fewer batches than its length has promised is found out here.
-        if size > 1 and uneven != "join":
+        if whole.num_processes > 1 and uneven != "join":
             call_log.has_ended = True
             read = _read_by_all(passes, begun, uneven)
-            check(ctx, Call("microbatches", f"the end after {index} batches{read}"))
+            check(whole, Call("microbatches", f"the end after {index} batches{read}"))
     finally:  # what the ranks do then, or in the loop around this one, has nothing to do with this pass
         call_log.batches, call_log.has_ended = outer, False
     if passes is not None:  # a rank that left batches over has ended its epoch like the others

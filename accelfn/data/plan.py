@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from accelfn.context import plan_mesh
 from accelfn.context.config import DataLoaderConfiguration, ParallelismConfig
 from accelfn.errors import ConfigurationError
 
@@ -180,11 +181,11 @@ class DataRank(NamedTuple):
 def data_rank(parallelism: ParallelismConfig, rank: int) -> DataRank:
     """Say which part of the data ``rank`` reads in a mesh. Pure.
 
-    Ranks that differ only along the axes of tensor, context or sequence parallelism work on one batch
-    together, so they read the same.
+    Ranks that differ only along the axes of pipeline, tensor, context or sequence parallelism work on one
+    batch together, so they read the same.
 
     Args:
-        parallelism: Sizes of the axes, of which these are innermost.
+        parallelism: Sizes of the axes.
         rank: In ``range(total_size)``.
 
     Raises:
@@ -198,8 +199,9 @@ def data_rank(parallelism: ParallelismConfig, rank: int) -> DataRank:
         raise ValueError(
             f"data_rank: the mesh has ranks 0 to {parallelism.total_size - 1}, and there is no rank {rank}."
         )
-    sharing = parallelism.tp_size * parallelism.cp_size * parallelism.sp_size
-    return DataRank(rank // sharing, parallelism.total_size // sharing, sharing)
+    mesh = plan_mesh(parallelism, parallelism.total_size)
+    size = mesh.size("dp")
+    return DataRank(mesh.coordinate(rank, "dp"), size, mesh.num_ranks // size)
 
 
 class Planner(Protocol):

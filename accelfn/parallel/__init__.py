@@ -19,6 +19,7 @@ from accelfn.parallel.handle import (
     local_steps,
     uncompiled,
 )
+from accelfn.parallel.norm import clip_norm_, clip_value_, gradient_norm
 from accelfn.parallel.plan import ModelPlan, apply_model, plan_model
 from accelfn.parallel.pointers import follow, newest, repoint
 from accelfn.parallel.replicate import (
@@ -40,11 +41,14 @@ __all__ = (
     "apply_model",
     "check_reduced",
     "check_wrapped",
+    "clip_norm_",
+    "clip_value_",
     "convert_sync_batchnorm",
     "exact_backward",
     "exact_batch",
     "follow",
     "follow_optimizers",
+    "gradient_norm",
     "handle_of",
     "has_engine",
     "is_kept_equal",

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import cast
 
 import torch
 
 from accelfn.context import Context, check_context
-from accelfn.parallel import check_reduced, follow
+from accelfn.parallel import check_reduced, clip_norm_, clip_value_, follow
 from accelfn.training.scaler import ScalerState, check_closed, check_newest
 
-__all__ = ("check_bound", "clip_grad_norm_", "clip_grad_value_", "clip_norm_")
+__all__ = ("check_bound", "clip_grad_norm_", "clip_grad_value_")
 
 
 def clip_grad_norm_(
@@ -26,8 +25,8 @@ def clip_grad_norm_(
 
     Writes into the gradients. Nothing waits for the device.
 
-    Ranks: local where ranks hold whole parameters, whose gradients are equal once they are averaged; where
-    they hold parts (``DTensor``), every rank of the parameters' mesh, and the norm is that of the whole.
+    Ranks: every rank of ``ctx`` where parameters are sharded or layers are on several stages: one number is
+    summed. Local where each rank holds whole parameters, whose gradients are equal once they are averaged.
 
     Args:
         ctx: The world.
@@ -39,7 +38,8 @@ def clip_grad_norm_(
             :func:`accelfn.backward` where there is neither float16 nor a weight.
 
     Returns:
-        The norm before scaling, shape ``()``, on the gradients' device; zero without gradients.
+        The norm before scaling, shape ``()``, on the gradients' device; no DTensor, and the same on every
+        rank. Zero without gradients.
 
     Raises:
         ValueError: ``max_norm`` isn't positive, or the gradients are not divided by loss scale and weight
@@ -51,14 +51,7 @@ def clip_grad_norm_(
     check_bound("clip_grad_norm_", "max_norm", max_norm)
     parameters = follow([parameters] if isinstance(parameters, torch.Tensor) else parameters)
     _check_ready("clip_grad_norm_", ctx, parameters, scaler_state)
-    return clip_norm_(parameters, max_norm, norm_type)
-
-
-def clip_norm_(parameters: Sequence[torch.Tensor], max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-    """Do what :func:`clip_grad_norm_` does with gradients that are ready for it."""
-    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
-    whole = getattr(norm, "full_tensor", None)  # of a DTensor
-    return norm if whole is None else cast("torch.Tensor", whole())
+    return clip_norm_(ctx, parameters, max_norm, norm_type)
 
 
 def clip_grad_value_(
@@ -72,7 +65,7 @@ def clip_grad_value_(
 
     Writes into the gradients. Nothing waits for the device.
 
-    Ranks: local.
+    Ranks: every rank of ``ctx`` where parameters are sharded; else local.
 
     Args:
         ctx: The world.
@@ -91,7 +84,7 @@ def clip_grad_value_(
     check_bound("clip_grad_value_", "clip_value", clip_value)
     parameters = follow([parameters] if isinstance(parameters, torch.Tensor) else parameters)
     _check_ready("clip_grad_value_", ctx, parameters, scaler_state)
-    torch.nn.utils.clip_grad_value_(parameters, clip_value)
+    clip_value_(ctx, parameters, clip_value)
 
 
 def check_bound(operation: str, name: str, bound: float) -> None:

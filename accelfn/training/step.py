@@ -16,10 +16,17 @@ from accelfn.context import Context, check_context
 from accelfn.data import MicroBatch
 from accelfn.data.microbatch import check_micro
 from accelfn.errors import ConfigurationError
-from accelfn.parallel import check_reduced, exact_backward, exact_batch, follow_optimizers, local_steps
+from accelfn.parallel import (
+    check_reduced,
+    clip_norm_,
+    exact_backward,
+    exact_batch,
+    follow_optimizers,
+    local_steps,
+)
 from accelfn.parallel import no_sync as replicas_without_sync
 from accelfn.parallel import trigger_sync_in_backward as replicas_triggered
-from accelfn.training.clip import check_bound, clip_norm_
+from accelfn.training.clip import check_bound
 from accelfn.training.exact import draw_for, num_shards
 from accelfn.training.finite import check_gradients, named_parameters
 from accelfn.training.prepare import is_averaged
@@ -318,7 +325,7 @@ def optimizer_step(
     if ctx.guard.check_gradients and not scales:
         check_gradients(ctx, optimizers)
     if max_norm is not None:
-        clip_norm_(parameters_in(optimizers), max_norm)
+        clip_norm_(ctx, parameters_in(optimizers), max_norm)
     if not scales:
         for one in optimizers:
             cast("Any", one).step()

@@ -18,6 +18,7 @@ import accelfn
 from accelfn.comm import check_replicas, gather
 from accelfn.comm.agreement import HEADER_BYTES
 from accelfn.context import Context
+from accelfn.context.config import ParallelismConfig
 from accelfn.errors import Drift, MismatchError, RemoteRankError, ReplicaDriftError
 from accelfn.testing import Where, run_ranks
 from accelfn.testing.strategies import Mismatched, dtypes, mismatched_trees, shapes, tensors, trees
@@ -532,3 +533,32 @@ def test_one_process_checks_what_it_was_given() -> None:
     check_replicas(Context(), {"x": torch.ones(2), "n": None, "m": torch.nn.Linear(1, 1)})
     with pytest.raises(TypeError, match=re.escape("check_replicas: tree['x'] must be a tensor, got str")):
         check_replicas(Context(), {"x": "text"})
+
+
+def test_shards_are_compared_along_the_axes_that_replicate_them() -> None:
+    def work(ctx: Context) -> str:
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        assert ctx.mesh is not None
+        mesh = ctx.mesh.device_mesh("dp_replicate", "shard")
+
+        def tree(odd: float) -> Any:
+            shard = torch.full((2,), float(ctx.coordinate("dp_shard")))
+            shard[1] += odd
+            return {
+                "shard": DTensor.from_local(shard, mesh, [Replicate(), Shard(0)], run_check=False),
+                "whole": torch.ones(2),
+            }
+
+        check_replicas(ctx, tree(0.0), name="model")
+        try:
+            check_replicas(ctx, tree(1.0 if ctx.rank == 3 else 0.0), name="model")
+        except (ReplicaDriftError, RemoteRankError) as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    mesh = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+    errors = run_ranks(work, 4, "processes", parallelism_config=mesh)
+    # Ranks 1 and 3 hold the same shard.
+    assert [error.partition(":")[0] for error in errors] == ["RemoteRankError", "ReplicaDriftError"] * 2
+    assert "model['shard']" in errors[1]
