@@ -30,6 +30,8 @@ from accelfn.parallel.replicate import (
     unchecked,
 )
 from accelfn.parallel.shard import ShardPlan, register_forward_method
+from accelfn.parallel.tensor import apply_tensor
+from accelfn.parallel.tensor_plans import TensorPlan, plan_tensor
 from accelfn.parallel.thread_ddp import ThreadDDP
 
 __all__ = (
@@ -37,8 +39,10 @@ __all__ = (
     "ModelFacts",
     "ModelPlan",
     "ShardPlan",
+    "TensorPlan",
     "ThreadDDP",
     "apply_model",
+    "apply_tensor",
     "check_reduced",
     "check_wrapped",
     "clip_norm_",
@@ -57,6 +61,7 @@ __all__ = (
     "newest",
     "no_sync",
     "plan_model",
+    "plan_tensor",
     "read_facts",
     "register_forward_method",
     "replicate",

@@ -213,6 +213,7 @@ def apply_shard(ctx: Context, model: nn.Module, plan: ShardPlan) -> None:
     for one in ignored:  # which FSDP leaves where they are
         one.data = one.data.to(ctx.device)
     units: list[nn.Module] = []
+    model.register_forward_hook(_own_memory)  # before FSDP's own hook
     for name in plan.units:
         module = model.get_submodule(name)
         precision = MixedPrecisionPolicy(
@@ -263,3 +264,17 @@ def register_forward_method(model: nn.Module, *names: str) -> None:
             from torch.distributed.fsdp import register_fsdp_forward_method
 
             register_fsdp_forward_method(model, name)
+
+
+def _own_memory(model: nn.Module, args: Any, output: Any) -> Any:
+    """Hook after the model: give outputs that are views memory of their own.
+
+    FSDP puts a hook on each output, which an operation in place on a view would drop in silence, and with it
+    the gathering for the backward pass. A layer that ranks share gives views.
+    """
+    from torch.utils._pytree import tree_map_only
+
+    def owned(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone() if tensor.requires_grad and tensor._base is not None else tensor
+
+    return tree_map_only(torch.Tensor, owned, output) if torch.is_grad_enabled() else output

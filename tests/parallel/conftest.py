@@ -7,5 +7,6 @@ import pytest
 
 @pytest.fixture(scope="package", autouse=True)
 def imported() -> None:
-    """Import what DistributedDataParallel will: once here, and not for a second in each forked rank."""
-    importlib.import_module("torch._dynamo")
+    """Import what torch's engines will: once here, and not for a second in each forked rank."""
+    for name in ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"):
+        importlib.import_module(name)

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.fsdp
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -45,7 +44,7 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("has_state", [False, True], ids=["fresh", "state"])
 @pytest.mark.parametrize("order", ["model first", "optimizer first", "together", "neither prepared"])
 def test_any_order_trains_as_if_the_optimizer_was_made_afterwards(order: str, has_state: bool) -> None:
-    def made() -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    def made() -> tuple[lm.Model, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
         model = lm.make()
         optimizer = torch.optim.AdamW(groups_of(model), lr=1e-2, eps=1e-3)
         if has_state:
@@ -123,7 +122,7 @@ def test_a_group_of_both_kinds_steps_without_foreach() -> None:
         scaler = af.backward(ctx, loss, af.init_scaler(ctx))
         af.optimizer_step(ctx, optimizer, scaler)
         return [group["foreach"] for group in optimizer.param_groups], [
-            bool(optimizer.state[one]) for one in frozen.parameters()
+            bool(optimizer.state[one]) for one in plain.parameters()
         ]
 
     assert run_ranks(on_rank, 2, on="processes", fsdp_plugin=PLUGIN) == [([False, True], [True, True])] * 2
@@ -140,17 +139,19 @@ def replace(model: nn.Module, name: str, value: torch.Tensor) -> nn.Parameter:
 
 
 def test_pointers_lead_over_several_replacements_to_the_newest() -> None:
-    model = nn.Sequential(nn.Linear(2, 2))
-    first = model[0].weight
+    model = nn.Sequential()
+    layer = nn.Linear(2, 2)
+    model.append(layer)
+    first = layer.weight
     for value in (1.0, 2.0):
         before = named(model)
         replace(model, "0.weight", torch.full((2, 2), value))
         leave_pointers(before, model)
-    assert newest(first) is model[0].weight
-    assert newest(model[0].bias) is model[0].bias
-    assert [id(one) for one in follow([first, model[0].weight, model[0].bias])] == [
-        id(model[0].weight),
-        id(model[0].bias),
+    assert newest(first) is layer.weight
+    assert newest(layer.bias) is layer.bias
+    assert [id(one) for one in follow([first, layer.weight, layer.bias])] == [
+        id(layer.weight),
+        id(layer.bias),
     ]
 
 
@@ -158,7 +159,7 @@ def test_a_parameter_that_is_gone_leaves_the_optimizer_and_its_names() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.named_parameters(), lr=1.0)
     before = named(model)
-    model.bias = None
+    model.register_parameter("bias", None)
     leave_pointers(before, model)
     group = optimizer.param_groups[0]
     assert repoint(optimizer) == 1

@@ -1,0 +1,205 @@
+"""A plan for tensor parallelism: from patterns to styles, and everything that is wrong at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from accelfn.context.config import TorchTensorParallelConfig
+from accelfn.errors import ConfigurationError
+from accelfn.parallel.facts import ModelFacts, read_facts
+from accelfn.parallel.tensor_plans import STYLE_OF_WORD, TensorPlan, plan_tensor
+from tests.parallel.tensor_models import GPT, PLAN, SEQUENCE
+
+
+def facts_of(**options: bool) -> ModelFacts:
+    return read_facts(GPT(**options))
+
+
+def plan(words: Mapping[str, str] | None, facts: ModelFacts, size: int = 2) -> TensorPlan:
+    return plan_tensor(TorchTensorParallelConfig(plan=words), facts, size)
+
+
+def refusal(words: Mapping[str, str] | None, facts: ModelFacts, size: int = 2) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        plan(words, facts, size)
+    return str(caught.value)
+
+
+def test_each_module_with_parameters_gets_a_style() -> None:
+    found = plan(PLAN, facts_of(views_by_count=True))
+    assert found.styles["blocks.1.attn.q"] == "colwise"
+    assert found.styles["blocks.0.down"] == "rowwise"
+    assert found.styles["positions"] == found.styles["norm"] == "whole"
+    assert "blocks.0.dropout" not in found.styles
+    assert found.heads["blocks.0.attn"] == {"num_heads": (4, 2)}
+    assert not found.splits_sequence
+    assert plan(SEQUENCE, facts_of()).splits_sequence
+
+
+def test_a_rank_holds_its_part() -> None:
+    facts = facts_of()
+    local = plan(PLAN, facts).local(facts).shapes
+    assert local["blocks.0.up.weight"] == (32, 16)
+    assert local["blocks.0.up.bias"] == (32,)
+    assert local["blocks.0.down.weight"] == (16, 32)
+    assert local["blocks.0.down.bias"] == (16,)
+    assert local["embed.weight"] == local["head.weight"] == (16, 16)
+    assert local["norm.weight"] == (16,)
+
+
+def test_words_of_transformers_are_styles() -> None:
+    words = {"embed": "embedding_rowwise", "head": "colwise_gather_output", "positions": "replicate"}
+    found = plan({**PLAN, **words}, facts_of()).styles
+    assert [found[name] for name in words] == ["embedding", "gather", "whole"]
+
+
+def test_all_that_is_wrong_is_said_at_once() -> None:
+    said = refusal(
+        {
+            "block.*.attn.q": "colwise",
+            "blocks.*.attn.k": "column",
+            "blocks.*.norm1": "rowwise",
+            "blocks.*": "whole",
+            "blocks.*.up": "colwise",
+            "blocks.*.u*": "rowwise",
+            "head": "gather",
+        },
+        facts_of(),
+        3,
+    )
+    assert "GPT with tp_size=3" in said
+    assert "'block.*.attn.q' matches no module. Did you mean 'blocks.*.attn.q'" in said
+    assert "'blocks.*.attn.k': unknown style 'column'. Use one of colwise, " in said
+    assert "blocks.0.norm1 is a LayerNorm, which can't be 'rowwise'. torch splits nn.Linear" in said
+    assert "blocks.1.up (colwise): 64 outputs aren't divisible by tp_size=3. Pad it by 2" in said
+    assert "'blocks.*.u*' and 'blocks.*.up' both match blocks.0.up" in said
+    assert "head (gather): 32 outputs aren't divisible by tp_size=3" in said
+    assert "embed.weight and head.weight are one tied parameter" in said
+
+
+def test_a_container_has_nothing_to_split() -> None:
+    said = refusal({"blocks.*": "colwise"}, facts_of())
+    assert "'blocks.*' matches blocks.0 (Block), which has no parameters of its own" in said
+
+
+@pytest.mark.parametrize("missing", ["embed", "head"])
+def test_tied_weights_are_laid_out_alike(missing: str) -> None:
+    words = {pattern: word for pattern, word in PLAN.items() if pattern != missing}
+    said = refusal(words, facts_of())
+    assert (
+        "embed.weight and head.weight are one tied parameter, and the plan lays them out differently" in said
+    )
+    assert f"{missing}.weight is whole" in said
+    assert plan(words, facts_of(tied=False)).styles[missing] == "whole"
+
+
+def test_heads_are_divisible() -> None:
+    facts = facts_of()
+    assert "blocks.0.attn.num_heads=4 isn't divisible by tp_size=8" in refusal(PLAN, facts, 8)
+
+
+def test_heads_that_share_keys_are_divisible_too() -> None:
+    attention = nn.Module()
+    vars(attention)["head_dim"] = 4
+    attention.q, attention.k, attention.o = nn.Linear(16, 32), nn.Linear(16, 8), nn.Linear(32, 16)
+    model = nn.Module()
+    model.attention = attention
+    words = {"attention.[qk]": "colwise", "attention.o": "rowwise"}
+    assert plan(words, read_facts(model)).styles["attention.k"] == "colwise"
+    assert "attention.k has 2 heads of 4, which tp_size=4 doesn't divide" in refusal(
+        words, read_facts(model), 4
+    )
+
+
+def test_a_module_between_split_layers_must_be_named() -> None:
+    facts = facts_of(norms_heads=True)
+    assert "blocks.0.attn.head_norm stands beside colwise and rowwise layers" in refusal(PLAN, facts)
+    for style in ("heads", "whole"):
+        assert (
+            plan({**PLAN, "blocks.*.attn.head_norm": style}, facts).styles["blocks.0.attn.head_norm"] == style
+        )
+
+
+def test_without_any_plan_it_says_what_to_pass() -> None:
+    said = refusal(None, facts_of())
+    assert "nothing says how to split GPT" in said
+    assert "TorchTensorParallelConfig(plan={" in said
+    assert "GPT" in refusal({}, facts_of())
+
+
+def test_the_model_s_own_plan_may_name_what_it_has_not() -> None:
+    facts = facts_of()._replace(tp_plan={**PLAN, "vision.*.q": "colwise", "blocks.*.experts": "grouped_gemm"})
+    assert plan(None, facts).styles["head"] == "gather"
+    assert plan(None, facts).heads == {}  # such models view by -1
+    nothing = facts._replace(tp_plan={"vision.*.q": "colwise"})
+    assert "the model's own tp_plan doesn't fit GPT" in refusal(None, nothing)
+    assert "none of its patterns matches a module" in refusal(None, nothing)
+
+
+def test_experts_of_the_model_s_own_plan_are_refused_by_name() -> None:
+    facts = facts_of()._replace(tp_plan={**PLAN, "blocks.*.attn": "moe_tp_experts", "norm.weight": "colwise"})
+    said = refusal(None, facts)
+    assert "'blocks.*.attn': unknown style 'moe_tp_experts'" in said
+    assert "'norm.weight' names a parameter" in said
+
+
+def test_what_another_module_holds_of_a_split_layer_follows_it() -> None:
+    class Head(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.decoder = nn.Linear(4, 6)
+            self.bias = self.decoder.bias
+
+    model = nn.Sequential(Head())
+    found = plan({"0.decoder": "gather"}, read_facts(model))
+    assert found.follows == {"0.bias": "0.decoder.bias"}
+    assert found.dims == {"0.decoder.weight": 0, "0.decoder.bias": 0, "0.bias": 0}
+
+
+def test_logits_that_stay_split_are_those_of_the_head() -> None:
+    facts = facts_of()
+    record = TorchTensorParallelConfig(plan={**PLAN, "blocks.*.up": "gather"}, loss_parallel=True)
+    assert plan_tensor(record, facts, 2).logits == {"head"}
+    nothing = TorchTensorParallelConfig(
+        plan={one: word for one, word in PLAN.items() if one not in ("head", "embed")}, loss_parallel=True
+    )
+    with pytest.raises(ConfigurationError, match="loss_parallel=True: no linear layer outside of the blocks"):
+        plan_tensor(nothing, facts_of(tied=False), 2)
+
+
+def test_a_plan_is_made_of_a_meta_model_and_prints() -> None:
+    with torch.device("meta"):
+        facts = read_facts(GPT(tied=False))
+    assert str(plan({**PLAN, "positions": "heads"}, facts)).splitlines() == [
+        "layers      shared by 2 ranks; whole where no style is named",
+        "colwise     blocks.*.attn.q, blocks.*.attn.k, blocks.*.attn.v, blocks.*.up",
+        "rowwise     blocks.*.attn.o, blocks.*.down",
+        "embedding   embed",
+        "gather      head",
+        "heads       positions",
+        "attributes  blocks.*.attn.num_heads 4 -> 2",
+    ]
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from([*PLAN, "norm", "blocks.0.attn.q"]), st.sampled_from(sorted(STYLE_OF_WORD))
+    )
+)
+def test_a_plan_covers_the_model_or_is_refused_before_anything_is_touched(words: dict[str, str]) -> None:
+    facts = facts_of(tied=False)
+    try:
+        found = plan(words, facts)
+    except ConfigurationError:
+        return
+    assert {name.rpartition(".")[0] for name in facts.shapes} == found.styles.keys()
+    for name, shape in found.local(facts).shapes.items():
+        dim = found.dims.get(name)
+        whole = tuple(size * 2 if index == dim else size for index, size in enumerate(shape))
+        assert whole == facts.shapes[name]
