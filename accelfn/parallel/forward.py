@@ -7,6 +7,7 @@ differs. Its hooks run around it as ever.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from types import MethodType
 from typing import Any, TypeVar, cast
@@ -45,6 +46,15 @@ def plain_forward(model: nn.Module) -> Callable[..., Any]:
     return forward
 
 
+def _own_class(model: nn.Module) -> type[nn.Module]:
+    """Return the class of a module, without what ``fully_shard`` puts in front of it."""
+    kinds = type(model).__mro__
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # where nobody has loaded it, nothing is sharded
+    if fsdp is None or fsdp.FSDPModule not in kinds:
+        return kinds[0]
+    return kinds[kinds.index(fsdp.FSDPModule) + 1]
+
+
 def copied_without(model: M, kind: type[WrappedForward], modules: dict[str, Any] | None = None) -> M:
     """Give a shallow copy of a module, whose ``forward`` is its own and not wrapped in ``kind``.
 
@@ -53,7 +63,10 @@ def copied_without(model: M, kind: type[WrappedForward], modules: dict[str, Any]
         kind: What to leave out.
         modules: The copy's submodules.
     """
-    other = copy.copy(model)
+    other = cast("M", object.__new__(_own_class(model)))
+    other.__dict__.update(vars(model))
+    for name in ("_compiled_call_impl", "_call_impl"):  # which would call the original
+        other.__dict__.pop(name, None)
     if modules is not None:
         other.__dict__["_modules"] = modules
 

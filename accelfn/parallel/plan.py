@@ -29,7 +29,7 @@ from accelfn.parallel.tensor_plans import TensorPlan, plan_tensor
 from accelfn.parallel.thread_ddp import is_made_of_others
 from accelfn.parallel.wrap import names_of_ignored, names_of_wrapped
 
-__all__ = ("ModelPlan", "apply_model", "plan_model")
+__all__ = ("ModelPlan", "apply_model", "modules_to_compile", "plan_model")
 
 Engine = Literal["none", "ddp", "shard"]
 
@@ -192,7 +192,7 @@ def plan_model(
         tensor=tensor,
         engine=chosen,
         shard=shard,
-        compiled=_compiled(ctx.strategy.dynamo, facts, real, shard),
+        compiled=modules_to_compile(ctx.strategy.dynamo, facts, real, shard),
         precision=_precision(ctx.mixed_precision, shard),
     )
 
@@ -240,9 +240,13 @@ def _refuse_alone(plugin: FullyShardedDataParallelPlugin | None) -> None:
             )
 
 
-def _compiled(
-    options: TorchDynamoPlugin, facts: ModelFacts, model: nn.Module | None, shard: ShardPlan | None
+def modules_to_compile(
+    options: TorchDynamoPlugin,
+    facts: ModelFacts,
+    model: nn.Module | None = None,
+    shard: ShardPlan | None = None,
 ) -> tuple[str, ...]:
+    """Return the names of the modules that are compiled, "" for the model itself."""
     if options.backend == DynamoBackend.NO:
         return ()
     if shard is not None and len(shard.units) > 1:  # between units FSDP gathers, which no graph can hold

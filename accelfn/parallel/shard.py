@@ -236,7 +236,7 @@ def apply_shard(ctx: Context, model: nn.Module, plan: ShardPlan) -> None:
         in_order = [module for module in model.modules() if any(module is one for one in units)][1:]
         for one, following in pairwise(in_order):
             cast("Any", one).set_modules_to_forward_prefetch([following])
-    ShardHandle(model, units)
+    ShardHandle(model, units, ctx.device)
 
 
 def register_forward_method(model: nn.Module, *names: str) -> None:

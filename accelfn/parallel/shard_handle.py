@@ -27,8 +27,15 @@ class ShardHandle(Handle):
     has_whole_parameters = False
     holds_gradients = True
 
-    def __init__(self, model: nn.Module, units: Sequence[nn.Module]) -> None:
-        """Watch the shards of ``model``, whose units (the model is the last one) are sharded."""
+    def __init__(self, model: nn.Module, units: Sequence[nn.Module], device: torch.device) -> None:
+        """Watch the shards of ``model``, whose units (the model is the last one) are sharded.
+
+        Args:
+            model: Sharded.
+            units: Its sharded modules.
+            device: Where it computes.
+        """
+        self._waits = device.type == "cpu"  # else a forward pass goes on, and its streams wait
         self._model = weakref.ref(model)
         self._units = [weakref.ref(unit) for unit in units]
         self._syncs = True
@@ -75,10 +82,7 @@ class ShardHandle(Handle):
     def communicates(self) -> Communication:
         """Return what the next forward pass and its backward pass communicate."""
         gradients = self._syncs and torch.is_grad_enabled()
-        on_host = any(
-            one.device.type == "cpu" for one in cast("nn.Module", self._model()).parameters()
-        )  # else the host doesn't wait in a forward pass
-        return Communication(gradients=gradients, parameters=True, at_once=on_host)
+        return Communication(gradients=gradients, parameters=True, at_once=self._waits)
 
     def why_unreduced(self) -> str | None:
         """Return why the gradients at hand are those of this rank alone; None where they are averaged."""

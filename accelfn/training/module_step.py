@@ -14,7 +14,7 @@ from accelfn.comm import Call, catch, check
 from accelfn.context import Context
 from accelfn.data import MicroBatch, plan_microbatch
 from accelfn.errors import ConfigurationError
-from accelfn.parallel import follow_optimizers, handle_of, has_engine
+from accelfn.parallel import handle_of, has_engine, repoint
 from accelfn.training.clip import clip_grad_norm_
 from accelfn.training.exact_step import set_exact_gradients
 from accelfn.training.finite import named_parameters
@@ -67,7 +67,8 @@ def module_step(
     """Make the step. Checks once what would go wrong in every step; see :func:`accelfn.make_train_step`."""
     models = _modules_of(model)
     _check_schedulers(schedulers, optimizers)
-    follow_optimizers("make_train_step", ctx, optimizers)
+    for one in optimizers:
+        repoint(one)
     _check_trained(ctx, models, optimizers)
 
     def finish(scaler: ScalerState, terms: Terms) -> tuple[ScalerState, Terms, torch.Tensor | None]:

@@ -24,12 +24,14 @@ from accelfn.parallel import (
     has_engine,
     newest,
     plan_model,
+    read_facts,
     replicate,
     repoint,
     uncompiled,
 )
 from accelfn.parallel.compile import compile_, without_compile
 from accelfn.parallel.forward import WrappedForward, plain_forward
+from accelfn.parallel.plan import modules_to_compile
 from accelfn.training.device_map import check_devices, check_packed, is_placed
 from accelfn.training.precision import with_precision, without_precision
 from accelfn.tree import send_to_device
@@ -256,7 +258,8 @@ def _reset_forward(model: nn.Module) -> None:
 def _with_compute(ctx: Context, model: M) -> M:
     """Let a model compute compiled and in the context's precision. Writes into it."""
     _reset_forward(model)
-    compile_(model, ctx.strategy.dynamo, plan_model(ctx, model, engine="ddp").compiled)
+    options = ctx.strategy.dynamo
+    compile_(model, options, modules_to_compile(options, read_facts(model), model))
     return with_precision(ctx, model)
 
 

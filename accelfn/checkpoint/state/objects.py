@@ -29,7 +29,7 @@ from accelfn.data.loader import passes_of
 from accelfn.data.passes import Passes
 from accelfn.data.place import read_state
 from accelfn.errors import Misfit
-from accelfn.parallel import is_kept_equal, is_replicated
+from accelfn.parallel import is_kept_equal, is_replicated, repoint
 from accelfn.training import unwrap_model
 
 __all__ = (
@@ -120,6 +120,7 @@ def find_names(tree: Any) -> Names:
             if is_kept_equal(leaf):
                 replicated.add(id(leaf))
         elif isinstance(leaf, Optimizer):
+            repoint(leaf)  # its model may have been prepared after it
             optimizers.append((path, leaf))
     return Names(names, tuple(tensors), frozenset(replicated), tuple(optimizers))
 
