@@ -18,6 +18,8 @@ from accelfn.context import Context
 from accelfn.testing import run_ranks
 
 transformers: Any = pytest.importorskip("transformers")
+# Once here, and not in each forked rank: it imports its models when they are asked for.
+_ = (transformers.LlamaForCausalLM, transformers.BertForMaskedLM)
 
 # Logits that ranks have gathered are a view, which FSDP warns of.
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
@@ -106,7 +108,7 @@ def run(ctx: Context, name: str, tied: bool) -> Seen:
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
     model, optimizer = af.prepare(ctx, model, optimizer)
     dp = ctx.along("dp")
-    loader = af.prepare(dp, make_loader(ctx, make_data()))
+    loader = af.prepare(ctx, make_loader(ctx, make_data()))
     inner: Any = af.unwrap_model(model)
     assert (inner.get_output_embeddings().weight is inner.get_input_embeddings().weight) is tied
     scaler = af.init_scaler(ctx)
@@ -122,9 +124,9 @@ def run(ctx: Context, name: str, tied: bool) -> Seen:
     model.eval()
     predictions: list[torch.Tensor] = []
     with torch.no_grad():
-        for batch, micro in af.microbatches(ctx, af.prepare(dp, make_loader(ctx, make_data()[:-1]))):
+        for batch, micro in af.microbatches(ctx, af.prepare(ctx, make_loader(ctx, make_data()[:-1]))):
             found = model(input_ids=batch["input_ids"]).logits.argmax(-1)
-            predictions.append(af.gather_for_metrics(dp, found, micro))
+            predictions.append(af.gather_for_metrics(ctx, found, micro))
     tokens = None
     if name == "llama":
         prompt = torch.tensor([[1, 2, 3], [4, 5, 6]])
@@ -146,9 +148,7 @@ def test_models_of_transformers_train_in_every_layout_as_in_one_process(name: st
         return [run(ctx, model, tied) for model in sizes.models for tied in (True, False)]
 
     config = af.ParallelismConfig(dp_shard_size=sizes.shard, tp_size=sizes.tp)
-    ranks = run_ranks(
-        work, sizes.shard * sizes.tp, "processes", timeout_s=120.0, parallelism_config=config
-    )
+    ranks = run_ranks(work, sizes.shard * sizes.tp, "processes", timeout_s=120.0, parallelism_config=config)
     plain = work(Context())
     for rank, found in enumerate(ranks):
         for index, (one, expected) in enumerate(zip(found, plain, strict=True)):

@@ -20,7 +20,8 @@ from accelfn.context import Context
 from accelfn.errors import ReplicaDriftError
 from accelfn.testing import run_ranks
 from tests.checkpoint.layouts import whole
-from tests.parallel.tensor_models import GPT, LENGTH, PLAN, VOCABULARY
+from tests.checkpoint.meshes import LAYOUTS
+from tests.parallel.tensor_models import GPT, LENGTH, VOCABULARY
 
 # Logits that ranks have gathered are a view, which FSDP warns of.
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
@@ -30,39 +31,6 @@ _ROWS = 4  # of a batch over all ranks
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
-}
-
-
-class Sizes(NamedTuple):
-    """Of a mesh."""
-
-    replicate: int = 1
-    shard: int = 1
-    tp: int = 1
-
-    @property
-    def num_ranks(self) -> int:
-        return self.replicate * self.shard * self.tp
-
-    def options(self) -> dict[str, Any]:
-        """Arguments of ``init_context``."""
-        handler = af.config.TorchTensorParallelConfig(plan=PLAN) if self.tp > 1 else None
-        config = af.ParallelismConfig(
-            dp_replicate_size=self.replicate,
-            dp_shard_size=self.shard,
-            tp_size=self.tp,
-            tp_handler=handler,
-        )
-        return {"parallelism_config": config}
-
-
-LAYOUTS = {
-    "one": Sizes(),
-    "dp2": Sizes(replicate=2),
-    "fsdp2": Sizes(shard=2),
-    "hsdp2x2": Sizes(replicate=2, shard=2),
-    "tp2": Sizes(tp=2),
-    "tp2xfsdp2": Sizes(shard=2, tp=2),
 }
 
 
@@ -90,7 +58,7 @@ def make_run(ctx: Context, seed: int) -> Run:
     ids = torch.randint(0, VOCABULARY, (32, LENGTH + 1), generator=torch.Generator().manual_seed(0))
     data = TensorDataset(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
     loader = DataLoader[Any](data, batch_size=_ROWS // ctx.axis_size("dp"), shuffle=True)
-    return Run(models, optimizers, schedulers, af.prepare(ctx.along("dp"), loader))
+    return Run(models, optimizers, schedulers, af.prepare(ctx, loader))
 
 
 def train(ctx: Context, run: Run) -> Iterator[torch.Tensor]:
