@@ -1,6 +1,7 @@
 """What all ranks of a mesh agree on in a step: weights of the losses, and whether a gradient overflowed."""
 
 import math
+from typing import Any, cast
 
 import pytest
 import torch

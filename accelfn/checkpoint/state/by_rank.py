@@ -1,20 +1,26 @@
 """One document for several ranks: what all have in common once, and what differs by rank.
 
 Where the ranks' documents differ, the joined one has ``{"$": "by_rank", "values": [...], "of": [...]}``:
-rank ``r`` of the world that saved has ``values[of[r]]``.
+rank ``r`` of the world that saved has ``values[of[r]]``. Ranks of a mesh that share their data, and differ in
+tensor parallelism alone, have one place in it (:func:`place_of`); whoever loads takes up what a rank of the
+same place has saved, so that those ranks go on alike in any layout.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from accelfn.checkpoint.document.nodes import LEAVES
-from accelfn.checkpoint.files.manifest import Json
+from accelfn.checkpoint.files.manifest import Json, Manifest
+from accelfn.context import Context
 from accelfn.errors import DamagedCheckpointError
 
-__all__ = ("document_of", "join_documents", "renamed")
+__all__ = ("Source", "document_of", "find_source", "join_documents", "place_of", "renamed")
+
+# Along tp ranks work on the same rows together, and draw the same random numbers.
+_AXES = ("pp", "loss")
 
 
 def join_documents(documents: Sequence[Json]) -> Json:
@@ -71,6 +77,58 @@ def document_of(document: Json, rank: int) -> Json:
         raise DamagedCheckpointError(
             f"The tree has a part by rank of no sound form: {document!r:.200}"
         ) from error
+
+
+def place_of(ctx: Context) -> int:
+    """Give this rank's place among those that have data and random numbers of their own, from 0.
+
+    Ranks: local.
+
+    >>> place_of(Context())
+    0
+    """
+    return ctx.coordinate(*_AXES)
+
+
+class Source(NamedTuple):
+    """Whose documents a rank takes up.
+
+    Attributes:
+        rank: Of the world that saved.
+        is_own: Whether it had this rank's place. Otherwise several ranks take up the same.
+    """
+
+    rank: int
+    is_own: bool
+
+
+def find_source(ctx: Context, manifest: Manifest) -> Source:
+    """Choose the rank whose documents this one takes up: itself where it had the same place, else the first.
+
+    Ranks: local.
+
+    Raises:
+        DamagedCheckpointError: The documents are of no form that a save gives.
+    """
+    size = manifest.world_size
+    places = [_stored_place(manifest.random, rank, size) for rank in range(size)]
+    place = place_of(ctx)
+    count = max(places) + 1
+    wanted = place % count
+    if ctx.rank < size and places[ctx.rank] == wanted:
+        return Source(ctx.rank, place < count)
+    if wanted not in places:
+        raise DamagedCheckpointError(f"No rank has saved for the place {wanted} of {count}.")
+    return Source(places.index(wanted), place < count)
+
+
+def _stored_place(random: Json, rank: int, world_size: int) -> int:
+    """Give the place of a rank that saved; before there were meshes each had its own."""
+    own = document_of(random, rank)
+    place = own.get("place", rank) if isinstance(own, dict) else rank
+    if type(place) is not int or not 0 <= place < world_size:
+        raise DamagedCheckpointError(f"The place of rank {rank} is malformed: {place!r:.200}")
+    return place
 
 
 def renamed(document: Json, names: Mapping[str, str]) -> Json:

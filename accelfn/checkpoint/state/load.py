@@ -28,7 +28,7 @@ from accelfn.checkpoint.files.manifest import MANIFEST, Json, Manifest, leaf_pat
 from accelfn.checkpoint.files.tensor_reader import Box, read_boxes
 from accelfn.checkpoint.state.attachments import check_attachments, writes_here
 from accelfn.checkpoint.state.background import finish_background
-from accelfn.checkpoint.state.by_rank import document_of
+from accelfn.checkpoint.state.by_rank import Source, document_of, find_source
 from accelfn.checkpoint.state.each_node import common, parts_below
 from accelfn.checkpoint.state.objects import (
     Names,
@@ -77,6 +77,7 @@ class _Read(NamedTuple):
     """What a checkpoint has for this rank, read and verified."""
 
     manifest: Manifest
+    source: Source
     document: Json
     tensors: Mapping[str, torch.Tensor]
 
@@ -120,7 +121,8 @@ def load_state(
     nothing was changed on any of them.
 
     Of another world size, replicated tensors and the place in the data come back as they were; cut tensors
-    (DTensor) in whatever cut ``like`` has them; and what each rank had for itself goes to the ranks in turn.
+    (DTensor) in whatever cut ``like`` has them; and what each rank had for itself goes to the ranks in turn,
+    those along tp, which share their data, alike.
 
     Ranks: every rank of ``ctx``. Returns when all ranks have taken up their part.
 
@@ -443,7 +445,8 @@ def _read(ctx: Context, disk: Disk, like: Any, asked: _Asked, found: OpenCheckpo
     check_names(disk, found, warns=writes_here(ctx))
     if writes_here(ctx):
         check_attachments(disk, found)
-    document = choose_part(_document(manifest, ctx.rank), like, asked.may_leave)
+    source = find_source(ctx, manifest)
+    document = choose_part(_document(manifest, source.rank), like, asked.may_leave)
     stored = list(find_states(document, like))
     wished = describe_like(like, convert=lambda path, thing: state_of(thing, names))
     rows = [*compare(document, wished)]
@@ -464,9 +467,9 @@ def _read(ctx: Context, disk: Disk, like: Any, asked: _Asked, found: OpenCheckpo
     for one in stored:
         for node, target in targets(one, names):
             wanted[node["name"]] = target
-    random = document_of(manifest.random, ctx.rank)
+    random = document_of(manifest.random, source.rank)
     wanted.update(dict.fromkeys(_named(random)))
-    return _Read(manifest, document, _read_tensors(disk, found, wanted))
+    return _Read(manifest, source, document, _read_tensors(disk, found, wanted))
 
 
 def _document(manifest: Manifest, rank: int) -> Json:
@@ -588,5 +591,5 @@ def _take_up(pending: Sequence[Pending], names: Names, undo: list[Callable[[], N
 
 
 def _restore_random(ctx: Context, read: _Read) -> None:
-    states = decode(document_of(read.manifest.random, ctx.rank), read.tensors)
-    restore_random_states(ctx, states, is_own=ctx.rank < read.manifest.world_size)
+    states = decode(document_of(read.manifest.random, read.source.rank), read.tensors)
+    restore_random_states(ctx, states, is_own=read.source.is_own)

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 
+from accelfn.checkpoint.state.by_rank import place_of
 from accelfn.context import Context
 
 __all__ = ("random_states", "restore_random_states", "undo_random_states")
@@ -67,7 +68,7 @@ def restore_random_states(ctx: Context, states: Mapping[str, Any], *, is_own: bo
         ctx: This rank and its device.
         states: From :func:`random_states`.
         is_own: Whether this rank's were kept. A rank that the world before didn't have gets those of another
-            one, moved on by its own number, so that no two ranks draw alike.
+            one, moved on by its own place, so that no two places draw alike.
     """
     python = states["python"]
     random.setstate((python["version"], tuple(_numbers(python["numbers"])), python["gauss"]))
@@ -84,13 +85,13 @@ def restore_random_states(ctx: Context, states: Mapping[str, Any], *, is_own: bo
         for index, state in zip(_devices(ctx), kept, strict=False):
             module.set_rng_state(state, index)
     if not is_own:
-        _move_on(ctx.rank)
+        _move_on(place_of(ctx))
 
 
-def _move_on(rank: int) -> None:
-    """Begin anew with seeds drawn from the states at hand and the number of this rank."""
+def _move_on(place: int) -> None:
+    """Begin anew with seeds drawn from the states at hand and the place of this rank."""
     # A text is hashed, so that near numbers don't give near states.
-    own = random.Random(f"{random.getrandbits(64)} {rank}").getrandbits
+    own = random.Random(f"{random.getrandbits(64)} {place}").getrandbits
     random.seed(own(64))
     torch.random.manual_seed(own(63))  # pyright: ignore[reportUnknownMemberType] -- torch leaves it untyped
     if "numpy" in sys.modules:

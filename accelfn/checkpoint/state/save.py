@@ -37,7 +37,8 @@ from accelfn.checkpoint.state.background import (
     copies_in_background,
     finish_background,
 )
-from accelfn.checkpoint.state.by_rank import join_documents, renamed
+from accelfn.checkpoint.state.by_rank import join_documents, place_of, renamed
+from accelfn.checkpoint.state.copies import find_drift, has_copies
 from accelfn.checkpoint.state.objects import find_names, state_of
 from accelfn.checkpoint.state.pause import paused_collection
 from accelfn.checkpoint.state.phases import BoardPhases, CollectivePhases
@@ -72,6 +73,7 @@ class _Own(NamedTuple):
     random_held: Mapping[str, Held]
     sums: Mapping[str, tuple[int, ...]]  # checksums that are known already
     replicated: frozenset[str]  # tensors that shall be equal on all ranks
+    copies: Mapping[str, str]  # what parts contain that other ranks hold as well
 
 
 @overload
@@ -284,7 +286,7 @@ def _look(
     check_target(REAL_DISK, str(path))
     names = find_names(tree)
     main = encode(_without_gradients(tree), convert=lambda where, thing: state_of(thing, names))
-    random = encode(random_states(ctx))
+    random = encode({**random_states(ctx), "place": place_of(ctx)})
     prefix = "#random"
     while any(name.startswith(f"{prefix}/") for name in main.tensors):
         prefix = f"#{prefix}"
@@ -292,8 +294,11 @@ def _look(
     random_tensors = {called[name]: tensor for name, tensor in random.tensors.items()}
     sums: dict[str, tuple[int, ...]] = {}
     compares = ctx.num_processes > 1 and ctx.guard.mode != GuardMode.OFF
-    content = _contents(main.tensors, sums, is_copied=is_copied) if compares else {}
+    whole = {name: one for name, one in main.tensors.items() if _boxes(one) is None}
+    content = _contents(whole, sums, is_copied=is_copied) if compares else {}
     random_content = _contents(random_tensors, sums, is_copied=False) if ctx.num_processes > 1 else {}
+    parts = {name: _local(one) for name, one in main.tensors.items() if has_copies(one)}
+    compares = compares and ctx.guard.check_replicas_before_saving
     return _Own(
         tree=main.document,
         random=renamed(random.document, called),
@@ -302,6 +307,7 @@ def _look(
         random_held=_held(random_tensors, random_content),
         sums=sums,
         replicated=names.replicated_of(main.tensors),
+        copies=_contents(parts, sums, is_copied=is_copied) if compares else {},
     )
 
 
@@ -346,12 +352,10 @@ def _boxes(tensor: torch.Tensor) -> tuple[Box, ...] | None:
 def _contents(
     tensors: Mapping[str, torch.Tensor], sums: dict[str, tuple[int, ...]], *, is_copied: bool
 ) -> dict[str, str]:
-    """Give for each whole tensor a text that differs where any of its bits does."""
+    """Give for each tensor a text that differs where any of its bits does."""
     found: dict[str, str] = {}
     digested: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
-        if _boxes(tensor) is not None:
-            continue
         size = tensor.numel() * tensor.dtype.itemsize
         if is_copied and size > _COMPARED_WHOLE:
             digested[name] = _samples(tensor)
@@ -399,6 +403,7 @@ def _agree_on(
     if own is not None:
         head, details = _said(own, world.node_rank, world.local_rank)
         head["files"] = files is not None
+        head["copies"] = own.copies
     texts = phases.gather(f"begin {json.dumps(options)}", json.dumps(head), error)
     heads = [json.loads(one) for one in texts]
     assert own is not None  # otherwise gather has raised
@@ -411,8 +416,9 @@ def _agree_on(
         held = [_heard(one["held"]) for one in parsed]
         if not allow_drift:
             _refuse_drift(ctx, own, held, [json.loads(names) for names, _, _ in every])
+    _refuse_drifted_parts(heads)
     for rank, one in enumerate(heads):
-        boxes = {name: tuple(Box(*map(tuple, box)) for box in found) for name, found in one["boxes"].items()}
+        boxes = {name: _boxes_heard(found) for name, found in one["boxes"].items()}
         held[rank] = {
             **{
                 name: tensor._replace(boxes=boxes[name]) if name in boxes else tensor
@@ -479,6 +485,14 @@ def _refuse_drift(
             raise error from None
 
 
+def _refuse_drifted_parts(heads: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse parts of which several ranks hold copies that differ: only one of them would be kept."""
+    boxes = [{name: _boxes_heard(one["boxes"][name]) for name in one["copies"]} for one in heads]
+    rows = find_drift([one["copies"] for one in heads], boxes)
+    if rows:
+        raise ReplicaDriftError("save_state", rows)
+
+
 def _said(own: _Own, node: int, local_rank: int) -> tuple[dict[str, Any], str]:
     """Give what is said in any case, and what is said only where ranks differ."""
     whole = {name: one for name, one in own.held.items() if one.boxes is None}
@@ -497,13 +511,17 @@ def _said(own: _Own, node: int, local_rank: int) -> tuple[dict[str, Any], str]:
     return head, details
 
 
+def _boxes_heard(boxes: Sequence[Any]) -> tuple[Box, ...]:
+    return tuple(Box(*map(tuple, box)) for box in boxes)
+
+
 def _heard(held: Mapping[str, Sequence[Any]]) -> dict[str, Held]:
     return {
         name: Held(
             dtype,
             tuple(shape),
             itemsize,
-            None if boxes is None else tuple(Box(*map(tuple, box)) for box in boxes),
+            None if boxes is None else _boxes_heard(boxes),
             content,
         )
         for name, (dtype, shape, itemsize, boxes, content) in held.items()

@@ -1,0 +1,177 @@
+"""A run that is saved in one layout goes on in any other: to the last bit, from its place in the data."""
+
+# torch leaves manual_seed and backward partly untyped.
+# pyright: reportUnknownMemberType=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+import accelfn as af
+from accelfn.context import Context
+from accelfn.errors import ReplicaDriftError
+from accelfn.testing import run_ranks
+from tests.checkpoint.layouts import whole
+from tests.checkpoint.meshes import LAYOUTS
+from tests.parallel.tensor_models import GPT, LENGTH, VOCABULARY
+
+# Logits that ranks have gathered are a view, which FSDP warns of.
+pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
+
+_ROWS = 4  # of a batch over all ranks
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+}
+
+
+class Run(NamedTuple):
+    """All that a training run consists of: one model for each optimizer, and the data that they share."""
+
+    models: dict[str, nn.Module]
+    optimizers: dict[str, torch.optim.Optimizer]
+    schedulers: dict[str, torch.optim.lr_scheduler.LRScheduler]
+    loader: Any
+
+
+def make_run(ctx: Context, seed: int) -> Run:
+    """Begin a run; with another seed its weights differ, and its data don't."""
+    models: dict[str, nn.Module] = {}
+    optimizers: dict[str, torch.optim.Optimizer] = {}
+    for name, make in OPTIMIZERS.items():
+        model: nn.Module = GPT(seed=seed)
+        models[name], optimizers[name] = af.prepare(ctx, model, make(model.parameters()))
+    schedulers: dict[str, torch.optim.lr_scheduler.LRScheduler] = {
+        name: torch.optim.lr_scheduler.LambdaLR(one, lambda step: 0.9**step)
+        for name, one in optimizers.items()
+    }
+    torch.manual_seed(10 * ctx.coordinate("loss") + seed)
+    ids = torch.randint(0, VOCABULARY, (32, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+    data = TensorDataset(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
+    loader = DataLoader[Any](data, batch_size=_ROWS // ctx.axis_size("dp"), shuffle=True)
+    return Run(models, optimizers, schedulers, af.prepare(ctx, loader))
+
+
+def train(ctx: Context, run: Run) -> Iterator[torch.Tensor]:
+    """Train; yield the token ids that this rank has read, step by step."""
+    scaler = af.init_scaler(ctx)
+    for (ids, labels), micro in af.microbatches(ctx, run.loader):
+        for name, model in run.models.items():
+            loss = F.cross_entropy(model(ids).flatten(0, 1), labels.flatten())
+            scaler = af.backward(ctx, loss, scaler, micro)
+            scaler = af.optimizer_step(ctx, run.optimizers[name], scaler)
+            run.schedulers[name].step()
+        yield ids
+
+
+class Seen(NamedTuple):
+    """What a rank has of a run."""
+
+    tensors: dict[str, torch.Tensor]  # whole, by the optimizer's name first
+    rates: list[float]
+    draws: torch.Tensor  # random numbers
+    data: torch.Tensor  # what all ranks together read next
+    loss_rank: int
+
+
+def look(ctx: Context, run: Run, steps: Iterator[torch.Tensor]) -> Seen:
+    """Look where a run is, and go on for a step."""
+    tensors = {
+        f"{name}/{key}": value
+        for name, model in run.models.items()
+        for key, value in whole(model, run.optimizers[name]).items()
+    }
+    rates = [group["lr"] for one in run.optimizers.values() for group in one.param_groups]
+    draws = torch.rand(4)
+    data = torch.cat(af.gather_object(ctx.along("dp"), [next(steps)]))
+    return Seen(tensors, rates, draws, data, ctx.coordinate("loss"))
+
+
+def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
+    """Name what isn't the same to the last bit."""
+    assert one.keys() == other.keys()
+    return [name for name in one if not torch.equal(one[name], other[name])]
+
+
+def check_draws(ranks: list[Seen], saved: list[Seen] | None) -> None:
+    """See that ranks that share data draw alike, others don't, and the layout of before goes on as it was."""
+    by_loss_rank = {one.loss_rank: one.draws for one in ranks}
+    for one in ranks:
+        assert torch.equal(one.draws, by_loss_rank[one.loss_rank])
+    assert len({tuple(one.tolist()) for one in by_loss_rank.values()}) == len(by_loss_rank)
+    if saved is not None:
+        for one, before in zip(ranks, saved, strict=True):
+            assert torch.equal(one.draws, before.draws)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[Seen]]]:
+    """Save a run after two steps, in every layout; what it was, by rank."""
+    folder = tmp_path_factory.mktemp("layouts")
+    saved: dict[str, list[Seen]] = {}
+    for name, sizes in LAYOUTS.items():
+
+        def work(ctx: Context, name: str = name) -> Seen:
+            run = make_run(ctx, seed=0)
+            steps = train(ctx, run)
+            for _ in range(2):
+                next(steps)
+            af.save_state(ctx, folder / name, run)
+            return look(ctx, run, steps)
+
+        saved[name] = run_ranks(work, sizes.num_ranks, "processes", timeout_s=120.0, **sizes.options())
+    return folder, saved
+
+
+@pytest.mark.parametrize("name", [*LAYOUTS])
+def test_a_run_goes_on_in_any_layout(name: str, checkpoints: tuple[Path, dict[str, list[Seen]]]) -> None:
+    folder, saved = checkpoints
+    sizes = LAYOUTS[name]
+
+    def work(ctx: Context) -> list[Seen]:
+        found: list[Seen] = []
+        for other in LAYOUTS:
+            run = make_run(ctx, seed=1)
+            af.load_state(ctx, folder / other, run)
+            found.append(look(ctx, run, train(ctx, run)))
+        return found
+
+    ranks = run_ranks(work, sizes.num_ranks, "processes", timeout_s=120.0, **sizes.options())
+    for place, (other, before) in enumerate(saved.items()):
+        found = [one[place] for one in ranks]
+        for rank, one in enumerate(found):
+            where = f"from {other} into {name}, rank {rank}"
+            assert not differing(one.tensors, before[0].tensors), where
+            assert one.rates == before[0].rates, where
+            assert torch.equal(one.data, before[0].data), where
+        check_draws(found, before if other == name else None)
+
+
+@pytest.mark.parametrize(("name", "leaf"), [("hsdp2x2", "blocks.0.up.weight"), ("tp2", "norm.weight")])
+def test_copies_of_a_part_that_have_drifted_are_refused(name: str, leaf: str, tmp_path: Path) -> None:
+    def work(ctx: Context) -> list[tuple[int, str]]:
+        run = make_run(ctx, seed=0)
+        model = run.models["sgd"]
+        af.save_state(ctx, tmp_path / "at", model)
+        if ctx.rank == ctx.num_processes - 1:
+            part: Any = model.get_parameter(leaf)
+            part.to_local().data.add_(1e-3)
+        with pytest.raises(ReplicaDriftError) as caught:
+            af.save_state(ctx, tmp_path / "at", model)
+        fresh = make_run(ctx, seed=1).models["sgd"]
+        af.load_state(ctx, tmp_path / "at", fresh)
+        assert not differing(whole(fresh, run.optimizers["sgd"]), dict(GPT().state_dict(prefix="model/")))
+        return [(row.rank, row.path) for row in caught.value.rows]
+
+    sizes = LAYOUTS[name]
+    ranks = run_ranks(work, sizes.num_ranks, "processes", timeout_s=120.0, **sizes.options())
+    assert ranks == [[(sizes.num_ranks - 1, f"tree[{leaf!r}]")]] * sizes.num_ranks
