@@ -297,7 +297,7 @@ def _look(
     whole = {name: one for name, one in main.tensors.items() if _boxes(one) is None}
     content = _contents(whole, sums, is_copied=is_copied) if compares else {}
     random_content = _contents(random_tensors, sums, is_copied=False) if ctx.num_processes > 1 else {}
-    parts = {name: _local(one) for name, one in main.tensors.items() if has_copies(one)}
+    parts = {name: local_of(one) for name, one in main.tensors.items() if has_copies(one)}
     compares = compares and ctx.guard.check_replicas_before_saving
     return _Own(
         tree=main.document,
