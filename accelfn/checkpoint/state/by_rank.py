@@ -17,7 +17,7 @@ from accelfn.checkpoint.files.manifest import Json, Manifest
 from accelfn.context import Context
 from accelfn.errors import DamagedCheckpointError
 
-__all__ = ("Source", "document_of", "find_source", "join_documents", "place_of", "renamed")
+__all__ = ("Source", "document_of", "find_source", "join_documents", "place_of", "renamed", "stored_place")
 
 # Along tp ranks work on the same rows together, and draw the same random numbers.
 _AXES = ("pp", "loss")
@@ -90,6 +90,11 @@ def place_of(ctx: Context) -> int:
     return ctx.coordinate(*_AXES)
 
 
+def stored_place(ctx: Context) -> dict[str, int]:
+    """Give what a save keeps of this rank's place: nothing where each rank has its own."""
+    return {} if ctx.axis_size(*_AXES) == ctx.num_processes else {"place": place_of(ctx)}
+
+
 class Source(NamedTuple):
     """Whose documents a rank takes up.
 
@@ -111,7 +116,7 @@ def find_source(ctx: Context, manifest: Manifest) -> Source:
         DamagedCheckpointError: The documents are of no form that a save gives.
     """
     size = manifest.world_size
-    places = [_stored_place(manifest.random, rank, size) for rank in range(size)]
+    places = [_place_in(manifest.random, rank, size) for rank in range(size)]
     place = place_of(ctx)
     count = max(places) + 1
     wanted = place % count
@@ -122,8 +127,8 @@ def find_source(ctx: Context, manifest: Manifest) -> Source:
     return Source(places.index(wanted), place < count)
 
 
-def _stored_place(random: Json, rank: int, world_size: int) -> int:
-    """Give the place of a rank that saved; before there were meshes each had its own."""
+def _place_in(random: Json, rank: int, world_size: int) -> int:
+    """Give the place of a rank that saved."""
     own = document_of(random, rank)
     place = own.get("place", rank) if isinstance(own, dict) else rank
     if type(place) is not int or not 0 <= place < world_size:

@@ -37,7 +37,7 @@ from accelfn.checkpoint.state.background import (
     copies_in_background,
     finish_background,
 )
-from accelfn.checkpoint.state.by_rank import join_documents, place_of, renamed
+from accelfn.checkpoint.state.by_rank import join_documents, renamed, stored_place
 from accelfn.checkpoint.state.copies import find_drift, has_copies
 from accelfn.checkpoint.state.objects import find_names, state_of
 from accelfn.checkpoint.state.pause import paused_collection
@@ -286,7 +286,7 @@ def _look(
     check_target(REAL_DISK, str(path))
     names = find_names(tree)
     main = encode(_without_gradients(tree), convert=lambda where, thing: state_of(thing, names))
-    random = encode({**random_states(ctx), "place": place_of(ctx)})
+    random = encode({**random_states(ctx), **stored_place(ctx)})
     prefix = "#random"
     while any(name.startswith(f"{prefix}/") for name in main.tensors):
         prefix = f"#{prefix}"

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,8 +30,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning
 _ROWS = 4  # of a batch over all ranks
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adamw": partial(torch.optim.AdamW, lr=0.01),
+    "sgd": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
 }
 
 
@@ -107,7 +108,7 @@ def check_draws(ranks: list[Seen], saved: list[Seen] | None) -> None:
     by_loss_rank = {one.loss_rank: one.draws for one in ranks}
     for one in ranks:
         assert torch.equal(one.draws, by_loss_rank[one.loss_rank])
-    assert len({tuple(one.tolist()) for one in by_loss_rank.values()}) == len(by_loss_rank)
+    assert len(torch.stack([*by_loss_rank.values()]).unique(dim=0)) == len(by_loss_rank)
     if saved is not None:
         for one, before in zip(ranks, saved, strict=True):
             assert torch.equal(one.draws, before.draws)
