@@ -5,7 +5,7 @@
     AccelfnError
     |-- ConfigurationError        (ValueError)           a record or an option is not valid
     |   `-- EnvironmentPlanError                         the launcher's variables contradict each other
-    |-- NotAvailableError         (NotImplementedError)  valid, but this version has no machinery for it
+    |-- NotAvailableError         (NotImplementedError)  valid, but not supported yet
     |-- MissingExtraError         (ImportError)          an optional package is not installed
     |-- NonFiniteGradientError    (FloatingPointError)   a gradient is infinite or no number
     |-- CheckpointError                                  a checkpoint can't be written or taken up
@@ -69,7 +69,7 @@ class EnvironmentPlanError(ConfigurationError):
 
 
 class NotAvailableError(AccelfnError, NotImplementedError):
-    """The request is valid, but this version of accelfn has no machinery for it."""
+    """The request is valid, but accelfn does not support it yet."""
 
 
 class MissingExtraError(AccelfnError, ImportError):

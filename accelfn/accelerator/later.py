@@ -19,10 +19,7 @@ _WHOLE = "Until then each rank works on whole sequences."
 
 
 def _refuse(name: str, part: str, advice: str) -> NotAvailableError:
-    return NotAvailableError(
-        f"Accelerator.{name} needs {part}, and this version of accelfn has no machinery for that yet. "
-        f"{advice}"
-    )
+    return NotAvailableError(f"Accelerator.{name} needs {part}, which accelfn does not support yet. {advice}")
 
 
 class Unavailable:

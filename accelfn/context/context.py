@@ -278,7 +278,7 @@ class Context:
 
         Raises:
             ConfigurationError: An option concerns the world, or is not valid.
-            NotAvailableError: An option asks for machinery that this version does not have.
+            NotAvailableError: An option asks for what is not supported yet.
             TypeError: An unknown option, or one of the wrong type.
 
         >>> Context().replace(mixed_precision="bf16").mixed_precision

@@ -99,7 +99,7 @@ def init_context(*, group: dist.ProcessGroup | None = None, **options: Unpack[Co
 
     Raises:
         ConfigurationError: An option, a variable, a device or a backend is not valid or not there.
-        NotAvailableError: An option asks for machinery that this version does not have.
+        NotAvailableError: An option asks for what is not supported yet.
         DistributedError: The other ranks could not be reached: within the timeout, or, where RANK and
             WORLD_SIZE are set but no address of rank 0 and no timeout, within a minute. After 5 seconds a
             line on stderr says what is waited for.
@@ -187,8 +187,8 @@ def _refuse_settings(settings: Settings) -> None:
     for name, what, is_asked in asked:
         if is_asked:
             raise NotAvailableError(
-                f"ACCELFN_{name} or ACCELERATE_{name} asks for {what}, and this version of accelfn has no "
-                "machinery for it yet. Unset the variable."
+                f"ACCELFN_{name} or ACCELERATE_{name} asks for {what}, which accelfn does not "
+                "support yet. Unset the variable."
             )
 
 

@@ -20,7 +20,7 @@ from accelfn.context.collectives import Collectives, Part
 from accelfn.context.config import ParallelismConfig
 from accelfn.context.failure import announce_end
 from accelfn.context.process_group import is_registered
-from accelfn.context.world import World
+from accelfn.context.world import World, WorldIdentity
 from accelfn.errors import ConfigurationError, NotAvailableError
 
 if TYPE_CHECKING:
@@ -417,4 +417,5 @@ def _world_of(world: World, members: Sequence[int], nodes: Sequence[int], part: 
         backend=world.backend if len(members) > 1 else None,
         group_ref=part.group,
         keeper=part.keeper,
+        identity=WorldIdentity(),
     )

@@ -62,6 +62,7 @@ _LATER: tuple[tuple[str, Callable[[ParallelismConfig], int]], ...] = (
     ("expert parallelism", lambda config: config.ep_size),
     ("context parallelism", lambda config: config.cp_size),
     ("sequence parallelism", lambda config: config.sp_size),
+    ("a device mesh that was made before", lambda config: 2 if config.device_mesh is not None else 1),
 )
 
 
@@ -219,7 +220,7 @@ def apply_options(ctx: Context, options: ContextOptions) -> Context:
 
     Raises:
         ConfigurationError: Two options contradict each other, or one is not valid.
-        NotAvailableError: An option asks for machinery that this version does not have.
+        NotAvailableError: An option asks for what is not supported yet.
         TypeError: An unknown option, or one of the wrong type.
     """
     options = said(options)
@@ -474,7 +475,7 @@ def _refuse_unavailable(options: ContextOptions) -> None:
     for argument, what, is_asked in asked:
         if is_asked:
             raise NotAvailableError(
-                f"{argument} asks for {what}, and this version of accelfn has no machinery for it yet. "
+                f"{argument} asks for {what}, which accelfn does not support yet. "
                 "The record is valid; leave it out of the context for now, or unset the variable that asks "
                 "for it."
             )

@@ -157,7 +157,7 @@ def test_a_port_where_nobody_answers_is_named_in_seconds() -> None:
     assert port in done.stderr
 
 
-def test_a_setup_that_accelfn_has_no_machinery_for_fails() -> None:
+def test_a_setup_that_accelfn_does_not_support_yet_fails() -> None:
     done = run("accelfn.launch.selftest", ACCELFN_USE_CPU="true", ACCELFN_MIXED_PRECISION="fp8")
     assert done.returncode == 1
     assert "the ranks can't be set up" in done.stderr
