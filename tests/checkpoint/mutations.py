@@ -114,12 +114,12 @@ MUTATIONS = (
         "renamed before the manifest is written",
         "state/writing",
         f"{_ORDER}[first-1] {_ORDER}[first-2]",
-        "            _, error = attempt(lambda: write_manifest(disk, stage, manifest))\n",
-        "            old, error = attempt(lambda: put_in_place(disk, stage))\n"
+        "            _, error = catch(lambda: write_manifest(disk, stage, manifest))\n",
+        "            old, error = catch(lambda: put_in_place(disk, stage))\n"
         "            here = stage.__class__(path=stage.directory, directory=stage.directory, "
         "nonce=stage.nonce, generation=0)\n"
         "            write_manifest(disk, here, manifest)\n",
-        "            old, error = attempt(lambda: put_in_place(disk, stage))\n            if error",
+        "            old, error = catch(lambda: put_in_place(disk, stage))\n            if error",
         "            if error",
     ),
     _bug(
@@ -183,13 +183,13 @@ MUTATIONS = (
         "older ones are removed before the commit",
         "state/writing",
         f"{_FAULT}[1-0-rotated-waiting]",
-        "            old, error = attempt(lambda: put_in_place(disk, stage))\n",
+        "            old, error = catch(lambda: put_in_place(disk, stage))\n",
         "            if job.keep is not None:\n"
         "                from accelfn.checkpoint.files.find import find_checkpoints\n"
         "                import shutil\n"
         "                for one in find_checkpoints(job.directory.parent)[: 1 - (job.keep.last or 1)]:\n"
         "                    shutil.rmtree(one)\n"
-        "            old, error = attempt(lambda: put_in_place(disk, stage))\n",
+        "            old, error = catch(lambda: put_in_place(disk, stage))\n",
     ),
     _bug(
         "the newest is removed",

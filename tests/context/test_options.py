@@ -240,9 +240,7 @@ UNAVAILABLE: tuple[tuple[str, Any], ...] = (
 
 
 @pytest.mark.parametrize(("name", "value"), UNAVAILABLE)
-def test_a_record_of_what_is_not_supported_yet_builds_and_is_refused_by_its_argument(
-    name: str, value: Any
-) -> None:
+def test_a_record_of_what_is_not_supported_yet_is_refused_by_its_argument(name: str, value: Any) -> None:
     message = f"^{name} asks for .*not support yet.*unset the variable"
     with pytest.raises(NotAvailableError, match=message):
         applied(**{name: value})
