@@ -21,8 +21,6 @@ transformers: Any = pytest.importorskip("transformers")
 # Once here, and not in each forked rank: it imports its models when they are asked for.
 _ = (transformers.LlamaForCausalLM, transformers.BertForMaskedLM)
 
-# Logits that ranks have gathered are a view, which FSDP warns of.
-pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
 
 _VOCABULARY, _LENGTH, _ROWS, _STEPS = 32, 6, 4, 3
 _MAX_NORM = 0.1  # less than any norm here

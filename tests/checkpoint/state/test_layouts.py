@@ -24,9 +24,6 @@ from tests.checkpoint.layouts import whole
 from tests.checkpoint.meshes import LAYOUTS
 from tests.parallel.tensor_models import GPT, LENGTH, VOCABULARY
 
-# Logits that ranks have gathered are a view, which FSDP warns of.
-pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module:UserWarning")
-
 _ROWS = 4  # of a batch over all ranks
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
