@@ -420,7 +420,7 @@ def follow_optimizers(operation: str, ctx: Context, optimizers: Iterable[Optimiz
         known = [_HANDLES in vars(one) for one in parameters]
         if all(known):
             setattr(optimizer, _SETTLED, tuple([len(group["params"]) for group in groups]))
-        elif not any(known) and not any(hasattr(one, "placements") for one in parameters):
+        elif not any(known) and not any(is_dtensor(one) for one in parameters):
             raise ConfigurationError(
                 f"{operation}: no parameter of the {type(optimizer).__name__} is one of a prepared model, so "
                 f"nobody averages their gradients over the {ctx.num_processes} ranks. Prepare the model, and "

@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from accelfn.errors import ConfigurationError
+from accelfn.tree import is_dtensor
 
 __all__ = ("follow", "leave_pointers", "named", "newest", "repoint", "retie")
 
@@ -114,7 +115,7 @@ def repoint(optimizer: Optimizer) -> int:
         old_parameters[:] = now.values()
         if "param_names" in group:
             group["param_names"] = kept_names
-        are_sharded = {_is_dtensor(one) for one in old_parameters}
+        are_sharded = {is_dtensor(one) for one in old_parameters}
         if len(are_sharded) == 2 and "foreach" in group and not group.get("fused"):
             group["foreach"] = False  # torch's foreach functions don't take both kinds together
     return replaced
@@ -124,7 +125,7 @@ def _laid_out(name: str, value: Any, old: torch.Tensor, new: torch.Tensor) -> An
     """Return an entry of an optimizer's state as it belongs to ``new``."""
     if not isinstance(value, torch.Tensor) or value.shape != old.shape or name == "step":
         return value
-    if not _is_dtensor(new):
+    if not is_dtensor(new):
         return value
     from torch.distributed.tensor import distribute_tensor
 
@@ -142,12 +143,8 @@ def _laid_out(name: str, value: Any, old: torch.Tensor, new: torch.Tensor) -> An
     return shard
 
 
-def _is_dtensor(tensor: torch.Tensor) -> bool:
-    return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
-
-
 def _layout(tensor: torch.Tensor) -> object:
     """Return what two tied parameters must have in common, so that one can stand for both."""
-    if not _is_dtensor(tensor):
+    if not is_dtensor(tensor):
         return "whole"
     return cast("Any", tensor).placements, cast("Any", tensor).device_mesh

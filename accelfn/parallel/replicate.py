@@ -22,7 +22,7 @@ from accelfn.parallel.exact import ExactReplica
 from accelfn.parallel.facts import modules_of
 from accelfn.parallel.handle import Communication, DDPHandle, handle_of, uncompiled
 from accelfn.parallel.thread_ddp import ThreadDDP, is_made_of_others
-from accelfn.tree import flatten
+from accelfn.tree import flatten, is_dtensor
 
 __all__ = (
     "DataParallel",
@@ -159,7 +159,7 @@ def check_wrapped(ctx: Context, model: nn.Module) -> None:
                 "what you have sharded yourself without prepare."
             )
     for name, parameter in model.named_parameters():
-        if hasattr(parameter, "placements"):
+        if is_dtensor(parameter):
             raise ConfigurationError(
                 f"prepare_model: {name} of the {kind} is a shard (DTensor) already, as a part of another "
                 "prepared model. Prepare the model that holds all of its parameters."

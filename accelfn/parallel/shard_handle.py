@@ -12,6 +12,7 @@ from torch import nn
 
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.handle import HANDLE, IN_NO_SYNC, Communication, Handle, register
+from accelfn.tree import is_dtensor
 
 __all__ = ("ShardHandle", "with_named_errors")
 
@@ -41,7 +42,7 @@ class ShardHandle(Handle):
         self._syncs = True
         register(self, model.parameters())
         for name, parameter in model.named_parameters():
-            if parameter.requires_grad and hasattr(parameter, "placements"):
+            if parameter.requires_grad and is_dtensor(parameter):
                 cast("Any", parameter).register_hook(_refusal_of(name))
         setattr(model, HANDLE, self)
 

@@ -34,7 +34,7 @@ from accelfn.parallel.forward import WrappedForward, plain_forward
 from accelfn.parallel.plan import modules_to_compile
 from accelfn.training.device_map import check_devices, check_packed, is_placed
 from accelfn.training.precision import with_precision, without_precision
-from accelfn.tree import send_to_device
+from accelfn.tree import is_dtensor, send_to_device
 
 __all__ = (
     "Mark",
@@ -295,7 +295,7 @@ def prepare_optimizer(ctx: Context, optimizer: O) -> O:
         # Step counters stay where the optimizer put them: most want them on the CPU.
         for parameter, state in cast("dict[torch.Tensor, dict[str, Any]]", optimizer.state).items():
             for name, value in state.items():
-                if name != "step" and not hasattr(value, "placements"):
+                if name != "step" and not is_dtensor(value):
                     state[name] = send_to_device(value, ctx.device if parameter.is_meta else parameter.device)
     setattr(optimizer, _MARK, mark_of(ctx))
     return optimizer
