@@ -49,6 +49,10 @@ _LET_GO_S = 0.02
 _HOST_S = 1.5
 
 
+def _no_axes() -> dict[tuple[str, ...], Context]:
+    return {}  # not dict[...], which torch.compile can't call
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
     """Who this process is, how it reaches the others and how it was configured.
@@ -99,7 +103,7 @@ class Context:
     mesh: Mesh | None = field(default=None, compare=False)
     # What along() has given before. Empty in each variant, whose options may differ.
     _along: dict[tuple[str, ...], Context] = field(
-        default_factory=dict["tuple[str, ...]", "Context"], init=False, compare=False, repr=False
+        default_factory=_no_axes, init=False, compare=False, repr=False
     )
 
     def __post_init__(self) -> None:

@@ -111,7 +111,7 @@ def cut_stream(
     Raises:
         ValueError: The stream ends before ``start``.
 
-    >>> [piece.content for piece in cut_stream(iter(range(9)), Cut(rows=2, rank=1, size=2, even=True))]
+    >>> [piece.content for piece in cut_stream(iter(range(9)), StreamPlan(rows=2, rank=1, size=2, even=True))]
     [[2, 3], [6, 7], [1, 2]]
     """
     samples = begun_once(samples)

@@ -74,8 +74,12 @@ def newest(parameter: torch.Tensor) -> torch.Tensor | None:
     None for one that this rank holds no part of any more.
     """
     found: torch.Tensor | None = parameter
-    while found is not None and _SUCCESSOR in vars(found):
-        found = cast("tuple[torch.Tensor | None]", vars(found)[_SUCCESSOR])[0]
+    while found is not None:
+        # Not vars(), which torch.compile can't follow.
+        successor = cast("tuple[torch.Tensor | None] | None", getattr(found, _SUCCESSOR, None))
+        if successor is None:
+            break
+        found = successor[0]
     return found
 
 

@@ -241,7 +241,7 @@ def test_a_schedule_with_a_last_step_ends_there_in_accelerates_arithmetic_too() 
         model = one_weight()
         optimizer: Any = sgd(model)
         scheduler: Any = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=5)
-        optimizer, scheduler = accelerator.prepare(optimizer, scheduler)
+        model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
         for _ in range(4):
             optimizer.step()
             scheduler.step()

@@ -148,7 +148,7 @@ def test_a_failure_on_one_machine_ends_the_others_and_is_reported_there(
         f'    {tmp_path}/train.py:8 in <module>: raise ValueError("no such batch")',
     ]
     # Under c10d, ranks are given out by torch.
-    own = 1 if "Traceback" in ended[1][1] else 0
+    own = 1 if 'train.py", line 8' in ended[1][1] else 0
     assert ended[own][1].splitlines()[-3:-1] == said[:2]  # and its traceback above
     lines = ended[1 - own][1].splitlines()
     assert lines[-4:] == [*said, f"  logs: on {host}"]
