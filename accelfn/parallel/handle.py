@@ -115,9 +115,9 @@ class LocalHandle(Handle):
     Its forward pass communicates all the same: each rank has a part of the layers.
     """
 
-    engine = "none"
-    averaged_over = ()
-    has_whole_parameters = False
+    engine: ClassVar[Literal["none", "ddp", "shard"]] = "none"
+    averaged_over: ClassVar[tuple[str, ...]] = ()
+    has_whole_parameters: ClassVar[bool] = False
 
     def __init__(self, model: nn.Module) -> None:
         """Let the parameters of ``model`` know."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import nn
@@ -24,9 +24,9 @@ class ShardHandle(Handle):
     used shards outside of a forward pass, and nobody averages them: they are refused.
     """
 
-    engine = "shard"
-    has_whole_parameters = False
-    holds_gradients = True
+    engine: ClassVar[Literal["none", "ddp", "shard"]] = "shard"
+    has_whole_parameters: ClassVar[bool] = False
+    holds_gradients: ClassVar[bool] = True
 
     def __init__(self, model: nn.Module, units: Sequence[nn.Module], device: torch.device) -> None:
         """Watch the shards of ``model``, whose units (the model is the last one) are sharded.

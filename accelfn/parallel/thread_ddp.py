@@ -38,7 +38,7 @@ class ThreadDDP(Handle):
 
     def __init__(self, ctx: Context, model: nn.Module) -> None:
         """Bring the model to rank 0's values, and watch its parameters."""
-        self.sync = True
+        self.sync: bool = True
         self._model = weakref.ref(model)
         self._ctx = ctx.tagged("a replicated model")  # wherever forward and backward are called
         self._backward: int | None = None  # torch's number of the latest one
