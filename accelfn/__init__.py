@@ -38,7 +38,7 @@ _HOMES = MappingProxyType(
         """,
         "accelfn.context": """
             Collectives Context ContextOptions EnvironmentPlan Mesh MeshPlan Precision World
-            close_context detect_environment init_context plan_mesh
+            close_context detect_environment init_context plan_context plan_mesh
         """,
         "accelfn.context.config": """
             AORecipeKwargs AutocastKwargs CanonicalReduction DataLoaderConfiguration
@@ -50,14 +50,14 @@ _HOMES = MappingProxyType(
         """,
         "accelfn.data": """
             LoaderState MicroBatch PreparedDataLoader gather_for_metrics
-            gather_objects_for_metrics loader_state microbatches prepare_data_loader
-            restore_loader skip_first_batches
+            gather_objects_for_metrics gather_sequence loader_state microbatches prepare_data_loader
+            restore_loader shard_sequence skip_first_batches
         """,
         "accelfn.launch.launchers": """
             debug_launcher launch_processes notebook_launcher
         """,
         "accelfn.parallel": """
-            ModelPlan convert_sync_batchnorm plan_model register_forward_method
+            Budget ModelPlan convert_sync_batchnorm plan_memory plan_model register_forward_method
         """,
         "accelfn.tracking": """
             GeneralTracker Trackers finish get_logger get_tracker init_trackers
@@ -66,8 +66,8 @@ _HOMES = MappingProxyType(
         "accelfn.training": """
             LocalSGDState Loss PureOptimizer PureTrainState ScalerState StepMetrics TrainState
             accumulate autocast average_parameters backward clear_device_cache clip_grad_norm_
-            clip_grad_value_ find_executable_batch_size init_scaler init_train_state
-            join_uneven_inputs local_sgd_step lomo_backward make_train_step no_sync
+            clip_grad_value_ find_executable_batch_size forward forward_backward init_scaler
+            init_train_state join_uneven_inputs local_sgd_step lomo_backward make_train_step no_sync
             optimizer_step prepare prepare_model prepare_optimizer prepare_scheduler
             release_memory scheduler_step step_was_skipped trigger_sync_in_backward
             unscale_gradients unwrap_model value_and_grad verify_device_map

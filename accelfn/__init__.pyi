@@ -91,6 +91,7 @@ from accelfn.context import close_context as close_context
 from accelfn.context import config as config
 from accelfn.context import detect_environment as detect_environment
 from accelfn.context import init_context as init_context
+from accelfn.context import plan_context as plan_context
 from accelfn.context import plan_mesh as plan_mesh
 from accelfn.context.config import AORecipeKwargs as AORecipeKwargs
 from accelfn.context.config import AutocastKwargs as AutocastKwargs
@@ -122,16 +123,20 @@ from accelfn.data import MicroBatch as MicroBatch
 from accelfn.data import PreparedDataLoader as PreparedDataLoader
 from accelfn.data import gather_for_metrics as gather_for_metrics
 from accelfn.data import gather_objects_for_metrics as gather_objects_for_metrics
+from accelfn.data import gather_sequence as gather_sequence
 from accelfn.data import loader_state as loader_state
 from accelfn.data import microbatches as microbatches
 from accelfn.data import prepare_data_loader as prepare_data_loader
 from accelfn.data import restore_loader as restore_loader
+from accelfn.data import shard_sequence as shard_sequence
 from accelfn.data import skip_first_batches as skip_first_batches
 from accelfn.launch.launchers import debug_launcher as debug_launcher
 from accelfn.launch.launchers import launch_processes as launch_processes
 from accelfn.launch.launchers import notebook_launcher as notebook_launcher
+from accelfn.parallel import Budget as Budget
 from accelfn.parallel import ModelPlan as ModelPlan
 from accelfn.parallel import convert_sync_batchnorm as convert_sync_batchnorm
+from accelfn.parallel import plan_memory as plan_memory
 from accelfn.parallel import plan_model as plan_model
 from accelfn.parallel import register_forward_method as register_forward_method
 from accelfn.tracking import GeneralTracker as GeneralTracker
@@ -161,6 +166,8 @@ from accelfn.training import clear_device_cache as clear_device_cache
 from accelfn.training import clip_grad_norm_ as clip_grad_norm_
 from accelfn.training import clip_grad_value_ as clip_grad_value_
 from accelfn.training import find_executable_batch_size as find_executable_batch_size
+from accelfn.training import forward as forward
+from accelfn.training import forward_backward as forward_backward
 from accelfn.training import init_scaler as init_scaler
 from accelfn.training import init_train_state as init_train_state
 from accelfn.training import join_uneven_inputs as join_uneven_inputs

@@ -7,7 +7,7 @@
     |   `-- EnvironmentPlanError                         the launcher's variables contradict each other
     |-- NotAvailableError         (NotImplementedError)  valid, but not supported yet
     |-- MissingExtraError         (ImportError)          an optional package is not installed
-    |-- NonFiniteGradientError    (FloatingPointError)   a gradient is infinite or no number
+    |-- NonFiniteGradientError    (FloatingPointError)   a gradient is infinite or NaN
     |-- CheckpointError                                  a checkpoint can't be written or taken up
     |   |-- NoCheckpointError     (FileNotFoundError)    there is no committed one in the directory
     |   |-- DamagedCheckpointError (ValueError)          its bytes aren't those that were written
@@ -77,7 +77,7 @@ class MissingExtraError(AccelfnError, ImportError):
 
 
 class NonFiniteGradientError(AccelfnError, FloatingPointError):
-    """Gradients are infinite or no number, and a step would ruin the parameters.
+    """Gradients are infinite or NaN, and a step would ruin the parameters.
 
     Attributes:
         by_rank: Paths of the parameters whose gradients are not finite, by rank.
@@ -87,7 +87,7 @@ class NonFiniteGradientError(AccelfnError, FloatingPointError):
         """Keep the paths and print the first of them."""
         self.by_rank = by_rank
         paths = list(dict.fromkeys(path for one in by_rank for path in one))
-        lines = ["optimizer_step: gradients are infinite or no number, and nothing was changed."]
+        lines = ["optimizer_step: gradients are infinite or NaN, and nothing was changed."]
         for path in paths[:_MAX_ROWS]:
             ranks = ", ".join(str(rank) for rank, one in enumerate(by_rank) if path in one)
             lines.append(f"  {path}  on rank {ranks}")
@@ -338,7 +338,7 @@ class CollectiveTimeoutError(DistributedError, TimeoutError):
 
 
 def _table(rows: Sequence[Disagreement], callers: Sequence[Caller]) -> list[str]:
-    """Lay the rows out in columns, and below them what each rank called."""
+    """Format the rows in columns, and below them what each rank called."""
     by_rank = {caller.rank: caller for caller in callers}
     titles = ("rank", "operation", "call site", "leaf", "found", "expected")
     cells: list[tuple[str, ...]] = []
@@ -378,7 +378,7 @@ def _ranges(ranks: list[int]) -> str:
 
 
 def _amount(row: Drift) -> str:
-    """Say how much a leaf differs."""
+    """Return how much a leaf differs."""
     if row.num_differing is None:
         return f"differs from rank {row.reference}"
     text = f"{row.num_differing} of {row.num_elements} elements differ from rank {row.reference}"

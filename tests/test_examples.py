@@ -17,7 +17,6 @@ from accelfn.testing import run_ranks
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "docs" / "examples"
-PROGRAMS = tuple(sorted(path.name for path in EXAMPLES.glob("*.py")))
 TRAINING = ("train_digits.py", "train_digits_accelerator.py")
 TEXT = "fine_tune_text.py"
 
@@ -124,11 +123,6 @@ def test_language_models_learn_as_in_plain_torch(model: str, num_processes: int,
     assert found == pytest.approx(plain, rel=1e-5)
     held_out = [float(text.rpartition("held-out texts: ")[2]) for text in (by_torch, by_accelfn)]
     assert held_out[1] == pytest.approx(held_out[0], abs=2e-4)
-
-
-@pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in (*TRAINING, TEXT)])
-def test_every_other_example_runs(name: str, tmp_path: Path) -> None:
-    assert launch(name, tmp_path)
 
 
 def track(train: Callable[..., Any], ctx: Context, folder: Path) -> str:

@@ -10,7 +10,7 @@ import dataclasses
 import os
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, TypeVar, cast
 
 import torch
@@ -26,7 +26,6 @@ from accelfn.accelerator.extras import Extras
 from accelfn.accelerator.facts import ContextProperties
 from accelfn.accelerator.held import WeakRegistry
 from accelfn.accelerator.hooks import Hooks
-from accelfn.accelerator.later import Unavailable
 from accelfn.accelerator.naming import class_of, describe_model, list_parameters, optimizers_of
 from accelfn.accelerator.proxies import (
     AcceleratedDataLoader,
@@ -70,7 +69,7 @@ T = TypeVar("T")
 
 
 def _loading(config: DataLoaderConfiguration | None, **fields: bool | None) -> DataLoaderConfiguration | None:
-    """Put arguments of older Accelerates where they belong."""
+    """Map arguments of older Accelerate versions to their current places."""
     given: dict[str, Any] = {name: value for name, value in fields.items() if value is not None}
     if config is None:
         return DataLoaderConfiguration(**given) if given else None
@@ -96,21 +95,21 @@ def _check_compat(compat: object) -> None:
         )
 
 
-class Accelerator(ContextProperties, Extras, Saving, Tracking, Unavailable):
+class Accelerator(ContextProperties, Extras, Saving, Tracking):
     """Train with Accelerate's method names.
 
     Takes the arguments of :func:`accelfn.init_context`; ``context`` builds it over one that exists, such as
-    the one that ``accelfn.testing.run_ranks`` hands to a rank. Any number of Accelerators live side by side.
+    the one that ``accelfn.testing.run_ranks`` passes to a rank. Any number of Accelerators live side by side.
 
     Attributes:
         context: The frozen Context behind it, for use with the functions.
-        loops: The batch at hand of each loop over a prepared loader, the innermost one last.
+        loops: The current batch of each loop over a prepared loader, the innermost one last.
         ended: The last batch of each of the latest passes that have ended or were left.
         window: The batch of the ``accumulate`` block that is open; None outside of one.
-        sync_gradients: Whether the batch at hand closes its window, so that optimizers step. May be set.
-        last_micro: The batch at hand; or, if a loop has ended or was left since, the last batch of that one.
+        sync_gradients: Whether the current batch closes its window, so that optimizers step. May be set.
+        last_micro: The current batch; or, if a loop has ended or was left since, the last batch of that one.
         models: Prepared models that somebody holds, in the order in which they came.
-        optimizers: The same of optimizers: those inside of what ``prepare`` gave back.
+        optimizers: The same of optimizers: those inside of what ``prepare`` returned.
         schedulers: The same of schedules.
         loaders: The same of loaders.
         step: Blocks of ``accumulate`` so far, in a program that has prepared no loader.
@@ -218,7 +217,7 @@ class Accelerator(ContextProperties, Extras, Saving, Tracking, Unavailable):
         """Prepare models, optimizers, loaders and schedulers; see :func:`accelfn.prepare`.
 
         Args:
-            *args: What to prepare. Anything else is given back as it is.
+            *args: What to prepare. Anything else is returned as it is.
             device_placement: One for each object: whether it is brought to the device.
             **named: The same, with a name: what it is called in checkpoints.
 
@@ -283,7 +282,7 @@ class Accelerator(ContextProperties, Extras, Saving, Tracking, Unavailable):
     def prepare_optimizer(
         self, optimizer: Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """Give an optimizer that steps only where a window closes."""
+        """Return an optimizer that steps only where a window closes."""
         if isinstance(optimizer, AcceleratedOptimizer) and optimizer.belongs_to(self):
             return optimizer
         optimizer = unwrap_optimizer(optimizer)
@@ -309,7 +308,7 @@ class Accelerator(ContextProperties, Extras, Saving, Tracking, Unavailable):
         )
 
     def prepare_scheduler(self, scheduler: LRScheduler | AcceleratedScheduler) -> AcceleratedScheduler:
-        """Give a schedule that moves only when its optimizer steps."""
+        """Return a schedule that moves only when its optimizer steps."""
         if isinstance(scheduler, AcceleratedScheduler):
             if scheduler.belongs_to(self):
                 return scheduler
@@ -319,13 +318,13 @@ class Accelerator(ContextProperties, Extras, Saving, Tracking, Unavailable):
         return prepared
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """Give a loader without the first batches; see :func:`accelfn.skip_first_batches`."""
+        """Return a loader without the first batches; see :func:`accelfn.skip_first_batches`."""
         return cast("Any", data.skip_first_batches(dataloader, num_batches))
 
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> nn.Module:
-        """Take off what ``prepare_model`` put around a model; see :func:`accelfn.unwrap_model`."""
+        """Remove the wrapper of ``prepare_model`` from a model; see :func:`accelfn.unwrap_model`."""
         return training.unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
 
     def _placing(self, device_placement: bool | None) -> Context:
@@ -338,12 +337,12 @@ class Accelerator(ContextProperties, Extras, Saving, Tracking, Unavailable):
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """Run forward and backward of one batch of a window; see :func:`accelfn.accumulate`.
 
-        The window is that of the prepared loader whose batch is at hand. In a program that has prepared no
+        The window is that of the prepared loader whose batch is current. In a program that has prepared no
         loader, each block counts as one batch of windows of full length.
 
         Raises:
             ConfigurationError: Several batches make a window, loaders were prepared, and no batch of theirs
-                is at hand.
+                is present.
         """
         micro = self.micro or self._count_batch()
         return AccumulateBlock(self, micro, training.accumulate(self.context, micro, *models))
@@ -352,12 +351,12 @@ class Accelerator(ContextProperties, Extras, Saving, Tracking, Unavailable):
         steps = self.gradient_accumulation_steps
         if steps > 1 and any(True for _ in self.loaders):
             raise ConfigurationError(
-                "accumulate: no batch of a prepared loader is at hand, so nobody knows where the window of "
-                f"{steps} batches ends. Use it inside of the loop over the loader that prepare gave back."
+                "accumulate: no prepared loader has a current batch, so it is unknown where the window of "
+                f"{steps} batches ends. Use it inside of the loop over the loader that prepare returned."
             )
         index = self.step
         self.step += 1
-        # With a number of its own: exact mode tells batches apart by it.
+        # With a number of its own: exact mode distinguishes batches by it.
         return plan_microbatch(index % steps, 0, steps, steps)._replace(index=index)
 
     def no_sync(self, *models: nn.Module) -> AbstractContextManager[None]:
@@ -378,6 +377,26 @@ class Accelerator(ContextProperties, Extras, Saving, Tracking, Unavailable):
             steps = self.gradient_accumulation_steps
             micro = plan_microbatch(0, 0, steps, steps)
         self._scaling.end_loss(training.backward(self.context, loss, state, micro, weight, **kwargs))
+
+    def forward_backward(
+        self, model: Any, loss_fn: Callable[[Any, Any], torch.Tensor | training.Loss], batch: Any
+    ) -> torch.Tensor:
+        """Compute the loss of the batch at hand and its gradients; see :func:`accelfn.forward_backward`.
+
+        In the place of ``accumulate``, a call of the model and ``backward``. Returns the loss.
+        """
+        micro = self.micro or self._count_batch()
+        with AccumulateBlock(self, micro, nullcontext()):
+            if self.compat is not None:  # as in backward
+                micro = micro._replace(window=self.gradient_accumulation_steps)
+            state = self._scaling.begin_loss(self.context)
+            state, loss = training.forward_backward(self.context, model, loss_fn, batch, state, micro)
+            self._scaling.end_loss(state)
+        return loss
+
+    def forward(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Return the output of a model, also of one that is cut into stages; see :func:`accelfn.forward`."""
+        return training.forward(self.context, model, *args, **kwargs)
 
     def autocast(
         self, autocast_handler: AutocastKwargs | None = None, *, cache_enabled: bool | None = None
@@ -428,11 +447,11 @@ class Accelerator(ContextProperties, Extras, Saving, Tracking, Unavailable):
         return optimizer.step(closure)
 
     def step_was_skipped(self, optimizer: Optimizer) -> bool:
-        """Whether the latest step of a prepared optimizer was skipped; proxies call this."""
+        """Return whether the latest step of a prepared optimizer was skipped; proxies call this."""
         return self._scaling.was_skipped(self.context, unwrap_optimizer(optimizer))
 
     def scheduler_steps(self, scheduler: LRScheduler) -> int:
-        """Say how often a schedule moves for one step of its optimizer; its proxy calls this."""
+        """Return how often a schedule moves for one step of its optimizer; its proxy calls this."""
         if self.compat is None or self.context.loading.split_batches:
             return 1
         total = getattr(scheduler, "total_steps", None)
@@ -451,7 +470,7 @@ class Accelerator(ContextProperties, Extras, Saving, Tracking, Unavailable):
     def join_uneven_inputs(
         self, joinables: Sequence[Any], even_batches: bool | None = None
     ) -> Generator[None, None, None]:
-        """Let ranks without batches keep the others company; see :func:`accelfn.join_uneven_inputs`.
+        """Let ranks without batches join collectives; see :func:`accelfn.join_uneven_inputs`.
 
         ``even_batches`` is for all prepared loaders that somebody holds.
         """
@@ -466,7 +485,7 @@ class Accelerator(ContextProperties, Extras, Saving, Tracking, Unavailable):
 
     @property
     def micro(self) -> MicroBatch | None:
-        """The batch that a prepared loader handed out last; None outside of such a loop."""
+        """The batch that a prepared loader yielded last; None outside of such a loop."""
         return next(reversed(self.loops.values())) if self.loops else None
 
     # --- across ranks ----------------------------------------------------------------------------
@@ -480,7 +499,7 @@ class Accelerator(ContextProperties, Extras, Saving, Tracking, Unavailable):
     ) -> Any:
         """Join over all ranks, without rows that are padding; see :func:`accelfn.gather_for_metrics`.
 
-        In a loop over a prepared loader, what has as many rows as the batch at hand, or as the pass so far,
+        In a loop over a prepared loader, what has as many rows as the current batch, or as the pass so far,
         belongs to it. Outside of one, what has as many rows as all batches of a pass that ended or was left
         lately belongs to that pass: ``gather_for_metrics(torch.cat(rows))`` after a loop. So it does in a
         loop around that pass, until that loop's next batch. Nothing else is cut. Where several of these have
@@ -523,7 +542,7 @@ class Accelerator(ContextProperties, Extras, Saving, Tracking, Unavailable):
 
     @contextmanager
     def split_between_processes(self, inputs: T, apply_padding: bool = False) -> Generator[T, None, None]:
-        """Give this rank its part in a ``with`` block; see :func:`accelfn.split_between_processes`."""
+        """Yield this rank's part in a ``with`` block; see :func:`accelfn.split_between_processes`."""
         yield comm.split_between_processes(self.context, inputs, apply_padding)
 
     def on_main_process(self, function: Callable[..., Any] | None = None) -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-from typing import Any
+import warnings
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -17,7 +19,8 @@ from accelfn.accelerator.proxies import Loop
 from accelfn.accelerator.scaling import Scaling
 from accelfn.context import Context
 from accelfn.context.config import ProfileKwargs
-from accelfn.data import MicroBatch
+from accelfn.data import MicroBatch, shard_sequence
+from accelfn.errors import ConfigurationError
 
 __all__ = ("Extras",)
 
@@ -37,6 +40,75 @@ class Extras:
     window: MicroBatch | None
     sync_gradients: bool
     _scaling: Scaling
+    _has_warned_of_sequences: bool = False
+
+    @property
+    def fp8_backend(self) -> str | None:
+        """Engine of 8-bit matrix products: None, as this version has none."""
+        return None
+
+    @contextmanager
+    def maybe_context_parallel(
+        self,
+        buffers: Sequence[torch.Tensor] | None = None,
+        buffer_seq_dims: Sequence[int] | None = None,
+        no_restore_buffers: Iterable[torch.Tensor] | None = None,
+    ) -> Generator[None, None, None]:
+        """Cut the sequences of ``buffers`` inside, where ranks along ``cp`` share them. Writes into them.
+
+        Where nobody shares sequences it does nothing, which a warning says once. A prepared model takes
+        pieces of sequences in any case, inside and outside; so the loaders can give pieces instead, by
+        ``DataLoaderConfiguration(sequence={...})``, which is less to write.
+
+        Args:
+            buffers: Tensors whose sequences every rank along ``cp`` has whole, such as the batch's ids,
+                labels and positions.
+            buffer_seq_dims: The sequence's dimension of each of them.
+            no_restore_buffers: Those that stay cut behind it; the others get their values back.
+
+        Raises:
+            ConfigurationError: The loaders cut sequences already.
+            ValueError: Numbers of ``buffers`` and ``buffer_seq_dims`` differ, a length can't be cut into
+                equal pieces, or a buffer isn't there to be left cut.
+        """
+        tensors, dims = tuple(buffers or ()), tuple(buffer_seq_dims or ())
+        left = {id(one) for one in no_restore_buffers or ()}
+        if len(tensors) != len(dims):
+            raise ValueError(
+                f"maybe_context_parallel: got {len(tensors)} buffers and {len(dims)} dimensions. Pass one "
+                "for each."
+            )
+        if not left <= {id(one) for one in tensors}:
+            raise ValueError(
+                "maybe_context_parallel: no_restore_buffers has a tensor that isn't in buffers. Pass it in "
+                "both."
+            )
+        if self.context.axis_size("cp") == 1:
+            if not self._has_warned_of_sequences:
+                self._has_warned_of_sequences = True
+                warnings.warn(
+                    "maybe_context_parallel does nothing, since no ranks share sequences by context "
+                    "parallelism (said once). They do with ParallelismConfig(cp_size=...).",
+                    stacklevel=3,
+                )
+            yield
+            return
+        if self.context.loading.sequence:
+            raise ConfigurationError(
+                "maybe_context_parallel: DataLoaderConfiguration.sequence lets the loaders cut sequences, "
+                "and they would be cut twice. Leave one of the two out."
+            )
+        whole = {str(place): tensor.detach() for place, tensor in enumerate(tensors)}
+        pieces = shard_sequence(self.context, whole, dict(zip(whole, dims, strict=True)))
+        kept = [None if id(one) in left else one.detach().clone() for one in tensors]
+        for tensor, piece in zip(tensors, pieces.values(), strict=True):
+            _overwrite(tensor, piece)
+        try:
+            yield
+        finally:
+            for tensor, before in zip(tensors, kept, strict=True):
+                if before is not None:
+                    _overwrite(tensor, before)
 
     @property
     def has_lomo_optimizer(self) -> bool:
@@ -53,7 +125,7 @@ class Extras:
         if len(found) != 1:
             raise ValueError(
                 f"lomo_backward: needs one prepared optimizer that is Lomo or AdaLomo, got {len(found)}. "
-                "Prepare it, and keep what prepare gives back; for several use accelfn.lomo_backward, which "
+                "Prepare it, and keep what prepare returns; for several use accelfn.lomo_backward, which "
                 "takes the optimizer."
             )
         training.lomo_backward(self.context, loss, learning_rate, found[0], self.window)
@@ -67,7 +139,7 @@ class Extras:
         return parallel.trigger_sync_in_backward(model)
 
     def verify_device_map(self, model: nn.Module) -> bool:
-        """Say whether a device map has spread a model over devices; see :func:`accelfn.verify_device_map`."""
+        """Check whether a model has a device map; see :func:`accelfn.verify_device_map`."""
         return training.verify_device_map(model)
 
     def profile(
@@ -90,3 +162,9 @@ class Extras:
     def clear(self, *objects: Any) -> list[None]:
         """Do what ``free_memory`` does."""
         return self.free_memory(*objects)
+
+
+@torch.no_grad()
+def _overwrite(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Overwrite a tensor with values that may have another shape. An expanded one gets memory of its own."""
+    cast("Any", tensor).set_(values.clone(memory_format=torch.contiguous_format))

@@ -110,5 +110,5 @@ class WeakRegistry(Generic[T]):
         return iter([thing for thing in found if thing is not None])
 
     def __reduce__(self) -> tuple[type[WeakRegistry[T]], tuple[object, ...]]:
-        """Leave the things out of copies and pickles: a copied thing adds itself."""
+        """Copy and pickle without the things: a copied thing adds itself."""
         return WeakRegistry, (self._parts_of, self._label_of)

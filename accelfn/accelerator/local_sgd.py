@@ -19,7 +19,7 @@ __all__ = ("LocalSGD",)
 
 
 class LocalSGD:
-    """Let ranks train by themselves in a ``with`` block, and average their parameters every few steps.
+    """Let ranks train independently in a ``with`` block, and average their parameters every few steps.
 
     ::
 
@@ -45,7 +45,7 @@ class LocalSGD:
 
         Args:
             accelerator: Prepared the model.
-            model: What prepare gave back.
+            model: What prepare returned.
             local_sgd_steps: Optimizer steps between two averages.
             enabled: Whether anything is done.
 
@@ -64,7 +64,7 @@ class LocalSGD:
         if enabled and accelerator.context.reduction is not None:
             raise ConfigurationError(
                 'LocalSGD: the accelerator has reduction="canonical", which sums the gradients of all ranks '
-                "in each step, and here ranks train by themselves. Use one of the two."
+                "in each step, and here ranks train independently. Use one of the two."
             )
         self.enabled: bool = enabled and accelerator.num_processes > 1
         self.local_sgd_steps = local_sgd_steps

@@ -53,7 +53,7 @@ def name_things(
         if name in named:
             raise ConfigurationError(
                 f"Two prepared objects ({kind}) would both be saved as {name!r}, and nothing but their order "
-                "tells them apart. Name them where they are prepared, as in prepare(teacher=..., "
+                "distinguishes them. Name them where they are prepared, as in prepare(teacher=..., "
                 "student=...), or with checkpoint_names(teacher=..., student=...)."
             )
         named[name] = thing
@@ -61,12 +61,12 @@ def name_things(
 
 
 def describe_model(model: nn.Module) -> str:
-    """Say what a model is: its class."""
+    """Return what a model is: its class."""
     return type(unwrap_model(model, keep_torch_compile=False)).__name__
 
 
 def describe_optimizer(models: Mapping[str, nn.Module]) -> Callable[[Optimizer], str]:
-    """Give what says which models an optimizer changes."""
+    """Return what says which models an optimizer changes."""
 
     def describe(optimizer: Optimizer) -> str:
         own = parameters_of(optimizer)
@@ -77,7 +77,7 @@ def describe_optimizer(models: Mapping[str, nn.Module]) -> Callable[[Optimizer],
 
 
 def describe_scheduler(optimizers: Mapping[str, Optimizer]) -> Callable[[Any], str]:
-    """Give what says whose learning rate a prepared schedule sets."""
+    """Return what says whose learning rate a prepared schedule sets."""
 
     def describe(scheduler: Any) -> str:
         (inner,) = optimizers_of(scheduler)
@@ -106,6 +106,6 @@ def optimizers_of(scheduler: Any) -> list[object]:
 
 
 def describe_loader(loader: Any) -> str:
-    """Say what a prepared loader reads: the class of its dataset, and how many samples there are."""
+    """Return what a prepared loader reads: the class of its dataset, and how many samples there are."""
     dataset = getattr(loader, "dataset", loader)
     return f"{type(dataset).__name__}.{passes_of(loader).reader.length}"

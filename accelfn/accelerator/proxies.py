@@ -1,4 +1,4 @@
-"""What ``Accelerator.prepare`` gives back for optimizers, schedulers and loaders: they follow the window."""
+"""What ``Accelerator.prepare`` returns for optimizers, schedulers and loaders: they follow the window."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class AcceleratedOptimizer(Optimizer):
         self._accelerator = accelerator
 
     def belongs_to(self, accelerator: Accelerator) -> bool:
-        """Whether ``accelerator`` prepared it."""
+        """Return whether ``accelerator`` prepared it."""
         return self._accelerator is accelerator
 
     @property
@@ -77,11 +77,11 @@ class AcceleratedOptimizer(Optimizer):
             self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def train(self) -> None:
-        """Tell a schedule-free optimizer that training goes on; others need no telling."""
+        """Put a schedule-free optimizer into training mode; others have none."""
         self._tell("train")
 
     def eval(self) -> None:
-        """Tell a schedule-free optimizer that the model is to be evaluated; others need no telling."""
+        """Put a schedule-free optimizer into evaluation mode; others have none."""
         self._tell("eval")
 
     def _tell(self, what: str) -> None:
@@ -131,7 +131,7 @@ class AcceleratedScheduler:
         self._accelerator = accelerator
 
     def belongs_to(self, accelerator: Accelerator) -> bool:
-        """Whether ``accelerator`` prepared it."""
+        """Return whether ``accelerator`` prepared it."""
         return self._accelerator is accelerator
 
     def step(self, *args: Any, **kwargs: Any) -> None:
@@ -246,10 +246,10 @@ class AcceleratedDataLoader(PreparedDataLoader[T]):
 
 
 def is_loader_of(accelerator: Accelerator, loader: object) -> bool:
-    """Whether ``accelerator`` prepared a loader."""
+    """Return whether ``accelerator`` prepared a loader."""
     return isinstance(loader, AcceleratedDataLoader) and loader._accelerator is accelerator  # pyright: ignore[reportPrivateUsage]
 
 
 def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
-    """Give the torch optimizer behind a proxy."""
+    """Return the torch optimizer behind a proxy."""
     return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer

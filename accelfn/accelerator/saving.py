@@ -43,7 +43,7 @@ class Saving:
     """What an Accelerator does with checkpoints.
 
     What is saved goes by names: the keyword that an object was prepared or registered with, else its kind
-    (``model``, ``optimizer``, ...) where it is the only one of it, else what tells it apart.
+    (``model``, ``optimizer``, ...) where it is the only one of it, else what distinguishes it.
     """
 
     context: Context
@@ -66,7 +66,7 @@ class Saving:
     # --- what is saved ---------------------------------------------------------------------------
 
     def checkpoint_names(self, **objects: Any) -> None:
-        """Say how prepared objects are called in checkpoints, where several are of one kind.
+        """Return how prepared objects are called in checkpoints, where several are of one kind.
 
         ``prepare`` takes objects by keyword, too, and names them so. A name goes with its object.
 
@@ -79,7 +79,7 @@ class Saving:
             held = next((held for held in self._all_held() if inner in held), None)
             if held is None:
                 raise ValueError(
-                    f"checkpoint_names: {name} was not prepared. Pass what prepare gave back; what needs no "
+                    f"checkpoint_names: {name} was not prepared. Pass what prepare returned; what needs no "
                     "preparing has its name from register_for_checkpointing(name=object)."
                 )
             found.append((held, inner, name))
@@ -262,7 +262,7 @@ class Saving:
     ) -> None:
         """Load all that was prepared or registered; see :func:`accelfn.load_state`.
 
-        Prepared loaders go on where they were, so nothing is to be skipped by hand. Gradients at hand, which
+        Prepared loaders go on where they were, so nothing is to be skipped by hand. Current gradients, which
         are of other weights, are cleared.
 
         Ranks: every rank.
@@ -338,7 +338,7 @@ class Saving:
         return checkpoint.save_model(self.context, model, save_directory, max_shard_size, safe_serialization)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
-        """Give the whole state of a model, also of one that is cut over ranks.
+        """Return the whole state of a model, also of one that is cut over ranks.
 
         See :func:`accelfn.checkpoint.get_state_dict`.
         """
@@ -350,11 +350,11 @@ class Saving:
         return self.models, self.optimizers, self.schedulers, self.loaders
 
     def _tree(self, *, is_to_load: bool = False) -> dict[str, Any]:
-        """Give all that is saved, by name."""
+        """Return all that is saved, by name."""
         if not self._registered and not any(thing for held in self._all_held() for thing in [*held]):
             raise ConfigurationError(
                 f"{'load' if is_to_load else 'save'}_state: nothing was prepared or registered, or nobody "
-                "holds it any more. Keep what prepare gave back."
+                "holds it any more. Keep what prepare returned."
             )
         named: dict[str, dict[str, Any]] | None = None
         with suppress(ConfigurationError):
@@ -368,7 +368,7 @@ class Saving:
                 raise ConfigurationError(
                     f"save_state: the {_ordinal(lost.number)} {kind} that was prepared ({lost.label}) is "
                     f"gone, and {partner} is still in use, so the checkpoint would lack it. Keep what "
-                    "prepare gave back; if it is no longer wanted, call free_memory() and prepare again what "
+                    "prepare returned; if it is no longer wanted, call free_memory() and prepare again what "
                     "is."
                 )
         return {
@@ -400,7 +400,7 @@ class Saving:
         ]
 
     def _named(self) -> dict[str, dict[str, Any]]:
-        """Give all that was prepared, by kind and name."""
+        """Return all that was prepared, by kind and name."""
         models = name_things("model", self.models, self.models.name_of, describe_model)
         describe = describe_optimizer(models)
         optimizers = name_things("optimizer", self.optimizers, self.optimizers.name_of, describe)
@@ -413,7 +413,7 @@ class Saving:
         }
 
     def _passes(self) -> list[Any]:
-        """Give a loader for each place in some data: what skips batches of another has that one's place."""
+        """Return a loader for each place in some data: what skips batches of another has that one's place."""
         found: list[Any] = []
         for one in self.loaders:
             if not any(passes_of(one).is_shared_with(passes_of(other)) for other in found):
@@ -452,7 +452,7 @@ class Saving:
     def _files(
         self, target: Path, models: dict[str, nn.Module], is_safe: bool
     ) -> Generator[Path | None, None, None]:
-        """Give the directory of what hooks write and of pickled weights; None where there is nothing.
+        """Return the directory of what hooks write and of pickled weights; None where there is nothing.
 
         Models that hooks don't want to be saved are taken out of ``models``.
         """

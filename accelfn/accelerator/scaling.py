@@ -19,7 +19,7 @@ __all__ = ("Scaling",)
 
 
 class Scaling:
-    """Keeps what the functions take and give back, for optimizers that may step at different times.
+    """Keeps what the functions take and return, for optimizers that may step at different times.
 
     As in torch's GradScaler, the losses of all are multiplied by one scale, each optimizer skips its own
     steps, and the scale moves once for all steps that were made since the latest loss.
@@ -41,7 +41,7 @@ class Scaling:
         return self._state
 
     def settled(self, ctx: Context) -> ScalerState:
-        """Give the state for another loss, as the steps since the latest one make it. Changes nothing."""
+        """Return the state for another loss, as the steps since the latest one make it. Changes nothing."""
         if not self._stepped:
             return self._state
         state = self._state
@@ -51,7 +51,7 @@ class Scaling:
         return state._replace(weight=None)
 
     def restore(self, state: ScalerState) -> None:
-        """Go on from a state that was saved. What is known of gradients at hand is forgotten."""
+        """Go on from a state that was saved. What is known of current gradients is forgotten."""
         self._state = state
         self._unscaled, self._stepped, self._latest = {}, {}, {}
 
@@ -59,7 +59,7 @@ class Scaling:
         """Follow the steps since the latest loss, and give the state for another one."""
         if self._stepped:  # only where there is something to divide by
             before = self._state
-            # Others may be amid a window, with gradients at the old scale.
+            # Others may be in a window, with gradients at the old scale.
             waiting = [one for one in self._optimizers if not {id(one)} & {*self._stepped, *self._unscaled}]
             if before.weight is not None and any(map(_has_gradients, waiting)):
                 raise ConfigurationError(
@@ -74,17 +74,17 @@ class Scaling:
         return self._state
 
     def end_loss(self, state: ScalerState) -> None:
-        """Take over the state that ``backward`` has given back."""
+        """Store the state that ``backward`` returned."""
         # Where a window is open, the proxies of optimizers do nothing.
         self._state = state._replace(is_open=None)
 
     def reset(self) -> None:
-        """Forget the weight of losses, and what is known of gradients at hand, which are gone."""
+        """Forget the weight of losses, and what is known of the current gradients, which are gone."""
         self.restore(self._state._replace(weight=None))
 
     def unscale(self, ctx: Context, optimizers: Iterable[Optimizer]) -> ScalerState:
         """Divide the gradients of some optimizers, each once, and give a state that says so."""
-        # Each optimizer goes on from the state of the losses by itself: a copy of it.
+        # Each optimizer continues from the state of the losses by itself: a copy of it.
         state = self._state
         for one in optimizers:
             state = self._unscaled.get(id(one), self._state)._replace()
@@ -110,12 +110,12 @@ class Scaling:
         self._stepped[id(optimizer)] = self._latest[id(optimizer)] = state
 
     def was_skipped(self, ctx: Context, optimizer: Optimizer) -> bool:
-        """Whether the latest step of an optimizer was skipped."""
+        """Return whether the latest step of an optimizer was skipped."""
         state = self._latest.get(id(optimizer))
         return state is not None and training.step_was_skipped(ctx, state)
 
     def welcome(self, optimizer: Optimizer) -> None:
-        """Know nothing of an optimizer yet: another one may have had its number."""
+        """Forget what is stored under an optimizer's id: another one may have had it."""
         for states in (self._unscaled, self._stepped, self._latest):
             states.pop(id(optimizer), None)
 

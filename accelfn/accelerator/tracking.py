@@ -64,7 +64,7 @@ class Tracking:
             tracking.log(self._run, values, step, log_kwargs=log_kwargs)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """Give a tracker by its name, or what is behind it; see :func:`accelfn.get_tracker`.
+        """Return a tracker by its name, or what is behind it; see :func:`accelfn.get_tracker`.
 
         Without trackers it is a stand-in, on which any call does nothing.
         """

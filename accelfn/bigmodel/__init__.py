@@ -80,10 +80,6 @@ from accelfn.bigmodel.offload.stream import (
 from accelfn.bigmodel.pipeline.pippy import (
     prepare_pippy,
 )
-from accelfn.bigmodel.pipeline.plan import (
-    PipelinePlan,
-    StagePlan,
-)
 from accelfn.bigmodel.pipeline.prepare import (
     plan_pipeline,
     prepare_pipeline,
@@ -185,14 +181,12 @@ __all__ = (
     "ModuleShape",
     "OffloadedWeightsLoader",
     "Pipeline",
-    "PipelinePlan",
     "Place",
     "PlaceLike",
     "PlacePlan",
     "PlanOptions",
     "PrefixedDataset",
     "SequentialHook",
-    "StagePlan",
     "StreamFacts",
     "TensorCopy",
     "TorchaoQuantizationConfig",

@@ -84,7 +84,7 @@ class MemoryEstimate:
 def estimate_memory(
     model: nn.Module | ModelShape, dtypes: Iterable[AnyDtype] = ESTIMATED_DTYPES
 ) -> MemoryEstimate:
-    """Say how much memory a model would take with each of several dtypes. Pure.
+    """Return how much memory a model would take with each of several dtypes. Pure.
 
     The largest layer is the largest module without modules in it, or of a class that the model doesn't want
     to be split, or a tensor that stands beside modules.
@@ -113,7 +113,7 @@ def estimate_memory(
 
 
 def estimate_json(estimate: MemoryEstimate) -> dict[str, Any]:
-    """Give an estimate as JSON has it: sizes in bytes by dtype, None where nobody trains. Pure."""
+    """Return an estimate as JSON has it: sizes in bytes by dtype, None where nobody trains. Pure."""
     return {
         "num_parameters": estimate.num_parameters,
         "dtypes": {
@@ -185,7 +185,7 @@ def _is_weight(leaf: LeafShape) -> bool:
 
 
 def _once(shape: ModelShape) -> Iterable[LeafShape]:
-    """Give each tensor once, whatever names it has."""
+    """Return each tensor once, whatever names it has."""
     seen: set[int] = set()
     for leaf in shape.root.leaves():
         if leaf.tie not in seen:

@@ -157,7 +157,7 @@ def _count_text(number: int) -> str:
 
 
 def _bars(one: DtypeEstimate) -> list[tuple[str, str, Sequence[int]]]:
-    """Give name, kind and parts of a dtype's bars."""
+    """Return name, kind and parts of a dtype's bars."""
     weights = (one.largest_layer, one.total - one.largest_layer)
     found: list[tuple[str, str, Sequence[int]]] = [(one.dtype, "weights", weights)]
     if one.training is not None:

@@ -265,7 +265,7 @@ def _part(storage: torch.UntypedStorage, late: _Late) -> torch.Tensor:
 
 
 def _storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """Give the memory of a tensor; None of one that has none of its own, such as a sparse one."""
+    """Return the memory of a tensor; None of one that has none of its own, such as a sparse one."""
     with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage] -- it is no look at the values
         try:
             return tensor.untyped_storage() if tensor.layout is torch.strided else None

@@ -108,7 +108,7 @@ def order_of(place: Place) -> tuple[int, int]:
 
 
 def check_device(place: Place, what: str = "device") -> torch.device:
-    """Give torch's device of a place.
+    """Return torch's device for a place.
 
     Args:
         place: Any but ``"disk"``, which holds no tensors of torch.

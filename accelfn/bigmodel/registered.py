@@ -144,7 +144,7 @@ class ParametersOn(TorchFunctionMode):
         return twin
 
     def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Give a tensor's data on the device."""
+        """Return a tensor's data on the device."""
         if nn.parameter.is_lazy(tensor):  # it has no shape yet
             return torch.empty(0, dtype=tensor.dtype, device=self._device)
         if self._device.type != "meta" or tensor.layout is not torch.strided:
@@ -172,7 +172,7 @@ class ParametersOn(TorchFunctionMode):
 
 
 def _registering(parameter: torch.Tensor) -> nn.Module | None:
-    """Give the module that is getting a parameter at this moment; None if nothing of the kind happens."""
+    """Return the module that is getting a parameter at this moment; None if nothing of the kind happens."""
     frame: FrameType | None = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
     while frame is not None:
         if frame.f_code.co_name == "register_parameter" and frame.f_locals.get("param") is parameter:

@@ -26,7 +26,7 @@ from accelfn.checkpoint.files.stored_dtype import SAFETENSORS_NAMES
 from accelfn.checkpoint.weights.index import find_weights, read_header
 from accelfn.errors import DamagedCheckpointError, MissingExtraError, NoCheckpointError
 
-__all__ = ("build_on_meta", "importing_from_here", "read_source")
+__all__ = ("build_on_meta", "build_source", "importing_from_here", "read_source")
 
 _DTYPES = MappingProxyType({name: dtype for dtype, name in SAFETENSORS_NAMES.items()})
 _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
@@ -55,17 +55,33 @@ def read_source(source: str | os.PathLike[str], *, trust_remote_code: bool = Fal
     require_path("read_source", "source", source)
     text = os.fspath(source)
     path = Path(text)
-    if path.is_dir():
-        if (path / "config.json").is_file():
-            return read_shape(_from_config(path, trust_remote_code))
+    if path.exists() and not (path / "config.json").is_file():
         return _from_files(path)
+    return read_shape(build_source(text, trust_remote_code=trust_remote_code))
+
+
+def build_source(source: str, *, trust_remote_code: bool = False) -> nn.Module:
+    """Build the model that a command is told of, on the meta device. No memory is taken for it.
+
+    Ranks: local. Effect: as :func:`read_source`.
+
+    Raises:
+        ValueError: As :func:`read_source`; or it is a file of weights, which doesn't say what modules do.
+        MissingExtraError: transformers is needed and not installed.
+    """
+    path = Path(source)
+    if (path / "config.json").is_file():
+        return _from_config(path, trust_remote_code)
     if path.exists():
-        return _from_files(path)
-    if _FACTORY.fullmatch(text):
-        return read_shape(build_on_meta(text))
+        raise ValueError(
+            f"{source}: names and sizes of weights don't say of which modules they are. Pass a folder with a "
+            "config.json, or MODULE:FUNCTION."
+        )
+    if _FACTORY.fullmatch(source):
+        return build_on_meta(source)
     raise ValueError(
-        f"{text!r}: there is no such file or folder. Pass a folder with a config.json, a safetensors file or "
-        "index, or MODULE:FUNCTION, such as train:build_model."
+        f"{source!r}: there is no such file or folder. Pass a folder with a config.json, a safetensors file "
+        "or index, or MODULE:FUNCTION, such as train:build_model."
     )
 
 
@@ -128,7 +144,7 @@ def _needed_arguments(function: Callable[..., object]) -> list[str]:
 
 
 def _tell(error: BaseException) -> str:
-    """Say what was raised, and where in the user's own code."""
+    """Return what was raised, and where in the user's own code."""
     said = f"{type(error).__name__}: {error}".rstrip(": .")
     frames = [one for one in traceback.extract_tb(error.__traceback__) if not _is_ours(one.filename)]
     own = [one for one in frames if not _is_installed(one.filename)] or frames

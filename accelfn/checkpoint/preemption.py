@@ -57,7 +57,7 @@ class PreemptionGuard:
         self._is_asked = True
 
     def should_stop(self) -> bool:
-        """Say whether any rank was asked to stop, or its time is up.
+        """Return whether any rank was asked to stop, or its time is up.
 
         Ask where a step is complete, for instance when ``micro.sync`` is true: from what is saved then, a
         program can go on. Once the answer is yes it stays so, and no more communication is needed.
@@ -113,7 +113,7 @@ class _StopHandler(SignalHolder):
         return tuple(handler._hold for handler in self._chain())
 
     def outer(self) -> Any:
-        """Give what handles the signal when this one doesn't any more."""
+        """Return what handles the signal when this one doesn't any more."""
         previous = self.previous
         while isinstance(previous, _StopHandler) and not previous.is_open:
             previous = previous.previous

@@ -10,9 +10,10 @@ that agreement costs no extra message for small trees.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -27,6 +28,7 @@ from accelfn.tree import PackSpec, flatten
 __all__ = (
     "HEADER_BYTES",
     "Call",
+    "Shared",
     "agree",
     "capacity",
     "catch",
@@ -47,10 +49,26 @@ HEADER_BYTES = _HEADER.size  # a multiple of the alignment, so that the payload 
 
 _READY, _FAILED = 0, 1
 
+_SHARED_BYTES = 16
+
 # What "sampled" means: all operations at first, where most mistakes show, and in small worlds; then as many
 # as keep the cost per operation what it is with this many ranks.
 _FIRST_CALLS = 50
 _SMALL_WORLD = 8
+
+
+class Shared(NamedTuple):
+    """What ranks that work on one batch together must have alike, and others needn't.
+
+    Attributes:
+        axes: Along which they do, as text.
+        batches: By rank, which batch it works on.
+        leaves: Gives what is known of each leaf, by path; asked where the call is compared.
+    """
+
+    axes: str
+    batches: Sequence[int]
+    leaves: Callable[[], dict[str, str]]
 
 
 class Call(NamedTuple):
@@ -64,6 +82,7 @@ class Call(NamedTuple):
             called the form from another line before must be on the same line as the others.
         takes_long: Whether a rank may come late by minutes.
         place: Where in its data the rank calls, such as ``"batch 3 of epoch 0"``: equal on every rank too.
+        shared: What must be equal on some ranks only. Travels in the place of a payload.
     """
 
     operation: str
@@ -72,6 +91,7 @@ class Call(NamedTuple):
     pairs: bool = False
     takes_long: bool = False
     place: str = ""
+    shared: Shared | None = None
 
 
 def capacity(ctx: Context) -> int:
@@ -83,7 +103,7 @@ def catch(action: Callable[[], T]) -> tuple[T | None, Exception | None]:
     """Do what may be refused on this rank alone, and keep the refusal for :func:`agree`."""
     try:
         return action(), None
-    except Exception as error:  # noqa: BLE001 -- the other ranks must hear of it before it is raised
+    except Exception as error:  # noqa: BLE001 -- the other ranks must learn of it before it is raised
         return None, error
 
 
@@ -119,6 +139,9 @@ def _exchanged(
 ) -> tuple[tuple[torch.Tensor, ...], list[tuple[Any, ...]]]:
     """Open an operation; give the rows of all ranks, and their headers."""
     begun = _begin(ctx, call)
+    shared = call.shared
+    if shared is not None and error is None:
+        payload, error = catch(lambda: _digest_of(shared))
     if error is not None:
         text = json.dumps([type(error).__name__, text_of(error)[: capacity(ctx) // 8]], ensure_ascii=False)
         payload = as_tensor(text.encode(errors="replace"))
@@ -149,12 +172,25 @@ def _verdict(
             raise error
         cause, text = json.loads(as_bytes(_payload(rows[failed], headers[failed])))
         raise RemoteRankError(failed, cause, text, call.operation)
-    if any(header[0] != headers[0][0] for header in headers):
+    if any(header[0] != headers[0][0] for header in headers) or _share_differently(call, rows, headers):
         difference = _explain(ctx, call, begun)
         call_log.resume(last)
         raise difference
     call_log.confirm()
     return headers
+
+
+def _digest_of(shared: Shared) -> torch.Tensor:
+    text = json.dumps(list(shared.leaves().items()))
+    return as_tensor(hashlib.blake2b(text.encode(), digest_size=_SHARED_BYTES).digest())
+
+
+def _share_differently(call: Call, rows: Sequence[torch.Tensor], headers: Sequence[tuple[Any, ...]]) -> bool:
+    """Whether ranks that should have something alike don't; the same on every rank."""
+    if call.shared is None:
+        return False
+    digests = [as_bytes(_payload(row, header)) for row, header in zip(rows, headers, strict=True)]
+    return len(set(zip(call.shared.batches, digests, strict=True))) > len(set(call.shared.batches))
 
 
 def _payload(row: torch.Tensor, header: tuple[Any, ...]) -> torch.Tensor:
@@ -176,7 +212,7 @@ def check(ctx: Context, call: Call, error: Exception | None = None) -> None:
         return
     _begin(ctx, call)
     if error is not None:
-        # The others don't look: they hear of it where they wait for the data.
+        # The others don't look: they learn of it where they wait for the data.
         publish(ctx.collectives.board, ctx.collectives.call_log, ctx.rank, error, call.operation)
         raise error
 
@@ -184,12 +220,13 @@ def check(ctx: Context, call: Call, error: Exception | None = None) -> None:
 def check_later(ctx: Context, call: Call) -> None:
     """Check as :func:`check` does, and go on meanwhile: its verdict comes with ``CallLog.settle``.
 
-    For what begins with computing, and communicates only then. The next operation settles it first.
+    For what begins with computing, and communicates only then. The next operation settles it first. Where
+    the call has something ``shared``, its verdict comes at once.
 
     Ranks: every rank of ``ctx``.
     """
     start = ctx.collectives.start_all_gather_bytes
-    if start is None or not _is_due(ctx):
+    if start is None or call.shared is not None or not _is_due(ctx):
         check(ctx, call)
         return
     begun = _begin(ctx, call)
@@ -211,7 +248,7 @@ class _Begun(NamedTuple):
 
     site: str
     first: str  # where calls of the same form were made first
-    tag: str  # by which it is told apart
+    tag: str  # by which it is distinguished
 
 
 def _begin(ctx: Context, call: Call) -> _Begun:
@@ -302,7 +339,7 @@ def _layout_leaves(layout: PackSpec) -> dict[str, str]:
 
 
 def _explain(ctx: Context, call: Call, begun: _Begun) -> MismatchError:
-    """Let every rank tell in full what it called, and find where they differ: the same on every rank."""
+    """Exchange in full what every rank called, and find where they differ: the same on every rank."""
     guard, call_log = ctx.guard, ctx.collectives.call_log
     own = Said(
         operation=call.operation,
@@ -314,6 +351,9 @@ def _explain(ctx: Context, call: Call, begun: _Begun) -> MismatchError:
         line=ctx.tag or (begun.site if begun.site == begun.first else f"{begun.site}, first {begun.first}"),
         place=call.place,
         leaves=call.leaves(),
+        shared=None
+        if call.shared is None
+        else (call.shared.axes, call.shared.batches[ctx.rank], call.shared.leaves()),
         passes=[(one.number, one.batches, one.has_ended) for one in call_log.open_passes],
         recent=[(one.number, one.operation, one.site, one.chain.hex()) for one in call_log.recent()],
     )

@@ -28,6 +28,8 @@ class Said(NamedTuple):
     leaves: dict[str, str]  # kind of each leaf, by path
     passes: list[tuple[int, int, bool]]  # open ones, outermost first: what preceded it, batches, has it ended
     recent: list[tuple[int, str, str, str]]  # number, operation, site, chain of calls not compared yet
+    # Axes along which ranks have one batch, the batch, and the kind of each leaf of it, by path.
+    shared: tuple[str, int, dict[str, str]] | None = None
 
 
 def find_difference(said: Sequence[Said]) -> MismatchError:
@@ -78,7 +80,7 @@ def _uneven(said: Sequence[Said]) -> tuple[list[int], list[int]] | None:
 
 
 def _rows(said: Sequence[Said]) -> tuple[list[Disagreement], str]:
-    """Give what differs, from the coarse to the fine, and what to do about it."""
+    """Return what differs, from the coarse to the fine, and what to do about it."""
     hint = (
         "Every rank must call the same operation with the same options on a tree of the same structure, "
         "shapes and dtypes."
@@ -100,6 +102,13 @@ def _rows(said: Sequence[Said]) -> tuple[list[Disagreement], str]:
     rows = rows or _unequal([one.text.rpartition("\0")[2] for one in said])
     if rows:
         return rows, hint
+    shared = [one.shared for one in said if one.shared is not None]
+    if len({one.tag for one in said}) == 1 and len(shared) == len(said) and (rows := _unlike(shared)):
+        return rows, (
+            f"Ranks along {shared[0][0]} work on one batch together, and must give the model the same. A "
+            "prepared loader sees to it; elsewhere split data with "
+            'split_between_processes(ctx.along("dp"), ...), and seed what is drawn alike on these ranks.'
+        )
     if len({one.tag for one in said}) == 1:
         return [], (
             "They have differed since an earlier call that was not compared and is no longer remembered. "
@@ -110,6 +119,18 @@ def _rows(said: Sequence[Said]) -> tuple[list[Disagreement], str]:
         'swapped. If they are meant to meet, give them one name: pass ctx.tagged("...") instead of ctx, on '
         "every rank."
     )
+
+
+def _unlike(shared: Sequence[tuple[str, int, dict[str, str]]]) -> list[Disagreement]:
+    """Return a row for each rank and leaf that isn't what most of those with the same batch have."""
+    rows: list[Disagreement] = []
+    for batch in dict.fromkeys(one[1] for one in shared):
+        ranks = [rank for rank, one in enumerate(shared) if one[1] == batch]
+        leaves = [shared[rank][2] for rank in ranks]
+        for path in dict.fromkeys(path for one in leaves for path in one):
+            found = _unequal([one.get(path, "no such leaf") for one in leaves], path=path)
+            rows += [row._replace(rank=ranks[row.rank]) for row in found]
+    return rows
 
 
 def _first_difference(said: Sequence[Said]) -> MismatchError | None:
@@ -136,7 +157,7 @@ def _first_difference(said: Sequence[Said]) -> MismatchError | None:
 
 
 def _unequal(values: Sequence[str], before: str = "", path: str = "") -> list[Disagreement]:
-    """Give a row for each rank that has not what most have."""
+    """Return a row for each rank that has not what most have."""
     expected = _most(values)
     return [
         Disagreement(rank, path, before + expected[:_SHOWN], before + value[:_SHOWN])
@@ -146,5 +167,5 @@ def _unequal(values: Sequence[str], before: str = "", path: str = "") -> list[Di
 
 
 def _most(values: Sequence[str]) -> str:
-    """Give the most common value; of equally common ones that of the lowest rank."""
+    """Return the most common value; of equally common ones that of the lowest rank."""
     return Counter(values).most_common(1)[0][0]

@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
+from torch.autograd import forward_ad
 
 from accelfn.comm.agreement import Call, check
 from accelfn.comm.arithmetic import REDUCED_HERE, combine
 from accelfn.comm.transfer import ALONE_BYTES, all_gather_rows
 from accelfn.context import Context
+from accelfn.errors import NotAvailableError
 from accelfn.tree import Buffer, flatten, flatten_group, plan_layout
 
 __all__ = (
@@ -31,6 +33,7 @@ __all__ = (
     "SumPieces",
     "apply_move",
     "beneath_transforms",
+    "is_differentiated",
 )
 
 # Added in float32 and rounded once, on the rank that gets them; or not added by every backend.
@@ -70,18 +73,18 @@ class Move(ABC):
 
     @abstractmethod
     def run(self, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Give the results for detached ``leaves``, in new memory. Every rank of ``ctx`` calls it."""
+        """Return the results for detached ``leaves``, in new memory. Every rank of ``ctx`` calls it."""
 
     @abstractmethod
     def back(self) -> Move:
-        """Give the map that gradients take."""
+        """Return the map that gradients take."""
 
     def describe(self) -> str:
-        """Say what is to be done, in text that is the same on every rank."""
+        """Return what is to be done, in text that is the same on every rank."""
         return str(self.plans)
 
     def take(self, indices: Sequence[int]) -> Move:
-        """Give the same map for some of the leaves."""
+        """Return the same map for some of the leaves."""
         return dataclasses.replace(self, plans=tuple([self.plans[index] for index in indices]))
 
 
@@ -91,19 +94,45 @@ def beneath_transforms() -> AbstractContextManager[None]:
 
 
 def apply_move(move: Move, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Run ``move`` on leaves that may require gradients.
+    """Run ``move`` on leaves that may require gradients, or have tangents (``torch.func.jvp``).
 
-    Ranks: every rank of the move's context; the same leaves require gradients on each of them.
+    Ranks: every rank of the move's context; the same leaves are differentiated on each of them.
+
+    Raises:
+        NotAvailableError: A leaf is one of many that ``torch.func.vmap`` maps over.
     """
-    tracked = [index for index, leaf in enumerate(leaves) if leaf.requires_grad]
+    if any(map(_is_batched, leaves)):
+        raise _without_vmap(move)
+    is_tracked = list(map(is_differentiated, leaves))
+    tracked = [index for index, is_so in enumerate(is_tracked) if is_so]
     if not tracked:
         return move.run(leaves)
     # Apart from the others: integers have no gradients, and those of frozen leaves shall not travel.
-    rest = [index for index, leaf in enumerate(leaves) if not leaf.requires_grad]
+    rest = [index for index, is_so in enumerate(is_tracked) if not is_so]
     results = _run_differentiable(move.take(tracked), [leaves[index] for index in tracked])
     frozen = move.take(rest).run([leaves[index] for index in rest])
     by_index = dict(zip((*tracked, *rest), (*results, *frozen), strict=True))
     return [by_index[index] for index in range(len(leaves))]
+
+
+def is_differentiated(leaf: torch.Tensor) -> bool:
+    """Return whether a leaf requires a gradient, or has a tangent."""
+    if leaf.requires_grad:
+        return True
+    modes = cast("Any", forward_ad)
+    # No public function says whether there is a level, without which torch 2.13 can't be asked for tangents.
+    return modes._current_level >= 0 and modes.unpack_dual(leaf).tangent is not None
+
+
+def _is_batched(leaf: torch.Tensor) -> bool:
+    return cast("Any", torch)._C._functorch.is_batchedtensor(leaf)
+
+
+def _without_vmap(move: Move) -> NotAvailableError:
+    return NotAvailableError(
+        f"{move.operation}: torch.func.vmap, and jacrev, jacfwd and hessian, which are made of it, can't map "
+        "over what ranks exchange. Loop over the rows, with torch.func.vjp or torch.func.jvp for derivatives."
+    )
 
 
 def _run_differentiable(move: Move, leaves: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -128,6 +157,14 @@ class _Differentiable(torch.autograd.Function):
         with beneath_transforms():
             check(back.ctx, Call(f"{back.operation} (backward)", back.describe()))
         return None, *_run_differentiable(back, grads)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        return _run_differentiable(ctx.move, cast("Sequence[torch.Tensor]", tangents[1:]))
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        raise _without_vmap(args[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +212,7 @@ class Cut(Move):
         """Copy this rank's piece."""
         rank = self.ctx.rank
         return [
-            # Copied, so that the whole can be let go of.
+            # Copied, so that the whole can be freed.
             torch.split(leaf, list(plan.lengths), plan.dim)[rank].clone(memory_format=torch.contiguous_format)
             for leaf, plan in zip(leaves, self.plans, strict=True)
         ]
@@ -263,7 +300,7 @@ class Exchange(Move):
         return Exchange(ctx=self.ctx, operation=self.operation, plans=plans)
 
     def describe(self) -> str:
-        """Say what is to be done; lengths along one dimension alone differ between ranks."""
+        """Return what is to be done; lengths along one dimension alone differ between ranks."""
         return str([(goes.dim, comes.dim, max(*goes.lengths, *comes.lengths)) for goes, comes in self.plans])
 
 
@@ -302,7 +339,7 @@ class Permute(Move):
 
 
 def _groups(leaves: Sequence[torch.Tensor]) -> tuple[Buffer, ...]:
-    """Say which leaves travel together: the same on every rank, since padded leaves have one shape."""
+    """Return which leaves travel together: the same on every rank, since padded leaves have one shape."""
     flat, structure = flatten(list(leaves))
     return plan_layout(flat, structure, ALONE_BYTES).groups
 
@@ -330,7 +367,7 @@ def _blocks(leaf: torch.Tensor, plan: Pieces, length: int | None = None) -> torc
 def _merged(pieces: torch.Tensor, plan: Pieces) -> torch.Tensor:
     """Join padded pieces, shape (P, ...)."""
     if plan.are_equal and pieces.shape[plan.dim + 1] == plan.lengths[0]:
-        # Copies, unless the pieces lie end to end already.
+        # Copies, unless the pieces are end to end already.
         return pieces.movedim(0, plan.dim).flatten(plan.dim, plan.dim + 1)
     parts = zip(pieces.unbind(), plan.lengths, strict=True)
     return torch.cat([part.narrow(plan.dim, 0, length) for part, length in parts], plan.dim)

@@ -27,7 +27,7 @@ def gather_object(ctx: Context, obj: list[T]) -> list[T]: ...
 @overload
 def gather_object(ctx: Context, obj: T) -> list[T]: ...
 def gather_object(ctx: Context, obj: Any) -> list[Any]:
-    """Bring the Python objects of all ranks together in one list.
+    """Gather the Python objects of all ranks in one list.
 
     A list is joined with the lists of the other ranks, in rank order; any other object counts as a list of
     one.
@@ -39,7 +39,7 @@ def gather_object(ctx: Context, obj: Any) -> list[Any]:
         obj: Anything that pickle can carry. Tensors should go through :func:`accelfn.gather`.
 
     Returns:
-        The same list on every rank. With one process a list is given back itself.
+        The same list on every rank. With one process a list is returned as it is.
 
     Raises:
         Exception: What pickle raises, on the rank whose object can't be pickled.
@@ -58,7 +58,7 @@ def gather_object(ctx: Context, obj: Any) -> list[Any]:
 
 
 def broadcast_object_list(ctx: Context, objs: list[T], from_process: int = 0) -> list[T]:
-    """Give every rank the list of Python objects of rank ``from_process``.
+    """Send every rank the list of Python objects of rank ``from_process``.
 
     Ranks: every rank of ``ctx``.
 
@@ -100,7 +100,7 @@ def broadcast_object_list(ctx: Context, objs: list[T], from_process: int = 0) ->
 
 
 def gather_bytes(ctx: Context, call: Call, blob: bytes, error: Exception | None = None) -> list[bytes]:
-    """Bring bytes of any length together, one entry per rank. Opens the operation ``call``."""
+    """Gather bytes of any length, one entry per rank. Opens the operation ``call``."""
     first = capacity(ctx) - _LENGTH.size
     rows = agree(ctx, call, as_tensor(_LENGTH.pack(len(blob)) + blob[:first]), error)
     lengths = [_LENGTH.unpack(as_bytes(row, _LENGTH.size))[0] for row in rows]
@@ -121,7 +121,7 @@ def gather_bytes(ctx: Context, call: Call, blob: bytes, error: Exception | None 
 def broadcast_bytes(
     ctx: Context, call: Call, blob: bytes, source: int, error: Exception | None = None
 ) -> bytes:
-    """Give every rank the bytes of rank ``source``. Opens the operation ``call``."""
+    """Send every rank the bytes of rank ``source``. Opens the operation ``call``."""
     first = capacity(ctx) - _LENGTH.size
     sends = ctx.world.rank == source
     rows = agree(ctx, call, as_tensor(_LENGTH.pack(len(blob)) + blob[:first]) if sends else None, error)

@@ -90,7 +90,7 @@ def _first(ctx: Context, goes_first: bool, operation: str) -> Generator[None, No
 
 @contextmanager
 def failing_together(ctx: Context, doing: str) -> Generator[None, None, None]:
-    """Make an exception inside every rank's: it is told to the others before it travels up on this one.
+    """Raise an exception inside on every rank: the others are notified before it propagates on this one.
 
     Ranks that wait in an operation raise :class:`~accelfn.errors.RemoteRankError` there within a second, the
     others at their next operation. So what is caught outside of the block can't be gone on from: catch inside

@@ -56,7 +56,7 @@ def set_seed(
 def synchronize_rng_states(
     ctx: Context, types: Iterable[str | RNGType], generator: torch.Generator | None = None
 ) -> None:
-    """Bring random number generators to the state that they have on rank 0.
+    """Set random number generators to the state that they have on rank 0.
 
     Ranks: every rank of ``ctx``, with the same types.
 

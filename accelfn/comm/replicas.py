@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import math
 import struct
 from collections import Counter
@@ -65,9 +66,9 @@ class _Drifted(NamedTuple):
 def check_replicas(ctx: Context, tree: Any, *, name: str = "tree") -> None:
     """Check that every rank holds the same bits, such as those of the parameters of a replicated model.
 
-    Each rank takes a digest of its leaves where they lie (:func:`accelfn.tree.digest_tensors`), and one short
+    Each rank takes a digest of its leaves where they are (:func:`accelfn.tree.digest_tensors`), and one short
     exchange compares the digests of all ranks: neither its size nor the number of waits for the device grows
-    with the tree. A change of one bit of any leaf shows. Only when ranks differ, they tell each other
+    with the tree. A change of one bit of any leaf shows. Only when ranks differ, they send each other
     which leaves these are, and compare up to eight of them with a rank that holds what most ranks hold.
 
     Of a ``DTensor`` local tensors are compared, between ranks that should hold the same one: along the axes
@@ -96,8 +97,11 @@ def check_replicas(ctx: Context, tree: Any, *, name: str = "tree") -> None:
     if parts is None or (list(parts) == [_WHOLE] and ctx.along(*_WHOLE) is ctx):
         _check_part(ctx, None if parts is None else parts[_WHOLE], name, error)
         return
-    agree(ctx, Call(_OPERATION, f"along {list(parts)}"))
-    for axes, part in parts.items():
+    # Stages of a pipeline have tensors of their own, which may be sharded along other axes.
+    told = gather_bytes(ctx, Call(_OPERATION, "axes"), json.dumps(list(parts)).encode())
+    wanted = {tuple(axes) for one in told for axes in json.loads(one)}
+    for axes in sorted(wanted, reverse=True):
+        part = parts.get(axes) or flatten({})
         _, error = catch(functools.partial(_check_part, ctx.along(*axes), part, name))
         agree(ctx, Call(_OPERATION, f"along {axes}"), error=error)
 
@@ -139,7 +143,7 @@ def _take_apart(tree: Any) -> tuple[list[Any], TreeSpec]:
 
 
 def _tensors_of(leaf: Any) -> Any:
-    """Give the tensors of a module or an optimizer as a tree, and anything else as it is."""
+    """Return the tensors of a module or an optimizer as a tree, and anything else as it is."""
     if isinstance(leaf, Module):
         return {**dict(leaf.named_parameters()), **dict(leaf.named_buffers())}
     if isinstance(leaf, Optimizer):
@@ -149,10 +153,10 @@ def _tensors_of(leaf: Any) -> Any:
 
 
 def _by_axes(ctx: Context, tree: Any, name: str) -> dict[tuple[str, ...], tuple[list[Any], TreeSpec]]:
-    """Take a tree apart, and sort what this rank holds by the axes along which it should be the same.
+    """Flatten a tree, and sort what this rank holds by the axes along which it should be the same.
 
     Raises:
-        TypeError: A leaf is sharded, and nobody knows along which axes.
+        TypeError: A leaf is sharded, and it is unknown along which axes.
     """
     if not isinstance(cast("object", name), str):
         raise TypeError(f"{_OPERATION}: name must be a string, got {name!r}.")
@@ -177,17 +181,18 @@ def _by_axes(ctx: Context, tree: Any, name: str) -> dict[tuple[str, ...], tuple[
 
 
 def _axes_of(ctx: Context, leaf: Any, path: Callable[[], str]) -> tuple[str, ...]:
-    """Say along which axes ranks hold the same part of a ``DTensor``."""
+    """Return along which axes ranks hold the same part of a ``DTensor``."""
     names = leaf.device_mesh.mesh_dim_names or ("",) * leaf.device_mesh.ndim
     dims = zip(names, leaf.placements, strict=True)
     cut = [dim for dim, placement in dims if not placement.is_replicate()]
-    if (ctx.mesh is None and cut) or any(dim not in AXES and dim not in JOINED for dim in cut):
+    if (ctx.mesh is None and cut) or any(dim not in (*AXES, *JOINED, "ep") for dim in cut):
         raise TypeError(
             f"{_OPERATION}: {path()} is sharded: a DTensor with placements {leaf.placements}, of which ranks "
             "hold different parts, on a mesh that isn't the context's. Leave it out, or pass its "
             "full_tensor()."
         )
-    gone = {axis for dim in cut for axis in JOINED.get(dim, (dim,))}
+    parts = {axis for dim in cut for axis in JOINED.get(dim, (dim,))}
+    gone = {"dp_shard" if part in ("edp", "ep") else part for part in parts}
     return tuple(axis for axis in _WHOLE if axis not in gone)
 
 
@@ -232,7 +237,7 @@ def _compare(
 ) -> tuple[tuple[int, float, int], Exception | None]:
     """Compare a leaf with that of rank ``reference``, piece by piece.
 
-    A failure is kept: the other ranks are told once all pieces have been sent.
+    A failure is kept: the other ranks are notified once all pieces have been sent.
     """
     total, largest, place = 0, -math.inf, 0
     error: Exception | None = None
@@ -249,7 +254,7 @@ def _compare(
 
 
 def _measure(mine: torch.Tensor, theirs: torch.Tensor) -> tuple[int, float, int] | None:
-    """Say how many elements of two flat tensors differ in a bit, by how much at most, and which one does."""
+    """Return the number of differing elements of two flat tensors, the largest difference and its place."""
     size = mine.dtype.itemsize
     differ = (mine.view(torch.uint8) != theirs.view(torch.uint8)).view(-1, size).any(1)
     places = differ.nonzero().view(-1)
@@ -264,7 +269,7 @@ def _measure(mine: torch.Tensor, theirs: torch.Tensor) -> tuple[int, float, int]
 
 
 def _distance(mine: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
-    """Give the absolute difference of each element, float64."""
+    """Return the absolute difference of each element, float64."""
     if mine.is_complex():
         return (mine.to(torch.complex128) - theirs.to(torch.complex128)).abs()
     amounts = (mine.double() - theirs.double()).abs()
@@ -278,7 +283,7 @@ def _distance(mine: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
 def _rows(
     drifted: list[_Drifted], amounts: list[list[tuple[int, float, int]]], layout: PackSpec, name: str
 ) -> tuple[Drift, ...]:
-    """Say of each leaf on each rank how it differs. Pure."""
+    """Return how each leaf on each rank differs. Pure."""
     paths = layout.structure.paths(name)
     rows: list[Drift] = []
     for number, one in enumerate(drifted):
@@ -297,7 +302,7 @@ def _rows(
 
 
 def _unravel(place: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Give the indices of the element that comes at ``place`` in logical order."""
+    """Return the indices of the element that comes at ``place`` in logical order."""
     indices: list[int] = []
     for length in reversed(shape):
         place, index = divmod(place, length)

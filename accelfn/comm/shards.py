@@ -15,7 +15,17 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 
 from accelfn.comm.agreement import Call, catch, check
-from accelfn.comm.moves import Cut, Exchange, Join, Permute, Pieces, SumPieces, apply_move, beneath_transforms
+from accelfn.comm.moves import (
+    Cut,
+    Exchange,
+    Join,
+    Permute,
+    Pieces,
+    SumPieces,
+    apply_move,
+    beneath_transforms,
+    is_differentiated,
+)
 from accelfn.comm.objects import gather_bytes
 from accelfn.comm.split import split_sizes
 from accelfn.context import Context, check_context
@@ -43,7 +53,7 @@ def shard(ctx: Context, tree: T, axis: Axis = None, dim: int = 0) -> T:
 
     Returns:
         The same types; of ``n`` rows ``n // P``, or one more. New memory where ``P > 1``, so that the
-        whole can be let go of; with one rank the tree itself.
+        whole can be released; with one rank the tree itself.
 
     Raises:
         TypeError: A leaf is no dense tensor.
@@ -253,7 +263,7 @@ def all_to_all(ctx: Context, tree: T, split_dim: int, concat_dim: int, axis: Axi
 
 
 def permute(ctx: Context, tree: T, sources: Sequence[int], axis: Axis = None) -> T:
-    """Give each rank the tensors of another one: rank ``r`` gets those of rank ``sources[r]``.
+    """Send tensors to another rank: rank ``r`` gets those of rank ``sources[r]``.
 
     A ring, where each rank gets what the one before it has: ``[(rank - 1) % size for rank in range(size)]``.
     Backward sends the gradients back where the tensors came from.
@@ -314,7 +324,7 @@ def _along(ctx: Context, axis: Axis) -> Context:
 
 
 def _take_apart(operation: str, tree: Any, dim: int | None, *, as_rows: bool = False) -> _Taken:
-    """Take a tree apart.
+    """Flatten a tree.
 
     Args:
         operation: For messages.
@@ -350,7 +360,7 @@ def _describe(operation: str, options: str, taken: _Taken, free: Sequence[int | 
 
     def kind(leaf: torch.Tensor, dim: int | None) -> str:
         shape = ["any" if place == dim else length for place, length in enumerate(leaf.shape)]
-        grad = " with gradient" if leaf.requires_grad else ""
+        grad = " with gradient" if is_differentiated(leaf) else ""
         return f"{str(leaf.dtype).removeprefix('torch.')} ({', '.join(map(str, shape))}){grad}"
 
     kinds = [kind(leaf, dim) for leaf, dim in zip(taken.leaves, free, strict=True)]

@@ -15,12 +15,12 @@ T = TypeVar("T")
 
 
 def split_between_processes(ctx: Context, inputs: T, apply_padding: bool = False) -> T:
-    """Give this rank its part of ``inputs``: consecutive items, as equal as can be, longer parts first.
+    """Return this rank's part of ``inputs``: consecutive items, as equal as can be, longer parts first.
 
     Ranks: any; doesn't communicate. Every rank passes the same inputs.
 
     Args:
-        ctx: The world.
+        ctx: The world. Where ranks along ``"tp"`` share layers, pass ``ctx.along("dp")``: they get one part.
         inputs: A list, tuple or other sequence, a tensor or array (split along its first dimension), a
             ``datasets.Dataset``, or a mapping of these, all of one length, nested as you like.
         apply_padding: Repeat the last item until all parts are equally long, for what is gathered afterwards.

@@ -74,7 +74,7 @@ def gather(ctx: Context, tree: T) -> T:
     for group, block in zip(layout.groups, by_group, strict=True):
         for index, part in zip(group.leaves, torch.split(block, list(group.sizes), dim=1), strict=True):
             shape = layout.shapes[index]
-            # Copies, unless the leaf has the block to itself: then the rows already lie end to end.
+            # Copies, unless the leaf has the block to itself: then the rows already are end to end.
             gathered[index] = part.reshape((size * shape[0], *shape[1:]) if shape else (size,))
     return layout.structure.unflatten(gathered)
 
@@ -145,7 +145,7 @@ def reduce(ctx: Context, tree: T, reduction: str = "sum", scale: float = 1.0) ->
 
 
 def broadcast(ctx: Context, tree: T, from_process: int = 0) -> T:
-    """Give every rank the tensors of rank ``from_process``.
+    """Send every rank the tensors of rank ``from_process``.
 
     Ranks: every rank of ``ctx``, with trees of the same structure, shapes and dtypes.
 

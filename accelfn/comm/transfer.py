@@ -36,7 +36,7 @@ class PackedTree(NamedTuple):
 
 
 def prepare_tree(operation: str, tree: Any, refused: Callable[[Any], bool] | None = None) -> PackedTree:
-    """Take a tree of tensors apart and plan its buffers.
+    """Flatten a tree of tensors and plan its buffers.
 
     Args:
         operation: For the message.
@@ -61,7 +61,7 @@ def unwrap(value: Any, error: Exception | None) -> Any:
 
 
 def fits(ctx: Context, prepared: PackedTree) -> bool:
-    """Whether the whole tree fits into the opening exchange: the same on every rank of one layout."""
+    """Return whether the whole tree fits into the opening exchange: the same on every rank of one layout."""
     layout = prepared.layout
     return all(group.device.type == "cpu" for group in layout.groups) and _payload_bytes(layout) <= capacity(
         ctx
@@ -69,7 +69,7 @@ def fits(ctx: Context, prepared: PackedTree) -> bool:
 
 
 def payload_of(prepared: PackedTree) -> torch.Tensor:
-    """Give the whole tree as bytes, buffer after buffer."""
+    """Return the whole tree as bytes, buffer after buffer."""
     payload = torch.empty(_payload_bytes(prepared.layout), dtype=torch.uint8)
     write_groups(payload, prepared.layout.groups, prepared.leaves)
     return payload
@@ -93,14 +93,14 @@ def open_call(
 
 
 def exchange_tree(ctx: Context, call: Call, prepared: PackedTree) -> list[torch.Tensor]:
-    """Bring a small tree of every rank together within the agreement: per group a block of shape (P, n)."""
+    """Gather a small tree of every rank within the agreement: per group a block of shape (P, n)."""
     rows = agree(ctx, call, payload_of(prepared))
     by_rank = [read_groups(row, prepared.layout.groups) for row in rows]
     return [torch.stack(buffers) for buffers in zip(*by_rank, strict=True)]
 
 
 def all_gather_rows(ctx: Context, buffer: torch.Tensor) -> torch.Tensor:
-    """Bring a flat buffer of every rank together: shape (P, n). As bytes, so that any dtype can travel."""
+    """Gather a flat buffer of every rank: shape (P, n). As bytes, so that any dtype can travel."""
     return ctx.collectives.all_gather(buffer.view(torch.uint8)).view(buffer.dtype).view(ctx.world.size, -1)
 
 

@@ -43,7 +43,7 @@ def write_groups(target: torch.Tensor, groups: tuple[Buffer, ...], leaves: list[
 
 
 def read_groups(source: torch.Tensor, groups: tuple[Buffer, ...]) -> list[torch.Tensor]:
-    """Give one flat view of ``source`` per group, as :func:`write_groups` wrote them."""
+    """Return one flat view of ``source`` per group, as :func:`write_groups` wrote them."""
     start = 0
     buffers: list[torch.Tensor] = []
     for group in groups:

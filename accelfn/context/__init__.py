@@ -21,6 +21,7 @@ from accelfn.context.mesh import AXES, JOINED, Mesh, MeshPlan, build_mesh, plan_
 from accelfn.context.message_board import MessageBoard, store_board
 from accelfn.context.options import ContextOptions, Strategy
 from accelfn.context.peer_monitor import PeerMonitor, late_error
+from accelfn.context.planned import plan_context
 from accelfn.context.precision import Precision, check_precision
 from accelfn.context.process_group import make_gloo_group, process_group_collectives
 from accelfn.context.watchdog import start_watchdog
@@ -70,6 +71,7 @@ __all__ = (
     "late_error",
     "make_gloo_group",
     "news",
+    "plan_context",
     "plan_device",
     "plan_mesh",
     "process_group_collectives",

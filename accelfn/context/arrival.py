@@ -35,7 +35,7 @@ def address_of(place: EnvironmentPlan, init_method: str | None = None) -> str:
 def arrive(
     place: EnvironmentPlan, timeout: timedelta, patience: timedelta, init_method: str | None = None
 ) -> Store:
-    """Wait until all ranks are there. What takes long is told on stderr.
+    """Wait until all ranks are there. What takes long is reported on stderr.
 
     Ranks: every rank of ``place``.
 

@@ -28,7 +28,7 @@ class Entry(NamedTuple):
 
 
 class Unsettled(NamedTuple):
-    """An agreement that has begun, and whose verdict is still to be heard."""
+    """An agreement that has started, and whose result is still to be read."""
 
     settle: Callable[[], None]  # hear it; raises if ranks disagree
     abandon: Callable[[], None]  # without hearing it
@@ -38,7 +38,7 @@ class OpenPass:
     """A pass over data that the ranks have begun together, and whose end they are still to agree on.
 
     Attributes:
-        number: Of the last operation before it began: the same on every rank, so that it tells passes apart.
+        number: Of the last operation before it: the same on every rank, so that it distinguishes passes.
         batches: Batches that this rank has taken in it.
         has_ended: Whether this rank has come to its end, where it waits for the others.
     """
@@ -72,7 +72,7 @@ class CallLog:
         reducing: Whether this rank waits for such a reduction.
         unsettled: The agreement that comes first at the next operation, if one is open.
         after_backward: What is done when the backward pass under way is over; None while none is that
-            ``accelfn.backward`` has begun.
+            ``accelfn.backward`` has started.
     """
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class CallLog:
         self._first_sites: dict[int, str] = {}  # by form of call
 
     def __deepcopy__(self, memo: dict[int, object]) -> CallLog:
-        """Give itself: a copy of a context is over the same group."""
+        """Return self: a copy of a context is over the same group."""
         return self
 
     def __reduce__(self) -> tuple[type[CallLog], tuple[()]]:
@@ -129,7 +129,7 @@ class CallLog:
         self.checked = self.number
 
     def settle(self) -> None:
-        """Hear the verdict of an agreement that is still open.
+        """Read the result of an agreement that is still open.
 
         Raises:
             Exception: The ranks disagree, or one doesn't come.
@@ -139,7 +139,7 @@ class CallLog:
             open_one.settle()
 
     def abandon(self) -> None:
-        """Let go of an agreement that is still open: this rank takes part in nothing more."""
+        """Release an agreement that is still open: this rank takes part in nothing more."""
         open_one, self.unsettled = self.unsettled, None
         if open_one is not None:
             open_one.abandon()
@@ -163,9 +163,9 @@ class CallLog:
         return self._entries[-1] if self._entries else Entry(0, "", "", self.chain)
 
     def find(self, number: int) -> Entry | None:
-        """Give the operation of that number, where it is remembered."""
+        """Return the operation of that number, where it is remembered."""
         return next((entry for entry in self._entries if entry.number == number), None)
 
     def recent(self) -> tuple[Entry, ...]:
-        """Give the operations since the last one that was checked, the current one included."""
+        """Return the operations since the last one that was checked, the current one included."""
         return tuple(entry for entry in self._entries if entry.number > self.checked)

@@ -132,7 +132,7 @@ class Collectives:
             ``incoming`` ``(m,)`` with what rank ``source`` sends here, whose ``n`` is this rank's ``m``;
             uint8 on one device. A rank that sends or gets nothing has an empty buffer.
         barrier: Returns when every rank has called it.
-        finish: Waits for an operation that torch has begun on the group, with an eye on the other ranks; on
+        finish: Waits for an operation that torch has started on the group, with an eye on the other ranks; on
             an accelerator it only orders streams.
         translate_error: What a backend raised outside of these callables, such as in a backward pass -> the
             error that says which rank is missing and why; anything else as it is.
@@ -143,7 +143,7 @@ class Collectives:
         while_blocked: Return a ``with`` block in which this rank waits for something else than other ranks,
             such as a thread of its own: ranks that are threads and run in turn let each other run meanwhile.
         chunk: Bytes at most per rank in one ``all_gather_bytes``.
-        board: Where ranks leave word for each other without waiting.
+        board: Where ranks post messages for each other without waiting.
         call_log: What this rank has called so far.
     """
 
@@ -170,7 +170,7 @@ class Part(NamedTuple):
     """Some ranks of a world, as a world of their own.
 
     Attributes:
-        collectives: How they reach each other. An error that a rank leaves word of for the whole world
+        collectives: How they reach each other. An error that a rank posts for the whole world
             arrives here too; one that happens here stays here.
         group: Leads to torch's process group, which torch keeps; None where it knows none.
         keeper: Keeps a group that torch doesn't know.

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from typing_extensions import Self, Unpack
 
+from accelfn.context.close import close
 from accelfn.context.collectives import Collectives
 from accelfn.context.config import (
     CanonicalReduction,
@@ -27,26 +24,22 @@ from accelfn.context.config import (
     ProjectConfiguration,
 )
 from accelfn.context.device import read_hardware
-from accelfn.context.failure import announce_end, publish
+from accelfn.context.failure import publish
+from accelfn.context.handlers import sort_handlers
 from accelfn.context.mesh import AXES, Mesh, MeshPlan, build_mesh, plan_mesh
 from accelfn.context.options import (
     ContextOptions,
     Strategy,
     apply_options,
+    refuse_inexact_axes,
     settle_parallelism,
     settle_window,
-    sort_handlers,
 )
 from accelfn.context.precision import Precision, check_precision
-from accelfn.context.process_group import is_registered
 from accelfn.context.world import World
 from accelfn.errors import ConfigurationError, NotAvailableError
 
 __all__ = ("Context", "check_context", "close_context", "configure", "with_mesh", "with_window")
-
-_LET_GO_S = 0.02
-# Ranks that wait in an operation look at the board several times in that time.
-_HOST_S = 1.5
 
 
 def _no_axes() -> dict[tuple[str, ...], Context]:
@@ -112,7 +105,7 @@ class Context:
             object.__setattr__(self, "guard", dataclasses.replace(self.guard, mode=GuardMode.SAMPLED))
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
-        """Give itself: it never changes, and nobody can copy a world."""
+        """Return self: it never changes, and nobody can copy a world."""
         return self
 
     def __reduce__(self) -> tuple[Callable[[dict[str, Any]], Context], tuple[dict[str, Any]]]:
@@ -195,11 +188,15 @@ class Context:
         return self.guard.mode == GuardMode.FULL
 
     def along(self, *axes: str) -> Context:
-        """Give the context of the ranks along ``axes``: those that differ from this one in nothing else.
+        """Return the context of the ranks along ``axes``: those that differ from this one in nothing else.
 
         Every function of the library works along it, and its ranks are numbered from 0. It is the same object
         each time; where the axes cover the world it is this context itself, and where they have one rank it
-        is a context of one. An error along one axis leaves the others usable.
+        is a context of one. An error along one axis leaves the others usable. Along an axis every other one
+        has a single rank: name both at once, and don't go along one after the other.
+
+        What is given knows its own ranks only: along any axis that they don't differ in, it is a context of
+        one, as ``ctx.along("tp").along("dp_shard")``. To go along another axis, begin at the whole context.
 
         Ranks: local; operations need every rank along ``axes``, and no other.
 
@@ -251,7 +248,7 @@ class Context:
         return plan_mesh(None, self.num_processes) if self.mesh is None else self.mesh.plan
 
     def tagged(self, tag: str) -> Context:
-        """Give a variant of this context whose operations carry a name.
+        """Return a variant of this context whose operations carry a name.
 
         What has another name doesn't meet. Operations to which each rank brings data of its own are also told
         apart by the line that they are called from, where a rank calls several of the same form. Those that
@@ -272,7 +269,7 @@ class Context:
         return dataclasses.replace(self, world=world, tag=tag)
 
     def replace(self, **options: Unpack[ContextOptions]) -> Context:
-        """Give a variant of this context that shares its process group.
+        """Return a variant of this context that shares its process group.
 
         Ranks: local; the variant is used like any context.
 
@@ -317,7 +314,7 @@ class Context:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Close the context; an exception is told to the other ranks first."""
+        """Close the context; an exception is reported to the other ranks first."""
         if error is not None and self.world.made.opened:
             publish(self.collectives.board, self.collectives.call_log, self.rank, error)
         try:
@@ -329,7 +326,7 @@ class Context:
 
 def configure(ctx: Context, options: ContextOptions) -> Context:
     """Return ``ctx`` with ``options`` applied to it. Pure, but for a look at what the device can compute."""
-    made = with_window(apply_options(ctx, options), ctx.world.size)
+    made = with_window(apply_options(ctx, options), ctx.world.size, ctx.strategy)
     if made.precision.mode != ctx.precision.mode:
         facts = next((item for item in read_hardware().devices if item.type == ctx.device.type), None)
         if facts is not None:
@@ -337,15 +334,25 @@ def configure(ctx: Context, options: ContextOptions) -> Context:
     return made
 
 
-def with_window(ctx: Context, size: int) -> Context:
-    """Give ``ctx`` with what its options mean on ``size`` ranks: accumulation window and mesh. Pure.
+def with_window(ctx: Context, size: int, before: Strategy | None = None) -> Context:
+    """Return ``ctx`` with what its options mean on ``size`` ranks: accumulation window and mesh. Pure.
+
+    Args:
+        ctx: With options that were not settled yet.
+        size: Number of ranks.
+        before: The strategy that was settled already, for these ranks or for a mesh that they are a part of.
 
     Raises:
         ConfigurationError: As :func:`accelfn.context.options.settle_window` and
-            :func:`accelfn.context.options.settle_parallelism`.
+            :func:`accelfn.context.options.settle_parallelism`; or exact mode doesn't fit the mesh.
     """
     strategy = ctx.strategy
-    settled = settle_parallelism(strategy.parallelism, strategy.fsdp, size)
+    settled = strategy.parallelism
+    if before is None or (settled, strategy.fsdp) != (before.parallelism, before.fsdp):
+        settled = settle_parallelism(settled, strategy.fsdp, size)
+    if ctx.reduction is not None:
+        plan = ctx.mesh.plan if ctx.mesh is not None else plan_mesh(settled, size)
+        refuse_inexact_axes(plan.active())
     return dataclasses.replace(
         ctx,
         accumulation=settle_window(ctx.accumulation, ctx.reduction, size),
@@ -354,7 +361,7 @@ def with_window(ctx: Context, size: int) -> Context:
 
 
 def with_mesh(ctx: Context) -> Context:
-    """Give ``ctx`` with the mesh that its strategy asks for, if it asks for one.
+    """Return ``ctx`` with the mesh that its strategy asks for, if it asks for one.
 
     Ranks: every rank of ``ctx``.
 
@@ -364,7 +371,8 @@ def with_mesh(ctx: Context) -> Context:
     parallelism = ctx.strategy.parallelism
     if parallelism is None:
         return ctx
-    return dataclasses.replace(ctx, mesh=build_mesh(ctx, plan_mesh(parallelism, ctx.num_processes)))
+    plan = plan_mesh(parallelism, ctx.num_processes)
+    return dataclasses.replace(ctx, mesh=build_mesh(ctx, plan, parallelism.device_mesh))
 
 
 def _alone(options: dict[str, Any]) -> Context:
@@ -372,7 +380,7 @@ def _alone(options: dict[str, Any]) -> Context:
 
 
 def check_context(function: str, given: object) -> None:
-    """Refuse what was passed in the place of the context, as by those who forget it.
+    """Refuse what was passed instead of the context, as by those who forget it.
 
     Raises:
         TypeError: ``given`` isn't a :class:`Context`.
@@ -392,8 +400,8 @@ def close_context(ctx: Context) -> None:
     """Undo exactly what ``init_context`` did for ``ctx``: no more, and twice does no harm.
 
     A process group that was there before, or that belongs to the caller, stays. A variant from
-    ``ctx.replace`` has nothing to undo. Ranks that still wait for this one are told that it has ended. A save
-    that goes on in the background is waited for.
+    ``ctx.replace`` has nothing to undo. Ranks that still wait for this one are notified of its end. A save
+    that runs in the background is awaited.
 
     Ranks: every rank of ``ctx``.
 
@@ -405,57 +413,4 @@ def close_context(ctx: Context) -> None:
     try:
         ctx.world.background.settle()
     finally:
-        _close(ctx)
-
-
-def _close(ctx: Context) -> None:
-    made = ctx.world.made
-    if made.opened:
-        if ctx.mesh is not None and not ctx.collectives.call_log.closed:
-            ctx.mesh.leave(tell=True)
-        _leave(ctx)
-    side_group = None if made.side_group is None else made.side_group()
-    if side_group is not None and is_registered(side_group):
-        dist.destroy_process_group(side_group)
-    if made.opened and ctx.world.keeper is not None:
-        ctx.world.keeper.let_go()
-    # Another group may be the default one by now, if this context was closed before: it isn't ours to
-    # destroy.
-    group = ctx.world.group_ref
-    if not made.group or group is None or group() is None or group() is not _default_group():
-        return
-    dist.destroy_process_group()
-    if group() is not None:
-        # A wrapped model still holds it, and with it threads that may be about to let go of a last tensor,
-        # for which they need the interpreter: one left waiting when that ends aborts the process.
-        time.sleep(_LET_GO_S)
-    if made.excepthooks is not None and sys.excepthook is made.excepthooks[1]:
-        sys.excepthook = made.excepthooks[0]
-    if made.previous_device is not None:
-        torch.accelerator.set_device_index(made.previous_device)
-
-
-def _leave(ctx: Context) -> None:
-    """Tell the others that this rank takes part in nothing more, and let go of what that took."""
-    made, board, call_log = ctx.world.made, ctx.collectives.board, ctx.collectives.call_log
-    if call_log.closed:
-        return
-    call_log.closed = True
-    if made.end_watch is not None:
-        made.end_watch()
-    if made.at_exit is not None:
-        atexit.unregister(made.at_exit)
-    if ctx.world.size > 1:
-        announce_end(board, call_log, ctx.rank)
-        board.post(f"gone/{ctx.rank}", "yes")
-        if made.hosts_store:  # others may still have to read what this rank has left word of
-            end = time.monotonic() + _HOST_S
-            waiting = set(range(ctx.world.size))
-            while waiting and time.monotonic() < end:
-                waiting = {rank for rank in waiting if not board.read(f"gone/{rank}")}
-                time.sleep(_LET_GO_S if waiting else 0.0)
-    board.close()
-
-
-def _default_group() -> dist.ProcessGroup | None:
-    return dist.group.WORLD if dist.is_initialized() else None
+        close(ctx)

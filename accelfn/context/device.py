@@ -121,7 +121,7 @@ def plan_device(
     if device is not None:
         chosen = _parse_device(device, known)
         if cpu and chosen.type != "cpu":
-            raise ConfigurationError(f"cpu=True contradicts the device {device!r}. Give one of the two.")
+            raise ConfigurationError(f"cpu=True contradicts the device {device!r}. Pass one of the two.")
     else:
         chosen = torch.device("cpu" if cpu else known[0])
     facts = next(item for item in hardware.devices if item.type == chosen.type)

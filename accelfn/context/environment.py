@@ -57,7 +57,7 @@ class EnvironmentPlan:
 
 
 def detect_environment(env: Mapping[str, str]) -> EnvironmentPlan:
-    """Say which rank of which world the variables ``env`` describe.
+    """Return which rank of which world the variables ``env`` describe.
 
     Pure: nothing is read but ``env``. The innermost launcher wins: torchrun's variables, then Open MPI's,
     MVAPICH's, those of Intel MPI and MPICH, then SLURM's. Of SLURM only the variables of a job step count:
@@ -252,7 +252,7 @@ def tasks_on_node(spread: str, node_rank: int) -> int:
 
 
 def first_host(hosts: str) -> str:
-    """Give the first host of a SLURM host list.
+    """Return the first host of a SLURM host list.
 
     >>> first_host("gpu[007-009,12],login"), first_host("a1,a2"), first_host("rack[1-2]n[3,5]")
     ('gpu007', 'a1', 'rack1n3')

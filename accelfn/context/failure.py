@@ -52,7 +52,7 @@ class Departure(NamedTuple):
 
 
 def publish(board: MessageBoard, call_log: CallLog, rank: int, error: BaseException, doing: str = "") -> None:
-    """Leave word of ``error`` for all ranks, before it travels up on this one; then no operation is possible.
+    """Post ``error`` for all ranks, before it travels up on this one; then no operation is possible.
 
     Of several ranks that fail, the first one's word stands. Ranks that wait in an operation raise it there
     within a second; those that don't, at their next one.
@@ -69,12 +69,12 @@ def publish(board: MessageBoard, call_log: CallLog, rank: int, error: BaseExcept
     call_log.over = f"this rank has told the others of its {type(error).__name__}: {text_of(error)}"
     call_log.abandon()
     if isinstance(error, RemoteRankError):
-        return  # the rank that it names has left word itself
+        return  # the rank that it names has posted it itself
     board.post_once(FAILURE, _written(rank, error, doing))
 
 
 def announce_end(board: MessageBoard, call_log: CallLog, rank: int) -> None:
-    """Leave word that this rank takes part in nothing more."""
+    """Announce that this rank takes part in no further operation."""
     if call_log.over:
         return
     with contextlib.suppress(Exception):  # whoever disagrees with an operation that nobody waits for
@@ -85,7 +85,7 @@ def announce_end(board: MessageBoard, call_log: CallLog, rank: int) -> None:
 
 
 def news(board: MessageBoard, call_log: CallLog, rank: int) -> Exception | None:
-    """Look whether a rank has left word of something that makes the current operation impossible."""
+    """Check whether a rank has posted something that makes the current operation impossible."""
     text = board.read(FAILURE)
     if text:
         return as_error(text)
@@ -103,7 +103,7 @@ def news(board: MessageBoard, call_log: CallLog, rank: int) -> Exception | None:
 
 
 def explain_departure(departure: Departure, call_log: CallLog, rank: int) -> MissingRankError:
-    """Make the error of a rank that waits for one that has ended."""
+    """Return the error of a rank that waits for one that has ended."""
     now = call_log.current
     last = (
         f"after {departure.operation} at {departure.site}, call {departure.number}"
@@ -130,7 +130,7 @@ def refuse_if_over(call_log: CallLog, operation: str) -> None:
 
 
 def as_error(text: str) -> Exception:
-    """Make the error that a rank raises when it reads what :func:`publish` wrote."""
+    """Return the error that a rank raises when it reads what :func:`publish` wrote."""
     word: Mapping[str, Any] = json.loads(text)
     match word["cause"]:
         case "MismatchError":
@@ -171,7 +171,7 @@ def _written(rank: int, error: BaseException, doing: str) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """Give the message of any exception, one whose ``__str__`` fails too; cut where it is very long.
+    """Return the message of any exception, one whose ``__str__`` fails too; cut where it is very long.
 
     >>> text_of(OSError("disk full"))
     'disk full'

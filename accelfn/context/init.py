@@ -32,8 +32,9 @@ from accelfn.context.context import Context, close_context, with_mesh, with_wind
 from accelfn.context.device import DevicePlan, plan_device, read_hardware
 from accelfn.context.environment import EnvironmentPlan, detect_environment
 from accelfn.context.failure import announce_end, publish
+from accelfn.context.handlers import sort_handlers
 from accelfn.context.message_board import MessageBoard, store_board
-from accelfn.context.options import ContextOptions, apply_options, merge_settings, said, sort_handlers
+from accelfn.context.options import ContextOptions, apply_options, merge_settings, said
 from accelfn.context.precision import check_precision
 from accelfn.context.process_group import (
     level_group_counts,
@@ -156,7 +157,7 @@ def init_context(*, group: dist.ProcessGroup | None = None, **options: Unpack[Co
 
 
 def _watched(world: World, collectives: Collectives, guard: Guard) -> World:
-    """Take care that the other ranks hear of this one's end, however it comes."""
+    """Make sure that the other ranks are notified of this one's end, however it comes."""
     if world.size == 1 and not world.made.group:
         return world
     board, call_log, rank = collectives.board, collectives.call_log, world.rank

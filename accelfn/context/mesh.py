@@ -35,6 +35,7 @@ JOINED: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "shard": ("dp_shard", "cp", "sp"),
         "loss": ("dp_replicate", "dp_shard", "cp", "sp"),
         "seq": ("cp", "sp"),
+        "eshard": ("edp", "cp", "sp"),
     }
 )
 _MEANINGS: Mapping[str, str] = MappingProxyType(
@@ -50,6 +51,7 @@ _MEANINGS: Mapping[str, str] = MappingProxyType(
 # dp_shard in two: experts are spread over the inner part, and shared by the outer one.
 _PARTS = ("pp", "dp_replicate", "edp", "ep", "cp", "sp", "tp")
 _ROOT = ("pp", "dp_replicate", "shard", "tp")
+_EXPERTS = ("pp", "dp_replicate", "eshard", "ep", "tp")
 _MAX_ROWS = 16
 _MAX_COLUMNS = 8
 _MAX_NAMED = 8
@@ -59,7 +61,8 @@ class MeshPlan(NamedTuple):
     """Which rank stands where. The last axis varies fastest: ranks that differ only in it are neighbours.
 
     An axis is one of :data:`AXES`, a joined one (``"dp"``, ``"shard"``, ``"loss"``, ``"seq"``), or ``"ep"``
-    and ``"edp"``, the inner and the outer part of ``"dp_shard"``. Several of them count as one, in the order
+    and ``"edp"``, the inner and the outer part of ``"dp_shard"``. Ranks along ``"eshard"``, which is
+    ``"edp"`` with ``"cp"`` and ``"sp"``, share the same experts. Several of them count as one, in the order
     of the mesh. ``print(plan)`` draws it.
 
     Attributes:
@@ -270,6 +273,7 @@ class _Groups:
     plan: MeshPlan
     world: World
     parts: Mapping[tuple[str, ...], tuple[World, Part]]  # by what MeshPlan.parts gives
+    adopted: DeviceMesh | None = None
     device_meshes: dict[tuple[str, ...], DeviceMesh] = field(
         default_factory=dict["tuple[str, ...]", DeviceMesh]
     )
@@ -290,7 +294,9 @@ class Mesh:
         """Return torch's mesh with these dimensions, whose groups are those of :meth:`Context.along`.
 
         Meshes over ``"pp"``, ``"dp_replicate"``, ``"shard"`` and ``"tp"`` are parts of one root, so that
-        torch composes them; so are those over several of :data:`AXES`.
+        torch composes them; so are those over several of :data:`AXES`, and those of experts, over
+        ``"dp_replicate"``, ``"eshard"`` and ``"ep"``. A mesh that was adopted is returned
+        for its own dims, and has the groups of single axes in all others.
 
         Ranks: local.
 
@@ -303,17 +309,19 @@ class Mesh:
         """
         for dim in dims:
             self.plan.size(dim)
-        made = self._groups.device_meshes
+        made, adopted = self._groups.device_meshes, self._groups.adopted
+        if adopted is not None and dims == adopted.mesh_dim_names:
+            return adopted
         if dims in made:
             return made[dims]
-        for names in (_ROOT, AXES):
+        for names in (_ROOT, AXES, _EXPERTS):
             if set(dims) <= set(names):
                 root = made.get(names) or made.setdefault(names, self._torch_mesh(names))
                 return root if dims == names else made.setdefault(dims, root[dims])
         if len(dims) > 1:
             raise ConfigurationError(
                 f"no mesh has the dimensions {', '.join(dims)}: take some of {', '.join(_ROOT)}, some of "
-                f"{', '.join(AXES)}, or a single joined one."
+                f"{', '.join(AXES)}, some of {', '.join(_EXPERTS)}, or a single joined one."
             )
         return made.setdefault(dims, self._torch_mesh(dims))
 
@@ -330,12 +338,18 @@ class Mesh:
         if len(names) == 1:
             return DeviceMesh.from_group(members[0], kind, mesh_dim_names=names)
         order = torch.tensor(dist.get_process_group_ranks(whole))
-        order = order.view([groups.plan.size(name) for name in names])
+        sizes = [groups.plan.size(part) for part in _PARTS]
+        # Parts of one joined axis needn't be neighbours: "ep" stands between those of "eshard".
+        parts = [place for name in names for place, part in enumerate(_PARTS) if part in _expand((name,))]
+        order = order.view(sizes).permute(parts).reshape([groups.plan.size(name) for name in names])
         return DeviceMesh.from_group(members, kind, mesh=order, mesh_dim_names=names)
 
     def _torch_group(self, name: str) -> dist.ProcessGroup:
         groups = self._groups
+        axes = groups.plan.active(name)
         key = groups.plan.parts(name)
+        if groups.adopted is not None and len(axes) == 1 and groups.plan.parts(*axes) == key:
+            return groups.adopted.get_group(axes[0])
         group = groups.world.group if key == groups.plan.parts(*AXES) else groups.parts[key][0].group
         assert group is not None
         return group
@@ -350,7 +364,7 @@ class Mesh:
         return Mesh(self.plan.restrict(*axes), self._groups)
 
     def leave(self, *, tell: bool) -> None:
-        """Let go of all groups; with ``tell`` the other ranks hear that this one is gone."""
+        """Release all groups; with ``tell`` the other ranks hear that this one is gone."""
         self._groups.device_meshes.clear()
         for world, part in self._groups.parts.values():
             if tell and world.size > 1:
@@ -363,13 +377,20 @@ class Mesh:
                 dist.destroy_process_group(group)
 
 
-def build_mesh(ctx: Context, plan: MeshPlan) -> Mesh:
+def build_mesh(ctx: Context, plan: MeshPlan, adopted: DeviceMesh | None = None) -> Mesh:
     """Make the groups of ``plan``: one for each set of axes that doesn't cover the world.
 
     Ranks: every rank of ``ctx``.
 
+    Args:
+        ctx: The world.
+        plan: Of as many ranks.
+        adopted: Torch's mesh, of the plan's axes of more than one rank. Its groups are those of
+            :meth:`Mesh.device_mesh`, and stay the caller's.
+
     Raises:
-        ConfigurationError: The plan is for another number of ranks.
+        ConfigurationError: The plan is for another number of ranks, or the mesh has other ranks than the
+            world, in another order, or is of another kind of device.
         NotAvailableError: The world's backend has no store by which groups could meet.
         DistributedError: Ranks could not be reached.
     """
@@ -379,13 +400,33 @@ def build_mesh(ctx: Context, plan: MeshPlan) -> Mesh:
             f"build_mesh: the plan is for {plan.num_ranks} ranks, and the context has {world.size}. Plan it "
             f"with plan_mesh(config, {world.size})."
         )
+    if adopted is not None:
+        _check_adopted(adopted, world)
     keys = list(_proper_subsets(plan.parts(*AXES)))
     members = [plan.group(world.rank, *key) for key in keys]
     parts = ctx.collectives.split(members, ctx.guard.timeout)
     nodes = _nodes(ctx)
     worlds = [_world_of(world, ranks, nodes, part) for ranks, part in zip(members, parts, strict=True)]
     made = dict(zip(keys, zip(worlds, parts, strict=True), strict=True))
-    return Mesh(plan, _Groups(plan, world, made))
+    return Mesh(plan, _Groups(plan, world, made, adopted))
+
+
+def _check_adopted(mesh: DeviceMesh, world: World) -> None:
+    group = world.group
+    if group is None or not is_registered(group):
+        raise NotAvailableError(
+            "ParallelismConfig.device_mesh is a mesh of processes, and these ranks are threads, or one "
+            'process alone. Leave it out; in a test, use run_ranks(..., on="processes").'
+        )
+    ranks = [int(rank) for rank in mesh.mesh.flatten()]
+    own = dist.get_process_group_ranks(group)
+    if ranks != own or mesh.device_type != world.device.type:
+        kind = world.device.type
+        raise ConfigurationError(
+            f"ParallelismConfig.device_mesh is over the ranks {_listed(ranks)} on {mesh.device_type!r}, and "
+            f"the context has {_listed(own)} on {kind!r}. Make it over the same processes in their order, by "
+            f"init_device_mesh({kind!r}, config.mesh_shape, mesh_dim_names=config.mesh_dim_names)."
+        )
 
 
 def _proper_subsets(names: Sequence[str]) -> Iterator[tuple[str, ...]]:

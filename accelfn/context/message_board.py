@@ -1,4 +1,4 @@
-"""Where ranks leave word for each other beside the collectives.
+"""Messages between ranks outside the collectives.
 
 A rank that has failed can't take part in a collective any more, and a rank that waits in one can't be told by
 one. Both have the board: what is written there can be read by every rank at any time, and nobody waits.
@@ -76,7 +76,7 @@ def store_board(store: Store) -> MessageBoard:
 
 
 def board_within(board: MessageBoard, world: MessageBoard, key: str) -> MessageBoard:
-    """Give a board of some ranks of a world, where what the world says under ``key`` can be read too."""
+    """Return a board of some ranks of a world, where what the world says under ``key`` can be read too."""
 
     def read(name: str) -> str | None:
         said = board.read(name)

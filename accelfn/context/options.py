@@ -4,39 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, cast
 
 from accelfn.context.config import (
-    AORecipeKwargs,
-    AutocastKwargs,
     CanonicalReduction,
     DataLoaderConfiguration,
     DDPCommunicationHookType,
     DeepSpeedPlugin,
     DistributedDataParallelKwargs,
     DynamoBackend,
-    FP8RecipeKwargs,
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
-    GradScalerKwargs,
     Guard,
     GuardMode,
-    InitProcessGroupKwargs,
     KwargsHandler,
     MegatronLMPlugin,
-    MSAMPRecipeKwargs,
     ParallelismConfig,
     PrecisionType,
-    ProfileKwargs,
     ProjectConfiguration,
     RNGType,
     Settings,
-    TERecipeKwargs,
     TorchDynamoPlugin,
 )
 from accelfn.context.config.fsdp import check_fsdp
 from accelfn.context.config.trackers import settle_log_with
+from accelfn.context.handlers import sort_handlers
 from accelfn.context.precision import Precision
 from accelfn.errors import ConfigurationError, NotAvailableError
 
@@ -45,25 +38,16 @@ if TYPE_CHECKING:
 
 __all__ = (
     "ContextOptions",
-    "Handlers",
     "Strategy",
     "apply_options",
     "merge_settings",
+    "refuse_inexact_axes",
     "said",
     "settle_parallelism",
     "settle_window",
-    "sort_handlers",
 )
 
 _T = TypeVar("_T")
-# Axes of a mesh that can be planned, and not yet be had.
-_LATER: tuple[tuple[str, Callable[[ParallelismConfig], int]], ...] = (
-    ("pipeline parallelism", lambda config: config.pp_size),
-    ("expert parallelism", lambda config: config.ep_size),
-    ("context parallelism", lambda config: config.cp_size),
-    ("sequence parallelism", lambda config: config.sp_size),
-    ("a device mesh that was made before", lambda config: 2 if config.device_mesh is not None else 1),
-)
 
 
 class ContextOptions(TypedDict, total=False):
@@ -110,52 +94,6 @@ class Strategy:
     fsdp: FullyShardedDataParallelPlugin | None = None
     dynamo: TorchDynamoPlugin = dataclasses.field(default_factory=TorchDynamoPlugin)
     bypass_device_map: bool = False
-
-
-class Handlers(TypedDict, total=False):
-    """The records of ``kwargs_handlers``, each in its place."""
-
-    autocast: AutocastKwargs
-    ddp: DistributedDataParallelKwargs
-    scaler: GradScalerKwargs
-    process_group: InitProcessGroupKwargs
-    profile: ProfileKwargs
-    fp8_recipe: FP8RecipeKwargs | TERecipeKwargs | AORecipeKwargs | MSAMPRecipeKwargs
-
-
-def sort_handlers(handlers: Sequence[KwargsHandler] | None) -> Handlers:
-    """Put each record of ``kwargs_handlers`` in its place.
-
-    Raises:
-        TypeError: Something else is in the list, or a record that has an argument of its own.
-        ConfigurationError: Two records for one place.
-    """
-    places: tuple[tuple[str, tuple[type, ...]], ...] = (
-        ("autocast", (AutocastKwargs,)),
-        ("ddp", (DistributedDataParallelKwargs,)),
-        ("scaler", (GradScalerKwargs,)),
-        ("process_group", (InitProcessGroupKwargs,)),
-        ("profile", (ProfileKwargs,)),
-        ("fp8_recipe", (FP8RecipeKwargs, TERecipeKwargs, AORecipeKwargs, MSAMPRecipeKwargs)),
-    )
-    if isinstance(handlers, KwargsHandler):
-        raise TypeError(f"kwargs_handlers takes a list of records: got a single {type(handlers).__name__}.")
-    found: dict[str, KwargsHandler] = {}
-    for handler in handlers or ():
-        place = next((name for name, kinds in places if isinstance(handler, kinds)), None)
-        if place is None:
-            known = ", ".join(kind.__name__ for _, kinds in places for kind in kinds)
-            raise TypeError(
-                f"kwargs_handlers takes records of these types: {known}; got {type(handler).__name__}. "
-                "A plugin has an argument of its own."
-            )
-        if place in found:
-            raise ConfigurationError(
-                f"kwargs_handlers holds two records for one thing: {type(found[place]).__name__} and "
-                f"{type(handler).__name__}. Pass one."
-            )
-        found[place] = handler
-    return Handlers(**found)  # pyright: ignore[reportArgumentType] -- each place was checked against its types
 
 
 def merge_settings(options: ContextOptions, settings: Settings) -> ContextOptions:
@@ -211,7 +149,7 @@ def merge_settings(options: ContextOptions, settings: Settings) -> ContextOption
 
 
 def said(options: ContextOptions) -> ContextOptions:
-    """Leave out options that are None. Pure."""
+    """Drop options that are None. Pure."""
     return cast("ContextOptions", {name: value for name, value in options.items() if value is not None})
 
 
@@ -271,7 +209,7 @@ def apply_options(ctx: Context, options: ContextOptions) -> Context:
 def settle_window(
     accumulation: GradientAccumulationPlugin, reduction: CanonicalReduction | None, size: int
 ) -> GradientAccumulationPlugin:
-    """Give the accumulation whose windows, on ``size`` ranks, make up ``num_microbatches``. Pure.
+    """Return the accumulation whose windows, on ``size`` ranks, make up ``num_microbatches``. Pure.
 
     Raises:
         ConfigurationError: The ranks can't share the batches out evenly, or another window was asked for.
@@ -292,7 +230,7 @@ def settle_window(
     if accumulation.num_steps not in (1, steps):  # 1 is what nobody asked for
         raise ConfigurationError(
             f"gradient_accumulation_steps={accumulation.num_steps} contradicts num_microbatches={number}, "
-            f"which makes windows of {steps} on {size} ranks. Give one of the two."
+            f"which makes windows of {steps} on {size} ranks. Pass one of the two."
         )
     return dataclasses.replace(accumulation, num_steps=steps)
 
@@ -300,7 +238,7 @@ def settle_window(
 def settle_parallelism(
     parallelism: ParallelismConfig | None, fsdp: FullyShardedDataParallelPlugin | None, size: int
 ) -> ParallelismConfig | None:
-    """Give the sizes of the mesh on ``size`` ranks. Pure.
+    """Return the sizes of the mesh on ``size`` ranks. Pure.
 
     FSDP shards over the ranks that no other axis takes, where nobody says over how many.
 
@@ -323,6 +261,25 @@ def settle_parallelism(
     # Version 1 of the plugin is run by the engine of version 2.
     config.validate(size, fsdp_version=None if fsdp is None else 2)
     return config
+
+
+def refuse_inexact_axes(axes: Sequence[str]) -> None:
+    """Refuse a mesh on which exact mode can't have its sums in one order. Pure.
+
+    Args:
+        axes: Those of more than one rank.
+
+    Raises:
+        ConfigurationError: With the axes along which ranks have parts.
+    """
+    found = [axis for axis in axes if axis != "dp_replicate"]
+    if found:
+        raise ConfigurationError(
+            'reduction="canonical" needs the whole model on every rank, and whole samples, to take sums in '
+            f"one order: along {', '.join(found)} ranks have parts, and sums over parts change with their "
+            f"number. Leave {', '.join(f'{axis}_size' for axis in found)} out (and fsdp_plugin), or use "
+            'reduction="mean".'
+        )
 
 
 def _check_names_and_flags(options: ContextOptions) -> None:
@@ -352,14 +309,14 @@ def _accumulation(now: GradientAccumulationPlugin, options: ContextOptions) -> G
         if steps not in (1, plugin.num_steps):
             raise ConfigurationError(
                 f"gradient_accumulation_steps={steps} contradicts gradient_accumulation_plugin with "
-                f"num_steps={plugin.num_steps}. Give one of the two."
+                f"num_steps={plugin.num_steps}. Pass one of the two."
             )
         return plugin
     return dataclasses.replace(now, num_steps=steps)
 
 
 def _given_window(ctx: Context, options: ContextOptions) -> GradientAccumulationPlugin:
-    """Give the accumulation before ``options``, without a window that only followed from a reduction."""
+    """Return the accumulation before ``options``, without a window that only followed from a reduction."""
     before = ctx.reduction
     if options.get("reduction") is None or before is None or before.num_microbatches is None:
         return ctx.accumulation
@@ -412,7 +369,7 @@ def _guard(now: Guard, options: ContextOptions) -> Guard:
         meaning = '"full"' if debug else 'not "full"'
         raise ConfigurationError(
             f"debug={debug} means that the guard's mode is {meaning}, and guard asks for "
-            f"{str(guard.mode)!r}. Give one of the two."
+            f"{str(guard.mode)!r}. Pass one of the two."
         )
     return dataclasses.replace(guard, mode=GuardMode.FULL if debug else GuardMode.SAMPLED)
 
@@ -455,21 +412,17 @@ def _dynamo(options: ContextOptions) -> TorchDynamoPlugin | None:
     backend = options.get("dynamo_backend")
     if plugin is not None and backend is not None:
         raise ConfigurationError(
-            "dynamo_backend and dynamo_plugin say the same thing twice. Give one of the two."
+            "dynamo_backend and dynamo_plugin say the same thing twice. Pass one of the two."
         )
     return TorchDynamoPlugin(backend=backend) if backend is not None else plugin
 
 
 def _refuse_unavailable(options: ContextOptions) -> None:
-    parallelism = _typed("parallelism_config", options.get("parallelism_config"), ParallelismConfig)
+    _typed("parallelism_config", options.get("parallelism_config"), ParallelismConfig)
     mode = options.get("mixed_precision")
     asked = (
         ("deepspeed_plugin", "DeepSpeed", options.get("deepspeed_plugin") is not None),
         ("megatron_lm_plugin", "Megatron-LM", options.get("megatron_lm_plugin") is not None),
-        *(
-            ("parallelism_config", what, parallelism is not None and size(parallelism) > 1)
-            for what, size in _LATER
-        ),
         ("mixed_precision", "fp8", mode in ("fp8", PrecisionType.FP8)),
     )
     for argument, what, is_asked in asked:

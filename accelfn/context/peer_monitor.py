@@ -1,4 +1,4 @@
-"""Wait for other ranks, and look out meanwhile for reasons why they will not come."""
+"""Wait for other ranks while watching for failures."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class PeerMonitor:
             arrived: Waits at most so many seconds, and says whether the waiting is over.
 
         Raises:
-            Exception: What another rank left word of.
+            Exception: What another rank posted.
             MismatchError: Another rank waits elsewhere, so that neither will come.
             CollectiveTimeoutError: The time of the current operation is up.
         """
@@ -175,13 +175,13 @@ class PeerMonitor:
         self.board.post(f"at/{self.rank}", "")
 
     def _has_passed(self, own: _Position, other: _Position) -> bool:
-        """Whether another rank has gone on without the reduction of gradients in which this one waits."""
+        """Return whether another rank has skipped the reduction of gradients in which this one waits."""
         if not self.call_log.reducing:
             return False
         return other.number > own.number and other.reductions <= own.reductions
 
     def _disagreement(self, entry: Entry, neighbour: int, position: _Position) -> Exception:
-        """Tell of two ranks that wait in different operations; all ranks raise what was said first."""
+        """Report two ranks that wait in different operations; all ranks raise what was said first."""
         own = f"call {entry.number}: {entry.operation} at {entry.site}"
         if self.call_log.reducing:
             own = f"the backward pass of {own}"
@@ -231,7 +231,7 @@ def late_error(
     missing: Sequence[int],
     positions: Mapping[int, _Position] | None = None,
 ) -> CollectiveTimeoutError:
-    """Make the error of a rank that has waited too long.
+    """Return the error of a rank that has waited too long.
 
     Args:
         call_log: Of the rank that waited.
@@ -259,6 +259,11 @@ def late_error(
             lines.append(
                 f"  rank {one} was last seen in call {before.number}, {before.operation} at {before.site}"
             )
+    if before is not None and before.operation == "forward" and set(missing) - set(positions or ()):
+        lines.append(
+            "A rank that was last seen in a forward pass may be in its backward pass, waiting for ranks that "
+            "have left theirs out."
+        )
     lines.append(
         "Every rank must call the same operations in the same order. If a rank only needs longer, raise "
         "Guard(timeout=...); Guard(watchdog=True) prints where each rank is."

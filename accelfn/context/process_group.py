@@ -49,7 +49,7 @@ _MAX_SHARED_BYTES = 1 << 19
 def make_gloo_group(
     store: Store, rank: int, size: int, patience: timedelta, interface: str | None = None
 ) -> dist.ProcessGroup:
-    """Make a process group that torch's registry doesn't know; it ends when the last one lets go of it.
+    """Make a process group that torch's registry doesn't know; it ends when the last one releases it.
 
     Ranks: every rank of the group.
 
@@ -89,7 +89,7 @@ def process_group_collectives(
     store: Store | None = None,
     interface: str | None = None,
 ) -> Collectives:
-    """Give collectives over ``group``.
+    """Return collectives over ``group``.
 
     Ranks: every rank of the group.
 
@@ -356,7 +356,7 @@ def make_group_within(
 
 
 def level_group_counts(all_gather_bytes: Callable[[torch.Tensor], Sequence[torch.Tensor]]) -> None:
-    """Bring all ranks to the same number of groups, by groups of one.
+    """Make the number of groups equal on all ranks, by groups of one.
 
     torch names a group that only its own ranks make by these ranks and by the number of groups in the
     process: ranks that have made different numbers before would wait under different names.
@@ -372,7 +372,7 @@ def level_group_counts(all_gather_bytes: Callable[[torch.Tensor], Sequence[torch
 
 
 def is_registered(group: dist.ProcessGroup) -> bool:
-    """Whether torch's registry knows the group: not if it was destroyed, or made by a thread for itself."""
+    """Return whether torch's registry knows the group: not if it was destroyed, or made by a thread."""
     if not dist.is_initialized():
         return False
     try:
@@ -383,7 +383,7 @@ def is_registered(group: dist.ProcessGroup) -> bool:
 
 
 def carries_cpu_tensors(group: dist.ProcessGroup) -> bool:
-    """Whether tensors on the CPU can travel through ``group``."""
+    """Return whether tensors on the CPU can travel through ``group``."""
     try:
         return any(device.type == "cpu" for device in group._device_types)
     except RuntimeError:  # a group whose backend is made lazily on first use
@@ -403,7 +403,7 @@ def _is_done(work: dist.Work, seconds: float) -> bool:
 
 
 def _keep_for_ever(references: tuple[weakref.ref[dist.ProcessGroup], ...]) -> None:
-    """Never let go of groups with an operation that will not end: gloo would wait for its end to do so."""
+    """Never release groups with an operation that will not end: gloo would wait for its end to do so."""
     for reference in references:
         group = reference()
         if group is not None:
@@ -431,7 +431,7 @@ def _closed(operation: str) -> DistributedError:
 
 
 def _explained(error: Exception, monitor: PeerMonitor) -> Exception:
-    """Say which rank is missing and why, where that is what a backend complains of."""
+    """Return an error that names the missing rank, where a backend complains of a lost connection."""
     text = str(error)
     if not isinstance(error, RuntimeError) or isinstance(error, DistributedError):
         return error

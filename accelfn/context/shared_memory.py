@@ -143,7 +143,7 @@ class SharedRows:
         Raises:
             OSError: The file system has no locks, or no room.
         """
-        # The kernel lets go of it with the process, however that ends: how the others learn of it.
+        # The kernel releases it with the process, however that ends: how the others learn of it.
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
         memory = mmap.mmap(descriptor, _bytes(size, chunk))
         begin = mmap.PAGESIZE + _SLOTS * size * _STRIDE
@@ -164,7 +164,7 @@ class SharedRows:
         self._late = [rank for rank in range(self._size) if rank != self._rank]
 
     def read(self) -> tuple[torch.Tensor, ...]:
-        """Give the rows of all ranks, once they have come; they stay until the next exchange."""
+        """Return the rows of all ranks, once they have come; they stay until the next exchange."""
         return self._rows[self._number % _SLOTS]
 
     def wait(self, seconds: float) -> bool:
@@ -199,7 +199,7 @@ class SharedRows:
         return (self._number % _SLOTS * self._size + rank) * _STRIDE // 8
 
     def has_ended(self, rank: int) -> bool:
-        """Whether the process of another rank is gone: nobody holds its lock."""
+        """Return whether the process of another rank is gone: nobody holds its lock."""
         try:
             fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
         except OSError:

@@ -19,10 +19,10 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WorldIdentity:
-    """Tells one world from all others, those before and after it included; equal to nothing but itself."""
+    """Identity of one world: equal to nothing but itself, not even to a world of the same ranks."""
 
     def __deepcopy__(self, memo: dict[int, object]) -> WorldIdentity:
-        """Give itself: a copy of a context is in the same world."""
+        """Return self: a copy of a context is in the same world."""
         return self
 
     def __reduce__(self) -> tuple[Callable[[], WorldIdentity], tuple[()]]:
@@ -58,7 +58,7 @@ class Background:
         self.task: Settling | None = None
 
     def settle(self) -> None:
-        """Wait for its end, and raise what stopped it unless somebody has been told already."""
+        """Wait for its end, and raise its error unless that was raised already."""
         if self.task is not None:
             self.task.settle()
 
@@ -71,7 +71,7 @@ class GroupOwner:
         self._group: dist.ProcessGroup | None = group
 
     def let_go(self) -> None:
-        """Give up the group, and with it its connections and threads."""
+        """Release the group, and with it its connections and threads."""
         self._group = None
 
 
@@ -84,9 +84,9 @@ class Owned:
         side_group: A gloo group of its own, for what precedes each operation, that torch keeps.
         previous_device: The accelerator that was current before.
         excepthooks: ``sys.excepthook`` before, and the one that torch put around it.
-        opened: ``init_context`` opened this world, so that closing it is told to the other ranks.
+        opened: ``init_context`` opened this world, so that closing it is reported to the other ranks.
         hosts_store: The key-value store of this world lives in this process.
-        at_exit: What tells the others if the program ends without closing.
+        at_exit: What notifies the others if the program ends without closing.
         end_watch: Ends the watchdog's thread.
     """
 

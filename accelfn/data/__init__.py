@@ -9,6 +9,7 @@ from accelfn.data.picture import draw_plan, draw_plan_svg
 from accelfn.data.place import LoaderState
 from accelfn.data.plan import DataRank, EpochPlan, data_rank, plan_epoch
 from accelfn.data.resume import loader_state, restore_loader, skip_first_batches
+from accelfn.data.sequence import gather_sequence, shard_sequence
 
 __all__ = (
     "DataRank",
@@ -23,6 +24,7 @@ __all__ = (
     "draw_plan_svg",
     "gather_for_metrics",
     "gather_objects_for_metrics",
+    "gather_sequence",
     "loader_state",
     "microbatches",
     "next_plan",
@@ -32,5 +34,6 @@ __all__ = (
     "prepare_data_loader",
     "read_order",
     "restore_loader",
+    "shard_sequence",
     "skip_first_batches",
 )

@@ -130,7 +130,7 @@ class BatchSamplerSpec:
         return number if self.split_batches else self._by_batch(number, 0).evened(even).num_batches(rank)
 
     def are_samples(self, drawn: Sequence[Sequence[Any]]) -> bool:
-        """Whether drawn batches are of the size that the sampler names, but for a shorter last one."""
+        """Return whether drawn batches are of the size that the sampler names, but for a shorter last one."""
         if self.named is None:
             return False
         return all(len(batch) == self.named for batch in drawn[:-1]) and (
@@ -169,7 +169,7 @@ Asked: TypeAlias = SamplerSpec | BatchSamplerSpec
 
 
 def read_asked(loading: DataLoaderConfiguration, size: int, source: DataLoader[Any]) -> Asked:
-    """Say what ``source``, a loader over a map-style dataset, asks for.
+    """Return what ``source``, a loader over a map-style dataset, asks for.
 
     Args:
         loading: How data is to be shared out.
@@ -223,7 +223,7 @@ def _samples(
 
 
 def batch_sampler_of(source: DataLoader[Any]) -> Any:
-    """Give what draws the batches of ``source``, None where its items are batches.
+    """Return what draws the batches of ``source``, None where its items are batches.
 
     With ``batch_size=None`` it may stand in the sampler's place: the dataset is asked for a list of indices.
     """
@@ -234,7 +234,7 @@ def batch_sampler_of(source: DataLoader[Any]) -> Any:
 
 
 def sampler_of(source: DataLoader[Any]) -> Any:
-    """Give what draws the samples of ``source``.
+    """Return what draws the samples of ``source``.
 
     That of its batch sampler, where it has one: a loader that was given a batch sampler has another sampler,
     which nobody asked for, beside.

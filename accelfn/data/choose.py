@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -32,9 +32,7 @@ def choose_reader(
 
     Ranks: every rank of ``ctx``.
     """
-    # Ranks that work on one batch together read it alike; only the seed of the order is the whole world's.
     agree = partial(agree_on_seed, ctx)
-    ctx = ctx.along("dp")
     check_stateful(ctx)
     if ctx.loading.dispatch_batches and sharding != "global":
         raise ConfigurationError(
@@ -59,17 +57,17 @@ def choose_reader(
             'gets its own: use sharding="global".'
         )
     _refuse_disorder(loader)
-    asked = read_asked(ctx.loading, ctx.num_processes, loader)
+    asked = read_asked(ctx.loading, ctx.axis_size("dp"), loader)
     seed = agree(loader, asked.what)
     if isinstance(asked, BatchSamplerSpec):
         return BatchedReader(ctx, loader, asked, seed)
-    return SampledReader(ctx, loader, asked, seed, ctx.rank)
+    return SampledReader(ctx, loader, asked, seed, ctx.coordinate("dp"))
 
 
 def _refuse_disorder(loader: DataLoader[Any]) -> None:
     if loader.num_workers > 1 and not getattr(loader, "in_order", True):
         raise ConfigurationError(
-            "in_order=False hands out batches as workers come by them, so nobody would know which rows are "
+            "in_order=False yields batches as workers come by them, so it would be unknown which rows are "
             "padding and where a pass goes on. Use in_order=True, one worker, or "
             'sharding="already_sharded", where each rank\'s batches are its own.'
         )
@@ -90,8 +88,9 @@ def agree_on_seed(ctx: Context, loader: DataLoader[Any], what: str = "") -> int:
     if ctx.loading.data_seed is not None:
         own = ctx.loading.data_seed
     else:
-        generator = cast("torch.Generator | None", getattr(sampler_of(loader), "generator", None))
-        own = torch.initial_seed() if generator is None else generator.initial_seed()
+        # A sampler of the user's own may have one of Python's or numpy's there.
+        generator = getattr(sampler_of(loader), "generator", None)
+        own = generator.initial_seed() if isinstance(generator, torch.Generator) else torch.initial_seed()
     own %= 1 << 63
     if ctx.num_processes == 1:
         return own

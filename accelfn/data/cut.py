@@ -96,9 +96,9 @@ def cut_stream(
     begin: int = 0,
     read_first: Callable[[int], list[Any]] | None = None,
 ) -> Iterator[Piece]:
-    """Give the pieces of one rank, each as soon as its group is complete.
+    """Return the pieces of one rank, each as soon as its group is complete.
 
-    Only the samples that may complete the last group are held, apart from the group at hand.
+    Only the samples that may complete the last group are held, apart from the current group.
 
     Args:
         samples: The stream, from sample ``begin`` on.
@@ -147,7 +147,7 @@ def cut_stream(
 
 
 def begun_once(samples: Iterator[T]) -> Iterator[T]:
-    """Give what ``samples`` gives, without asking it for an iterator again.
+    """Return what ``samples`` gives, without asking it for an iterator again.
 
     One of the user's own may begin anew whenever it is asked.
     """

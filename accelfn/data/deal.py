@@ -27,7 +27,7 @@ class SliceFunction(Protocol):
     """Cuts the part of one rank out of the batch of a whole step."""
 
     def __call__(self, batch: Any, part: slice, /, *, process_index: int, num_processes: int) -> Any:
-        """Give rows ``part`` of ``batch``, which are those of rank ``process_index``."""
+        """Return rows ``part`` of ``batch``, which are those of rank ``process_index``."""
         ...
 
 
@@ -56,13 +56,13 @@ class BatchSplitter:
 
     def __init__(self, ctx: Context, slice_fn: SliceFunction | None) -> None:
         """Deal to the ranks of ``ctx``."""
-        self._size = ctx.num_processes
+        self._size = ctx.axis_size("dp")
         self._slice_fn = slice_fn
         # A step is one batch, of which each rank gets rows; otherwise each rank gets a batch of its own.
         self.cuts: bool = ctx.loading.split_batches or slice_fn is not None
 
     def lists(self, plan: EpochPlan, take: IndexFn, key: tuple[int, int]) -> Iterator[Keyed]:
-        """Give the lists of samples that rank 0's loader reads: a step's in one, or one for each rank."""
+        """Return the lists of samples that rank 0's loader reads: a step's in one, or one for each rank."""
         rows = plan.rank_batch
         # All ranks' pieces of a step lie one after the other: they are the batch of a world of one.
         for whole in batches_of(replace(plan, rank_batch=plan.global_batch, size=1), 0, take, key):
@@ -99,7 +99,7 @@ class BatchSplitter:
 
 
 def _check_rows(batch: Any, rows: int) -> None:
-    """Refuse what has no row for each sample: cut all the same, it would be wrong without a word."""
+    """Refuse what has no row for each sample: cut all the same, it would be wrong silently."""
 
     def is_no_tree(value: Any) -> bool:
         if isinstance(value, PackedSequence):
@@ -136,7 +136,7 @@ def hand_out(way: BatchScatter, steps: Iterator[tuple[Sequence[Any], Any]] | Non
 
     Args:
         way: Of this pass.
-        steps: On rank 0: gives one part for each rank that has one, and what all ranks are told beside.
+        steps: On rank 0: gives one part for each rank that has one, and what all ranks are sent beside.
 
     Returns:
         This rank's part, if it has one; None when there are no more steps.

@@ -78,7 +78,7 @@ def dispatch(
         )
     if is_stream:
         return dispatch_stream(ctx, source, agree, slice_fn)
-    asked = read_asked(ctx.loading, ctx.num_processes, source)
+    asked = read_asked(ctx.loading, ctx.axis_size("dp"), source)
     seed = agree(f"dispatched by rank 0: {asked.what}")
     if isinstance(asked, BatchSamplerSpec):
         return BatchedDispatch(ctx, source, asked, seed, slice_fn)
@@ -103,6 +103,7 @@ class OrderedDispatch(Resumable, Generic[T]):
         self.setting: ReadSettings = ReadSettings(order=asked.order.kind)
         self._ctx = ctx
         self._asked = asked
+        self._rank = ctx.coordinate("dp")
         self._steps = _Steps(ctx, source, slice_fn)
 
     def plan(self, start: int) -> EpochPlan:
@@ -111,7 +112,7 @@ class OrderedDispatch(Resumable, Generic[T]):
 
     def count(self, start: int) -> int:
         """Count this rank's batches from ``start`` on."""
-        return self.plan(start).num_batches(self._ctx.rank)
+        return self.plan(start).num_batches(self._rank)
 
     def begin(self, epoch: int, start: int) -> EpochPass[T]:
         """Begin a pass.
@@ -131,7 +132,7 @@ class OrderedDispatch(Resumable, Generic[T]):
                 drawn, before = draw_here(asked.sampler, epoch, recalled.sampler)
             take = asked.take(self.seed, epoch, drawn)
             lists = partial(self._steps.dealer.lists, plan, take, (self.seed, epoch))
-        begun = self._steps.begin(plan, lists, partial(share_of, plan, rank=ctx.rank), epoch, start)
+        begun = self._steps.begin(plan, lists, partial(share_of, plan, rank=self._rank), epoch, start)
         if asked.sampler is not None:
             told = [before, sampler_state(asked.sampler)] if ctx.is_main_process else []
             before, self._sampler_after = broadcast_object_list(ctx.tagged("a sampler"), told)
@@ -156,15 +157,16 @@ class BatchedDispatch(Resumable, Generic[T]):
         self.seed = seed
         self._ctx = ctx
         self._asked = asked
+        self._rank = ctx.coordinate("dp")
         self._steps = _Steps(ctx, source, slice_fn)
 
     def plan(self, start: int) -> None:
-        """Know nothing before the batches are drawn."""
+        """Return None: nothing is known before the batches are drawn."""
         del start
 
     def count(self, start: int) -> int | None:
         """Count this rank's batches, where the batch sampler has a length and nothing is read yet."""
-        return self._asked.count(start, self._ctx.rank, self._asked.even_batches)
+        return self._asked.count(start, self._rank, self._asked.even_batches)
 
     def begin(self, epoch: int, start: int) -> EpochPass[T]:
         """Draw the batches on rank 0, tell all how long they are, and begin a pass."""
@@ -187,7 +189,7 @@ class BatchedDispatch(Resumable, Generic[T]):
         if are_samples:
             plan = asked.plan_samples(number, start)
             lists = partial(dealer.lists, plan, take_from([index for batch in drawn for index in batch]), key)
-            share_at = partial(share_of, plan, rank=ctx.rank)
+            share_at = partial(share_of, plan, rank=self._rank)
         else:
             if dealer.cuts:
                 raise ConfigurationError(
@@ -198,7 +200,7 @@ class BatchedDispatch(Resumable, Generic[T]):
             plan = asked.plan_batches(lengths, start)
             lists = partial(whole_batches, plan, range(plan.size), drawn, key)
             ends = list(accumulate(lengths))
-            share_at = partial(share_of_batches, plan, rank=ctx.rank, lengths=lengths, ends=ends)
+            share_at = partial(share_of_batches, plan, rank=self._rank, lengths=lengths, ends=ends)
         begun = self._steps.begin(plan, lists if ctx.is_main_process else None, share_at, epoch, start)
         return begun._replace(evened_by=EVENED, sampler=before)
 
@@ -226,7 +228,7 @@ class _Steps:
             self._batches.begin(lists)
             batches = read_apart(self._loader, is_resumed=start > 0)
             steps = ((self.dealer.parts(plan, step, batches), None) for step in range(plan.num_steps))
-        own = plan.num_batches(self._ctx.rank)
+        own = plan.num_batches(self._ctx.coordinate("dp"))
 
         def read() -> Iterator[tuple[Any, BatchInfo]]:
             way = BatchScatter(self._ctx, f"epoch {epoch} from sample {start}")

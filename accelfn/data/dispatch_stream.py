@@ -39,14 +39,14 @@ def dispatch_stream(
     Raises:
         ConfigurationError: The dataset was split already, or the batch can't be split.
     """
-    size = ctx.num_processes
+    rank, size = ctx.coordinate("dp"), ctx.axis_size("dp")
     rows = rows_in(ctx.loading, size, source.batch_size)
     count_shards(source.dataset)  # refuses what was split between ranks already
     length = length_of(source.dataset, source.num_workers)
     last = ", the last one dropped" if source.drop_last else ""
     seed = agree(f"a stream of {length} samples, dispatched by rank 0: batches of {source.batch_size}{last}")
     even = ctx.loading.even_batches and size > 1  # alone, there is nobody to keep in step with
-    cut = StreamPlan(rows=rows, rank=ctx.rank, size=size, even=even, drop_last=source.drop_last)
+    cut = StreamPlan(rows=rows, rank=rank, size=size, even=even, drop_last=source.drop_last)
     return StreamDispatch(ctx, source, cut, seed, slice_fn)
 
 
@@ -87,7 +87,7 @@ class StreamDispatch(Resumable, Generic[T]):
     def count(self, start: int) -> int | None:
         """Count this rank's batches from ``start`` on, where the stream has a length."""
         plan = self.plan(start)
-        return None if plan is None else plan.num_batches(self._ctx.rank)
+        return None if plan is None else plan.num_batches(self._cut.rank)
 
     def begin(self, epoch: int, start: int) -> EpochPass[T]:
         """Begin a pass."""
@@ -104,11 +104,11 @@ class StreamDispatch(Resumable, Generic[T]):
         return pass_of(self._read(way, groups, plan, seen), self._cut, plan, self._is_whole, seen)
 
     def can_recall(self, stream: State) -> bool:
-        """Whether the state of a stream is of this kind of loader; rank 0 alone has one."""
+        """Return whether the state of a stream is of this kind of loader; rank 0 alone has one."""
         return self._reader is not None and self._reader.can_recall(stream)
 
     def rest(self) -> UserState:
-        """Say the state of the stream between passes; on rank 0."""
+        """Return the state of the stream between passes; on rank 0."""
         return UserState() if self._reader is None else self._reader.rest()
 
     def finish(self) -> None:
@@ -123,7 +123,7 @@ class StreamDispatch(Resumable, Generic[T]):
         plan: EpochPlan | None,
         seen: Seen,
     ) -> Iterator[tuple[T, BatchInfo]]:
-        rank = self._ctx.rank
+        rank = self._cut.rank
         steps = None if groups is None else self._steps(groups, plan, seen)
         step = 0
         while plan is None or step < plan.num_steps:
@@ -144,7 +144,7 @@ class StreamDispatch(Resumable, Generic[T]):
     def _steps(
         self, groups: Iterator[tuple[Any, BatchInfo]], plan: EpochPlan | None, seen: Seen
     ) -> Iterator[tuple[list[Any], Any]]:
-        """Give the parts of each group, and what the other ranks can't know of it; on rank 0."""
+        """Return the parts of each group, and what the other ranks can't know of it; on rank 0."""
         for content, share in groups:
             rows, valid = share.num_rows or 0, share.num_valid or 0
             seen.stream = share.stream
@@ -163,9 +163,9 @@ class StreamDispatch(Resumable, Generic[T]):
                 yield parts, None if plan is not None else (valid, None, share.is_last, share.consumed)
 
     def _share(self, facts: tuple[Any, ...]) -> BatchInfo:
-        """Describe this rank's batch by what rank 0 told."""
+        """Describe this rank's batch by what rank 0 sent."""
         valid, rows, is_last, consumed = facts
-        rank, in_step = self._ctx.rank, self._cut.in_step
+        rank, in_step = self._cut.rank, self._cut.in_step
         if rows is not None and not in_step:
             # A rank without a part of the last group may repeat its batch: what it knew of others is over.
             own_rows = rows[rank] if rank < len(rows) else None

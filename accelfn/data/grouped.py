@@ -17,7 +17,7 @@ __all__ = ("CollatePiece", "FollowedPieces", "GroupedStream", "Settings", "tell"
 
 
 def tell(dataset: Any, epoch: int) -> None:
-    """Tell a dataset the epoch, if it asks for it."""
+    """Set the epoch of a dataset, if it asks for it."""
     set_epoch = getattr(dataset, "set_epoch", None)
     if callable(set_epoch):
         set_epoch(epoch)
@@ -156,7 +156,7 @@ class FollowedPieces:
         return piece._replace(key=(*key, *piece.key), stream=stream)
 
     def state_dict(self) -> dict[str, Any]:
-        """Say where the pieces of a worker are."""
+        """Return where the pieces of a worker are."""
         return {"position": self._position, "num_passed": self._num_passed, "stream": self._state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

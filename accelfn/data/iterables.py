@@ -16,7 +16,7 @@ class BatchStream(IterableDataset[Any]):
     """The batches of an iterable, as a stream. For everything else it is that iterable."""
 
     def __init__(self, source: Iterable[Any]) -> None:
-        """Give what ``source`` gives."""
+        """Return what ``source`` gives."""
         vars(self)["_source"] = source
 
     def __iter__(self) -> Iterator[Any]:

@@ -135,7 +135,7 @@ def next_plan(loader: PreparedDataLoader[Any] | DataLoader[Any]) -> EpochPlan | 
     Ranks: any; doesn't communicate.
 
     Returns:
-        None where only the pass itself will tell.
+        None where only the pass itself can say.
 
     Raises:
         TypeError: ``loader`` isn't prepared.
@@ -177,7 +177,7 @@ def prepare_data_loader(
     sharding: Sharding = "global",
     slice_fn: SliceFunction | None = None,
 ) -> PreparedDataLoader[T]:
-    """Give this rank its share of ``loader``.
+    """Return this rank its share of ``loader``.
 
     The order of an epoch is a function of the seed and the epoch's number, the same for any number of ranks
     and workers: with ``shuffle=True`` each sample's place is computed by a keyed permutation, and no list is
@@ -196,7 +196,7 @@ def prepare_data_loader(
     random numbers are, and those of collation differ.
 
     On a mesh the shares are those along ``"dp"``: ranks that work on one batch together, such as those along
-    ``"tp"``, get the same one.
+    ``"tp"``, get the same one. Rank 0 of the whole world draws for all.
 
     Ranks: every rank of ``ctx``.
 
@@ -212,7 +212,7 @@ def prepare_data_loader(
             ``slice``) of one rank. A step is then read as one batch, also without ``split_batches``.
 
     Returns:
-        The share; a loader that was prepared with this context already is given back as it is.
+        The share; a loader that was prepared with this context already is returned as it is.
 
     Raises:
         ConfigurationError: The data is sharded already and would be sharded again, the loader was prepared
@@ -230,7 +230,7 @@ def prepare_data_loader(
     """
     check_context("prepare_data_loader", ctx)
     if isinstance(loader, PreparedDataLoader):
-        if passes_of(loader).context != ctx.along("dp"):
+        if passes_of(loader).context != ctx:
             raise ConfigurationError(
                 "the loader was prepared with another context, and would be sharded twice. Prepare the "
                 "original loader."
@@ -243,5 +243,5 @@ def prepare_data_loader(
     else:
         source = loader_over(loader, ctx.loading.custom_classes)
     reader = choose_reader(ctx, source, sharding, slice_fn)
-    passes = Passes(ctx.along("dp"), source, reader, partial(agree_on_seed, ctx, source))
+    passes = Passes(ctx, source, reader, partial(agree_on_seed, ctx, source))
     return PreparedDataLoader(passes, cast("object", loader))

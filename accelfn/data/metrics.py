@@ -34,7 +34,7 @@ def gather_for_metrics(ctx: Context, tree: T, micro: MicroBatch) -> T:
     - ``k`` times as many as the batch: ``k`` rows for each sample, those of one sample side by side. Alone,
       with the ``k``-th batch of a pass, it is taken for the rows of the pass: gather it beside a leaf that
       has one row for each sample, or with the shape ``(rows, k, ...)``;
-    - any other number, and all 0-d tensors: nobody knows, so all of it is kept. A loss of the whole batch
+    - any other number, and all 0-d tensors: it is unknown, so all of it is kept. A loss of the whole batch
       that is repeated to be counted by samples has to be repeated ``micro.num_rows`` times, not as many times
       as a full batch has samples; or gather it as it is, beside its weight.
 
@@ -104,7 +104,7 @@ def gather_valid(
     Args:
         ctx: The world.
         tree: As there.
-        micro: Of the batch at hand; None where there is none.
+        micro: Of the current batch; None where there is none.
         earlier: The last ones of other passes, whose rows ``tree`` may hold.
         as_objects: The whole tree is one list of objects, or one object.
 
@@ -144,7 +144,7 @@ def gather_valid(
 
 
 class _Told(NamedTuple):
-    """What one rank tells the others.
+    """What one rank sends to the others.
 
     Attributes:
         batch: Rows of its batch, and how many of them, the first ones, are no padding; None for unknown, and

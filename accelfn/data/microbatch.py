@@ -16,6 +16,7 @@ from accelfn.data.batch_key import Draws, draws_of
 from accelfn.data.loader import PreparedDataLoader, passes_of
 from accelfn.data.passes import Passes
 from accelfn.data.reading import EVENED, BatchInfo, EpochPass, rows_of
+from accelfn.data.sequence import shard_sequence
 from accelfn.errors import ConfigurationError, Disagreement, UnevenDataError
 
 __all__ = (
@@ -44,7 +45,7 @@ class MicroBatch(NamedTuple):
         window: Batches that the window really holds: fewer at the end of the data.
         sync: This batch closes its window: gradients are averaged over ranks, and the optimizer steps.
         is_last: No batch follows in this epoch; None where the data has no length and only asking for the
-            next batch would tell.
+            next batch could say.
         num_rows: Samples in this rank's batch, padding included; of a loader that wasn't prepared, or was
             sharded already, the batch's first dimension; None when it has none.
         max_rows: Samples in the batch of the rank that has most; None when the loader doesn't say.
@@ -84,7 +85,7 @@ class MicroBatch(NamedTuple):
 def plan_microbatch(
     index: int, epoch: int, num_batches: int, num_steps: int, sync_with_dataloader: bool = True
 ) -> MicroBatch:
-    """Say where batch ``index`` of ``num_batches`` stands, when ``num_steps`` make a window. Pure.
+    """Return where batch ``index`` of ``num_batches`` stands, when ``num_steps`` make a window. Pure.
 
     Args:
         index: Of the batch, from 0.
@@ -104,20 +105,20 @@ def plan_microbatch(
 def _place_of(
     index: int, epoch: int, num_batches: int, num_steps: int, sync_with_dataloader: bool
 ) -> tuple[int, int]:
-    """Give a batch's place in its window, and the window's size."""
+    """Return a batch's place in its window, and the window's size."""
     if sync_with_dataloader:
         place = index % num_steps
         return place, min(num_steps, num_batches - (index - place))
     return (epoch * num_batches + index) % num_steps, num_steps
 
 
-def check_micro(function: str, given: object) -> None:
-    """Refuse what was passed in the place of the micro-batch; None is let through.
+def check_micro(function: str, given: object, *, is_needed: bool = False) -> None:
+    """Refuse what was passed instead of the micro-batch; None is let through, unless it ``is_needed``.
 
     Raises:
         TypeError: ``given`` is neither.
     """
-    if given is not None and not isinstance(given, MicroBatch):
+    if (is_needed or given is not None) and not isinstance(given, MicroBatch):
         raise TypeError(
             f"{function}: micro must be a MicroBatch, got {type(given).__name__}. Pass what microbatches "
             "yields beside each batch."
@@ -129,8 +130,11 @@ def microbatches(
 ) -> Iterator[tuple[T, MicroBatch]]:
     """Yield each batch of one pass over ``loader`` together with its :class:`MicroBatch`.
 
-    A batch is handed out when it exists. Only where nobody knows how many there are (the data has no length)
+    A batch is yielded when it exists. Only where it is unknown how many there are (the data has no length)
     and several make a window, the window is read first, since its first batch has to know its size.
+
+    Ranks along ``"seq"`` read one batch, and get their pieces of its sequences: :func:`shard_sequence`, with
+    the dimensions that ``DataLoaderConfiguration(sequence={...})`` of the context names.
 
     Ranks: every rank of ``ctx``. Ranks whose data have lengths compare them when a pass begins; without
     lengths, and unless all read one stream, they compare what they have before each window. Each pass ends
@@ -150,7 +154,8 @@ def microbatches(
         UnevenDataError: The ranks have different numbers of batches, and ``uneven`` is ``"error"``; the same
             error on every rank. Before the first batch, where the data's lengths tell.
         ConfigurationError: Windows are to go on into the next epoch, and the data has no length.
-        ValueError: With ``"pad"``, a rank has no batch at all that it could repeat; on every rank.
+        ValueError: With ``"pad"``, a rank has no batch at all that it could repeat; on every rank. Or a
+            sequence can't be cut as ranks along ``"seq"`` need it.
 
     >>> import torch
     >>> loader = [torch.zeros(2), torch.zeros(2), torch.zeros(1)]
@@ -183,6 +188,7 @@ def _microbatches(ctx: Context, loader: Iterable[T], uneven: Uneven) -> Iterator
     else:
         steps = _counted(ctx, begun, begun.counts, epoch, uneven)
     size = ctx.num_processes
+    dims = whole.loading.sequence if whole.axis_size("seq") > 1 else None
     # What MicroBatch(...) calls, at a third of its cost, which each batch pays.
     make = cast("Callable[..., MicroBatch]", cast("Any", tuple).__new__)
     rows: int | None = 0
@@ -208,6 +214,8 @@ def _microbatches(ctx: Context, loader: Iterable[T], uneven: Uneven) -> Iterator
             of_step = (own, most, by_all, by_rank, own_valid, consumed or None)
             index += 1
             now.batches = index
+            if dims is not None:
+                batch = shard_sequence(whole, batch, dims, whole.loading.sequence_padding)
             yield batch, make(MicroBatch, (*known, *of_step, rows, valid, is_full, draws))
         # A source that gave fewer batches than its length has promised is found out here.
         if whole.num_processes > 1 and uneven != "join":
@@ -219,7 +227,7 @@ def _microbatches(ctx: Context, loader: Iterable[T], uneven: Uneven) -> Iterator
 
 
 def _read_by_all(passes: Passes[Any] | None, begun: EpochPass[Any], uneven: Uneven) -> str:
-    """Say what the ranks have read together, where all must know the same of it."""
+    """Return what the ranks have read together, where all must know the same of it."""
     if passes is None or uneven != "error" or not (begun.in_step or begun.counts is not None):
         return ""
     return f" and {passes.consumed} samples of epoch {passes.epoch}"
@@ -291,12 +299,12 @@ def _joined(ctx: Context, begun: EpochPass[T], epoch: int) -> Iterator[_Step[T]]
 
 
 def _in_windows(ctx: Context, begun: EpochPass[T], uneven: Uneven) -> Iterator[_Step[T]]:
-    """Go through batches whose number nobody knows, a window at a time."""
+    """Go through batches of unknown number, a window at a time."""
     steps = ctx.accumulation.num_steps
     if steps > 1 and not ctx.accumulation.sync_with_dataloader:
         raise ConfigurationError(
-            "sync_with_dataloader=False lets windows go on into the next epoch, and where one ends in data "
-            f"without a length nobody knows: got windows of {steps} batches. Use sync_with_dataloader=True, "
+            "sync_with_dataloader=False lets windows go on into the next epoch, and in data without a length "
+            f"it is unknown where one ends: got windows of {steps} batches. Use sync_with_dataloader=True "
             "or data with a length."
         )
     agreed = begun.in_step or (ctx.guard.mode == GuardMode.OFF and uneven == "error")

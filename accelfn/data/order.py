@@ -51,7 +51,7 @@ class Order:
     seed: int = 0
 
     def at(self, epoch: int, positions: torch.Tensor) -> torch.Tensor:
-        """Say which samples stand at ``positions`` of ``epoch``. Pure, and as fast for any position.
+        """Return which samples stand at ``positions`` of ``epoch``. Pure, and as fast for any position.
 
         Args:
             epoch: From 0.
@@ -84,7 +84,7 @@ class Order:
         return indices
 
     def taker(self, seed: int, epoch: int) -> IndexFn:
-        """Give :meth:`at` of one epoch under a seed, as lists."""
+        """Return :meth:`at` of one epoch under a seed, as lists."""
         order = replace(self, seed=seed)
         return lambda positions: _listed(order.at(epoch, positions))
 

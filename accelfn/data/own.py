@@ -31,7 +31,7 @@ class OwnReader(Resumable, Generic[T]):
         self.length: int | None = None
         self.seed = seed
         self.even_batches = False  # each rank has what it was given
-        self._ctx = ctx
+        self._ctx = ctx = ctx.along("dp")
         self._sampler: Any = batch_sampler_of(source)
         self._source: Any = source
         self._followed: Followed | None = None
@@ -67,13 +67,13 @@ class OwnReader(Resumable, Generic[T]):
             return None
 
     def can_recall(self, stream: State) -> bool:
-        """Whether the state of a stream is of this kind of loader."""
+        """Return whether the state of a stream is of this kind of loader."""
         if self._is_stateful:
             return num_workers_of(stream) == self._source.num_workers
         return self._followed is not None and self._followed.follower.can_take(stream)
 
     def rest(self) -> UserState:
-        """Say the states between passes."""
+        """Return the states between passes."""
         sampler = None if self._sampler is None else sampler_state(self._sampler)
         return UserState(sampler, None if self._followed is None else self._followed.follower.rest())
 
@@ -148,7 +148,7 @@ class Followed(IterableDataset[Any]):
         self.follower.end()
 
     def state(self) -> State | None:
-        """Say where the pass is."""
+        """Return where the pass is."""
         return self.follower.state(self._has_ended)
 
     def __getattr__(self, name: str) -> Any:

@@ -18,7 +18,7 @@ from accelfn.tree import TreeSpec, flatten
 
 __all__ = ("BatchScatter", "CannotSendError", "Received")
 
-# Flags, bytes of what is told beside the data, bytes of each rank's data on the CPU and on a device.
+# Flags, bytes of what is sent beside the data, bytes of each rank's data on the CPU and on a device.
 _STEP = struct.Struct("<B3xIQQ8x")
 _END, _REFUSED, _INLINE = 1, 2, 4
 
@@ -35,7 +35,7 @@ class CannotSendError(TypeError):
     """A batch can't be dispatched; every rank raises a TypeError that says the same."""
 
     def __init__(self, what: str) -> None:
-        """Say what can't be sent, and the ways out."""
+        """Return what can't be sent, and the alternatives."""
         super().__init__(what)
 
     def __str__(self) -> str:
@@ -47,7 +47,7 @@ class Received(NamedTuple):
 
     Attributes:
         parts: This rank's part alone; empty where it has none in this step.
-        facts: What rank 0 told beside it.
+        facts: What rank 0 sent beside it.
     """
 
     parts: tuple[Any, ...]
@@ -67,7 +67,7 @@ class _Form(NamedTuple):
 
 
 class _Span(NamedTuple):
-    """Where a tensor lies in the bytes of its part."""
+    """Where a tensor is in the bytes of its part."""
 
     leaf: int
     dtype: torch.dtype
@@ -98,13 +98,17 @@ class BatchScatter:
     """The way of parts from rank 0 to all ranks, during one pass over data.
 
     A step is one exchange in which small parts travel too, and for larger ones a scatter for what is on the
-    CPU and one for what is on a device. Structure and dtypes are told when they change, and so are shapes;
-    what a container carries beside its items counts as part of the structure that was told last.
+    CPU and one for what is on a device. Structure and dtypes are sent when they change, and so are shapes;
+    what a container carries beside its items counts as part of the structure that was sent last.
     """
 
     def __init__(self, ctx: Context, what: str) -> None:
         """Begin; ``what`` is the same on every rank."""
         self._ctx = ctx
+        self._rank = ctx.coordinate("dp")  # whose part this rank gets
+        self._size = ctx.axis_size("dp")
+        # Rank 0 has its own part already; it sends that where others share it.
+        self._first = 1 if self._size == ctx.num_processes else 0
         self._call = Call("a dispatched batch", what, pairs=True, takes_long=True)
         self._form: _Form | None = None
         self._shapes: list[list[tuple[int, ...]]] = []
@@ -112,12 +116,12 @@ class BatchScatter:
         self._buffers: dict[bool, torch.Tensor] = {}
 
     def send(self, parts: Sequence[Any], facts: Any = None) -> None:
-        """Give each rank its part.
+        """Send each rank its part: those that work on one batch together, the same one.
 
         Ranks: rank 0; the others :meth:`receive`.
 
         Args:
-            parts: One tree for each rank, in rank order; fewer where the last ranks have none.
+            parts: One tree for each place along ``"dp"``, in order; fewer where the last ones have none.
             facts: Small and picklable, for every rank.
 
         Raises:
@@ -131,15 +135,16 @@ class BatchScatter:
         except CannotSendError as error:
             self.refuse(error)
         told = self._tell(form, leaves, facts)
-        cpu_bytes = max((place.cpu_bytes for place in self._places[1 : len(parts)]), default=0)
-        device_bytes = max((place.device_bytes for place in self._places[1 : len(parts)]), default=0)
+        first = self._first
+        cpu_bytes = max((place.cpu_bytes for place in self._places[first : len(parts)]), default=0)
+        device_bytes = max((place.device_bytes for place in self._places[first : len(parts)]), default=0)
         head = len(told) + _STEP.size
-        small = padded_size(head) + (len(parts) - 1) * cpu_bytes
+        small = padded_size(head) + (len(parts) - first) * cpu_bytes
         if not device_bytes and small <= capacity(self._ctx):
             message = torch.empty(small, dtype=torch.uint8)
             message[:head] = as_tensor(_STEP.pack(_INLINE, len(told), cpu_bytes, 0) + told)
-            for rank in range(1, len(parts)):
-                start = padded_size(head) + (rank - 1) * cpu_bytes
+            for rank in range(first, len(parts)):
+                start = padded_size(head) + (rank - first) * cpu_bytes
                 _fill(message[start:], self._places[rank], leaves[rank], on_device=False)
             agree(self._ctx, self._call, message)
             return
@@ -149,7 +154,7 @@ class BatchScatter:
                 self._scatter(leaves, size, on_device)
 
     def end(self) -> None:
-        """Say that there is no more data. Rank 0; the others :meth:`receive`."""
+        """Announce the end of the data. Rank 0; the others :meth:`receive`."""
         if self._ctx.num_processes > 1:
             self._say(_END, b"", 0, 0)
 
@@ -188,7 +193,7 @@ class BatchScatter:
         place = self._places[0] if self._places else None
         buffers: dict[bool, torch.Tensor] = {}
         if flags & _INLINE:
-            start = padded_size(head) + (ctx.rank - 1) * cpu_bytes
+            start = padded_size(head) + (self._rank - self._first) * cpu_bytes
             buffers[False] = row[start : start + cpu_bytes]
         else:
             for on_device, size in ((False, cpu_bytes), (True, device_bytes)):
@@ -212,7 +217,7 @@ class BatchScatter:
         return Received((self._form.structure.unflatten(leaves),), facts)
 
     def _say(self, flags: int, told: bytes, cpu_bytes: int, device_bytes: int) -> None:
-        """Open a step, with all that is told in it."""
+        """Open a step, with all that is sent in it."""
         message = _STEP.pack(flags, len(told), cpu_bytes, device_bytes) + told
         first = capacity(self._ctx)
         agree(self._ctx, self._call, as_tensor(message[:first]))
@@ -227,7 +232,7 @@ class BatchScatter:
         shapes = [[tuple(leaf.shape) for leaf in one if isinstance(leaf, torch.Tensor)] for one in leaves]
         if form_told is not None or shapes != self._shapes:
             # Most often all ranks have the same.
-            alike = all(one == shapes[0] for one in shapes[1:]) and len(shapes) == self._ctx.num_processes
+            alike = all(one == shapes[0] for one in shapes[1:]) and len(shapes) == self._size
             shapes_told = (alike, shapes[:1] if alike else shapes)
             self._places = [_place(form, one) for one in shapes_told[1]] * (len(shapes) if alike else 1)
         self._form, self._shapes = form, shapes
@@ -236,7 +241,7 @@ class BatchScatter:
         return pickle.dumps((facts, form_told, shapes_told))
 
     def _hear(self, told: bytes) -> Any:
-        """Take over what rank 0 told; keeps this rank's place alone."""
+        """Store what rank 0 sent; keeps this rank's place alone."""
         if not told:
             return None
         facts, form, shapes = pickle.loads(told)
@@ -244,7 +249,7 @@ class BatchScatter:
             self._form = _read_form(form)
         if shapes is not None and self._form is not None:
             alike, by_rank = shapes
-            own = by_rank[:1] if alike else by_rank[self._ctx.rank : self._ctx.rank + 1]
+            own = by_rank[:1] if alike else by_rank[self._rank : self._rank + 1]
             self._places = [_place(self._form, one) for one in own]
         return facts
 
@@ -257,13 +262,16 @@ class BatchScatter:
             # Kept for the next step, since fresh memory of that size has to be brought in page by page.
             buffer = torch.empty(number * size, dtype=torch.uint8, device=ctx.device if on_device else "cpu")
             self._buffers[on_device] = buffer
-        for rank in range(1, len(leaves)):
-            _fill(buffer[rank * size :], self._places[rank], leaves[rank], on_device)
+        plan = None if ctx.mesh is None else ctx.mesh.plan
+        for rank in range(1, number):
+            part = rank if plan is None else plan.coordinate(rank, "dp")
+            if part < len(leaves):
+                _fill(buffer[rank * size :], self._places[part], leaves[part], on_device)
         ctx.collectives.scatter(buffer[:size], buffer, 0)
 
 
 def _common_form(parts: Sequence[Any]) -> tuple[_Form, list[list[Any]]]:
-    """Take the parts apart, and see that they differ in nothing but their tensors' values and shapes."""
+    """Flatten the parts, and check that they differ in nothing but their tensors' values and shapes."""
     first, structure = flatten(parts[0])
     leaves = [first]
     for rank, part in enumerate(parts[1:], 1):
@@ -323,7 +331,7 @@ def _read_form(written: Any) -> _Form:
 
 
 def _place(form: _Form, shapes: Sequence[tuple[int, ...]]) -> _Place:
-    """Lay the tensors of a part end to end, each at an address that suits any dtype."""
+    """Pack the tensors of a part end to end, each at an address that suits any dtype."""
     spans: list[_Span] = []
     ends = {False: 0, True: 0}
     sums: dict[tuple[bool, torch.dtype], int] = {}

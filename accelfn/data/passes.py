@@ -37,10 +37,10 @@ class _Place:
     def __init__(self) -> None:
         self.epoch = 0  # of the next pass, or of the one that is under way or was left
         self.start = 0  # sample at which the next pass begins
-        self.latest = BatchInfo()  # of the batch handed out last: how far all ranks have read
+        self.latest = BatchInfo()  # of the batch yielded last: how far all ranks have read
         self.is_amid = False  # whether a pass is under way, or was left
         self.own = UserState()  # states of the user's own: as the pass began, or of the one that is to begin
-        self.is_recalled = False  # whether they were restored, and no pass has begun since
+        self.is_recalled = False  # whether they were restored, and no pass has started since
         self.num_moves = 0  # how often a place was chosen
         self.has_seed = False  # whether the order's seed is settled
 
@@ -83,7 +83,7 @@ class Passes(Generic[T]):
         return twin
 
     def is_shared_with(self, other: Passes[Any]) -> bool:
-        """Whether both go through the same passes, as what skips batches of a loader does."""
+        """Return whether both go through the same passes, as what skips batches of a loader does."""
         return self._place is other._place
 
     # --- where the passes are --------------------------------------------------------------------
@@ -95,7 +95,7 @@ class Passes(Generic[T]):
 
     @property
     def consumed(self) -> int:
-        """Samples of the epoch that all ranks have read, the batch handed out last included."""
+        """Samples of the epoch that all ranks have read, the batch yielded last included."""
         return self._place.latest.consumed
 
     def state(self) -> LoaderState:
@@ -177,12 +177,12 @@ class Passes(Generic[T]):
     # --- what a pass gives -----------------------------------------------------------------------
 
     def count(self) -> int | None:
-        """Count this rank's batches in an epoch; None where only reading would tell."""
+        """Count this rank's batches in an epoch; None where only reading could say."""
         count = self.reader.count(0)
         return None if count is None else max(0, count - self._num_skipped)
 
     def plan(self) -> EpochPlan | None:
-        """Plan the next pass; None where only the pass itself will tell."""
+        """Plan the next pass; None where only the pass itself can say."""
         first = 0 if self._place.is_amid else self._place.start
         if not self._skips(first):
             return self.reader.plan(first)
@@ -251,7 +251,7 @@ class Passes(Generic[T]):
         return begun
 
     def _skips(self, start: int) -> bool:
-        """Whether a pass that would begin at sample ``start`` leaves out batches instead.
+        """Return whether a pass that would begin at sample ``start`` leaves out batches instead.
 
         They are counted from the start of the epoch, also of one that a state had moved the loader into. A
         state that was loaded later says by itself where to go on.
@@ -261,7 +261,7 @@ class Passes(Generic[T]):
         return start == 0 or self._skips_since == self._place.num_moves
 
     def _is_over(self) -> bool:
-        """Whether nothing is left of the epoch that a state was loaded for, and batches are wanted of it."""
+        """Return whether batches are wanted of an epoch of which a loaded state leaves nothing."""
         start = self._place.start
         whole, rest = self.reader.plan(0), self.reader.plan(start)
         if not start or whole is None or rest is None:

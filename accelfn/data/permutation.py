@@ -39,7 +39,7 @@ def make_keys(*parts: int | str) -> tuple[int, ...]:
 
 
 def permute(keys: tuple[int, ...], size: int, positions: torch.Tensor) -> torch.Tensor:
-    """Say which number stands at each of ``positions`` in the shuffled order of ``range(size)``. Pure.
+    """Return which number stands at each of ``positions`` in the shuffled order of ``range(size)``. Pure.
 
     Args:
         keys: From :func:`make_keys`.
@@ -113,7 +113,7 @@ def _hash_rounds(keys: tuple[int, ...], width: int, height: int, numbers: torch.
 
 
 def _shifts(keys: tuple[int, ...], width: int, height: int) -> torch.Tensor:
-    """Say by how much each round shifts one half, for every value of the other one.
+    """Return by how much each round shifts one half, for every value of the other one.
 
     Returns:
         ``(rounds, width)`` int32; what stands behind ``height`` in every other row, from the first, is

@@ -131,7 +131,7 @@ def _read(plan: EpochPlan, step: int, rank: int) -> _Cell:
 
 
 def _shown(number: int, most: int) -> list[int | None]:
-    """Give the first ones and the last, and None for the gap between them."""
+    """Return the first ones and the last, and None for the gap between them."""
     if number <= most:
         return list(range(number))
     return [*range(most - 1), None, number - 1]

@@ -25,7 +25,7 @@ class LoaderState:
         consumed: Samples of it that have been read, over all ranks. Where each rank has data of its own, what
             this one has read: samples of its shards of a source, or batches of what was sharded already.
         seed: Of the order.
-        length: Samples in an epoch; None where nobody knows.
+        length: Samples in an epoch; None where it is unknown.
         num_workers: That read a stream; None of other data.
         group: Samples of a step, where several workers read a stream.
         num_processes: Ranks, where each has data of its own.

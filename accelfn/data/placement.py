@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def placer(device: torch.device, non_blocking: bool) -> Callable[[Any], Any]:
-    """Give what brings a tree to ``device``.
+    """Return what brings a tree to ``device``.
 
     Args:
         device: Where to. On a CUDA device copies go beside its computing, by a :class:`SideStream`.
@@ -60,10 +60,10 @@ class SideStream:
         self._stream = torch.cuda.Stream(device)
 
     def __call__(self, batch: T) -> T:
-        """Give ``batch`` on the device.
+        """Return ``batch`` on the device.
 
         Leaves that move by a ``to`` of their own do so in the stream that computes: which tensors they hold,
-        and for how long, nobody knows.
+        and for how long, is unknown.
         """
         leaves, structure = flatten(batch, is_packed_sequence)
         mine = [index for index, leaf in enumerate(leaves) if self._is_mine(leaf)]

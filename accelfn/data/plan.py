@@ -68,14 +68,14 @@ class EpochPlan:
         return tuple(self.num_batches(rank) for rank in range(self.size))
 
     def positions(self, step: int, rank: int) -> list[int]:
-        """Give the positions that ``rank`` reads in ``step``, in order."""
+        """Return the positions that ``rank`` reads in ``step``, in order."""
         first = self.start + step * self.global_batch + rank * self.rank_batch
         if self.even:
             return [position % self.num_samples for position in range(first, first + self.rank_batch)]
         return list(range(first, min(first + self.rank_batch, self.num_samples)))
 
     def block(self, first: int, last: int, rank: int) -> torch.Tensor:
-        """Give the positions of ``rank`` in steps ``first`` to ``last``, that one not included.
+        """Return the positions of ``rank`` in steps ``first`` to ``last``, that one not included.
 
         Returns:
             ``(n,)`` int64: of each step ``rank_batch`` positions, of an uneven last one those there are.
@@ -104,11 +104,11 @@ class EpochPlan:
         return self.start + step * self.global_batch + self.num_valid(step)
 
     def continued(self, start: int) -> EpochPlan:
-        """Give the plan of the rest of the epoch, from position ``start`` on."""
+        """Return the plan of the rest of the epoch, from position ``start`` on."""
         return replace(self, start=start)
 
     def evened(self, even: bool) -> EpochPlan:
-        """Give the plan that fills the last step up, or leaves it short."""
+        """Return the plan that fills the last step up, or leaves it short."""
         return replace(self, even=even and self.size > 1)  # alone, there is nobody to keep in step with
 
 
@@ -179,7 +179,7 @@ class DataRank(NamedTuple):
 
 
 def data_rank(parallelism: ParallelismConfig, rank: int) -> DataRank:
-    """Say which part of the data ``rank`` reads in a mesh. Pure.
+    """Return which part of the data ``rank`` reads in a mesh. Pure.
 
     Ranks that differ only along the axes of pipeline, tensor, context or sequence parallelism work on one
     batch together, so they read the same.
@@ -213,7 +213,7 @@ class Planner(Protocol):
 
 
 def planner(loading: DataLoaderConfiguration, size: int, drop_last: bool) -> Planner:
-    """Give :func:`plan_epoch` of a number of samples, the one to start at, and a batch size.
+    """Return :func:`plan_epoch` of a number of samples, the one to start at, and a batch size.
 
     Args:
         loading: How the user wants data to be shared out.

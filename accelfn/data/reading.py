@@ -110,14 +110,14 @@ class Resumable:
         self._recalled = own, start
 
     def rest(self) -> UserState:
-        """Say the states between passes, as far as this rank knows them."""
+        """Return the states between passes, as far as this rank knows them."""
         return UserState(self._sampler_after)
 
     def finish(self) -> None:
         """Note that a pass is over."""
 
     def can_recall(self, stream: State) -> bool:
-        """Whether the state of a stream is of use here; otherwise a place is reached by reading."""
+        """Return whether the state of a stream is of use here; otherwise a place is reached by reading."""
         del stream
         return False
 
@@ -132,7 +132,7 @@ class EpochPass(NamedTuple, Generic[T]):
     Attributes:
         counts: Batches of each rank, where that is known before.
         batches: This rank's, each with what is known of it.
-        in_step: All ranks have equally many batches, even where nobody knows how many.
+        in_step: All ranks have equally many batches, even where it is unknown how many.
         share_at: What is known of this rank's batch in a step in which it may have none, where that is
             planned or shows at the end of its own.
         evened_by: Options of the user's, each of which would give all ranks equally many batches.
@@ -153,7 +153,7 @@ class Reader(Protocol[T]):
     """One way of reading: by an order of samples, by batches, from a stream, through rank 0.
 
     Attributes:
-        length: Samples in an epoch; None where nobody knows.
+        length: Samples in an epoch; None where it is unknown.
         batch_size: Samples of all ranks in a step; None where it isn't said.
         seed: Of the order, and of randomness in workers; a restored state brings its own.
     """
@@ -163,7 +163,7 @@ class Reader(Protocol[T]):
     seed: int
 
     def plan(self, start: int) -> EpochPlan | None:
-        """Say how the epoch is shared out from sample ``start`` on, where that is known before a pass."""
+        """Return how the epoch is shared out from sample ``start`` on, where that is known before a pass."""
         ...
 
     def count(self, start: int) -> int | None:
@@ -279,7 +279,7 @@ def rows_of(batch: Any) -> int | None:
 
 
 def with_rows(begun: EpochPass[T]) -> EpochPass[T]:
-    """Give a pass over batches of the user's own, whose rows only the batches themselves tell."""
+    """Return a pass over batches of the user's own, whose rows only the batches themselves tell."""
     share_at = None if begun.share_at is None else partial(_place_at, begun.share_at)
     return begun._replace(batches=_counted(begun.batches), share_at=share_at, evened_by=EVENED)
 

@@ -21,14 +21,14 @@ class Skipping(Protocol[R_co]):
     """What knows by itself how to leave out batches."""
 
     def skip_first_batches(self, num_batches: int = 0, /) -> R_co:
-        """Give the same without the first batches."""
+        """Return the same without the first batches."""
         ...
 
 
 def loader_state(loader: PreparedDataLoader[Any] | DataLoader[Any]) -> LoaderState:
-    """Say where a loader is in its data.
+    """Return where a loader is in its data.
 
-    Taken after a batch was handed out, it resumes at the next one: also amid an accumulation window, and with
+    Taken after a batch was yielded, it resumes at the next one: also in an accumulation window, and with
     workers that have read ahead. After the last batch it resumes with what is left of the epoch, which is
     nothing, and then with the next epoch.
 
@@ -99,7 +99,7 @@ def skip_first_batches(loader: Skipping[T], num_batches: int = 0) -> T: ...
 @overload
 def skip_first_batches(loader: Iterable[T], num_batches: int = 0) -> Iterable[T]: ...
 def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
-    """Give a loader whose passes begin behind the first ``num_batches`` batches. ``loader`` isn't changed.
+    """Return a loader whose passes begin behind the first ``num_batches`` batches. ``loader`` isn't changed.
 
     Of map-style data nothing that is skipped is loaded; what comes as a stream is read and thrown away, when
     the pass begins. All options of the loader are kept, and where it has a length, so has the result. More

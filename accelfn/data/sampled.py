@@ -122,16 +122,17 @@ class BatchedReader(Resumable, Generic[T]):
         self.even_batches: bool = ctx.loading.even_batches
         self._ctx = ctx
         self._asked = asked
+        self._rank = ctx.coordinate("dp")
         self._batches = Batches()
         self._loader = rebuild(source, self._batches)
 
     def plan(self, start: int) -> None:
-        """Know nothing before the batches are drawn."""
+        """Return None: nothing is known before the batches are drawn."""
         del start
 
     def count(self, start: int) -> int | None:
         """Count this rank's batches, where the batch sampler has a length and nothing is read yet."""
-        return self._asked.count(start, self._ctx.rank, self.even_batches)
+        return self._asked.count(start, self._rank, self.even_batches)
 
     def choose_even(self, even: bool) -> None:
         """Fill the last step up from now on, or leave it short."""
@@ -151,7 +152,7 @@ class BatchedReader(Resumable, Generic[T]):
 
     def _begin_with(self, key: tuple[int, int], start: int, num_steps: int, items: list[Any]) -> EpochPass[T]:
         """Begin a pass over batches that were drawn."""
-        asked, rank = self._asked, self._ctx.rank
+        asked, rank = self._asked, self._rank
         drawn = [list(batch) for batch in items]
         if asked.are_samples(drawn):
             samples = [index for batch in drawn for index in batch]
@@ -178,7 +179,7 @@ class BatchedReader(Resumable, Generic[T]):
 def whole_batches(
     plan: EpochPlan, ranks: Sequence[int], drawn: Sequence[Sequence[Any]], key: tuple[int, int]
 ) -> Iterator[Keyed]:
-    """Give the batches that ``ranks`` read of a plan that counts batches, step by step.
+    """Return the batches that ``ranks`` read of a plan that counts batches, step by step.
 
     Args:
         plan: Of batches, one a rank and step.
@@ -208,7 +209,7 @@ def _planned_pass(
 
 
 def batches_of(plan: EpochPlan, rank: int, take: IndexFn, key: tuple[int, int]) -> Iterator[Keyed]:
-    """Give the batches of ``rank``, as lists of what ``take`` gives for their positions."""
+    """Return the batches of ``rank``, as lists of what ``take`` gives for their positions."""
     position = plan.start + rank * plan.rank_batch
     for batch in _lists_of(plan, rank, take):
         yield Keyed(batch, (*key, position))
@@ -216,7 +217,7 @@ def batches_of(plan: EpochPlan, rank: int, take: IndexFn, key: tuple[int, int]) 
 
 
 def _lists_of(plan: EpochPlan, rank: int, take: IndexFn) -> Iterator[list[Any]]:
-    """Give the batches, and nothing with them.
+    """Return the batches, and nothing with them.
 
     Computed in blocks of steps, so that neither memory nor the time to the first batch grows with the epoch.
     """
@@ -251,7 +252,7 @@ class Batches:
         self._make: Callable[[], Iterator[Any]] = lambda: iter(())
 
     def begin(self, make: Callable[[], Iterator[Any]]) -> None:
-        """Give these from the next pass on."""
+        """Return these from the next pass on."""
         self._make = make
 
     def __iter__(self) -> Iterator[Any]:
@@ -320,7 +321,7 @@ def remake(source: DataLoader[Any], dataset: Any, **changes: Any) -> DataLoader[
         size: dict[str, Any] = {} if "batch_sampler" in changes else {"batch_size": None}
         options: dict[str, Any] = {**options_of(source), **size, **changes}
         return DataLoader(dataset, **options)
-    # How a class of the user's own is made, nobody knows: a copy keeps what it has.
+    # It is unknown how a class of the user's own is made: a copy keeps what it has.
     batching = {"batch_size": None, "drop_last": False, "batch_sampler": None}
     return twin_of(source, **{"dataset": dataset, **batching, **changes})
 
@@ -333,7 +334,7 @@ def twin_of(source: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
 
 
 def options_of(source: DataLoader[Any]) -> dict[str, Any]:
-    """Give what ``source`` was made with, dataset and batching apart."""
+    """Return what ``source`` was made with, dataset and batching apart."""
     options: dict[str, Any] = {name: getattr(source, name) for name in _OPTIONS if hasattr(source, name)}
     if source.num_workers > 0:
         options["prefetch_factor"] = source.prefetch_factor

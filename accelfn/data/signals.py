@@ -42,7 +42,7 @@ class SignalHolder:
     """
 
     def holds(self) -> tuple[Hold, ...]:
-        """Give those of which one that is on makes workers stay."""
+        """Return those of which one that is on makes workers stay."""
         raise NotImplementedError
 
 
@@ -52,7 +52,7 @@ class _Held(NamedTuple):
 
 
 def held_signals() -> tuple[_Held, ...]:
-    """Say which signals this process holds off from its workers, and while what is on."""
+    """Return which signals this process holds off from its workers, and while what is on."""
     handlers = ((number, signal.getsignal(number)) for number in sorted(signal.valid_signals()))
     return tuple(
         _Held(number, handler.holds()) for number, handler in handlers if isinstance(handler, SignalHolder)

@@ -32,7 +32,7 @@ def count_shards(dataset: Any) -> int | None:
 
 
 def take_shards(dataset: Any, rank: int, size: int) -> Any:
-    """Give a dataset of the shards of ``rank``; each shard is that of one rank of ``size``."""
+    """Return a dataset of the shards of ``rank``; each shard is that of one rank of ``size``."""
     if not _is_hugging_face(dataset):
         return dataset.shard(num_shards=size, index=rank)
     split: Any = importlib.import_module("datasets.distributed").split_dataset_by_node
@@ -47,7 +47,7 @@ def _is_hugging_face(dataset: Any) -> bool:
 
 
 def has_exact_state(dataset: Any) -> bool:
-    """Whether what a dataset gives after its state was restored is what it would have given.
+    """Return whether what a dataset gives after its state was restored is what it would have given.
 
     That of the ``datasets`` package leaves out what waits in a shuffle buffer, and may leave out a batch
     where batches of tables are mapped.
@@ -68,5 +68,5 @@ def has_exact_state(dataset: Any) -> bool:
 
 
 def forgets_by(dataset: Any) -> dict[str, Any] | None:
-    """Give the state by which a dataset begins anew in any epoch; None where only its own will do."""
+    """Return the state by which a dataset begins anew in any epoch; None where only its own will do."""
     return {} if _is_hugging_face(dataset) else None

@@ -18,7 +18,7 @@ _HOME = "torchdata.stateful_dataloader"
 
 
 def is_stateful(ctx: Context, source: DataLoader[Any]) -> bool:
-    """Whether the states of workers are kept: it was asked for, or the loader is of that class."""
+    """Return whether the states of workers are kept: it was asked for, or the loader is of that class."""
     return ctx.loading.use_stateful_dataloader or _is_torchdatas(source)
 
 
@@ -45,7 +45,7 @@ def remake_stateful(source: DataLoader[Any], dataset: Any, **changes: Any) -> Da
 
 
 def num_workers_of(state: Any) -> int | None:
-    """Say how many workers a state of a StatefulDataLoader is of; None where it is no such state."""
+    """Return how many workers a state of a StatefulDataLoader is of; None where it is no such state."""
     snapshot: Any = state.get("_snapshot")
     return None if snapshot is None else len(snapshot["_worker_snapshots"])
 

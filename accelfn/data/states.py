@@ -29,13 +29,13 @@ State: TypeAlias = "Mapping[str, Any]"
 
 
 def has_state(thing: Any) -> bool:
-    """Whether something says its state by ``state_dict()`` and takes it up by ``load_state_dict(state)``."""
+    """Return whether something has ``state_dict()`` and ``load_state_dict(state)``."""
     say, take = getattr(thing, "state_dict", None), getattr(thing, "load_state_dict", None)
     if not callable(say) or not callable(take) or not has_exact_state(thing):
         return False
     try:
         inspect.signature(say).bind()
-    except TypeError:  # it wants to be told things that nobody knows here
+    except TypeError:  # it takes arguments that are unknown here
         return False
     except ValueError:  # it is written in C and has no signature
         pass
@@ -83,7 +83,7 @@ def _is_array(value: object) -> bool:
 
 
 def sampler_state(sampler: Any) -> State | None:
-    """Say the state of a sampler, of the sampler inside of it, and of their generators.
+    """Return the state of a sampler, of the sampler inside of it, and of their generators.
 
     Args:
         sampler: Of samples or of batches.
@@ -103,7 +103,7 @@ def sampler_state(sampler: Any) -> State | None:
 
 
 def restore_sampler(sampler: Any, state: State) -> None:
-    """Bring a sampler to a state that :func:`sampler_state` has given."""
+    """Set a sampler to a state that :func:`sampler_state` returned."""
     for name, thing in _parts_of(sampler):
         if name in state and has_state(thing):
             thing.load_state_dict(snapshot(state[name]))
@@ -121,7 +121,7 @@ def _bytes_of(numbers: torch.Tensor) -> bytes:
 
 
 def rewound(state: State | None) -> State | None:
-    """Give the state of a stream as its epoch began, where that is known. Pure."""
+    """Return the state of a stream as its epoch began, where that is known. Pure."""
     return _stream_state(state["begin"], state["begin"]) if state is not None and "begin" in state else None
 
 
@@ -157,7 +157,7 @@ class StatefulIterator:
         return self.has_state or self._iterator is not None
 
     def can_take(self, state: State) -> bool:
-        """Whether a state that another has said is of use to this one."""
+        """Return whether a state that another has said is of use to this one."""
         if "dataset" not in state:
             return False
         if state["dataset"] is None:  # its iterators had one
@@ -207,7 +207,7 @@ class StatefulIterator:
         self.is_amid = self.is_amid and forgets_by(self._dataset) is not None
 
     def state(self, ended: bool) -> State | None:
-        """Say where the pass is; ``ended``: nothing is left in it."""
+        """Return where the pass is; ``ended``: nothing is left in it."""
         if not self.has_state and self._iterator is None:
             return None
         own = self._final
@@ -217,7 +217,7 @@ class StatefulIterator:
         return _stream_state(self._begin, own, of_iterator, begun=True, ended=ended)
 
     def rest(self) -> State | None:
-        """Say the state between passes."""
+        """Return the state between passes."""
         if not self.has_state or forgets_by(self._dataset) is not None:
             return None  # a pass begins alike after any other
         own = self._begin if self.is_amid else snapshot(self._dataset.state_dict())

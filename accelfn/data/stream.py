@@ -67,7 +67,6 @@ class StreamReader(Resumable, Generic[T]):
             collate: Makes a batch of the samples of a piece; None: as ``source`` does.
         """
         self.seed = seed
-        self._ctx = ctx
         self._dataset = dataset
         self._cut = cut
         self._is_own = is_own
@@ -76,14 +75,14 @@ class StreamReader(Resumable, Generic[T]):
         self.length: int | None = self._length()
         self.batch_size: int | None = None
         if not self._is_whole:
-            self.batch_size = cut.rows * (ctx.num_processes if is_own else cut.size)
-        # In shared memory for workers that outlive a pass: they hear of the next one by it.
+            self.batch_size = cut.rows * (ctx.axis_size("dp") if is_own else cut.size)
+        # In shared memory for workers that outlive a pass: they learn of the next one by it.
         self._place = torch.zeros(3, dtype=torch.int64)
         if source.persistent_workers:
             self._place.share_memory_()
         # Weak: what is left of a pass, and its workers with it, ends when nobody goes through it.
         self._to_end: weakref.ref[Generator[Piece, None, None]] | None = None
-        rank = ctx.rank if is_own else None
+        rank = ctx.coordinate("dp") if is_own else None
         self.setting: ReadSettings = setting_of(ctx, source, cut.group, is_own)
         # Workers read ahead, so of theirs only torchdata knows which state belongs to a batch.
         self._is_stateful = source.num_workers > 0 and is_stateful(ctx, source)
@@ -134,13 +133,13 @@ class StreamReader(Resumable, Generic[T]):
         return pass_of(batches, self._cut, plan, self._is_whole, seen)
 
     def can_recall(self, stream: State) -> bool:
-        """Whether the state of a stream is of this kind of loader."""
+        """Return whether the state of a stream is of this kind of loader."""
         if self._is_stateful:
             return num_workers_of(stream) == self._num_workers
         return self._follower is not None and self._follower.can_take(stream)
 
     def rest(self) -> UserState:
-        """Say the state of the stream between passes, where this process reads it."""
+        """Return the state of the stream between passes, where this process reads it."""
         if self._num_workers or self._follower is None:
             return UserState()
         return UserState(stream=self._follower.rest())
@@ -170,7 +169,7 @@ class StreamReader(Resumable, Generic[T]):
     def _read(
         self, pieces: Iterator[Piece], first: int, start: int, plan: EpochPlan | None, seen: Seen
     ) -> Iterator[tuple[T, BatchInfo]]:
-        """Give the batches of ``pieces``, which begin at sample ``first``, from sample ``start`` on."""
+        """Return the batches of ``pieces``, which begin at sample ``first``, from sample ``start`` on."""
         consumed = first
         step = 0
         for piece in pieces:
@@ -234,7 +233,7 @@ class StreamReader(Resumable, Generic[T]):
     def _wrong_length(self, plan: EpochPlan, what: str) -> ValueError:
         return ValueError(
             f"the dataset {type(self._dataset).__name__} has a length of {plan.num_samples}, and {what}. Its "
-            "__len__ must count what its __iter__ gives; leave it out where nobody knows."
+            "__len__ must count what its __iter__ gives; leave it out where it is unknown."
         )
 
 
@@ -252,13 +251,13 @@ class Seen:
         self.stream: State | None = None
 
     def share_at(self, step: int) -> BatchInfo:
-        """Say it in a step behind this rank's last."""
+        """Report it in a step behind this rank's last."""
         del step
         return self.share
 
 
 def setting_of(ctx: Context, source: DataLoader[Any], group: int | None, is_own: bool) -> ReadSettings:
-    """Say what a place in a stream holds for.
+    """Return what a place in a stream holds for.
 
     Args:
         ctx: The world.
@@ -269,8 +268,8 @@ def setting_of(ctx: Context, source: DataLoader[Any], group: int | None, is_own:
     return ReadSettings(
         num_workers=source.num_workers,
         group=group if source.num_workers > 1 else None,
-        num_processes=ctx.num_processes if is_own else None,
-        rank=ctx.rank if is_own else None,
+        num_processes=ctx.axis_size("dp") if is_own else None,
+        rank=ctx.coordinate("dp") if is_own else None,
     )
 
 
@@ -291,7 +290,7 @@ def read_stream(
         ConfigurationError: Too few shards, the dataset was split already, the batch can't be split, or the
             workers don't keep to an order.
     """
-    rank, size = ctx.rank, ctx.num_processes
+    rank, size = ctx.coordinate("dp"), ctx.axis_size("dp")
     rows = rows_in(ctx.loading, size, source.batch_size)
     dataset: Any = source.dataset
     num_shards = count_shards(dataset)
@@ -310,7 +309,7 @@ def read_stream(
         return StreamReader(ctx, source, take_shards(dataset, rank, size), cut, True, seed)
     if size > 1 and source.num_workers > 1 and not getattr(source, "in_order", True):
         raise ConfigurationError(
-            "in_order=False hands out batches as workers come by them, and ranks that read one stream must "
+            "in_order=False yields batches as workers come by them, and ranks that read one stream must "
             "hand them out in the same order. Use in_order=True, or num_workers=1."
         )
     seed = agree(f"a stream of {length_of(dataset)} samples, {_batches_of(rows, source)}")

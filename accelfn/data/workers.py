@@ -14,7 +14,7 @@ _RECEIVES = "_try_get_data"
 
 @contextmanager
 def naming_dead_workers(rank: int) -> Generator[None, None, None]:
-    """Say of a dead worker process that it is one, and whose.
+    """Report a dead worker process as one, and whose.
 
     Torch tells of it by a signal, by looking at the process, or by whichever error a connection that broke
     off has caused.

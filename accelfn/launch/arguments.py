@@ -86,7 +86,7 @@ class CommandParser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong, and stop.
+        """Return what is wrong, and stop.
 
         Raises:
             SystemExit: 2, always.
@@ -130,7 +130,7 @@ def read_arguments(parser: CommandParser, argv: Sequence[str]) -> argparse.Names
 
 
 def describe_arguments(parser: argparse.ArgumentParser) -> CommandWords:
-    """Say which words may follow a command. Pure.
+    """Return which words may follow a command. Pure.
 
     >>> parser = CommandParser(prog="accelfn show")
     >>> _ = parser.add_argument("--form", choices=("table", "json"), help="how it is told")

@@ -44,7 +44,7 @@ def run_checkpoint(argv: Sequence[str]) -> int:
 
 
 def _said(error: Exception, action: str) -> str:
-    """Say what went wrong, and how the flags are called of what the message names."""
+    """Return what went wrong, and how the flags are called of what the message names."""
     name: object = getattr(error, "filename", None)
     reason: object = getattr(error, "strerror", None)
     if name is not None and reason is not None:
@@ -56,7 +56,7 @@ def _said(error: Exception, action: str) -> str:
 
 
 def _check_options(options: argparse.Namespace, refuse: Callable[[str], None]) -> None:
-    """Say what is wrong with the arguments, before torch is loaded to find out."""
+    """Return what is wrong with the arguments, before torch is loaded to find out."""
     path: str = options.source if options.action == "convert" else options.directory
     parent, name = os.path.split(os.path.abspath(path))
     if not os.path.isdir(path):

@@ -133,7 +133,7 @@ def _or_dash(value: object) -> str:
 
 
 def _what(path: str) -> str:
-    """Say what something is that is no checkpoint."""
+    """Return what something is that is no checkpoint."""
     if not os.path.isdir(path):
         return "a file"
     try:

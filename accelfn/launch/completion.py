@@ -60,7 +60,7 @@ def completion_parser() -> CommandParser:
 
 
 def launch_words() -> CommandWords:
-    """Say which words may follow ``accelfn launch``. Pure."""
+    """Return which words may follow ``accelfn launch``. Pure."""
     flags = [
         FlagWords((f"--{one.name}", *one.aliases), one.about, needs_value=bool(one.metavar))
         for one in ACTIONS
@@ -76,7 +76,7 @@ def launch_words() -> CommandWords:
 
 
 def self_test_words() -> CommandWords:
-    """Say which words may follow ``accelfn test``: its own flags and those of ``accelfn launch``. Pure."""
+    """Return which words may follow ``accelfn test``: its own flags and those of ``accelfn launch``. Pure."""
     own = describe_arguments(self_test_parser()).flags
     taken = {name for flag in own for name in flag.names}
     rest = tuple(flag for flag in launch_words().flags if not taken & {*flag.names})

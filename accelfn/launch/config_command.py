@@ -54,7 +54,7 @@ def run_config(argv: Sequence[str]) -> int:
 
 
 def default_values(machine: Machine, mixed_precision: str) -> dict[str, object]:
-    """Say what ``accelfn config default`` writes for a machine. Pure.
+    """Return what ``accelfn config default`` writes for a machine. Pure.
 
     >>> default_values(Machine(devices=4), "bf16")
     {'multi_gpu': True, 'mixed_precision': 'bf16', 'num_processes': 4}
@@ -67,7 +67,7 @@ def default_values(machine: Machine, mixed_precision: str) -> dict[str, object]:
 
 
 def accelerate_path(environment: Mapping[str, str], home: str) -> str:
-    """Say where Accelerate keeps its configuration. Pure.
+    """Return where Accelerate keeps its configuration. Pure.
 
     >>> accelerate_path({"HF_HOME": "/data/hf"}, "/home/ann")
     '/data/hf/accelerate/default_config.yaml'

@@ -270,7 +270,7 @@ def _describe_configuration(env: Mapping[str, str], given: str | None) -> dict[s
 
 
 def _shown(key: str, entry: Entry) -> Any:
-    """Give an entry as JSON has it, without what looks secret."""
+    """Return an entry as JSON has it, without what looks secret."""
     if is_secret(key):
         return _LEFT_OUT
     if isinstance(entry.value, str):

@@ -22,7 +22,7 @@ __all__ = ("find_missing_module", "refuse_missing")
 
 
 def refuse_missing(script: Script, resolved: Resolved) -> None:
-    """Say what isn't there, before torch is loaded once per process to find out. Effect: reads the disk.
+    """Return what isn't there, before torch is loaded once per process to find out. Effect: reads the disk.
 
     Files of sections that are switched off don't count.
 

@@ -60,7 +60,7 @@ def outline(manifest: Manifest, node: Json, name: str, path: str = "") -> Row:
 
 
 def draw_rows(row: Row, *, everything: bool = False, indent: int = 0) -> Iterator[str]:
-    """Give the lines of what is below a row; of long ones only the first, unless ``everything`` is wanted."""
+    """Return the lines of what is below a row; of long ones only the first, without ``everything``."""
     shown = row.children if everything or len(row.children) <= _MOST_ROWS + 1 else row.children[:_MOST_ROWS]
     width = max((len(one.name) for one in shown), default=0)
     for one in shown:
@@ -79,7 +79,7 @@ def draw_rows(row: Row, *, everything: bool = False, indent: int = 0) -> Iterato
 
 
 def row_leaves(row: Row) -> Iterator[dict[str, Any]]:
-    """Give what a program is told of all leaves below a row, and of itself."""
+    """Return what a program is told of all leaves below a row, and of itself."""
     if row.leaf is not None:
         yield {"path": row.path.lstrip("/"), **row.leaf}
         return
@@ -88,7 +88,7 @@ def row_leaves(row: Row) -> Iterator[dict[str, Any]]:
 
 
 def random_kinds(manifest: Manifest) -> list[str]:
-    """Say of which generators a checkpoint has the states.
+    """List the generators whose states a checkpoint has.
 
     Raises:
         DamagedCheckpointError: The document is malformed.
@@ -204,7 +204,7 @@ def _lifted(node: Json) -> Json:
 
 
 def _num_ranks(node: Json) -> int:
-    """Give for how many ranks there are parts by rank in a node; 0 where there are none."""
+    """Return for how many ranks there are parts by rank in a node; 0 where there are none."""
     if isinstance(node, dict) and node.get("$") == "by_rank":
         return len(cast("list[int]", node["of"]))
     inside = list(node.values()) if isinstance(node, dict) else node if isinstance(node, list) else []
@@ -276,6 +276,6 @@ def _value(node: Json) -> Any:
 
 
 def _json_value(node: Json) -> Any:
-    """Give a plain value as JSON has it, and what JSON lacks as a text."""
+    """Return a plain value as JSON has it, and what JSON lacks as a text."""
     value = _value(node)
     return node if value == node else repr(value)

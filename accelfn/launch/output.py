@@ -72,7 +72,7 @@ def choose_format(parser: argparse.ArgumentParser, given: str | None, output: st
 def refuse_missing_model(
     parser: argparse.ArgumentParser, model: str, output: str | None, *, is_name: bool = False
 ) -> None:
-    """Say what is wrong with a model's place or the output's, before torch is loaded to find out.
+    """Return what is wrong with a model's place or the output's, before torch is loaded to find out.
 
     Args:
         parser: That has read the arguments.
@@ -100,7 +100,7 @@ def refuse_missing_model(
 
 
 def refuse_unknown_dtype(parser: argparse.ArgumentParser, flag: str, name: str) -> None:
-    """Say that a name is that of no dtype, before torch is loaded to find out.
+    """Report that a name is that of no dtype, before torch is loaded to find out.
 
     Raises:
         SystemExit: 2 after one sentence, where no torch has such a dtype.

@@ -1,7 +1,8 @@
-"""``accelfn plan-memory``: say where each part of a model would lie."""
+"""``accelfn plan-memory``: where each part of a model would lie, or what each rank of a mesh would hold."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +18,7 @@ from accelfn.launch.output import (
     refuse_missing_model,
     refuse_unknown_dtype,
 )
+from accelfn.launch.plan_ranks import draw_ranks
 
 if TYPE_CHECKING:
     from accelfn.bigmodel import DevicePlan
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 __all__ = ("plan_memory_parser", "run_plan_memory")
 
 _MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+_OF_PLACES = ("max_memory", "device_map", "no_split", "offload_buffers", "fallback_allocation")
+_OF_RANKS = ("optimizer", "mixed_precision")
 
 
 def run_plan_memory(argv: Sequence[str]) -> int:
@@ -51,6 +55,8 @@ def run_plan_memory(argv: Sequence[str]) -> int:
             parser.error(f"--max_memory gives the place {name} twice. Give it once.")
         budgets[place] = size
     form = choose_format(parser, options.format, options.output)
+    is_of_ranks = options.mesh is not None or options.config_file is not None
+    _refuse_mixtures(parser, options, form, is_of_ranks=is_of_ranks)
     refuse_missing_model(parser, options.source, options.output)
     if options.dtype is not None:
         refuse_unknown_dtype(parser, "--dtype", options.dtype)
@@ -59,6 +65,8 @@ def run_plan_memory(argv: Sequence[str]) -> int:
     from accelfn.errors import AccelfnError, DamagedCheckpointError
 
     try:
+        if is_of_ranks:
+            return _tell(parser, options.output, form, draw_ranks(options, form))
         shape = read_source(options.source)
         made = PlanOptions(
             no_split_module_classes=shape.no_split_classes if options.no_split is None else options.no_split,
@@ -66,23 +74,43 @@ def run_plan_memory(argv: Sequence[str]) -> int:
             offload_buffers=options.offload_buffers,
             fallback_allocation=options.fallback_allocation,
         )
-        plan = plan_named_map(shape, options.device_map, budgets, made)
+        plan = plan_named_map(shape, options.device_map or "auto", budgets, made)
     except DamagedCheckpointError as error:
         print(f"{parser.prog}: damaged: {error}", file=sys.stderr)
         return 1
     except (AccelfnError, ValueError, TypeError) as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 2
-    text = _FORMS[form](plan, options.source)
-    if options.output is None:
+    return _tell(parser, options.output, form, _FORMS[form](plan, options.source))
+
+
+def _tell(parser: CommandParser, output: str | None, form: str, text: str) -> int:
+    """Print a plan, or write it to a file."""
+    if output is None:
         show = print_drawn if form == "table" else print
         show(text.removesuffix("\n"))
         return 0
     try:
-        Path(options.output).write_text(text if text.endswith("\n") else f"{text}\n", encoding="utf-8")
+        Path(output).write_text(text if text.endswith("\n") else f"{text}\n", encoding="utf-8")
     except OSError as error:
-        parser.error(f"can't write {options.output!r}: {error.strerror}. Check --output.")
+        parser.error(f"can't write {output!r}: {error.strerror}. Check --output.")
     return 0
+
+
+def _refuse_mixtures(
+    parser: CommandParser, options: argparse.Namespace, form: str, *, is_of_ranks: bool
+) -> None:
+    """Refuse flags for places where ranks are planned, and the other way round."""
+    mixed = [name for name in (_OF_PLACES if is_of_ranks else _OF_RANKS) if getattr(options, name)]
+    if mixed and is_of_ranks:
+        parser.error(
+            f"--{mixed[0]} is for a model that is spread over the places of one process, and --mesh and "
+            "--config_file for ranks that train it. Leave one of them out."
+        )
+    if mixed:
+        parser.error(f"--{mixed[0]} is for ranks that train the model. Add --mesh, such as dp_shard=8,tp=2.")
+    if is_of_ranks and form in ("svg", "html"):
+        parser.error(f"what ranks hold is told as a table or as json, not as {form}. Choose one of them.")
 
 
 def _as_table(plan: DevicePlan, source: str) -> str:
@@ -133,7 +161,8 @@ def plan_memory_parser() -> CommandParser:
     """Describe the arguments of the command."""
     parser = CommandParser(
         prog="accelfn plan-memory",
-        description="Say where each part of a model would lie, without reading a weight.",
+        description="Say where each part of a model would lie, or with --mesh or --config_file, what each "
+        "rank that trains it would hold. No weight is read.",
     )
     parser.add_argument(
         "source",
@@ -148,7 +177,7 @@ def plan_memory_parser() -> CommandParser:
         help="what each place may hold: 0=10GB cpu=30GB disk=1TB; others aren't used, but for the disk "
         "(what this machine has free)",
     )
-    parser.add_argument("--device_map", choices=_MAPS, default="auto", help="how to spread it (auto)")
+    parser.add_argument("--device_map", choices=_MAPS, help="how to spread it (auto)")
     parser.add_argument(
         "--no_split",
         metavar="CLASS",
@@ -156,6 +185,24 @@ def plan_memory_parser() -> CommandParser:
         help="classes whose modules stay whole, such as layers.* in a file (those that the model names)",
     )
     parser.add_argument("--dtype", help="with which it will be loaded, such as bfloat16 or int4 (its own)")
+    parser.add_argument(
+        "--mesh",
+        metavar="AXIS=SIZE",
+        help="plan for the ranks of a mesh that train it: dp_shard=8,tp=2; any number of them",
+    )
+    parser.add_argument(
+        "--config_file",
+        metavar="FILE",
+        help="of accelfn launch: plan for its ranks, its mesh and its options of FSDP",
+    )
+    parser.add_argument(
+        "--optimizer",
+        metavar="NAME",
+        help="adamw (as without it), adam, adagrad, rmsprop, momentum or sgd; for ranks",
+    )
+    parser.add_argument(
+        "--mixed_precision", choices=("no", "bf16", "fp16"), help="in which ranks compute (no)"
+    )
     for name, about in (
         ("--offload_buffers", "buffers of what is offloaded are offloaded too"),
         ("--fallback_allocation", "put something smaller where the next part is too large for a device"),

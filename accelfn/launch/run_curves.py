@@ -24,7 +24,7 @@ _MOST = 1e300  # beyond it differences overflow
 
 
 def names_of(runs: Sequence[RunRecord], wanted: Sequence[str] = ()) -> list[str]:
-    """Give the names of curves that runs have, in the order in which they were first logged.
+    """Return the names of curves that runs have, in the order in which they were first logged.
 
     Args:
         runs: To look in.
@@ -251,7 +251,7 @@ def _parts(points: Sequence[_Point | None]) -> Iterator[list[_Point]]:
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Give round numbers that reach from ``low`` to ``high``.
+    """Return round numbers that reach from ``low`` to ``high``.
 
     >>> _ticks(0.13, 2.2)
     [0.0, 1.0, 2.0, 3.0]
@@ -290,7 +290,7 @@ def _color(number: int) -> str:
 
 
 def _stroke(number: int) -> str:
-    """Give colour and dashes of a line: where colours begin again, dashes tell lines apart."""
+    """Return colour and dashes of a line: where colours begin again, dashes tell lines apart."""
     dashes = number // len(_COLORS)
     return f'stroke="{_color(number)}"' + (f' stroke-dasharray="{2 + 3 * dashes} 3"' if dashes else "")
 

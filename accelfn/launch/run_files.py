@@ -84,7 +84,7 @@ class RunRecord:
 
 
 def find_runs(folder: str | Path) -> list[Path]:
-    """Give the folders of all runs below a folder, by the names of their projects and their own.
+    """Return the folders of all runs below a folder, by the names of their projects and their own.
 
     Raises:
         FileNotFoundError: There is no such folder.

@@ -207,7 +207,7 @@ def _duration(seconds: float) -> str:
 
 
 def _clean(text: str) -> str:
-    r"""Give a text that was logged as one line that does nothing to a terminal.
+    r"""Return a text that was logged as one line that does nothing to a terminal.
 
     >>> _clean("red \x1b[31m\n")
     'red \\x1b[31m\\n'

@@ -98,7 +98,7 @@ def rewrite_for_fsdp2(tree: Mapping[str, Any]) -> Rewritten:
 
 
 def _spelled(strategy: object) -> str:
-    """Give a strategy's name; torch also numbers them, from 1."""
+    """Return a strategy's name; torch also numbers them, from 1."""
     text = str(strategy).upper()
     names = tuple(_RESHARDS)
     return names[int(text) - 1] if text.isdecimal() and 0 < int(text) <= len(names) else text

@@ -18,7 +18,7 @@ __all__ = ("CommHook", "choose_comm_hook", "register_comm_hook")
 
 
 class CommHook(NamedTuple):
-    """What sends gradients in another form, with the state that torch hands to it."""
+    """What sends gradients in another form, with the state that torch passes to it."""
 
     state: Any
     hook: Callable[..., Any]

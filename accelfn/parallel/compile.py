@@ -43,7 +43,7 @@ class CompiledForward(WrappedForward):
         self._compiled: Callable[..., Any] = compiler(self.__wrapped__, **self._options.to_kwargs())
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave what was compiled out of copies and pickles."""
+        """Copy and pickle without what was compiled."""
         return {"__wrapped__": self.__wrapped__, "_options": self._options}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -53,7 +53,7 @@ class CompiledForward(WrappedForward):
 
 
 def plan_regions(model: nn.Module) -> tuple[str, ...]:
-    """Say which modules of a model are compiled one by one: blocks that repeat, and so compile once. Pure.
+    """Return which modules of a model are compiled one by one: blocks that repeat, and so compile once. Pure.
 
     Repeated blocks are the items of a ``ModuleList`` that are all of one class. Where there are none it is
     the model itself, by the name "".
@@ -67,7 +67,7 @@ def plan_regions(model: nn.Module) -> tuple[str, ...]:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether a module or one inside of it is compiled, by accelfn or by the user."""
+    """Return whether a module or one inside of it is compiled, by accelfn or by the user."""
     return any(
         isinstance(vars(module).get("forward"), CompiledForward)
         or isinstance(getattr(vars(module).get("forward"), "__wrapped__", None), CompiledForward)
@@ -81,7 +81,7 @@ def _is_compiled_by_user(module: nn.Module) -> bool:
 
 
 def _original(module: nn.Module) -> nn.Module:
-    """Look into what ``torch.compile(module)`` gives."""
+    """Return the module inside ``torch.compile(module)``."""
     inner = vars(module).get("_modules", {}).get("_orig_mod")
     return inner if isinstance(inner, nn.Module) else module
 
@@ -108,7 +108,7 @@ def compile_(model: M, options: TorchDynamoPlugin, names: Iterable[str]) -> M:
 
 
 def without_compile(model: M) -> M:
-    """Give a module that shares everything with ``model`` and has nothing compiled in it."""
+    """Return a module that shares everything with ``model`` and has nothing compiled in it."""
     original = _original(model)
     if original is not model:
         return cast("M", without_compile(original))

@@ -40,7 +40,7 @@ class ExactReplica(ThreadDDP):
     """
 
     def __init__(self, ctx: Context, model: nn.Module) -> None:
-        """Bring the model to rank 0's values, and watch its parameters."""
+        """Broadcast the model from rank 0, and hook its parameters."""
         _refuse_statistics(model)
         for name, parameter in model.named_parameters():
             if isinstance(vars(parameter).get(REPLICA), ExactReplica):
@@ -57,7 +57,7 @@ class ExactReplica(ThreadDDP):
         self._pass: list[Callable[[], None]] | None = None  # by which a backward pass is told from others
         self._got: set[int] = set()  # what got a gradient in it
         self._kept: dict[int, torch.Tensor] = {}  # what was in .grad before it
-        self._batch: object = None  # the batch at hand
+        self._batch: object = None  # the current batch
         self._seen: set[int] | None = None  # what got a gradient from it; None outside of `accumulate`
         self._held: list[Gradients] | None = None  # of the batches of a train step so far
         self._forms = {
@@ -76,13 +76,13 @@ class ExactReplica(ThreadDDP):
         return True
 
     def will_sync_buffers(self, module: nn.Module) -> bool:
-        """Say no: what could change buffers in training is refused, so they stay as they were prepared."""
+        """Return False: what could change buffers in training is refused, so they stay as prepared."""
         del module
         return False
 
     @contextmanager
     def batch(self, batch: object, place: int, window: int, is_held: bool) -> Generator[None, None, None]:
-        """Take the gradients inside as those of a batch; see :func:`exact_batch`.
+        """Count the gradients inside as those of a batch; see :func:`exact_batch`.
 
         What was left of a window that never closed is dropped with the first batch of the next one.
         """
@@ -194,7 +194,7 @@ class ExactReplica(ThreadDDP):
             self._items[index].grad = old
         if self._held is not None:
             if error is not None:
-                check(self._ctx, Call("backward"), error)  # the others hear of it where the window closes
+                check(self._ctx, Call("backward"), error)  # the others learn of it where the window closes
             self._held[-1] = [
                 new if old is None else old for old, new in zip(self._held[-1], gradients, strict=True)
             ]
@@ -214,10 +214,11 @@ class ExactReplica(ThreadDDP):
         return self._sum.add(call, microbatches, lambda index: self._items[index].grad, error)
 
     def _close(self) -> None:
-        """Bring the sums of all ranks together in ``.grad``."""
+        """Gather the sums of all ranks in ``.grad``."""
         for item, total in zip(self._items, self._sum.close(), strict=True):
             if total is not None:
                 item.grad = total
+        self._unreduced = None
 
 
 def scale_open_sums(parameters: Sequence[torch.Tensor], factor: torch.Tensor) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from inspect import Parameter, signature
 from math import prod
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import nn
 
-__all__ = ("Heads", "ModelFacts", "modules_of", "owner_of", "read_facts", "repeated_blocks")
+__all__ = ("Experts", "Heads", "ModelFacts", "modules_of", "owner_of", "read_facts", "repeated_blocks")
 
 # What modules of attention call their counts of heads, and the features of one head.
 _COUNTS = (
@@ -37,6 +38,19 @@ class Heads(NamedTuple):
     dim: int | None
 
 
+class Experts(NamedTuple):
+    """What a module that may hold experts says of them.
+
+    Attributes:
+        num_experts: Its attribute ``num_experts``; None where it has none.
+        takes: What its ``forward`` takes, by the number of its arguments: "counts" for ``(x, counts)``, or
+            "routes" for ``(hidden, index, weights)``.
+    """
+
+    num_experts: int | None
+    takes: Literal["counts", "routes"]
+
+
 class ModelFacts(NamedTuple):
     """The outline of a model. A value: it holds neither modules nor tensors.
 
@@ -52,6 +66,7 @@ class ModelFacts(NamedTuple):
         tp_plan: How the model's authors split it by tensors: style by pattern; None where they don't say.
         layers: "linear" or "embedding" for each module of these classes and those derived from them.
         heads: What modules say of their heads, by their names.
+        experts: Modules with parameters of their own whose ``forward`` takes what one of experts does.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -64,6 +79,7 @@ class ModelFacts(NamedTuple):
     tp_plan: Mapping[str, str] | None
     layers: Mapping[str, str]
     heads: Mapping[str, Heads]
+    experts: Mapping[str, Experts]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -116,6 +132,7 @@ def read_facts(model: nn.Module) -> ModelFacts:
             if isinstance(one, (nn.Linear, nn.Embedding))
         },
         heads={name: found for name, one in modules.items() if (found := _heads(one)) is not None},
+        experts=_experts(modules),
     )
 
 
@@ -185,3 +202,28 @@ def _heads(module: nn.Module) -> Heads | None:
     dim = next((stated[name] for name in _DIMS if name in stated), None)
     counts = {name: value for name, value in stated.items() if name in _COUNTS}
     return Heads(counts, dim) if stated else None
+
+
+def _experts(modules: Mapping[str, nn.Module]) -> Mapping[str, Experts]:
+    numbers: dict[type, int | None] = {}
+    found: dict[str, Experts] = {}
+    for name, one in modules.items():
+        kind = type(one)
+        if next(one.parameters(recurse=False), None) is None:
+            continue
+        if kind not in numbers:
+            numbers[kind] = _num_arguments(kind)
+        count = getattr(one, "num_experts", None)
+        if numbers[kind] in (2, 3):
+            takes: Literal["counts", "routes"] = "counts" if numbers[kind] == 2 else "routes"
+            found[name] = Experts(count if type(count) is int else None, takes)
+    return found
+
+
+def _num_arguments(kind: type[nn.Module]) -> int | None:
+    """Return how many arguments the ``forward`` of a class takes by place; None where torch doesn't say."""
+    try:
+        taken = [*signature(kind.forward).parameters.values()][1:]
+    except ValueError:
+        return None
+    return sum(one.kind in (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD) for one in taken)

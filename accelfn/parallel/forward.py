@@ -32,14 +32,14 @@ class WrappedForward:
         return self.__wrapped__(*args, **kwargs)
 
     def around(self, forward: Callable[..., Any]) -> Self:
-        """Give the same around another ``forward``."""
+        """Return the same around another ``forward``."""
         other = copy.copy(self)
         other.__wrapped__ = forward
         return other
 
 
 def plain_forward(model: nn.Module) -> Callable[..., Any]:
-    """Give the ``forward`` of a module without anything of accelfn's around it."""
+    """Return the ``forward`` of a module without anything of accelfn's around it."""
     forward: Any = model.forward
     while isinstance(forward, WrappedForward):
         forward = forward.__wrapped__
@@ -56,7 +56,7 @@ def _own_class(model: nn.Module) -> type[nn.Module]:
 
 
 def copied_without(model: M, kind: type[WrappedForward], modules: dict[str, Any] | None = None) -> M:
-    """Give a shallow copy of a module, whose ``forward`` is its own and not wrapped in ``kind``.
+    """Return a shallow copy of a module, whose ``forward`` is its own and not wrapped in ``kind``.
 
     Args:
         model: Shares its parameters, buffers and (unless ``modules`` is given) submodules with the copy.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, ClassVar, Literal, NamedTuple, cast
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar, cast
 
 import torch
 from torch import nn
@@ -20,8 +20,10 @@ from accelfn.parallel.pointers import repoint
 from accelfn.tree import is_dtensor
 
 __all__ = (
+    "BY_HAND",
     "HANDLE",
     "IN_NO_SYNC",
+    "BatchRun",
     "Communication",
     "DDPHandle",
     "Handle",
@@ -37,12 +39,18 @@ __all__ = (
     "uncompiled",
 )
 
+L = TypeVar("L")
+
 # Where a prepared model keeps its handle; a plain attribute, so it is in no state dict.
 HANDLE = "_accelfn_replica"
 
 # Where a parameter keeps those of the models that it is trained in.
 _HANDLES = "_accelfn_handles"
 
+BY_HAND = (
+    "no backward pass has computed them, so they were set by hand. Call backward on a loss of the prepared "
+    "model; if you average gradients yourself, call the step() of the torch optimizer"
+)
 IN_NO_SYNC = (
     "the latest backward pass added to them under no_sync, and none after it has averaged them. End the "
     "window with a backward pass outside of no_sync; steps that ranks are to make by themselves stand inside "
@@ -58,7 +66,7 @@ class Communication(NamedTuple):
     """What a forward pass, and the backward pass after it, send between ranks.
 
     Attributes:
-        gradients: Whether the backward pass reduces gradients.
+        gradients: Whether the backward pass reduces gradients, or sums them between parts of a layer.
         buffers: Whether the forward pass begins with a broadcast of buffers.
         parameters: Whether units gather their parameters.
         at_once: Whether this rank waits for others as soon as the forward pass begins.
@@ -75,10 +83,36 @@ class Communication(NamedTuple):
         return f"gradients={self.gradients} buffers={self.buffers}{sharded}"
 
 
+class BatchRun(NamedTuple, Generic[L]):
+    """One batch, and what its loss and its gradients are computed by.
+
+    Attributes:
+        loss_fn: ``loss_fn(model, batch)`` gives a loss; of a part of the batch, that of the part.
+        model: What it is called with.
+        batch: This rank's.
+        to_differentiate: Gives what is differentiated of the loss of one of so many equal parts of the batch.
+        differentiate: Adds the gradients of that to the parameters' own.
+        join: Gives the loss of a batch, of those of its equal parts.
+    """
+
+    loss_fn: Callable[[Any, Any], L]
+    model: Any
+    batch: Any
+    to_differentiate: Callable[[L, int], torch.Tensor]
+    differentiate: Callable[[torch.Tensor], None]
+    join: Callable[[Sequence[L]], L]
+
+    def run(self) -> L:
+        """Run the forward pass of the whole batch, and then its backward pass. Returns the loss."""
+        loss = self.loss_fn(self.model, self.batch)
+        self.differentiate(self.to_differentiate(loss, 1))
+        return loss
+
+
 class Handle(ABC):
     """What the rest of the library asks of a prepared model: one for each engine that reduces gradients."""
 
-    engine: ClassVar[Literal["none", "ddp", "shard"]] = "ddp"
+    engine: ClassVar[Literal["none", "ddp", "shard", "pipeline"]] = "ddp"
     averaged_over: ClassVar[tuple[str, ...]] = ("dp_replicate", "dp_shard", "cp", "sp")
     has_whole_parameters: ClassVar[bool] = True  # and so equal ones on all ranks
     holds_gradients: ClassVar[bool] = False  # elsewhere than in .grad, as long as they aren't reduced
@@ -91,7 +125,7 @@ class Handle(ABC):
 
     @abstractmethod
     def why_unreduced(self) -> str | None:
-        """Return why the gradients at hand are those of this rank alone; None where they are averaged."""
+        """Return why the current gradients are those of this rank alone; None where they are averaged."""
 
     def without_sync(self) -> AbstractContextManager[None]:
         """Return a block whose backward passes leave the gradients of each rank unaveraged."""
@@ -105,8 +139,15 @@ class Handle(ABC):
         """Return what the next forward pass and its backward pass send."""
         return Communication()
 
+    def run(self, batch: BatchRun[L]) -> L:
+        """Compute the loss of a batch and its gradients, in the order that suits the engine."""
+        return batch.run()
+
+    def reduce(self) -> None:  # noqa: B027 -- most reduce in the backward pass
+        """Average gradients that have added up under :meth:`without_sync`, with no backward pass to come."""
+
     def discard(self) -> None:  # noqa: B027 -- most hold none
-        """Let go of gradients that are held elsewhere than in ``.grad``."""
+        """Release gradients that are held elsewhere than in ``.grad``."""
 
 
 class LocalHandle(Handle):
@@ -115,7 +156,7 @@ class LocalHandle(Handle):
     Its forward pass communicates all the same: each rank has a part of the layers.
     """
 
-    engine: ClassVar[Literal["none", "ddp", "shard"]] = "none"
+    engine: ClassVar[Literal["none", "ddp", "shard", "pipeline"]] = "none"
     averaged_over: ClassVar[tuple[str, ...]] = ()
     has_whole_parameters: ClassVar[bool] = False
 
@@ -124,6 +165,15 @@ class LocalHandle(Handle):
         self._model = weakref.ref(model)
         register(self, model.parameters())
         setattr(model, HANDLE, self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LocalHandle:
+        """Belong to the copy of the model: its gradients are whole too."""
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin
+        model = cast("nn.Module", self._model())
+        twin._model = weakref.ref(copy.deepcopy(model, memo))
+        register(twin, copy.deepcopy(list(model.parameters()), memo))
+        return twin
 
     @property
     def is_alive(self) -> bool:
@@ -135,8 +185,8 @@ class LocalHandle(Handle):
         return None
 
     def communicates(self) -> Communication:
-        """Return that units wait for their other parts."""
-        return Communication(parameters=True, at_once=True)
+        """Return that layers wait for their other parts, in both passes."""
+        return Communication(gradients=torch.is_grad_enabled(), parameters=True, at_once=True)
 
 
 def handle_of(model: nn.Module) -> Handle | None:
@@ -145,19 +195,19 @@ def handle_of(model: nn.Module) -> Handle | None:
 
 
 def has_engine(model: nn.Module) -> bool:
-    """Whether the gradients of a model, which may be compiled, are averaged, or needn't be."""
+    """Return whether the gradients of a model, which may be compiled, are averaged, or needn't be."""
     handle = handle_of(model)
     return handle is not None and handle.is_alive
 
 
 def is_replicated(model: nn.Module) -> bool:
-    """Whether a model, which may be compiled, is kept equal on all ranks, each of which has all of it."""
+    """Return whether a model, which may be compiled, is replicated: whole and equal on all ranks."""
     handle = handle_of(model)
     return handle is not None and handle.is_alive and handle.has_whole_parameters
 
 
 def is_kept_equal(parameter: torch.Tensor) -> bool:
-    """Whether a parameter is of a model that is kept equal on all ranks, each of which has all of it."""
+    """Return whether a parameter is of a model that is replicated: whole and equal on all ranks."""
     return any(one.is_alive and one.has_whole_parameters for one in vars(parameter).get(_HANDLES, ()))
 
 
@@ -166,11 +216,12 @@ def uncompiled(model: nn.Module) -> nn.Module:
     return cast("nn.Module", vars(model).get("_modules", {}).get("_orig_mod", model))
 
 
-def register(handle: Handle, parameters: Iterable[torch.Tensor]) -> bool:
+def register(handle: Handle, parameters: Iterable[torch.Tensor], *, instead_of: Handle | None = None) -> bool:
     """Let parameters know the handle of their model. Returns whether one is in another model too."""
     alone, is_shared = (handle,), False
     for parameter in parameters:
-        before = tuple(one for one in vars(parameter).get(_HANDLES, ()) if one.is_alive)
+        known: tuple[Handle, ...] = vars(parameter).get(_HANDLES, ())
+        before = tuple(one for one in known if one.is_alive and one is not instead_of)
         is_shared = is_shared or bool(before)
         setattr(parameter, _HANDLES, (*before, handle) if before else alone)
         for one in before:
@@ -202,7 +253,7 @@ class DDPHandle(Handle):
         self._parameters = [weakref.ref(one) for one in parameters]
         self._backward = -1  # torch's number of the latest one
         self._is_announced = False  # by a forward pass whose backward pass is to come
-        self._unreduced: str | None = None
+        self._unreduced: str | None = BY_HAND
         self.is_shared: bool = register(self, parameters)
         for one in parameters:
             cast("Any", one).register_post_accumulate_grad_hook(self._on_gradient)
@@ -215,6 +266,7 @@ class DDPHandle(Handle):
         twin._model = weakref.ref(cast("Any", copy.deepcopy(model, memo)))
         found = [reference() for reference in self._parameters]
         twin._watch([copy.deepcopy(one, memo) for one in found if one is not None])
+        twin._unreduced = self._unreduced  # gradients are copied with the parameters
         return twin
 
     def __reduce__(self) -> Any:
@@ -235,7 +287,7 @@ class DDPHandle(Handle):
 
     @contextmanager
     def without_sync(self) -> Generator[None, None, None]:
-        """Let backward passes inside add up gradients on each rank.
+        """Accumulate gradients on each rank in backward passes inside.
 
         Raises:
             ConfigurationError: DistributedDataParallel has a static graph.
@@ -319,7 +371,7 @@ class DDPHandle(Handle):
                 ddp.reducer.prepare_for_backward([])
 
     def why_unreduced(self) -> str | None:
-        """Return why the gradients at hand are those of this rank alone; None where they are averaged."""
+        """Return why the current gradients are those of this rank alone; None where they are averaged."""
         ddp = cast("Any", self._model())
         if ddp is None or self._unreduced is not None:
             return self._unreduced
@@ -336,7 +388,7 @@ class DDPHandle(Handle):
 
 
 def _unfinished(ddp: Any) -> str | None:
-    """Return what torch says of a reduction that has begun and not ended; None where there is none."""
+    """Return what torch says of a reduction that has started and not ended; None where there is none."""
     try:
         ddp.reducer._check_reducer_finalized()
     except RuntimeError as error:
@@ -385,7 +437,7 @@ def check_reduced(operation: str, ctx: Context, parameters: Iterable[torch.Tenso
         reasons = [one.why_unreduced() for one in alive]
         if alive and None not in reasons:
             raise ConfigurationError(
-                f"{operation}: the gradients at hand were not averaged over the {ctx.num_processes} ranks, "
+                f"{operation}: the current gradients were not averaged over the {ctx.num_processes} ranks, "
                 f"whose models would drift apart: {reasons[0]}."
             )
         if not alive and not is_dtensor(parameter.grad):
@@ -393,13 +445,13 @@ def check_reduced(operation: str, ctx: Context, parameters: Iterable[torch.Tenso
                 f"{operation}: nobody averages the gradient of a parameter of shape {tuple(parameter.shape)} "
                 f"over the {ctx.num_processes} ranks, whose models would drift apart. Prepare its model, "
                 "without evaluation_mode and after everything that adds or unfreezes parameters, and keep "
-                "what prepare gives back. If you reduce gradients yourself, call the step() of the torch "
+                "what prepare returns. If you reduce gradients yourself, call the step() of the torch "
                 "optimizer."
             )
 
 
 def follow_optimizers(operation: str, ctx: Context, optimizers: Iterable[Optimizer]) -> None:
-    """Let optimizers go on with the parameters of models that were prepared after them.
+    """Point optimizers at the parameters of models that were prepared after them.
 
     Does so once: what an optimizer holds afterwards doesn't change any more.
 

@@ -16,7 +16,10 @@ from accelfn.comm import reduce
 from accelfn.context import Context
 from accelfn.tree import is_dtensor, local_of
 
-__all__ = ("clip_norm_", "clip_tensors_", "clip_value_", "gradient_norm")
+__all__ = ("clip_norm_", "clip_tensors_", "clip_value_", "count_stages", "gradient_norm")
+
+# Where a parameter keeps how many ranks of a pipeline hold it, each for a stage of its own.
+_STAGES = "_accelfn_stages"
 
 
 class _Part(NamedTuple):
@@ -29,6 +32,11 @@ class _Part(NamedTuple):
 
     gradient: torch.Tensor
     holders: int
+
+
+def count_stages(parameter: torch.Tensor, number: int) -> None:
+    """Let norms count a parameter once that stages on ``number`` ranks hold, with one gradient."""
+    setattr(parameter, _STAGES, number)
 
 
 def clip_norm_(
@@ -72,7 +80,7 @@ def clip_value_(ctx: Context, parameters: Sequence[torch.Tensor], clip_value: fl
 
 
 def gradient_norm(ctx: Context, parameters: Sequence[torch.Tensor], norm_type: float = 2.0) -> torch.Tensor:
-    """Give the norm of all gradients of ``parameters``, taken over their whole.
+    """Return the norm of all gradients of ``parameters``, taken over their whole.
 
     A gradient whose placements differ from its parameter's is brought to those first, and replaced.
 
@@ -114,7 +122,7 @@ def _alike(parts: Sequence[_Part]) -> list[tuple[list[torch.Tensor], int]]:
 
 
 def _term(gradients: list[torch.Tensor], holders: int, norm_type: float) -> torch.Tensor:
-    """Give a power of the norm of gradients, by holder; or the largest entry, which needs no parts."""
+    """Return a power of the norm of gradients, by holder; or the largest entry, which needs no parts."""
     dtype = torch.float32 if gradients[0].dtype in (torch.float16, torch.bfloat16) else None
     each = torch._foreach_norm(gradients, norm_type, dtype=dtype)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
     norms = torch.stack(each)
@@ -126,14 +134,14 @@ def _term(gradients: list[torch.Tensor], holders: int, norm_type: float) -> torc
 
 
 def _is_shared_out(ctx: Context, parameters: Iterable[torch.Tensor]) -> bool:
-    """Whether ranks hold different elements. Asked of the parameters, which all ranks have alike."""
+    """Return whether ranks hold different elements. Asked of the parameters, which all ranks have alike."""
     return ctx.num_processes > 1 and (
         ctx.axis_size("pp") > 1 or any(_num_shards(parameter) > 1 for parameter in parameters)
     )
 
 
 def _num_shards(tensor: torch.Tensor) -> int:
-    """Say into how many parts a tensor is cut; 1 for a plain one."""
+    """Return into how many parts a tensor is cut; 1 for a plain one."""
     if not is_dtensor(tensor):
         return 1
     layout = cast("Any", tensor)
@@ -158,7 +166,8 @@ def _parts(ctx: Context, parameters: Iterable[torch.Tensor]) -> list[_Part]:
             if cast("Any", gradient).placements != wanted:
                 gradient = cast("torch.Tensor", cast("Any", gradient).redistribute(placements=wanted))
                 parameter.grad = gradient
-        parts.append(_Part(local_of(gradient), max(1, ranks // _num_shards(gradient))))
+        holders = max(1, ranks // _num_shards(gradient)) * int(getattr(parameter, _STAGES, 1))
+        parts.append(_Part(local_of(gradient), holders))
     return parts
 
 

@@ -1,6 +1,6 @@
 """Sums over microbatches that are formed in one order, whatever the number of ranks.
 
-Each rank forms its part of the sums: all tensors lie end to end in one buffer for each dtype and device,
+Each rank forms its part of the sums: all tensors are end to end in one buffer for each dtype and device,
 which is cut into one part for each rank. What a microbatch gave is sent in parts to the ranks that sum them,
 and the sums come together when they are closed.
 """
@@ -98,7 +98,7 @@ class OrderedSum:
         return found
 
     def close(self) -> list[torch.Tensor | None]:
-        """Bring the sums together, and begin anew.
+        """Gather the sums, and start again.
 
         Ranks: every rank of the context.
 
@@ -114,7 +114,7 @@ class OrderedSum:
             for index, flat in zip(one.group.leaves, flats, strict=True):
                 if index in self._touched:
                     # A tensor of its own, laid out as torch would: what is computed from a gradient, such as
-                    # its norm, may depend on where it lies.
+                    # its norm, may depend on where it is.
                     like = self._tensors[index]
                     result[index] = torch.empty_like(like, requires_grad=False).copy_(flat.view(like.shape))
         self.drop()
@@ -139,7 +139,7 @@ class _Part:
     """This rank's part of the sums of all tensors of one dtype and device."""
 
     def __init__(self, group: Buffer, rank: int, size: int) -> None:
-        """Lay out the tensors of ``group`` end to end, in ``size`` parts of one length."""
+        """Pack the tensors of ``group`` end to end, in ``size`` parts of one length."""
         self.group = group
         self.size = size
         total = sum(group.sizes)
@@ -154,14 +154,14 @@ class _Part:
         self.part: torch.Tensor | None = None  # where something was added
 
     def flatten(self, microbatches: Sequence[_Microbatch], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Give what microbatches hold of the tensors, of shape ``(ranks, microbatches, length)``."""
+        """Return what microbatches hold of the tensors, of shape ``(ranks, microbatches, length)``."""
         like = tensors[self.group.leaves[0]]
         flats: list[torch.Tensor] = []
         for microbatch in microbatches:
             parts: list[torch.Tensor] = []
             for index, number in zip(self.group.leaves, self.group.sizes, strict=True):
                 given = microbatch[index]
-                # What is missing is never looked at: the others are told so.
+                # What is missing is never looked at: the others are notified.
                 parts.append(like.new_zeros(number) if given is None else flatten_tensor(given))
             parts.append(like.new_zeros(self.size * self.length - sum(self.group.sizes)))
             flats.append(torch.cat(parts).view(self.size, self.length))
@@ -212,7 +212,7 @@ class _Part:
 
 
 def _swap_parts(ctx: Context, parts: torch.Tensor) -> torch.Tensor:
-    """Give every rank its part of the rows of all ranks.
+    """Send every rank its part of the rows of all ranks.
 
     Ranks: every rank of ``ctx``.
 

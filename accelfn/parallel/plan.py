@@ -2,40 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple, TypeVar, cast
 
 import torch
 from torch import nn
 
-from accelfn.comm import broadcast, verify_structure
 from accelfn.context import Context, MeshPlan, check_context, plan_mesh
 from accelfn.context.config import (
     DynamoBackend,
+    ExpertParallelConfig,
     FullyShardedDataParallelPlugin,
+    PipelineParallelConfig,
     TorchDynamoPlugin,
     TorchTensorParallelConfig,
 )
-from accelfn.errors import ConfigurationError
+from accelfn.errors import ConfigurationError, NotAvailableError
+from accelfn.parallel.attention import AttentionPlan, apply_attention, plan_attention
 from accelfn.parallel.compile import compile_, plan_regions
+from accelfn.parallel.expert_plans import ExpertPlan, plan_experts
+from accelfn.parallel.experts import apply_experts
 from accelfn.parallel.facts import ModelFacts, read_facts
 from accelfn.parallel.handle import LocalHandle
+from accelfn.parallel.materialize import fill, materialize, release
+from accelfn.parallel.pipeline_handle import PipelineHandle
 from accelfn.parallel.pointers import leave_pointers, named, retie
+from accelfn.parallel.recompute import plan_recompute, recompute
 from accelfn.parallel.replicate import check_each_forward, replicate
+from accelfn.parallel.schedule import SchedulePlan, plan_schedule
 from accelfn.parallel.shard import ShardPlan, apply_shard, plan_shard
-from accelfn.parallel.shard_handle import with_named_errors
+from accelfn.parallel.shard_handle import ShardHandle, with_named_errors
+from accelfn.parallel.stage_plan import PipelinePlan, plan_stages
+from accelfn.parallel.stages import apply_stages
 from accelfn.parallel.tensor import apply_tensor
 from accelfn.parallel.tensor_plans import TensorPlan, plan_tensor
-from accelfn.parallel.thread_ddp import is_made_of_others
-from accelfn.parallel.wrap import names_of_ignored, names_of_wrapped
+from accelfn.parallel.wrap import choose_units, names_of_ignored, names_of_wrapped
 
-__all__ = ("ModelPlan", "apply_model", "modules_to_compile", "plan_model")
+__all__ = ("ModelPlan", "apply_model", "modules_to_compile", "plan_at", "plan_model", "share_attention")
 
 Engine = Literal["none", "ddp", "shard"]
 
 _MIB = 1 << 20
-# Sent together, so that as much is there twice.
-_BROADCAST_BYTES = 64 << 20
 
 
 class ModelPlan(NamedTuple):
@@ -46,9 +53,14 @@ class ModelPlan(NamedTuple):
         num_parameters: Elements of its parameters, tied ones counted once.
         num_trainable: Of these, those that are trained.
         mesh: The ranks.
+        pipeline: How the model is cut into stages; None where it isn't. What follows is of this rank's.
+        schedule: In which order stages work; None without any.
         tensor: How ranks share each layer; None where they don't.
+        attention: How ranks that share sequences compute attention; None where they don't.
+        experts: How experts are spread over ranks; None where each rank has all of them.
         engine: What averages gradients: "ddp" (every rank has the whole model), "shard" (FSDP), or "none".
         shard: How the parameters are sharded; None where they are not.
+        recomputed: Names of the modules whose activations are computed again in the backward.
         compiled: Names of the modules that are compiled, "" for the model itself; before it is sharded.
         precision: In what the model computes, in words.
     """
@@ -57,11 +69,21 @@ class ModelPlan(NamedTuple):
     num_parameters: int
     num_trainable: int
     mesh: MeshPlan
+    pipeline: PipelinePlan | None
+    schedule: SchedulePlan | None
     tensor: TensorPlan | None
+    attention: AttentionPlan | None
+    experts: ExpertPlan | None
     engine: Engine
     shard: ShardPlan | None
+    recomputed: tuple[str, ...]
     compiled: tuple[str, ...]
     precision: str
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether ranks hold different parts of the model."""
+        return self.pipeline is not None or self.tensor is not None or self.shard is not None
 
     def rows(self) -> dict[str, str]:
         """Return the lines of the table: text by title."""
@@ -70,8 +92,15 @@ class ModelPlan(NamedTuple):
         ]
         axes = [f"{axis} {self.mesh.size(axis)}" for axis in self.mesh.active()]
         rows.append(("mesh", " x ".join(axes) if axes else "one rank"))
+        if self.pipeline is not None:
+            rows.append(("pipeline", str(self.pipeline)))
+            rows.append(("schedule", str(self.schedule)))
         if self.tensor is not None:
             rows.extend(self.tensor.rows().items())
+        if self.attention is not None:
+            rows.append(("attention", _row_of_attention(self.attention)))
+        if self.experts is not None:
+            rows.append(("experts", _row_of_experts(self.experts, self.shard)))
         averaged = " x ".join(self.mesh.active("loss"))
         if self.engine == "ddp":
             rows.append(("gradients", f"averaged over {averaged}; every rank has the whole model"))
@@ -79,6 +108,8 @@ class ModelPlan(NamedTuple):
             rows.append(("gradients", "whole on each rank as they are"))
         rows.extend(_rows_of_shard(self.shard, averaged))
         rows.append(("precision", self.precision))
+        if self.recomputed:
+            rows.append(("recomputed", f"in the backward: {_listed(self.recomputed)}"))
         rows.append(("compiled", _listed(self.compiled) if self.compiled else "nothing"))
         return dict(rows)
 
@@ -90,6 +121,12 @@ class ModelPlan(NamedTuple):
         return "\n".join(
             f"{title.ljust(width)}  {text.replace(chr(10), indent)}" for title, text in rows.items()
         )
+
+
+def _row_of_attention(plan: AttentionPlan) -> str:
+    how = f"passed around by {plan.rotation}" if plan.axis == "cp" else "heads exchanged"
+    what = f"a ring of {plan.size}, keys and values {how}" if plan.axis == "cp" else f"{how} over {plan.size}"
+    return f"each sequence shared along {plan.axis}: {what}; in {_listed(plan.modules)}"
 
 
 def _rows_of_shard(plan: ShardPlan | None, averaged: str) -> list[tuple[str, str]]:
@@ -117,6 +154,16 @@ def _rows_of_shard(plan: ShardPlan | None, averaged: str) -> list[tuple[str, str
     return rows
 
 
+def _row_of_experts(plan: ExpertPlan, shard: ShardPlan | None) -> str:
+    counts = sorted({held.num_experts for held in plan.modules.values()})
+    each = " or ".join(str(count) for count in counts)
+    own = " or ".join(str(count // plan.size) for count in counts)
+    text = f"{each} of {_listed(plan.modules)}, spread over {plan.size} ranks: {own} on each"
+    if shard is None or shard.num_expert_shards == 1:
+        return text
+    return f"{text}, sharded over {shard.num_expert_shards}"
+
+
 def _listed(names: Iterable[str]) -> str:
     found = [name or "the model" for name in names]
     if len(found) <= 4:
@@ -137,13 +184,13 @@ def plan_model(
     ``prepare_model(ctx, teacher, plan=plan_model(ctx, teacher, engine="ddp"))``, or one of
     ``ctx.replace(fsdp_plugin=...)``.
 
-    Ranks: local; the same on every rank.
+    Ranks: local; the same on every rank, or on those that have the same stages.
 
     Args:
         ctx: The mesh, and what was asked for.
         model: Not prepared yet; its parameters may be on the meta device. Or its facts.
         engine: "ddp" keeps the whole model on every rank, "shard" shards it; None for what the context says:
-            sharded with an ``fsdp_plugin``, ``dp_shard_size`` or ``tp_size``, else whole.
+            sharded with an ``fsdp_plugin``, ``dp_shard_size``, ``tp_size`` or ``pp_size``, else whole.
 
     Raises:
         ConfigurationError: What was asked for doesn't fit the model, or contradicts itself.
@@ -156,45 +203,151 @@ def plan_model(
     compiled   nothing
     """
     check_context("plan_model", ctx)
+    return plan_at(ctx, model, ctx.coordinate("pp"), engine=engine)
+
+
+def plan_at(
+    ctx: Context,
+    model: nn.Module | ModelFacts,
+    place: int,
+    *,
+    engine: Literal["ddp", "shard"] | None = None,
+) -> ModelPlan:
+    """Return the plan of the ranks at a place along "pp", as :func:`plan_model` does of this rank's."""
     facts = model if isinstance(model, ModelFacts) else read_facts(model)
     real = None if isinstance(model, ModelFacts) else model
     mesh = plan_mesh(None, ctx.num_processes) if ctx.mesh is None else ctx.mesh.plan
     chosen = _choose_engine(ctx, mesh, engine)
-    tensor = None
+    parallelism = ctx.strategy.parallelism
+    own_names = facts.own_names
+    outline = facts
+    pipeline, schedule, tensor = None, None, None
+    if mesh.size("pp") > 1:
+        config = (None if parallelism is None else parallelism.pp_handler) or PipelineParallelConfig()
+        schedule = plan_schedule(config, mesh.size("pp"))
+        _check_schedule(schedule, ctx, chosen)
+        pipeline = plan_stages(facts, schedule.num_stages, split=config.split)
+        facts = pipeline.local(facts, schedule.stages_of(place))
+    experts = _plan_experts(ctx, facts, mesh) if chosen == "shard" and mesh.size("ep") > 1 else None
     if mesh.size("tp") > 1:
-        parallelism = ctx.strategy.parallelism
         handler = None if parallelism is None else parallelism.tp_handler
-        tensor = plan_tensor(handler or TorchTensorParallelConfig(), facts, mesh.size("tp"))
-    shard = None
-    if chosen == "shard":
-        plugin = ctx.strategy.fsdp or FullyShardedDataParallelPlugin(fsdp_version=2)
-        policy = plugin.auto_wrap_policy
-        wrapped = None
-        if policy is not None and not isinstance(policy, str):
-            wrapped = names_of_wrapped(policy, _needed(real, "auto_wrap_policy"))
-        ignored: tuple[str, ...] = ()
-        if plugin.ignored_modules is not None:
-            ignored = names_of_ignored(plugin.ignored_modules, _needed(real, "ignored_modules"), facts)
-        shard = plan_shard(
-            plugin,
-            facts if tensor is None else tensor.local(facts),
-            mesh,
-            mixed_precision=ctx.mixed_precision,
-            wrapped=wrapped,
-            ignored=ignored,
-        )
-    own = facts.own_names
+        tensor = plan_tensor(handler or TorchTensorParallelConfig(), outline, mesh.size("tp"))
+        if pipeline is not None:
+            tensor = tensor.only(facts)
+    plugin = ctx.strategy.fsdp or FullyShardedDataParallelPlugin(fsdp_version=2)
+    local = facts if tensor is None else tensor.local(facts)
+    if experts is not None:
+        local = experts.local(local)
+    shard, recomputed = None, ()
+    if chosen == "shard" or plugin.activation_checkpointing:
+        units = choose_units(plugin, local, _wrapped(plugin, real))
+        if plugin.activation_checkpointing:
+            recomputed = plan_recompute(facts, units, real)
+        if chosen == "shard":
+            ignored: tuple[str, ...] = ()
+            if plugin.ignored_modules is not None:
+                ignored = names_of_ignored(plugin.ignored_modules, _needed(real, "ignored_modules"), facts)
+            shard = plan_shard(
+                plugin,
+                local,
+                mesh,
+                units,
+                mixed_precision=ctx.mixed_precision,
+                ignored=ignored,
+                experts=experts,
+            )
     return ModelPlan(
         model=facts.kinds[""],
-        num_parameters=facts.numel(*own),
-        num_trainable=facts.numel(*(name for name in own if name in facts.trainable)),
+        num_parameters=outline.numel(*own_names),
+        num_trainable=outline.numel(*(name for name in own_names if name in outline.trainable)),
         mesh=mesh,
+        pipeline=pipeline,
+        schedule=schedule,
         tensor=tensor,
+        attention=_plan_attention(ctx, local, mesh, real),
+        experts=experts,
         engine=chosen,
         shard=shard,
-        compiled=modules_to_compile(ctx.strategy.dynamo, facts, real, shard),
+        recomputed=recomputed,
+        compiled=modules_to_compile(ctx.strategy.dynamo, facts, None if pipeline else real, shard, pipeline),
         precision=_precision(ctx.mixed_precision, shard),
     )
+
+
+def _plan_attention(
+    ctx: Context, facts: ModelFacts, mesh: MeshPlan, model: nn.Module | None
+) -> AttentionPlan | None:
+    if mesh.size("seq") == 1:
+        return None
+    parallelism = ctx.strategy.parallelism
+    handler = None if parallelism is None else parallelism.cp_handler
+    return plan_attention(handler, facts, "cp" if mesh.size("cp") > 1 else "sp", mesh.size("seq"), model)
+
+
+def share_attention(ctx: Context, model: nn.Module, plan: AttentionPlan | None = None) -> None:
+    """Let ranks along "cp" or "sp" compute attention together, if there are any. Writes into ``model``.
+
+    Ranks: every rank of ``ctx``; nothing is communicated.
+
+    Args:
+        ctx: The world.
+        model: Has no attention over ranks yet.
+        plan: From :func:`plan_model`; None to make one.
+
+    Raises:
+        NotAvailableError: The ranks are threads.
+        ConfigurationError: As :func:`accelfn.parallel.attention.plan_attention`.
+    """
+    if ctx.mesh is None or ctx.mesh.plan.size("seq") == 1:
+        return
+    plan = plan or _plan_attention(ctx, read_facts(model), ctx.mesh.plan, model)
+    group = ctx.along("seq").world.group
+    if plan is None or group is None:
+        raise NotAvailableError(
+            "ranks that share sequences have to be processes with an initialised torch.distributed; these "
+            'are threads. In a test, use run_ranks(..., on="processes").'
+        )
+    apply_attention(model, plan, group)
+
+
+def _plan_experts(ctx: Context, facts: ModelFacts, mesh: MeshPlan) -> ExpertPlan:
+    if mesh.size("tp") > 1:
+        raise ConfigurationError(
+            f"ep_size={mesh.ep_size} and tp_size={mesh.size('tp')}: this version spreads experts over ranks "
+            "that don't share layers. Set one of them to 1."
+        )
+    if ctx.strategy.dynamo.backend != DynamoBackend.NO:
+        raise ConfigurationError(
+            f"ep_size={mesh.ep_size} and dynamo_backend={str(ctx.strategy.dynamo.backend)!r}: how many rows "
+            "experts see is known in each step alone, which no compiled block can hold. Leave one of the two "
+            "out."
+        )
+    parallelism = ctx.strategy.parallelism
+    handler = None if parallelism is None else parallelism.ep_handler
+    return plan_experts(handler or ExpertParallelConfig(), facts, mesh.ep_size)
+
+
+def _check_schedule(schedule: SchedulePlan, ctx: Context, engine: Engine) -> None:
+    """Refuse what torch's schedules can't do."""
+    if schedule.splits_backward and (engine == "shard" or ctx.strategy.dynamo.backend != DynamoBackend.NO):
+        what = "is sharded or replicated" if engine == "shard" else "is compiled"
+        raise ConfigurationError(
+            f"schedule={schedule.name!r} computes gradients of inputs and of weights apart, which torch "
+            f"can't do with a model that {what}. "
+            'Use "1f1b", "interleaved1f1b", "loopedbfs" or "gpipe".'
+        )
+    if ctx.reduction is not None:
+        raise ConfigurationError(
+            'reduction="canonical" needs the whole model on every rank, to take sums in one order. Leave '
+            'pp_size out, or use reduction="mean".'
+        )
+
+
+def _wrapped(plugin: FullyShardedDataParallelPlugin, model: nn.Module | None) -> tuple[str, ...] | None:
+    policy = plugin.auto_wrap_policy
+    if policy is None or isinstance(policy, str):
+        return None
+    return names_of_wrapped(policy, _needed(model, "auto_wrap_policy"))
 
 
 def _needed(model: nn.Module | None, field: str) -> nn.Module:
@@ -210,11 +363,12 @@ def _choose_engine(ctx: Context, mesh: MeshPlan, engine: Literal["ddp", "shard"]
         _refuse_alone(ctx.strategy.fsdp)
         return "none"
     asked = ctx.strategy.fsdp is not None or mesh.size("dp_shard") > 1
-    chosen = engine or ("shard" if asked or mesh.size("tp") > 1 else "ddp")
-    if chosen == "ddp" and mesh.size("tp") > 1:
+    is_apart = mesh.size("tp", "pp") > 1
+    chosen = engine or ("shard" if asked or is_apart else "ddp")
+    if chosen == "ddp" and is_apart:
         raise ConfigurationError(
-            'plan_model: engine="ddp" keeps the whole model on every rank, and ranks along tp read the same '
-            "batch. Leave engine out, or prepare the model with evaluation_mode=True if it isn't trained."
+            'plan_model: engine="ddp" keeps the whole model on every rank, and ranks along tp and pp have '
+            "parts of it. Leave engine out, or prepare a model that isn't trained with evaluation_mode=True."
         )
     if chosen == "shard" and ctx.reduction is not None:
         raise ConfigurationError(
@@ -245,12 +399,15 @@ def modules_to_compile(
     facts: ModelFacts,
     model: nn.Module | None = None,
     shard: ShardPlan | None = None,
+    pipeline: PipelinePlan | None = None,
 ) -> tuple[str, ...]:
     """Return the names of the modules that are compiled, "" for the model itself."""
     if options.backend == DynamoBackend.NO:
         return ()
     if shard is not None and len(shard.units) > 1:  # between units FSDP gathers, which no graph can hold
         return tuple(reversed(shard.units[:-1]))
+    if pipeline is not None:  # the forward of the model is left where another stage begins
+        return tuple(name for stage in pipeline.stages for name in stage.blocks if name in facts.kinds)
     if not options.use_regional_compilation:
         return ("",)
     return (facts.blocks or ("",)) if model is None else plan_regions(model)
@@ -273,7 +430,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def apply_model(ctx: Context, model: M, plan: ModelPlan) -> M:
-    """Do with a model what was planned for it: tensor parallelism, compilation, then shards or replicas.
+    """Do with a model what was planned: stages, shared layers, recomputation, compilation, shards, replicas.
 
     Parameters are as on rank 0 from now on. Those that are replaced point at their successors, so that an
     optimizer that holds them finds them.
@@ -282,7 +439,8 @@ def apply_model(ctx: Context, model: M, plan: ModelPlan) -> M:
 
     Args:
         ctx: The world that was planned for.
-        model: On this rank's device, or, where it is sharded, anywhere. Writes into it.
+        model: On this rank's device, or, where it is spread over ranks, anywhere: also on the meta device.
+            Writes into it.
         plan: From :func:`plan_model`.
 
     Returns:
@@ -290,49 +448,57 @@ def apply_model(ctx: Context, model: M, plan: ModelPlan) -> M:
 
     Raises:
         MismatchError: The models of the ranks differ in a name, shape or dtype.
+        ConfigurationError: Rank 0 has no values for what another rank has them for.
         Exception: As torch's engines.
     """
     before = named(model)
     result: nn.Module = model
-    if plan.tensor is not None or plan.shard is not None:
-        _take_from_rank_0(ctx, model)
-    if plan.tensor is not None and ctx.mesh is not None:
-        apply_tensor(model, plan.tensor, ctx.mesh.device_mesh("tp"))
-        retie(before, model)
-    compile_(model, ctx.strategy.dynamo, plan.compiled)
-    if plan.shard is not None:
-        apply_shard(ctx, model, plan.shard)
-    elif plan.tensor is not None:
-        LocalHandle(model)
-    elif plan.engine == "ddp" or ctx.reduction is not None:
-        result = replicate(ctx, model)
-    if plan.tensor is not None or plan.shard is not None:
-        with_named_errors(model, ctx.collectives.translate_error)
-        check_each_forward(ctx, model)
+    if not plan.is_spread:
+        share_attention(ctx, model, plan.attention)
+        recompute(model, plan.recomputed)
+        compile_(model, ctx.strategy.dynamo, plan.compiled)
+        if plan.engine == "ddp" or ctx.reduction is not None:
+            result = replicate(ctx, model)
+    else:
+        _spread(ctx, model, plan, before)
     leave_pointers(before, model)
     return cast("M", result)
 
 
-def _take_from_rank_0(ctx: Context, model: nn.Module) -> None:
-    """Bring the parameters and buffers of a model to rank 0's values, some at a time."""
-    tensors: dict[str, torch.Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    verify_structure(ctx, tensors)
-    batch: dict[str, torch.Tensor] = {}
-    size = 0
-
-    def flush() -> None:
-        with torch.no_grad():
-            for name, value in broadcast(ctx, batch).items():
-                tensors[name].copy_(value)
-        batch.clear()
-
-    for name, tensor in tensors.items():
-        if tensor.is_meta or is_made_of_others(tensor):
-            continue
-        batch[name] = tensor.detach()
-        size += tensor.nbytes
-        if size >= _BROADCAST_BYTES:
-            flush()
-            size = 0
-    if batch:
-        flush()
+def _spread(ctx: Context, model: nn.Module, plan: ModelPlan, before: Mapping[str, torch.Tensor]) -> None:
+    """Spread a model over ranks, on the meta device; then give each rank memory for its parts, and values."""
+    if ctx.mesh is None:
+        raise NotAvailableError(
+            "a model that is spread over ranks needs a mesh. Pass fsdp_plugin or parallelism_config to "
+            "init_context."
+        )
+    tp = None if plan.tensor is None else ctx.mesh.device_mesh("tp")
+    shards = None if plan.shard is None else ctx.mesh.device_mesh(*plan.shard.dims)
+    ep = of_experts = None
+    if plan.experts is not None and plan.shard is not None:
+        ep = ctx.mesh.device_mesh("ep")
+        of_experts = ctx.mesh.device_mesh(*plan.shard.expert_dims_of_mesh)
+    values = release(ctx, model)
+    if plan.pipeline is not None and plan.schedule is not None:
+        apply_stages(model, plan.pipeline, plan.schedule.stages_of(ctx.coordinate("pp")))
+    if plan.tensor is not None and tp is not None:
+        apply_tensor(model, plan.tensor, tp)
+        retie(before, model)
+    if plan.experts is not None and ep is not None:
+        apply_experts(model, plan.experts, ep)
+        retie(before, model)
+    share_attention(ctx, model, plan.attention)
+    recompute(model, plan.recomputed)
+    compile_(model, ctx.strategy.dynamo, plan.compiled)
+    units: list[nn.Module] = []
+    if plan.shard is not None and shards is not None:
+        units = apply_shard(model, plan.shard, shards, ctx.device, of_experts)
+    in_host = plan.shard is not None and plan.shard.offload
+    materialize(model, torch.device("cpu") if in_host else ctx.device)
+    fill(ctx, model, values)
+    handle = LocalHandle(model) if plan.shard is None else ShardHandle(model, units, ctx.device)
+    if plan.pipeline is not None and plan.schedule is not None:
+        PipelineHandle(ctx, model, plan.pipeline, plan.schedule, handle)  # which agrees once for each batch
+        return
+    with_named_errors(model, ctx.collectives.translate_error)
+    check_each_forward(ctx, model)

@@ -1,14 +1,15 @@
 """From the parameters that a model had to those that it has now: pointers, which optimizers follow.
 
-Sharding puts new parameters in the place of the old ones, under the same names. Each old parameter then
+Sharding replaces parameters by new ones of the same names. Each old parameter then
 points at its successor, so that whoever still holds it finds the new one: an optimizer that was made before,
-in whatever order model and optimizer are prepared.
+in whatever order model and optimizer are prepared. A model of which this rank keeps some stages remembers
+what it was as a whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -17,10 +18,62 @@ from torch.optim import Optimizer
 from accelfn.errors import ConfigurationError
 from accelfn.tree import is_dtensor
 
-__all__ = ("follow", "leave_pointers", "named", "newest", "repoint", "retie")
+__all__ = (
+    "WholeModel",
+    "follow",
+    "leave_pointers",
+    "named",
+    "newest",
+    "remember_whole",
+    "repoint",
+    "retie",
+    "whole_of",
+)
 
 # Where an old parameter keeps its successor: a tuple, whose item is None for one that this rank has no more.
 _SUCCESSOR = "_accelfn_now"
+# Where a model keeps what it was before other ranks took stages of it.
+_WHOLE = "_accelfn_whole"
+
+
+class WholeModel(NamedTuple):
+    """The state dict of a model before ranks took different stages of it: the same on all of them.
+
+    Attributes:
+        tensors: Dtype and shape by name, in the model's order; None for what is no tensor.
+        first: First name of a tied tensor, by each of its others.
+    """
+
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]] | None]
+    first: Mapping[str, str]
+
+    def tied(self) -> dict[str, tuple[str, ...]]:
+        """Return all names of each tied tensor, by each of them."""
+        groups: dict[str, list[str]] = {}
+        for name, leader in self.first.items():
+            groups.setdefault(leader, [leader]).append(name)
+        return {name: tuple(names) for names in groups.values() for name in names}
+
+
+def remember_whole(model: nn.Module) -> None:
+    """Let a model remember its state dict; before parts of it go. Writes into ``model``."""
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]] | None] = {}
+    first: dict[str, str] = {}
+    names: dict[int, str] = {}
+    for name, value in cast("dict[str, object]", model.state_dict(keep_vars=True)).items():
+        if not isinstance(value, torch.Tensor):
+            tensors[name] = None
+            continue
+        tensors[name] = (value.dtype, tuple(value.shape))
+        leader = names.setdefault(id(value), name)
+        if leader != name:
+            first[name] = leader
+    setattr(model, _WHOLE, WholeModel(tensors, first))
+
+
+def whole_of(model: nn.Module) -> WholeModel | None:
+    """Return what a model was before stages of it went to other ranks; None where all of it is here."""
+    return getattr(model, _WHOLE, None)
 
 
 def named(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -69,7 +122,7 @@ def leave_pointers(before: Mapping[str, torch.Tensor], model: nn.Module) -> None
 
 
 def newest(parameter: torch.Tensor) -> torch.Tensor | None:
-    """Return what stands in the place of a parameter now: itself where nothing has replaced it.
+    """Return what replaces a parameter now: itself where nothing has replaced it.
 
     None for one that this rank holds no part of any more.
     """
@@ -90,7 +143,7 @@ def follow(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def repoint(optimizer: Optimizer) -> int:
-    """Let an optimizer go on with the parameters that have replaced its own; its state goes with them.
+    """Point an optimizer at the parameters that replaced its own, and move its state to them.
 
     Writes into the optimizer: its groups stay the same objects, in their order, so that schedulers go on.
     State of a parameter's shape is laid out as the new parameter is: each rank keeps its shard.

@@ -15,10 +15,10 @@ __all__ = ("Reductions", "watch_reductions")
 
 
 def watch_reductions(ctx: Context, model: DistributedDataParallel) -> None:
-    """Reduce the gradients of ``model`` as torch does by itself, and let the waiting hear of other ranks.
+    """Reduce the gradients of ``model`` as torch does by itself, and let the wait notice other ranks.
 
     By itself torch waits inside of C++, where neither another rank's exception nor one that never comes to
-    its backward pass can be heard of. Here all reductions are begun as torch wants them and waited for at the
+    its backward pass can be noticed. Here all reductions are begun as torch wants them and waited for at the
     end of the backward pass. For tensors on the CPU: accelerators wait on their streams.
 
     Args:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import Node
+from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage] -- what dropouts share
 from torch.nn.parallel import DistributedDataParallel
 
 from accelfn.comm import Call, check, check_later, verify_structure
+from accelfn.comm.agreement import Shared, describe_tree
+from accelfn.comm.wire import as_bytes
 from accelfn.context import Context
 from accelfn.context.config import DistributedDataParallelKwargs, GuardMode
 from accelfn.errors import ConfigurationError
@@ -22,7 +27,7 @@ from accelfn.parallel.exact import ExactReplica
 from accelfn.parallel.facts import modules_of
 from accelfn.parallel.handle import Communication, DDPHandle, handle_of, uncompiled
 from accelfn.parallel.thread_ddp import ThreadDDP, is_made_of_others
-from accelfn.tree import flatten, is_dtensor
+from accelfn.tree import digest_tensors, flatten, is_dtensor
 
 __all__ = (
     "DataParallel",
@@ -134,7 +139,7 @@ def _watched(ctx: Context, model: DistributedDataParallel) -> DistributedDataPar
 
 
 def _adopted(ctx: Context, model: DistributedDataParallel) -> DistributedDataParallel:
-    """Take a model that the user has wrapped."""
+    """Adopt a model that the user has wrapped."""
     if not cast("Any", model)._comm_hooks:
         register_comm_hook(ctx, model, None)
     return _watched(ctx, model)
@@ -184,7 +189,7 @@ def check_wrapped(ctx: Context, model: nn.Module) -> None:
 
 
 def _is_all_on(device: torch.device, model: nn.Module) -> bool:
-    """Whether DDP may move inputs to ``device`` itself; a model on several, or on the CPU, does without."""
+    """Return whether DDP may move inputs to ``device``: not for a model on several, or on the CPU."""
     return device.type != "cpu" and all(parameter.device == device for parameter in model.parameters())
 
 
@@ -198,16 +203,19 @@ class ForwardAgreement:
     def __init__(self, ctx: Context | None) -> None:
         """Check in the world of ``ctx``, or nothing without one."""
         self._ctx = ctx
+        self._batches = None if ctx is None else _batches_by_rank(ctx)
+        self._drops = False  # whether dropout draws in training
         self._is_first = True  # the next pass may compile kernels, on one rank longer than on others
 
     def watch(self, model: nn.Module) -> None:
         """Check each forward pass of ``model`` from now on."""
-        model.register_forward_pre_hook(self.before, prepend=True)  # FSDP's own begins to gather
+        self._drops = any(isinstance(one, _DropoutNd) and one.p > 0 for one in model.modules())
+        # FSDP's own begins to gather.
+        model.register_forward_pre_hook(self.before, prepend=True, with_kwargs=True)
         model.register_forward_hook(self.after)
 
-    def before(self, model: nn.Module, arguments: Any) -> None:
-        """Hook before a forward pass: tell the others that this rank is here."""
-        del arguments
+    def before(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        """Hook before a forward pass: notify the others that this rank is here."""
         if self._ctx is None or torch.compiler.is_compiling():  # no Python runs in what is compiled
             return
         if vars(model).get(_UNCHECKED):
@@ -220,6 +228,11 @@ class ForwardAgreement:
         text = str(planned)
         place: str = vars(model).get(_PLACE, "")
         call = Call("forward", text, lambda: {"model": text}, takes_long=is_first, place=place)
+        if self._batches is not None:
+            with_values = self._ctx.guard.mode == GuardMode.FULL
+            drawing = self._ctx.device if self._drops and model.training else None
+            leaves = partial(_describe, args, kwargs, with_values, drawing)
+            call = call._replace(shared=Shared(*self._batches, leaves))
         if planned.at_once:
             check(self._ctx, call)
         else:
@@ -249,12 +262,53 @@ class ForwardAgreement:
         return self
 
     def __reduce__(self) -> tuple[type[ForwardAgreement], tuple[None]]:
-        """Leave no world in a pickle: the model that is loaded from it belongs to none."""
+        """Pickle without the world: a model that is loaded belongs to none."""
         return ForwardAgreement, (None,)
 
 
+def _batches_by_rank(ctx: Context) -> tuple[str, tuple[int, ...]] | None:
+    """Name the axes along which ranks work on one batch, and say which; None where each has its own."""
+    if ctx.mesh is None or ctx.along("dp") is ctx:
+        return None
+    plan = ctx.mesh.plan
+    axes = [axis for axis in plan.active() if axis not in plan.active("dp")]
+    return ", ".join(axes), tuple(plan.coordinate(rank, "dp") for rank in range(plan.num_ranks))
+
+
+def _describe(args: Any, kwargs: Any, with_values: bool, drawing: torch.device | None) -> dict[str, str]:
+    """Describe the inputs of a model by path, and the state of the generator that it draws from.
+
+    Args:
+        args: Of its call.
+        kwargs: Of its call.
+        with_values: Say the bits too, and not only shapes and dtypes; waits for the device.
+        drawing: Device whose generator it draws from, if it does.
+    """
+    kinds: dict[str, str] = {}
+    dense: dict[str, torch.Tensor] = {}
+    for name, tree in (("args", args), ("kwargs", kwargs)):
+        own = describe_tree("forward", tree).leaves()
+        for (path, kind), leaf in zip(own.items(), flatten(tree)[0], strict=True):
+            kinds[path := name + path.removeprefix("tree")] = kind
+            if with_values and _is_dense(leaf):
+                dense[path] = leaf
+    for path, digest in zip(dense, digest_tensors(list(dense.values())), strict=True):
+        kinds[path] += f", digest {as_bytes(digest.view(torch.uint8)).hex()}"
+    if drawing is not None:
+        state = (torch if drawing.type == "cpu" else torch.get_device_module(drawing)).get_rng_state()
+        digest = hashlib.blake2b(as_bytes(state), digest_size=8).hexdigest()
+        kinds[f"the generator of {drawing.type}, for dropout"] = f"state {digest}"
+    return kinds
+
+
+def _is_dense(leaf: Any) -> bool:
+    if not isinstance(leaf, torch.Tensor) or leaf.layout != torch.strided:
+        return False
+    return not (leaf.is_meta or is_dtensor(leaf))
+
+
 def _starts_of_backward(output: Any) -> list[Node]:
-    """Give the nodes of which a backward pass from ``output`` meets one first; none where that isn't sure."""
+    """Return the nodes at which a backward pass from ``output`` starts; none where that isn't sure."""
     starts: list[Node | None] = []
     for leaf in flatten(output)[0]:
         if isinstance(leaf, torch.Tensor):

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import partial, wraps
 from itertools import pairwise
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import nn
 
-from accelfn.context import Context, MeshPlan
+from accelfn.context import MeshPlan
 from accelfn.context.config import FullyShardedDataParallelPlugin
-from accelfn.errors import ConfigurationError, NotAvailableError
+from accelfn.errors import ConfigurationError
+from accelfn.parallel.expert_plans import ExpertPlan
 from accelfn.parallel.facts import ModelFacts, owner_of
 from accelfn.parallel.handle import handle_of
 from accelfn.parallel.shard_handle import ShardHandle
-from accelfn.parallel.wrap import choose_units
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ("ShardPlan", "apply_shard", "plan_shard", "register_forward_method")
 
@@ -46,6 +48,9 @@ class ShardPlan(NamedTuple):
         gathered_bytes: Of the largest unit while it computes.
         unreduced_bytes: Of the gradients that each rank holds whole in an accumulation window, until its
             last batch; with ``sync_each_batch`` it holds ``shard_bytes`` of them.
+        num_expert_shards: Ranks that share each expert.
+        expert_dims: The dim along which each parameter of experts is sharded over these, by its name; empty
+            where no experts are spread over ranks. Their modules are units.
     """
 
     num_replicas: int
@@ -62,38 +67,67 @@ class ShardPlan(NamedTuple):
     shard_bytes: int
     gathered_bytes: int
     unreduced_bytes: int
+    num_expert_shards: int
+    expert_dims: Mapping[str, int]
 
     @property
     def dims(self) -> tuple[str, ...]:
         """Dims of the device mesh that it is sharded on."""
         return ("dp_replicate", "shard") if self.num_replicas > 1 else ("shard",)
 
+    @property
+    def expert_dims_of_mesh(self) -> tuple[str, ...]:
+        """Dims of the device mesh that experts are sharded on."""
+        return (*self.dims[:-1], "eshard")
+
+    @property
+    def expert_units(self) -> frozenset[str]:
+        """Names of the units that hold experts."""
+        return frozenset(name.rpartition(".")[0] for name in self.expert_dims)
+
+    def shards_of(self, name: str) -> int:
+        """Return how many ranks share a parameter."""
+        if name in self.ignored:
+            return 1
+        return self.num_expert_shards if name in self.expert_dims else self.num_shards
+
+    def shard_numel(self, facts: ModelFacts, name: str) -> int:
+        """Return how many elements of a parameter a rank keeps, the padding of uneven shards included."""
+        num_shards = self.shards_of(name)
+        if num_shards == 1 or name in self.expert_dims:
+            return facts.numel(name) // num_shards
+        rows, *rest = facts.shapes[name]
+        return -(-rows // num_shards) * prod(rest)
+
 
 def plan_shard(
     plugin: FullyShardedDataParallelPlugin,
     facts: ModelFacts,
     mesh_plan: MeshPlan,
+    units: Iterable[str],
     *,
     mixed_precision: str = "no",
-    wrapped: Iterable[str] | None = None,
     ignored: Iterable[str] = (),
+    experts: ExpertPlan | None = None,
 ) -> ShardPlan:
     """Return how a model is sharded on a mesh. Pure.
 
     Args:
         plugin: What was asked for. Its fields of version 1 have their meaning in version 2.
-        facts: Of the model, before sharding.
+        facts: Of the model, before sharding; of experts, what one rank holds.
         mesh_plan: Sharded over its axes dp_shard, cp and sp; replicated over dp_replicate.
+        units: Names of the modules that are gathered and freed one by one: those of ``choose_units``.
         mixed_precision: Of the context, where the plugin has no policy of its own: parameters are gathered
             and compute in it, and gradients are averaged in float32.
-        wrapped: Names that a policy that is a callable has chosen.
         ignored: Names of the parameters that every rank keeps whole.
+        experts: Those that are spread over ranks. Their modules become units, sharded over the ranks that
+            have the same ones.
 
     Raises:
-        ConfigurationError: A class to wrap isn't in the model, or tied parameters are in two units; or a
-            parameter can't be sharded.
+        ConfigurationError: A parameter can't be sharded.
     """
-    units = choose_units(plugin, facts, wrapped)
+    chosen = {*units, *(() if experts is None else experts.modules)} - {""}
+    units = (*(name for name in reversed(tuple(facts.kinds)) if name in chosen), "")
     left_out = frozenset(ignored)
     sharded = tuple(name for name in facts.own_names if name not in left_out)
     of_unit: dict[str, list[str]] = {name: [] for name in units}
@@ -107,7 +141,8 @@ def plan_shard(
     def width(name: str) -> int:
         return (param_dtype or facts.dtypes[name]).itemsize
 
-    return ShardPlan(
+    num_expert_shards = mesh_plan.size("eshard")
+    plan = ShardPlan(
         num_replicas=mesh_plan.size("dp_replicate"),
         num_shards=num_shards,
         units=units,
@@ -119,22 +154,37 @@ def plan_shard(
         offload=plugin.offloads_params,
         prefetch=bool(plugin.forward_prefetch),
         ignored=tuple(ignored),
-        shard_bytes=sum(_shard_bytes(facts, name, num_shards) for name in sharded),
+        shard_bytes=0,
         gathered_bytes=max(sum(facts.numel(one) * width(one) for one in names) for names in of_unit.values()),
         unreduced_bytes=sum(
             facts.numel(one) * (grad_dtype or facts.dtypes[one]).itemsize
             for one in sharded
             if one in facts.trainable
         ),
+        num_expert_shards=num_expert_shards,
+        expert_dims={} if experts is None else _expert_dims(experts, facts, num_expert_shards),
     )
+    kept = sum(plan.shard_numel(facts, name) * facts.dtypes[name].itemsize for name in sharded)
+    return plan._replace(shard_bytes=kept)
 
 
-def _shard_bytes(facts: ModelFacts, name: str, num_shards: int) -> int:
-    rows, *rest = facts.shapes[name]
-    row = 1
-    for size in rest:
-        row *= size
-    return -(-rows // num_shards) * row * facts.dtypes[name].itemsize
+def _expert_dims(experts: ExpertPlan, facts: ModelFacts, num_shards: int) -> dict[str, int]:
+    """Choose along which dim each parameter of experts is sharded: the first one that divides evenly.
+
+    Torch pads uneven shards along dim 0 alone, and can't put those together of what is split there already.
+    """
+    found: dict[str, int] = {}
+    for name in experts.names:
+        shape = facts.shapes[name]
+        dim = next((dim for dim, size in enumerate(shape) if size % num_shards == 0), None)
+        if dim is None:
+            raise ConfigurationError(
+                f"{name} can't be sharded over the {num_shards} ranks that have the same experts: of each, "
+                f"which has {shape}, no dim is divisible by {num_shards}. Raise ep_size, or use "
+                "dp_replicate_size in the place of some of dp_shard_size."
+            )
+        found[name] = dim
+    return found
 
 
 def _check_parameters(facts: ModelFacts, of_unit: Mapping[str, list[str]]) -> None:
@@ -185,47 +235,54 @@ def _dtype(word: str) -> torch.dtype | None:
     return next((dtype for name, dtype in _DTYPES if name == word), None)
 
 
-def apply_shard(ctx: Context, model: nn.Module, plan: ShardPlan) -> None:
+def apply_shard(
+    model: nn.Module,
+    plan: ShardPlan,
+    device_mesh: DeviceMesh,
+    device: torch.device,
+    expert_mesh: DeviceMesh | None = None,
+) -> list[nn.Module]:
     """Shard a model as planned: writes into it. Its modules keep their names, and get new parameters.
 
-    Ranks: every rank of ``ctx``, with equal models; doesn't communicate.
+    Ranks: every rank of ``device_mesh``, with equal models; doesn't communicate.
 
     Args:
-        ctx: The world, with a mesh of processes.
-        model: On any device: what is sharded goes to this rank's, unit by unit.
+        model: Its parameters are on the meta device, and stay there.
         plan: From :func:`plan_shard`.
+        device_mesh: Of the dims of the plan.
+        device: On which this rank computes.
+        expert_mesh: Of the dims of the plan for experts, and of one root with the mesh that these are spread
+            over; None where there are none.
 
-    Raises:
-        NotAvailableError: Ranks are threads, which have no device mesh.
+    Returns:
+        The units.
     """
-    if ctx.mesh is None:
-        raise NotAvailableError(
-            "fully sharded data parallelism needs a mesh. Pass fsdp_plugin or parallelism_config to "
-            "init_context."
-        )
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+    from torch.distributed.tensor import Shard
 
-    mesh = ctx.mesh.device_mesh(*plan.dims)
-    pin = ctx.device.type != "cpu"  # pinning is for copies to a device, and needs one
+    pin = device.type != "cpu"  # pinning is for copies to a device, and needs one
     offload = CPUOffloadPolicy(pin_memory=pin) if plan.offload else OffloadPolicy()
     parameters = dict(model.named_parameters(remove_duplicate=False))
     ignored = {parameters[name] for name in plan.ignored}
-    for one in ignored:  # which FSDP leaves where they are
-        one.data = one.data.to(ctx.device)
+    expert_units = plan.expert_units
+    placements = {parameters[name]: Shard(dim) for name, dim in plan.expert_dims.items()}
     units: list[nn.Module] = []
     model.register_forward_hook(_own_memory)  # before FSDP's own hook
     for name in plan.units:
         module = model.get_submodule(name)
+        are_experts = name in expert_units
         precision = MixedPrecisionPolicy(
             param_dtype=plan.param_dtype,
             reduce_dtype=plan.reduce_dtype,
             # Blocks hand on what they compute: a cast there gives the next one two dtypes.
             output_dtype=None if name else plan.output_dtype,
-            cast_forward_inputs=plan.cast_inputs,
+            # The block around experts has cast what they take, but for the weights that a router gives.
+            cast_forward_inputs=plan.cast_inputs and not are_experts,
         )
         fully_shard(
             module,
-            mesh=mesh,
+            mesh=expert_mesh if are_experts else device_mesh,
+            shard_placement_fn=placements.get if are_experts else None,
             reshard_after_forward=plan.reshard if name else None,
             mp_policy=precision,
             offload_policy=offload,
@@ -236,7 +293,7 @@ def apply_shard(ctx: Context, model: nn.Module, plan: ShardPlan) -> None:
         in_order = [module for module in model.modules() if any(module is one for one in units)][1:]
         for one, following in pairwise(in_order):
             cast("Any", one).set_modules_to_forward_prefetch([following])
-    ShardHandle(model, units, ctx.device)
+    return units
 
 
 def register_forward_method(model: nn.Module, *names: str) -> None:
@@ -260,10 +317,12 @@ def register_forward_method(model: nn.Module, *names: str) -> None:
                 f"register_forward_method: {type(model).__name__} has no method {name!r}."
             )
         handle = handle_of(model)
-        if handle is not None and handle.engine == "shard":
+        if isinstance(handle, ShardHandle):
             from torch.distributed.fsdp import register_fsdp_forward_method
 
             register_fsdp_forward_method(model, name)
+            gathering = getattr(model, name)
+            setattr(model, name, wraps(gathering)(partial(handle.compute, gathering)))
 
 
 def _own_memory(model: nn.Module, args: Any, output: Any) -> Any:

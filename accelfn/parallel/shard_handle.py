@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -24,7 +25,7 @@ class ShardHandle(Handle):
     used shards outside of a forward pass, and nobody averages them: they are refused.
     """
 
-    engine: ClassVar[Literal["none", "ddp", "shard"]] = "shard"
+    engine: ClassVar[Literal["none", "ddp", "shard", "pipeline"]] = "shard"
     has_whole_parameters: ClassVar[bool] = False
     holds_gradients: ClassVar[bool] = True
 
@@ -40,6 +41,7 @@ class ShardHandle(Handle):
         self._model = weakref.ref(model)
         self._units = [weakref.ref(unit) for unit in units]
         self._syncs = True
+        self._depth = 0  # of calls inside of each other: a registered method may call the model
         register(self, model.parameters())
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and is_dtensor(parameter):
@@ -52,7 +54,7 @@ class ShardHandle(Handle):
         return self._model() is not None
 
     def without_sync(self) -> AbstractContextManager[None]:
-        """Let backward passes inside add up whole gradients on each rank."""
+        """Accumulate whole gradients on each rank in backward passes inside."""
         return self._syncing(False)
 
     def trigger_sync(self) -> AbstractContextManager[None]:
@@ -80,23 +82,53 @@ class ShardHandle(Handle):
         if model is not None:
             model.set_is_last_backward(syncs)
 
+    def reduce(self) -> None:
+        """Average gradients that have added up under :meth:`without_sync`, with no backward pass to come."""
+        model = cast("Any", self._model())
+        with self._syncing(True):
+            # As torch's own pipelines do it, which has no public way; a test holds these names.
+            state = model._get_fsdp_state()
+            for one in state._state_ctx.all_states:
+                for group in one._fsdp_param_groups:
+                    group.post_backward()
+            state._root_post_backward_final_callback()
+
+    def compute(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call what computes with gathered parameters, and free them where no backward pass will.
+
+        Torch keeps the last unit, and with ``reshard`` off all of them, gathered until the backward pass.
+        After an evaluation they would stay: ``parameters()`` would list them in the place of the shards, and
+        the next forward pass would not see what was written into the shards meanwhile.
+        """
+        self._depth += 1
+        try:
+            output = call(*args, **kwargs)
+        finally:
+            self._depth -= 1
+        if self._depth == 0 and not _has_backward(output):
+            for reference in self._units:
+                unit = cast("Any", reference())
+                if unit is not None:
+                    unit.reshard()
+        return output
+
     def communicates(self) -> Communication:
         """Return what the next forward pass and its backward pass communicate."""
         gradients = self._syncs and torch.is_grad_enabled()
         return Communication(gradients=gradients, parameters=True, at_once=self._waits)
 
     def why_unreduced(self) -> str | None:
-        """Return why the gradients at hand are those of this rank alone; None where they are averaged."""
+        """Return why the current gradients are those of this rank alone; None where they are averaged."""
         return IN_NO_SYNC if any(True for _ in self._unreduced()) else None
 
     def discard(self) -> None:
-        """Let go of gradients that have added up and were not averaged yet."""
+        """Release gradients that have added up and were not averaged yet."""
         for parameter in self._unreduced():
             parameter.unsharded_accumulated_grad = None
             parameter._unsharded_param.grad = None
 
     def _unreduced(self) -> Generator[Any, None, None]:
-        """Give FSDP's records of the parameters that hold whole gradients."""
+        """Return FSDP's records of the parameters that hold whole gradients."""
         for reference in self._units:
             unit = cast("Any", reference())
             if unit is None:
@@ -111,6 +143,16 @@ class ShardHandle(Handle):
                         yield one
 
 
+def _has_backward(output: Any) -> bool:
+    """Whether a backward pass may follow; for an output of a class that torch can't look into, it may."""
+    if not torch.is_grad_enabled():
+        return False
+    from torch.utils._pytree import tree_leaves
+
+    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    return not tensors or any(one.requires_grad for one in tensors)
+
+
 def _refusal_of(name: str) -> Callable[[torch.Tensor], None]:
     def refuse(gradient: torch.Tensor) -> None:
         del gradient
@@ -123,20 +165,35 @@ def _refusal_of(name: str) -> Callable[[torch.Tensor], None]:
     return refuse
 
 
-def with_named_errors(model: nn.Module, translate_error: Callable[[Exception], Exception]) -> None:
-    """Let calls of a model that wait for other ranks say which of them are lost. Writes into ``model``."""
-    reference = weakref.ref(model)
+class _NamedCall:
+    """A model's call, whose errors say which of the ranks that it waits for are lost.
 
-    def called(*args: Any, **kwargs: Any) -> Any:
-        own = cast("Any", reference())
+    It keeps nothing alive, and belongs to the model that it is stored in: that of a copy calls the copy.
+    """
+
+    def __init__(self, model: nn.Module, translate_error: Callable[[Exception], Exception]) -> None:
+        self._model = weakref.ref(model)
+        self._translate_error = translate_error
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        own = cast("Any", self._model())
         kind = cast("Any", type(own))
+        handle = getattr(own, HANDLE, None)
         try:
+            if isinstance(handle, ShardHandle):
+                return handle.compute(kind._call_impl, own, *args, **kwargs)
             return kind._call_impl(own, *args, **kwargs)
         except RuntimeError as error:
-            explained = translate_error(error)
+            explained = self._translate_error(error)
             if explained is error:
                 raise
             raise explained from (explained.__cause__ or error)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> _NamedCall:
+        return _NamedCall(cast("nn.Module", copy.deepcopy(self._model(), memo)), self._translate_error)
+
+
+def with_named_errors(model: nn.Module, translate_error: Callable[[Exception], Exception]) -> None:
+    """Let calls of a model that wait for other ranks say which of them are lost. Writes into ``model``."""
     # FSDP waits in hooks, around and inside of ``forward``; this is what a call runs all of them in.
-    vars(model)["_call_impl"] = called
+    vars(model)["_call_impl"] = _NamedCall(model, translate_error)

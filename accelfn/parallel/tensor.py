@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -18,7 +19,7 @@ __all__ = ("StyledForward", "apply_tensor")
 
 
 def apply_tensor(model: nn.Module, plan: TensorPlan, device_mesh: DeviceMesh) -> None:
-    """Lay out a model over the ranks of one axis. Writes into ``model``; names of parameters stay.
+    """Distribute a model over the ranks of one axis. Writes into ``model``; names of parameters stay.
 
     Every parameter becomes a new one, a ``DTensor``; those that no rank shares are whole on each. Each rank
     takes its part of the values that it has, which must be equal on all of them. Nothing is communicated, and
@@ -69,9 +70,47 @@ def _split(module: nn.Module, mesh: DeviceMesh, style: str, splits_sequence: boo
         torchs = RowwiseParallel(**onward)
     else:
         torchs = RowwiseParallel(input_layouts=Replicate(), **onward)
+    if style != "rowwise" and not isinstance(module, nn.Embedding):
+        module.register_forward_pre_hook(partial(_share_inputs, mesh))
     parallelize_module(module, mesh, torchs, src_data_rank=None)
     if is_logits:
         module.register_forward_hook(_whole_without_gradients)
+
+
+def _share_inputs(mesh: DeviceMesh, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Hook before a layer that takes the whole on each rank, and before torch's own, which takes DTensors."""
+    return tuple([_shared(value, mesh) if isinstance(value, torch.Tensor) else value for value in args])
+
+
+def _shared(value: torch.Tensor, mesh: DeviceMesh) -> Any:
+    """Return a plain tensor, whole on each rank, as a DTensor. A DTensor stays."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    if isinstance(value, DTensor):
+        return value
+    if torch.compiler.is_compiling():  # which has no second derivatives, and knows torch's own conversion
+        return DTensor.from_local(value, mesh, [Replicate()], run_check=False)
+    return cast("Any", _Shared).apply(value, mesh)
+
+
+class _Shared(torch.autograd.Function):
+    """A tensor that is whole on each rank becomes a DTensor.
+
+    Torch's own conversion sums gradients in its backward where autograd doesn't see it: of a gradient that is
+    differentiated again (``create_graph=True``) nothing would come back through them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, mesh: DeviceMesh) -> Any:
+        from torch.distributed.tensor import DTensor, Replicate
+
+        return DTensor.from_local(value, mesh, [Replicate()], run_check=False)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor, None]:
+        from torch.distributed.tensor import Replicate
+
+        return gradients[0].redistribute(placements=[Replicate()]).to_local(), None
 
 
 def _whole_without_gradients(module: nn.Module, args: Any, logits: Any) -> Any:
@@ -80,7 +119,7 @@ def _whole_without_gradients(module: nn.Module, args: Any, logits: Any) -> Any:
 
 
 def _make_whole(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Put in the place of each parameter of a module one that every rank holds whole."""
+    """Replace each parameter of a module by one that every rank holds whole."""
     from torch.distributed.tensor import Replicate, distribute_tensor
 
     for owner in _owners(module):
@@ -158,27 +197,23 @@ class StyledForward:
             yield name, self._enter(value)
 
     def _enter(self, value: Any) -> Any:
-        """Lay out an argument."""
+        """Return an argument in the layout of the style."""
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
         if not isinstance(value, torch.Tensor):
             return value
         if self.style == "sequence":
-            if not isinstance(value, DTensor):
-                value = DTensor.from_local(value, self.mesh, [Replicate()], run_check=False)
-            return value.redistribute(placements=[Shard(1)])
+            return _shared(value, self.mesh).redistribute(placements=[Shard(1)])
         if self.style == "whole" and isinstance(value, DTensor):
             return value.redistribute(placements=[Replicate()]).to_local()
         return value
 
     def _leave(self, output: Any) -> Any:
-        """Lay out the result."""
+        """Return the result in the layout of the style."""
         from torch.distributed.tensor import DTensor, Replicate
 
         if not isinstance(output, torch.Tensor):
             return output
         if self.style == "sequence":
             return cast("DTensor", output).redistribute(placements=[Replicate()])
-        if self.keeps_distributed and not isinstance(output, DTensor):
-            return DTensor.from_local(output, self.mesh, [Replicate()], run_check=False)
-        return output
+        return _shared(output, self.mesh) if self.keeps_distributed else output

@@ -101,6 +101,27 @@ class TensorPlan(NamedTuple):
         }
         return facts._replace(shapes=shapes)
 
+    def only(self, facts: ModelFacts) -> TensorPlan:
+        """Return the plan of those modules that ``facts`` have: a stage's.
+
+        Raises:
+            ConfigurationError: A parameter is laid out as one that it is tied to, which another stage has.
+        """
+        here = facts.kinds
+        follows = {name: leader for name, leader in self.follows.items() if name in facts.shapes}
+        for name, leader in follows.items():
+            if leader not in facts.shapes:
+                raise ConfigurationError(
+                    f"{name} is tied to {leader}, which is split over ranks and belongs to another stage of "
+                    f"the pipeline. Give {name.rpartition('.')[0]} a style of the same layout, or untie them."
+                )
+        return self._replace(
+            styles={name: style for name, style in self.styles.items() if name in here},
+            heads={name: counts for name, counts in self.heads.items() if name in here},
+            logits=frozenset(name for name in self.logits if name in here),
+            follows=follows,
+        )
+
     def rows(self) -> dict[str, str]:
         """Return the lines of a table: modules by style, with stars for numbers."""
         rows = {"layers": f"shared by {self.size} ranks; whole where no style is named"}
@@ -149,8 +170,9 @@ def plan_tensor(record: TorchTensorParallelConfig, facts: ModelFacts, tp_size: i
     if not patterns:
         raise ConfigurationError(
             f"tp_size={tp_size}: nothing says how to split {facts.kinds.get('', 'the model')}, which has no "
-            'tp_plan of its own. Pass ParallelismConfig(tp_handler=TorchTensorParallelConfig(plan={"layers.*'
-            '.attn.q": "colwise", "layers.*.attn.o": "rowwise"})), with the names of your modules.'
+            "tp_plan of its own. In the program, pass ParallelismConfig(tp_handler=TorchTensorParallelConfig("
+            'plan={"layers.*.attn.q": "colwise", "layers.*.attn.o": "rowwise"})), with the names of your '
+            "modules."
         )
     owners = tuple(dict.fromkeys(name.rpartition(".")[0] for name in facts.shapes))
     styles, problems = _match(patterns, facts, owners, is_users)
@@ -231,7 +253,7 @@ def _match(
 
 
 def _unsplittable(styles: Mapping[str, str], facts: ModelFacts, tp_size: int) -> Iterator[str]:
-    """Say which layers can't be split as asked, and which dims ``tp_size`` doesn't divide."""
+    """Return which layers can't be split as asked, and which dims ``tp_size`` doesn't divide."""
     for name, style in styles.items():
         if style not in _SPLITTING:
             continue
@@ -258,7 +280,7 @@ def _unsplittable(styles: Mapping[str, str], facts: ModelFacts, tp_size: int) ->
 
 
 def _unclear(styles: Mapping[str, str], owners: Sequence[str]) -> Iterator[str]:
-    """Say which modules stand between layers that split and join, and don't say on which side they are.
+    """Return which modules stand between layers that split and join, and don't say on which side they are.
 
     A norm over each head (as ``q_norm``) sees this rank's heads, one before the projections sees the whole
     input: its gradient is summed over ranks in the first case alone, and nothing fails where that is missed.

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accelfn.comm import broadcast, reduce
 from accelfn.context import Context
-from accelfn.parallel.handle import HANDLE, IN_NO_SYNC, Communication, Handle, register
+from accelfn.parallel.handle import BY_HAND, HANDLE, IN_NO_SYNC, Communication, Handle, register
 
 __all__ = ("REPLICA", "ThreadDDP", "is_made_of_others")
 
@@ -22,9 +22,9 @@ REPLICA = HANDLE
 
 
 def is_made_of_others(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has no bytes of its own, nor a gradient, as a quantised weight of torchao.
+    """Return whether a tensor is a frozen wrapper subclass, such as a quantised weight of torchao.
 
-    Such a one can't be sent; ``prepare_model`` compares it between the ranks instead.
+    It can't be broadcast; ``prepare_model`` compares it between the ranks instead.
     """
     return is_traceable_wrapper_subclass(tensor) and not tensor.requires_grad
 
@@ -37,12 +37,12 @@ class ThreadDDP(Handle):
     """
 
     def __init__(self, ctx: Context, model: nn.Module) -> None:
-        """Bring the model to rank 0's values, and watch its parameters."""
+        """Broadcast the model from rank 0, and hook its parameters."""
         self.sync: bool = True
         self._model = weakref.ref(model)
         self._ctx = ctx.tagged("a replicated model")  # wherever forward and backward are called
         self._backward: int | None = None  # torch's number of the latest one
-        self._unreduced: str | None = None
+        self._unreduced: str | None = BY_HAND
         self._parameters = {name: item for name, item in model.named_parameters() if item.requires_grad}
         with torch.no_grad():
             buffers = dict(model.named_buffers()) if ctx.strategy.ddp.broadcast_buffers else {}
@@ -58,7 +58,7 @@ class ThreadDDP(Handle):
         """Average the gradients of a copied model too, as a copy of DistributedDataParallel does."""
         twin = object.__new__(type(self))
         memo[id(self)] = twin
-        twin.sync, twin._ctx, twin._backward, twin._unreduced = self.sync, self._ctx, None, None
+        twin.sync, twin._ctx, twin._backward, twin._unreduced = self.sync, self._ctx, None, self._unreduced
         twin._model = weakref.ref(cast("nn.Module", copy.deepcopy(self._model(), memo)))
         twin._parameters = copy.deepcopy(self._parameters, memo)
         register(twin, twin._parameters.values())
@@ -66,7 +66,7 @@ class ThreadDDP(Handle):
         return twin
 
     def __reduce__(self) -> tuple[Callable[[], ThreadDDP], tuple[()]]:
-        """Leave no world in a pickle: the model that is loaded from it belongs to none."""
+        """Pickle without the world: a model that is loaded belongs to none."""
         return _replica_of_no_world, ()
 
     def _watch(self) -> None:
@@ -81,7 +81,7 @@ class ThreadDDP(Handle):
                 tensor.copy_(received[name])
 
     def will_sync_buffers(self, module: nn.Module) -> bool:
-        """Whether the next forward pass brings the buffers to rank 0's values."""
+        """Return whether the next forward pass brings the buffers to rank 0's values."""
         options = self._ctx.strategy.ddp
         return (
             options.broadcast_buffers
@@ -120,7 +120,7 @@ class ThreadDDP(Handle):
         self._unreduced = None
 
     def without_sync(self) -> AbstractContextManager[None]:
-        """Let backward passes inside add up gradients on each rank."""
+        """Accumulate gradients on each rank in backward passes inside."""
         return self._syncing(False)
 
     def trigger_sync(self) -> AbstractContextManager[None]:
@@ -147,7 +147,7 @@ class ThreadDDP(Handle):
         return bool(self._parameters)
 
     def why_unreduced(self) -> str | None:
-        """Return why the gradients at hand are those of this rank alone; None where they are averaged."""
+        """Return why the current gradients are those of this rank alone; None where they are averaged."""
         return self._unreduced
 
 

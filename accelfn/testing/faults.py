@@ -24,7 +24,7 @@ class InjectedFaultError(AccelfnError, RuntimeError):
 
 
 class RankDeath(BaseException):
-    """Ends a rank's thread as ``kill -9`` ends a process: no handler runs, nobody is told."""
+    """Ends a rank's thread as ``kill -9`` ends a process: no handler runs, no rank is notified."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ def inject(
             nonlocal left_out
             number = next(calls)
             left_out = left_out and not opens  # what follows the exchange of an operation belongs to it
-            # After the operation that came in between, but not amid what it takes to explain a mismatch.
+            # After the operation that came in between, but not during what it takes to explain a mismatch.
             while opens and postponed and call_log.number > postponed[0][0] + 1:
                 postponed.pop(0)[1]()
             for fault in mine:

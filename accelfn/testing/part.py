@@ -13,7 +13,7 @@ __all__ = ("taking_part",)
 
 @contextmanager
 def taking_part(ctx: Context, *, whole_process: bool) -> Generator[None]:
-    """Tell the other ranks how this one ends: by an exception, or for good.
+    """Report to the other ranks how this one ends: by an exception, or for good.
 
     Args:
         ctx: Of this rank.
@@ -29,7 +29,7 @@ def taking_part(ctx: Context, *, whole_process: bool) -> Generator[None]:
     try:
         yield
         ctx.world.background.settle()
-    except RankDeath:  # nobody is told
+    except RankDeath:  # no rank is notified
         leave_mesh(tell=False)
         raise
     except BaseException as error:

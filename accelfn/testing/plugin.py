@@ -53,7 +53,7 @@ class Ranks(Protocol):
 
 @pytest.fixture
 def ranks(request: pytest.FixtureRequest) -> Ranks:
-    """Give ``run_ranks`` on the kind of world that indirect parametrisation names, else in memory."""
+    """Return ``run_ranks`` on the kind of world that indirect parametrisation names, else in memory."""
     on: Where = getattr(request, "param", "memory")
     if on not in get_args(Where):
         raise ValueError(f"ranks: a world is one of {', '.join(get_args(Where))}; got {on!r}.")

@@ -123,7 +123,7 @@ def run_on_processes(
 def _let_threads_end() -> None:
     """Wait for threads of the system that are on their way out, as those of a world of threads before.
 
-    Python's join() returns before a thread has given back what its libraries keep for it. MKL does so under
+    Python's join() returns before a thread has returned what its libraries keep for it. MKL does so under
     a lock, which a child that is forked meanwhile would find taken for ever: its first product of matrices
     hangs.
     """
@@ -139,7 +139,7 @@ def _let_threads_end() -> None:
 
 
 def _thread_states() -> dict[str, str]:
-    """Say of each of this process's threads whether it runs (R) or sleeps; nothing where this isn't Linux."""
+    """Return the state of each of this process's threads (R: running); nothing where this isn't Linux."""
     states: dict[str, str] = {}
     with contextlib.suppress(FileNotFoundError):
         for thread in os.listdir("/proc/self/task"):

@@ -87,7 +87,7 @@ class Rendezvous:
         self.board: MessageBoard = MessageBoard(post=self._post, post_once=self._post_once, read=self._read)
 
     def part(self, number: int, members: Sequence[int]) -> Rendezvous:
-        """Give the meeting place of some ranks: the same to all that ask with the same ``number``."""
+        """Return the meeting place of some ranks: the same to all that ask with the same ``number``."""
         with self._turns.lock:
             key = (number, tuple(members))
             if key not in self._parts:
@@ -108,7 +108,7 @@ class Rendezvous:
         self._turns.semaphores[rank].acquire()
 
     def meet(self, rank: int, call: tuple[object, ...], value: Any, call_log: CallLog) -> list[Any]:
-        """Bring ``value``, wait for all ranks, and return what each one brought, in rank order.
+        """Contribute ``value``, wait for all ranks, and return what each contributed, in rank order.
 
         Raises:
             MismatchError: The ranks brought different calls.
@@ -156,7 +156,7 @@ class Rendezvous:
             turns.semaphores[own].acquire()
 
     def leave(self, rank: int, how: str) -> None:
-        """Say that ``rank`` comes to no rendezvous any more, and let the others run."""
+        """Mark ``rank`` as joining no further rendezvous, and let the others run."""
         with self._turns.lock:
             self._go(rank, how)
 
@@ -189,7 +189,7 @@ class Rendezvous:
             return self._said(key)
 
     def _said(self, key: str) -> str | None:
-        """Give what stands on the board; of a part also what the whole world's says of a failure."""
+        """Return what stands on the board; of a part also what the whole world's says of a failure."""
         said = self._words.get(key)
         return self._whole._said(key) if said is None and self._whole is not None and key == FAILURE else said
 

@@ -255,7 +255,7 @@ def _fill(draw: DrawFn, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Ten
 
 
 def _lay_out(tensor: torch.Tensor, form: str) -> torch.Tensor:
-    """Give the same values in another layout of memory; ``"expanded"`` repeats the first row."""
+    """Return the same values in another layout of memory; ``"expanded"`` repeats the first row."""
     if form == "contiguous" or not tensor.dim():
         return tensor
     if form == "offset":

@@ -69,7 +69,7 @@ def plan_trackers(
     *,
     installed: Callable[[type[BuiltInTracker]], bool] = is_installed,
 ) -> TrackerPlan:
-    """Say which trackers a run gets. Pure, but for a look at which packages are installed.
+    """Return which trackers a run gets. Pure, but for a look at which packages are installed.
 
     Args:
         log_with: A name, a :class:`GeneralTracker` or a class of these, or a list; ``"all"`` stands for each

@@ -84,7 +84,7 @@ class RankLogger(_Adapter):
 
 
 def get_logger(name: str, log_level: str | int | None = None, *, ctx: Context | None = None) -> RankLogger:
-    """Give a logger whose messages come once, from the main process, with the rank before them.
+    """Return a logger whose messages come once, from the main process, with the rank before them.
 
     It works before there is a context: then the launcher's variables say which rank this is. It is Python's
     own logger of that name, so handlers and formats are set as always; the level of the root logger is left

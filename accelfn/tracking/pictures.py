@@ -20,7 +20,7 @@ _COLOR_TYPES = MappingProxyType({1: 0, 3: 2, 4: 6})
 
 
 def read_pixels(images: Any, name: str = "image") -> list[torch.Tensor]:
-    """Give images as pixels.
+    """Return images as pixels.
 
     Args:
         images: One image, a batch of them as one array or tensor of four dimensions, or a list. An image is
@@ -48,7 +48,7 @@ def read_pixels(images: Any, name: str = "image") -> list[torch.Tensor]:
 
 
 def as_array(pixels: torch.Tensor) -> Any:
-    """Give pixels as an array of numpy, as most packages take them: ``(H, W)`` where there is one channel.
+    """Return pixels as an array of numpy, as most packages take them: ``(H, W)`` where there is one channel.
 
     Args:
         pixels: uint8 on the CPU, ``(H, W, C)``.
@@ -60,7 +60,7 @@ def as_array(pixels: torch.Tensor) -> Any:
 
 
 def as_pillow(pixels: torch.Tensor) -> Any:
-    """Give pixels as an image of Pillow, which the packages that take these need themselves.
+    """Return pixels as an image of Pillow, which the packages that take these need themselves.
 
     Args:
         pixels: uint8 on the CPU, ``(H, W, C)``.

@@ -23,7 +23,7 @@ class ProgressBar(Protocol[T_co]):
     """What programs use of tqdm's bars."""
 
     def __iter__(self) -> Iterator[T_co]:
-        """Give the items, and show how many there have been."""
+        """Return the items, and show how many there have been."""
         ...
 
     def __enter__(self) -> Self:

@@ -166,7 +166,7 @@ class BlankTracker(GeneralTracker):
         return self
 
     def __getitem__(self, key: Any) -> BlankTracker:
-        """Give itself, whatever is looked up."""
+        """Return itself, whatever is looked up."""
         return self
 
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -176,7 +176,7 @@ class BlankTracker(GeneralTracker):
         """Do nothing."""
 
     def __contains__(self, key: Any) -> bool:
-        """Say no."""
+        """Return False."""
         return False
 
     def __iter__(self) -> Iterator[Any]:

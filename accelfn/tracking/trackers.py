@@ -287,7 +287,7 @@ def finish(trackers: Trackers) -> None:
 
 
 def get_tracker(trackers: Trackers, name: str, unwrap: bool = False) -> Any:
-    """Give a tracker by its name, for what only its package can do.
+    """Return a tracker by its name, for what only its package can do.
 
     Ranks: any; doesn't communicate.
 

@@ -20,7 +20,7 @@ __all__ = ("flatten_names", "plain_config", "read_numbers", "read_step")
 
 
 def read_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Give ``values`` with numbers in place of tensors and arrays.
+    """Return ``values`` with numbers in place of tensors and arrays.
 
     What has one element becomes a number, all else a list of numbers, at any depth of mappings and lists.
     Everything that lies on one device is fetched at once, so the host waits for it once, however many tensors
@@ -43,7 +43,7 @@ def read_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plain_config(config: object) -> dict[str, Any]:
-    """Give a configuration as names and plain values, which any tracker can keep.
+    """Return a configuration as names and plain values, which any tracker can keep.
 
     Args:
         config: A mapping, a dataclass or an ``argparse.Namespace``; dataclasses, enums, paths, dtypes, sets
@@ -60,7 +60,7 @@ def plain_config(config: object) -> dict[str, Any]:
 
 
 def read_step(step: Any, operation: str) -> int | None:
-    """Give the number of a step as an int: of an integer, of torch's and numpy's kinds too.
+    """Return the number of a step as an int: of an integer, of torch's and numpy's kinds too.
 
     Raises:
         TypeError: It is no whole number.
@@ -106,7 +106,7 @@ def _plain_mapping(config: object, above: tuple[int, ...]) -> dict[str, Any]:
 
 
 def _within(container: object, above: tuple[int, ...], name: str) -> tuple[int, ...]:
-    """Give what ``name`` lies in, unless that lies in itself."""
+    """Return what ``name`` lies in, unless that lies in itself."""
     if id(container) in above:
         raise ConfigurationError(
             f"config contains itself: the {type(container).__name__} that {name!r} is in lies inside of "
@@ -152,7 +152,7 @@ def _collect(value: Any, into: list[torch.Tensor], path: str) -> None:
 
 
 def _local(tensor: torch.Tensor, path: str) -> torch.Tensor:
-    """Give what this rank has of a tensor, if that is all of it."""
+    """Return what this rank has of a tensor, if that is all of it."""
     if is_dtensor(tensor) and not all(one.is_replicate() for one in cast("Any", tensor).placements):
         raise NotAvailableError(
             f"{path!r} is a tensor that is spread over ranks, and what is logged is read on one of them. "
@@ -162,7 +162,7 @@ def _local(tensor: torch.Tensor, path: str) -> torch.Tensor:
 
 
 def _fetch(tensors: Sequence[torch.Tensor]) -> list[Any]:
-    """Give the numbers in each tensor; one copy to the host for each device."""
+    """Return the numbers in each tensor; one copy to the host for each device."""
     on_host = list(tensors)
     devices = {one.device for one in tensors if one.device.type != "cpu"}
     for device in devices:

@@ -23,7 +23,7 @@ class Who(NamedTuple):
 
 
 def who_is(ctx: Context | None) -> Who:
-    """Say which rank this is: that of the context, or else what the launcher's variables say.
+    """Return which rank this is: that of the context, or else what the launcher's variables say.
 
     Raises:
         EnvironmentPlanError: No context, and the variables contradict each other.

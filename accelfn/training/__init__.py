@@ -1,8 +1,16 @@
 """Prepare, compute in mixed precision, accumulate, clip, step."""
 
 from accelfn.parallel.compile import CompiledForward, compile_, is_compiled, plan_regions, without_compile
+from accelfn.training.backward import (
+    accumulate,
+    backward,
+    forward_backward,
+    no_sync,
+    trigger_sync_in_backward,
+)
 from accelfn.training.clip import clip_grad_norm_, clip_grad_value_
 from accelfn.training.device_map import check_devices, verify_device_map
+from accelfn.training.forward import forward
 from accelfn.training.grad import value_and_grad
 from accelfn.training.join import join_uneven_inputs
 from accelfn.training.local_sgd import LocalSGDState, average_parameters, local_sgd_step
@@ -33,14 +41,7 @@ from accelfn.training.scaler import (
     unscale_gradients,
     update_scaler,
 )
-from accelfn.training.step import (
-    accumulate,
-    backward,
-    no_sync,
-    optimizer_step,
-    scheduler_step,
-    trigger_sync_in_backward,
-)
+from accelfn.training.step import optimizer_step, scheduler_step
 from accelfn.training.train_step import init_train_state, make_train_step
 from accelfn.training.window import StepMetrics
 
@@ -65,6 +66,8 @@ __all__ = (
     "clip_grad_value_",
     "compile_",
     "find_executable_batch_size",
+    "forward",
+    "forward_backward",
     "init_scaler",
     "init_train_state",
     "is_compiled",

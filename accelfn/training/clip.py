@@ -1,4 +1,4 @@
-"""Keep gradients within bounds."""
+"""Clip gradients."""
 
 from __future__ import annotations
 

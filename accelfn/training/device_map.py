@@ -21,7 +21,7 @@ _DISPATCHED = "_accelfn_dispatched"
 
 
 def verify_device_map(model: nn.Module) -> bool:
-    """Say whether a device map has spread a model, or a module inside of it, over several devices.
+    """Return whether a device map has spread a model, or a module inside of it, over several devices.
 
     Ranks: local.
 
@@ -39,7 +39,7 @@ def verify_device_map(model: nn.Module) -> bool:
 
 
 def is_placed(model: nn.Module) -> bool:
-    """Say whether the weights of a model are where something has put them that brings them to its forward.
+    """Return whether the weights of a model are where something has put them that brings them to its forward.
 
     Such a model isn't moved: a device map has spread it, or it is offloaded.
 
@@ -48,10 +48,15 @@ def is_placed(model: nn.Module) -> bool:
     return verify_device_map(model) or any(_DISPATCHED in vars(module) for module in model.modules())
 
 
-def check_devices(ctx: Context, model: nn.Module) -> None:
+def check_devices(ctx: Context, model: nn.Module, *, is_spread: bool = False) -> None:
     """Refuse a model on several devices where every rank has one of its own, and one quantised elsewhere.
 
     Ranks: local.
+
+    Args:
+        ctx: The world.
+        model: Not prepared yet.
+        is_spread: Whether ranks share it: then parameters may be on the meta device beside real buffers.
 
     Raises:
         ConfigurationError: It is on several devices, and there are several ranks, and the variable
@@ -63,7 +68,8 @@ def check_devices(ctx: Context, model: nn.Module) -> None:
         return
     places: dict[str, str] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        places.setdefault(str(tensor.device), name)
+        if not (is_spread and tensor.is_meta):  # which gets memory on this rank's device
+            places.setdefault(str(tensor.device), name)
     if verify_device_map(model):
         found = "a device map has spread it over several"
     elif len(places) > 1:
@@ -99,7 +105,7 @@ def _device_of(place: object) -> str:
 
 
 def is_quantized(model: nn.Module) -> bool:
-    """Whether a model, or one inside of it, was loaded in 8 or 4 bits."""
+    """Return whether a model, or one inside of it, was loaded in 8 or 4 bits."""
     return any(
         bool(vars(module).get("is_loaded_in_8bit") or vars(module).get("is_loaded_in_4bit"))
         for module in model.modules()
@@ -133,7 +139,7 @@ def check_packed(ctx: Context, model: nn.Module) -> None:
 
 
 def _parts_of(tensor: torch.Tensor) -> Any:
-    """Give the tensors that one is made of, by name; or itself."""
+    """Return the tensors that one is made of, by name; or itself."""
     if not is_traceable_wrapper_subclass(tensor):
         return tensor.detach()
     names, _ = cast("tuple[list[str], object]", tensor.__tensor_flatten__())

@@ -73,7 +73,7 @@ def draw_for(ctx: Context, micro: MicroBatch) -> Generator[None, None, None]:
 
 
 def _fold(*parts: object) -> int:
-    """Make a seed of whatever has a text of its own. Pure."""
+    """Derive a seed from the text of a value. Pure."""
     digest = hashlib.blake2b("\0".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 

@@ -1,4 +1,4 @@
-"""Gradients that are infinite or no number are found before a step, and not by a model that is ruined."""
+"""Gradients that are infinite or NaN are found before a step, and not by a model that is ruined."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class NamedParameters(NamedTuple):
 
 
 def named_parameters(optimizer: Optimizer) -> NamedParameters:
-    """Give the parameters of an optimizer, by name where it was made from ``model.named_parameters()``."""
+    """Return the parameters of an optimizer, by name where it was made from ``model.named_parameters()``."""
     groups = optimizer.param_groups
     names = [name for group in groups for name in group.get("param_names", ())]
     parameters = [parameter for group in groups for parameter in group["params"]]

@@ -83,7 +83,7 @@ def value_and_grad(
 def _gradients(
     ctx: Context, loss_fn: Callable[..., Any], leaves: list[Any], structure: TreeSpec, args: Any, kwargs: Any
 ) -> tuple[torch.Tensor, list[torch.Tensor], Any]:
-    """Give this rank's loss, its gradients, and all that ``loss_fn`` has returned."""
+    """Return this rank's loss, its gradients, and all that ``loss_fn`` has returned."""
     rest: list[Any] = []  # torch.func lets only tensors out, and in no containers but its own
 
     def loss_and_tensors(flat: list[torch.Tensor]) -> tuple[torch.Tensor, Any]:
@@ -105,7 +105,7 @@ def _gradients(
 def _exactly(
     ctx: Context, loss_fn: Callable[..., Any], leaves: list[Any], structure: TreeSpec, args: Any, kwargs: Any
 ) -> tuple[Any, Any]:
-    """Give value and gradients as means over the microbatches of all ranks, in their order."""
+    """Return value and gradients as means over the microbatches of all ranks, in their order."""
     microbatches, error = catch(lambda: cut_into_microbatches(ctx, (args, kwargs)))
     results = [_gradients(ctx, loss_fn, leaves, structure, *microbatch) for microbatch in microbatches or ()]
     tensors = [[loss, *grads] for loss, grads, _ in results]

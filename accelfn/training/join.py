@@ -28,7 +28,7 @@ def join_uneven_inputs(
     loaders: Iterable[PreparedDataLoader[Any] | DataLoader[Any]] = (),
     even_batches: bool | None = None,
 ) -> Generator[bool, None, None]:
-    """Let ranks that have run out of batches keep the others company, so that none of them waits for ever.
+    """Let ranks that have run out of batches join the collectives of the others, so that none waits for ever.
 
     A rank that comes to the end of the block early takes part in the reductions of the others, with gradients
     of zero, which count in the mean. At the end all ranks get the model of a rank that came last. This is
@@ -101,7 +101,7 @@ def _check_loader(loader: object, even: bool) -> None:
 
 
 def _joinables_of(ctx: Context, items: Sequence[Any]) -> list[Joinable]:
-    """Give what torch joins, or say why it can't."""
+    """Return what torch joins, or say why it can't."""
     if ctx.reduction is not None:
         raise ConfigurationError(
             'join_uneven_inputs: with reduction="canonical" each step is over a fixed number of batches, and '
@@ -168,7 +168,7 @@ def _joined(ctx: Context, joinables: list[Joinable]) -> Generator[None, None, No
 
 @contextmanager
 def _explaining(ctx: Context) -> Generator[None, None, None]:
-    """Say what is known of a lost rank where torch, which reduces inside, says less."""
+    """Report what is known of a lost rank where torch, which reduces inside, says less."""
     try:
         yield
     except RuntimeError as error:

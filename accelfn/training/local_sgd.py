@@ -1,4 +1,4 @@
-"""Local SGD: ranks train by themselves, and average their parameters every few steps."""
+"""Local SGD: ranks train independently, and average their parameters every few steps."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def local_sgd_step(ctx: Context, model: nn.Module, state: LocalSGDState, *, ever
 
     Raises:
         ValueError: ``every`` is below 1.
-        ConfigurationError: The context is in exact mode, where ranks never train by themselves.
+        ConfigurationError: The context is in exact mode, where ranks never train independently.
         MismatchError: The parameters differ between ranks in a name, shape or dtype.
 
     >>> model = nn.Linear(1, 1)
@@ -81,7 +81,7 @@ def local_sgd_step(ctx: Context, model: nn.Module, state: LocalSGDState, *, ever
     if ctx.reduction is not None:
         raise ConfigurationError(
             'local_sgd_step: this context has reduction="canonical", which sums the gradients of all ranks '
-            "in each step, and Local SGD lets ranks train by themselves. Use one of the two."
+            "in each step, and Local SGD lets ranks train independently. Use one of the two."
         )
     if state.num_steps + 1 < every:
         return LocalSGDState(state.num_steps + 1)

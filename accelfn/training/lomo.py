@@ -17,7 +17,7 @@ __all__ = ("is_lomo", "lomo_backward")
 
 
 def is_lomo(optimizer: Optimizer) -> bool:
-    """Whether an optimizer steps inside of backward, as ``Lomo`` and ``AdaLomo`` of ``accelfn[lomo]`` do."""
+    """Return whether an optimizer steps inside of backward, as ``Lomo`` and ``AdaLomo`` do."""
     return callable(getattr(optimizer, "fused_backward", None))
 
 

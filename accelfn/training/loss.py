@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
 
-__all__ = ("Loss", "read_loss")
+from accelfn.tree import flatten
+
+__all__ = ("Loss", "join_losses", "read_loss")
 
 
 class Loss(NamedTuple):
@@ -25,13 +28,13 @@ class Loss(NamedTuple):
     aux: Any = None
 
 
-def read_loss(operation: str, given: object) -> Loss:
+def read_loss(operation: str, given: object, *, needs_gradient: bool = True) -> Loss:
     """Return a loss that can be differentiated in one form, with ``value`` of shape ``()``.
 
     Raises:
         TypeError: It is neither a tensor nor a :class:`Loss` with one.
-        ValueError: The loss or its weight is no single number, the weight is negative, or the loss has no
-            gradient.
+        ValueError: The loss or its weight is no single number, the weight is negative or NaN, or the loss
+            has no gradient.
     """
     loss = given if isinstance(given, Loss) else Loss(cast("torch.Tensor", given))
     value, weight, aux = loss
@@ -47,11 +50,35 @@ def read_loss(operation: str, given: object) -> Loss:
                 f"{operation}: the {name} must be one number, got a tensor of shape {tuple(one.shape)}. Take "
                 "the mean of losses, or their sum and give its weight."
             )
-    if not isinstance(weight, torch.Tensor) and weight is not None and weight < 0:
+    if not isinstance(weight, torch.Tensor) and weight is not None and not weight >= 0:
         raise ValueError(f"{operation}: the weight must be at least 0, got {weight}.")
-    if not value.requires_grad:
+    if needs_gradient and not value.requires_grad:
         raise ValueError(
             f"{operation}: the loss depends on no parameter that is trained, so it has no gradient. It was "
             "detached, computed under torch.no_grad(), or all parameters are frozen."
         )
     return loss if not value.dim() and loss is given else Loss(value.reshape(()), weight, aux)
+
+
+def join_losses(parts: Sequence[Loss]) -> Loss:
+    """Return the loss of a batch of those of its parts, of equally many rows, without gradients: as tensors.
+
+    Raises:
+        ValueError: One has a weight and another none, or their ``aux`` differ in structure.
+    """
+    leaves, structure = flatten(parts[0])
+    columns: list[list[Any]] = [[] for _ in leaves]
+    for part in parts:
+        own, other = flatten(part)
+        if other != structure:
+            raise ValueError(
+                "forward_backward: the loss function gave a weight, or an aux of another structure, for one "
+                "microbatch and not for another. Give each loss the same."
+            )
+        for column, leaf in zip(columns, own, strict=True):
+            column.append(leaf.detach() if isinstance(leaf, torch.Tensor) else torch.tensor(leaf))
+    device = parts[0].value.device
+    sums = [torch.stack([leaf.to(device) for leaf in column]).sum(0) for column in columns]
+    if parts[0].weight is None:
+        sums = [leaf / len(parts) for leaf in sums]
+    return cast("Loss", structure.unflatten(sums))

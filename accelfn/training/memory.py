@@ -1,4 +1,4 @@
-"""Let go of memory, and find a batch size that fits into it."""
+"""Release memory, and find a batch size that fits into it."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _SAYINGS = (
 
 
 class BatchTooLarge(Exception):  # noqa: N818 -- a verdict between ranks and not an error
-    """What a rank whose memory did not suffice tells the others. Never leaves this module."""
+    """What a rank whose memory did not suffice sends to the others. Never leaves this module."""
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Give memory that torch holds in reserve on the accelerator back to it. Without one, nothing happens.
+    """Release memory that torch holds in reserve on the accelerator. Without one, nothing happens.
 
     Ranks: local.
 
@@ -77,7 +77,7 @@ def release_memory(*objects: Any) -> list[None]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory, the host's or a device's, did not suffice."""
+    """Return whether an exception says that memory, the host's or a device's, did not suffice."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(saying in str(error) for saying in _SAYINGS)
@@ -113,7 +113,7 @@ def find_executable_batch_size(
     emptied.
 
     Ranks: every rank of ``ctx``, where it is given. Then one rank that is short of memory lowers the size of
-    all. The others hear of it in their next operation across ranks, at the latest at the end of the function.
+    all. The others learn of it in their next operation across ranks, or at the end of the function.
     Where they wait inside a backward pass of ``DistributedDataParallel``, a reduction is left half done, and
     all ranks raise instead: let such a function try one step without averaging first (:func:`no_sync`).
 

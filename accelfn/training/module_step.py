@@ -16,9 +16,16 @@ from accelfn.data import MicroBatch, plan_microbatch
 from accelfn.data.batch_key import Draws
 from accelfn.errors import ConfigurationError
 from accelfn.parallel import handle_of, has_engine, repoint
+from accelfn.training.backward import (
+    accumulate,
+    accumulate_block,
+    differentiate,
+    modules_in,
+    run_batch,
+)
 from accelfn.training.clip import clip_grad_norm_
 from accelfn.training.finite import named_parameters
-from accelfn.training.loss import Loss, read_loss
+from accelfn.training.loss import Loss
 from accelfn.training.scaler import (
     ScalerState,
     init_scaler,
@@ -26,7 +33,7 @@ from accelfn.training.scaler import (
     parameters_in,
     unscale_gradients,
 )
-from accelfn.training.step import accumulate, accumulate_block, backward, optimizer_step
+from accelfn.training.step import optimizer_step
 from accelfn.training.window import (
     Piece,
     StepMetrics,
@@ -60,7 +67,7 @@ class TrainState(NamedTuple):
 
 
 def first_module_state(ctx: Context) -> TrainState:
-    """Give the state before the first step."""
+    """Return the state before the first step."""
     return TrainState(init_scaler(ctx), torch.zeros((), dtype=torch.int64, device=ctx.device))
 
 
@@ -73,7 +80,7 @@ def module_step(
     max_norm: float | None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, StepMetrics]]:
     """Make the step. Checks once what would go wrong in every step; see :func:`accelfn.make_train_step`."""
-    models = _modules_of(model)
+    models = modules_in("make_train_step", model)
     _check_schedulers(schedulers, optimizers)
     for one in optimizers:
         repoint(one)
@@ -95,12 +102,13 @@ def module_step(
         scaler = optimizer_step(ctx, optimizers, scaler, scheduler=schedulers)
         return scaler, terms, norm
 
+    first = handle_of(models[0])
     # Of models that keep what a window that failed has left elsewhere.
     handles = [one for one in map(handle_of, models) if one is not None and one.holds_gradients]
     num_steps = ctx.gradient_accumulation_steps
     full = [_place(index, num_steps) for index in range(num_steps)]
     # What talks to other ranks counts its calls, and each count would be another graph.
-    differentiate = backward if ctx.num_processes == 1 else not_compiled(backward)
+    add_gradients = differentiate if ctx.num_processes == 1 else not_compiled(differentiate)
     close = finish if ctx.num_processes == 1 else not_compiled(finish)
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
@@ -127,12 +135,19 @@ def module_step(
             else:
                 block = accumulate(ctx, micro, *models)
             with block:
-                loss = read_loss("make_train_step", loss_fn(model, piece.batch))
-                # A piece with more rows than another counts for more in a mean over rows.
-                is_mean = loss.weight is None and piece.share != 1.0
-                value = loss.value * piece.share if is_mean else loss.value
-                # Exact mode adds weights in order too, and divides by them at the end.
-                scaler = differentiate(ctx, value, scaler, micro, None if is_exact else loss.weight)
+                scaler, loss = run_batch(
+                    ctx,
+                    "make_train_step",
+                    loss_fn,
+                    model,
+                    piece.batch,
+                    scaler,
+                    micro,
+                    first,
+                    share=piece.share,  # one with more rows than another counts for more in a mean over rows
+                    counts_weight=not is_exact,  # which adds them in order too, and divides at the end
+                    differentiate=add_gradients,
+                )
             found.append(terms_of(loss, piece, 1 if is_exact else len(pieces)))
         scaler, terms, norm = close(scaler, found)
         metrics = StepMetrics(terms.loss, norm, scaler.found_inf != 0, terms.aux)
@@ -163,22 +178,6 @@ def _cut(ctx: Context, batch: Any) -> Any:
     if error is not None:
         check(ctx, Call("make_train_step"), error)  # the others hear of it where they meet next
     return pieces
-
-
-def _modules_of(model: Any) -> list[nn.Module]:
-    leaves, structure = flatten(model)
-    for index, leaf in enumerate(leaves):
-        if not isinstance(leaf, nn.Module):
-            raise TypeError(
-                f"make_train_step: {structure.paths('model')[index]} is of type {type(leaf).__name__}. With "
-                "a torch optimizer pass model=, a module or a tree of modules, as prepare_model gave them."
-            )
-    if not leaves:
-        raise TypeError(
-            "make_train_step: with a torch optimizer pass model=, a module or a tree of modules, as "
-            "prepare_model gave them."
-        )
-    return leaves
 
 
 def _check_schedulers(schedulers: Sequence[LRScheduler], optimizers: Sequence[Optimizer]) -> None:

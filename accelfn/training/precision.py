@@ -81,7 +81,7 @@ def with_precision(ctx: Context, model: M) -> M:
 
 
 def without_precision(model: M) -> M:
-    """Give a module that shares everything with ``model`` but computes in full precision."""
+    """Return a module that shares everything with ``model`` but computes in full precision."""
     if not isinstance(model.__dict__.get("forward"), MixedPrecisionForward):
         return model
     return copied_without(model, MixedPrecisionForward)

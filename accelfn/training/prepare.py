@@ -31,7 +31,8 @@ from accelfn.parallel import (
 )
 from accelfn.parallel.compile import compile_, without_compile
 from accelfn.parallel.forward import WrappedForward, plain_forward
-from accelfn.parallel.plan import modules_to_compile
+from accelfn.parallel.materialize import materialize, names_on_meta, refuse_unfilled
+from accelfn.parallel.plan import modules_to_compile, share_attention
 from accelfn.training.device_map import check_devices, check_packed, is_placed
 from accelfn.training.precision import with_precision, without_precision
 from accelfn.tree import is_dtensor, send_to_device
@@ -68,24 +69,24 @@ class Mark(NamedTuple):
     precision: Precision
     world: WorldIdentity
     is_exact: bool = False  # whether gradients are summed in exact mode
-    is_wrapped: bool = False  # whether what prepare gave back is another object, around this one
+    is_wrapped: bool = False  # whether what prepare returned is another object, around this one
     is_alone: bool = False  # whether nobody averages its gradients
 
     def fits(self, ctx: Context) -> bool:
-        """Whether ``ctx`` would prepare an object in the same way."""
+        """Return whether ``ctx`` would prepare an object in the same way."""
         return self._replace(is_wrapped=False, is_alone=False) == mark_of(ctx)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Mark:
-        """Leave the mark on a copy: it is prepared as the original is."""
+        """Keep the mark on a copy: it is prepared as the original is."""
         return self
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """Leave no mark in a pickle: the world that it tells of is not there where it is loaded."""
+        """Pickle without the mark: its world doesn't exist where it is loaded."""
         return type(None), ()
 
 
 def mark_of(ctx: Context) -> Mark:
-    """Give the mark that ``ctx`` puts on what it prepares."""
+    """Return the mark that ``ctx`` puts on what it prepares."""
     is_exact = ctx.reduction is not None
     return Mark(ctx.rank, ctx.num_processes, str(ctx.device), ctx.precision, ctx.world.identity, is_exact)
 
@@ -99,7 +100,7 @@ def prepare(ctx: Context, /, *objects: Any) -> Any:
 
     Each object goes to the function of its kind: :func:`prepare_model`, :func:`prepare_optimizer`,
     :func:`prepare_data_loader` (also what ``custom_classes`` of the ``DataLoaderConfiguration`` names),
-    :func:`prepare_scheduler`. Anything else is given back as it is.
+    :func:`prepare_scheduler`. Anything else is returned as it is.
 
     Ranks: every rank of ``ctx``.
 
@@ -146,7 +147,7 @@ def check_parameters(objects: Sequence[object]) -> None:
 
 
 def parameters_of(optimizer: Optimizer) -> frozenset[int]:
-    """Give the identities of an optimizer's parameters, of each that of its newest."""
+    """Return the identities of an optimizer's parameters, of each that of its newest."""
     groups: list[dict[str, list[torch.Tensor]]] = optimizer.param_groups
     return frozenset(id(newest(parameter)) for group in groups for parameter in group["params"])
 
@@ -170,7 +171,7 @@ def prepare_model(
 
     What is done is planned first, and the plan can be printed: :func:`accelfn.plan_model`. With an
     ``fsdp_plugin``, or a mesh that says so, the model is sharded: the result is the model itself, its modules
-    have shards in the place of their parameters, and optimizers over the old ones go on with the new ones,
+    have shards instead of their parameters, and optimizers over the old ones go on with the new ones,
     whether they are prepared before or after. Its precision is then a policy of FSDP's, and not autocast.
 
     In exact mode (``reduction="canonical"``) its gradients are summed in a fixed order, and the result is the
@@ -184,19 +185,21 @@ def prepare_model(
     Args:
         ctx: The world.
         model: Any module. It is moved, unless a device map has spread it or it is offloaded; its ``forward``
-            runs under autocast from now on. A ``DistributedDataParallel`` over the context's processes is
-            taken as it is.
+            runs under autocast from now on. What of it is on the meta device gets memory, and its forward is
+            refused until that is written, by :func:`accelfn.load_model` or whatever else. A
+            ``DistributedDataParallel`` over the context's processes is taken as it is.
         evaluation_mode: Don't replicate: nothing will be averaged. Prepared again without it, and so for
             training, the model is replicated then; so is one that had no trainable parameter at first.
         plan: What to do with this model, where that isn't what the context says for all.
 
     Returns:
-        The model to call; one that this context has prepared already is given back as it is.
+        The model to call; one that this context has prepared already is returned as it is.
 
     Raises:
         ConfigurationError: Another context has prepared it, or it was prepared and stands inside of the
             result; or it is on several devices, and there are several ranks (the variable
-            ``ACCELFN_BYPASS_DEVICE_MAP`` allows it); or it is quantised on another device. Torch's FSDP has
+            ``ACCELFN_BYPASS_DEVICE_MAP`` allows it), or on the meta device, and isn't spread over them; or it
+            is quantised on another device. Torch's FSDP has
             sharded it, or it is a ``DistributedDataParallel`` over other processes. In exact mode, a module
             keeps statistics that would depend on the number of ranks.
     """
@@ -218,16 +221,21 @@ def prepare_model(
         model = _with_compute(ctx, _placed(ctx, model))
         setattr(model, _MARK, mark_of(ctx)._replace(is_alone=True))
         return model
-    _agreed(ctx, lambda: check_devices(ctx, model))
-    settled = _agreed(ctx, lambda: plan or plan_model(ctx, model))
-    if settled.shard is None and settled.tensor is None and was_prepared:
+    settled = _agreed(ctx, lambda: _planned(ctx, model, plan))
+    if not settled.is_spread and was_prepared:
         return _marked(ctx, model, replicate(ctx, model))
     if settled.shard is None:
         model = _placed(ctx, model)
     _reset_forward(model)
     check_packed(ctx, model)
-    if settled.shard is not None or settled.tensor is not None:
-        agree(ctx, Call("prepare_model", str(settled), settled.rows))
+    if settled.is_spread:
+        own = settled.rows()  # of a stage, what its replicas and shards have too
+        rows = (
+            own
+            if settled.pipeline is None
+            else {name: own[name] for name in ("mesh", "pipeline", "schedule")}
+        )
+        agree(ctx, Call("prepare_model", repr(rows), lambda: rows))
     result = apply_model(ctx, model, settled)
     # FSDP has a policy of its own, and places a model unit by unit.
     if settled.shard is None:
@@ -236,7 +244,7 @@ def prepare_model(
 
 
 def _agreed(ctx: Context, action: Callable[[], T]) -> T:
-    """Do what this rank alone may refuse; the others hear of it in their first exchange."""
+    """Do what this rank alone may refuse; the others learn of it in their first exchange."""
     result, error = catch(action)
     if error is not None:
         agree(ctx, Call("prepare_model"), None, error)
@@ -244,12 +252,32 @@ def _agreed(ctx: Context, action: Callable[[], T]) -> T:
     return cast("T", result)
 
 
+def _planned(ctx: Context, model: nn.Module, plan: ModelPlan | None) -> ModelPlan:
+    settled = plan or plan_model(ctx, model)
+    is_whole = not settled.is_spread
+    check_devices(ctx, model, is_spread=not is_whole)
+    empty = names_on_meta(model) if is_whole and ctx.num_processes > 1 and not is_placed(model) else ()
+    if empty:
+        raise ConfigurationError(
+            f"prepare_model: {empty[0]} is on the meta device, and every rank is to have the whole model. "
+            "Shard it (fsdp_plugin), which each rank then loads its part of; or load it before."
+        )
+    return settled
+
+
 def _placed(ctx: Context, model: M) -> M:
-    return model.to(ctx.device) if ctx.device_placement and not is_placed(model) else model
+    if not ctx.device_placement or is_placed(model):
+        return model
+    empty = names_on_meta(model)
+    if empty:
+        materialize(model, ctx.device)
+    model = model.to(ctx.device)
+    refuse_unfilled(model, empty)
+    return model
 
 
 def _reset_forward(model: nn.Module) -> None:
-    """Take off what an unpickled model, which was prepared elsewhere, comes with around its forward."""
+    """Remove what an unpickled model that was prepared elsewhere has around its forward."""
     if isinstance(vars(model).get("forward"), WrappedForward):
         model.forward = plain_forward(model)
 
@@ -257,6 +285,7 @@ def _reset_forward(model: nn.Module) -> None:
 def _with_compute(ctx: Context, model: M) -> M:
     """Let a model compute compiled and in the context's precision. Writes into it."""
     _reset_forward(model)
+    share_attention(ctx, model)
     options = ctx.strategy.dynamo
     compile_(model, options, modules_to_compile(options, read_facts(model), model))
     return with_precision(ctx, model)
@@ -271,7 +300,7 @@ def _marked(ctx: Context, inner: nn.Module, result: M) -> M:
 
 
 def prepare_optimizer(ctx: Context, optimizer: O) -> O:
-    """Bring the state of an optimizer to the devices of its parameters, and to where they are sharded.
+    """Move the state of an optimizer to the devices of its parameters, and to where they are sharded.
 
     Ranks: local.
 
@@ -302,7 +331,7 @@ def prepare_optimizer(ctx: Context, optimizer: O) -> O:
 
 
 def prepare_scheduler(ctx: Context, scheduler: S) -> S:
-    """Give back a learning rate scheduler; step it by :func:`accelfn.scheduler_step`.
+    """Return a learning rate scheduler; step it by :func:`accelfn.scheduler_step`.
 
     Ranks: local.
 
@@ -327,7 +356,7 @@ def prepare_scheduler(ctx: Context, scheduler: S) -> S:
 def unwrap_model(
     model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
 ) -> nn.Module:
-    """Take off what ``prepare_model`` and ``torch.compile`` put around a model.
+    """Remove the wrappers of ``prepare_model`` and ``torch.compile`` from a model.
 
     Ranks: local.
 
@@ -369,7 +398,7 @@ def unwrap_model(
 
 
 def is_averaged(model: nn.Module) -> bool:
-    """Whether ranks average the gradients of a model, or it has none; it may be compiled."""
+    """Return whether ranks average the gradients of a model, or it has none; it may be compiled."""
     if has_engine(model):
         return True
     prepared = vars(uncompiled(model)).get(_MARK) is not None
@@ -392,8 +421,8 @@ def _is_prepared(ctx: Context, item: object, kind: str) -> bool:
         return False
     if mark.is_wrapped:
         raise ConfigurationError(
-            f"the {kind} was prepared already, and what prepare gave back stands around it. Use that one: "
-            "calls that go past it leave the ranks with different gradients."
+            f"the {kind} was prepared already, and what prepare returned wraps it. Use the wrapper: "
+            "calling the inner model skips gradient synchronisation."
         )
     if not mark.fits(ctx):
         raise ConfigurationError(

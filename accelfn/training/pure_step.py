@@ -49,12 +49,12 @@ class PureOptimizer(Protocol):
 
     @property
     def init(self) -> Callable[[Any], Any]:
-        """Give the first state."""
+        """Return the first state."""
         ...
 
     @property
     def update(self) -> Callable[..., tuple[Any, Any]]:
-        """Give the next updates and the next state."""
+        """Return the next updates and the next state."""
         ...
 
 
@@ -75,12 +75,12 @@ class PureTrainState(NamedTuple, Generic[Params]):
 
 
 def is_pure_optimizer(optimizer: object) -> bool:
-    """Whether it has the two functions."""
+    """Return whether it has the two functions."""
     return callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))
 
 
 def first_pure_state(ctx: Context, optimizer: PureOptimizer, params: Params) -> PureTrainState[Params]:
-    """Give the state before the first step: parameters as on rank 0, on this rank's device."""
+    """Return the state before the first step: parameters as on rank 0, on this rank's device."""
     if ctx.device_placement:
         params = send_to_device(params, ctx.device)
     params = broadcast(ctx.tagged("init_train_state"), params)
@@ -132,7 +132,7 @@ def pure_step(
         else:
             found, error = catch(compute)
             if error is not None:
-                # The others hear of it where they average.
+                # The others learn of it where they average.
                 not_compiled(check)(ctx, Call("make_train_step"), error)
             window = cast("_Window", found)
         if ctx.guard.check_gradients and not scales:
@@ -232,7 +232,7 @@ def _without_writing(update: Callable[..., tuple[Any, Any]]) -> Callable[..., tu
 def _updated(
     update: Callable[..., tuple[Any, Any]], grads: list[torch.Tensor], state: PureTrainState[Params]
 ) -> tuple[Params, Any]:
-    """Give the parameters with their updates added, and the optimizer's next state."""
+    """Return the parameters with their updates added, and the optimizer's next state."""
     tree = flatten(state.params)[1].unflatten(grads)
     updates, optimizer_state = update(tree, state.optimizer_state, params=state.params)
     # Taken again: an update that torch.compile can't trace cuts its graph, and what it has made of a
@@ -250,7 +250,7 @@ def _updated(
 
 
 def _keep(skipped: torch.Tensor, before: Any, after: Any) -> Any:
-    """Give ``before`` where the step is skipped, without asking the device whether it is."""
+    """Return ``before`` where the step is skipped, without asking the device whether it is."""
     old, structure = flatten(before)
     new, other = flatten(after)
     if other != structure:

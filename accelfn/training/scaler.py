@@ -1,11 +1,11 @@
-"""What gradients are still to be divided by: a state that goes in and comes out.
+"""Loss scale and loss weight, as a value.
 
 Small gradients vanish in float16, so the loss is multiplied by a scale before backward and the gradients are
 divided by it afterwards. Where a gradient overflows, the step is skipped and the scale lowered; after enough
 good steps it grows.
 
 Losses that are sums with a weight of their own, such as the number of tokens, are divided in the same place:
-by the weight of the whole window on all ranks, which nobody knows before its last batch.
+by the weight of the whole window on all ranks, which is unknown before its last batch.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class ScalerState(_Fields):
 
     Each state is used once: :func:`accelfn.backward`, :func:`unscale_gradients` and
     :func:`accelfn.optimizer_step` return the next one, and refuse one from before. ``state._replace()`` is
-    another state with the same values, for what is meant to go on from here twice.
+    another state with the same values, for what is meant to continue from here twice.
 
     Attributes:
         scale: Factor of the loss; float32, shape ``()``.
@@ -63,7 +63,7 @@ class ScalerState(_Fields):
         found_inf: 1 if a gradient of the latest step was not finite, else 0; float32, shape ``()``.
         num_skipped: Steps that were skipped so far; int64, shape ``()``.
         unscaled: Numbers (``id``) of the optimizers whose gradients are divided already; empty after a step.
-        weight: Of the losses of this rank whose gradients are at hand, where they are sums with a weight;
+        weight: Of the losses of this rank whose gradients are present, where they are sums with a weight;
             float64 where the device has it, shape ``()``. None where they are means, and after a step.
         is_open: True where the accumulation window goes on after the latest backward pass. None elsewhere,
             so that all leaves of a state at rest are tensors.
@@ -78,12 +78,12 @@ class ScalerState(_Fields):
 
     @property
     def is_unscaled(self) -> bool:
-        """Whether gradients at hand are divided already."""
+        """Whether the current gradients are divided already."""
         return bool(self.unscaled)
 
 
 def check_state(operation: str, given: object) -> None:
-    """Refuse what was passed in the place of the scaler's state.
+    """Refuse what was passed instead of the scaler's state.
 
     Raises:
         TypeError: ``given`` is none.
@@ -112,8 +112,8 @@ def check_newest(operation: str, scaler_state: ScalerState) -> None:
             "    af.backward(ctx, loss, scaler, micro)  # what it returns was dropped\n"
             "    scaler = af.optimizer_step(ctx, optimizer, scaler)\n"
             "Write `scaler = af.backward(...)`, and so for unscale_gradients and optimizer_step; optimizers "
-            "that step on the same losses are passed together, as a list. To go on from one state twice on "
-            "purpose, pass scaler._replace()."
+            "that step on the same losses are passed together, as a list. To continue from one state twice "
+            "on purpose, pass scaler._replace()."
         )
 
 
@@ -139,7 +139,7 @@ def check_closed(operation: str, scaler_state: ScalerState) -> None:
     """
     if scaler_state.is_open:
         raise ValueError(
-            f"{operation}: the accumulation window is still open, so the gradients at hand are neither whole "
+            f"{operation}: the accumulation window is still open, so the current gradients are neither whole "
             "nor averaged over the ranks. Put it under `if micro.sync:`."
         )
 
@@ -151,7 +151,7 @@ def supersede(operation: str, scaler_state: ScalerState) -> None:
 
 
 def init_scaler(ctx: Context) -> ScalerState:
-    """Give the first state. Without float16 the scale is 1 and stays so.
+    """Return the first state. Without float16 the scale is 1 and stays so.
 
     Ranks: local; the same on every rank.
 
@@ -266,7 +266,7 @@ def divide_(
 
 
 def _share_of_weight(ctx: Context, weight: torch.Tensor) -> torch.Tensor:
-    """Give what turns gradients of sums, averaged over ranks, into those of the mean over all weights.
+    """Return what turns gradients of sums, averaged over ranks, into those of the mean over all weights.
 
     Without any weight there is nothing to learn from, and the factor is zero.
     """
@@ -325,7 +325,7 @@ def parameters_in(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
 
 
 def update_scaler(ctx: Context, scaler_state: ScalerState) -> ScalerState:
-    """Give the state after a step that was made or skipped as ``found_inf`` says. Pure."""
+    """Return the state after a step that was made or skipped as ``found_inf`` says. Pure."""
     options = ctx.precision.scaler
     scale, tracker = scaler_state.scale.clone(), scaler_state.growth_tracker.clone()
     torch._amp_update_scale_(  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
@@ -345,7 +345,7 @@ def update_scaler(ctx: Context, scaler_state: ScalerState) -> ScalerState:
 
 
 def rescale_gradients(optimizers: Iterable[Optimizer], before: ScalerState, after: ScalerState) -> None:
-    """Bring gradients that are not unscaled yet from one loss scale to another.
+    """Rescale gradients that are not unscaled yet from one loss scale to another.
 
     Writes into the gradients. For optimizers that share a scale and step at different times.
     """
@@ -360,7 +360,7 @@ def rescale_gradients(optimizers: Iterable[Optimizer], before: ScalerState, afte
 
 
 def step_was_skipped(ctx: Context, scaler_state: ScalerState) -> bool:
-    """Say whether the latest optimizer step was skipped. With float16 this waits for the device."""
+    """Return whether the latest optimizer step was skipped. With float16 this waits for the device."""
     check_context("step_was_skipped", ctx)
     check_state("step_was_skipped", scaler_state)
     return ctx.precision.scales_loss and bool(scaler_state.found_inf.item())

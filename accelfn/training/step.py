@@ -1,37 +1,19 @@
-"""From a loss to changed parameters: backward, accumulation, the optimizer's and the scheduler's step."""
+"""From gradients to changed parameters: the optimizer's and the scheduler's step."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from accelfn.comm import check_replicas, reduce
 from accelfn.context import Context, check_context
-from accelfn.data import MicroBatch
-from accelfn.data.microbatch import check_micro
-from accelfn.errors import ConfigurationError
-from accelfn.parallel import (
-    at_place,
-    check_reduced,
-    clip_norm_,
-    exact_backward,
-    exact_batch,
-    follow_optimizers,
-    local_steps,
-)
-from accelfn.parallel import no_sync as replicas_without_sync
-from accelfn.parallel import trigger_sync_in_backward as replicas_triggered
+from accelfn.parallel import check_reduced, clip_norm_, follow_optimizers
 from accelfn.training.clip import check_bound
-from accelfn.training.exact import draw_for, num_microbatches
 from accelfn.training.finite import check_gradients, named_parameters
-from accelfn.training.loss import Loss, read_loss
-from accelfn.training.prepare import is_averaged
 from accelfn.training.scaler import (
     ScalerState,
     check_closed,
@@ -45,194 +27,10 @@ from accelfn.training.scaler import (
     update_scaler,
 )
 
-__all__ = (
-    "accumulate",
-    "accumulate_block",
-    "backward",
-    "no_sync",
-    "optimizer_step",
-    "scheduler_step",
-    "trigger_sync_in_backward",
-)
+__all__ = ("optimizer_step", "scheduler_step")
 
 # Where an optimizer keeps the number of its steps, for `Guard.check_replicas_every`.
 _STEPS = "_accelfn_steps"
-
-
-def backward(
-    ctx: Context,
-    loss: torch.Tensor,
-    scaler_state: ScalerState,
-    micro: MicroBatch | None = None,
-    weight: torch.Tensor | float | None = None,
-    **kwargs: Any,
-) -> ScalerState:
-    """Compute gradients of ``loss`` and add them to the parameters' own.
-
-    A loss that is a mean is divided by the number of batches that its accumulation window really holds. One
-    that is a sum comes with its ``weight``, such as the number of tokens in it: the gradients are then
-    divided once, by the weight of all losses of the window on all ranks, when they are unscaled or the
-    optimizer steps. Ranks and batches may have different weights, and some none at all.
-
-    With float16 the loss is multiplied by the loss scale. A prepared model averages its gradients over ranks,
-    unless :func:`accumulate` says that the window goes on. In exact mode it sums them, so a mean is divided
-    by the number of ranks as well.
-
-    Ranks: every rank of ``ctx``, where a prepared model takes part.
-
-    Args:
-        ctx: Says the precision.
-        loss: Shape ``()``, with a gradient: a mean over this rank's batch, or a sum.
-        scaler_state: From :func:`init_scaler` or the last step.
-        micro: Of the batch; without it a mean counts whole.
-        weight: Of a sum, at least 0; of shape ``()`` where it is a tensor.
-        **kwargs: For ``torch.Tensor.backward``, such as ``retain_graph=True``.
-
-    Returns:
-        The next state, which every later call needs: it holds the weight, and whether the window goes on.
-
-    Raises:
-        TypeError: ``loss`` is no tensor.
-        ValueError: The loss has another shape, or depends on no parameter; or the state was superseded, or
-            the gradients at hand were divided already, so new ones can't be added to them.
-        ConfigurationError: In exact mode, a parameter got a second gradient from one batch, or one that is
-            sparse.
-    """
-    check_context("backward", ctx)
-    check_micro("backward", micro)
-    check_newest("backward", scaler_state)
-    loss, weight, _ = read_loss("backward", Loss(loss, weight))
-    if scaler_state.is_unscaled:
-        raise ValueError(
-            "backward: the gradients were unscaled already, and adding scaled ones would mix the two. "
-            "Unscale and clip only where micro.sync is True, and pass on the state that optimizer_step "
-            "returns."
-        )
-    goes_on = micro is not None and not micro.sync
-    following = scaler_state._replace(is_open=True if goes_on else None)
-    if weight is not None:
-        following = following._replace(weight=_add_weight(scaler_state, weight))
-    elif scaler_state.weight is not None:
-        raise ValueError(
-            "backward: the losses before in this window have a weight, and this one has none. Give each of "
-            "them its weight, or none."
-        )
-    else:
-        number = num_microbatches(ctx, micro)
-        if number > 1:
-            loss = loss / number
-    if ctx.precision.scales_loss:
-        loss = loss * scaler_state.scale
-    try:
-        if ctx.reduction is None:
-            loss.backward(**kwargs)  # pyright: ignore[reportUnknownMemberType]
-        else:
-            with exact_backward(ctx):
-                loss.backward(**kwargs)  # pyright: ignore[reportUnknownMemberType]
-    except RuntimeError as error:  # torch's own reduction inside says less than is known of a lost rank
-        explained = ctx.collectives.translate_error(error)
-        if explained is error:
-            raise
-        raise explained from (explained.__cause__ or error)
-    supersede("backward", scaler_state)
-    return following
-
-
-def _add_weight(scaler_state: ScalerState, weight: torch.Tensor | float) -> torch.Tensor:
-    before = scaler_state.weight
-    if before is None:
-        # Whole numbers stay exact in it, however they are added up.
-        dtype = torch.float32 if scaler_state.scale.device.type == "mps" else torch.float64
-        before = torch.zeros_like(scaler_state.scale, dtype=dtype)
-    return before + (weight.detach().reshape(()).to(before) if isinstance(weight, torch.Tensor) else weight)
-
-
-@contextmanager
-def no_sync(ctx: Context, *models: nn.Module) -> Generator[None, None, None]:
-    """Leave the gradients of ``models`` unaveraged in backward passes inside; they add up on each rank.
-
-    A step inside is on the gradients of each rank, as local SGD has it. One outside needs a backward pass
-    outside before it, which averages what has added up.
-
-    Ranks: all of ``ctx`` in the same way; doesn't communicate.
-    """
-    check_context("no_sync", ctx)
-    del ctx
-    with replicas_without_sync(*models), local_steps(*models):
-        yield
-
-
-@contextmanager
-def trigger_sync_in_backward(ctx: Context, model: nn.Module) -> Generator[None, None, None]:
-    """Average the gradients of ``model`` in a backward pass inside, whose forward pass was under no_sync.
-
-    What earlier backward passes have added to the gradients is averaged with it. For a window whose length
-    shows only after its forward passes.
-
-    Ranks: every rank of ``ctx``.
-
-    Args:
-        ctx: The world.
-        model: As :func:`prepare_model` gave it; one that nobody averages is let through.
-
-    Raises:
-        ConfigurationError: ``find_unused_parameters`` or ``static_graph`` is on, for which torch must know
-            in the forward pass.
-    """
-    check_context("trigger_sync_in_backward", ctx)
-    del ctx
-    with replicas_triggered(model):
-        yield
-
-
-def accumulate(ctx: Context, micro: MicroBatch, *models: nn.Module) -> AbstractContextManager[None]:
-    """Run forward and backward of one batch of a window: ranks average gradients only where it closes.
-
-    In exact mode, torch draws inside what belongs to the batch's samples, whichever rank has them, and its
-    default generators are as before afterwards.
-
-    Ranks: every rank of ``ctx``.
-
-    Args:
-        ctx: Says whether each batch is averaged all the same (``sync_each_batch``).
-        micro: Of the batch.
-        *models: Prepared models that get gradients inside.
-
-    Raises:
-        ConfigurationError: There are several ranks, and nobody averages the gradients of a model: it was not
-            prepared, or with ``evaluation_mode``; or the context is in exact mode, and a model was prepared
-            without it.
-    """
-    check_context("accumulate", ctx)
-    check_micro("accumulate", micro)
-    if ctx.num_processes == 1 and ctx.reduction is None:  # nobody to average with, or to be compared with
-        return nullcontext()
-    return accumulate_block(ctx, micro, models)
-
-
-@contextmanager
-def accumulate_block(
-    ctx: Context, micro: MicroBatch, models: Sequence[nn.Module], *, is_held: bool = False
-) -> Generator[None, None, None]:
-    """Do what :func:`accumulate` does; with ``is_held`` as :func:`accelfn.parallel.exact_batch` says."""
-    for index, model in enumerate(models):
-        if ctx.num_processes > 1 and not is_averaged(model):
-            raise ConfigurationError(
-                f"accumulate: model {index}, a {type(model).__name__}, was not prepared for training, so "
-                "nobody averages its gradients over the ranks. Pass what prepare_model(ctx, model) gives "
-                "back, without evaluation_mode."
-            )
-    with ExitStack() as stack:
-        # Forward passes are compared with it, so that ranks at different batches don't meet.
-        place = f"batch {micro.index} of epoch {micro.epoch} ({micro.window} a window)"
-        stack.enter_context(at_place(place, *models))
-        if ctx.reduction is not None:
-            for model in models:
-                stack.enter_context(exact_batch(model, micro, micro.place, micro.window, is_held))
-            stack.enter_context(draw_for(ctx, micro))
-        if not micro.sync and not ctx.accumulation.sync_each_batch:
-            stack.enter_context(replicas_without_sync(*models))
-        yield
 
 
 def optimizer_step(
@@ -272,10 +70,10 @@ def optimizer_step(
         ConfigurationError: There are several ranks, and gradients were not averaged since a backward pass
             added to them, or nobody averages those of a parameter. Steps inside of :func:`no_sync` are on
             the gradients of each rank, as local SGD has them.
-        NonFiniteGradientError: A gradient is infinite or no number; ``Guard.check_gradients`` asks for it.
+        NonFiniteGradientError: A gradient is infinite or NaN; ``Guard.check_gradients`` asks for it.
         ReplicaDriftError: The parameters differ between ranks; ``Guard.check_replicas_every`` asks for it.
 
-    >>> model = nn.Linear(1, 1)
+    >>> model = torch.nn.Linear(1, 1)
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     >>> import accelfn as af
     >>> ctx = af.Context()

@@ -35,7 +35,7 @@ def init_train_state(ctx: Context, optimizer: Optimizers) -> TrainState: ...
 @overload
 def init_train_state(ctx: Context, optimizer: PureOptimizer, params: Params) -> PureTrainState[Params]: ...
 def init_train_state(ctx: Context, optimizer: Any, params: Any = None) -> Any:
-    """Give the state before the first step of a function that :func:`make_train_step` made.
+    """Return the state before the first step of a function that :func:`make_train_step` made.
 
     Ranks: every rank of ``ctx``.
 
@@ -170,7 +170,7 @@ def make_train_step(
 
 
 def _torch_optimizers(optimizer: Any) -> tuple[Optimizer, ...] | None:
-    """Give one or several torch optimizers as a tuple; None for anything else."""
+    """Return one or several torch optimizers as a tuple; None for anything else."""
     if isinstance(optimizer, Optimizer):
         return (optimizer,)
     if isinstance(optimizer, Sequence) and optimizer:

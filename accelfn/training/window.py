@@ -12,7 +12,7 @@ from accelfn.context import Context
 from accelfn.training.exact import mean_of_microbatches
 from accelfn.training.loss import Loss
 from accelfn.training.scaler import inverse_of_weight
-from accelfn.tree import TreeSpec, flatten, is_packed_sequence, slice_tensors
+from accelfn.tree import TreeSpec, count_rows, flatten, slice_tensors
 
 __all__ = (
     "Piece",
@@ -32,7 +32,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class StepMetrics(NamedTuple):
-    """What a step tells of itself. Tensors, equal on every rank; reading them on the host waits.
+    """Metrics of one optimizer step. Tensors, equal on every rank; reading them on the host waits.
 
     Attributes:
         loss: Mean over the window and all ranks, of parameters as they were before the step; shape ``()``,
@@ -79,7 +79,8 @@ def cut_window(batch: Any, num_steps: int) -> list[Piece]:
     """
     if num_steps == 1:
         return [Piece(batch, 1.0)]
-    rows = _rows(batch, num_steps)
+    reason = f"make_train_step: with gradient_accumulation_steps={num_steps} a batch is cut into pieces"
+    rows = count_rows(batch, "batch", reason)
     count = min(num_steps, rows)
     least, longer = divmod(rows, count)
     pieces: list[Piece] = []
@@ -108,37 +109,8 @@ def equal_pieces(ctx: Context, batch: Any) -> list[Piece]:
     return pieces
 
 
-def _rows(batch: Any, num_steps: int) -> int:
-    leaves, structure = flatten(batch, is_packed_sequence)
-    rows: int | None = None
-    for index, leaf in enumerate(leaves):
-        if not isinstance(leaf, torch.Tensor):
-            raise ValueError(
-                f"make_train_step: with gradient_accumulation_steps={num_steps} a batch is cut into pieces, "
-                f"and {structure.paths('batch')[index]} is of type {type(leaf).__name__}, which can't be. "
-                "Make it a tensor, or let loss_fn close over it."
-            )
-        if leaf.dim() == 0:
-            continue
-        if rows is None:
-            rows = leaf.shape[0]
-        elif leaf.shape[0] != rows:
-            raise ValueError(
-                f"make_train_step: with gradient_accumulation_steps={num_steps} a batch is cut along the "
-                f"first dimension of its tensors, and {structure.paths('batch')[index]} has {leaf.shape[0]} "
-                f"rows, where an earlier tensor has {rows}. Give all of them one row for each sample."
-            )
-    if not rows:
-        missing = "no such dimension" if rows is None else "no rows"
-        raise ValueError(
-            f"make_train_step: with gradient_accumulation_steps={num_steps} a batch is cut along the first "
-            f"dimension of its tensors, and this one has {missing}. Pass a batch that has some."
-        )
-    return rows
-
-
 def terms_of(loss: Loss, piece: Piece, num_pieces: int) -> Terms:
-    """Give what a piece adds to the metrics of its window, without gradients.
+    """Return what a piece adds to the metrics of its window, without gradients.
 
     Raises:
         TypeError: A leaf of ``aux`` is neither a tensor nor a number.

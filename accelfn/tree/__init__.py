@@ -6,6 +6,7 @@ from accelfn.tree.dtensor import is_dtensor, local_of
 from accelfn.tree.local import (
     concatenate,
     convert_to_fp32,
+    count_rows,
     find_batch_size,
     find_device,
     listify,
@@ -35,6 +36,7 @@ __all__ = (
     "TreeSpec",
     "concatenate",
     "convert_to_fp32",
+    "count_rows",
     "digest_tensors",
     "find_batch_size",
     "find_device",

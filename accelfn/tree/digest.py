@@ -1,4 +1,4 @@
-"""A digest of the exact bits of each tensor, computed where the tensor lies.
+"""A digest of the exact bits of each tensor, computed on the tensor's device.
 
 The bytes of a tensor, in logical order, are read as 64-bit words ``w`` and laid out in rows of 128. All
 arithmetic is on int64, which wraps, so it is modulo 2**64 and the same on every device:
@@ -50,7 +50,7 @@ _UPPER = 48
 
 
 def digest_tensors(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Give 128 bits for each tensor that differ where any of its bits does.
+    """Return 128 bits for each tensor that differ where any of its bits does.
 
     Equal for equal bytes in logical order, whatever the shape, dtype, strides and device. So ``-0.0`` and
     ``0.0`` differ, and so do NaNs of different payload.
@@ -100,7 +100,7 @@ def digest_tensors(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def split_flat(tensor: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
-    """Give a dense tensor in flat contiguous pieces of ``size`` elements, the last one shorter.
+    """Return a dense tensor in flat contiguous pieces of ``size`` elements, the last one shorter.
 
     In logical order. No more than a piece is copied at a time; where the tensor is contiguous, nothing.
 
@@ -123,7 +123,7 @@ def split_flat(tensor: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
 
 
 def _copyable(tensor: torch.Tensor) -> torch.Tensor:
-    """Give a dtype of one byte as bytes: torch can't copy float4, nor odd bytes of a boolean as they are."""
+    """View a dtype of one byte as bytes: torch can't copy float4, nor odd bytes of a boolean."""
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
@@ -157,7 +157,7 @@ def _digest_large(tensor: torch.Tensor, at_once: int, weights: torch.Tensor) -> 
 
 
 def _words(flat: torch.Tensor, rows: int) -> torch.Tensor:
-    """Give the bytes of a flat contiguous tensor as rows of words; copied where they don't fit."""
+    """Return the bytes of a flat contiguous tensor as rows of words; copied where they don't fit."""
     size = flat.dtype.itemsize
     if flat.numel() * size == rows * _ROW_BYTES and flat.storage_offset() * size % 8 == 0:
         return flat.view(torch.int64).view(rows, _ROW_WORDS)
@@ -176,12 +176,12 @@ def _digest_rows(words: torch.Tensor, first: int, weights: torch.Tensor) -> torc
 
 
 def _weights(device: torch.device) -> torch.Tensor:
-    """Give the two odd weights of each position in a row."""
+    """Return the two odd weights of each position in a row."""
     return _odd(0, 2 * _ROW_WORDS, device).view(2, _ROW_WORDS)
 
 
 def _odd(first: int, count: int, device: torch.device) -> torch.Tensor:
-    """Give an odd number for each of ``count`` places from ``first``: what splitmix64 says of each."""
+    """Return an odd number for each of ``count`` places from ``first``: what splitmix64 says of each."""
     return _mix(torch.arange(first + 1, first + count + 1, device=device) * _GOLDEN) | 1
 
 

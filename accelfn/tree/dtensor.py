@@ -21,10 +21,13 @@ def is_dtensor(value: object) -> bool:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what of a tensor lies on this rank: of a ``DTensor`` its part, without gradient; else itself.
+    """Return what of a tensor is on this rank: of a ``DTensor`` its part, without gradient; else itself.
 
-    Shares memory with the tensor.
+    It is the very part, so that torch counts what is written into it as a write into the tensor.
 
     Ranks: local.
     """
-    return cast("Any", tensor.detach()).to_local() if is_dtensor(tensor) else tensor
+    if not is_dtensor(tensor):
+        return tensor
+    with torch.no_grad():
+        return cast("Any", tensor).to_local()

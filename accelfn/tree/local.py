@@ -1,6 +1,6 @@
 """Operations on the tensors of one rank's tree: move, slice, join, convert.
 
-None of them writes into its input, and each gives back the types that it was given.
+None of them writes into its input, and each returns the types that it was given.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from accelfn.tree.structure import flatten, is_packed_sequence
 __all__ = (
     "concatenate",
     "convert_to_fp32",
+    "count_rows",
     "find_batch_size",
     "find_device",
     "listify",
@@ -101,6 +102,50 @@ def slice_tensors(tree: T, s: slice) -> T:
     return map_tensors(cut, tree)
 
 
+def count_rows(tree: Any, name: str, reason: str, *, with_others: bool = False) -> int:
+    """Return the rows that all tensors of a tree have, which is to be cut along them.
+
+    Args:
+        tree: 0-d tensors in it have none, and belong to each part.
+        name: What paths in errors begin with.
+        reason: Why it is cut; errors begin with it.
+        with_others: Leaves that are no tensors belong to each part too.
+
+    Raises:
+        ValueError: A leaf is no tensor, the tensors have different numbers of rows, or there is no row.
+
+    >>> count_rows([torch.zeros(3, 2), torch.zeros(3), torch.tensor(1.0)], "batch", "cut")
+    3
+    """
+    leaves, structure = flatten(tree, is_packed_sequence)
+    rows: int | None = None
+    for index, leaf in enumerate(leaves):
+        if not isinstance(leaf, torch.Tensor):
+            if with_others and not is_packed_sequence(leaf):
+                continue
+            raise ValueError(
+                f"{reason}, and {structure.paths(name)[index]} is of type {type(leaf).__name__}, which can't "
+                "be. Make it a tensor, or let loss_fn close over it."
+            )
+        if leaf.dim() == 0:
+            continue
+        if rows is None:
+            rows = leaf.shape[0]
+        elif leaf.shape[0] != rows:
+            raise ValueError(
+                f"{reason} along the first dimension of its tensors, and {structure.paths(name)[index]} has "
+                f"{leaf.shape[0]} rows, where an earlier tensor has {rows}. Give all of them one row for "
+                "each sample."
+            )
+    if not rows:
+        missing = "no such dimension" if rows is None else "no rows"
+        raise ValueError(
+            f"{reason} along the first dimension of its tensors, and this one has {missing}. Pass a batch "
+            "that has some."
+        )
+    return rows
+
+
 def concatenate(trees: Sequence[T], dim: int = 0) -> T:
     """Join trees of one structure along ``dim``, leaf by leaf.
 
@@ -143,7 +188,7 @@ def concatenate(trees: Sequence[T], dim: int = 0) -> T:
 
 
 def find_batch_size(tree: Any) -> int:
-    """Give the number of rows of the first tensor that has any dimension, as the tree reads.
+    """Return the number of rows of the first tensor that has any dimension, as the tree reads.
 
     Raises:
         ValueError: There is no such tensor.
@@ -215,7 +260,7 @@ def listify(tree: Any) -> Any:
 
 
 def find_device(tree: Any) -> torch.device | None:
-    """Give the device of the first tensor, or None when there is none."""
+    """Return the device of the first tensor, or None when there is none."""
     return next((leaf.device for leaf in flatten(tree)[0] if isinstance(leaf, torch.Tensor)), None)
 
 

@@ -47,7 +47,7 @@ class Buffer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PackSpec:
-    """Where each leaf of a tree lies in its buffers. Holds no tensor.
+    """Where each leaf of a tree is in its buffers. Holds no tensor.
 
     Attributes:
         structure: Everything of the tree but its leaves.
@@ -67,7 +67,7 @@ class PackSpec:
         return f"{self.structure.describe()}{self.shapes}{groups}"
 
     def fingerprint(self) -> bytes:
-        """Give 16 bytes that differ where structure, a shape or a dtype does. The same in every process."""
+        """Return 16 bytes that differ where structure, a shape or a dtype does. The same in every process."""
         return hashlib.blake2b(self.describe().encode(), digest_size=16).digest()
 
 
@@ -162,7 +162,7 @@ def flatten_group(group: Buffer, leaves: list[torch.Tensor], *, copy: bool = Fal
 
 
 def flatten_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Give ``tensor`` as one row that can be viewed as bytes; copied only where it can't be otherwise."""
+    """Return ``tensor`` as one row that can be viewed as bytes; copied only where it can't be otherwise."""
     # A lazy conjugate or negative is not what its bytes say.
     flat = tensor.detach().reshape(-1).resolve_conj().resolve_neg()
     # One element counts as contiguous whatever its stride is.
@@ -170,7 +170,7 @@ def flatten_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def unpack(packed: Packed) -> Any:
-    """Give the tree back: its leaves are views of the buffers.
+    """Return the tree: its leaves are views of the buffers.
 
     Raises:
         ValueError: A buffer doesn't have the length or dtype that the layout says.

@@ -92,7 +92,7 @@ class TreeSpec:
         return optree.tree_unflatten(self.spec, outer)
 
     def paths(self, root: str = "tree") -> list[str]:
-        """Say how each leaf is reached, such as ``tree['x'][0]``, in the order of the leaves."""
+        """Return the path of each leaf, such as ``tree['x'][0]``, in the order of the leaves."""
         outer = [accessor.codify(root) for accessor in optree.treespec_accessors(self.spec)]
         paths: list[str] = []
         start = 0
@@ -116,7 +116,7 @@ class TreeSpec:
 
 
 def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], TreeSpec]:
-    """Take a tree apart into its leaves and its :class:`TreeSpec`.
+    """Flatten a tree into its leaves and its :class:`TreeSpec`.
 
     Args:
         tree: Any tree.
@@ -150,12 +150,12 @@ def flatten(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[li
 
 
 def is_packed_sequence(value: Any) -> bool:
-    """Whether ``value`` is a ``PackedSequence``, for where its parts must stay the tensors they are."""
+    """Return whether ``value`` is a ``PackedSequence``, whose parts must stay the tensors they are."""
     return isinstance(value, PackedSequence)
 
 
 def leaf_paths(tree: Any) -> list[str]:
-    """Say how each leaf of ``tree`` is reached.
+    """Return the path of each leaf of ``tree``.
 
     >>> leaf_paths({"x": [1, 2]})
     ["tree['x'][0]", "tree['x'][1]"]
@@ -167,7 +167,7 @@ Parts = tuple[str, tuple[str, ...], list[Any], Callable[[Sequence[Any]], Any]]
 
 
 def _open(value: Any) -> Parts | None:
-    """Take a container apart that optree doesn't know; None when ``value`` is a leaf."""
+    """Flatten a container that optree doesn't know; None when ``value`` is a leaf."""
     # Mappings first: transformers' ModelOutput is a dataclass too, and its unset fields are not in the
     # mapping.
     if isinstance(value, Mapping):

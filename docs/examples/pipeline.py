@@ -47,7 +47,7 @@ def main() -> None:
         pipeline = af.prepare_pipeline(ctx, model, batch(8), checkpoint="pipeline-weights")
         af.print_once(ctx, pipeline.plan)
 
-        for rows in (8, 3, 20):  # like the example in all but the number of rows
+        for rows in (8, 3, 20):
             logits = pipeline(**batch(rows)) if ctx.is_main_process else pipeline()
             if ctx.is_last_process:
                 same = torch.allclose(logits, whole(**batch(rows)), atol=1e-5)

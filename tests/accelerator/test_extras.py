@@ -271,3 +271,53 @@ def test_local_sgd_that_is_off_or_fails_averages_nothing() -> None:
     with pytest.raises(ConfigurationError, match="check_replicas_every compares"):
         LocalSGD(guarded, nn.Linear(1, 1))
     LocalSGD(guarded, nn.Linear(1, 1), enabled=False)
+
+
+def test_buffers_are_cut_inside_and_whole_again_behind() -> None:
+    def run(ctx: Context) -> list[Any]:
+        accelerator = Accelerator(context=ctx)
+        ids, kept = torch.arange(8), torch.arange(16).view(2, 8)
+        inside: list[Any] = []
+        left = pytest.raises(ValueError, match="left")
+        with left, accelerator.maybe_context_parallel([ids, kept], [0, 1], no_restore_buffers={kept}):
+            inside += [ids.tolist(), kept.tolist()]
+            raise ValueError("left")
+        uneven = accelerator.maybe_context_parallel([ids, torch.zeros(6)], [0, 0])
+        with pytest.raises(ValueError, match="'1' have 6 tokens"), uneven:
+            pass
+        cutting = Accelerator(
+            context=ctx.replace(dataloader_config=af.DataLoaderConfiguration(sequence={0: 1}))
+        )
+        with pytest.raises(ConfigurationError, match="cut twice"), cutting.maybe_context_parallel([ids], [0]):
+            pass
+        return [*inside, ids.tolist(), kept.tolist()]
+
+    ranks = run_ranks(run, 2, parallelism_config=af.ParallelismConfig(cp_size=2))
+    for found, piece in zip(ranks, ([0, 1, 6, 7], [2, 3, 4, 5]), strict=True):
+        rows = [piece, [one + 8 for one in piece]]
+        assert found == [piece, rows, list(range(8)), rows]
+
+
+def test_without_ranks_that_share_sequences_buffers_stay_whole_and_it_is_said_once() -> None:
+    accelerator = Accelerator(context=Context())
+    ids = torch.arange(6)
+    with pytest.warns(UserWarning, match="said once"), accelerator.maybe_context_parallel([ids], [0]):
+        assert len(ids) == 6
+    with accelerator.maybe_context_parallel([ids], [0]):
+        assert len(ids) == 6
+    with (
+        pytest.raises(ValueError, match="1 buffers and 2"),
+        accelerator.maybe_context_parallel([ids], [0, 1]),
+    ):
+        pass
+    left = accelerator.maybe_context_parallel([ids], [0], no_restore_buffers=[torch.zeros(1)])
+    with pytest.raises(ValueError, match="isn't in buffers"), left:
+        pass
+
+
+def test_the_main_process_alone_saves_models() -> None:
+    def run(ctx: Context) -> bool:
+        return Accelerator(context=ctx).should_save_model
+
+    assert run_ranks(run, 2) == [True, False]
+    assert Accelerator(context=Context()).fp8_backend is None

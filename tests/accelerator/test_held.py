@@ -36,7 +36,7 @@ def test_an_optimizer_that_is_gone_is_not_left_out_of_a_checkpoint(world: int, t
 
     for text in run_ranks(run, world):
         assert "the 2nd optimizer that was prepared (AdamW) is gone" in text
-        assert "Keep what prepare gave back" in text
+        assert "Keep what prepare returned" in text
     assert not (tmp_path / "at").exists()
 
 

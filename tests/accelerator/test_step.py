@@ -35,6 +35,40 @@ def ones(num: int) -> Any:
     return DataLoader(torch.ones(num, 1), batch_size=1)  # pyright: ignore[reportArgumentType]
 
 
+@pytest.mark.filterwarnings("ignore:compat=")
+@pytest.mark.parametrize("options", [{}, {"compat": "accelerate"}, {"reduction": "canonical"}])
+def test_both_passes_in_one_call_are_those_of_the_block(options: dict[str, Any]) -> None:
+    compat, is_exact = options.get("compat"), "reduction" in options
+
+    def train(ctx: Context, in_one_call: bool) -> list[float]:
+        accelerator = Accelerator(context=ctx, compat=compat)
+        torch.manual_seed(0)
+        model: Any = nn.Sequential(nn.Linear(1, 4), nn.Dropout(0.5 * is_exact), nn.Linear(4, 1))
+        model, optimizer, loader = accelerator.prepare(model, sgd(model), ones(6))
+        torch.manual_seed(1)
+        losses: list[float] = []
+
+        def loss_fn(model: Any, x: torch.Tensor) -> torch.Tensor:
+            return model(x).square().mean()
+
+        for x in loader:  # windows of two, and a last one of one
+            if in_one_call:
+                loss = accelerator.forward_backward(model, loss_fn, x)
+            else:
+                with accelerator.accumulate(model):
+                    loss = loss_fn(model, x)
+                    accelerator.backward(loss)
+            losses.append(float(loss.detach()))
+            optimizer.step()
+            optimizer.zero_grad()
+        return [*losses, *torch.cat([one.detach().flatten() for one in model.parameters()]).tolist()]
+
+    given: Any = {"reduction": options.get("reduction", "mean"), "gradient_accumulation_steps": 2}
+    world = 1 if is_exact else 2  # ranks that are threads share torch's default generator
+    for one, other in run_ranks(lambda ctx: (train(ctx, True), train(ctx, False)), world, **given):
+        assert one == other
+
+
 def test_losses_that_are_sums_are_divided_by_their_weight() -> None:
     def run(ctx: Context) -> list[float]:
         accelerator = Accelerator(context=ctx)
@@ -121,7 +155,7 @@ def test_outside_of_its_loop_nobody_knows_where_a_window_ends() -> None:
         assert not accelerator.sync_gradients
     assert accelerator.step == 1
     loader = accelerator.prepare(ones(2))
-    refused = pytest.raises(ConfigurationError, match="no batch of a prepared loader is at hand")
+    refused = pytest.raises(ConfigurationError, match="no prepared loader has a current batch")
     with refused, accelerator.accumulate():
         raise AssertionError("went in")
     for _ in loader:

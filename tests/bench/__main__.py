@@ -12,10 +12,11 @@ def main() -> None:
     guard = [*two[:-1], "tests.bench.guard"]
     exact = [*two[:-1], "tests.bench.exact"]
     data = [*two[:-1], "tests.bench.data"]
+    sharding = [*two[:-1], "tests.bench.sharding"]
     training = [*two[:-1], "tests.bench.training"]
-    names = ("training", "local", "checkpoint", "campaign", "plan", "load", "offload", "launch")
+    names = ("training", "local", "checkpoint", "campaign", "plan", "load", "offload", "launch", "sequence")
     alone = ([*run, f"tests.bench.{name}"] for name in names)
-    for command in (two, guard, exact, data, training, *alone):
+    for command in (two, guard, exact, data, sharding, training, *alone):
         subprocess.run(command, env=environment, check=True)
         print(flush=True)
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+import accelfn as af
 from accelfn.bigmodel import infer_auto_device_map, plan_device_map, read_shape
 from tests.bench.timing import Row, compare, print_table
 
@@ -72,6 +73,28 @@ def measure(what: str, make: Callable[[], nn.Module], rounds: int) -> Row:
     return Row(f"a device map of {count:,} tensors, {what}", times.pop("ours"), times)
 
 
+def plan_for_ranks(num_ranks: int) -> Callable[[], object]:
+    """Give what plans a Llama of 70 billion parameters, which is built here, for ranks that aren't there."""
+    transformers: Any = importlib.import_module("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=8192,
+        intermediate_size=28672,
+        num_hidden_layers=80,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        vocab_size=128256,
+    )
+    with torch.device("meta"):
+        model: nn.Module = transformers.LlamaForCausalLM(config)
+    mesh = af.ParallelismConfig(dp_replicate_size=num_ranks // 80, dp_shard_size=10, tp_size=8)
+
+    def plan() -> af.Budget:
+        ctx = af.plan_context(num_ranks, parallelism_config=mesh, mixed_precision="bf16")
+        return af.plan_memory(ctx, model)
+
+    return plan
+
+
 def main() -> None:
     # Of accelerators that this machine lacks.
     logging.getLogger("accelerate.utils.modeling").setLevel(logging.ERROR)
@@ -84,6 +107,8 @@ def main() -> None:
         if number <= 10_000:  # the peer takes minutes for more
             rows.append(measure("in a list", lambda number=number: layers(number), rounds))
     print_table(rows)
+    timing = compare({"ours": plan_for_ranks(10_000)}, rounds=10, calls=1)["ours"]
+    print(f"what 10,000 ranks hold of a Llama of 70 billion: {timing.median:.3f} ({timing.best:.3f}) s")
 
 
 if __name__ == "__main__":

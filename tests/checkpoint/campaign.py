@@ -2,15 +2,17 @@
 
 ``python -m tests.checkpoint.campaign`` does it 240 times and prints what it saw. A trial is a program of one
 or two ranks that saves one state after the other, to one place or to a new one each time with the older ones
-removed. It is killed (SIGKILL), with all its processes or only one rank of two: either some time into a save,
-or just before one of the changes that a rank makes to the disk, so that short phases are hit as well as long
-ones. Where one rank is left, it must raise an error within seconds. Then the newest checkpoint must load, be
-bit-equal to the state of its step, and be no older than the last step that the program was told is committed;
-and reading must leave the directory as it was. The next trial goes on in the same directory, with whatever
-the killed one left behind.
+removed. The state is the same on all ranks, or a model and its AdamW that are sharded over two and go on
+training while they are saved in the background. The program is killed (SIGKILL), with all its processes or
+only one rank of two: either some time into a save, or just before one of the changes that a rank makes to the
+disk, so that short phases are hit as well as long ones. Where one rank is left, it must raise an error within
+seconds. Then the newest checkpoint must load, be bit-equal to the state of its step, and be no older than the
+last step that the program was told is committed; and reading must leave the directory as it was. The next
+trial goes on in the same directory, with whatever the killed one left behind.
 """
 
 import argparse
+import importlib
 import os
 import random
 import select
@@ -30,6 +32,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, NoReturn, cast
 
 import torch
+from torch import nn
 
 import accelfn as af
 from accelfn.checkpoint import Keep
@@ -37,12 +40,14 @@ from accelfn.context import Context
 from accelfn.errors import NoCheckpointError
 from accelfn.testing import processes, run_ranks
 from tests.checkpoint.watched_disk import CHANGES, installed, watched
+from tests.parallel.layouts import LAYOUTS
 
 __all__ = (
     "PHASES",
     "Killed",
     "Place",
     "Report",
+    "State",
     "fork",
     "kill_at_its_last_step",
     "kill_while_saving",
@@ -51,6 +56,7 @@ __all__ = (
 
 Place = Literal["replaced", "rotated"]
 Killed = Literal["program", "rank"]
+State = Literal["whole", "sharded"]
 
 # By what is on the disk after a kill and wasn't there before the trial.
 PHASES = (
@@ -92,6 +98,7 @@ class _Trial(NamedTuple):
     change: int | None  # the rank kills just before this change to the disk after them; None: by the clock
     part: float  # of the time that a save takes, for the clock
     watching: int  # the rank whose changes are counted
+    state: State
 
 
 @dataclass
@@ -117,6 +124,21 @@ def state_of_step(step: int) -> dict[str, Any]:
     }
 
 
+def shards_of_step(step: int) -> dict[str, torch.Tensor]:
+    """Give what a model and its AdamW hold that are sharded over ranks: 2.2 MB, by parameter and moment."""
+    generator = torch.Generator().manual_seed(step)
+    state: dict[str, torch.Tensor] = {}
+    for name, value in _model("meta").named_parameters():
+        for moment in ("", "exp_avg", "exp_avg_sq"):
+            state[f"{name}/{moment}"] = torch.rand(value.shape, generator=generator)
+        state[f"{name}/step"] = torch.tensor(float(step))
+    return state
+
+
+def _model(device: str = "cpu") -> nn.Module:
+    return nn.Sequential(nn.Linear(300, 300, device=device), nn.Linear(300, 301, device=device))
+
+
 def kill_while_saving(
     folder: Path,
     kills: int,
@@ -125,6 +147,7 @@ def kill_while_saving(
     place: Place,
     killed: Killed = "program",
     background: bool = False,
+    state: State = "whole",
     seed: int = 0,
     changes: Sequence[int] = (),
 ) -> Report:
@@ -137,10 +160,14 @@ def kill_while_saving(
         place: Whether each save replaces the one before, or has a directory of its own.
         killed: What is killed: the program with all its ranks, or one of its ranks.
         background: Whether the program saves in the background.
+        state: What is saved: a state that is the same on all ranks, or one that is sharded over two.
         seed: Of the moments at which programs are killed.
         changes: The changes of the main rank to the disk at which the trials are killed, one after the other,
             instead of at random.
     """
+    if state == "sharded":  # once here, and not for a second in each forked rank
+        for name in ("torch._dynamo", "torch.distributed.fsdp"):
+            importlib.import_module(name)
     chance = random.Random(seed)
     report = Report()
     times = [0.05]  # seconds that saves took
@@ -159,6 +186,7 @@ def kill_while_saving(
             change=changes[number % len(changes)] if changes else change,
             part=chance.uniform(0.0, 1.1),
             watching=watching,
+            state=state,
         )
         before = set(os.listdir(folder))
         told, seconds = _run_and_kill(folder, trial, times)
@@ -172,7 +200,7 @@ def kill_while_saving(
             report.told_after_s.append(seconds)
         acknowledged = max([*told, step - 1])
         there = _listing(folder)
-        found = _newest(folder, acknowledged, place)
+        found = _newest(folder, acknowledged, place, state)
         if _listing(folder) != there:
             found = "reading has changed the directory"
         if isinstance(found, str):
@@ -200,7 +228,7 @@ def _listing(folder: Path) -> list[tuple[str, int, int, int]]:
     return [(str(path), one.st_ino, one.st_size, one.st_mtime_ns) for path in paths if (one := path.lstat())]
 
 
-def _newest(folder: Path, acknowledged: int, place: Place) -> int | str:
+def _newest(folder: Path, acknowledged: int, place: Place, state: State) -> int | str:
     """Give the step of the newest checkpoint, or what is wrong with it."""
     try:
         found = cast("dict[str, Any]", af.load_tree(folder / _LAST if place == "replaced" else folder))
@@ -210,7 +238,17 @@ def _newest(folder: Path, acknowledged: int, place: Place) -> int | str:
     step = found["step"]
     if step < acknowledged:
         return f"step {acknowledged} was committed, and step {step} is the newest"
-    return step if _same(found, state_of_step(step)) else f"step {step} isn't what was saved"
+    saved = state_of_step(step) if state == "whole" else shards_of_step(step)
+    is_same = _same(found if state == "whole" else _flat(found), saved)
+    return step if is_same else f"step {step} isn't what was saved"
+
+
+def _flat(found: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Give what :func:`shards_of_step` gives, from a checkpoint that one process reads."""
+    moments = {f"{name}/": value for name, value in found["model"].items()}
+    for name, state in found["optimizer"]["state"].items():
+        moments.update({f"{name.removeprefix('model/')}/{key}": value for key, value in state.items()})
+    return moments
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -324,6 +362,7 @@ def _be_program(folder: Path, trial: _Trial, writer: int) -> None:
     setattr(processes, "_GRACE_S", _PATIENCE_S)  # noqa: B010 -- it is this program's own copy
 
     def be_rank(ctx: Context) -> None:
+        run = _Run(ctx) if trial.state == "sharded" else None
         _Word("b", ctx.rank, os.getpid(), time.monotonic()).sent(writer)
         saves = changes = 0
 
@@ -341,7 +380,7 @@ def _be_program(folder: Path, trial: _Trial, writer: int) -> None:
         watches = trial.change is not None and ctx.rank == trial.watching
         with installed(watched(watch)) if watches else nullcontext():
             for step in range(trial.first, trial.first + 1000):
-                _save(ctx, folder, trial, step)
+                _save(ctx, folder, trial, step, run)
                 saves += 1
                 if ctx.is_main_process:
                     _Word("c", 0, step, time.monotonic()).sent(writer)
@@ -356,7 +395,8 @@ def _be_program(folder: Path, trial: _Trial, writer: int) -> None:
     if trial.ranks == 1:
         told(Context())
     else:
-        run_ranks(told, trial.ranks, on="processes")
+        mesh = LAYOUTS["fsdp2"].config() if trial.state == "sharded" else None
+        run_ranks(told, trial.ranks, on="processes", parallelism_config=mesh)
 
 
 def _wait_for_the_end() -> NoReturn:
@@ -364,14 +404,49 @@ def _wait_for_the_end() -> NoReturn:
         time.sleep(1.0)
 
 
-def _save(ctx: Context, folder: Path, trial: _Trial, step: int) -> None:
+class _Run:
+    """A model and its AdamW, sharded over the ranks of a program."""
+
+    def __init__(self, ctx: Context) -> None:
+        self.ctx = ctx
+        model = _model()
+        self.model, self.optimizer = af.prepare(ctx, model, torch.optim.AdamW(model.parameters()))
+        self.train()  # which makes the moments
+
+    def train(self) -> None:
+        """Step once."""
+        loss = self.model(torch.ones(1, 300)).sum()
+        af.optimizer_step(self.ctx, self.optimizer, af.backward(self.ctx, loss, af.init_scaler(self.ctx)))
+
+    def be_at(self, step: int) -> dict[str, Any]:
+        """Hold what a step holds, and give it for saving."""
+        from torch.distributed.tensor import distribute_tensor
+
+        whole = shards_of_step(step)
+        for name, parameter in self.model.named_parameters():
+            state = self.optimizer.state[parameter]
+            state["step"].copy_(whole[f"{name}/step"])
+            for moment in ("", "exp_avg", "exp_avg_sq"):
+                target: Any = state[moment] if moment else parameter.detach()
+                source = whole[f"{name}/{moment}"]
+                part: Any = distribute_tensor(
+                    source, target.device_mesh, target.placements, src_data_rank=None
+                )
+                target.to_local().copy_(part.to_local())
+        return {"model": self.model, "optimizer": self.optimizer, "step": step}
+
+
+def _save(ctx: Context, folder: Path, trial: _Trial, step: int, run: _Run | None) -> None:
     at = folder / (_LAST if trial.place == "replaced" else f"step-{step}")
     keep = None if trial.place == "replaced" else Keep(last=2)
+    state = state_of_step(step) if run is None else run.be_at(step)
     if not trial.background:
-        af.save_state(ctx, at, state_of_step(step), step=step, keep=keep)
+        af.save_state(ctx, at, state, step=step, keep=keep)
         return
-    handle = af.save_state(ctx, at, state_of_step(step), True, step=step, keep=keep)
+    handle = af.save_state(ctx, at, state, True, step=step, keep=keep)
     while True:  # the training goes on meanwhile, in which ranks meet
+        if run is not None:
+            run.train()
         done = af.reduce(ctx, torch.tensor(int(handle.done())), "min")
         if done.item():
             break
@@ -386,20 +461,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Kill programs while they save, and look what is lost.")
     parser.add_argument("--kills", type=int, default=240, help="trials in all (240)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments of the kills")
+    parser.add_argument("--state", choices=("whole", "sharded"), help="what is saved (both)")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    programs: tuple[tuple[int, Killed], ...] = ((1, "program"), (2, "program"), (2, "rank"))
-    kinds: list[tuple[int, Place, bool, Killed]] = [
-        (ranks, place, background, killed)
-        for ranks, killed in programs
+    programs: tuple[tuple[int, Killed, State], ...] = (
+        (1, "program", "whole"),
+        (2, "program", "whole"),
+        (2, "rank", "whole"),
+        (2, "program", "sharded"),
+        (2, "rank", "sharded"),
+    )
+    kinds: list[tuple[int, State, Place, bool, Killed]] = [
+        (ranks, state, place, background, killed)
+        for ranks, killed, state in programs
         for place in ("replaced", "rotated")
         for background in (False, True)
+        if options.state in (None, state)
     ]
-    headings = ("ranks", "killed", "place", "saved", "kills", "committed saves", *PHASES, "lost")
+    headings = ("ranks", "state", "killed", "place", "saved", "kills", "committed saves", *PHASES, "lost")
     print(f"| {' | '.join(headings)} |", f"|{' --- |' * len(headings)}", sep="\n")
     sums: Counter[str] = Counter()
     seconds: list[float] = []
-    for number, (ranks, place, background, killed) in enumerate(kinds):
+    for number, (ranks, state, place, background, killed) in enumerate(kinds):
         with tempfile.TemporaryDirectory() as folder:
             report = kill_while_saving(
                 Path(folder),
@@ -408,13 +491,14 @@ def main() -> None:
                 place=place,
                 killed=killed,
                 background=background,
+                state=state,
                 seed=options.seed + number,
             )
             if report.lost:  # to be looked at
                 shutil.copytree(folder, f"{folder}-lost")
                 print(*report.lost, f"{folder}-lost", sep="\n", file=sys.stderr)
         row = (
-            *(ranks, "all" if killed == "program" else "one rank", place),
+            *(ranks, state, "all" if killed == "program" else "one rank", place),
             *("in the background" if background else "waiting", report.kills, report.saves),
             *(report.phases[phase] for phase in PHASES),
             len(report.lost),
@@ -424,7 +508,7 @@ def main() -> None:
         sums.update({"kills": report.kills, "saves": report.saves, "lost": len(report.lost)})
         seconds += report.told_after_s
     total = (sums["kills"], sums["saves"], *(sums[phase] for phase in PHASES), sums["lost"])
-    print(f"| all | | | | {' | '.join(map(str, total))} |")
+    print(f"| all | | | | | {' | '.join(map(str, total))} |")
     if seconds:
         print(f"\nA rank that was left raised an error after {max(seconds) * 1000:.0f} ms at the latest.")
     missed = [phase for phase in PHASES if not sums[phase]]

@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import accelfn as af
 from accelfn.context import Context
+from accelfn.parallel import whole_of
 
 # Worlds of processes fork from here, and each of them would import these by itself.
 for _module in ("torch._dynamo", "torch.distributed.checkpoint"):
@@ -99,14 +100,26 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, num: int = 1) -> No
         optimizer.zero_grad()
 
 
-def whole(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """Give all tensors of a model and its optimizer as they are without any cut. Ranks: every rank."""
+def whole(
+    model: nn.Module, optimizer: torch.optim.Optimizer, ctx: Context | None = None
+) -> dict[str, torch.Tensor]:
+    """Give all tensors of a model and its optimizer as they are without any cut. Ranks: every rank.
+
+    Of a model in stages only with ``ctx``; what several stages have must be the same on each.
+    """
     inner = af.unwrap_model(model)
     found = {f"model/{name}": value for name, value in inner.state_dict().items()}
+    staged = whole_of(inner)
     for name, parameter in inner.named_parameters():
+        name = name if staged is None else staged.first.get(name, name)
         state = cast("dict[str, Any]", optimizer.state.get(parameter, {}))
         found.update({f"optimizer/{name}/{key}": value for key, value in state.items()})
-    return {name: _whole(value) for name, value in found.items() if isinstance(value, torch.Tensor)}
+    own = {name: _whole(value) for name, value in found.items() if isinstance(value, torch.Tensor)}
+    joined: dict[str, torch.Tensor] = {}
+    for one in [own] if ctx is None else af.gather_object(ctx.along("pp"), [own]):
+        assert all(torch.equal(value, joined[name]) for name, value in one.items() if name in joined)
+        joined.update(one)
+    return joined
 
 
 def _whole(value: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,28 @@ def test_a_kill_loses_nothing(
     assert len(report.told_after_s) == (6 if killed == "rank" else 0)
 
 
+@pytest.mark.parametrize(
+    ("killed", "background", "changes"), [("rank", False, (1, 9, 13, 16)), ("program", True, ())]
+)
+def test_a_kill_loses_nothing_that_is_sharded(
+    tmp_path: Path, killed: Killed, background: bool, changes: tuple[int, ...]
+) -> None:
+    report = kill_while_saving(
+        tmp_path,
+        4,
+        ranks=2,
+        place="replaced",
+        killed=killed,
+        background=background,
+        state="sharded",
+        seed=2,
+        changes=changes,
+    )
+    assert report.lost == []
+    assert report.saves > 0
+    assert len(report.told_after_s) == (4 if killed == "rank" else 0)
+
+
 @pytest.mark.parametrize(("place", "missed"), [("replaced", {PHASES[5]}), ("rotated", set(PHASES[3:5]))])
 def test_a_kill_in_every_phase_of_a_save_loses_nothing(
     tmp_path: Path, place: Place, missed: set[str]

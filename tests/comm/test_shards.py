@@ -7,17 +7,22 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.autograd import forward_ad
 
 from accelfn.comm import all_gather, all_to_all, permute, reduce_scatter, shard, split_sizes, unshard
 from accelfn.context import Context
 from accelfn.context.config import ParallelismConfig
-from accelfn.errors import ConfigurationError, MismatchError, RemoteRankError
+from accelfn.errors import ConfigurationError, MismatchError, NotAvailableError, RemoteRankError
 from accelfn.testing import Where, run_ranks
 from accelfn.testing.strategies import dtypes, rank_trees, shapes, tensors, trees, worlds
 from accelfn.tree import flatten, flatten_tensor, listify, map_tensors
 
 WORLDS: tuple[Where, ...] = ("memory", "gloo", "processes")
 Operation = Callable[[Context, torch.Tensor], torch.Tensor]
+
+# Which torch leaves partly untyped.
+func: Any = torch.func
+modes: Any = forward_ad
 
 with_rows = trees(tensors(dtypes(float8=True), shapes(min_dims=1), contiguous=True))
 
@@ -160,6 +165,57 @@ def test_backward_is_the_adjoint(name: str, size: int, seed: int, rows: int, col
 
     sides = run_ranks(work, size)
     assert sum(one for one, _ in sides) == pytest.approx(sum(other for _, other in sides))
+
+
+def tangents_are_right(ctx: Context, operation: Operation) -> bool:
+    """Compare the tangents of squares, of a cube's gradient, and beside a gradient, with those by hand."""
+    x, v = drawn(0, ctx.rank, (4, 3)), drawn(1, ctx.rank, (4, 3))
+    weight = torch.ones(4, 3, dtype=torch.double, requires_grad=True)
+
+    def move(x: torch.Tensor) -> torch.Tensor:
+        return operation(ctx, x)
+
+    def square(x: torch.Tensor) -> torch.Tensor:
+        return move(x * x)
+
+    def cube(x: torch.Tensor) -> torch.Tensor:
+        return move(x).pow(3).sum()
+
+    _, of_square = func.jvp(square, (x,), (v,))
+    _, of_gradient = func.jvp(func.grad(cube), (x,), (v,))
+    _, pull = func.vjp(move, x)
+    with modes.dual_level():
+        moved = move(modes.make_dual(x, v) * weight)
+        beside = modes.unpack_dual(moved).tangent
+    (back,) = torch.autograd.grad(beside, weight, move(v))
+    return (
+        torch.equal(of_square, move(2 * x * v))
+        and torch.equal(of_gradient, pull(6 * move(x) * move(v))[0])
+        and torch.equal(beside, move(v))
+        and torch.equal(back, v * pull(move(v))[0])
+    )
+
+
+def test_tangents_are_moved_as_values_are() -> None:
+    """On processes: torch has one level of forward-mode differentiation, which threads can't share."""
+
+    def work(ctx: Context) -> list[str]:
+        return [name for name, operation in LINEAR.items() if not tangents_are_right(ctx, operation)]
+
+    assert run_ranks(work, 2, "processes") == [[], []]
+
+
+@pytest.mark.parametrize("transform", ["vmap", "jacrev"])
+def test_what_ranks_exchange_is_not_mapped_over(transform: str) -> None:
+    def work(ctx: Context) -> str:
+        def gathered(x: torch.Tensor) -> torch.Tensor:
+            return all_gather(ctx, x)
+
+        with pytest.raises(NotAvailableError) as caught:
+            getattr(func, transform)(gathered)(torch.ones(2, 2))
+        return str(caught.value)
+
+    assert all(text.startswith("all_gather: torch.func.vmap") for text in run_ranks(work, 2))
 
 
 @settings(max_examples=10)

@@ -14,8 +14,9 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -26,6 +27,7 @@ from torch.distributed.tensor.parallel import (
 import accelfn as af
 from accelfn import Context, ParallelismConfig
 from accelfn.context import AXES, JOINED, Mesh, MeshPlan, build_mesh, init, plan_mesh
+from accelfn.context.options import refuse_inexact_axes
 from accelfn.errors import (
     CollectiveTimeoutError,
     ConfigurationError,
@@ -415,6 +417,52 @@ def test_threads_have_no_device_mesh(on: Any) -> None:
     run_ranks(run, 4, on, parallelism_config=SQUARE)
 
 
+def test_a_mesh_of_the_users_own_is_adopted() -> None:
+    def run(outer: Context) -> list[int]:
+        theirs: Any = init_device_mesh("cpu", SQUARE.mesh_shape, mesh_dim_names=SQUARE.mesh_dim_names)
+        handler = af.config.TorchTensorParallelConfig(plan={"0": "gather"})
+        mesh = replace(SQUARE, device_mesh=theirs, tp_handler=handler)
+        ctx = af.init_context(cpu=True, parallelism_config=mesh)
+        accelerator = af.Accelerator(context=ctx)
+        assert accelerator.torch_device_mesh is theirs
+        assert ctx.mesh is not None
+        for name, theirs_name in (("tp", "tp"), ("shard", "dp_shard")):
+            assert ctx.mesh.device_mesh(name).get_group() is theirs[theirs_name].get_group()
+        one = DTensor.from_local(torch.ones(1), theirs["tp"], [Shard(0)])
+        other = DTensor.from_local(torch.ones(1), ctx.mesh.device_mesh("tp"), [Shard(0)])
+        both: Any = one + other
+        assert listed(both.full_tensor()) == [2, 2]
+        model = nn.Sequential(nn.Linear(4, 4))
+        af.prepare_model(ctx, model)(torch.ones(1, 4)).sum().backward()
+        found = listed(af.gather(ctx.along("tp"), torch.tensor([ctx.rank])))
+        af.close_context(ctx)
+        assert listed(other.full_tensor()) == [1, 1]  # their groups stay
+        turned = replace(SQUARE, device_mesh=DeviceMesh("cpu", theirs.mesh.T, mesh_dim_names=names))
+        with pytest.raises(ConfigurationError, match=r"over the ranks 0 2 1 3 on 'cpu', and the .* 0 1 2 3"):
+            af.init_context(cpu=True, parallelism_config=turned)
+        af.wait_for_everyone(outer)
+        return found
+
+    names = SQUARE.mesh_dim_names
+    assert run_ranks(run, 4, "processes") == [[0, 1], [0, 1], [2, 3], [2, 3]]
+
+
+def test_a_mesh_of_the_users_own_has_the_dims_of_the_sizes_and_processes_for_ranks() -> None:
+    def make(*names: str) -> DeviceMesh:
+        return DeviceMesh(
+            "cpu", torch.arange(4).view(2, 2), mesh_dim_names=names or None, _init_backend=False, _rank=0
+        )
+
+    for names in (("tp", "dp_shard"), ("dp_shard", "model"), ()):
+        with pytest.raises(ConfigurationError, match=r"and the sizes say \{'dp_shard': 2, 'tp': 2\}"):
+            replace(SQUARE, device_mesh=make(*names))
+    with pytest.raises(ConfigurationError, match=r"device_mesh has the dims .*, and the sizes say one rank"):
+        ParallelismConfig(device_mesh=make("dp_shard", "tp"))
+    fitting = replace(SQUARE, device_mesh=make("dp_shard", "tp"))
+    with pytest.raises(NotAvailableError, match="is a mesh of processes, and these ranks are threads"):
+        run_ranks(lambda ctx: None, 4, parallelism_config=fitting)
+
+
 def own_group(rank: int) -> None:
     dist.new_group([rank], use_local_synchronization=True)  # pyright: ignore[reportUnknownMemberType]
 
@@ -540,6 +588,33 @@ def test_a_mesh_that_does_not_fit_is_refused_before_anything_is_made() -> None:
     plugin = af.FullyShardedDataParallelPlugin(fsdp_version=2)
     with pytest.raises(ConfigurationError, match="FSDP2 has nothing to shard over: got dp_replicate_size=2"):
         run_ranks(lambda ctx: None, 2, parallelism_config=replicas, fsdp_plugin=plugin)
+
+
+def mean_of_product(weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    return (weight * rows).mean()
+
+
+@pytest.mark.parametrize("axis", ["dp_shard", "tp"])
+def test_exact_mode_has_replicas_and_no_other_axis(axis: str) -> None:
+    mesh = ParallelismConfig(dp_replicate_size=2, **cast("Any", {f"{axis}_size": 2}))
+
+    def run(ctx: Context) -> float:
+        with pytest.raises(ConfigurationError, match=f"along {axis} ranks have parts.*Leave {axis}_size out"):
+            ctx.replace(reduction="canonical")
+        replicas = ctx.along("dp_replicate").replace(reduction="canonical")
+        step = af.value_and_grad(replicas, mean_of_product)
+        return float(step(torch.ones(1), torch.tensor([1.0 + ctx.rank]))[0])
+
+    assert run_ranks(run, 4, parallelism_config=mesh) == [2.0, 3.0, 2.0, 3.0]
+    with pytest.raises(ConfigurationError, match=f"along {axis} ranks have parts"):
+        run_ranks(run, 4, parallelism_config=mesh, reduction="canonical")
+
+
+@pytest.mark.parametrize("axis", ["pp", "dp_shard", "cp", "sp", "tp"])
+def test_exact_mode_names_the_axis_that_it_cannot_have(axis: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"along {axis} ranks have parts, and sums over parts"):
+        refuse_inexact_axes(("dp_replicate", axis))
+    refuse_inexact_axes(("dp_replicate",))
 
 
 # --- the Accelerator -----------------------------------------------------------------------------

@@ -28,7 +28,6 @@ from accelfn.context.config import (
     InitProcessGroupKwargs,
     KwargsHandler,
     MegatronLMPlugin,
-    ParallelismConfig,
     PrecisionType,
     ProfileKwargs,
     ProjectConfiguration,
@@ -36,7 +35,8 @@ from accelfn.context.config import (
     Settings,
     TorchDynamoPlugin,
 )
-from accelfn.context.options import merge_settings, settle_window, sort_handlers
+from accelfn.context.handlers import sort_handlers
+from accelfn.context.options import merge_settings, settle_window
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.testing import run_ranks
 
@@ -230,10 +230,6 @@ UNAVAILABLE: tuple[tuple[str, Any], ...] = (
     ("deepspeed_plugin", DeepSpeedPlugin()),
     ("deepspeed_plugin", {"student": DeepSpeedPlugin()}),
     ("megatron_lm_plugin", MegatronLMPlugin()),
-    ("parallelism_config", ParallelismConfig(pp_size=2)),
-    ("parallelism_config", ParallelismConfig(dp_shard_size=2, ep_size=2)),
-    ("parallelism_config", ParallelismConfig(cp_size=2)),
-    ("parallelism_config", ParallelismConfig(sp_size=2)),
     ("mixed_precision", "fp8"),
     ("mixed_precision", PrecisionType.FP8),
 )
@@ -348,7 +344,7 @@ def test_debug_and_guard_may_say_the_same(options: dict[str, Any], mode: str) ->
     ],
 )
 def test_debug_and_guard_may_not_contradict_each_other(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"{said}. Give one of the two"):
+    with pytest.raises(ConfigurationError, match=f"{said}. Pass one of the two"):
         applied(**options)
 
 

@@ -239,6 +239,12 @@ def test_of_many_that_are_missing_only_some_are_described() -> None:
     assert "for ranks 1, 2, 3," in lines[0]
 
 
+def test_a_rank_that_was_seen_in_a_forward_pass_may_wait_in_its_backward_pass() -> None:
+    after_forward = str(late_error(journal_of("forward", "gather"), 0, 1.5, [1]))
+    assert "may be in its backward pass, waiting for ranks that have left theirs out" in after_forward
+    assert "backward" not in str(late_error(journal_of("gather", "forward"), 0, 1.5, [1]))
+
+
 @pytest.mark.parametrize("blocked", ["post", "read", "post_once"])
 def test_a_board_that_never_answers_does_not_keep_the_rank(
     blocked: str, monkeypatch: pytest.MonkeyPatch

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from accelfn.launch.config import build_config, format_config
+from accelfn.launch.config import build_config, format_config, resolve
 from accelfn.launch.config.ask import ask_questions, format_launch, format_prompt
+from accelfn.launch.config.files import parse_config
 from accelfn.launch.config.question import Question
 from accelfn.launch.config.questions import first_answers, values_of
 from accelfn.launch.main import main
@@ -15,7 +16,7 @@ from accelfn.launch.main import main
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "pages" / "guide" / "config.md").read_text()
 SESSION, ORIGINS = re.findall(r"^```text\n\$ ([^\n]*\n.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-(WRITTEN,) = re.findall(r"^```yaml\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+WRITTEN, SHARDED = re.findall(r"^```yaml\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 
 def test_the_session_is_what_is_asked_and_written() -> None:
@@ -45,6 +46,13 @@ def test_the_session_is_what_is_asked_and_written() -> None:
     assert lines[place].startswith("saved ")
     assert lines[place + 1 :] == format_launch(values, None).splitlines()
     assert format_config(build_config(values), "a.yaml", frozenset(values)) == WRITTEN
+
+
+def test_the_file_with_shards_and_a_mesh_is_read() -> None:
+    config = resolve({}, {}, parse_config(SHARDED, "a.yaml")).config
+    assert (config.num_processes, config.use_fsdp, config.use_parallelism_config) == (4, True, True)
+    assert (config.fsdp.version, config.fsdp.activation_checkpointing) == (2, True)
+    assert (config.parallelism.dp_replicate_size, config.parallelism.dp_shard_size) == (2, 2)
 
 
 def test_the_origins_are_those_that_are_printed(

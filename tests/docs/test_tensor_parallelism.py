@@ -6,12 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "pages" / "guide" / "tensor-parallelism.md"
 SHOWN = re.compile(r"^```text\n\$ accelfn ([^\n]*) (docs/\S+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 ACCURACY = re.compile(r"(\d+\.\d+)%$")
 
 
+@pytest.mark.slow
 def test_two_ranks_that_share_layers_learn_as_the_page_says(tmp_path: Path) -> None:
     ((launcher, program, shown),) = SHOWN.findall(PAGE.read_text())
     done = subprocess.run(

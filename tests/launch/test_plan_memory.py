@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+import accelfn as af
 from accelfn.bigmodel import (
     DevicePlan,
     PlanOptions,
@@ -181,3 +182,116 @@ def test_bad_input_is_said_in_one_sentence(
     errors = capsys.readouterr().err
     assert "accelfn plan-memory: error: " in errors
     assert said in errors
+
+
+RANKS_FACTORY = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 16), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.down(self.up(x))
+
+class Model(nn.Module):
+    tp_plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+"""
+RANKS_FILE = """
+num_processes: 12
+use_fsdp: true
+mixed_precision: bf16
+gradient_accumulation_steps: 4
+fsdp_config:
+  fsdp_version: 2
+  fsdp_offload_params: true
+"""
+
+
+@pytest.fixture
+def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    Path("plan_memory_ranks.py").write_text(RANKS_FACTORY)
+    monkeypatch.delitem(sys.modules, "plan_memory_ranks", raising=False)
+    return "plan_memory_ranks:Model"
+
+
+def model_of_ranks() -> nn.Module:
+    names: dict[str, Any] = {}
+    exec(RANKS_FACTORY, names)
+    return names["Model"]()
+
+
+def test_ranks_of_a_mesh_are_planned_for(ranks: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan-memory", ranks, "--mesh", "dp_shard=3,tp=2", "--mixed_precision", "bf16"]) == 0
+    config = af.ParallelismConfig(dp_shard_size=3, tp_size=2)
+    ctx = af.plan_context(6, parallelism_config=config, mixed_precision="bf16")
+    model = model_of_ranks()
+    assert capsys.readouterr().out == f"{af.plan_model(ctx, model)}\n\n{af.plan_memory(ctx, model)}\n"
+    flags = ("--optimizer", "sgd", "--dtype", "float64", "--format", "json")
+    assert main(["plan-memory", ranks, "--mesh", "dp_shard=3, tp=2", *flags]) == 0
+    budget = af.plan_memory(ctx.replace(mixed_precision="no"), model.double(), optimizer="sgd")
+    expected = {**budget._asdict(), "held": budget.held}
+    assert json.loads(capsys.readouterr().out) == {
+        "source": ranks,
+        "mesh": {"dp_shard": 3, "tp": 2},
+        "bytes": expected,
+    }
+
+
+def test_ranks_of_a_configuration_file_are_planned_for(
+    ranks: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("ranks.yaml").write_text(RANKS_FILE)
+    plugin = af.FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=True)
+    options: Any = {"fsdp_plugin": plugin, "mixed_precision": "bf16", "gradient_accumulation_steps": 4}
+    model = model_of_ranks()
+    cases: list[tuple[tuple[str, ...], int, Any]] = [
+        ((), 12, {}),
+        (("--mesh", "dp_shard=2"), 2, {"parallelism_config": af.ParallelismConfig(dp_shard_size=2)}),
+    ]
+    for flags, size, mesh in cases:
+        assert main(["plan-memory", ranks, "--config_file", "ranks.yaml", *flags]) == 0
+        ctx = af.plan_context(size, **options, **mesh)
+        assert capsys.readouterr().out == f"{af.plan_model(ctx, model)}\n\n{af.plan_memory(ctx, model)}\n"
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (
+            ("--mesh", "dp_shard"),
+            "takes AXIS=SIZE with sizes from 1, such as dp_shard=8,tp=2: got 'dp_shard'",
+        ),
+        (("--mesh", "dp_shard=0"), "sizes from 1, such as dp_shard=8,tp=2: got 'dp_shard=0'"),
+        (("--mesh", ""), "sizes from 1, such as dp_shard=8,tp=2: got ''."),
+        (("--mesh", "dp_shad=2"), "no axis 'dp_shad'. Did you mean dp_shard?"),
+        (("--mesh", "tp=2,tp=2"), "--mesh gives tp twice"),
+        (("--mesh", "tp=3"), "aren't divisible by tp_size=3"),
+        (("--mesh", "pp=8"), "stages"),
+        (("--mesh", "tp=2", "--optimizer", "adamv"), "no optimizer 'adamv' is known"),
+        (("--mesh", "tp=2", "--dtype", "int4"), "--dtype int4: nobody trains in it"),
+        (("--mesh", "tp=2", "--format", "svg"), "is told as a table or as json, not as svg"),
+        (("--mesh", "tp=2", "--max_memory", "0=1GB"), "--max_memory is for a model that is spread"),
+        (("--optimizer", "sgd"), "--optimizer is for ranks that train the model. Add --mesh"),
+        (("--config_file", "absent.yaml"), "absent.yaml"),
+        (("--config_file", "empty.yaml"), "says neither num_processes nor a mesh"),
+    ],
+)
+def test_ranks_that_can_not_be_planned_for(
+    argv: tuple[str, ...], said: str, ranks: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("empty.yaml").write_text("mixed_precision: bf16\n")
+    test_bad_input_is_said_in_one_sentence(("{source}", *argv), said, ranks, capsys)
+
+
+def test_names_in_files_say_nothing_of_units(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_file({"a": torch.zeros(3)}, tmp_path / "model.safetensors")
+    assert main(["plan-memory", str(tmp_path), "--mesh", "dp_shard=2"]) == 2
+    assert "don't say of which modules they are" in capsys.readouterr().err

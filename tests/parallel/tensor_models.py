@@ -70,13 +70,15 @@ class GPT(nn.Module):
         views_by_count: bool = False,
         norms_heads: bool = False,
         dropout: float = 0.0,
+        num_blocks: int = 2,
         seed: int = 0,
     ) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.positions = nn.Embedding(LENGTH, WIDTH)
-        self.blocks = nn.ModuleList(Block(views_by_count, norms_heads, dropout) for _ in range(2))
+        blocks = (Block(views_by_count, norms_heads, dropout) for _ in range(num_blocks))
+        self.blocks = nn.ModuleList(blocks)
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         if tied:
@@ -84,8 +86,8 @@ class GPT(nn.Module):
         for parameter in self.parameters():  # norms that begin as ones and zeros hide mistakes
             nn.init.normal_(parameter, std=0.3)
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids) + self.positions(torch.arange(ids.shape[1]))
+    def forward(self, ids: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.embed(ids) + self.positions(torch.arange(ids.shape[1]) if positions is None else positions)
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))

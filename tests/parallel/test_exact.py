@@ -83,7 +83,7 @@ def train(ctx: Context, steps: int, before: Run | None = None) -> Run:
                     return Run(losses, state, copy.deepcopy(optimizer.state_dict()), af.loader_state(loader))
 
 
-def started(world: int, on: Where, steps: int, before: Run | None = None) -> Run:
+def started(world: int, on: Where, steps: int, before: Run | None = None, **more: Any) -> Run:
     options = af.DataLoaderConfiguration(data_seed=7)
     found = run_ranks(
         lambda ctx: train(ctx, steps, before),
@@ -91,6 +91,7 @@ def started(world: int, on: Where, steps: int, before: Run | None = None) -> Run
         on,
         reduction=CanonicalReduction(num_microbatches=MICROBATCHES),
         dataloader_config=options,
+        **more,
     )
     for other in found[1:]:
         assert_equal(found[0], other)
@@ -128,7 +129,8 @@ def test_training_gives_the_same_bits_at_any_number_of_ranks(alone: Run, world: 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_processes_give_the_bits_of_threads(alone: Run, world: int) -> None:
-    assert_equal(alone, started(world, "processes", 60))
+    mesh = af.ParallelismConfig(dp_replicate_size=world)  # as without one
+    assert_equal(alone, started(world, "processes", 60, parallelism_config=mesh if world > 1 else None))
 
 
 def test_the_number_of_ranks_may_change_in_the_middle_of_an_epoch(alone: Run) -> None:

@@ -191,6 +191,10 @@ def test_gradients_that_were_not_averaged_since_they_grew_are_refused(on: Where)
         model = af.prepare_model(ctx, Net())
         before = [one.detach().clone() for one in model.parameters()]
         optimizer, scaler = sgd(model), af.init_scaler(ctx)
+        for parameter in model.parameters():
+            parameter.grad = torch.full_like(parameter, ctx.rank)
+        assert "they were set by hand" in refusal(ctx, optimizer)
+        optimizer.zero_grad()
         with af.no_sync(ctx, model):
             model(rows(ctx.rank, 0)).sum().backward()
         with pytest.raises(

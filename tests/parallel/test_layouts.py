@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, cast
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
@@ -13,46 +15,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import accelfn as af
 from accelfn.testing import run_ranks
-from tests.parallel.tensor_models import GPT, LENGTH, PLAN, VOCABULARY
+from tests.parallel.expert_models import SparseGPT
+from tests.parallel.layouts import LAYOUTS, Layout
+from tests.parallel.tensor_models import GPT, LENGTH, VOCABULARY
 
 _ROWS = 8  # of a batch over all ranks
 _STEPS = 3  # of the optimizer
 _MAX_NORM = 0.1  # less than any norm here, so that each step is clipped
-
-
-class Layout(NamedTuple):
-    """Sizes of a mesh, and whether its ranks share parameters."""
-
-    replicate: int = 1
-    shard: int = 1
-    tp: int = 1
-
-    @property
-    def size(self) -> int:
-        return self.replicate * self.shard * self.tp
-
-    def options(self) -> dict[str, Any]:
-        """Arguments of ``init_context``."""
-        handler = af.config.TorchTensorParallelConfig(plan=PLAN) if self.tp > 1 else None
-        config = af.ParallelismConfig(
-            dp_replicate_size=self.replicate,
-            dp_shard_size=self.shard,
-            tp_size=self.tp,
-            tp_handler=handler,
-        )
-        plugin = {"fsdp_plugin": af.FullyShardedDataParallelPlugin(fsdp_version=2)} if self.shard > 1 else {}
-        return {"parallelism_config": config, **plugin}
-
-
-LAYOUTS = {
-    "dp4": Layout(replicate=4),
-    "fsdp2": Layout(shard=2),
-    "fsdp4": Layout(shard=4),
-    "hsdp2x2": Layout(replicate=2, shard=2),
-    "tp2": Layout(tp=2),
-    "tp2xdp2": Layout(replicate=2, tp=2),
-    "tp2xfsdp2": Layout(shard=2, tp=2),
-}
 
 
 class Case(NamedTuple):
@@ -61,6 +30,11 @@ class Case(NamedTuple):
     accumulation: int
     optimizer: str
     weighted: bool
+    sparse: bool = False  # with experts
+    num_blocks: int = 2  # of the model; a stage of a pipeline has one at least
+
+    def make_model(self) -> nn.Module:
+        return SparseGPT() if self.sparse else GPT(num_blocks=self.num_blocks)
 
     def __str__(self) -> str:
         return f"{self.optimizer}, {self.accumulation} a window, {'weighted' if self.weighted else 'mean'}"
@@ -86,7 +60,8 @@ def make_data(case: Case) -> TensorDataset:
     if case.weighted:
         share = torch.rand(num_rows, 1, generator=random)
         labels[torch.rand(labels.shape, generator=random) < share] = -100
-    return TensorDataset(ids[:, :-1].contiguous(), labels)
+    positions = torch.arange(LENGTH).expand(num_rows, -1)  # which a piece of a sequence doesn't show
+    return TensorDataset(ids[:, :-1].contiguous(), positions, labels)
 
 
 def make_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
@@ -96,25 +71,26 @@ def make_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
 
 
-def loss_of(model: nn.Module, case: Case, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def loss_of(model: nn.Module, case: Case, batch: Any) -> torch.Tensor:
     """Return the sum of the losses of all labels if they are weighted, else their mean."""
-    logits = model(ids).flatten(0, 1).float()
+    ids, positions, labels = batch
+    logits = model(ids, positions).flatten(0, 1).float()
     return F.cross_entropy(logits, labels.flatten(), reduction="sum" if case.weighted else "mean")
 
 
 def plain(case: Case) -> Seen:
     """Train in one process, by hand."""
-    model = GPT()
+    model = case.make_model()
     optimizer = make_optimizer(case, model)
     batches = iter(DataLoader[Any](make_data(case), batch_size=_ROWS))
     losses: list[float] = []
     norms: list[float] = []
     for _ in range(_STEPS):
         window = [next(batches) for _ in range(case.accumulation)]
-        count = sum(int((labels != -100).sum()) for _, labels in window) if case.weighted else len(window)
+        count = sum(int((one[-1] != -100).sum()) for one in window) if case.weighted else len(window)
         total = 0.0
-        for ids, labels in window:
-            loss = loss_of(model, case, ids, labels) / count
+        for batch in window:
+            loss = loss_of(model, case, batch) / count
             loss.backward()  # pyright: ignore[reportUnknownMemberType]
             total += loss.item()
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), _MAX_NORM)))
@@ -129,44 +105,57 @@ def weight_of(case: Case, labels: torch.Tensor) -> torch.Tensor | None:
     return (labels != -100).sum() if case.weighted else None
 
 
+def summed_or_mean(case: Case, model: nn.Module, batch: Any) -> af.Loss:
+    """Return the loss of a batch, with its weight where it is a sum."""
+    return af.Loss(loss_of(model, case, batch), weight_of(case, batch[-1]))
+
+
 def by_functions(ctx: af.Context, case: Case) -> Iterator[tuple[torch.Tensor, torch.Tensor | None, Any, Any]]:
     """Train with the functions; yield each batch's loss and weight, the model, and a step's norm."""
-    model: nn.Module = GPT()
+    model: nn.Module = case.make_model()
     optimizer = make_optimizer(case, model)
     loader = DataLoader[Any](make_data(case), batch_size=_ROWS // ctx.axis_size("dp"))
     model, optimizer, loader = af.prepare(ctx, model, optimizer, loader)
     scaler = af.init_scaler(ctx)
-    for (ids, labels), micro in af.microbatches(ctx, loader):
+
+    for batch, micro in af.microbatches(ctx, loader):
         norm = None
-        weight = weight_of(case, labels)
-        with af.accumulate(ctx, micro, model):
-            loss = loss_of(model, case, ids, labels)
-            scaler = af.backward(ctx, loss, scaler, micro, weight=weight)
+        weight = weight_of(case, batch[-1])
+        scaler, loss = af.forward_backward(ctx, model, partial(summed_or_mean, case), batch, scaler, micro)
         if micro.sync:
             scaler = af.unscale_gradients(ctx, optimizer, scaler)
             norm = af.clip_grad_norm_(ctx, model.parameters(), _MAX_NORM, scaler_state=scaler)
             scaler = af.optimizer_step(ctx, optimizer, scaler)
-        yield loss.detach(), weight, model, norm
+        yield loss, weight, model, norm
 
 
 def by_shim(ctx: af.Context, case: Case) -> Iterator[tuple[torch.Tensor, torch.Tensor | None, Any, Any]]:
     """Train with an Accelerator; as :func:`by_functions`."""
     accelerator = af.Accelerator(context=ctx)
-    model: nn.Module = GPT()
+    model: nn.Module = case.make_model()
     optimizer: Any = make_optimizer(case, model)
     loader: Any = DataLoader[Any](make_data(case), batch_size=_ROWS // ctx.axis_size("dp"))
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    for ids, labels in loader:
-        norm = None
-        weight = weight_of(case, labels)
-        with accelerator.accumulate(model):
-            loss = loss_of(model, case, ids, labels)
-            accelerator.backward(loss, weight=weight)
-            if accelerator.sync_gradients:
-                norm = accelerator.clip_grad_norm_(model.parameters(), _MAX_NORM)
-            optimizer.step()
-            optimizer.zero_grad()
+    for batch in loader:
+        weight = weight_of(case, batch[-1])
+        if ctx.axis_size("pp") > 1:  # no rank has the whole loss
+            loss = accelerator.forward_backward(model, partial(summed_or_mean, case), batch)
+            norm = _step(accelerator, model, optimizer)
+        else:
+            with accelerator.accumulate(model):
+                loss = loss_of(model, case, batch)
+                accelerator.backward(loss, weight=weight)
+                norm = _step(accelerator, model, optimizer)
         yield loss.detach(), weight, model, norm
+
+
+def _step(accelerator: af.Accelerator, model: nn.Module, optimizer: Any) -> torch.Tensor | None:
+    norm = None
+    if accelerator.sync_gradients:
+        norm = accelerator.clip_grad_norm_(model.parameters(), _MAX_NORM)
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm
 
 
 def whole(value: Any) -> torch.Tensor:
@@ -177,7 +166,7 @@ def whole(value: Any) -> torch.Tensor:
 def train(ctx: af.Context, case: Case, way: Callable[..., Iterator[Any]]) -> Seen:
     """Train on this rank."""
     ctx = ctx.replace(gradient_accumulation_steps=case.accumulation)
-    dp = ctx.along("dp")
+    others = ctx.along("loss")
     losses: list[float] = []
     norms: list[float] = []
     total, count = torch.zeros(()), torch.zeros(())
@@ -187,12 +176,14 @@ def train(ctx: af.Context, case: Case, way: Callable[..., Iterator[Any]]) -> See
         total += whole(loss)
         count += 1 if weight is None else weight
         if norm is not None:
-            both = af.reduce(dp, torch.stack([total, count]))
+            both = af.reduce(others, torch.stack([total, count]))
             losses.append(float(both[0] / both[1]))
             norms.append(float(norm))
             total, count = torch.zeros(()), torch.zeros(())
     named = af.unwrap_model(model).named_parameters()
-    return Seen(losses, norms, {name: whole(one.detach()).clone() for name, one in named})
+    # A stage of a pipeline may have the other name of the tied parameter.
+    own = {name.replace("head", "embed"): whole(one.detach()).clone() for name, one in named}
+    return Seen(losses, norms, own)
 
 
 def far(one: list[float], other: list[float]) -> float:
@@ -201,9 +192,9 @@ def far(one: list[float], other: list[float]) -> float:
     return max(abs(a - b) / abs(b) for a, b in zip(one, other, strict=True))
 
 
-def moved(seen: Seen, reference: Seen) -> float:
+def moved(case: Case, seen: Seen, reference: Seen) -> float:
     """Return how far the weights are from the reference's, beside the way that those went."""
-    start = dict(GPT().named_parameters())
+    start = dict(case.make_model().named_parameters())
     assert seen.weights.keys() == reference.weights.keys() == start.keys()
     names = [*start]
     way = torch.cat([(reference.weights[name] - start[name].detach()).flatten() for name in names])
@@ -211,27 +202,87 @@ def moved(seen: Seen, reference: Seen) -> float:
     return float(off.square().sum().sqrt() / way.square().sum().sqrt())
 
 
-@pytest.mark.parametrize("way", [by_functions, by_shim])
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-@pytest.mark.parametrize("name", [*LAYOUTS])
+# What every run of the suite tries: each layout, precision and way once at least.
+SAMPLE = (
+    ("dp4", "no", by_shim),
+    ("fsdp2", "no", by_functions),
+    ("hsdp2x2", "bf16", by_shim),
+    ("fsdp4", "bf16", by_functions),
+    ("tp2", "no", by_shim),
+    ("tp2xdp2", "no", by_functions),
+    ("tp2xfsdp2", "no", by_functions),
+    ("cp2", "no", by_functions),
+    ("cp2xfsdp2", "bf16", by_functions),
+    ("sp2", "no", by_shim),
+    ("sp2xfsdp2", "no", by_functions),
+    ("tp2xcp2", "no", by_functions),
+    ("ep2", "bf16", by_shim),
+    ("ep2xfsdp2", "no", by_functions),
+    ("pp2", "bf16", by_functions),
+    ("pp2-interleaved", "no", by_functions),
+    ("pp2xfsdp2", "no", by_shim),
+    ("pp2xtp2", "no", by_functions),
+)
+MATRIX = [
+    pytest.param(*case, marks=() if case in SAMPLE else pytest.mark.slow)
+    for case in itertools.product(
+        [one for one in LAYOUTS if one not in ("one", "dp2")], ("no", "bf16"), (by_functions, by_shim)
+    )
+]
+
+
+@pytest.mark.parametrize(("name", "precision", "way"), MATRIX)
 def test_every_layout_trains_as_one_process(
-    name: str, precision: str, way: Callable[..., Iterator[Any]]
+    name: str, precision: Literal["no", "bf16"], way: Callable[..., Iterator[Any]]
 ) -> None:
     layout = LAYOUTS[name]
+    shares_sequence = layout.cp > 1 or layout.sp > 1  # where a mean is refused
+    check(layout, precision, way, [one for one in CASES if one.weighted or not shares_sequence])
+
+
+@pytest.mark.slow
+def test_layers_are_shared_inside_of_replicas_of_shards() -> None:
+    check(Layout(replicate=2, shard=2, tp=2), "no", by_functions, [Case(3, "AdamW", weighted=True)])
+
+
+@pytest.mark.slow
+def test_layers_are_shared_inside_of_shards_of_stages() -> None:
+    check(Layout(pp=2, shard=2, tp=2), "no", by_functions, [Case(3, "AdamW", weighted=True)])
+
+
+def check(
+    layout: Layout, precision: Literal["no", "bf16"], way: Callable[..., Iterator[Any]], cases: Sequence[Case]
+) -> None:
+    """Train on the layout's ranks, and compare with one process."""
+    if layout.ep > 1:  # with an optimizer that doesn't hide how large the gradients of experts are
+        cases = [case._replace(sparse=True) for case in cases if case.optimizer == "SGD"]
+
+    cases = [case._replace(num_blocks=layout.num_blocks) for case in cases]
 
     def work(ctx: af.Context) -> list[Seen]:
-        return [train(ctx, case, way) for case in CASES]
+        return [train(ctx, case, way) for case in cases]
 
-    options = cast("dict[str, Any]", {"mixed_precision": precision, **layout.options()})
-    ranks = run_ranks(work, layout.size, on="processes", timeout_s=120.0, **options)
+    plugin = af.FullyShardedDataParallelPlugin(fsdp_version=2) if layout.shard > 1 else None
+    ranks = run_ranks(
+        work,
+        layout.size,
+        on="processes",
+        timeout_s=120.0,
+        mixed_precision=precision,
+        parallelism_config=layout.config(),
+        fsdp_plugin=plugin,
+        dataloader_config=af.DataLoaderConfiguration(sequence={0: 1, 1: 1, 2: 1}),
+    )
     loss_bound, norm_bound, way_bound = (1e-5, 1e-5, 1e-4) if precision == "no" else (0.01, 0.05, 0.2)
-    for index, case in enumerate(CASES):
+    for index, case in enumerate(cases):
         reference = plain(case)
+        found_anywhere = {name: one for rank in ranks for name, one in rank[index].weights.items()}
         for seen in (rank[index] for rank in ranks):
+            seen = seen._replace(weights={**found_anywhere, **seen.weights})  # with those of other stages
             found = (
                 far(seen.losses, reference.losses),
                 far(seen.norms, reference.norms),
-                moved(seen, reference),
+                moved(case, seen, reference),
             )
             assert found[0] < loss_bound, f"{case}: {found}"
             assert found[1] < norm_bound, f"{case}: {found}"

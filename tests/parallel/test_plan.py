@@ -93,8 +93,8 @@ def test_a_model_can_have_another_plan_than_the_context_says() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at each parameter's
-def test_units_are_compiled_before_they_are_sharded_and_keep_their_names() -> None:
-    def on_rank(ctx: Context) -> tuple[float, bool, tuple[str, ...]]:
+def test_units_are_recomputed_compiled_and_sharded_in_this_order_and_keep_their_names() -> None:
+    def on_rank(ctx: Context) -> tuple[float, bool, list[tuple[str, ...]]]:
         model = lm.make()
         names = list(model.state_dict())
         plan = plan_model(ctx, model)
@@ -103,23 +103,23 @@ def test_units_are_compiled_before_they_are_sharded_and_keep_their_names() -> No
         return (
             found.distance(lm.train_plain(lm.sgd, 1, True)),
             list(model.state_dict()) == names,
-            plan.compiled,
+            [plan.recomputed, plan.compiled],
         )
 
-    for distance, is_same, compiled in run_ranks(
-        on_rank, 2, on="processes", fsdp_plugin=PLUGIN, dynamo_backend="aot_eager", timeout_s=120
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, activation_checkpointing=True)
+    for distance, is_same, units in run_ranks(
+        on_rank, 2, on="processes", fsdp_plugin=plugin, dynamo_backend="aot_eager", timeout_s=120
     ):
         assert distance < 1e-6
         assert is_same
-        assert compiled == ("blocks.0", "blocks.1")
+        assert units == [("blocks.0", "blocks.1")] * 2
 
 
 @pytest.mark.parametrize(
     ("fields", "error", "message"),
     [
-        ({"activation_checkpointing": True}, NotAvailableError, "activation_checkpointing=True"),
-        ({"cpu_ram_efficient_loading": True}, NotAvailableError, "cpu_ram_efficient_loading=True"),
-        ({"state_dict_type": "SHARDED_STATE_DICT"}, NotAvailableError, "state_dict_type=SHARDED_STATE_DICT"),
+        ({"state_dict_type": "LOCAL_STATE_DICT"}, NotAvailableError, "state_dict_type=LOCAL_STATE_DICT"),
+        ({"param_init_fn": nn.Module.cpu}, NotAvailableError, "param_init_fn="),
         ({"limit_all_gathers": False}, NotAvailableError, "limit_all_gathers=False"),
         ({"backward_prefetch": "BACKWARD_POST"}, NotAvailableError, "backward_prefetch=BACKWARD_POST"),
         ({"sharding_strategy": "NO_SHARD"}, ConfigurationError, "Leave the plugin out"),

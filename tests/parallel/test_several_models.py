@@ -17,7 +17,10 @@ from torch.nn import functional as F
 import accelfn as af
 from accelfn.context import Context
 from accelfn.testing import run_ranks
-from tests.parallel.tensor_models import GPT, LENGTH, PLAN, VOCABULARY
+from tests.parallel.layouts import LAYOUTS
+from tests.parallel.tensor_models import GPT, LENGTH, VOCABULARY
+
+_PENALTY = 1e-3  # on the weights
 
 _ROWS, _STEPS, _DECAY = 4, 3, 0.9
 
@@ -71,6 +74,19 @@ def make_models(ctx: Context, seed: int) -> Models:
     return Models(student, average, teacher, optimizer)
 
 
+def with_penalty(ctx: Context, models: Models, loss: torch.Tensor, scaler: af.ScalerState) -> af.ScalerState:
+    """Go backward from a loss with an L2 penalty on the weights: in the loss, or added to its gradients."""
+    if ctx.num_processes == 1:
+        squares = sum(one.square().sum() for one in models.student.parameters())
+        return af.backward(ctx, loss + _PENALTY * squares, scaler)
+    scaler = af.unscale_gradients(ctx, models.optimizer, af.backward(ctx, loss, scaler))
+    with torch.no_grad():
+        for one in models.student.parameters():  # which are shards again, as they weren't before the backward
+            assert one.grad is not None
+            one.grad.add_(one, alpha=2 * _PENALTY)
+    return scaler
+
+
 def distil(ctx: Context, models: Models, steps: range) -> list[float]:
     """Train the student on the teacher's guesses; return the losses."""
     losses: list[float] = []
@@ -80,7 +96,7 @@ def distil(ctx: Context, models: Models, steps: range) -> list[float]:
         with torch.no_grad():
             wanted = models.teacher(ids).softmax(-1)
         loss = F.cross_entropy(models.student(ids).flatten(0, 1), wanted.flatten(0, 1))
-        scaler = af.backward(ctx, loss, scaler)
+        scaler = with_penalty(ctx, models, loss, scaler)
         scaler = af.optimizer_step(ctx, models.optimizer, scaler)
         with torch.no_grad():
             pairs = zip(models.average.parameters(), models.student.parameters(), strict=True)
@@ -90,10 +106,8 @@ def distil(ctx: Context, models: Models, steps: range) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(("shard", "tp"), [(2, 1), (1, 2)])
-def test_a_sharded_student_learns_from_a_whole_teacher_beside_its_average(
-    shard: int, tp: int, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("name", ["fsdp2", "tp2"])
+def test_a_sharded_student_learns_from_a_whole_teacher_beside_its_average(name: str, tmp_path: Path) -> None:
     def work(ctx: Context) -> tuple[list[float], list[dict[str, torch.Tensor]]]:
         models = make_models(ctx, seed=0)
         assert not any(hasattr(one, "placements") for one in models.teacher.parameters())
@@ -107,14 +121,34 @@ def test_a_sharded_student_learns_from_a_whole_teacher_beside_its_average(
         losses += distil(ctx, again, range(1, _STEPS))
         return losses, [whole(again.student), whole(again.average), whole(again.teacher)]
 
-    handler = af.config.TorchTensorParallelConfig(plan=PLAN) if tp > 1 else None
-    config = af.ParallelismConfig(dp_shard_size=shard, tp_size=tp, tp_handler=handler)
-    ranks = run_ranks(work, 2, "processes", timeout_s=60.0, parallelism_config=config)
+    ranks = run_ranks(work, 2, "processes", timeout_s=60.0, parallelism_config=LAYOUTS[name].config())
     losses, weights = work(Context())
     assert weights[0]["norm.weight"].ne(weights[1]["norm.weight"]).any()
     for found, models in ranks:
         assert found == pytest.approx(losses, rel=1e-5)
         assert all(close(one, other) for one, other in zip(models, weights, strict=True))
+
+
+def test_optimizers_step_on_shards_as_on_the_whole() -> None:
+    names = ["SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta", "RMSprop", "ASGD"]
+    x = torch.arange(8.0).view(2, 4) / 8
+
+    def step(ctx: Context, name: str) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+        optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.01)
+        model, optimizer = af.prepare(ctx, model, optimizer)
+        scaler = af.init_scaler(ctx)
+        for _ in range(2):
+            scaler = af.backward(ctx, model(x).square().sum(), scaler)
+            scaler = af.optimizer_step(ctx, optimizer, scaler)
+        return whole(model)
+
+    def work(ctx: Context) -> list[str]:
+        return [name for name in names if not close(step(ctx, name), step(Context(), name))]
+
+    config = af.ParallelismConfig(dp_shard_size=2)
+    assert run_ranks(work, 2, "processes", parallelism_config=config) == [[], []]
 
 
 class Adapted(nn.Module):

@@ -77,15 +77,17 @@ def test_replicas_of_shards_train_as_one_process(
     "plugin",
     [
         FullyShardedDataParallelPlugin(),
-        FullyShardedDataParallelPlugin(sharding_strategy="SHARD_GRAD_OP", forward_prefetch=True),
+        FullyShardedDataParallelPlugin(
+            sharding_strategy="SHARD_GRAD_OP", forward_prefetch=True, backward_prefetch="BACKWARD_PRE"
+        ),
         FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=False),
         FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="NO_WRAP"),
         FullyShardedDataParallelPlugin(
             fsdp_version=2, auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=300
         ),
-        FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=True),
+        FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=True, activation_checkpointing=True),
     ],
-    ids=["version 1", "prefetch", "no reshard", "one unit", "by size", "offload"],
+    ids=["version 1", "prefetch", "no reshard", "one unit", "by size", "offload, recomputed"],
 )
 def test_no_option_changes_the_numbers(plugin: FullyShardedDataParallelPlugin) -> None:
     def on_rank(ctx: Context) -> lm.Trained:
@@ -213,6 +215,39 @@ def test_an_evaluation_reads_the_whole_model_and_training_goes_on() -> None:
     assert max(sharded(on_rank)) < TOLERANCE
 
 
+@pytest.mark.parametrize("reshards", [True, False])
+def test_what_is_written_after_an_evaluation_counts_in_the_next_one(reshards: bool) -> None:
+    def on_rank(ctx: Context) -> None:
+        model, _ = prepared(ctx)
+        ids = lm.windows(1, 1)[0][0]["ids"]
+        register_forward_method(model, "evaluate")
+
+        def evaluations() -> list[torch.Tensor]:
+            with torch.no_grad():
+                found = [model(ids), model.evaluate(ids)]
+            model.requires_grad_(False)
+            found.append(model(ids))
+            model.requires_grad_(True)
+            return found
+
+        before = evaluations()
+        assert all(hasattr(one, "placements") for one in model.parameters())
+        with torch.no_grad():
+            for one in model.parameters():
+                one.mul_(0.5)
+        for found, old in zip(evaluations(), before, strict=True):
+            assert not torch.allclose(found, old)
+        expected = lm.make()
+        with torch.no_grad():
+            for one in expected.parameters():
+                one.mul_(0.5)
+        for found in evaluations()[::2]:
+            assert torch.allclose(found, expected(ids), atol=1e-6)
+
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=reshards)
+    sharded(on_rank, plugin)
+
+
 def test_a_method_of_its_own_gathers_where_it_was_registered() -> None:
     def on_rank(ctx: Context) -> tuple[float, float]:
         model, _ = prepared(ctx)
@@ -323,9 +358,9 @@ def test_a_rank_that_is_lost_is_named_in_the_forward_pass() -> None:
 def test_exact_mode_and_threads_have_no_shards() -> None:
     def in_order(ctx: Context) -> None:
         with pytest.raises(ConfigurationError, match='reduction="canonical" needs the whole model'):
-            af.prepare_model(ctx, lm.make())
+            plan_model(ctx, lm.make(), engine="shard")
 
-    sharded(in_order, reduction="canonical")
+    run_ranks(in_order, 2, reduction="canonical")
 
     def on_thread(ctx: Context) -> None:
         with pytest.raises(NotAvailableError, match='on="processes"'):
@@ -417,7 +452,12 @@ def test_shards_are_saved_and_loaded_into_one_process_and_back_bit_by_bit(tmp_pa
             torch.equal(a, b) for a, b in zip(one[1], other[1], strict=True)
         )
 
-    saved, _ = sharded(save)
+    saved, _ = sharded(save, plugin_of(state_dict_type="FULL_STATE_DICT"))
+    made = af.checkpoint.convert_checkpoint(tmp_path / "sharded", tmp_path / "weights", to="safetensors")
+    assert [path.name for path in made.path.iterdir()] == ["model.safetensors"]
+    model = lm.make(seed=9)
+    af.load_model(model, made.path)
+    assert all(torch.equal(one, saved[0][name]) for name, one in model.named_parameters())
     alone = Context()
     model = lm.make(seed=9)
     model, optimizer = af.prepare(alone, model, lm.adamw(model.parameters()))

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from accelfn import Context
 from accelfn.context.config import TorchTensorParallelConfig
@@ -100,6 +101,25 @@ def test_a_norm_of_heads_needs_its_style(tmp_path: object) -> None:
         lambda ctx: against_plain(ctx, lambda: GPT(norms_heads=True), plan), 2, "processes"
     ):
         assert gradients > 1e-2
+
+
+def test_gradients_can_be_differentiated_again() -> None:
+    def penalise(model: nn.Module) -> dict[str, torch.Tensor]:
+        loss, _ = summed_loss(model, make_batch(1))
+        gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        (loss + cast("Any", sum(whole(one).square().sum() for one in gradients))).backward()
+        return gradients_of(model)
+
+    def train(ctx: Context) -> list[float]:
+        # Torch's fast kernels of attention have no second derivative.
+        with sdpa_kernel(SDPBackend.MATH):
+            expected = penalise(GPT())
+            found = [penalise(spread(ctx, GPT(), plan)) for plan in (PLAN, SEQUENCE)]
+        scale = max(float(one.abs().max()) for one in expected.values())
+        return [difference(one, expected) / scale for one in found]
+
+    for found in run_ranks(train, 2, "processes"):
+        assert max(found) < 1e-5
 
 
 def llama(*, tied: bool, attention: str = "sdpa") -> nn.Module:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader
 import accelfn as af
 from accelfn.context import Context
 from accelfn.testing import run_ranks
+from tests.parallel.layouts import LAYOUTS
 
 transformers: Any = pytest.importorskip("transformers")
 # Once here, and not in each forked rank: it imports its models when they are asked for.
@@ -64,19 +66,8 @@ def make_bert(tied: bool) -> nn.Module:
 MODELS: dict[str, Callable[[bool], nn.Module]] = {"llama": make_llama, "bert": make_bert}
 
 
-class Sizes(NamedTuple):
-    """Of a mesh, and the models that are trained on it."""
-
-    shard: int
-    tp: int
-    models: tuple[str, ...]
-
-
-LAYOUTS = {
-    "fsdp2": Sizes(2, 1, ("llama", "bert")),
-    "tp2": Sizes(1, 2, ("llama",)),
-    "tp2xfsdp2": Sizes(2, 2, ("llama",)),
-}
+# By layout, what is trained in it.
+TRAINED = {"fsdp2": ("llama", "bert"), "tp2": ("llama",), "tp2xfsdp2": ("llama",)}
 
 
 def make_data() -> list[dict[str, torch.Tensor]]:
@@ -100,8 +91,18 @@ class Seen(NamedTuple):
     tokens: torch.Tensor | None  # generated
 
 
-def run(ctx: Context, name: str, tied: bool) -> Seen:
-    """Train, evaluate, and generate if the model can."""
+def reload(ctx: Context, name: str, tied: bool, model: nn.Module, folder: Path) -> Any:
+    """Save a model, and load the files into one that has never had memory for all of it."""
+    af.save_model(ctx, model, folder)
+    with af.init_empty_weights():
+        empty = MODELS[name](tied)
+    loaded = af.prepare_model(ctx, empty)
+    af.load_model(loaded, folder)
+    return loaded.eval()
+
+
+def run(ctx: Context, name: str, tied: bool, folder: Path) -> Seen:
+    """Train, evaluate, save and load, and generate if the model can."""
     model = MODELS[name](tied)
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
     model, optimizer = af.prepare(ctx, model, optimizer)
@@ -125,6 +126,9 @@ def run(ctx: Context, name: str, tied: bool) -> Seen:
         for batch, micro in af.microbatches(ctx, af.prepare(ctx, make_loader(ctx, make_data()[:-1]))):
             found = model(input_ids=batch["input_ids"]).logits.argmax(-1)
             predictions.append(af.gather_for_metrics(ctx, found, micro))
+        loaded = reload(ctx, name, tied, inner, folder / f"{name} {tied}")
+        ids = make_data()[0]["input_ids"][None]
+        assert torch.equal(loaded(input_ids=ids).logits, model(input_ids=ids).logits)
     tokens = None
     if name == "llama":
         prompt = torch.tensor([[1, 2, 3], [4, 5, 6]])
@@ -138,15 +142,17 @@ def close(one: list[float], other: list[float]) -> bool:
     return all(abs(a - b) <= 1e-5 * abs(b) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("name", [*LAYOUTS])
-def test_models_of_transformers_train_in_every_layout_as_in_one_process(name: str) -> None:
-    sizes = LAYOUTS[name]
+@pytest.mark.parametrize("name", [*TRAINED])
+def test_models_of_transformers_train_in_every_layout_as_in_one_process(name: str, tmp_path: Path) -> None:
+    layout = LAYOUTS[name]
 
     def work(ctx: Context) -> list[Seen]:
-        return [run(ctx, model, tied) for model in sizes.models for tied in (True, False)]
+        folder = tmp_path / str(ctx.num_processes)
+        return [run(ctx, model, tied, folder) for model in TRAINED[name] for tied in (True, False)]
 
-    config = af.ParallelismConfig(dp_shard_size=sizes.shard, tp_size=sizes.tp)
-    ranks = run_ranks(work, sizes.shard * sizes.tp, "processes", timeout_s=120.0, parallelism_config=config)
+    ranks = run_ranks(
+        work, layout.size, "processes", timeout_s=120.0, parallelism_config=layout.config(plan=None)
+    )
     plain = work(Context())
     for rank, found in enumerate(ranks):
         for index, (one, expected) in enumerate(zip(found, plain, strict=True)):

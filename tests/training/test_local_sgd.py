@@ -118,7 +118,7 @@ def test_in_exact_mode_ranks_do_not_train_by_themselves() -> None:
         model = af.prepare(ctx, model_of())
         with pytest.raises(ConfigurationError, match="sums the gradients of all ranks"):
             af.local_sgd_step(ctx, model, LocalSGDState())
-        with pytest.raises(ConfigurationError, match="here ranks train by themselves"):
+        with pytest.raises(ConfigurationError, match="here ranks train independently"):
             af.LocalSGD(af.Accelerator(context=ctx), model)
 
     run_ranks(run, 2, reduction="canonical")

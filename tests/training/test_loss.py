@@ -1,5 +1,6 @@
 """What a loss function may return."""
 
+import math
 from typing import Any, cast
 
 import pytest
@@ -24,5 +25,7 @@ def test_a_loss_function_may_return_a_tensor_or_a_loss_and_nothing_to_be_guessed
         read_loss("f", Loss(loss.value, torch.ones(2)))
     with pytest.raises(ValueError, match="must be at least 0, got -1"):
         read_loss("f", Loss(loss.value, -1))
+    with pytest.raises(ValueError, match="must be at least 0, got nan"):
+        read_loss("f", Loss(loss.value, math.nan))
     with pytest.raises(ValueError, match="depends on no parameter that is trained"):
         read_loss("f", loss.value.detach())

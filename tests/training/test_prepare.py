@@ -75,7 +75,7 @@ def test_on_processes_a_model_stands_inside_of_ddp_and_cannot_be_gone_past() -> 
         wrapped = af.prepare_model(ctx, model)
         assert af.prepare_model(ctx, wrapped) is wrapped
         assert af.unwrap_model(wrapped) is model
-        with pytest.raises(ConfigurationError, match="stands around it"):
+        with pytest.raises(ConfigurationError, match="wraps it"):
             af.prepare_model(ctx, model)
         return isinstance(wrapped, DistributedDataParallel)
 

@@ -205,8 +205,7 @@ def test_gradients_that_are_not_finite_are_named_on_every_rank_and_change_nothin
         model = af.prepare_model(ctx, nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)))
         optimizer = torch.optim.SGD(model.named_parameters(), lr=1.0)
         before = [parameter.detach().clone() for parameter in model.parameters()]
-        for parameter in model.parameters():
-            parameter.grad = torch.ones_like(parameter)
+        model(torch.ones(1, 1)).backward()
         if ctx.rank == 1:
             model[1].bias.grad = torch.full((1,), float("nan"))
         with pytest.raises(NonFiniteGradientError, match=r"parameters\['1.bias'\]  on rank 1") as caught:
@@ -292,7 +291,8 @@ def test_parameters_that_drift_apart_are_found_at_the_asked_step() -> None:
         af.prepare_model(ctx, nn.ParameterList([parameter]))
         optimizer = torch.optim.SGD([parameter], 0.1)
         for step in range(1, 5):
-            parameter.grad = torch.ones(3)
+            cast("Any", parameter.sum()).backward()
+            assert parameter.grad is not None
             if ctx.rank == 1 and step == 3:
                 parameter.grad[0] += 1e-6
             try:
@@ -337,7 +337,7 @@ def test_a_parameter_that_drifts_is_named_as_well_as_its_optimizer_can(
         model = af.prepare_model(ctx, nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)))
         for parameter in model.parameters():
             nn.init.ones_(parameter)
-            parameter.grad = torch.ones_like(parameter)
+        model(torch.ones(1, 1)).backward()
         if ctx.rank == 1:
             nn.init.zeros_(cast("nn.Linear", model[1]).bias)
         optimizer_step(ctx, torch.optim.SGD(taken(model), 0.1), init_scaler(ctx))

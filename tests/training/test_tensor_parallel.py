@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import accelfn as af
-from accelfn.context.config import TorchTensorParallelConfig
 from accelfn.errors import NotAvailableError
 from accelfn.testing import run_ranks
+from tests.parallel.layouts import LAYOUTS
 from tests.parallel.tensor_models import GPT, PLAN, SEQUENCE, make_batch, summed_loss
 
 STEPS, BATCHES, ROWS = 3, 2, 4
@@ -100,24 +100,24 @@ def check_equal(found: Trained, expected: Trained) -> None:
 
 @pytest.mark.parametrize("make", [adamw, sgd])
 @pytest.mark.parametrize(
-    ("sizes", "plan", "tied"),
+    ("name", "plan", "tied"),
     [
-        ({"tp_size": 2}, PLAN, True),
-        ({"tp_size": 2}, SEQUENCE, True),
-        ({"tp_size": 2, "dp_replicate_size": 2}, PLAN, True),
-        ({"tp_size": 2, "dp_shard_size": 2}, PLAN, True),
-        ({"tp_size": 2, "dp_shard_size": 2}, SEQUENCE, False),
+        ("tp2", PLAN, True),
+        ("tp2", SEQUENCE, True),
+        ("tp2xdp2", PLAN, True),
+        ("tp2xfsdp2", PLAN, True),
+        ("tp2xfsdp2", SEQUENCE, False),
     ],
     ids=["tp2", "tp2-sequence", "tp2xdp2", "tp2xfsdp2", "tp2xfsdp2-sequence-untied"],
 )
 def test_training_is_that_of_one_process(
-    sizes: dict[str, int],
+    name: str,
     plan: dict[str, str],
     tied: bool,
     make: Callable[[nn.Module], torch.optim.Optimizer],
 ) -> None:
     expected = in_one_process(GPT(tied=tied), make)
-    config = af.ParallelismConfig(**cast("Any", sizes), tp_handler=TorchTensorParallelConfig(plan=plan))
+    config = LAYOUTS[name].config(plan)
     for found in run_ranks(
         lambda ctx: on_ranks(ctx, GPT(tied=tied), make),
         config.total_size,
@@ -135,10 +135,7 @@ def test_dropout_is_equal_on_ranks_that_share_layers_and_differs_between_batches
         torch.manual_seed(ctx.coordinate("loss"))
         return ctx.coordinate("loss"), model(make_batch(1)[0]).flatten()[:50].tolist()
 
-    config = af.ParallelismConfig(
-        tp_size=2, dp_replicate_size=2, tp_handler=TorchTensorParallelConfig(plan=PLAN)
-    )
-    found = run_ranks(draw, 4, "processes", parallelism_config=config)
+    found = run_ranks(draw, 4, "processes", parallelism_config=LAYOUTS["tp2xdp2"].config())
     by_batch = [[drawn for coordinate, drawn in found if coordinate == one] for one in range(2)]
     for one, other in by_batch:
         assert one == other
@@ -146,7 +143,7 @@ def test_dropout_is_equal_on_ranks_that_share_layers_and_differs_between_batches
 
 
 def test_the_plan_prints_what_each_rank_gets() -> None:
-    config = af.ParallelismConfig(tp_size=2, dp_shard_size=2, tp_handler=TorchTensorParallelConfig(plan=PLAN))
+    config = LAYOUTS["tp2xfsdp2"].config()
     model = GPT(views_by_count=True)
     printed, *others = run_ranks(
         lambda ctx: str(af.plan_model(ctx, model)), 4, "processes", parallelism_config=config
@@ -159,6 +156,6 @@ def test_the_plan_prints_what_each_rank_gets() -> None:
 
 
 def test_ranks_that_are_threads_cannot_share_layers() -> None:
-    config = af.ParallelismConfig(tp_size=2, tp_handler=TorchTensorParallelConfig(plan=PLAN))
+    config = LAYOUTS["tp2"].config()
     with pytest.raises(NotAvailableError, match='on="processes"'):
         run_ranks(lambda ctx: af.prepare(ctx, GPT()), 2, parallelism_config=config)

@@ -248,7 +248,7 @@ def test_what_doesnt_fit_together_is_refused() -> None:
         make(optimizer=other)
     with pytest.raises(TypeError, match=r"model\['a'\] is of type int"):
         make(model={"a": 3})
-    with pytest.raises(TypeError, match="pass model="):
+    with pytest.raises(TypeError, match="Pass model="):
         make(model=None)
     with pytest.raises(TypeError, match="loss_fn must be callable, got int"):
         make(loss_fn=3)

@@ -28,7 +28,9 @@ def test_a_plain_tensor_is_all_here_and_a_dtensor_is_not() -> None:
         local = local_of(spread)
         assert not is_dtensor(local)
         assert not local.requires_grad
-        local.mul_(2)  # shares memory
+        writes = local_of(spread)._version
+        local.mul_(2)  # the very part
+        assert local_of(spread)._version == writes + 1
         return local_of(spread).tolist()
 
     assert run_ranks(run, 2, on="processes") == [[0, 2], [4, 6]]

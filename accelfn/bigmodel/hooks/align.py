@@ -207,7 +207,7 @@ class AlignDevicesHook(ModelHook):
         return self._stream
 
     def fetch(self) -> dict[Slot, torch.Tensor]:
-        """Give the values of those tensors that the module doesn't hold between its forwards."""
+        """Return the values of those tensors that the module doesn't hold between its forwards."""
         if self.at_rest is None:
             return {}
         block = self.at_rest.block
@@ -247,7 +247,7 @@ class SharedStream:
         self.given: set[int] = set()  # tensors that have values, by their id
 
     def open(self) -> tuple[Stream, ...]:
-        """Give the hooks their stream, or one for each place where they compute."""
+        """Return the hooks their stream, or one for each place where they compute."""
         by_place: dict[Place, list[tuple[AlignDevicesHook, Block]]] = {}
         for hook in self.hooks:
             # It isn't at rest if another hook has taken its place meanwhile.

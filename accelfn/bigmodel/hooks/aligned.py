@@ -18,14 +18,14 @@ __all__ = ("align_module_device", "has_offloaded_params", "offload_hook_of")
 
 
 def offload_hook_of(module: nn.Module) -> AlignDevicesHook | None:
-    """Give the hook that offloads the tensors of ``module``, or None."""
+    """Return the hook that offloads the tensors of ``module``, or None."""
     found = hook_of(module)
     members = found.hooks if isinstance(found, SequentialHook) else (found,)
     return next((hook for hook in members if isinstance(hook, AlignDevicesHook) and hook.offload), None)
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
-    """Say whether a hook brings the own tensors of ``module`` to a device for each forward.
+    """Return whether a hook brings the own tensors of ``module`` to a device for each forward.
 
     They are real in between all the same, so nothing has to be done before they are read or written. Of what
     ``dispatch_model`` does no module knows by itself; it needs no hooks of this kind.

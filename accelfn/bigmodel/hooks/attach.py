@@ -60,7 +60,7 @@ def attach_align_device_hook(
     preload_module_classes: Iterable[str] | None = None,
     tied_params_map: Mapping[int, Any] | None = None,
 ) -> None:
-    """Give an :class:`AlignDevicesHook` to each module that holds tensors of its own.
+    """Return an :class:`AlignDevicesHook` to each module that holds tensors of its own.
 
     The offloaded ones travel in one stream: while a module computes, the next one's tensors are underway.
     ``dispatch_model`` and ``cpu_offload`` do the same with whole layers, which is faster.
@@ -101,7 +101,7 @@ def attach_align_device_hook_on_blocks(
     preload_module_classes: Iterable[str] | None = None,
     tied_params_map: Mapping[int, Any] | None = None,
 ) -> None:
-    """Give hooks to blocks of a model, each with a device of its own.
+    """Attach hooks to blocks of a model, each with a device of its own.
 
     Args:
         module: Changed.

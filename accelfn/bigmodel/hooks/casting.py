@@ -247,7 +247,7 @@ def _layers(
     patterns: tuple[re.Pattern[str], ...],
     classes: tuple[type[nn.Module], ...],
 ) -> Iterator[tuple[nn.Module, str]]:
-    """Give the layers that are to be cast, with their names."""
+    """Return the layers that are to be cast, with their names."""
     if isinstance(module, classes) or any(one.search(name) for one in patterns):
         return
     if isinstance(module, _CAST_CLASSES):
@@ -257,7 +257,7 @@ def _layers(
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[_Place, torch.Tensor]]:
-    """Give the floating tensors of a module and of all inside of it, and where they stand."""
+    """Return the floating tensors of a module and of all inside of it, and where they stand."""
     for one in module.modules():
         yield from _own_tensors(one)
 

@@ -65,7 +65,7 @@ class AtRest:
 def travelling(
     module: nn.Module, *, offload_buffers: bool, recurse: bool
 ) -> tuple[dict[str, Slot], dict[str, Slot]]:
-    """Say which tensors of a module travel, and which stay where it computes.
+    """Return which tensors of a module travel, and which stay where it computes.
 
     Args:
         module: Any.
@@ -86,7 +86,7 @@ def travelling(
 
 
 def given_by(slots: Mapping[str, Slot], weights_map: Mapping[str, Any] | None) -> set[int]:
-    """Say which tensors have values, by their ``id``: in the mapping, or without one in themselves."""
+    """Return which tensors have values, by their ``id``: in the mapping, or without one in themselves."""
     if weights_map is None:
         return {id(slot.read()) for slot in slots.values() if not slot.read().is_meta}
     return {id(slot.read()) for key, slot in slots.items() if key in weights_map}
@@ -196,7 +196,7 @@ def move_in_place(tensor: torch.Tensor, device: torch.device) -> None:
 
 
 def values_for(slots: Mapping[str, Slot], weights_map: Mapping[str, Any] | None) -> dict[str, torch.Tensor]:
-    """Give copies of what a mapping has for tensors, by their names; nothing for those that it lacks."""
+    """Return copies of what a mapping has for tensors, by their names; nothing for those that it lacks."""
     found = {} if weights_map is None else {key: slot for key, slot in slots.items() if key in weights_map}
     return {key: _on_host((weights_map or {})[key], slot.read(), key).clone() for key, slot in found.items()}
 

@@ -133,7 +133,7 @@ class SequentialHook(ModelHook):
         return output
 
     def after_error(self, module: nn.Module) -> None:
-        """Tell each member that has begun, the last one first."""
+        """Notify each member that has begun, the last one first."""
         _give_back(self._begun.pop() or [], module)
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
@@ -144,7 +144,7 @@ class SequentialHook(ModelHook):
 
 
 def hook_of(module: nn.Module) -> ModelHook | None:
-    """Give the hook of ``module``, or None."""
+    """Return the hook of ``module``, or None."""
     return cast("ModelHook | None", vars(module).get(_ATTRIBUTE))
 
 
@@ -326,7 +326,7 @@ def _before(
 
 
 def _give_back(begun: list[ModelHook], module: nn.Module) -> None:
-    """Tell hooks of an error, the last one first, and each of them even if another one fails."""
+    """Notify hooks of an error, the last one first, and each of them even if another one fails."""
     try:
         while begun:
             begun.pop().after_error(module)

@@ -18,7 +18,7 @@ MoveModule: TypeAlias = Callable[[nn.Module, Place], None]
 
 
 def module_tensors(module: nn.Module, recurse: bool = True) -> Iterable[torch.Tensor]:
-    """Give the parameters and buffers of ``module``, and those inside of it if ``recurse``."""
+    """Return the parameters and buffers of ``module``, and those inside of it if ``recurse``."""
     return chain(module.parameters(recurse), module.buffers(recurse))
 
 

@@ -15,7 +15,7 @@ __all__ = ("get_state_dict_from_offload", "get_state_dict_offloaded_model")
 
 
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
-    """Give the state dict of a model, all of it with values on the CPU.
+    """Return the state dict of a model, all of it with values on the CPU.
 
     Offloaded models have real values at rest, so ``model.state_dict()`` gives the same: but for tensors that
     are on an accelerator, which are copied here, and for those that a hook fetches anew for each forward.

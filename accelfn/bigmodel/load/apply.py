@@ -38,7 +38,7 @@ class Fetch(NamedTuple):
 
 
 def fetch_from_files(stamps: Mapping[Path, Stamp]) -> Fetch:
-    """Give what reads from the files themselves."""
+    """Return what reads from the files themselves."""
 
     def bring(readings: Sequence[Reading], advance: Callable[[int], None]) -> None:
         read_tensors(readings, stamps, advance)
@@ -162,17 +162,16 @@ def _read(
         value = _spread(step, target, is_whole) if is_dtensor(tensor) else target
         if step.how == "new":
             new.append((step, value))
-        elif is_dtensor(tensor):
-            if is_whole:
-                local_of(tensor).copy_(local_of(value))
+        elif is_whole and is_dtensor(tensor):
+            local_of(tensor).copy_(local_of(value))
         elif not tensor.is_inference():
             # The memory was written behind torch's back, and graphs that need the old values shall notice.
-            torch.autograd.graph.increment_version(tensor)
+            torch.autograd.graph.increment_version(local_of(tensor))
     return new
 
 
 def _memory_of_spread(step: LoadStep, is_whole: bool) -> torch.Tensor:
-    """Give memory to read a tensor of several ranks into: the whole, or this rank's part."""
+    """Return memory to read a tensor of several ranks into: the whole, or this rank's part."""
     tensor = step.target.tensor
     if is_whole:
         # On the host: of the whole only a part goes to the device.
@@ -209,7 +208,7 @@ def _spread(step: LoadStep, value: torch.Tensor, is_whole: bool) -> torch.Tensor
 
 
 def _put(target: Target, value: torch.Tensor) -> None:
-    """Hang a value in the model under all names of its target."""
+    """Set a value in the model under all names of its target."""
     old = target.tensor
     if is_dtensor(old):
         for slot in target.slots:

@@ -99,7 +99,7 @@ def _load(
 
 
 def _to_tell(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """Give all that a rank without the files needs, and that can travel."""
+    """Return all that a rank without the files needs, and that can travel."""
     return {
         "tensors": {name: one._replace(elements=None) for name, one in checkpoint.tensors.items()},
         "tied": dict(checkpoint.tied),

@@ -344,7 +344,7 @@ def _load(
 def _where_to_load(
     model: nn.Module, device_map: Mapping[str, Place], offload_buffers: bool
 ) -> dict[str, PlaceLike]:
-    """Say where what has several names will lie, so that it is loaded there and nowhere else before."""
+    """Return where what has several names will lie, so that it is loaded there and nowhere else before."""
     shape = read_shape(model)
     plan = plan_dispatch(
         {leaf.name: leaf.kind == "parameter" for leaf in shape.root.leaves()},
@@ -357,7 +357,7 @@ def _where_to_load(
 
 
 def _kept(model: nn.Module, parts: tuple[str, ...]) -> dict[str, torch.dtype]:
-    """Say to the planner what stays float32."""
+    """Return for the planner what stays float32."""
     names = (name for name, _ in (*model.named_parameters(), *model.named_buffers()))
     return {name: torch.float32 for name in names if has_part(name, parts)}
 

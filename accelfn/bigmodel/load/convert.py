@@ -126,7 +126,7 @@ def _describe(source: Stored) -> list[object]:
 
 
 def _header_if_same(path: Path, said: str) -> Header | None:
-    """Give the header of a file that is there already and says that it is what would be written."""
+    """Return the header of a file that is there already and says that it is what would be written."""
     with contextlib.suppress(FileNotFoundError, DamagedCheckpointError):
         header = read_header(path)
         if header.metadata.get(_KEY) == said:

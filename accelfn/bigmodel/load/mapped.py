@@ -166,7 +166,7 @@ def _view(mapping: mmap.mmap | None, path: Path, entry: Entry) -> torch.Tensor:
 
 
 def mapped_from(tensor: torch.Tensor) -> MappedFrom | None:
-    """Say which bytes of which file a tensor's memory is.
+    """Return which bytes of which file a tensor's memory is.
 
     Args:
         tensor: Of any kind; a parameter that was made of a mapped tensor counts as well.
@@ -223,7 +223,7 @@ def read_in(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def drop_pages(tensors: Iterable[torch.Tensor]) -> int:
-    """Give the memory of mapped tensors back, which are then read again where they are used.
+    """Return the memory of mapped tensors back, which are then read again where they are used.
 
     No write is ever lost: a tensor stays in memory as a whole if any page of it isn't the file's any more, or
     if this can't be found out (on systems other than Linux). No other thread may write to the tensors
@@ -273,7 +273,7 @@ def _are_clean(pagemap: int, first: int, count: int) -> bool:
 
 
 def advise_memory() -> Any:
-    """Give the system's ``madvise``: address, length, advice -> 0 where it was taken."""
+    """Return the system's ``madvise``: address, length, advice -> 0 where it was taken."""
     advise = ctypes.CDLL(None, use_errno=True).madvise
     advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     advise.restype = ctypes.c_int

@@ -207,7 +207,7 @@ def load_offloaded_weights(
     index: Mapping[str, Mapping[str, Any]] | None,
     offload_folder: str | os.PathLike[str],
 ) -> None:
-    """Give a model tensors of a folder of offloaded weights, mapped.
+    """Return a model tensors of a folder of offloaded weights, mapped.
 
     Effect: on ``model``. All files are checked first. Ranks: local.
 

@@ -35,7 +35,7 @@ def named_module_tensors(
     recurse: bool = False,
     remove_non_persistent: bool = False,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Give the parameters of a module, then its buffers, by name.
+    """Return the parameters of a module, then its buffers, by name.
 
     Args:
         module: Whose tensors.
@@ -60,7 +60,7 @@ def named_module_tensors(
 
 
 def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
-    """Say by what two tensors of the same memory are known: device, address and bytes of their storage.
+    """Return by what two tensors of the same memory are known: device, address and bytes of their storage.
 
     Args:
         tensor: Of any kind. One that is made of others has no storage of its own, and gets its Python id.
@@ -102,7 +102,7 @@ def find_tensor(module: nn.Module, name: str) -> tuple[nn.Module, str, torch.Ten
 
 
 def replaced(old: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Give what stands for ``value`` where ``old`` stood: a parameter of its class, or the plain tensor.
+    """Return what stands for ``value`` where ``old`` stood: a parameter of its class, or the plain tensor.
 
     A parameter keeps its ``requires_grad``, where the new dtype allows it, and the attributes that others
     have set on it.

@@ -14,6 +14,7 @@ from accelfn.bigmodel.load.targets import Target, Targets, read_targets, tie_by_
 from accelfn.bigmodel.places import Place, check_device, is_on, order_of
 from accelfn.bigmodel.plan.near import tell_unknown
 from accelfn.errors import CheckpointMismatchError, Misfit
+from accelfn.parallel import WholeModel, whole_of
 from accelfn.tree import is_dtensor, local_of
 
 __all__ = ("How", "LoadPlan", "LoadStep", "Wishes", "has_part", "place_of", "plan_load")
@@ -106,7 +107,8 @@ def plan_load(
     """
     stored, values = translate(operation, model, checkpoint.tensors)
     read = read_targets(operation, model)
-    targets = tie_by_names(read.tensors, model, stored)
+    whole = whole_of(model) or WholeModel({}, {})  # of which this rank may have some stages alone
+    targets = tie_by_names(_tied_over_stages(read.tensors, whole), model, stored)
     _check_special(operation, targets, wishes.special_dtypes or {})
     matched = _match(targets, stored, checkpoint.tied)
     rows = [row for target in targets for row in matched.rows(target, wishes, compare)]
@@ -121,7 +123,13 @@ def plan_load(
     )
     missing += tuple(name for name in read.extras if name not in {**checkpoint.others, **checkpoint.tensors})
     names = {name for target in targets for name in target.names if target.is_stored}
-    known = matched.used | names | read.extras.keys()
+    elsewhere = whole.tensors.keys() - names
+    there = {*stored, *checkpoint.others, *checkpoint.tied}
+    tied = whole.tied()
+    missing += tuple(
+        name for name in whole.tensors if name in elsewhere and there.isdisjoint(tied.get(name, (name,)))
+    )
+    known = matched.used | names | read.extras.keys() | elsewhere
     unexpected = tuple(name for name in (*stored, *checkpoint.others) if name not in known)
     if wishes.strict:
         said = {row.path for row in rows}
@@ -145,6 +153,17 @@ def plan_load(
         if (value := values.get(one.name, zeros.get(one.name))) is not None
     )
     return LoadPlan(steps, added, _extras(read, checkpoint), missing, unexpected, bool(later))
+
+
+def _tied_over_stages(targets: Iterable[Target], whole: WholeModel) -> tuple[Target, ...]:
+    """Rename tensors to the names of those that they are tied with."""
+    groups = whole.tied()
+    return tuple(
+        one._replace(
+            names=(*one.names, *(name for name in groups.get(one.name, ()) if name not in one.names))
+        )
+        for one in targets
+    )
 
 
 _TEMPORARY = (
@@ -178,7 +197,7 @@ class _Matched(NamedTuple):
     used: set[str]
 
     def rows(self, target: Target, wishes: Wishes, compare: bool) -> Iterable[Misfit]:
-        """Say why a target can't get what it would."""
+        """Return why a target can't get what it would."""
         source = self.sources.get(target.name)
         if source is None:
             return
@@ -231,7 +250,7 @@ def _ties_later(model: nn.Module, lacking: Sequence[Target]) -> set[str]:
 
 
 def _hint(wanted: set[str], stored: Mapping[str, Stored]) -> str:
-    """Say if the names would fit with a prefix more or less: those of a model around this one, or inside."""
+    """Return whether the names would fit with a prefix more or less: of a model around this one or inside."""
     have = set(stored)
     if not wanted or not have or 2 * len(wanted & have) > min(len(wanted), len(have)):
         return ""

@@ -157,7 +157,7 @@ class _Buffers(threading.local):
             self._advise(start, memory.data_ptr() + size - start, _MADV_POPULATE_WRITE)
 
     def take(self, num_bytes: int, device: torch.device) -> torch.Tensor:
-        """Give bytes to read into, before they go to a device, or are cast for it."""
+        """Return bytes to read into, before they go to a device, or are cast for it."""
         if _can_pin(device):
             if self.pinned is None:
                 self.pinned = torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=True)

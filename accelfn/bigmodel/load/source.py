@@ -319,7 +319,7 @@ def map_stored(some: Sequence[Stored], stamps: Mapping[Path, Stamp]) -> list[tor
 
 
 def stamp_of(path: Path) -> Stamp:
-    """Say by what a file would be known again."""
+    """Return by what a file would be known again."""
     return _stamp(path.stat())
 
 

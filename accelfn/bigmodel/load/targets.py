@@ -167,7 +167,7 @@ class Translated(NamedTuple):
 
 
 def translate(operation: str, model: nn.Module, tensors: Mapping[str, Stored]) -> Translated:
-    """Give the tensors of a checkpoint as the model has them.
+    """Return the tensors of a checkpoint as the model has them.
 
     First as transformers knows it of its models. Then modules may rename what they know by an older name, as
     ``load_state_dict`` lets them: their hooks get tensors without values, so only names may change.

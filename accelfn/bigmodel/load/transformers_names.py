@@ -23,7 +23,7 @@ __all__ = ("as_transformers_names",)
 
 
 def as_transformers_names(model: nn.Module, tensors: Mapping[str, Stored]) -> dict[str, Stored]:
-    """Give the tensors of a checkpoint as a model of transformers has them.
+    """Return the tensors of a checkpoint as a model of transformers has them.
 
     Nothing is read: what is put together of several tensors is so when it is loaded.
 
@@ -81,7 +81,7 @@ def _others(count: int) -> str:
 
 
 def _put_together(model: nn.Module, rule: Any, renamed: str, parts: Sequence[_Part]) -> dict[str, Stored]:
-    """Say of what will be made of some tensors which dtypes and shapes it has, and how to make it.
+    """Return the dtypes and shapes of what will be made of some tensors, and how to make it.
 
     Raises:
         ValueError: It can't be made of them, since their shapes don't go together.

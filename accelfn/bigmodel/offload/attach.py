@@ -66,7 +66,7 @@ def _around(
 
 
 def _with_equal_id(module: nn.Module, handle: RemovableHandle) -> RemovableHandle:
-    """Give a hook that is always called an id that it also has in other modules like this one.
+    """Return a hook that is always called an id that it also has in other modules like this one.
 
     torch.compile compares the ids of such hooks, and would compile each of many equal blocks anew. torch
     counts ids up from 0, so these count down.
@@ -80,7 +80,7 @@ def _with_equal_id(module: nn.Module, handle: RemovableHandle) -> RemovableHandl
 
 
 def _above(model: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]:
-    """Give the modules that run and have blocks below them, outer ones last."""
+    """Return the modules that run and have blocks below them, outer ones last."""
     inner = set(blocks)
     return [
         module
@@ -96,7 +96,7 @@ def attach_moves(module: nn.Module, device: torch.device, skip_keys: tuple[str, 
 
 
 def attach_return(module: nn.Module, skip_keys: tuple[str, ...]) -> Attached:
-    """Give the outputs of a module back on the device of its first input. To be attached last."""
+    """Return the outputs of a module back on the device of its first input. To be attached last."""
     origins = _Origins()
     attached = Attached()
     _around(attached, module, _Leave(origins), _Return(origins, skip_keys))

@@ -44,18 +44,18 @@ class Slot(NamedTuple):
         return self.key not in cast("set[str]", vars(self.owner)["_non_persistent_buffers_set"])
 
     def read(self) -> torch.Tensor:
-        """Give the tensor that hangs there now."""
+        """Return the tensor that hangs there now."""
         found = _store(self.owner, self.is_parameter)[self.key]
         assert found is not None  # a slot is only made of a tensor
         return found
 
     def peek(self) -> torch.Tensor | None:
-        """Give the tensor that hangs there now; None if the module has let go of it."""
+        """Return the tensor that hangs there now; None if the module has let go of it."""
         # As _store does; this is asked for each tensor at each use of a block.
         return self.owner.__dict__["_parameters" if self.is_parameter else "_buffers"].get(self.key)
 
     def write(self, tensor: torch.Tensor) -> None:
-        """Hang another tensor there, of whatever class."""
+        """Set another tensor there, of whatever class."""
         # Not through setattr: a module refuses to hang a plain tensor where a parameter was.
         _store(self.owner, self.is_parameter)[self.key] = tensor
         if isinstance(self.owner, nn.RNNBase):  # it keeps a list of its weights beside them
@@ -99,12 +99,12 @@ class BlockNames(NamedTuple):
 
 
 def named_modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Give all modules of a module and their names, itself as ``""`` first, each under its first name."""
+    """Return all modules of a module and their names, itself as ``""`` first, each under its first name."""
     return cast("Iterator[tuple[str, nn.Module]]", module.named_modules())
 
 
 def slots_of(module: nn.Module) -> Iterator[tuple[str, Slot]]:
-    """Give the full names and slots of all tensors below a module, tied ones under each of their names."""
+    """Return the full names and slots of all tensors below a module, tied ones under each of their names."""
     for prefix, owner in named_modules(module):
         dot = f"{prefix}." if prefix else ""
         for is_parameter in (True, False):
@@ -184,7 +184,7 @@ def plan_blocks(
 
 
 def _own(module: nn.Module, dot: str) -> Iterator[str]:
-    """Give the tensors of a module, and of those below it that are no more than names for some of them."""
+    """Return the tensors of a module, and of those below it that are no more than names for some of them."""
     for is_parameter in (True, False):
         yield from (f"{dot}{key}" for key in _store(module, is_parameter))
     for key, child in module.named_children():
@@ -193,7 +193,7 @@ def _own(module: nn.Module, dot: str) -> Iterator[str]:
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:
-    """Give what stands in a list together with others of its class, and has modules of its own."""
+    """Return what stands in a list together with others of its class, and has modules of its own."""
     if not isinstance(module, (nn.ModuleList, nn.Sequential)):
         return []
     composite = [child for child in module if next(child.children(), None) is not None]

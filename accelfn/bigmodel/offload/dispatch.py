@@ -211,7 +211,7 @@ def undispatch(model: nn.Module) -> None:
 
 
 def read_offload(model: nn.Module) -> tuple[StreamFacts, ...]:
-    """Say of an offloaded model what travels, and how much of it was on a device at a time.
+    """Return what travels of an offloaded model, and how much of it was on a device at a time.
 
     Ranks: local.
 

@@ -43,7 +43,7 @@ class DispatchPlan:
     torn: tuple[tuple[str, ...], ...] = ()
 
     def at(self, place: Place) -> tuple[str, ...]:
-        """Give the names of the tensors that lie at a place."""
+        """Return the names of the tensors that lie at a place."""
         return tuple(name for name, lies in self.lies.items() if lies.at == place)
 
 
@@ -69,7 +69,7 @@ def plan_dispatch(
     offload_buffers: bool = False,
     unsaved: Collection[str] = (),
 ) -> DispatchPlan:
-    """Say where each tensor of a model lies and is used.
+    """Return where each tensor of a model lies and is used.
 
     What the map puts on an accelerator lies and is used there. What it puts on the host or the disk is used
     on the main device. Of that, buffers lie on the main device anyway, unless ``offload_buffers``: they are

@@ -31,7 +31,7 @@ class _Arrive(torch.autograd.Function):
 
 
 def connect(copies: Sequence[torch.Tensor], hosts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Give the copies as tensors whose gradients arrive on the hosts.
+    """Return the copies as tensors whose gradients arrive on the hosts.
 
     Args:
         copies: Values of the weights, on the device that computes.
@@ -76,7 +76,7 @@ class Refetched(NamedTuple):
     is_neg: bool
 
     def within(self, memory: torch.Tensor) -> torch.Tensor:
-        """Give the part of the memory."""
+        """Return the part of the memory."""
         with torch.no_grad():
             part = torch.empty(0, dtype=self.dtype, device=memory.device)
             part.set_(memory.untyped_storage(), self.offset, self.shape, self.stride)

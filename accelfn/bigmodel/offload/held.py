@@ -96,7 +96,7 @@ class Held:
         return self.layout.packing.num_bytes
 
     def position_at(self, start: int) -> int:
-        """Say which packed tensor a byte of the memory belongs to."""
+        """Return which packed tensor a byte of the memory belongs to."""
         return bisect.bisect_right(self.layout.packing.pieces, start, key=_start) - 1
 
     def is_written(self, position: int) -> bool:
@@ -111,7 +111,7 @@ def _start(piece: Piece) -> int:
 def read_hosts(
     block: Block, lasting: Sequence[torch.Tensor | None] | None = None
 ) -> tuple[torch.Tensor | None, ...]:
-    """Give the tensors of a block at rest, by slot.
+    """Return the tensors of a block at rest, by slot.
 
     Args:
         block: It.
@@ -138,7 +138,7 @@ def read_hosts(
 
 
 def plan_layout(hosts: Sequence[torch.Tensor | None], before: Layout | None = None) -> Layout:
-    """Say how the tensors of a block are packed, tied ones once.
+    """Return how the tensors of a block are packed, tied ones once.
 
     Args:
         hosts: By slot.
@@ -171,13 +171,13 @@ def plan_layout(hosts: Sequence[torch.Tensor | None], before: Layout | None = No
 
 
 def packed_hosts(held: Held) -> list[torch.Tensor]:
-    """Give the packed tensors at rest."""
+    """Return the packed tensors at rest."""
     hosts = held.hosts
     return [cast("torch.Tensor", hosts[place]) for place in held.layout.firsts]
 
 
 def versions_of(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """Give how often each was changed; what inference mode has made doesn't count it."""
+    """Return how often each was changed; what inference mode has made doesn't count it."""
     return tuple([0 if tensor.is_inference() else tensor._version for tensor in tensors])
 
 
@@ -202,7 +202,7 @@ def receive(held: Held, memory: torch.Tensor) -> None:
 
 
 def hang(held: Held, *, grads: bool) -> None:
-    """Hang the copies of a block into its modules.
+    """Set the copies of a block in its modules.
 
     Args:
         held: A block that has arrived.
@@ -235,7 +235,7 @@ def hang(held: Held, *, grads: bool) -> None:
 
 
 def take_down(held: Held) -> None:
-    """Hang the tensors at rest back, with what forward passes have written into the copies.
+    """Restore the tensors at rest, with what forward passes have written into the copies.
 
     It can be done again if it was interrupted, as :func:`hang` may have been before.
     """

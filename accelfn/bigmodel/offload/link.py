@@ -26,7 +26,7 @@ Each thread that uses the block calls it, one at a time; all get the same memory
 
 
 def let_pages_go(tensors: Sequence[torch.Tensor]) -> None:
-    """Give back the memory of those that are mapped from files.
+    """Release the memory of those that are mapped from files.
 
     Not in a thread of its own: what a program writes to its weights once a pass is over could be lost.
     """

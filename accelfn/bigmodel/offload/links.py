@@ -21,7 +21,7 @@ _INLINE_BYTES = 1 << 18
 
 
 def open_link(place: Place, num_ahead: int) -> Link:
-    """Give the link to a place.
+    """Return the link to a place.
 
     Args:
         place: Where tensors are used: an accelerator, a simulated device, or the CPU itself (where tensors

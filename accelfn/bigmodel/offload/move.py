@@ -14,7 +14,7 @@ __all__ = ("input_device", "moved")
 
 
 def input_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device | None:
-    """Give the device of the first tensor among a module's inputs; None without any."""
+    """Return the device of the first tensor among a module's inputs; None without any."""
     return find_device((args, kwargs))
 
 

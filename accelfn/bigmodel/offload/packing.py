@@ -61,7 +61,7 @@ def is_packable(tensor: torch.Tensor) -> bool:
 
 
 def plan_packing(tensors: Sequence[torch.Tensor]) -> Packing:
-    """Lay tensors side by side, each aligned to 256 bytes.
+    """Pack tensors side by side, each aligned to 256 bytes.
 
     A tensor that fills its memory keeps its strides (channels last, say); another becomes contiguous.
 
@@ -109,7 +109,7 @@ def lasting_tensors() -> AbstractContextManager[Any]:
 
 
 def unpack(memory: torch.Tensor, packing: Packing) -> tuple[torch.Tensor, ...]:
-    """Give the tensors that lie in the memory. Each counts its own changes (``_version``).
+    """Return the tensors that lie in the memory. Each counts its own changes (``_version``).
 
     Args:
         memory: uint8, shape ``(packing.num_bytes,)``, on any device, a storage of its own.

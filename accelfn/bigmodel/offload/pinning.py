@@ -12,7 +12,7 @@ __all__ = ("pin",)
 
 
 def pin(block: Block) -> None:
-    """Lay a block's tensors side by side in pinned memory. They stay the same objects.
+    """Pack a block's tensors side by side in pinned memory. They stay the same objects.
 
     What is mapped from files stays there, and what another block has pinned already.
 

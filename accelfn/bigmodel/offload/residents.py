@@ -38,7 +38,7 @@ def mapped_sizes_of(blocks: Sequence[Block]) -> list[int]:
 
 
 def sizes_of(blocks: Sequence[Block]) -> list[int]:
-    """Give the bytes of each block, as they are packed."""
+    """Return the bytes of each block, as they are packed."""
     return [plan_layout([slot.peek() for slot in block.slots]).packing.num_bytes for block in blocks]
 
 
@@ -110,11 +110,11 @@ class Residents:
         return wanter in self._wanted
 
     def want(self, wanter: object, blocks: tuple[int, ...] | None) -> None:
-        """Say which blocks somebody needs next, and let go what nobody uses or wants any more.
+        """Return which blocks somebody needs next, and let go what nobody uses or wants any more.
 
         Args:
             wanter: Who.
-            blocks: Which, the first first; None for nothing more.
+            blocks: In the order of their use; None for nothing more.
         """
         if blocks is None:
             self._wanted.pop(wanter, None)
@@ -230,7 +230,7 @@ class Residents:
             return memory
 
     def find(self, address: int, start: int) -> Saved | None:
-        """Say whose memory on the device has this address; None if it is no block's.
+        """Return whose memory on the device has this address; None if it is no block's.
 
         Args:
             address: Of the memory.
@@ -250,7 +250,7 @@ def _now(block: Block) -> list[torch.Tensor | None]:
 
 
 def _first_within(sizes: Sequence[int], limit: int) -> frozenset[int]:
-    """Give the positions of the first blocks that have no more bytes together, and of smaller later ones."""
+    """Return the positions of the first blocks that fit together, and of smaller later ones."""
     found: set[int] = set()
     total = 0
     for position, size in enumerate(sizes):

@@ -11,7 +11,7 @@ __all__ = ("caller_of_hook", "is_running", "is_within")
 
 
 def caller_of_hook() -> FrameType:
-    """Give the frame that has called the function that calls this: it is there as long as its module runs."""
+    """Return the frame that called the function that calls this: it exists as long as its module runs."""
     return sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
 
 

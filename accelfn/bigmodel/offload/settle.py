@@ -37,7 +37,7 @@ class Sources(NamedTuple):
 
 
 def find_ties(slots: Mapping[str, Slot]) -> tuple[tuple[str, ...], ...]:
-    """Give the groups of names that are one tensor."""
+    """Return the groups of names that are one tensor."""
     groups: dict[int, list[str]] = {}
     for name, slot in slots.items():
         groups.setdefault(id(slot.read()), []).append(name)
@@ -156,7 +156,7 @@ def settle(slots: Mapping[str, Slot], plan: DispatchPlan, values: Mapping[int, t
 
 
 def _settled(now: torch.Tensor, value: torch.Tensor, device: torch.device, *, reuse: bool) -> torch.Tensor:
-    """Give a tensor its value on a device: the same object where it can be, so that optimizers know it."""
+    """Return a tensor its value on a device: the same object where it can be, so that optimizers know it."""
     if value is now and now.device == device:
         return now
     data = value.detach().to(device)

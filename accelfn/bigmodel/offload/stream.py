@@ -192,7 +192,7 @@ class Stream:
         return () if self._opened is None else self._opened.positions
 
     def facts(self) -> StreamFacts:
-        """Say what travels, and how much of it was underway or there at a time."""
+        """Return what travels, and how much of it was underway or there at a time."""
         self._drop_interrupted()
         sizes = sizes_of(self.blocks)
         around = _around(self.blocks)
@@ -409,7 +409,7 @@ class Stream:
                 self._end_backward(_me(is_backward=True))
 
     def _want_backwards(self, block: int) -> None:
-        """Say that a backward pass has come to a block, and which one it comes to next."""
+        """Report that a backward pass has come to a block, and which one it comes to next."""
         wanter = _me(is_backward=True)
         if not self.residents.is_wanting(wanter):
             after_backward(partial(self._end_backward, wanter))
@@ -426,7 +426,7 @@ def _me(*, is_backward: bool = False) -> tuple[int, bool]:
 
 
 def _around(blocks: Sequence[Block]) -> set[int]:
-    """Give the blocks within whose use tensors of others are needed."""
+    """Return the blocks within whose use tensors of others are needed."""
     users: dict[nn.Module, set[int]] = {}
     for position, block in enumerate(blocks):
         for slot in block.slots:

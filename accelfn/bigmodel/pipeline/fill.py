@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -15,8 +15,10 @@ from accelfn.bigmodel.load.placing import read_dtype
 from accelfn.bigmodel.load.plan import LoadPlan, Wishes, plan_load
 from accelfn.bigmodel.load.source import Stamp, open_checkpoint
 from accelfn.bigmodel.offload.blocks import slots_of
-from accelfn.bigmodel.pipeline.stage import find_slot
 from accelfn.bigmodel.places import read_place
+from accelfn.parallel import PipelinePlan
+from accelfn.parallel.facts import owner_of
+from accelfn.parallel.materialize import names_on_meta
 
 __all__ = ("PlannedLoad", "check_values", "load_stage", "plan_stage_load")
 
@@ -34,24 +36,14 @@ class PlannedLoad(NamedTuple):
     plan: LoadPlan
     stamps: Mapping[Path, Stamp]
 
-    @property
-    def dtypes(self) -> dict[int, torch.dtype]:
-        """The dtype that each tensor of the model will have, by its Python id."""
-        return {id(step.target.tensor): step.dtype for step in self.plan.steps}
 
-
-def check_values(model: nn.Module, needed: Collection[str] | None) -> None:
+def check_values(model: nn.Module) -> None:
     """Refuse a model without values.
-
-    Args:
-        model: Any.
-        needed: Names of the tensors that count; None for all.
 
     Raises:
         ValueError: A tensor is on the meta device; with the names.
     """
-    names = [name for name, _ in slots_of(model)] if needed is None else needed
-    bare = [name for name in names if find_slot(model, name).read().is_meta]
+    bare = names_on_meta(model)
     if bare:
         more = f" and {len(bare) - 5} more" if len(bare) > 5 else ""
         raise ValueError(
@@ -84,25 +76,32 @@ def plan_stage_load(
     return PlannedLoad(plan, opened.stamps)
 
 
-def load_stage(model: nn.Module, load: PlannedLoad, names: Collection[str] | None) -> None:
-    """Read the weights of a stage into the model, straight to their device.
+def load_stage(model: nn.Module, load: PlannedLoad, plan: PipelinePlan, index: int) -> None:
+    """Read the weights of a stage into the whole model, straight to their device.
 
     Args:
         model: Changed in place.
         load: Of the whole model.
-        names: Of the tensors of the stage; None for all.
+        plan: Of the stages; of a single one all is read.
+        index: Of the stage.
 
     Raises:
         DamagedCheckpointError: A file isn't what it was.
         OSError: It can't be read.
     """
-    plan = load.plan
-    if names is not None:
-        wanted = set(names)
-        plan = plan._replace(
-            steps=tuple(step for step in plan.steps if not wanted.isdisjoint(step.target.names)),
-            values=tuple(one for one in plan.values if not wanted.isdisjoint(one[0].names)),
+    steps = load.plan
+    if len(plan.stages) > 1:
+        others = {
+            name
+            for number, stage in enumerate(plan.stages)
+            if number != index
+            for name in (*stage.blocks, *stage.modules)
+        }
+        wanted = {name for name, _ in slots_of(model) if owner_of(name, others) is None}
+        steps = steps._replace(
+            steps=tuple(step for step in steps.steps if not wanted.isdisjoint(step.target.names)),
+            values=tuple(one for one in steps.values if not wanted.isdisjoint(one[0].names)),
             extras=(),
             needs_ties=False,
         )
-    apply_plan(model, plan, load.stamps, fetch_from_files(load.stamps))
+    apply_plan(model, steps, load.stamps, fetch_from_files(load.stamps))

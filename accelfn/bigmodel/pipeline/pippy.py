@@ -10,8 +10,8 @@ from torch import nn
 
 from accelfn.bigmodel.pipeline.prepare import prepare_pipeline
 from accelfn.bigmodel.pipeline.run import Pipeline
-from accelfn.bigmodel.pipeline.stage import Stage
 from accelfn.context import Context, init_context
+from accelfn.parallel import run_stage
 
 __all__ = ("prepare_pippy",)
 
@@ -34,7 +34,8 @@ def prepare_pippy(
     Effect: on ``model``: its ``forward`` runs the pipeline, it holds this rank's stage only, and it has
     ``hf_split_points`` (names of the modules that begin the stages but the first) and ``pippy_stage``. This
     is the rank's ``PipelineStage`` of ``torch.distributed.pipelining``, for its schedules under
-    ``torch.no_grad()``; None with one process, or where torch.distributed isn't initialised.
+    ``torch.no_grad()``, to which every rank passes the batch, by keyword; None with one process, or where
+    torch.distributed isn't initialised.
 
     Ranks: every rank of ``ctx``.
 
@@ -44,7 +45,7 @@ def prepare_pippy(
         no_split_module_classes: As in :func:`prepare_pipeline`.
         example_args: Positional arguments of a call.
         example_kwargs: Keyword arguments of a call.
-        num_chunks: Micro-batches that a batch as large as the example is cut into. None: one for each rank.
+        num_chunks: Micro-batches that a batch is cut into. None: one for each rank.
         gather_output: Give the result to all ranks, and not to the last one only.
         ctx: The world. None: :func:`init_context`, which takes the process group that is there, or what the
             launcher has set.
@@ -68,25 +69,35 @@ def prepare_pippy(
         gather_output=gather_output,
     )
     said = cast("Any", model)
-    said.hf_split_points = list(pipeline.plan.split_points)
-    said.pippy_stage = _torch_stage(world, pipeline)
-    if isinstance(pipeline.stage, Stage):
+    said.hf_split_points = list(pipeline.plan.split)
+    said.pippy_stage = None
+    if world.num_processes > 1:
+        inner: Any = nn.Module()  # the model's own forward, as its call runs the pipeline from now on
+        inner.forward = model.forward
+        pipeline.stage = inner
         said.forward = pipeline.forward
+        said.pippy_stage = _torch_stage(world, pipeline)
     return model
 
 
+class _Stage(nn.Module):
+    """What torch's schedules call: the first stage with the arguments, others with what they receive."""
+
+    def __init__(self, pipeline: Pipeline, index: int) -> None:
+        super().__init__()
+        self._pipeline = pipeline
+        self._index = index
+
+    def forward(self, *values: Any, **kwargs: Any) -> Any:
+        received, args = (values, ()) if self._index else (None, values)
+        return run_stage(self._pipeline.stage, self._pipeline.plan, self._index, received, args, kwargs)
+
+
 def _torch_stage(ctx: Context, pipeline: Pipeline) -> object:
-    stage = pipeline.stage
-    if not isinstance(stage, Stage) or ctx.world.group is None or not dist.is_initialized():
+    if ctx.world.group is None or not dist.is_initialized():
         return None
     from torch.distributed.pipelining import PipelineStage  # half a second, which others shall not wait for
 
     return PipelineStage(
-        stage,
-        ctx.rank,
-        ctx.num_processes,
-        ctx.device,
-        input_args=stage.code.comes_in,
-        output_args=stage.code.goes_out,
-        group=ctx.world.group,
+        _Stage(pipeline, ctx.rank), ctx.rank, ctx.num_processes, ctx.device, group=ctx.world.group
     )

@@ -2,42 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
-import struct
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.utils import _pytree
 
-from accelfn.bigmodel.offload.packing import pack, plan_packing, unpack
-from accelfn.bigmodel.pipeline.batch import Batch, Example, Result, join_results, micro_batch, read_batch
-from accelfn.bigmodel.pipeline.plan import PipelinePlan
-from accelfn.bigmodel.pipeline.stage import Stage
-from accelfn.comm import Call, agree, broadcast, catch
+from accelfn.comm import Call, agree, broadcast_object_list, catch
 from accelfn.comm.wire import as_bytes, as_tensor
 from accelfn.context import Context
-from accelfn.tree import send_to_device
+from accelfn.parallel import PipelinePlan, run_stage
+from accelfn.tree import find_batch_size, send_to_device
 
-__all__ = ("Form", "Pipeline")
+__all__ = ("Pipeline", "cut_batch", "join_results")
 
 _CALL = "pipeline"
-_COUNT = struct.Struct("<Q")
-
-
-class Form(NamedTuple):
-    """How a model is called.
-
-    Attributes:
-        example: Its arguments.
-        used: Which of their leaves go into the first stage.
-        result: What it gives.
-        leaves: The tensors of that, of one micro-batch, on the meta device.
-    """
-
-    example: Example
-    used: tuple[bool, ...]
-    result: Result
-    leaves: tuple[torch.Tensor, ...]
+_HEADER_BYTES = 256  # of a message: dtype and shape, as text
 
 
 class Pipeline(nn.Module):
@@ -45,104 +26,167 @@ class Pipeline(nn.Module):
 
     The first rank gives the arguments; what the others give is left aside, so they may give none. The last
     rank gets the result, and the others None; with ``gather_output`` all get it. A batch may have any number
-    of rows, and must be like the example in all else. It is cut into micro-batches. The last one is filled
-    up with its last row, and what becomes of that is cut off again.
+    of rows, and any shape that the model takes. It is cut into micro-batches: tensors with as many rows as
+    the first one are, and all else comes whole to each.
 
     For inference: it runs in evaluation mode, and no gradient is kept.
 
-    Ranks: every rank of the context, as often as the others. What goes wrong on one, such as a batch that
-    isn't like the example, is an error on all.
+    Ranks: every rank of the context, as often as the others. What goes wrong on one is an error on all.
 
     Attributes:
         plan: Where the model is cut.
-        stage: What this rank holds and runs: in a world of one the model itself.
+        stage: What this rank holds: the model, with the tensors of its stage; in a world of one with all.
     """
 
     def __init__(
-        self, ctx: Context, plan: PipelinePlan, stage: nn.Module, form: Form | None, gather_output: bool
+        self, ctx: Context, plan: PipelinePlan, stage: nn.Module, num_chunks: int, gather_output: bool
     ) -> None:
-        """Put together what ``prepare_pipeline`` has made; ``form`` is None in a world of one."""
+        """Put together what ``prepare_pipeline`` has made."""
         super().__init__()
         self.plan = plan
         self.stage = stage
         self._ctx = ctx
-        self._form = form
+        self._num_chunks = num_chunks
         self._gather_output = gather_output
-        told = f"{plan!r} {gather_output}"  # names of all tensors are in it
-        self._said = hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run a batch.
 
         Raises:
-            ValueError: The batch isn't like the example (on the first rank; ``RemoteRankError`` elsewhere).
+            ValueError: The batch has no rows, or a result hasn't as many as its micro-batch.
+            ConfigurationError: The model can't run in these stages.
             Exception: What the stage of this rank raised.
             RemoteRankError: What the stage of another rank raised.
         """
-        ctx, form, stage = self._ctx, self._form, self.stage
-        if form is None or not isinstance(stage, Stage):
-            with torch.no_grad():
-                return stage(*send_to_device(args, ctx.device), **send_to_device(kwargs, ctx.device))
-        batch, error = catch(lambda: read_batch(form.example, args, kwargs) if ctx.rank == 0 else None)
-        said = None if batch is None else as_tensor(_COUNT.pack(batch.num_rows))
-        rows = agree(ctx, Call(_CALL, self._said, takes_long=True), said, error)
-        (num_rows,) = _COUNT.unpack(as_bytes(rows[0], _COUNT.size))
+        ctx = self._ctx.tagged(_CALL)
         with torch.no_grad():
-            parts, error = self._run(form, stage, batch, num_rows)
+            if ctx.num_processes == 1:
+                return self.stage(*send_to_device(args, ctx.device), **send_to_device(kwargs, ctx.device))
+            given = broadcast_object_list(ctx, [send_to_device((args, kwargs), torch.device("cpu"))])
+            pieces = cut_batch(send_to_device(given[0], ctx.device), self._num_chunks)
+            results, error = self._run(pieces)
+            joined: Any = None
+            if len(results) == len(pieces):  # else this rank isn't the last one, or one before it has failed
+                joined, error = catch(lambda: join_results(results, [rows for rows, _ in pieces]))
             agree(ctx, Call(_CALL, "end", takes_long=True), error=error)
-            is_last = ctx.rank == ctx.num_processes - 1
-            if not is_last and not self._gather_output:
-                return None
-            joined = join_results(parts, num_rows) if is_last else self._room(form, num_rows)
-            if self._gather_output:
-                joined = broadcast(ctx.tagged(_CALL), joined, ctx.num_processes - 1)
-        left = iter(joined)
-        leaves = [next(left) if one is None else one[0] for one in form.result.constants]
-        return form.result.spec.unflatten(leaves)
+            if not self._gather_output:
+                return joined
+            (found,) = broadcast_object_list(
+                ctx, [send_to_device(joined, torch.device("cpu"))], ctx.num_processes - 1
+            )
+        return joined if ctx.is_last_process else send_to_device(found, ctx.device)
 
-    def _run(
-        self, form: Form, stage: Stage, batch: Batch | None, num_rows: int
-    ) -> tuple[list[tuple[torch.Tensor, ...]], Exception | None]:
-        """Run all micro-batches. A rank whose stage has failed goes on handing zeros to the next one.
+    def _run(self, pieces: Sequence[tuple[int, Any]]) -> tuple[list[Any], Exception | None]:
+        """Run all micro-batches. A rank whose stage has failed goes on, and hands nothing to the next one.
 
         So whatever happens, no rank waits for a message that doesn't come, and none is left over.
         """
-        ctx, rows = self._ctx, self.plan.rows
-        count, rank, last = -(-num_rows // rows), ctx.rank, ctx.num_processes - 1
-        comes, goes = plan_packing(stage.code.comes_in), plan_packing(stage.code.goes_out)
-        parts: list[tuple[torch.Tensor, ...]] = []
+        rank, last = self._ctx.rank, self._ctx.num_processes - 1
+        results: list[Any] = []
         error: Exception | None = None
-        incoming = _bytes(0, ctx.device)
+        received: torch.Tensor | None = None
 
-        def run(index: int) -> tuple[torch.Tensor, ...]:
-            if batch is None:
-                return stage(*unpack(incoming, comes))
-            leaves = micro_batch(form.example, batch, index, rows, ctx.device)
-            return stage(*(leaf for leaf, used in zip(leaves, form.used, strict=True) if used))
+        def run(index: int) -> Any:
+            args, kwargs = pieces[index][1]
+            got = None if received is None else (received,)
+            return run_stage(self.stage, self.plan, rank, got, args, kwargs)
 
-        for tick in range(count + last):
+        for tick in range(len(pieces) + last):
             index = tick - rank
-            outgoing = _bytes(goes.num_bytes if rank < last and 0 <= index < count else 0, ctx.device)
-            if 0 <= index < count and error is None:
-                values, error = catch(lambda: run(index))  # noqa: B023 -- called at once
-                if values is not None and rank == last:
-                    parts.append(values)
-                elif values is not None:
-                    pack(values, goes, outgoing)
-            if tick < count + last - 1:
-                comes_now = rank > 0 and 0 <= index + 1 < count
-                incoming = _bytes(comes.num_bytes if comes_now else 0, ctx.device)
-                # To the next rank; the last sends itself nothing, and to the first nothing comes.
-                ctx.collectives.permute(outgoing, incoming, min(rank + 1, last), max(rank - 1, 0))
-        return parts, error
+            sent: torch.Tensor | None = None
+            if 0 <= index < len(pieces) and error is None and (rank == 0 or received is not None):
+                result, error = catch(lambda: run(index))  # noqa: B023 -- called at once
+                if error is None and rank == last:
+                    results.append(result)
+                elif error is None:
+                    (sent,) = cast("tuple[torch.Tensor]", result)
+            if tick < len(pieces) + last - 1:
+                received = self._pass_on(sent)
+        return results, error
 
-    def _room(self, form: Form, num_rows: int) -> list[torch.Tensor]:
-        """Give tensors of the form of the result."""
-        return [
-            torch.empty((num_rows, *leaf.shape[1:]), dtype=leaf.dtype, device=self._ctx.device)
-            for leaf in form.leaves
-        ]
+    def _pass_on(self, sent: torch.Tensor | None) -> torch.Tensor | None:
+        """Send the next rank a tensor, and return that of the rank before; either may be none."""
+        rank, last = self._ctx.rank, self._ctx.num_processes - 1
+        text = "" if sent is None else f"{str(sent.dtype).removeprefix('torch.')} {tuple(sent.shape)}"
+        header = as_tensor(text.encode().ljust(_HEADER_BYTES) if rank < last else b"")
+        coming = self._exchange(header, _HEADER_BYTES if rank else 0).cpu()
+        data = torch.empty(0) if sent is None else sent
+        outgoing = data.contiguous().flatten().view(torch.uint8)
+        dtype, _, shape = as_bytes(coming).decode().strip().partition(" ")
+        if not dtype:
+            self._exchange(outgoing, 0)
+            return None
+        sizes = [int(size) for size in shape.strip("()").split(",") if size.strip()]
+        like = torch.empty(sizes, dtype=getattr(torch, dtype), device="meta")
+        return self._exchange(outgoing, like.nbytes).view(like.dtype).view(like.shape)
+
+    def _exchange(self, outgoing: torch.Tensor, num_bytes: int) -> torch.Tensor:
+        ctx = self._ctx
+        rank, last = ctx.rank, ctx.num_processes - 1
+        incoming = torch.empty(num_bytes, dtype=torch.uint8, device=ctx.device)
+        # To the next rank; the last sends itself nothing, and to the first nothing comes.
+        ctx.collectives.permute(outgoing.to(ctx.device), incoming, min(rank + 1, last), max(rank - 1, 0))
+        return incoming
 
 
-def _bytes(count: int, device: torch.device) -> torch.Tensor:
-    return torch.zeros(count, dtype=torch.uint8, device=device)
+def cut_batch(batch: Any, num_chunks: int) -> list[tuple[int, Any]]:
+    """Cut a batch into micro-batches. Pure.
+
+    Args:
+        batch: A tree. Tensors with as many rows as its first one are cut; all else is in each micro-batch.
+        num_chunks: How many there are at most; the last one may have fewer rows than the others.
+
+    Returns:
+        Of each micro-batch its number of rows, and itself.
+
+    Raises:
+        ValueError: There is no tensor with a dimension, or the batch is empty.
+
+    >>> cut_batch((torch.arange(3), "x"), 2)
+    [(2, (tensor([0, 1]), 'x')), (1, (tensor([2]), 'x'))]
+    """
+    try:
+        num_rows = find_batch_size(batch)
+    except ValueError as error:
+        raise ValueError(
+            "pipeline: the batch has no batch dimension: no argument is a tensor with a dimension. Pass "
+            "arguments as the model takes them, with one row for each sample."
+        ) from error
+    if not num_rows:
+        raise ValueError("pipeline: the batch has no rows. Leave the call out.")
+    size = -(-num_rows // num_chunks)
+
+    def piece(start: int, stop: int) -> Any:
+        def cut(leaf: Any) -> Any:
+            has_rows = isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == num_rows
+            return leaf[start:stop] if has_rows else leaf
+
+        return _pytree.tree_map(cut, batch)
+
+    ends = [(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
+    return [(stop - start, piece(start, stop)) for start, stop in ends]
+
+
+def join_results(results: Sequence[Any], rows: Sequence[int]) -> Any:
+    """Put the results of micro-batches together: their tensors; all else is that of the first. Pure.
+
+    Raises:
+        ValueError: A tensor hasn't as many rows as its micro-batch.
+    """
+    leaves, specs = zip(*map(_pytree.tree_flatten, results), strict=True)
+
+    def joined() -> Iterator[Any]:
+        for column in zip(*cast("Sequence[list[Any]]", leaves), strict=True):
+            if not isinstance(column[0], torch.Tensor):
+                yield column[0]
+                continue
+            for leaf, count in zip(column, rows, strict=True):
+                if leaf.dim() == 0 or leaf.shape[0] != count:
+                    raise ValueError(
+                        f"pipeline: a result of the model has the shape {tuple(leaf.shape)} for {count} rows"
+                        ", so what micro-batches give can't be put together. Let the model give one row for "
+                        "each row of the batch: a loss without a mean, say."
+                    )
+            yield torch.cat(column)
+
+    return _pytree.tree_unflatten(joined(), specs[0])

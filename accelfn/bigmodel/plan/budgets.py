@@ -111,7 +111,7 @@ def read_budgets(max_memory: MaxMemory, what: str = "max_memory") -> dict[Place,
 
 
 def get_max_memory(max_memory: MaxMemory | None = None) -> dict[Place, int]:
-    """Say how much each place may hold: what is given, or else what this machine has free.
+    """Return how much each place may hold: what is given, or else what this machine has free.
 
     Ranks: local. Without ``max_memory`` it asks the accelerators of this machine, which starts their driver.
 
@@ -155,7 +155,7 @@ def _free_of(device_module: Any, number: int) -> int | None:
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Say how much memory this process can still take without others being swapped out or killed.
+    """Return how much memory this process can still take without others being swapped out or killed.
 
     Ranks: local. It is what Linux says in ``/proc/meminfo``, or what is left of the limits of the control
     groups that the process is in, as in a container. On other systems psutil says it.
@@ -179,7 +179,7 @@ def available_memory(root: Path = Path("/")) -> int:
 
 
 def _left_in_groups(root: Path) -> list[int]:
-    """Say how much is left of each limit for memory that holds for this process."""
+    """Return how much is left of each limit for memory that holds for this process."""
     found: list[int] = []
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, kinds, path = line.split(":", 2)

@@ -128,7 +128,7 @@ class _State:
         return made
 
     def reserve(self, node: Node) -> int:
-        """Give the bytes of the largest layer that comes after a node.
+        """Return the bytes of the largest layer that comes after a node.
 
         As documented: where that has come along with something before its turn, its room is only given up
         when the next module is split.
@@ -220,7 +220,7 @@ class _Filling:
     def _gather(
         self, state: _State, number: int, node: Node, limit: int | None
     ) -> tuple[list[Node], int, int | None, list[Node]]:
-        """Give a node with all that has to lie where it does, and what was split so that they fit.
+        """Return a node with all that has to lie where it does, and what was split so that they fit.
 
         Returns:
             These nodes; their bytes; the bytes that are left for them; what was split.
@@ -246,13 +246,13 @@ class _Filling:
         return together, size, left, split
 
     def _left(self, state: _State, number: int, node: Node, limit: int | None) -> int | None:
-        """Give the bytes that a room has left for a node; None without a limit."""
+        """Return the bytes that a room has left for a node; None without a limit."""
         if limit is None:
             return None
         return limit - state.used - (state.reserve(node) if self._rooms[number].reserves else 0)
 
     def _together(self, state: _State, node: Node) -> tuple[list[Node], bool]:
-        """Give a node and all that has to lie where it does, and whether that is tied to the node itself."""
+        """Return a node and all that must be on its device, and whether that is tied to the node itself."""
         found = {node: None}
         left = [node] if self._units.has_ties else []
         num_direct = 1
@@ -266,7 +266,7 @@ class _Filling:
         return list(found), len(found) == num_direct
 
     def _tied_to(self, state: _State, one: Node, node: Node) -> Iterator[Node]:
-        """Give what is tied to ``one``, and neither in it nor in ``node``."""
+        """Return what is tied to ``one``, and neither in it nor in ``node``."""
         for unit in self._units.tied_outside(one):
             if not node.start <= unit < node.stop:
                 yield self._entry_of(state, unit)
@@ -301,7 +301,7 @@ class _Filling:
                 return
 
     def _entry_of(self, state: _State, unit: int) -> Node:
-        """Give the largest node with a unit that isn't split."""
+        """Return the largest node with a unit that isn't split."""
         found = self._units.nodes[unit]
         up = found.parent if self._whole_owners else None
         while up is not None:
@@ -355,7 +355,7 @@ class _Filling:
             state.told.append(f"{node.name} ({size_text(size)}) {what}: {account}")
 
     def account(self, state: _State, room: Room, node: Node) -> str:
-        """Say what a room has for a node."""
+        """Return what a room has for a node."""
         reserve = state.reserve(node) if room.reserves else 0
         taken = [f"{size_text(state.used)} taken"] if state.used else []
         if reserve:
@@ -364,7 +364,7 @@ class _Filling:
         return f"{said} ({', '.join(taken)})" if taken else said
 
     def refuse(self, state: _State, tried: Sequence[str]) -> str:
-        """Say what fits nowhere."""
+        """Return what fits nowhere."""
         together, _ = self._together(state, state.stack[-1])
         size = self._units.bytes_of(together, ())
         first, *others = (node.name for node in together)

@@ -149,7 +149,7 @@ def resolve_device_map(
     offload_buffers: bool = False,
     fallback_allocation: bool = False,
 ) -> dict[str, Place]:
-    """Give the map that a caller asks for, by a name or as it is.
+    """Return the map that a caller asks for, by a name or as it is.
 
     Ranks: local. Only sizes are read, so the model may be on the meta device.
 

@@ -187,7 +187,7 @@ def _bar(one: PlacePlan) -> str:
 
 
 def _block_of(name: str) -> str:
-    """Give the module by which a tensor is shown: one of a numbered list if it is in one, or its own.
+    """Return the module by which a tensor is shown: one of a numbered list if it is in one, or its own.
 
     >>> _block_of("model.layers.3.mlp.0.weight"), _block_of("model.norm.weight"), _block_of("scale")
     ('model.layers.3', 'model.norm', 'scale')
@@ -198,7 +198,7 @@ def _block_of(name: str) -> str:
 
 
 def _blocks(one: PlacePlan, plan: DevicePlan) -> list[_Block]:
-    """Give the blocks in a place, in order."""
+    """Return the blocks in a place, in order."""
     elsewhere = {_block_of(leaf.name) for other in plan.places if other is not one for leaf in other.leaves}
     found: list[_Block] = []
     for leaf in one.leaves:

@@ -71,7 +71,7 @@ class ModuleShape(NamedTuple):
     buffers: tuple[LeafShape, ...] = ()
 
     def modules(self) -> Iterator[ModuleShape]:
-        """Give the module and all below it, each before its children."""
+        """Return the module and all below it, each before its children."""
         left: list[ModuleShape] = [self]
         while left:
             module = left.pop()
@@ -79,7 +79,7 @@ class ModuleShape(NamedTuple):
             left.extend(reversed(module.children))
 
     def leaves(self) -> Iterator[LeafShape]:
-        """Give all tensors in the order of a plan: parameters of a module, its children, its buffers."""
+        """Return all tensors in the order of a plan: parameters of a module, its children, its buffers."""
         left: list[ModuleShape | tuple[LeafShape, ...]] = [self]
         while left:
             one = left.pop()
@@ -207,7 +207,7 @@ class _Reader:
         self.no_split_classes: dict[str, None] = {}
 
     def ties(self) -> tuple[tuple[str, ...], ...]:
-        """Give the groups of names that are one tensor each, in the order of the model."""
+        """Return the groups of names that are one tensor each, in the order of the model."""
         return tuple(tuple(self._ties[tensor]) for tensor in self._first if tensor in self._ties)
 
     def read(self, module: Any, name: str) -> ModuleShape:
@@ -241,7 +241,7 @@ class _Reader:
 
 
 def _no_split_of(module: nn.Module) -> Iterable[str]:
-    """Give what a model, or one inside of another, says of its blocks."""
+    """Return what a model, or one inside of another, says of its blocks."""
     # Not by getattr alone: a module looks for what isn't there in three places first.
     said = vars(module).get("_no_split_modules") or getattr(type(module), "_no_split_modules", None)
     if isinstance(said, str):

@@ -52,7 +52,7 @@ _CUSTOM_BYTES: Mapping[CustomDtype, float] = MappingProxyType(
 
 
 def dtype_byte_size(dtype: AnyDtype) -> float:
-    """Give the bytes of one element.
+    """Return the bytes of one element.
 
     Raises:
         ValueError: There is no such dtype.

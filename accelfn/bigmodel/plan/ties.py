@@ -76,7 +76,7 @@ def retie_parameters(model: nn.Module, tied_params: Iterable[Iterable[str]]) -> 
 
 
 def _holder(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """Give the module that has a tensor, and what it calls it."""
+    """Return the module that has a tensor, and what it calls it."""
     path, _, key = name.rpartition(".")
     try:
         module = model.get_submodule(path)
@@ -88,7 +88,7 @@ def _holder(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def check_tied_parameters_in_config(model: nn.Module) -> bool:
-    """Say whether a model of transformers is configured to tie parameters.
+    """Return whether a model of transformers is configured to tie parameters.
 
     Args:
         model: Any module; False for those of other libraries.

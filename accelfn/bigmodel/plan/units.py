@@ -135,11 +135,11 @@ class Units:
         return size
 
     def copied_in(self, nodes: Iterable[Node]) -> set[int]:
-        """Give the tensors in nodes that may lie in several places, by their ties."""
+        """Return the tensors in nodes that may lie in several places, by their ties."""
         return {tie for node in nodes for tie in _slice(self._copied, node)} if self._copied else set()
 
     def tied_outside(self, node: Node) -> Iterator[int]:
-        """Give the units outside of a node that share with it what has to stay one, in the order of names."""
+        """Return the units outside of a node that share something with it, in the order of names."""
         for tie in dict.fromkeys(_slice(self._tied, node)):
             for _, unit in self._holders[tie]:
                 if not node.start <= unit < node.stop:
@@ -147,7 +147,7 @@ class Units:
 
 
 def largest_from(layer_bytes: Sequence[int]) -> list[int]:
-    """Give for each unit, and for the end, the bytes of the largest layer from there on.
+    """Return for each unit, and for the end, the bytes of the largest layer from there on.
 
     >>> largest_from([1, 3, 2])
     [3, 3, 2, 0]

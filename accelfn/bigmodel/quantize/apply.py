@@ -31,7 +31,7 @@ _SHOWN = 5
 
 
 def make_quantizer(config: QuantizationConfig) -> Quantizer:
-    """Give what quantises layers as a configuration says.
+    """Return what quantises layers as a configuration says.
 
     Raises:
         MissingExtraError: The package that it asks for isn't installed.
@@ -68,7 +68,7 @@ def check_layers(
 def replace_layers(
     model: nn.Module, plan: QuantizationPlan, quantizer: Quantizer
 ) -> Iterator[tuple[str, nn.Linear, nn.Linear]]:
-    """Give each layer of the plan and an empty one that takes its place when the next one is asked for.
+    """Return each layer of the plan and an empty one that takes its place when the next one is asked for.
 
     So the caller fills it first, and the memory of the old one is free before that of the next is needed.
 
@@ -124,12 +124,12 @@ def give_back_freed_memory() -> None:
 
 
 def mark(model: nn.Module, config: QuantizationConfig) -> None:
-    """Say on the model that it is quantised, as others look for it."""
+    """Mark the model as quantised, as others look for it."""
     said = cast("Any", model)
     said.is_loaded_in_8bit = config.bits == 8
     said.is_loaded_in_4bit = config.bits == 4
 
 
 def kept_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Give the parameters and buffers that a state dict holds, each once."""
+    """Return the parameters and buffers that a state dict holds, each once."""
     yield from named_module_tensors(model, recurse=True, remove_non_persistent=True)

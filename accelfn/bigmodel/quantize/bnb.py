@@ -33,7 +33,7 @@ def has_4bit_bnb_layers(model: nn.Module) -> bool:
 
 
 def bnb_quantizer(config: BnbQuantizationConfig) -> Quantizer:
-    """Give what quantises a layer by bitsandbytes.
+    """Return what quantises a layer by bitsandbytes.
 
     Raises:
         MissingExtraError: It isn't installed.

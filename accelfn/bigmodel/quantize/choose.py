@@ -41,7 +41,7 @@ class QuantizationPlan:
 
 
 def default_skip_modules(model: nn.Module) -> tuple[str, ...]:
-    """Give what isn't quantised unless the caller says it: the output layer, and what shares its weights.
+    """Return what isn't quantised unless the caller says it: the output layer, and what shares its weights.
 
     That is the last child of the model and every module with a weight that stands in another one too. A base
     model of transformers, which has no output layer of its own, is quantised whole if it shares nothing.
@@ -116,7 +116,7 @@ def _few(names: tuple[str, ...]) -> str:
 
 
 def kept_dtype(name: str, dtype: torch.dtype, config: QuantizationConfig) -> torch.dtype:
-    """Say in which dtype a tensor that isn't quantised is kept.
+    """Return in which dtype a tensor that isn't quantised is kept.
 
     Args:
         name: Of the tensor.

@@ -300,7 +300,7 @@ def _without_saved(
 
 
 def _heads(name: str) -> Iterator[tuple[str, str]]:
-    """Give each way to cut a dotted name in two."""
+    """Return each way to cut a dotted name in two."""
     parts = name.split(".")
     for count in range(1, len(parts)):
         yield ".".join(parts[:count]), ".".join(parts[count:])

@@ -54,7 +54,7 @@ class _Product(torch.autograd.Function):
 
 
 def torchao_quantizer(config: TorchaoQuantizationConfig) -> Quantizer:
-    """Give what quantises a layer by torchao.
+    """Return what quantises a layer by torchao.
 
     Raises:
         MissingExtraError: It isn't installed.

@@ -48,7 +48,7 @@ def name_parameters(
     models: Sequence[ModelNames],
     given: Sequence[tuple[str, ...]] | None,
 ) -> dict[Any, str]:
-    """Give the name of each parameter that an optimizer's state dict refers to.
+    """Return the name of each parameter that an optimizer's state dict refers to.
 
     Args:
         optimizer: Its name in the tree, for errors.
@@ -100,7 +100,7 @@ def name_parameters(
 
 
 def _shape(entries: Any) -> tuple[int, ...] | None:
-    """Give the shape of the parameter that a state belongs to, where the state tells it."""
+    """Return the shape of the parameter that a state belongs to, where the state tells it."""
     held = cast("dict[str, Any]", entries) if isinstance(entries, dict) else {}
     for key in _LIKE_PARAMETER:
         value = held.get(key)
@@ -185,7 +185,7 @@ def _candidates(groups: Sequence[Mapping[str, Any]], models: Sequence[ModelNames
 
 
 def _by_shape(shapes: Sequence[tuple[int, ...] | None], models: Sequence[ModelNames]) -> list[str] | None:
-    """Give the names if each shape is that of one weight alone."""
+    """Return the names if each shape is that of one weight alone."""
     holders: dict[tuple[int, ...], list[str]] = {}
     for model in models:
         for name, shape in model.weights.items():

@@ -65,7 +65,7 @@ def read_pickle(
     names: Mapping[str, Any],
     persistent: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Give what a pickle holds.
+    """Return what a pickle holds.
 
     Args:
         data: The pickle, to its end.
@@ -197,7 +197,7 @@ class _Machine:
 
 
 def _whole(value: Any) -> Any:
-    """Give a value that needs no state after all, or got it already."""
+    """Return a value that needs no state after all, or got it already."""
     return value.value if isinstance(value, Built) else value
 
 

@@ -124,7 +124,7 @@ def explaining_damage(directory: Path) -> Generator[None]:
 
 
 def read_sharded_folder(directory: Path, top: str) -> dict[str, Any]:
-    """Give the state dict that ``torch.distributed.checkpoint`` saved, whole, on the CPU.
+    """Return the state dict that ``torch.distributed.checkpoint`` saved, whole, on the CPU.
 
     Args:
         directory: The folder with ``.metadata`` in it.

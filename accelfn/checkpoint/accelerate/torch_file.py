@@ -61,7 +61,7 @@ class _ArrayDtype(NamedTuple):
 
 
 def read_torch_file(path: Path, take: TakeBytes | None = None) -> Any:
-    """Give what ``torch.save`` wrote into a file: containers, plain values, and tensors on the CPU.
+    """Return what ``torch.save`` wrote into a file: containers, plain values, and tensors on the CPU.
 
     Tensors that shared memory share it again. Parameters come as tensors. Arrays of NumPy come as such where
     NumPy is installed, else as tensors.
@@ -123,7 +123,7 @@ def read_torch_stream(file: BinaryIO, name: str, take: TakeBytes | None = None) 
 
 
 def refuse_pickle(name: str, error: RefusedPickleError) -> CheckpointError:
-    """Say which file wants what, and what to do."""
+    """Return which file wants what, and what to do."""
     return CheckpointError(
         f"{name} holds more than data: it asks for {error}, which was not run. If you trust the file, load "
         "it in the program that wrote it, turn that object into plain values and tensors, and save it again."

@@ -223,7 +223,7 @@ def _known_names(
 def _optimizer_names(
     name: str, like: Like, several: bool, sizes: Sequence[int]
 ) -> list[tuple[str, ...]] | None:
-    """Give the parameters of each group as ``like`` has them; a plain list is cut into ``sizes``."""
+    """Return the parameters of each group as ``like`` has them; a plain list is cut into ``sizes``."""
     given = like.get(name)
     if given is None:
         return None

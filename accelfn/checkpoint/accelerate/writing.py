@@ -84,7 +84,7 @@ def _suffix(number: int) -> str:
 
 
 def _objects(state: AccelerateState) -> dict[str, Any]:
-    """Give what goes into the files that torch.save writes, by name."""
+    """Return what goes into the files that torch.save writes, by name."""
     named: dict[str, Any] = {}
     for field, stem in (
         *(("optimizers", "optimizer"), ("schedulers", "scheduler"), ("samplers", "sampler")),
@@ -119,7 +119,7 @@ def _write_model(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def _portable(path: str, value: Any) -> Any:
-    """Give a copy that holds nothing but what a restricted reader takes; tensors on the CPU, and compact."""
+    """Return a copy of nothing but what a restricted reader takes; tensors on the CPU, and compact."""
     if isinstance(value, torch.Tensor):
         return _portable_tensor(path, value)
     if type(value) in _PLAIN or _is_array(value):

@@ -80,7 +80,7 @@ def tensor_as_array(tensor: torch.Tensor, *, writeable: bool) -> Any:
 
 
 def raw_array(array: Any) -> Node:
-    """Say of an array what its bytes don't: dtype, shape, order.
+    """Return what the bytes of an array don't say: dtype, shape, order.
 
     Raises:
         Refusal: Its bytes aren't all of it.

@@ -19,7 +19,7 @@ def spell_class_of(value: object) -> str:
 
 
 def class_of(value: object) -> type[Any]:
-    """Give the class of a value, for type checkers that would wonder of what."""
+    """Return the class of a value, for type checkers that would wonder of what."""
     return type(value)
 
 
@@ -69,5 +69,5 @@ def find_class(spelled: str, like: Any, accepts: Callable[[type], bool], what: s
 
 
 def registry_entry(kind: type, namespace: str) -> Any:
-    """Give what optree knows of a class registered with it: how it is flattened and unflattened; or None."""
+    """Return how optree flattens and unflattens a class registered with it; None for another one."""
     return cast("Any", optree).register_pytree_node.get(kind, namespace=namespace)

@@ -218,7 +218,7 @@ def _kind(node: Json) -> Any:
 
 
 def _head(node: Json) -> tuple[Any, ...]:
-    """Give what containers on both sides have to have in common, besides their keys."""
+    """Return what containers on both sides have to have in common, besides their keys."""
     if not isinstance(node, dict):
         return ("list",)
     kind = node.get("$", "dict")

@@ -46,7 +46,7 @@ _ALIGNMENT = 16
 
 
 def refusal(tensor: torch.Tensor) -> str | None:
-    """Say why a tensor can't be stored; None where it can."""
+    """Return why a tensor can't be stored; None where it can."""
     kind = type(tensor)
     if kind is not torch.Tensor and kind is not torch.nn.Parameter and not is_dtensor(tensor):
         return (
@@ -130,7 +130,7 @@ class TensorReader:
     def _lay(
         self, name: str, stored: torch.Tensor, stride: tuple[int, ...] | None, path: str
     ) -> torch.Tensor:
-        """Give the memory of a stored tensor the strides that it had. All of one name get the same memory."""
+        """Return a stored tensor with the strides that it had. All of one name get the same memory."""
         known = self._laid.get(name)
         if known is not None:
             if known[0] != stride:

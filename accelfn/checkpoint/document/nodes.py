@@ -53,7 +53,7 @@ def step(path: str, key: Any) -> str:
 
 
 def shown(path: str) -> str:
-    """Give a path as people see it and tensors are named by it: without the first slash."""
+    """Return a path as people see it and tensors are named by it: without the first slash."""
     return path[1:] or "tree"
 
 

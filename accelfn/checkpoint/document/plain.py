@@ -59,7 +59,7 @@ def is_json_text(text: str) -> bool:
 
 
 def count(value: object) -> int:
-    """Give ``value`` back if it is a number of things.
+    """Return ``value`` if it is a number of things.
 
     Raises:
         ValueError: It isn't.

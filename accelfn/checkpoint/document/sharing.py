@@ -25,7 +25,7 @@ class _Leaf(NamedTuple):
 
 
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Give the strides of a contiguous tensor."""
+    """Return the strides of a contiguous tensor."""
     stride: list[int] = []
     reach = 1
     for size in reversed(shape):
@@ -40,7 +40,7 @@ def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
 
 
 def _gap(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
-    """Give -1 where elements may overlap, 0 where they fill their span, 1 where there are gaps."""
+    """Return -1 where elements may overlap, 0 where they fill their span, 1 where there are gaps."""
     reach, gap = 1, 0
     for side, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size != 1):
         if side < reach:

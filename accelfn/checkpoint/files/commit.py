@@ -158,7 +158,7 @@ def _started(pid: int) -> str:
 
 
 def parse_leftover(parent: str, name: str) -> Leftover | None:
-    """Say what a name in ``parent`` was meant for; None where it is no save's and no removal's. Pure."""
+    """Return what a name in ``parent`` was meant for; None where it is no save's and no removal's. Pure."""
     match = _LEFTOVER.fullmatch(name)
     if match is None:
         return None
@@ -168,12 +168,12 @@ def parse_leftover(parent: str, name: str) -> Leftover | None:
 
 
 def is_leftover(name: str) -> bool:
-    """Say whether a name is one that saves and removals give. Pure."""
+    """Return whether a name is one that saves and removals give. Pure."""
     return _LEFTOVER.fullmatch(name) is not None
 
 
 def leftover_path(directory: str, kind: _Kind, nonce: str) -> str:
-    """Give the path beside ``directory`` for a purpose. Pure."""
+    """Return the path beside ``directory`` for a purpose. Pure."""
     parent, name = os.path.split(directory)
     return os.path.join(parent, f".{name}.{kind}-{nonce}")
 
@@ -205,7 +205,7 @@ def read_head(disk: Disk, path: str) -> Manifest | None:
 
 
 def is_complete(disk: Disk, path: str) -> Manifest | None:
-    """Give the head of a checkpoint's manifest where all its files are there, in their lengths.
+    """Return the head of a checkpoint's manifest where all its files are there, in their lengths.
 
     That tells a directory that is being deleted from a whole one; it doesn't read the tensors.
     """
@@ -506,7 +506,7 @@ def _discard(disk: Disk, path: str, directory: str) -> None:
 
 
 def put_back(disk: Disk, directory: str, path: str) -> None:
-    """Give ``path``, which was replaced by ``directory``, its name again; what has the name goes.
+    """Move ``path``, which was replaced by ``directory``, back to its name; what has the name goes.
 
     For nodes with disks of their own, where the save came to its end on some of them alone.
     """
@@ -523,7 +523,7 @@ def put_back(disk: Disk, directory: str, path: str) -> None:
 
 
 def _take_back(disk: Disk, stage: Stage, moved: str) -> None:
-    """Give the old checkpoint its name back, by what is there and not by what was to be done.
+    """Restore the name of the old checkpoint, by what is there and not by what was to be done.
 
     Not where the new one has the name already: on a disk that can't sync, its next renames may become durable
     without the first ones, and lose both.
@@ -564,7 +564,7 @@ def clean(disk: Disk, parent: str, name: str | None = None) -> tuple[str, ...]:
 
 
 def is_dead(disk: Disk, one: Leftover) -> bool:
-    """Say whether nobody works on what a save or a removal left, and nobody needs it."""
+    """Return whether nobody works on what a save or a removal left, and nobody needs it."""
     if one.kind == "trash":
         return True
     if one.kind == "replaced":

@@ -338,7 +338,7 @@ def read_file(disk: Disk, folder: Folder, name: str, max_bytes: int) -> bytes:
 
 
 def is_there(disk: Disk, path: str) -> bool:
-    """Say whether anything stands at ``path``."""
+    """Return whether anything stands at ``path``."""
     try:
         disk.status(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -360,7 +360,7 @@ def make_folders(disk: Disk, path: str) -> None:
 
 
 def walk(disk: Disk, path: str, below: str = "") -> Iterator[tuple[str, Status]]:
-    """Give all that is in a directory and in those below it, by path from there with ``/`` between names.
+    """Return all that is in a directory and in those below it, by path from there with ``/`` between names.
 
     A directory comes before what is in it. Links are given, and not followed.
     """

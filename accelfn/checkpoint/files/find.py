@@ -98,7 +98,7 @@ class OpenCheckpoint(NamedTuple):
 
 
 def resolve(disk: Disk, directory: str | os.PathLike[str]) -> str:
-    """Say which directory holds the checkpoint ``directory`` now.
+    """Return which directory holds the checkpoint ``directory`` now.
 
     That is ``directory`` itself; or, where a crash or a running save has left no checkpoint of that name, the
     newest complete one that was being replaced.
@@ -149,7 +149,7 @@ def _nothing(disk: Disk, path: str) -> NoCheckpointError:
 
 
 def _describe(names: Sequence[str]) -> str:
-    """Say what a directory without a manifest seems to be. Pure.
+    """Return what a directory without a manifest seems to be. Pure.
 
     >>> _describe(["model.safetensors", "random_states_0.pkl"])
     'it is a checkpoint of Accelerate; turn it into one with `accelfn checkpoint convert`'
@@ -278,7 +278,7 @@ def find_checkpoints(directory: str | os.PathLike[str], *, disk: Disk = REAL_DIS
 
 
 def latest_checkpoint(directory: str | os.PathLike[str], *, disk: Disk = REAL_DISK) -> Path:
-    """Give the newest of the committed checkpoints in a directory, in the order of ``find_checkpoints``.
+    """Return the newest of the committed checkpoints in a directory, in the order of ``find_checkpoints``.
 
     Ranks: any; nothing is exchanged, so let one rank decide.
 
@@ -330,7 +330,7 @@ def newest_first(disk: Disk, directory: str | os.PathLike[str]) -> list[str]:
 
 
 def locate(disk: Disk, directory: str | os.PathLike[str]) -> str:
-    """Say which directory to read: ``directory`` as a checkpoint, else the newest one in it.
+    """Return which directory to read: ``directory`` as a checkpoint, else the newest one in it.
 
     Raises:
         NoCheckpointError: There is neither.
@@ -400,7 +400,7 @@ def _read_what_stays(disk: Disk, find: Callable[[], str], read: Callable[[Folder
 
 
 def _stays(disk: Disk, path: str, before: Status) -> bool:
-    """Say whether nobody has moved a directory away, or begun to remove what is in it.
+    """Return whether nobody has moved a directory away, or begun to remove what is in it.
 
     Times alone don't say it: some disks count them in whole seconds, and a removal takes less. But what has a
     checkpoint's own name is never removed before it has another one.

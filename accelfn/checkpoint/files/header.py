@@ -240,7 +240,7 @@ def _are_counts(said: object) -> bool:
 
 
 def _size(dtype: str, shape: Sequence[int]) -> int | None:
-    """Give the bytes of a tensor; None where they are no whole number or too many for 64 bits."""
+    """Return the bytes of a tensor; None where they are no whole number or too many for 64 bits."""
     if dtype not in _BITS:
         return None
     bits = largest = _BITS[dtype]

@@ -115,7 +115,7 @@ def leaf_path(name: str) -> str:
 
 
 def is_own_name(name: str) -> bool:
-    """Say whether a file of this name in a checkpoint is its manifest, or one of tensors. Pure."""
+    """Return whether a file of this name in a checkpoint is its manifest, or one of tensors. Pure."""
     return _OWN_NAME.fullmatch(name) is not None
 
 

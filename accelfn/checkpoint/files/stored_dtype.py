@@ -83,7 +83,7 @@ def is_storable(dtype: torch.dtype) -> bool:
 
 
 def stored_form(dtype: torch.dtype, shape: Sequence[int]) -> tuple[str, tuple[int, ...]]:
-    """Give the safetensors dtype and shape under which a tensor's bytes are stored.
+    """Return the safetensors dtype and shape under which a tensor's bytes are stored.
 
     Args:
         dtype: Of the tensor.

@@ -63,7 +63,7 @@ class Written(NamedTuple):
 
 
 def new_entry(key: str, tensor: torch.Tensor) -> NewEntry:
-    """Give a tensor the dtype and shape under which safetensors stores it."""
+    """Return a tensor the dtype and shape under which safetensors stores it."""
     form = stored_form(tensor.dtype, tensor.shape)
     return NewEntry(key, *form, tensor)
 
@@ -186,7 +186,7 @@ def _check_source(entry: NewEntry, size: int) -> None:
 
 
 def _parts(source: torch.Tensor | bytes | bytearray | memoryview) -> Iterator[memoryview]:
-    """Give the bytes in logical order; a part never crosses the border of a chunk."""
+    """Return the bytes in logical order; a part never crosses the border of a chunk."""
     if not isinstance(source, torch.Tensor):
         content = memoryview(source).cast("B")
         for start in range(0, len(content), _SLICE_BYTES):
@@ -209,7 +209,7 @@ def _parts(source: torch.Tensor | bytes | bytearray | memoryview) -> Iterator[me
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """Give the bytes of a contiguous tensor on the CPU, without numpy. They live as long as the tensor."""
+    """Return the bytes of a contiguous tensor on the CPU, without numpy. They live as long as the tensor."""
     size = tensor.numel() * tensor.dtype.itemsize
     if not size:
         return memoryview(b"")

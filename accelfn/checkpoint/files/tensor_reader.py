@@ -92,7 +92,7 @@ class Box(NamedTuple):
 
 
 def expected_entries(manifest: Manifest) -> dict[str, dict[str, Expected]]:
-    """Give by file and key what a manifest says of each entry. Pure."""
+    """Return what a manifest says of each entry, by file and key. Pure."""
     by_file: dict[str, dict[str, Expected]] = {name: {} for name in manifest.files}
     for tensor, one in manifest.tensors.items():
         for piece in one.pieces:
@@ -190,7 +190,7 @@ class Read(NamedTuple):
 
 
 def plan_reads(start: int, stop: int, size: int, chunk_bytes: int = CHUNK_BYTES) -> list[Read]:
-    """Say which chunks to read for the bytes ``start`` to ``stop`` of an entry of ``size`` bytes. Pure.
+    """Return which chunks to read for the bytes ``start`` to ``stop`` of an entry of ``size`` bytes. Pure.
 
     >>> plan_reads(3, 9, 10, chunk_bytes=4)
     [Read(number=0, start=0, stop=4, wanted_start=3, wanted_stop=4), Read(number=1, start=4, stop=8, \
@@ -318,7 +318,7 @@ def _check_box(box: Box) -> None:
 
 
 def _rows_for(box: Box) -> tuple[torch.Tensor, int]:
-    """Give memory for the rows that a box lies in, and the number of the first row."""
+    """Return memory for the rows that a box lies in, and the number of the first row."""
     whole = box.piece.shape
     rows = whole if not box.shape else (box.shape[0], *whole[1:])
     first = box.offset[0] if box.offset else 0
@@ -339,7 +339,7 @@ def _chunks(box: Box, entries: Mapping[str, Entry], rows: torch.Tensor, first: i
 
 
 def _cut(box: Box, rows: torch.Tensor) -> torch.Tensor:
-    """Give the box out of the rows that were read."""
+    """Return the box out of the rows that were read."""
     if not box.shape or tuple(rows.shape) == tuple(box.shape):
         return rows if box.into is None else box.into
     offset = box.offset or (0,) * len(box.shape)

@@ -97,7 +97,7 @@ def folder_for_files(ctx: Context, directory: str | os.PathLike[str]) -> Generat
 
 
 def writes_here(ctx: Context) -> bool:
-    """Say whether this rank is the one that makes directories: the main process, of its node or of all."""
+    """Return whether this rank is the one that makes directories: the main process, of its node or of all."""
     return ctx.is_local_main_process if ctx.project.save_on_each_node else ctx.is_main_process
 
 
@@ -193,7 +193,7 @@ def move_content(disk: Disk, folder: str, target: str) -> None:
 
 
 def _checksums(disk: Disk, descriptor: int, size: int) -> tuple[int, ...] | None:
-    """Give the checksum of each chunk of a file; None where it ends before ``size``."""
+    """Return the checksum of each chunk of a file; None where it ends before ``size``."""
     sums: list[int] = []
     buffer = memoryview(bytearray(min(size, _READ_BYTES)))
     for place in range(0, size, _READ_BYTES):

@@ -1,8 +1,8 @@
 """One document for several ranks: what all have in common once, and what differs by rank.
 
 Where the ranks' documents differ, the joined one has ``{"$": "by_rank", "values": [...], "of": [...]}``:
-rank ``r`` of the world that saved has ``values[of[r]]``. Ranks of a mesh that share their data, and differ in
-tensor parallelism alone, have one place in it (:func:`place_of`); whoever loads takes up what a rank of the
+rank ``r`` of the world that saved has ``values[of[r]]``. Ranks of a mesh that share their data, and differ
+along "tp" or "pp" alone, have one place in it (:func:`place_of`); whoever loads takes up what a rank of the
 same place has saved, so that those ranks go on alike in any layout.
 """
 
@@ -19,8 +19,8 @@ from accelfn.errors import DamagedCheckpointError
 
 __all__ = ("Source", "document_of", "find_source", "join_documents", "place_of", "renamed", "stored_place")
 
-# Along tp ranks work on the same rows together, and draw the same random numbers.
-_AXES = ("pp", "loss")
+# Along other axes ranks work on the same rows together, and have to draw the same random numbers for them.
+_AXES = ("loss",)
 
 
 def join_documents(documents: Sequence[Json]) -> Json:
@@ -52,7 +52,7 @@ def join_documents(documents: Sequence[Json]) -> Json:
 
 
 def document_of(document: Json, rank: int) -> Json:
-    """Give a rank's own document. A rank beyond the world that saved takes that of another, in turn. Pure.
+    """Return a rank's own document. A rank beyond the world that saved takes that of another, in turn. Pure.
 
     Raises:
         DamagedCheckpointError: The document is of no form that :func:`join_documents` gives.
@@ -80,7 +80,7 @@ def document_of(document: Json, rank: int) -> Json:
 
 
 def place_of(ctx: Context) -> int:
-    """Give this rank's place among those that have data and random numbers of their own, from 0.
+    """Return this rank's place among those that have data and random numbers of their own, from 0.
 
     Ranks: local.
 
@@ -91,7 +91,7 @@ def place_of(ctx: Context) -> int:
 
 
 def stored_place(ctx: Context) -> dict[str, int]:
-    """Give what a save keeps of this rank's place: nothing where each rank has its own."""
+    """Return what a save keeps of this rank's place: nothing where each rank has its own."""
     return {} if ctx.axis_size(*_AXES) == ctx.num_processes else {"place": place_of(ctx)}
 
 
@@ -108,7 +108,9 @@ class Source(NamedTuple):
 
 
 def find_source(ctx: Context, manifest: Manifest) -> Source:
-    """Choose the rank whose documents this one takes up: itself where it had the same place, else the first.
+    """Choose the rank whose documents this one takes up: itself where all ranks have the places of then.
+
+    Otherwise the first one of this rank's place, so that ranks of one place have all from one.
 
     Ranks: local.
 
@@ -120,15 +122,17 @@ def find_source(ctx: Context, manifest: Manifest) -> Source:
     place = place_of(ctx)
     count = max(places) + 1
     wanted = place % count
-    if ctx.rank < size and places[ctx.rank] == wanted:
-        return Source(ctx.rank, place < count)
+    mesh = ctx.mesh
+    now = [rank if mesh is None else mesh.plan.coordinate(rank, *_AXES) for rank in range(ctx.num_processes)]
+    if now == places:
+        return Source(ctx.rank, is_own=True)
     if wanted not in places:
         raise DamagedCheckpointError(f"No rank has saved for the place {wanted} of {count}.")
     return Source(places.index(wanted), place < count)
 
 
 def _place_in(random: Json, rank: int, world_size: int) -> int:
-    """Give the place of a rank that saved."""
+    """Return the place of a rank that saved."""
     own = document_of(random, rank)
     place = own.get("place", rank) if isinstance(own, dict) else rank
     if type(place) is not int or not 0 <= place < world_size:

@@ -40,7 +40,7 @@ def parts_below(disk: Disk, directory: str) -> list[tuple[str, str]]:
 
 
 def common(parts: Sequence[Sequence[Sequence[str]]], directory: str) -> str | None:
-    """Give the identity of the newest checkpoint that all nodes have; None where no node has any. Pure.
+    """Return the identity of the newest checkpoint that all nodes have; None where no node has any. Pure.
 
     Args:
         parts: Of each node, identity and path, oldest first.

@@ -1,4 +1,4 @@
-"""Take up the state of a run: everything is read and verified on all ranks before anything is changed."""
+"""Load the state of a run: everything is read and verified on all ranks before anything is changed."""
 
 from __future__ import annotations
 
@@ -51,6 +51,7 @@ from accelfn.checkpoint.state.partial import choose_part, may_leave_out
 from accelfn.checkpoint.state.pause import paused_collection
 from accelfn.checkpoint.state.phases import CollectivePhases
 from accelfn.checkpoint.state.random_state import restore_random_states
+from accelfn.checkpoint.state.stages import own_stages
 from accelfn.comm import catch
 from accelfn.context import Context, check_context
 from accelfn.data import LoaderState
@@ -110,7 +111,7 @@ def load_state(
     random_state: bool = True,
     partial: bool | Sequence[str] = False,
 ) -> T:
-    """Take up the state that :func:`accelfn.save_state` has saved, on any number of ranks.
+    """Load the state that :func:`accelfn.save_state` has saved, on any number of ranks.
 
     Modules, optimizers, schedulers, loaders and whatever else has ``load_state_dict`` are loaded in place,
     and so are generators, and parameters that stand in the tree by themselves. Everything else comes back as
@@ -409,7 +410,7 @@ def _list_together(ctx: Context, phases: CollectivePhases, place: str) -> list[s
 
 
 def find_checkpoint(ctx: Context, directory: str | os.PathLike[str]) -> Path:
-    """Say which checkpoint :func:`accelfn.load_state` would load, for reading the files in it.
+    """Return which checkpoint :func:`accelfn.load_state` would load, for reading the files in it.
 
     The files that the caller of ``save_state`` had put into it are verified.
 
@@ -447,6 +448,7 @@ def _read(ctx: Context, disk: Disk, like: Any, asked: _Asked, found: OpenCheckpo
         check_attachments(disk, found)
     source = find_source(ctx, manifest)
     document = choose_part(_document(manifest, source.rank), like, asked.may_leave)
+    document = own_stages(document, like, names)
     stored = list(find_states(document, like))
     wished = describe_like(like, convert=lambda path, thing: state_of(thing, names))
     rows = [*compare(document, wished)]
@@ -477,7 +479,7 @@ def _document(manifest: Manifest, rank: int) -> Json:
 
 
 def _named(document: Json) -> Iterator[str]:
-    """Give the names of the stored tensors that a document has need of."""
+    """Return the names of the stored tensors that a document has need of."""
     if isinstance(document, list):
         for one in document:
             yield from _named(one)

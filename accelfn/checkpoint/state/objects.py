@@ -29,16 +29,18 @@ from accelfn.data.loader import passes_of
 from accelfn.data.passes import Passes
 from accelfn.data.place import read_state
 from accelfn.errors import Misfit
-from accelfn.parallel import is_kept_equal, is_replicated, repoint
+from accelfn.parallel import is_kept_equal, is_replicated, repoint, whole_of
 from accelfn.training import unwrap_model
 from accelfn.tree import local_of
 
 __all__ = (
+    "KnownNames",
     "Names",
     "Pending",
     "Stored",
     "find_names",
     "find_states",
+    "inner_of",
     "is_in_place",
     "is_named_optimizer",
     "is_sure",
@@ -66,12 +68,16 @@ class Names(NamedTuple):
         tensors: Keeps what the numbers stand for.
         replicated: Numbers of the parameters that are replicated over ranks.
         optimizers: The optimizers in the tree, with their paths.
+        order: Places of the parameters of models whose stages are on several ranks: also of those elsewhere.
+        elsewhere: Names of those that other stages have.
     """
 
     by_identity: Mapping[int, str]
     tensors: tuple[torch.Tensor, ...]
     replicated: frozenset[int]
     optimizers: tuple[tuple[str, Optimizer], ...]
+    order: Mapping[str, int]
+    elsewhere: frozenset[str]
 
     def replicated_of(self, stored: Iterable[str]) -> frozenset[str]:
         """Choose the stored tensors that are a replicated parameter, or what an optimizer has of one."""
@@ -102,6 +108,7 @@ def find_names(tree: Any) -> Names:
     tensors: list[torch.Tensor] = []
     replicated: set[int] = set()
     optimizers: list[tuple[str, Optimizer]] = []
+    order: dict[str, int] = {}
     paths, leaves, _ = optree.tree_flatten_with_path(tree, none_is_leaf=True)
     for parts, leaf in zip(paths, leaves, strict=True):
         path = "/".join(_escaped(str(part)) for part in parts)
@@ -110,10 +117,16 @@ def find_names(tree: Any) -> Names:
             for module in leaf.modules():
                 if is_replicated(module):
                     replicated.update(map(id, module.parameters()))
-            for name, parameter in _inner(leaf).named_parameters(remove_duplicate=False):
-                names.setdefault(id(parameter), f"{path}/{name}" if path else name)
+            inner, prefix = inner_of(leaf), f"{path}/" if path else ""
+            whole = whole_of(inner)
+            first: Mapping[str, str] = {} if whole is None else whole.first
+            for name in whole.tensors if whole is not None else ():
+                order.setdefault(prefix + first.get(name, name), len(order))
+            for name, parameter in inner.named_parameters(remove_duplicate=False):
+                names.setdefault(id(parameter), prefix + first.get(name, name))
                 tensors.append(parameter)
-                if is_kept_equal(parameter):  # also of a module that stands inside of what was prepared
+                # Also of a module that stands inside of what was prepared; and whatever several stages have.
+                if is_kept_equal(parameter) or whole is not None:
                     replicated.add(id(parameter))
         elif isinstance(leaf, torch.Tensor):
             names.setdefault(id(leaf), path)
@@ -123,7 +136,8 @@ def find_names(tree: Any) -> Names:
         elif isinstance(leaf, Optimizer):
             repoint(leaf)  # its model may have been prepared after it
             optimizers.append((path, leaf))
-    return Names(names, tuple(tensors), frozenset(replicated), tuple(optimizers))
+    elsewhere = frozenset(order).difference(names.values())
+    return Names(names, tuple(tensors), frozenset(replicated), tuple(optimizers), order, elsewhere)
 
 
 def _escaped(name: str) -> str:
@@ -143,12 +157,13 @@ def _reshard(module: nn.Module) -> None:
             cast("Any", one).reshard()
 
 
-def _inner(module: nn.Module) -> nn.Module:
+def inner_of(module: nn.Module) -> nn.Module:
+    """Return a module without any wrapper."""
     return unwrap_model(module, keep_torch_compile=False)
 
 
 def state_of(thing: Any, names: Names) -> Any:
-    """Give what a checkpoint keeps of an object: a tree of tensors and plain values.
+    """Return what a checkpoint keeps of an object: a tree of tensors and plain values.
 
     Returns:
         NotImplemented where the object is none that is known here.
@@ -157,7 +172,7 @@ def state_of(thing: Any, names: Names) -> Any:
         TypeError: The object has to be prepared first.
     """
     if isinstance(thing, nn.Module):
-        return dict(_inner(thing).state_dict())
+        return dict(inner_of(thing).state_dict())
     if isinstance(thing, Optimizer):
         return _optimizer_state(thing, names)
     passes = _passes(thing)
@@ -214,12 +229,16 @@ def _optimizer_state(optimizer: Optimizer, names: Names) -> dict[str, Any]:
 
 
 def _packed(optimizer: Optimizer, state: Mapping[str, Any], names: Names) -> dict[str, Any]:
-    """Give an optimizer's state as torch takes it: by number, in the order that the parameters have now."""
+    """Return an optimizer's state as torch takes it: by number, in the order that the parameters have now."""
     by_group = _names_of(optimizer, names)
     number_of = {name: number for number, name in enumerate(name for group in by_group for name in group)}
-    known = _Known(number_of)
+    known = KnownNames(number_of)
     groups = [
-        {**group, "params": [number_of[name] for name in own]}
+        # Without "param_names": torch leaves the optimizer its own, which are in the order of its parameters.
+        {
+            **{key: value for key, value in group.items() if key != "param_names"},
+            "params": [number_of[name] for name in own],
+        }
         for own, group in zip(by_group, cast("list[dict[str, Any]]", state["groups"]), strict=True)
     ]
     values: dict[Any, Any] = {}
@@ -230,10 +249,11 @@ def _packed(optimizer: Optimizer, state: Mapping[str, Any], names: Names) -> dic
     return {"state": values, "param_groups": groups, **state.get("others", {})}
 
 
-class _Known:
+class KnownNames:
     """Finds parameters by their name, or by the end of it where the checkpoint has one model alone."""
 
     def __init__(self, number_of: Mapping[str, int]) -> None:
+        """Know parameters by these names."""
         self._number_of = dict(number_of)
         ends: dict[str, list[int]] = {}
         for name, number in number_of.items():
@@ -241,6 +261,7 @@ class _Known:
         self._ends = ends
 
     def find(self, name: object) -> int | None:
+        """Return the number of a parameter; None where there is none of that name."""
         if not isinstance(name, str):
             return None
         found = self._number_of.get(name)
@@ -304,7 +325,7 @@ def find_states(node: Json, like: Any, path: str = "") -> Iterator[Stored]:
 
 
 def _items(node: Json, path: str) -> dict[Any, Json]:
-    """Give what a dict of a document has, by key."""
+    """Return what a dict of a document has, by key."""
     children = children_of(node, path)
     is_dict = isinstance(node, dict) and node.get("$") in (None, "dict")
     return dict(zip(children.keys, children.nodes, strict=True)) if children is not None and is_dict else {}
@@ -317,7 +338,7 @@ def is_named_optimizer(stored: Stored) -> bool:
 
 
 def misfits(stored: Stored, names: Names, *, strict: bool) -> list[Misfit]:
-    """Say what of a state does not fit its object. Of objects that speak for themselves nothing is known.
+    """Return what of a state does not fit its object. Of objects that speak for themselves nothing is known.
 
     Args:
         stored: The state and the object.
@@ -333,7 +354,7 @@ def misfits(stored: Stored, names: Names, *, strict: bool) -> list[Misfit]:
 
 def _misfits_of_module(stored: Stored, strict: bool) -> list[Misfit]:
     path, found = stored.path, _items(stored.node, stored.path)
-    own = cast("Mapping[str, Any]", _inner(stored.thing).state_dict())
+    own = cast("Mapping[str, Any]", inner_of(stored.thing).state_dict())
     rows: list[Misfit] = []
     for name in (*own, *(name for name in found if name not in own)):
         place = f"{path}/{name}"
@@ -364,7 +385,7 @@ def _misfits_of_optimizer(stored: Stored, names: Names) -> list[Misfit]:
         return [Misfit(f"{path}/groups", f"{len(groups)} groups", f"{len(own)} groups")]
     rows: list[Misfit] = []
     for number, (group, wanted) in enumerate(zip(groups, own, strict=True)):
-        known = _Known({name: place for place, name in enumerate(wanted)})
+        known = KnownNames({name: place for place, name in enumerate(wanted)})
         called = cast("list[str]", group.get("params") or [])
         found = [known.find(name) for name in called]
         place = f"{path}/groups/{number}"
@@ -397,16 +418,16 @@ def _misfits_of_optimizer(stored: Stored, names: Names) -> list[Misfit]:
     return rows
 
 
-def _parameters(optimizer: Optimizer, by_group: list[list[str]]) -> tuple[list[torch.Tensor], _Known]:
+def _parameters(optimizer: Optimizer, by_group: list[list[str]]) -> tuple[list[torch.Tensor], KnownNames]:
     parameters = [parameter for group in _groups(optimizer) for parameter in group["params"]]
     flat = [name for group in by_group for name in group]
-    return parameters, _Known({name: number for number, name in enumerate(flat)})
+    return parameters, KnownNames({name: number for number, name in enumerate(flat)})
 
 
 def targets(stored: Stored, names: Names) -> Iterator[tuple[dict[str, Any], torch.Tensor]]:
     """Pair the tensors of a state, as nodes, with tensors that say how they are to lie: device, cut."""
     if isinstance(stored.thing, nn.Module):
-        own = cast("Mapping[str, Any]", _inner(stored.thing).state_dict())
+        own = cast("Mapping[str, Any]", inner_of(stored.thing).state_dict())
         for name, node in _items(stored.node, stored.path).items():
             if is_tensor(node) and isinstance(own.get(name), torch.Tensor):
                 yield node, own[name]
@@ -430,16 +451,16 @@ def is_in_place(tensor: torch.Tensor) -> bool:
 
 
 def order_of(pending: Pending) -> int:
-    """Say when an object takes up its state: schedules after optimizers, which bring rates with them."""
+    """Return when an object takes up its state: schedules after optimizers, which bring rates with them."""
     return 0 if isinstance(pending.thing, Optimizer) else 1
 
 
 def untied(pending: Pending) -> list[Misfit]:
-    """Say which weights are one in a module, and were saved with different values: one would be lost."""
+    """Return which weights are one in a module, and were saved with different values: one would be lost."""
     if not isinstance(pending.thing, nn.Module):
         return []
     state = cast("Mapping[str, Any]", pending.state)
-    own = cast("Mapping[str, Any]", _inner(pending.thing).state_dict())
+    own = cast("Mapping[str, Any]", inner_of(pending.thing).state_dict())
     first: dict[Any, str] = {}
     rows: list[Misfit] = []
     for name, value in own.items():
@@ -460,7 +481,7 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def is_sure(pending: Pending) -> bool:
     """Whether an object can't refuse its state: a module whose parameters and buffers are written into."""
-    return isinstance(pending.thing, nn.Module) and _is_plain(_inner(pending.thing))
+    return isinstance(pending.thing, nn.Module) and _is_plain(inner_of(pending.thing))
 
 
 def prepare_undo(pending: Pending) -> Callable[[], None]:
@@ -481,7 +502,7 @@ def prepare_undo(pending: Pending) -> Callable[[], None]:
 
         return undo_optimizer
     if isinstance(thing, nn.Module):
-        inner = _inner(thing)
+        inner = inner_of(thing)
         before = _copied(inner.state_dict())
         return lambda: cast("None", inner.load_state_dict(before))
     passes = _passes(thing)
@@ -497,7 +518,7 @@ def _copied(state: Any) -> Any:
 
 
 def _real(optimizer: Optimizer) -> Optimizer:
-    """Give the optimizer that holds the state: a proxy passes on what it is asked."""
+    """Return the optimizer that holds the state: a proxy passes on what it is asked."""
     inner = vars(optimizer).get("optimizer")
     return inner if isinstance(inner, Optimizer) else optimizer
 
@@ -525,8 +546,8 @@ def take_up(pending: Pending, names: Names) -> None:
         _take_up_optimizer(_real(thing), state, names)
         return
     if isinstance(thing, nn.Module):
-        inner = _inner(thing)
-        own = cast("Mapping[str, Any]", inner.state_dict())
+        inner = inner_of(thing)
+        own = cast("Mapping[str, Any]", inner.state_dict(keep_vars=True))
         state = {name: value for name, value in state.items() if name in own}
         if not _is_plain(inner):
             inner.load_state_dict(state, strict=False)

@@ -35,7 +35,7 @@ class Overlap(NamedTuple):
 
 
 def find_overlaps(stored: StoredTensor, target: torch.Tensor | None) -> list[Overlap]:
-    """Say which parts of stored pieces make up a tensor.
+    """Return which parts of stored pieces make up a tensor.
 
     Args:
         stored: The tensor, in its pieces.

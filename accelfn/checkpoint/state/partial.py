@@ -62,7 +62,7 @@ def _choose(node: Json, like: Any, may_leave: Callable[[str], bool], path: str) 
 
 
 def _nodes(document: Json) -> Iterator[dict[str, Any]]:
-    """Give all nodes of a kind, each before what is in it."""
+    """Return all nodes of a kind, each before what is in it."""
     inner: Sequence[Json] = ()
     if isinstance(document, dict):
         if "$" in document:

@@ -75,7 +75,7 @@ def plan_save(held: Sequence[Mapping[str, Held]], nodes: Sequence[int] | None = 
     """Decide who writes what. Pure; the same on every rank.
 
     Of a tensor that all ranks hold with equal values, one rank writes all. Where values differ, each version
-    is kept, under a name with the lowest rank that has it, and that of rank 0 under the plain name. Boxes are
+    is kept, under a name with the lowest rank that has it, and the first one under the plain name. Boxes are
     written by one of the ranks that hold them. Large ones are dealt out first, each to whoever has least to
     write.
 
@@ -105,7 +105,7 @@ def plan_save(held: Sequence[Mapping[str, Held]], nodes: Sequence[int] | None = 
             if stored is None:
                 if known and (one.boxes is not None or any(other.content == "" for other in known)):
                     _refuse(name, rank, one, next(iter(known)))
-                stored = f"{name}@{rank}" if known or rank else name
+                stored = f"{name}@{rank}" if known else name
                 while stored != name and stored in taken:
                     stored += "'"
                 taken.add(stored)

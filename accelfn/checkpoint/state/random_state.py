@@ -17,7 +17,7 @@ __all__ = ("random_states", "restore_random_states", "undo_random_states")
 
 
 def random_states(ctx: Context) -> dict[str, Any]:
-    """Give the states of Python's, NumPy's (where the program uses it), torch's and the devices' generators.
+    """Return the states of the generators of Python, NumPy (where it is used), torch and the devices.
 
     Ranks: local; each rank has its own.
 

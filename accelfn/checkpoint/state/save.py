@@ -14,6 +14,8 @@ from typing import Any, Literal, NamedTuple, cast, overload
 
 import optree
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from accelfn.checkpoint.document.document import encode
 from accelfn.checkpoint.files.commit import (
@@ -38,18 +40,21 @@ from accelfn.checkpoint.state.background import (
     finish_background,
 )
 from accelfn.checkpoint.state.by_rank import join_documents, renamed, stored_place
-from accelfn.checkpoint.state.copies import find_drift, has_copies
-from accelfn.checkpoint.state.objects import find_names, state_of
+from accelfn.checkpoint.state.copies import boxes_from, boxes_of, find_drift, has_copies
+from accelfn.checkpoint.state.objects import Names, find_names, inner_of, state_of
 from accelfn.checkpoint.state.pause import paused_collection
 from accelfn.checkpoint.state.phases import BoardPhases, CollectivePhases
 from accelfn.checkpoint.state.plan import Box, Held, SavePlan, Write, plan_save
 from accelfn.checkpoint.state.random_state import random_states
+from accelfn.checkpoint.state.stages import first_names, join_stages
 from accelfn.checkpoint.state.writing import Job, entry_key, write_job
 from accelfn.comm import catch, check_replicas
 from accelfn.context import Context, check_context, news
 from accelfn.context.config import GuardMode
-from accelfn.errors import ReplicaDriftError
-from accelfn.training import ScalerState
+from accelfn.errors import CheckpointError, ReplicaDriftError
+from accelfn.parallel import WholeModel, whole_of
+from accelfn.parallel.materialize import check_filled
+from accelfn.training import ScalerState, unwrap_model
 from accelfn.training.scaler import check_newest
 from accelfn.tree import local_of
 from accelfn.tree.digest import digest_tensors
@@ -74,6 +79,8 @@ class _Own(NamedTuple):
     sums: Mapping[str, tuple[int, ...]]  # checksums that are known already
     replicated: frozenset[str]  # tensors that shall be equal on all ranks
     copies: Mapping[str, str]  # what parts contain that other ranks hold as well
+    staged: Mapping[str, WholeModel | None]  # models of which this rank has some stages, and optimizers
+    order: Mapping[str, int]  # of the parameters of these models
 
 
 @overload
@@ -285,29 +292,47 @@ def _look(
         raise TypeError(f"save_state: metric must be a number or None, got {type(metric).__name__}.")
     check_target(REAL_DISK, str(path))
     names = find_names(tree)
-    main = encode(_without_gradients(tree), convert=lambda where, thing: state_of(thing, names))
+    staged: dict[str, WholeModel | None] = {}
+
+    def convert(where: str, thing: Any) -> Any:
+        whole = whole_of(inner_of(thing)) if isinstance(thing, nn.Module) else None
+        if whole is not None or (isinstance(thing, Optimizer) and ctx.axis_size("pp") > 1):
+            staged[where] = whole
+        return _state_of(thing, names)
+
+    main = encode(_without_gradients(tree), convert=convert)
+    if staged and ctx.axis_size("pp") == 1:
+        raise CheckpointError(
+            f"save_state: {next(iter(staged)) or 'tree'} is cut into stages, and the ranks of this context "
+            "have some of them. Save with the context that it was prepared with."
+        )
+    firsts = first_names(staged, main.tensors)
+    document = renamed(main.document, firsts)
+    tensors = {firsts.get(name, name): tensor for name, tensor in main.tensors.items()}
     random = encode({**random_states(ctx), **stored_place(ctx)})
     prefix = "#random"
-    while any(name.startswith(f"{prefix}/") for name in main.tensors):
+    while any(name.startswith(f"{prefix}/") for name in tensors):
         prefix = f"#{prefix}"
     called = {name: f"{prefix}/{name}" for name in random.tensors}
     random_tensors = {called[name]: tensor for name, tensor in random.tensors.items()}
     sums: dict[str, tuple[int, ...]] = {}
     compares = ctx.num_processes > 1 and ctx.guard.mode != GuardMode.OFF
-    whole = {name: one for name, one in main.tensors.items() if _boxes(one) is None}
+    whole = {name: one for name, one in tensors.items() if boxes_of(one) is None}
     content = _contents(whole, sums, is_copied=is_copied) if compares else {}
     random_content = _contents(random_tensors, sums, is_copied=False) if ctx.num_processes > 1 else {}
-    parts = {name: local_of(one) for name, one in main.tensors.items() if has_copies(one)}
+    parts = {name: local_of(one) for name, one in tensors.items() if has_copies(one)}
     compares = compares and ctx.guard.check_replicas_before_saving
     return _Own(
-        tree=main.document,
+        tree=document,
         random=renamed(random.document, called),
-        tensors={**main.tensors, **random_tensors},
-        held=_held(main.tensors, content),
+        tensors={**tensors, **random_tensors},
+        held=_held(tensors, content),
         random_held=_held(random_tensors, random_content),
         sums=sums,
-        replicated=names.replicated_of(main.tensors),
+        replicated=names.replicated_of(tensors),
         copies=_contents(parts, sums, is_copied=is_copied) if compares else {},
+        staged=staged,
+        order=names.order,
     )
 
 
@@ -329,30 +354,25 @@ def _is_scaler(value: Any) -> bool:
     return isinstance(value, ScalerState)
 
 
+def _state_of(thing: Any, names: Names) -> Any:
+    if isinstance(thing, nn.Module):
+        check_filled("save_state", unwrap_model(thing, keep_torch_compile=False))
+    return state_of(thing, names)
+
+
 def _held(tensors: Mapping[str, torch.Tensor], content: Mapping[str, str]) -> dict[str, Held]:
     kinds = {one: (dtype_name(one), one.itemsize) for one in {tensor.dtype for tensor in tensors.values()}}
     held: dict[str, Held] = {}
     for name, tensor in tensors.items():
         dtype, itemsize = kinds[tensor.dtype]
-        held[name] = Held(dtype, tuple(tensor.shape), itemsize, _boxes(tensor), content.get(name, ""))
+        held[name] = Held(dtype, tuple(tensor.shape), itemsize, boxes_of(tensor), content.get(name, ""))
     return held
-
-
-def _boxes(tensor: torch.Tensor) -> tuple[Box, ...] | None:
-    """Say which parts of a tensor that is cut over ranks lie here; None of one that isn't cut."""
-    if type(tensor) is torch.Tensor:  # asking it for what it doesn't have takes long
-        return None
-    chunks = getattr(tensor, "__create_chunk_list__", None)
-    if chunks is None:
-        return None
-    boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks()]
-    return tuple(box for box in boxes if all(box.shape) or not tensor.numel())
 
 
 def _contents(
     tensors: Mapping[str, torch.Tensor], sums: dict[str, tuple[int, ...]], *, is_copied: bool
 ) -> dict[str, str]:
-    """Give for each tensor a text that differs where any of its bits does."""
+    """Return for each tensor a text that differs where any of its bits does."""
     found: dict[str, str] = {}
     digested: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
@@ -373,7 +393,7 @@ def _contents(
 
 
 def _samples(tensor: torch.Tensor) -> torch.Tensor:
-    """Give some parts of a large tensor, spread over all of it."""
+    """Return some parts of a large tensor, spread over all of it."""
     flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach().flatten()
     length = max(1, _SAMPLE_BYTES // tensor.dtype.itemsize)
     step = (flat.numel() - length) // (_SAMPLES - 1)
@@ -408,17 +428,19 @@ def _agree_on(
     heads = [json.loads(one) for one in texts]
     assert own is not None  # otherwise gather has raised
     documents, held = [own.tree] * world.size, [own.held] * world.size
-    if len({one["details"] for one in heads}) > 1:
-        said = f"{json.dumps(sorted(own.replicated))}\n{details}"
-        every = [one.partition("\n") for one in phases.gather("details", said)]
-        parsed = [json.loads(text) for _, _, text in every]
+    digests = [one["details"] for one in heads]
+    if len(set(digests)) > 1:
+        # Of the ranks that have the same to say, the first one says it: such as of the copies of a stage.
+        first = [digests.index(one) for one in digests]
+        every = phases.gather("details", details if first[world.rank] == world.rank else "")
+        parsed = [json.loads(every[rank]) for rank in first]
         documents = [one["tree"] for one in parsed]
         held = [_heard(one["held"]) for one in parsed]
         if not allow_drift:
-            _refuse_drift(ctx, own, held, [json.loads(names) for names, _, _ in every])
+            _refuse_drift(ctx, own, held, [one["replicated"] for one in parsed])
     _refuse_drifted_parts(heads)
     for rank, one in enumerate(heads):
-        boxes = {name: _boxes_heard(found) for name, found in one["boxes"].items()}
+        boxes = {name: boxes_from(found) for name, found in one["boxes"].items()}
         held[rank] = {
             **{
                 name: tensor._replace(boxes=boxes[name]) if name in boxes else tensor
@@ -435,6 +457,10 @@ def _agree_on(
     }
     mains = {one["node"]: rank for rank, one in enumerate(heads) if one["local_rank"] == 0}
     trees = [renamed(one, plan.names[rank]) for rank, one in enumerate(documents)]
+    if own.staged and ctx.mesh is not None:
+        mesh = ctx.mesh.plan
+        groups = sorted({mesh.group(rank, "pp") for rank in range(world.size)})
+        join_stages(trees, groups, own.staged, own.order)
     randoms = [renamed(one["random"], plan.names[rank]) for rank, one in enumerate(heads)]
     return Job(
         directory=path,
@@ -483,22 +509,35 @@ def _refuse_drift(
                     "allow_drift=True: then each rank's own are saved."
                 )
             raise error from None
+    # Along "pp" ranks have different tensors, which check_replicas doesn't compare; some have the same.
+    replicas = [
+        {name: tensors[name] for name in of_rank} for of_rank, tensors in zip(replicated, held, strict=True)
+    ]
+    rows = find_drift(
+        [{name: f"{one.dtype} {one.content}" for name, one in of_rank.items()} for of_rank in replicas],
+        [
+            {name: (Box((0,) * len(one.shape), one.shape),) for name, one in of_rank.items()}
+            for of_rank in replicas
+        ],
+    )
+    if rows:
+        raise ReplicaDriftError("save_state", rows)
 
 
 def _refuse_drifted_parts(heads: Sequence[Mapping[str, Any]]) -> None:
     """Refuse parts of which several ranks hold copies that differ: only one of them would be kept."""
-    boxes = [{name: _boxes_heard(one["boxes"][name]) for name in one["copies"]} for one in heads]
+    boxes = [{name: boxes_from(one["boxes"][name]) for name in one["copies"]} for one in heads]
     rows = find_drift([one["copies"] for one in heads], boxes)
     if rows:
         raise ReplicaDriftError("save_state", rows)
 
 
 def _said(own: _Own, node: int, local_rank: int) -> tuple[dict[str, Any], str]:
-    """Give what is said in any case, and what is said only where ranks differ."""
+    """Return what is said in any case, and what is said only where ranks differ."""
     whole = {name: one for name, one in own.held.items() if one.boxes is None}
     cut = {name: one for name, one in own.held.items() if one.boxes is not None}
     plain = {**whole, **{name: one._replace(boxes=()) for name, one in cut.items()}}
-    details = json.dumps({"tree": own.tree, "held": plain})
+    details = json.dumps({"tree": own.tree, "held": plain, "replicated": sorted(own.replicated)})
     head = {
         "details": hashlib.sha256(details.encode()).hexdigest(),
         "boxes": {name: one.boxes for name, one in cut.items()},
@@ -511,17 +550,13 @@ def _said(own: _Own, node: int, local_rank: int) -> tuple[dict[str, Any], str]:
     return head, details
 
 
-def _boxes_heard(boxes: Sequence[Any]) -> tuple[Box, ...]:
-    return tuple(Box(*map(tuple, box)) for box in boxes)
-
-
 def _heard(held: Mapping[str, Sequence[Any]]) -> dict[str, Held]:
     return {
         name: Held(
             dtype,
             tuple(shape),
             itemsize,
-            None if boxes is None else _boxes_heard(boxes),
+            None if boxes is None else boxes_from(boxes),
             content,
         )
         for name, (dtype, shape, itemsize, boxes, content) in held.items()

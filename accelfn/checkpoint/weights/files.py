@@ -164,7 +164,7 @@ def temporary_path(final: Path) -> Path:
 
 @contextlib.contextmanager
 def replacing(final: Path) -> Generator[Path]:
-    """Give the path to write a new file to, which takes the name ``final`` on the way out, in one step.
+    """Return the path to write a new file to, which takes the name ``final`` on the way out, in one step.
 
     After an error nothing of it is left, and what had the name before still has it.
     """

@@ -19,6 +19,7 @@ from accelfn.checkpoint.weights.index import WeightsFiles, find_weights, read_he
 from accelfn.checkpoint.weights.plan import tied_by
 from accelfn.checkpoint.weights.state import is_tensor, own_names, require_module
 from accelfn.errors import CheckpointMismatchError, DamagedCheckpointError, Misfit
+from accelfn.parallel import WholeModel, whole_of
 from accelfn.training import unwrap_model
 from accelfn.tree import is_dtensor
 
@@ -56,8 +57,9 @@ def load_model(model: nn.Module, path: str | os.PathLike[str], strict: bool = Tr
     shares need to be in the files under one of their names. Pickled files are read with
     ``weights_only=True``, so that none can run code.
 
-    Ranks: local; every rank reads by itself. Of a model that is spread over ranks (``DTensor``) each takes
-    its parts. These formats have no checksums: bits that changed on the disk aren't noticed.
+    Ranks: local; every rank reads by itself. Of a model that is spread over ranks (``DTensor``, stages of a
+    pipeline) each takes its parts, and looks whether the files have the names of all. These formats have no
+    checksums: bits that changed on the disk aren't noticed.
 
     Args:
         model: Prepared or not; changed in place.
@@ -87,13 +89,23 @@ def load_model(model: nn.Module, path: str | os.PathLike[str], strict: bool = Tr
         )
     files = find_weights(path)
     stored = _open(files)
-    sources = _match(targets, stored)
-    missing = tuple(name for name in targets if name not in sources)
-    used = set(sources.values())
-    unexpected = tuple(name for name in stored.tensors if name not in targets and name not in used)
+    whole = whole_of(plain) or WholeModel(dict.fromkeys(targets), {})
+    sources = _match(targets, stored, whole)
+    there = {whole.first.get(name, name) for name in (*stored.tensors, *stored.tied)}
+    elsewhere = [name for name in whole.tensors if name not in targets]
+    missing = tuple(name for name in targets if name not in sources) + tuple(
+        name for name in elsewhere if whole.first.get(name, name) not in there
+    )
+    used = {*sources.values(), *targets, *elsewhere}
+    unexpected = tuple(name for name in stored.tensors if name not in used)
     rows = _misfits(targets, stored.tensors, sources)
     if strict:
-        rows += [Misfit(name, "nothing", _kind_of(targets[name])) for name in missing]
+        rows += [
+            Misfit(
+                name, "nothing", _kind_of(targets[name]) if name in targets else "a tensor of another stage"
+            )
+            for name in missing
+        ]
         rows += [Misfit(name, _kind_of(stored.tensors[name]), "nothing") for name in unexpected]
     if rows:
         raise CheckpointMismatchError(f"{_LOAD}: {path} doesn't fit the model. Nothing was changed.", rows)
@@ -183,17 +195,20 @@ def _open_pickled(path: Path) -> dict[str, _Stored]:
 # --- what goes where -----------------------------------------------------------------------------
 
 
-def _match(targets: Mapping[str, Any], stored: _Opened) -> dict[str, str]:
-    """Give the stored tensor for each of the model's: its own, or that of a weight that shares its data."""
+def _match(targets: Mapping[str, Any], stored: _Opened, whole: WholeModel) -> dict[str, str]:
+    """Return the stored tensor for each of the model's: its own, or that of a weight that shares its data."""
     sources = {name: name for name in targets if name in stored.tensors}
     by_data: dict[Any, str] = {}
     for name, source in sources.items():
         if is_tensor(targets[name]):
             by_data.setdefault(tied_by(targets[name]), source)
+    tied = {whole.first.get(name, name): name for name in stored.tensors}  # with what another stage has
     for name, target in targets.items():
         if name not in sources and is_tensor(target):
             # A tie of the model goes first: the file may have been made by another program.
-            source = by_data.get(tied_by(target), stored.tied.get(name))
+            source = by_data.get(
+                tied_by(target), tied.get(whole.first.get(name, name), stored.tied.get(name))
+            )
             if source is not None:
                 sources[name] = source
     return sources
@@ -229,7 +244,7 @@ def _kind_of(value: Any) -> str:
 
 
 def _laid_out(value: torch.Tensor, target: Any) -> torch.Tensor:
-    """Give this rank's parts of a whole tensor, as ``target`` lies; without a message to other ranks."""
+    """Return this rank's parts of a whole tensor, as ``target`` lies; without a message to other ranks."""
     if not is_dtensor(target):
         return value
     # Where there is a DTensor, it has been imported.

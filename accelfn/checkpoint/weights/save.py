@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from accelfn.checkpoint.files.header import storage_order
+from accelfn.checkpoint.state.copies import check_copies
 from accelfn.checkpoint.weights.files import (
     SAFETENSORS_NAMES,
     Entry,
@@ -38,17 +39,20 @@ from accelfn.checkpoint.weights.plan import (
 )
 from accelfn.checkpoint.weights.state import (
     Meet,
+    Stages,
     describe,
     has_bytes,
     is_tensor,
     own_names,
     require_module,
     together,
+    whole_state,
     whole_tensors,
 )
 from accelfn.comm import Call, catch, check_replicas, gather_bytes
 from accelfn.context import Context, check_context
 from accelfn.context.config import GuardMode
+from accelfn.parallel.materialize import check_filled
 from accelfn.training import unwrap_model
 from accelfn.tree import is_dtensor
 
@@ -74,7 +78,8 @@ def save_model(
     What an earlier save left behind is removed last. Weights that share all their data are stored once; the
     other names stand in the file's metadata. Views that share a part of it become tensors of their own.
 
-    Of a model that is spread over ranks (``DTensor``) one tensor at a time is gathered and written.
+    Of a model that is spread over ranks (``DTensor``, stages of a pipeline) one tensor at a time is gathered
+    and written.
 
     Ranks: every rank of ``ctx``. Returns when the files are in place, on all ranks.
 
@@ -105,19 +110,22 @@ def save_model(
     folder = Path(directory)
     _check_replicas(ctx, model)
 
-    def look(meet: Meet) -> tuple[dict[str, torch.Tensor], int]:
+    def look(meet: Meet) -> tuple[dict[str, torch.Tensor], Stages | None, int]:
         kind = _kind(names, safe_serialization)
         size = parse_size(max_shard_size)
-        tensors = _tensors(require_module(_SAVE, model), safe_serialization)
-        meet(f"{kind} {size}", lambda: describe(tensors))
-        return tensors, size
+        plain = unwrap_model(require_module(_SAVE, model), keep_torch_compile=False)
+        tensors, stages = whole_state(ctx, _SAVE, plain, _tensors(plain, safe_serialization), meet)
+        meet(f"{kind} {size}", lambda: describe(tensors, stages))
+        return tensors, stages, size
 
-    tensors, size = together(ctx, _SAVE, look)
+    tensors, stages, size = together(ctx, _SAVE, look)
     kind = _kind(names, safe_serialization)
     with ExitStack() as held:
         generation = _begin(ctx, folder, names, held)
         plan = plan_weights(tensors, size, kind, generation)
-        together(ctx, _SAVE, lambda meet: _save(folder, plan, tensors, names, kind, meet, _writes(ctx)))
+        together(
+            ctx, _SAVE, lambda meet: _save(folder, plan, tensors, stages, names, kind, meet, _writes(ctx))
+        )
     files = [folder / file for file, _ in plan.files]
     return (*files, folder / kind.index) if len(files) > 1 else tuple(files)
 
@@ -136,24 +144,27 @@ def _check_replicas(ctx: Context, model: nn.Module) -> None:
         return
 
     def parameters() -> dict[str, torch.Tensor]:
-        # Parameters alone: running statistics of a batch differ between ranks by right. Those that are spread
-        # over ranks differ, too.
-        return {
-            name: value
-            for name, value in unwrap_model(require_module(_SAVE, model)).named_parameters()
-            if not value.is_meta and not is_dtensor(value)
-        }
+        # Parameters alone: running statistics of a batch differ between ranks by right.
+        plain = unwrap_model(require_module(_SAVE, model), keep_torch_compile=False)
+        check_filled(_SAVE, plain)  # else whatever was in the memory would be said to have drifted
+        named = plain.named_parameters()
+        return {name: value for name, value in named if not value.is_meta}
 
-    check_replicas(ctx, together(ctx, _SAVE, lambda _: parameters()), name="model")
+    found = together(ctx, _SAVE, lambda _: parameters())
+    whole = {name: value for name, value in found.items() if not is_dtensor(value)}
+    check_replicas(ctx, whole, name="model")
+    if len(whole) < len(found):
+        sharded = {name: value for name, value in found.items() if name not in whole}
+        check_copies(ctx, _SAVE, sharded, "model")
 
 
-def _tensors(model: nn.Module, safe: bool) -> dict[str, torch.Tensor]:
-    """Give what is to be saved, under the names that the model itself gives.
+def _tensors(plain: nn.Module, safe: bool) -> dict[str, torch.Tensor]:
+    """Return what this rank has to be saved, under the names that the model itself gives.
 
     Raises:
         ValueError: It can't be saved.
     """
-    plain = unwrap_model(model, keep_torch_compile=False)
+    check_filled(_SAVE, plain)
     names = own_names(_SAVE, plain)
     # With the parameters themselves, by which tied ones are known.
     state = {names[name]: value for name, value in plain.state_dict(keep_vars=True).items()}
@@ -212,13 +223,14 @@ def _save(
     folder: Path,
     plan: WeightsPlan,
     tensors: Mapping[str, torch.Tensor],
+    stages: Stages | None,
     naming: WeightNaming,
     kind: WeightNames,
     meet: Meet,
     writes: bool,
 ) -> None:
     files = {file: _in_storage_order(names, tensors) for file, names in plan.files}
-    values = whole_tensors(tensors, [name for names in files.values() for name in names], meet)
+    values = whole_tensors(tensors, [name for names in files.values() for name in names], meet, stages)
     if not writes:
         deque(values, maxlen=0)  # this rank only helps to gather, and keeps none of them
         return

@@ -67,7 +67,8 @@ class FullyShardedDataParallelPlugin:
         ignored_modules: Modules that are not sharded, or a regular expression for their names. Default None.
         state_dict_type: FULL_STATE_DICT, SHARDED_STATE_DICT or (version 1) LOCAL_STATE_DICT; a name, its
             position from 1 in (full, local, sharded), or torch's enum. Default: full for version 1,
-            sharded for version 2.
+            sharded for version 2. The first two are carried out alike: checkpoints are written in shards,
+            and are read by any number of ranks, or as a whole.
         state_dict_config: Torch's config object for that type; ``None`` makes one. Default None.
         optim_state_dict_config: The same for the optimizer. Default None.
         limit_all_gathers: Version 1: whether the host waits rather than gather too far ahead. Default True.
@@ -78,9 +79,11 @@ class FullyShardedDataParallelPlugin:
             ``cpu_ram_efficient_loading``. Default False. ``None`` in version 2.
         forward_prefetch: Version 1: whether the next parameters are asked for before this forward. Default
             False. ``None`` in version 2.
-        activation_checkpointing: Whether units recompute activations in the backward. Default False.
+        activation_checkpointing: Whether units keep their inputs alone, and compute the rest again in the
+            backward. Default False.
         cpu_ram_efficient_loading: Whether only rank 0 holds real weights while the model is loaded. Default
-            False.
+            False. With either, models are prepared whose parameters are on the meta device on other ranks,
+            or on all.
 
     A field that the version does not have may hold the value that asks for nothing, so that
     ``dataclasses.replace(plugin, fsdp_version=2)`` works; a real request there is an error.
@@ -300,9 +303,10 @@ def check_fsdp(plugin: FullyShardedDataParallelPlugin, num_replicas: int) -> Non
     """Refuse what version 2, by which both versions are carried out, does not do.
 
     Of version 1 it does what these ask for: sharding_strategy, cpu_offload, mixed_precision_policy, the
-    wrapping and what is ignored, forward_prefetch. It always sends rank 0's weights, gives original
-    parameters, prefetches in the backward and limits what is gathered ahead, so that these fields need
-    nothing.
+    wrapping and what is ignored, forward_prefetch, activation_checkpointing. It always sends rank 0's
+    weights, to ranks that have loaded none too, gives original parameters, prefetches in the backward and
+    limits what is gathered ahead; and checkpoints are always written in shards and read as whole models, so
+    that these fields need nothing.
 
     Args:
         plugin: What was asked for.
@@ -324,12 +328,9 @@ def check_fsdp(plugin: FullyShardedDataParallelPlugin, num_replicas: int) -> Non
             "mesh has none. Pass parallelism_config=ParallelismConfig(dp_replicate_size=..., "
             "dp_shard_size=...), such as the number of nodes and of ranks in a node."
         )
-    default = StateDictType.FULL_STATE_DICT if plugin.fsdp_version == 1 else StateDictType.SHARDED_STATE_DICT
     policy = plugin.mixed_precision_policy
     for name, is_asked in (
-        ("activation_checkpointing", plugin.activation_checkpointing),
-        ("cpu_ram_efficient_loading", plugin.cpu_ram_efficient_loading),
-        ("state_dict_type", plugin.state_dict_type != default),
+        ("state_dict_type", plugin.state_dict_type == StateDictType.LOCAL_STATE_DICT),
         ("state_dict_config", plugin.state_dict_config is not None),
         ("optim_state_dict_config", plugin.optim_state_dict_config is not None),
         ("param_init_fn", plugin.param_init_fn is not None),

@@ -30,7 +30,7 @@ class Guard:
             and found by the next check. ``"off"`` compares nothing: errors of other ranks still arrive.
             ``None`` says nothing: a context takes ``"full"`` where ``debug=True`` or the environment asks for
             it, and else keeps what it has, which is ``"sampled"`` at first. Default None.
-        call_sites: Whether calls of the same form are told apart by line, in operations to which each rank
+        call_sites: Whether calls of the same form are distinguished by line, in operations to which each rank
             brings data of its own (not in broadcast or scatter): so swapped and skipped ones are found. One
             that stands in two branches of a function still meets, if it is the first of its form; name others
             with ``ctx.tagged("...")``. Default True.
@@ -41,7 +41,7 @@ class Guard:
             up. Costs one thread that sleeps. Default False.
         check_replicas_every: Steps of an optimizer between two checks that its parameters are equal on all
             ranks, bit by bit; ``None`` for none. Default None.
-        check_gradients: Whether each step of an optimizer looks for gradients that are infinite or no number
+        check_gradients: Whether each step of an optimizer looks for gradients that are infinite or NaN
             before it changes anything, and raises an error that names their parameters. Waits for the device.
             With float16 the loss scale follows such gradients instead. Default False.
         check_replicas_before_saving: Whether weights are checked so before they are saved. Default True.

@@ -257,7 +257,7 @@ class ProfileKwargs(KwargsHandler):
             self._check_schedule(self.schedule_option)
 
     def build(self) -> torch.profiler.profile:
-        """Give torch's profiler with these options, to be used as a context manager.
+        """Return torch's profiler with these options, to be used as a context manager.
 
         Raises:
             NotAvailableError: An activity can't be watched here.

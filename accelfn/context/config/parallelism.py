@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from math import prod
+from types import MappingProxyType
 from typing import TYPE_CHECKING, cast
 
 from accelfn.context.config.checks import (
@@ -33,7 +34,18 @@ __all__ = (
 )
 
 _MESH_ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
-_SCHEDULES = ("1f1b", "gpipe", "interleaved1f1b")
+# By torch's names in lower case; with the stages that each rank has where nobody says.
+_SCHEDULES: Mapping[str, int] = MappingProxyType(
+    {
+        "1f1b": 1,
+        "gpipe": 1,
+        "interleaved1f1b": 2,
+        "loopedbfs": 2,
+        "interleavedzerobubble": 2,
+        "zbvzerobubble": 2,
+        "dualpipev": 2,
+    }
+)
 _ATTENTION = ("sdpa", "flash_attention_2", "flash_attention_3")
 
 
@@ -126,25 +138,39 @@ class PipelineParallelConfig:
     """Options of pipeline parallelism.
 
     Attributes:
-        num_microbatches: Pieces that a batch is cut into; at least the number of stages. ``None``: as many as
-            there are stages. Default None.
-        schedule: In which order a stage works on them: "1f1b", "gpipe" or "interleaved1f1b". Default 1f1b.
+        num_microbatches: Pieces that a batch is cut into, of equally many rows; a batch whose rows it doesn't
+            divide is cut into fewer. ``None``: as many as there are stages. Default None.
+        schedule: In which order a stage works on them, by torch's name: "1f1b", "gpipe", and with several
+            stages on each rank "interleaved1f1b", "loopedbfs", "interleavedzerobubble", "zbvzerobubble" or
+            "dualpipev". Default 1f1b.
         split: The first module of each stage after the first one, such as ``("layers.2",)``. Default ().
+        stages_per_rank: Stages that each rank has. ``None``: 1 for "1f1b" and "gpipe", 2 for the others.
+            Default None.
     """
 
     num_microbatches: int | None = None
     schedule: str = "1f1b"
     split: Sequence[str] = ()
+    _: KW_ONLY
+    stages_per_rank: int | None = None
 
     def __post_init__(self) -> None:
         """Check the fields."""
-        check_ints(self, "num_microbatches", minimum=1, optional=True)
+        check_ints(self, "num_microbatches", "stages_per_rank", minimum=1, optional=True)
         check_texts(self, "schedule")
-        if self.schedule.lower() not in _SCHEDULES:
+        schedule = self.schedule.lower()
+        if schedule not in _SCHEDULES:
             raise ConfigurationError(
                 f"{where(self, 'schedule')} must be one of {', '.join(_SCHEDULES)}, got {self.schedule!r}."
             )
-        settle(self, schedule=self.schedule.lower())
+        usual = _SCHEDULES[schedule]
+        given = usual if self.stages_per_rank is None else self.stages_per_rank
+        if given != usual and (usual == 1 or schedule in ("zbvzerobubble", "dualpipev")):
+            raise ConfigurationError(
+                f"{where(self, 'stages_per_rank')} must be {usual} with schedule={schedule!r}, got {given}. "
+                "Leave it out, or use an interleaved schedule."
+            )
+        settle(self, schedule=schedule, stages_per_rank=given)
         settle_names(self, "split")
 
 
@@ -184,7 +210,8 @@ class ParallelismConfig:
         sp_handler: Options used if ``sp_size`` > 1 with DeepSpeed; made if ``None`` then. Default None.
         pp_handler: Options used if ``pp_size`` > 1; made if ``None`` then. Default None.
         ep_handler: Options used if ``ep_size`` > 1; made if ``None`` then. Default None.
-        device_mesh: A mesh that already exists, used instead of making one. Default None.
+        device_mesh: Torch's mesh over all ranks that already exists, with the dims and sizes of the axes of
+            more than one rank, outermost first; torch's engines use its groups. Default None.
     """
 
     dp_replicate_size: int = 1
@@ -242,6 +269,15 @@ class ParallelismConfig:
                 f"experts are spread over a part of dp_shard, so ep_size must divide it: got "
                 f"ep_size={self.ep_size}, dp_shard_size={self.dp_shard_size}. Fitting: "
                 f"{_listed(_divisors(self.dp_shard_size))}."
+            )
+        mesh = self.device_mesh
+        dims = {} if mesh is None else dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
+        own = dict(zip(self.mesh_dim_names, self.mesh_shape, strict=True))
+        if mesh is not None and [*dims.items()] != [*own.items()]:
+            found.append(
+                f"device_mesh has the dims {dims or 'of no name'}, and the sizes say {own or 'one rank'}. "
+                "Make it by init_device_mesh(kind, config.mesh_shape, mesh_dim_names=config.mesh_dim_names), "
+                "of a config that has no mesh yet."
             )
         return found
 

@@ -176,7 +176,6 @@ _DYNAMO = (
 )
 
 _FSDP_SWITCH = _accelerate(FullyShardedDataParallelPlugin, "", "USE_FSDP", BOOL)
-_FSDP_LOADING = _fsdp("cpu_ram_efficient_loading", "CPU_RAM_EFFICIENT_LOADING", BOOL)
 _FSDP_BOTH = (
     _fsdp("fsdp_version", "VERSION", int_at_least(1, 2)),
     _fsdp("auto_wrap_policy", "AUTO_WRAP_POLICY", optional(choice(AutoWrapPolicy))),
@@ -186,7 +185,7 @@ _FSDP_BOTH = (
     _fsdp("ignored_modules", "IGNORED_MODULES", TEXT),
     _fsdp("state_dict_type", "STATE_DICT_TYPE", choice(StateDictType, numbered=True)),
     _fsdp("activation_checkpointing", "ACTIVATION_CHECKPOINTING", BOOL),
-    _FSDP_LOADING,
+    _fsdp("cpu_ram_efficient_loading", "CPU_RAM_EFFICIENT_LOADING", BOOL),
 )
 _FSDP_1 = (
     _fsdp("sharding_strategy", "SHARDING_STRATEGY", choice(ShardingStrategy, numbered=True)),
@@ -399,7 +398,7 @@ def _values(env: Mapping[str, str], variables: tuple[Variable, ...]) -> dict[str
 def _build(
     record: type[R], values: Mapping[str, Any], env: Mapping[str, str], variables: tuple[Variable, ...]
 ) -> R:
-    """Build a record; what it refuses is told with the names of the variables."""
+    """Build a record; what it refuses is reported with the names of the variables."""
     try:
         return record(**values)
     except AccelfnError as error:
@@ -430,10 +429,6 @@ def _read_fsdp(env: Mapping[str, str]) -> FullyShardedDataParallelPlugin | None:
     # version are defaults that nobody asked for.
     of_version = _FSDP_2 if both.get("fsdp_version") == 2 else _FSDP_1
     values = {**both, **_values(env, of_version)}
-    if _spelling(env, _FSDP_LOADING) == _FSDP_LOADING.names[-1]:
-        # That launcher writes it too where nobody asked. transformers reads it, and loads on the first rank
-        # of a machine only; rank 0's weights are the ones that count here. Our own spelling means the plugin.
-        values.pop("cpu_ram_efficient_loading", None)
     return _build(FullyShardedDataParallelPlugin, values, env, _FSDP_BOTH + of_version)
 
 

@@ -13,7 +13,7 @@ __all__ = ("settle_log_with",)
 
 
 def settle_log_with(log_with: Any) -> tuple[Any, ...]:
-    """Give what ``log_with`` asks for as a tuple, each once: names as texts, the rest as it is.
+    """Return what ``log_with`` asks for as a tuple, each once: names as texts, the rest as it is.
 
     Trackers of the caller's own are checked where they are started: here nothing is known of them.
 

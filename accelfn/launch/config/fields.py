@@ -63,8 +63,6 @@ NOT_YET: Mapping[str, tuple[object, str]] = MappingProxyType(
     {
         "use_deepspeed": (True, "DeepSpeed"),
         "use_megatron_lm": (True, "Megatron-LM"),
-        "parallelism_config_cp_size": (None, "context parallelism"),
-        "parallelism_config_sp_size": (None, "sequence parallelism"),
         "mixed_precision": ("fp8", "fp8"),
     }
 )
@@ -202,7 +200,7 @@ def read_value(field: Field, text: str) -> object:
 
 
 def suggest(word: str, words: Iterable[str]) -> str | None:
-    """Give the one of ``words`` that ``word`` was probably meant to be, if there is any.
+    """Return the one of ``words`` that ``word`` was probably meant to be, if there is any.
 
     >>> suggest("num_proceses", ["num_machines", "num_processes"])
     'num_processes'

@@ -70,7 +70,7 @@ class ConfigFile:
 
 
 def default_path(environment: Mapping[str, str], platform: str, home: str) -> PurePath:
-    """Say where the configuration lies if nobody says otherwise. Pure.
+    """Return where the configuration lies if nobody says otherwise. Pure.
 
     Args:
         environment: Variables; ``XDG_CONFIG_HOME`` or ``APPDATA`` counts.
@@ -95,7 +95,7 @@ def default_path(environment: Mapping[str, str], platform: str, home: str) -> Pu
 def find_config_file(
     given: str | None, environment: Mapping[str, str], platform: str, home: str
 ) -> tuple[str, bool]:
-    """Say which configuration file counts: the flag's, else ``ACCELFN_CONFIG``, else the default place.
+    """Return which configuration file counts: the flag's, else ``ACCELFN_CONFIG``, else the default place.
 
     Args:
         given: Value of ``--config_file``.
@@ -219,7 +219,12 @@ def _take(
 ) -> None:
     field = by_path.get(key)
     if field is None:
-        raise ConfigurationError(f"{_at(path, entry)}: unknown key {key!r}.{_hint(key, by_path)}")
+        hint = _hint(key, by_path)
+        if key in _OF_ACCELERATE:
+            hint = (
+                f" It is one of Accelerate's: accelfn config import {path} takes over a file of its layout."
+            )
+        raise ConfigurationError(f"{_at(path, entry)}: unknown key {key!r}.{hint}")
     if entry.value == "" or entry.value == ():
         return  # a key without a value says nothing
     try:

@@ -177,7 +177,7 @@ FLAGS_3: Kind = Kind(
 
 
 def integer(least: int, most: int | None = None) -> Kind:
-    """Give the kind of whole numbers from ``least`` to ``most`` (None: no bound)."""
+    """Return the kind of whole numbers from ``least`` to ``most`` (None: no bound)."""
 
     def read(text: str) -> int:
         number = _read_whole(text)
@@ -190,7 +190,7 @@ def integer(least: int, most: int | None = None) -> Kind:
 
 
 def real(least: float, most: float | None = None, *, above: bool = False) -> Kind:
-    """Give the kind of finite numbers from ``least`` to ``most``; with ``above``, more than ``least``."""
+    """Return the kind of finite numbers from ``least`` to ``most``; with ``above``, more than ``least``."""
 
     def read(text: str) -> float:
         number = float(text)
@@ -204,7 +204,7 @@ def real(least: float, most: float | None = None, *, above: bool = False) -> Kin
 
 
 def choice(*choices: str) -> Kind:
-    """Give the kind of a few words, in any case.
+    """Return the kind of a few words, in any case.
 
     >>> choice("HYBRID", "E4M3").read("hybrid")
     'HYBRID'

@@ -149,7 +149,7 @@ def is_multi(answers: Answers) -> bool:
 
 
 def is_true(name: str) -> Callable[[Answers], bool]:
-    """Give the condition that a yes or no was answered with yes.
+    """Return the condition that a yes or no was answered with yes.
 
     >>> is_true("use_fsdp")({"use_fsdp": True}), is_true("use_fsdp")({})
     (True, False)

@@ -49,7 +49,7 @@ _DECIDED = frozenset(
 
 
 def first_answers(saved: Mapping[str, object], devices: int | None = 0, *, has_tpu: bool = False) -> Answers:
-    """Say what stands before the first question: what no question is about stays as it is. Pure.
+    """Return what stands before the first question: what no question is about stays as it is. Pure.
 
     Args:
         saved: Values of a file that is there already, by the fields' names.
@@ -70,7 +70,7 @@ def first_answers(saved: Mapping[str, object], devices: int | None = 0, *, has_t
 
 
 def next_question(answers: Answers) -> Question | None:
-    """Say what to ask next; None when all is said. Pure.
+    """Return what to ask next; None when all is said. Pure.
 
     >>> first = next_question({})
     >>> first and first.name
@@ -80,7 +80,7 @@ def next_question(answers: Answers) -> Question | None:
 
 
 def default_of(question: Question, answers: Answers, saved: Mapping[str, object]) -> object:
-    """Say what is offered as the answer: what the file says, if that still fits; else the usual. Pure.
+    """Return what is offered as the answer: what the file says, if that still fits; else the usual. Pure.
 
     Args:
         question: What is asked.
@@ -130,7 +130,7 @@ def read_answer(question: Question, answers: Answers, text: str) -> object:
 
 
 def refuse(question: Question, answers: Answers, value: object) -> str:
-    """Give the reason why an answer contradicts those before it; "" if it doesn't. Pure.
+    """Return the reason why an answer contradicts those before it; "" if it doesn't. Pure.
 
     What isn't answered yet is taken to be answered as usual, and the whole must be a configuration.
     """
@@ -152,7 +152,7 @@ def refuse(question: Question, answers: Answers, value: object) -> str:
 
 
 def values_of(answers: Answers) -> dict[str, object]:
-    """Give what the answers say of fields, by the fields' names. Pure.
+    """Return what the answers say of fields, by the fields' names. Pure.
 
     >>> values_of({"machine_type": "several processes on CPUs", "num_processes": 2})
     {'num_processes': 2, 'cpu': True}

@@ -50,7 +50,7 @@ class Origin:
     name: str = ""
 
     def __str__(self) -> str:
-        """Say it in a few words."""
+        """Return it in a few words."""
         return f"{self.source} {self.name}".rstrip()
 
 

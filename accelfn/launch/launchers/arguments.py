@@ -38,7 +38,7 @@ def check_call(caller: str, fn: object, args: object) -> None:
 
 
 def check_whole(caller: str, name: str, given: object, least: int) -> int:
-    """Give ``given`` as a whole number.
+    """Return ``given`` as a whole number.
 
     Raises:
         TypeError: It is of another kind.
@@ -87,7 +87,7 @@ def check_options(caller: str, given: Iterable[str], known: Iterable[str]) -> No
 
 
 def check_environment(caller: str, given: object) -> dict[str, str]:
-    """Give the variables as a dictionary.
+    """Return the variables as a dictionary.
 
     Raises:
         TypeError: It isn't a mapping of texts to texts.

@@ -68,7 +68,7 @@ class Meeting:
 
 
 def launch_config(meeting: Meeting, logs: str) -> LaunchConfig:
-    """Say the same to torch. Pure.
+    """Return the same for torch. Pure.
 
     Args:
         meeting: What was asked for.

@@ -246,7 +246,7 @@ def read_outcome(folder: Path, rank: int, attempt: int = 0) -> Outcome | None:
 
 
 def told_to_end(rank: int, code: int) -> Outcome:
-    """Say of a rank without a report how its process ended."""
+    """Return how the process of a rank without a report ended."""
     if code < 0:
         how = f"was killed by {signal.Signals(-code).name}"
     else:

@@ -90,7 +90,7 @@ class _OfThisProcessError(TypeError):
 
 
 def _refusing(pickler: ModuleType) -> Any:
-    """Give a pickler that refuses what pickles, but would silently become a world of one elsewhere."""
+    """Return a pickler that refuses what pickles, but would silently become a world of one elsewhere."""
 
     class Refusing(pickler.Pickler):
         def reducer_override(self, obj: Any) -> Any:
@@ -116,7 +116,7 @@ def _name_of_world(thing: object) -> str:
 
 
 def _place_of(thing: object, fn: object, args: Sequence[Any]) -> str:
-    """Say by which name a function reaches a thing, if it is an easy one."""
+    """Return by which name a function reaches a thing, if it is an easy one."""
     for number, one in enumerate(args):
         if one is thing:
             return f", because of argument {number}"
@@ -143,7 +143,7 @@ def _cloudpickle_is_missing(caller: str, called: str) -> MissingExtraError:
 
 
 def name_of(fn: object) -> str:
-    """Give what a function is called in messages."""
+    """Return what a function is called in messages."""
     return str(getattr(fn, "__qualname__", type(fn).__name__))
 
 

@@ -104,7 +104,7 @@ def plan_launch(
 
 
 def _patience_s(config: LaunchConfig, environment: Mapping[str, str]) -> float:
-    """Say how long torchrun may take to end: what it gives its processes, and a little more."""
+    """Return how long torchrun may take to end: what it gives its processes, and a little more."""
     given = config.shutdown_timeout
     for name in ("PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"):
         if given is None and environment.get(name, "").isdecimal():
@@ -113,7 +113,7 @@ def _patience_s(config: LaunchConfig, environment: Mapping[str, str]) -> float:
 
 
 def count_processes(config: LaunchConfig, machine: Machine) -> int:
-    """Say how many processes all machines start together. Pure.
+    """Return how many processes all machines start together. Pure.
 
     If nobody says: one for each accelerator, or one where they can't be counted.
 

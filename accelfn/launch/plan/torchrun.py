@@ -56,7 +56,7 @@ def plan_torchrun(config: LaunchConfig, script: Script, machine: Machine, worker
 
 
 def endpoint_of(config: LaunchConfig) -> tuple[str, int]:
-    """Say where the machines meet.
+    """Return where the machines meet.
 
     Raises:
         ConfigurationError: ``rdzv_endpoint`` is not a host, or a host with a port.

@@ -172,12 +172,12 @@ class News:
         return self._listener is None and not self._unread
 
     def where(self) -> tuple[int, str]:
-        """Give what another launcher needs besides the address: port and token."""
+        """Return what another launcher needs besides the address: port and token."""
         assert self._listener is not None
         return self._listener.getsockname()[1], self._token
 
     def tell(self, state: State, *, status: int = 0, failures: Sequence[Failure] = ()) -> None:
-        """Tell the others how this machine is. Effect: sends; waits for a second at most for each."""
+        """Notify the others how this machine is. Effect: sends; waits for a second at most for each."""
         self.listen()  # who has come since is to hear it too
         self.own = replace(self.own, state=state, status=status, failures=tuple(failures))
         self._send(self.own)
@@ -195,7 +195,7 @@ class News:
                 self._read(one)
 
     def why_end(self, *, may_return: bool) -> Word | None:
-        """Give the word of a machine without which the others can't go on.
+        """Return the word of a machine without which the others can't go on.
 
         Args:
             may_return: Whether one that was stopped or lost can be replaced while the others wait.
@@ -215,7 +215,7 @@ class News:
         return bool(self._unread) and (has_more or len(self._senders) < len(self._unread))
 
     def failures(self) -> tuple[Failure, ...]:
-        """Give the failures of processes on other machines."""
+        """Return the failures of processes on other machines."""
         return tuple(
             failure for word in self.words.values() for failure in word.failures if failure.rank is not None
         )

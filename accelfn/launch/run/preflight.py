@@ -88,7 +88,7 @@ def _meet(meeting: Meeting, own: Mapping[str, Any], addresses: Sequence[tuple[An
 
 @contextlib.contextmanager
 def _telling(meeting: Meeting) -> Generator[None]:
-    """Say what is waited for if the block takes long."""
+    """Return what is waited for if the block takes long."""
     whom = "machine 0" if meeting.machine_rank else f"the others of {meeting.num_machines} machines"
     told = f"accelfn launch: waiting for {whom} at {meeting.host}:{meeting.port} ..."
     timer = threading.Timer(_QUIET_S, print, (told,), {"file": sys.stderr, "flush": True})
@@ -101,7 +101,7 @@ def _telling(meeting: Meeting) -> Generator[None]:
 
 
 def is_port_free(port: int) -> bool:
-    """Say whether this machine can listen on a port. Effect: binds it for an instant."""
+    """Return whether this machine can listen on a port. Effect: binds it for an instant."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         # As torch's store does: a port in TIME_WAIT after the last run is free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -236,7 +236,7 @@ def _let_in(
     doors: list[socket.socket],
     deadline_s: float,
 ) -> str | None:
-    """Hear one that comes; say what it clashes with."""
+    """Receive one that comes; return what it clashes with."""
     try:
         door, _ = listener.accept()
     except OSError:
@@ -268,7 +268,7 @@ def _say_missing(told: list[Mapping[str, Any]], meeting: Meeting) -> str:
 
 
 def find_clash(told: Iterable[Mapping[str, Any]]) -> str | None:
-    """Say what the machines differ in, or that two have one rank; None if all is well. Pure.
+    """Return what the machines differ in, or that two have one rank; None if all is well. Pure.
 
     >>> one = {"host": "a", "machine_rank": 0, "values": {"num_machines": "2"}}
     >>> find_clash([one, {"host": "b", "machine_rank": 1, "values": {"num_machines": "3"}}])

@@ -16,7 +16,7 @@ _MAX_LINES = 6
 # What ranks raise because another one has failed.
 _ECHOES = ("RemoteRankError", "MissingRankError", "DistBackendError", "DistNetworkError", "DistError")
 # Those of which a rank prints one line, and no traceback.
-_LINES = ("RemoteRankError", "MissingRankError")
+_LINES = ("RemoteRankError", "MissingRankError", "DistNetworkError")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -112,7 +112,7 @@ def _fail(
     *,
     quiet: bool,
 ) -> int:
-    """Tell the other machines of the failure, hear theirs, and report the first of all. Gives the status."""
+    """Exchange failures with the other machines, and report the first of all. Returns the status."""
     news, reason = waiting.news, waiting.reason
     if reason is not None:
         status = reason.status or 1
@@ -248,7 +248,7 @@ class _Waiting:
                 _say(f"{_explain(word)}; another launch, with --no_preflight, may take its place")
 
     def _tell_failures(self) -> None:
-        """Tell the other machines what has failed here, long before torchrun has ended the rest."""
+        """Notify the other machines what has failed here, long before torchrun has ended the rest."""
         if self.news is not None:
             failures = read_failures(self.folder)
             if [one.rank for one in failures] != [one.rank for one in self.news.own.failures]:
@@ -288,7 +288,7 @@ def _wait(waiting: _Waiting, caught: list[int]) -> int:
 
 @contextlib.contextmanager
 def _watching(child: subprocess.Popen[bytes]) -> Generator[Callable[[], object]]:
-    """Give a function that waits for a tenth of a second, on Linux no longer than the process runs."""
+    """Return a function that waits for a tenth of a second, on Linux no longer than the process runs."""
     try:
         watched = os.pidfd_open(child.pid) if sys.platform == "linux" else -1
     except OSError:  # an old kernel, or a sandbox

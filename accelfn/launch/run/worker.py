@@ -16,6 +16,8 @@ __all__ = ("main",)
 _MAX_FRAMES = 40
 _MAX_TEXT = 4000
 _LET_GO_S = 0.05
+# How torch names the loss of a connection; gloo itself raises bare RuntimeErrors.
+_LOST = "DistNetworkError"
 
 
 def main() -> None:
@@ -63,7 +65,7 @@ def main() -> None:
 
 
 def _let_threads_finish() -> None:
-    """Give the threads of a group that the script has left open the time to let go of their last tensor.
+    """Wait until the threads of a group that the script has left open have released their last tensor.
 
     They need the interpreter for it, and one that is left waiting when that ends aborts the process, although
     the script has done all it had to.
@@ -146,9 +148,15 @@ def _remember(error: BaseException, trace: TracebackType | None) -> None:
 
 def _is_reported(error: BaseException) -> bool:
     """Whether the exception only tells of another rank's end, which the launcher will report."""
-    kind = type(error)
-    is_told = kind.__module__ == "accelfn.errors" and kind.__name__ in ("RemoteRankError", "MissingRankError")
-    return is_told and os.path.isdir(os.environ.get("ACCELFN_RUN_DIR", ""))
+    is_named = type(error).__module__ == "accelfn.errors"
+    is_told = is_named and type(error).__name__ in ("RemoteRankError", "MissingRankError")
+    return (is_told or _kind(error) == _LOST) and os.path.isdir(os.environ.get("ACCELFN_RUN_DIR", ""))
+
+
+def _kind(error: BaseException) -> str:
+    """Return the name of an exception's class; of gloo's RuntimeErrors torch's one for lost connections."""
+    is_lost = isinstance(error, RuntimeError) and "gloo/transport" in str(error)
+    return _LOST if is_lost else type(error).__name__
 
 
 def _first_line(text: str) -> str:
@@ -165,7 +173,7 @@ def _print(error: BaseException, trace: TracebackType | None) -> None:
 
 
 def _say_where(stop: KeyboardInterrupt) -> None:
-    """Say in one line where an interrupt has met the script; every process is about to do so."""
+    """Report in one line where an interrupt has met the script; every process is about to do so."""
     import traceback
 
     frames = [(frame, line) for frame, line in traceback.walk_tb(_strip(stop.__traceback__))]
@@ -216,7 +224,7 @@ def _keep(error: BaseException) -> bool:
         )
     _write(
         {
-            "kind": type(error).__name__,
+            "kind": _kind(error),
             "text": text[:_MAX_TEXT],
             "status": status,
             "frames": frames,
@@ -249,6 +257,9 @@ def _is_own(path: str) -> bool:
     """Whether a file is the user's: not Python's, not an installed package's, not accelfn's."""
     import sysconfig
 
+    # Also those of another interpreter, which a virtual environment may look into.
+    if not {"site-packages", "dist-packages"}.isdisjoint(path.split(os.sep)):
+        return False
     places = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     places.add(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
     return not path.startswith("<") and not any(path.startswith(place + os.sep) for place in places if place)

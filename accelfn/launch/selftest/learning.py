@@ -48,7 +48,7 @@ class _Small(nn.Sequential):
 
 
 def width_for(ctx: Context) -> int:
-    """Give a width of the model that the ranks along tp can share."""
+    """Return a width of the model that the ranks along tp can share."""
     return 16 * ctx.axis_size("tp")
 
 
@@ -100,7 +100,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _alone(ctx: Context) -> Context:
-    """Give a world of one on this rank's device, configured alike."""
+    """Return a world of one on this rank's device, configured alike."""
     return Context(world=World(device=ctx.device), precision=ctx.precision, accumulation=ctx.accumulation)
 
 

@@ -27,7 +27,7 @@ def _loader(ctx: Context, batch_size: int, *, shuffle: bool = True, **options: A
 
 
 def _read(trial: Trial, ctx: Context, loader: Any) -> list[int]:
-    """Give the samples of a pass over all ranks, in the order of the epoch."""
+    """Return the samples of a pass over all ranks, in the order of the epoch."""
     found: list[int] = []
     for (numbers, doubled), micro in microbatches(ctx, loader):
         if trial.spoils("data"):
@@ -42,7 +42,7 @@ def _read(trial: Trial, ctx: Context, loader: Any) -> list[int]:
 
 
 def _alone(batch_size: int, epoch: int = 0) -> list[int]:
-    """Give the order in which one process reads."""
+    """Return the order in which one process reads."""
     ctx, loader = _loader(Context(), batch_size)
     trial = Trial(ctx=ctx)
     for _ in range(epoch):

@@ -49,7 +49,7 @@ class BuiltInTracker(GeneralTracker):
         )
 
     def leave_out(self, name: str, value: object) -> None:
-        """Say that a value can't be shown, once for each name. None is left out without a word."""
+        """Report that a value can't be shown, once for each name. None is left out without a word."""
         if value is None or name in self._left_out:
             return
         self._left_out.add(name)
@@ -110,7 +110,7 @@ class ProjectTracker(BuiltInTracker):
 
 
 def name_columns(columns: Sequence[str] | None, data: Sequence[Sequence[Any]] | None) -> list[str]:
-    """Give names of columns: those that were given, or numbers.
+    """Return names of columns: those that were given, or numbers.
 
     >>> name_columns(None, [[1, "x"]])
     ['0', '1']
@@ -121,7 +121,7 @@ def name_columns(columns: Sequence[str] | None, data: Sequence[Sequence[Any]] | 
 
 
 def is_installed(tracker: type[BuiltInTracker]) -> bool:
-    """Say whether a tracker's package is installed, without importing it."""
+    """Return whether a tracker's package is installed, without importing it."""
     return not tracker.modules or any(map(_is_there, tracker.modules))
 
 

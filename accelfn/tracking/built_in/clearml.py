@@ -110,7 +110,7 @@ class ClearMLTracker(BuiltInTracker):
 
 
 def _split(name: str) -> tuple[str, str]:
-    """Give chart and series of a name.
+    """Return chart and series of a name.
 
     >>> _split("eval_loss"), _split("loss")
     (('loss', 'eval'), ('loss', 'train'))

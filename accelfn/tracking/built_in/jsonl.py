@@ -179,7 +179,7 @@ def _latest(project: Path) -> str | None:
 
 
 def _safe(name: str) -> str:
-    """Give a name as one part of a path.
+    """Return a name as one part of a path.
 
     >>> _safe("a/b: c"), _safe("..")
     ('a_b_ c', '_')

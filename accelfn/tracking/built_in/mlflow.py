@@ -158,7 +158,7 @@ class MLflowTracker(BuiltInTracker):
 
 
 def _name(name: str) -> str:
-    """Give a name as MLflow takes it: one odd name would lose all that is sent with it.
+    """Return a name as MLflow takes it: one odd name would lose all that is sent with it.
 
     >>> _name("acc@5"), _name("../top//1")
     ('acc_5', 'top/1')

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-__all__ = ("Answer", "Block", "Branching", "Counting", "Net", "Tied", "seeded")
+__all__ = ("Answer", "Block", "Net", "Skipping", "Tied", "seeded")
 
 
 class Answer(NamedTuple):
@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks, with a skip from the first one to the last, and arguments and results of several kinds."""
+    """Blocks, and arguments and results of several kinds."""
 
     def __init__(self, width: int = 8, depth: int = 3) -> None:
         super().__init__()
@@ -48,18 +48,14 @@ class Net(nn.Module):
     def forward(
         self, x: torch.Tensor, offset: torch.Tensor, *, options: Mapping[str, Any], factor: float = 1.0
     ) -> Answer:
-        first = self.first(x)
-        skip, rest = first.split([2, first.shape[1] - 2], dim=1)
-        hidden = torch.cat([skip, rest], dim=1)
+        hidden = torch.relu(self.first(x))
         for block in self.blocks:
             hidden = block(hidden, offset)
         y = self.last(self.drop(hidden) * factor)
         if options["add"] is not None:
             y = y + options["add"]
         kept = options["keep"] == "all"
-        return Answer(
-            y, {"skip": skip, "ids": options["ids"] + 1, "kind": "net", "h": hidden if kept else None}
-        )
+        return Answer(y, {"ids": options["ids"] + 1, "kind": "net", "h": hidden if kept else None})
 
 
 class Tied(nn.Module):
@@ -76,31 +72,17 @@ class Tied(nn.Module):
         return self.head(self.body(self.embed(ids)))
 
 
-class Branching(nn.Module):
-    """What it does depends on values."""
+class Skipping(nn.Module):
+    """The last layer gets what comes out of the first one."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(4, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x) if x.sum() > 0 else x
-
-
-class Counting(nn.Module):
-    """It counts its calls."""
-
-    calls: torch.Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one = nn.Linear(4, 4)
-        self.two = nn.Linear(4, 4)
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls.add_(1)
-        return self.two(self.one(x)) + self.calls
+        first, second, third = self.layers
+        y = first(x)
+        return third(second(y)) + y
 
 
 def seeded(model: nn.Module) -> nn.Module:

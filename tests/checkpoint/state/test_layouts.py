@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +21,8 @@ from accelfn.context import Context
 from accelfn.errors import ReplicaDriftError
 from accelfn.testing import run_ranks
 from tests.checkpoint.layouts import whole
-from tests.checkpoint.meshes import LAYOUTS
+from tests.parallel.expert_models import SparseGPT
+from tests.parallel.layouts import LAYOUTS, SAVED, SPARSE
 from tests.parallel.tensor_models import GPT, LENGTH, VOCABULARY
 
 _ROWS = 4  # of a batch over all ranks
@@ -41,12 +42,12 @@ class Run(NamedTuple):
     loader: Any
 
 
-def make_run(ctx: Context, seed: int) -> Run:
+def make_run(ctx: Context, seed: int, make_model: Callable[..., nn.Module] = GPT) -> Run:
     """Begin a run; with another seed its weights differ, and its data don't."""
     models: dict[str, nn.Module] = {}
     optimizers: dict[str, torch.optim.Optimizer] = {}
     for name, make in OPTIMIZERS.items():
-        model: nn.Module = GPT(seed=seed)
+        model = make_model(seed=seed)
         models[name], optimizers[name] = af.prepare(ctx, model, make(model.parameters()))
     schedulers: dict[str, torch.optim.lr_scheduler.LRScheduler] = {
         name: torch.optim.lr_scheduler.LambdaLR(one, lambda step: 0.9**step)
@@ -59,16 +60,21 @@ def make_run(ctx: Context, seed: int) -> Run:
     return Run(models, optimizers, schedulers, af.prepare(ctx, loader))
 
 
+def mean_loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Return the loss of a batch."""
+    ids, labels = batch
+    return F.cross_entropy(model(ids).flatten(0, 1), labels.flatten())
+
+
 def train(ctx: Context, run: Run) -> Iterator[torch.Tensor]:
     """Train; yield the token ids that this rank has read, step by step."""
     scaler = af.init_scaler(ctx)
-    for (ids, labels), micro in af.microbatches(ctx, run.loader):
+    for batch, micro in af.microbatches(ctx, run.loader):
         for name, model in run.models.items():
-            loss = F.cross_entropy(model(ids).flatten(0, 1), labels.flatten())
-            scaler = af.backward(ctx, loss, scaler, micro)
+            scaler, _ = af.forward_backward(ctx, model, mean_loss, batch, scaler, micro)
             scaler = af.optimizer_step(ctx, run.optimizers[name], scaler)
             run.schedulers[name].step()
-        yield ids
+        yield batch[0]
 
 
 class Seen(NamedTuple):
@@ -86,7 +92,7 @@ def look(ctx: Context, run: Run, steps: Iterator[torch.Tensor]) -> Seen:
     tensors = {
         f"{name}/{key}": value
         for name, model in run.models.items()
-        for key, value in whole(model, run.optimizers[name]).items()
+        for key, value in whole(model, run.optimizers[name], ctx).items()
     }
     rates = [group["lr"] for one in run.optimizers.values() for group in one.param_groups]
     draws = torch.rand(4)
@@ -111,39 +117,67 @@ def check_draws(ranks: list[Seen], saved: list[Seen] | None) -> None:
             assert torch.equal(one.draws, before.draws)
 
 
-@pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[Seen]]]:
-    """Save a run after two steps, in every layout; what it was, by rank."""
-    folder = tmp_path_factory.mktemp("layouts")
+class Checkpoints(NamedTuple):
+    """Runs of one model that have been saved after two steps, each in its own folder, in some layouts."""
+
+    folder: Path
+    make_model: Callable[..., nn.Module]
+    seen: dict[str, list[Seen]]  # what each was, by layout and rank
+
+
+def save_in_each(folder: Path, names: Sequence[str], make_model: Callable[..., nn.Module]) -> Checkpoints:
     saved: dict[str, list[Seen]] = {}
-    for name, sizes in LAYOUTS.items():
+    for name in names:
+        sizes = LAYOUTS[name]
 
         def work(ctx: Context, name: str = name) -> Seen:
-            run = make_run(ctx, seed=0)
+            run = make_run(ctx, 0, make_model)
             steps = train(ctx, run)
             for _ in range(2):
                 next(steps)
             af.save_state(ctx, folder / name, run)
             return look(ctx, run, steps)
 
-        saved[name] = run_ranks(work, sizes.num_ranks, "processes", timeout_s=120.0, **sizes.options())
-    return folder, saved
+        saved[name] = run_ranks(
+            work, sizes.size, "processes", timeout_s=120.0, parallelism_config=sizes.config()
+        )
+    return Checkpoints(folder, make_model, saved)
 
 
-@pytest.mark.parametrize("name", [*LAYOUTS])
-def test_a_run_goes_on_in_any_layout(name: str, checkpoints: tuple[Path, dict[str, list[Seen]]]) -> None:
-    folder, saved = checkpoints
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    return save_in_each(tmp_path_factory.mktemp("dense"), SAVED, GPT)
+
+
+@pytest.fixture(scope="module")
+def sparse(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    return save_in_each(tmp_path_factory.mktemp("sparse"), SPARSE, SparseGPT)
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_a_run_goes_on_in_any_layout(name: str, dense: Checkpoints) -> None:
+    check_loads(name, dense)
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_a_run_with_experts_goes_on_in_any_layout(name: str, sparse: Checkpoints) -> None:
+    check_loads(name, sparse)
+
+
+def check_loads(name: str, checkpoints: Checkpoints) -> None:
+    """Load the runs of all layouts in one, and see that they go on as they were."""
+    folder, make_model, saved = checkpoints
     sizes = LAYOUTS[name]
 
     def work(ctx: Context) -> list[Seen]:
         found: list[Seen] = []
-        for other in LAYOUTS:
-            run = make_run(ctx, seed=1)
+        for other in saved:
+            run = make_run(ctx, 1, make_model)
             af.load_state(ctx, folder / other, run)
             found.append(look(ctx, run, train(ctx, run)))
         return found
 
-    ranks = run_ranks(work, sizes.num_ranks, "processes", timeout_s=120.0, **sizes.options())
+    ranks = run_ranks(work, sizes.size, "processes", timeout_s=120.0, parallelism_config=sizes.config())
     for place, (other, before) in enumerate(saved.items()):
         found = [one[place] for one in ranks]
         for rank, one in enumerate(found):
@@ -154,7 +188,10 @@ def test_a_run_goes_on_in_any_layout(name: str, checkpoints: tuple[Path, dict[st
         check_draws(found, before if other == name else None)
 
 
-@pytest.mark.parametrize(("name", "leaf"), [("hsdp2x2", "blocks.0.up.weight"), ("tp2", "norm.weight")])
+@pytest.mark.parametrize(
+    ("name", "leaf"),
+    [("hsdp2x2", "blocks.0.up.weight"), ("tp2", "norm.weight")],
+)
 def test_copies_of_a_part_that_have_drifted_are_refused(name: str, leaf: str, tmp_path: Path) -> None:
     def work(ctx: Context) -> list[tuple[int, str]]:
         run = make_run(ctx, seed=0)
@@ -171,5 +208,5 @@ def test_copies_of_a_part_that_have_drifted_are_refused(name: str, leaf: str, tm
         return [(row.rank, row.path) for row in caught.value.rows]
 
     sizes = LAYOUTS[name]
-    ranks = run_ranks(work, sizes.num_ranks, "processes", timeout_s=120.0, **sizes.options())
-    assert ranks == [[(sizes.num_ranks - 1, f"tree[{leaf!r}]")]] * sizes.num_ranks
+    ranks = run_ranks(work, sizes.size, "processes", timeout_s=120.0, parallelism_config=sizes.config())
+    assert ranks == [[(sizes.size - 1, f"tree[{leaf!r}]")]] * sizes.size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,9 @@ from torch import nn
 
 import accelfn as af
 from accelfn.context import Context
+from accelfn.errors import ReplicaDriftError
 from accelfn.testing import run_ranks
-from tests.checkpoint.meshes import LAYOUTS
+from tests.parallel.layouts import LAYOUTS, SAVED
 from tests.parallel.tensor_models import GPT
 
 State = dict[str, torch.Tensor]
@@ -25,35 +27,41 @@ def prepared(ctx: Context, seed: int) -> Any:
     return af.prepare(ctx, model)
 
 
-def whole(model: nn.Module) -> State:
+def whole(ctx: Context, model: nn.Module) -> State:
     """Give all that is in a model. Ranks: every rank."""
     state = af.unwrap_model(model).state_dict()
-    return {
+    own = {
         name: (value.full_tensor() if hasattr(value, "full_tensor") else value).clone()
         for name, value in state.items()
     }
+    return {name: value for one in af.gather_object(ctx.along("pp"), [own]) for name, value in one.items()}
 
 
 def equal(one: State, other: State) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("name", [*LAYOUTS])
+@pytest.mark.parametrize("name", SAVED)
 def test_weights_leave_every_layout_whole_and_come_back(name: str, tmp_path: Path) -> None:
     expected = dict(GPT().state_dict())
 
     def work(ctx: Context) -> tuple[bool, bool]:
         model = prepared(ctx, 0)
+        warned: list[Any] = []
+        handler: Any = logging.Handler()
+        handler.handle = warned.append
+        logging.getLogger("torch.distributed.tensor._redistribute").addHandler(handler)
         state = af.get_state_dict(ctx, model)
+        assert warned == []
         files = af.save_model(ctx, model, tmp_path / "functions", max_shard_size=4000)
         assert len(files) > 3
         assert all(path.is_file() for path in files)
         fresh = prepared(ctx, 1)
-        af.load_model(fresh, tmp_path / "functions")
-        assert equal(whole(fresh), expected)
+        assert af.load_model(fresh, tmp_path / "functions") == ((), ())
+        assert equal(whole(ctx, fresh), expected)
         other = prepared(ctx, 2)
         af.load_checkpoint_in_model(other, tmp_path / "functions")
-        assert equal(whole(other), expected)
+        assert equal(whole(ctx, other), expected)
 
         accelerator = af.Accelerator(context=ctx)
         ours: Any = accelerator.prepare(GPT())
@@ -62,8 +70,8 @@ def test_weights_leave_every_layout_whole_and_come_back(name: str, tmp_path: Pat
         return equal(state, expected), equal(theirs, expected)
 
     sizes = LAYOUTS[name]
-    ranks = run_ranks(work, sizes.num_ranks, "processes", timeout_s=120.0, **sizes.options())
-    is_spread = sizes.shard * sizes.tp > 1  # then the main rank alone has the state dict
+    ranks = run_ranks(work, sizes.size, "processes", timeout_s=120.0, parallelism_config=sizes.config())
+    is_spread = sizes.shard * sizes.tp * sizes.pp > 1  # then the main rank alone has the state dict
     for rank, found in enumerate(ranks):
         assert found == ((True, True) if rank == 0 or not is_spread else (False, False))
     index = json.loads((tmp_path / "functions" / "model.safetensors.index.json").read_text())
@@ -75,3 +83,62 @@ def test_weights_leave_every_layout_whole_and_come_back(name: str, tmp_path: Pat
     once = {key: value for key, value in expected.items() if key != "head.weight"}
     assert equal(stored, once)
     assert equal(load_file(tmp_path / "shim" / "model.safetensors"), once)
+
+
+def test_a_tied_llama_in_stages_reads_and_writes_the_files_of_transformers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+
+    def new(seed: int) -> nn.Module:
+        torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]
+        config = transformers.LlamaConfig(
+            vocab_size=16,
+            hidden_size=8,
+            intermediate_size=8,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            tie_word_embeddings=True,
+        )
+        return transformers.LlamaForCausalLM(config)
+
+    theirs: Any = new(0)
+    theirs.save_pretrained(tmp_path / "theirs")  # the tied weight by its first name alone
+    expected = dict(theirs.state_dict())
+
+    def work(ctx: Context) -> None:
+        model: nn.Module = af.prepare(ctx, new(1))
+        load: Any
+        for load in (af.load_model, af.load_checkpoint_in_model):
+            for parameter in model.parameters():
+                parameter.data.zero_()
+            load(model, tmp_path / "theirs", strict=True)
+            assert equal(whole(ctx, model), expected)
+        af.save_model(ctx, model, tmp_path / "ours")
+
+    run_ranks(work, 2, "processes", timeout_s=120.0, parallelism_config=af.ParallelismConfig(pp_size=2))
+    ours = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "theirs")
+    assert af.load_model(ours, tmp_path / "ours") == ((), ())
+    (file,) = (tmp_path / "ours").iterdir()
+    assert equal(load_file(file), load_file(tmp_path / "theirs" / "model.safetensors"))
+
+
+DRIFTED = [("hsdp2x2", "blocks.0.up.weight"), ("tp2", "norm.weight")]
+
+
+@pytest.mark.parametrize(("name", "leaf"), DRIFTED)
+def test_copies_of_a_part_that_have_drifted_are_refused(name: str, leaf: str, tmp_path: Path) -> None:
+    def work(ctx: Context) -> str:
+        model = prepared(ctx, 0)
+        if ctx.rank == ctx.num_processes - 1:
+            part: Any = af.unwrap_model(model).get_parameter(leaf)
+            part.to_local().data.add_(1e-3)
+        with pytest.raises(ReplicaDriftError) as caught:
+            af.save_model(ctx, model, tmp_path)
+        assert [(row.rank, row.path) for row in caught.value.rows] == [
+            (ctx.num_processes - 1, f"model[{leaf!r}]")
+        ]
+        return str(caught.value)
+
+    layout = LAYOUTS[name]
+    found = run_ranks(work, layout.size, "processes", timeout_s=120.0, parallelism_config=layout.config())
+    assert found == [found[0]] * layout.size
+    assert not [*tmp_path.iterdir()]

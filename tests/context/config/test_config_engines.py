@@ -48,6 +48,8 @@ DEFAULTS: tuple[tuple[type, dict[str, Any]], ...] = (
             "non_blocking": False,
             "use_stateful_dataloader": False,
             "custom_classes": (),
+            "sequence": None,
+            "sequence_padding": None,
         },
     ),
     (

@@ -141,12 +141,8 @@ SIMPLE: tuple[tuple[dict[str, str], dict[str, Any]], ...] = (
         {"dynamo_plugin": TorchDynamoPlugin(backend="inductor", dynamic=False)},
     ),
     ({"ACCELERATE_USE_FSDP": "1"}, {"fsdp_plugin": FullyShardedDataParallelPlugin()}),
-    (  # Accelerate's launcher writes it where nobody asked; our own spelling means the plugin
-        {"ACCELERATE_USE_FSDP": "1", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"},
-        {"fsdp_plugin": FullyShardedDataParallelPlugin()},
-    ),
     (
-        {"ACCELERATE_USE_FSDP": "1", "ACCELFN_FSDP_CPU_RAM_EFFICIENT_LOADING": "true"},
+        {"ACCELERATE_USE_FSDP": "1", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"},
         {"fsdp_plugin": FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=True)},
     ),
     ({"FSDP_VERSION": "2"}, {"fsdp_plugin": None}),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from accelfn.errors import ConfigurationError, NotAvailableError
+from accelfn.errors import ConfigurationError
 from accelfn.launch import Machine, Script, parse_flags, plan_launch, resolve
 from accelfn.launch.config.sources import refuse_not_yet
 
@@ -59,11 +59,3 @@ def test_a_mesh_that_has_a_place_for_each_process(words: str) -> None:
 def test_a_mesh_that_does_not_fit_is_refused_with_what_would(words: str, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         start(words)
-
-
-@pytest.mark.parametrize(("axis", "what"), [("cp", "context"), ("sp", "sequence")])
-def test_axes_to_come_are_refused_by_name(axis: str, what: str) -> None:
-    message = f"--parallelism_config_{axis}_size 2 can't be launched: accelfn doesn't support {what} par"
-    with pytest.raises(NotAvailableError, match=message):
-        start(f"num_processes=2 {axis}=2")
-    start(f"num_processes=2 tp=2 {axis}=1")

@@ -301,7 +301,9 @@ import accelfn as af
 
 def loss_of(ctx, batch):
     if ctx.rank == 1:
-        return os._exit(3) if sys.argv[1] == "exits" else batch
+        return batch if sys.argv[1] == "returns" else os._exit(3)
+    if sys.argv[1] == "exits amid torch":
+        return torch.distributed.all_reduce(batch)
     return af.gather(ctx, batch)
 
 ctx = af.init_context()
@@ -309,7 +311,7 @@ loss_of(ctx, torch.ones(1))
 """
 
 
-@pytest.mark.parametrize("way", ["exits", "returns"])
+@pytest.mark.parametrize("way", ["exits", "exits amid torch", "returns"])
 def test_a_rank_that_lost_another_says_so_in_one_line(way: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(LOSES_RANK_1)
@@ -319,24 +321,28 @@ def test_a_rank_that_lost_another_says_so_in_one_line(way: str, tmp_path: Path) 
     assert "Traceback" not in stderr
     told = [line for line in lines if line.startswith("accelfn launch: rank 0 ends too: ")]
     assert len(told) == 1, stderr
-    assert "rank 1" in told[0]
-    if way == "exits":
+    assert ("gloo/transport" if way == "exits amid torch" else "rank 1") in told[0]
+    if way != "returns":
         assert process.returncode == 3
         assert "accelfn launch: rank 1 of 2 failed" in stderr
     else:  # it has done no wrong itself, so where rank 0 waited is what there is to see
         assert process.returncode == 1
-        assert f"    {script}:9 in loss_of: return af.gather(ctx, batch)" in lines
+        assert f"    {script}:11 in loss_of: return af.gather(ctx, batch)" in lines
 
 
 INTERRUPTED = """
-import pathlib, os, time
+import pathlib, os, sys
+sys.path.append("site-packages")
+import waiting
 pathlib.Path(f"{os.environ['RANK']}.up").touch()
-time.sleep(60)
+waiting.sleep(60)
 """
 
 
 def test_an_interrupt_is_a_line_for_each_process(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(INTERRUPTED)
+    (tmp_path / "site-packages").mkdir()  # of no interpreter that runs here
+    (tmp_path / "site-packages" / "waiting.py").write_text("import time\ndef sleep(s): time.sleep(s)\n")
     foreground = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
     code = foreground + "from accelfn.__main__ import main; sys.exit(main())"
     process = subprocess.Popen(
@@ -352,7 +358,7 @@ def test_an_interrupt_is_a_line_for_each_process(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     status, stderr = finish(process)
     assert status == 130
-    where = f"was interrupted at {tmp_path / 'train.py'}:4 in <module>."
+    where = f"was interrupted at {tmp_path / 'train.py'}:6 in <module>."
     assert sorted(stderr.splitlines()) == [f"accelfn launch: rank {rank} {where}" for rank in (0, 1)]
 
 

@@ -1,0 +1,245 @@
+"""What a rank holds of a model in training, and what it receives: from the plan alone, exact in bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from functools import partial
+from types import MappingProxyType
+from typing import NamedTuple, cast
+
+from torch import nn
+
+from accelfn.context import Context, check_context
+from accelfn.errors import ConfigurationError
+from accelfn.parallel.facts import ModelFacts, owner_of, read_facts
+from accelfn.parallel.plan import ModelPlan, plan_at
+from accelfn.parallel.shard import ShardPlan
+from accelfn.tree.sizes import size_text
+
+__all__ = ("OPTIMIZERS", "Budget", "plan_memory")
+
+
+class _States(NamedTuple):
+    """What an optimizer of torch keeps for a parameter: tensors like it, and a float32 count of its steps."""
+
+    likes: int
+    counts: bool
+
+
+OPTIMIZERS: Mapping[str, _States] = MappingProxyType(
+    {
+        "adamw": _States(2, counts=True),
+        "adam": _States(2, counts=True),
+        "adagrad": _States(1, counts=True),
+        "rmsprop": _States(1, counts=True),
+        "momentum": _States(1, counts=False),
+        "sgd": _States(0, counts=False),
+    }
+)
+"""Optimizers that a budget knows; "momentum" is SGD with it."""
+
+_COUNT_BYTES = 4
+
+
+class Budget(NamedTuple):
+    """What a rank holds in training, and what it receives, in bytes. Prints as a table.
+
+    No rank holds more: where rows don't divide evenly, the first ranks have more of them; of a pipeline it is
+    the rank whose stages are the largest. Activations, a model's buffers and what torch keeps for a
+    collective that is underway come on top.
+
+    Attributes:
+        num_ranks: Of the mesh.
+        whole: Of the parameters of the whole model, once.
+        parameters: That the rank keeps of them, ``padding`` included.
+        padding: What fills up uneven shards to equal sizes.
+        gradients: Of the trained ones, as the optimizer finds them.
+        optimizer: States of the optimizer.
+        optimizer_name: Of it.
+        buckets: In which ``DistributedDataParallel`` averages gradients; 0 where they are views of them.
+        gathered: Whole parameters of sharded units at most at a time: the rest of the model, one unit that
+            computes, and the next one. All of them where units aren't freed after their forward pass.
+        unreduced: Whole gradients that are held until the last batch of an accumulation window; 0 where each
+            batch is reduced.
+        moved: What the rank receives in an optimizer step, by axis. Not along ``tp``, ``pp`` or ``ep``,
+            where activations move.
+        offload: Whether parameters, gradients and states rest in host memory.
+    """
+
+    num_ranks: int
+    whole: int
+    parameters: int
+    padding: int
+    gradients: int
+    optimizer: int
+    optimizer_name: str
+    buckets: int
+    gathered: int
+    unreduced: int
+    moved: Mapping[str, int]
+    offload: bool
+
+    @property
+    def held(self) -> int:
+        """What stays from step to step, and the gradients."""
+        return self.parameters + self.gradients + self.optimizer + self.buckets
+
+    def rows(self) -> dict[str, str]:
+        """Return the lines of the table: text by title."""
+        where = ", in host memory" if self.offload else ""
+        parts = [f"of {size_text(self.whole)}{where}"]
+        if self.padding:
+            parts.append(f"{size_text(self.padding)} of it padding")
+        each = f"each of {self.num_ranks:,} ranks at most" if self.num_ranks > 1 else "the one rank"
+        rows = {
+            "parameters": (self.parameters, ", ".join(parts)),
+            "gradients": (self.gradients, where.removeprefix(", ")),
+            "optimizer": (self.optimizer, f"states of {self.optimizer_name}{where}"),
+            "buckets": (self.buckets, "in which gradients are averaged"),
+            "held": (self.held, f"on {each}; activations come on top"),
+            "gathered": (self.gathered, "whole units at a time, while they compute"),
+            "unreduced": (self.unreduced, "whole gradients, until the last batch of a window"),
+        }
+        table = {title: (size_text(size), text) for title, (size, text) in rows.items() if size}
+        for axis, size in self.moved.items():
+            table[f"along {axis}"] = (size_text(size), "received in an optimizer step")
+        width = max(len(size) for size, _ in table.values())
+        return {title: f"{size.rjust(width)}  {text}".rstrip() for title, (size, text) in table.items()}
+
+    def __str__(self) -> str:
+        """Return the budget as a table."""
+        rows = self.rows()
+        width = max(map(len, rows))
+        return "\n".join(f"{title.ljust(width)}  {text}" for title, text in rows.items())
+
+
+def plan_memory(
+    ctx: Context, model: nn.Module | ModelFacts, *, plan: ModelPlan | None = None, optimizer: str = "adamw"
+) -> Budget:
+    """Return what each rank will hold of a model in training, and what it receives. Pure.
+
+    ``ctx`` may be one of :func:`accelfn.plan_context`, whose ranks aren't there.
+
+    Ranks: local; the same on every rank.
+
+    Args:
+        ctx: The mesh, what was asked for, and how long accumulation windows are.
+        model: Not prepared yet; its parameters may be on the meta device. Or its facts.
+        plan: What is done with it, if it has a plan of its own, which in a pipeline is of this rank's stages
+            alone; None for that of :func:`accelfn.plan_model`.
+        optimizer: "adamw", "adam", "adagrad", "rmsprop", "momentum" or "sgd", as torch has them; its states
+            have the dtypes of the parameters.
+
+    Raises:
+        ConfigurationError: There is no such optimizer, or what was asked for doesn't fit the model.
+
+    >>> print(plan_memory(Context(), nn.Linear(1000, 250)))
+    parameters  1.0 MB  of 1.0 MB
+    gradients   1.0 MB
+    optimizer   2.0 MB  states of adamw
+    held        4.0 MB  on the one rank; activations come on top
+    """
+    check_context("plan_memory", ctx)
+    if optimizer not in OPTIMIZERS:
+        close = get_close_matches(optimizer, OPTIMIZERS, 1)
+        raise ConfigurationError(
+            f"plan_memory: no optimizer {optimizer!r} is known. "
+            f"{f'Did you mean {close[0]!r}? ' if close else ''}Use one of {', '.join(OPTIMIZERS)}."
+        )
+    facts = model if isinstance(model, ModelFacts) else read_facts(model)
+    if plan is not None:
+        return _budget(ctx, facts, plan, ctx.coordinate("pp"), optimizer)
+    places = range(ctx.axis_size("pp"))
+    budgets = [_budget(ctx, facts, plan_at(ctx, model, place), place, optimizer) for place in places]
+    return max(budgets, key=lambda budget: budget.held + budget.gathered)
+
+
+def _budget(ctx: Context, facts: ModelFacts, plan: ModelPlan, place: int, optimizer: str) -> Budget:
+    """Return what the ranks at a place along "pp" hold."""
+    states = OPTIMIZERS[optimizer]
+    own = facts
+    if plan.pipeline is not None and plan.schedule is not None:
+        own = plan.pipeline.local(facts, plan.schedule.stages_of(place))
+    local = own if plan.tensor is None else plan.tensor.local(own)
+    if plan.experts is not None:
+        local = plan.experts.local(local)
+    names = local.own_names
+    shard = plan.shard
+    numel = local.numel if shard is None else partial(shard.shard_numel, local)
+    kept = {name: numel(name) * local.dtypes[name].itemsize for name in names}
+    over = {name: 1 if shard is None else shard.shards_of(name) for name in names}
+    trained = [name for name in names if name in facts.trainable]
+    parameters = sum(kept.values())
+    gradients = sum(kept[name] for name in trained)
+    ddp = ctx.strategy.ddp
+    has_buckets = plan.engine == "ddp" and ctx.reduction is None and not ddp.gradient_as_bucket_view
+    holds_whole = ctx.accumulation.num_steps > 1 and not ctx.accumulation.sync_each_batch
+    return Budget(
+        num_ranks=plan.mesh.num_ranks,
+        whole=facts.size_bytes(*facts.own_names),
+        parameters=parameters,
+        padding=parameters - sum(local.size_bytes(name) // over[name] for name in names),
+        gradients=gradients,
+        optimizer=states.likes * gradients + (_COUNT_BYTES * len(trained) if states.counts else 0),
+        optimizer_name=optimizer,
+        buckets=gradients if has_buckets else 0,
+        gathered=0 if shard is None else _gathered(shard, local),
+        unreduced=shard.unreduced_bytes if shard is not None and holds_whole else 0,
+        moved=_moved(ctx, plan, local, gradients),
+        offload=shard is not None and shard.offload,
+    )
+
+
+def _whole_units(plan: ShardPlan, facts: ModelFacts) -> dict[str, int]:
+    """Return the bytes of each unit while it is gathered; the last is the rest of the model."""
+    units = frozenset(plan.units)
+    sizes = dict.fromkeys(plan.units, 0)
+    for name in facts.own_names:
+        if name not in plan.ignored:
+            dtype = plan.param_dtype or facts.dtypes[name]
+            owner = cast("str", owner_of(name, units))
+            sizes[owner] += plan.shards_of(name) * plan.shard_numel(facts, name) * dtype.itemsize
+    return sizes
+
+
+def _gathered(plan: ShardPlan, facts: ModelFacts) -> int:
+    *units, rest = _whole_units(plan, facts).values()
+    return rest + sum(sorted(units)[-2:] if plan.reshard else units)
+
+
+def _moved(ctx: Context, plan: ModelPlan, facts: ModelFacts, gradients: int) -> dict[str, int]:
+    """Return what a rank receives in a step, by axis: of all there is, what others have."""
+    window = ctx.accumulation
+    reductions = window.num_steps if window.sync_each_batch else 1
+    if plan.shard is None:
+        copies = plan.mesh.size("loss") if plan.engine == "ddp" else 1
+        axes = " x ".join(plan.mesh.active("loss"))
+        return {axes: reductions * _received(2 * gradients, copies)} if copies > 1 else {}
+    shard = plan.shard
+    units = _whole_units(shard, facts)
+    dtype = shard.reduce_dtype or shard.param_dtype
+    moved: dict[str, int] = {}
+    for are_experts in (False, True):
+        shards = shard.num_expert_shards if are_experts else shard.num_shards
+        reduced = sum(
+            shards * shard.shard_numel(facts, name) * (dtype or facts.dtypes[name]).itemsize
+            for name in facts.own_names
+            if name in facts.trainable and name not in shard.ignored
+            if (name in shard.expert_dims) == are_experts
+        )
+        own = {name: size for name, size in units.items() if (name in shard.expert_units) == are_experts}
+        # The rest of the model, "", stays until its backward pass.
+        gathers = sum((2 if name and shard.reshard else 1) * size for name, size in own.items())
+        received = _received(window.num_steps * gathers + reductions * reduced, shards)
+        axes = " x ".join(plan.mesh.parts("eshard") if are_experts else plan.mesh.active("shard"))
+        if shard.num_replicas > 1 and own:
+            between = _received(2 * reduced // shards, shard.num_replicas)
+            moved["dp_replicate"] = moved.get("dp_replicate", 0) + reductions * between
+        if shards > 1 and own:
+            moved[axes] = received
+    return moved
+
+
+def _received(size: int, num_ranks: int) -> int:
+    return size * (num_ranks - 1) // num_ranks

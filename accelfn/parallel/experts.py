@@ -1,0 +1,235 @@
+"""Expert parallelism: ranks hold different experts, and send each other the rows that these are to see.
+
+No row is dropped and none is padded: ranks tell each other how many rows each expert gets, and torch's
+all-to-all moves as many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from torch import nn
+
+from accelfn.errors import ConfigurationError
+from accelfn.parallel.expert_plans import ExpertPlan
+from accelfn.parallel.facts import modules_of
+from accelfn.parallel.tensor import StyledForward
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ("Exchange", "Route", "apply_experts", "combine", "dispatch", "plan_route")
+
+Exchange = Callable[[torch.Tensor, "list[int] | None", "list[int] | None"], torch.Tensor]
+"""``exchange(rows, receive, send)`` sends each rank its rows, in the order of ranks, and gives those that
+came, in the same order: so many as the lists say, by rank; as many to each where they are None."""
+
+
+class Route(NamedTuple):
+    """Which rows go where, seen from one rank.
+
+    Attributes:
+        send: How many rows go to each rank.
+        receive: How many come from each rank.
+        order: Places of the rows that came, sorted by the experts of this rank; shape ``(sum(receive),)``.
+        counts: How many rows each expert of this rank has; shape ``(experts of this rank,)``, int64.
+    """
+
+    send: list[int]
+    receive: list[int]
+    order: torch.Tensor
+    counts: torch.Tensor
+
+
+def plan_route(counts: torch.Tensor, size: int, exchange: Exchange) -> Route:
+    """Agree with the other ranks on how many rows go where.
+
+    Ranks: the ``size`` ranks that experts are spread over.
+
+    Args:
+        counts: How many of this rank's rows each expert is to see; shape ``(experts of all ranks,)``, int64.
+        size: Number of ranks; they have equally many experts each.
+        exchange: Between these ranks.
+    """
+    received = exchange(counts, None, None).view(size, -1)  # by rank that sends, and own expert
+    # Both in one go: what is asked of a device waits for it.
+    both = cast("Any", torch.stack([counts.view(size, -1).sum(1), received.sum(1)])).tolist()
+    send, receive = cast("list[list[int]]", both)
+    experts = torch.arange(received.shape[1], device=counts.device).repeat(size)
+    order = experts.repeat_interleave(received.flatten(), output_size=sum(receive)).argsort(stable=True)
+    return Route(send, receive, order, received.sum(0))
+
+
+def dispatch(rows: torch.Tensor, route: Route, exchange: Exchange) -> torch.Tensor:
+    """Send rows to the ranks of their experts.
+
+    Args:
+        rows: Sorted by expert; shape ``(sum(route.send), ...)``.
+        route: From :func:`plan_route`.
+        exchange: Between the ranks of the route.
+
+    Returns:
+        What came, sorted by the experts of this rank; shape ``(sum(route.receive), ...)``.
+    """
+    return exchange(rows, route.receive, route.send)[route.order]
+
+
+def combine(rows: torch.Tensor, route: Route, exchange: Exchange) -> torch.Tensor:
+    """Send rows back to where they came from: the inverse of :func:`dispatch`."""
+    came = torch.empty_like(rows).index_copy(0, route.order, rows)
+    return exchange(came, route.send, route.receive)
+
+
+def apply_experts(model: nn.Module, plan: ExpertPlan, device_mesh: DeviceMesh) -> None:
+    """Spread the experts of a model over ranks. Writes into ``model``; names of parameters stay.
+
+    Their parameters become new ones, ``DTensor`` split along dim 0. Each rank takes its part of the values
+    that it has, which must be equal on all of them. Nothing is communicated, and the parameters may be on the
+    meta device. ``num_experts`` of the modules becomes the number of each rank's own.
+
+    Each gradient is that of the sum of the losses of all ranks of ``device_mesh``, divided by their number:
+    to be averaged over the ranks that have the same experts, as those of other parameters are over all ranks.
+
+    Ranks: every rank of ``device_mesh``; nothing is communicated.
+
+    Args:
+        model: As ``plan`` was made for.
+        plan: From :func:`plan_experts`.
+        device_mesh: Of one dim, of ``plan.size`` ranks.
+    """
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    modules = modules_of(model)
+    for name, held in plan.modules.items():
+        module = modules[name]
+        for leaf, old in list(module.named_parameters(recurse=False)):
+            part = distribute_tensor(old.detach(), device_mesh, [Shard(0)], src_data_rank=None)
+            module.register_parameter(leaf, nn.Parameter(part, requires_grad=old.requires_grad))
+        if hasattr(module, "num_experts"):
+            setattr(module, "num_experts", held.num_experts // plan.size)  # noqa: B010 -- a Module's are typed
+        kind = _CountedForward if held.takes == "counts" else _RoutedForward
+        module.forward = kind(module, device_mesh, name, held.num_experts)
+
+
+class _ExpertForward(StyledForward):
+    """Stands in for the ``forward`` of a module of experts: each rank computes with its own, for all."""
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, name: str, count: int) -> None:
+        """Wrap the ``forward`` of ``module``, which takes the arguments of one with ``count`` experts."""
+        super().__init__(module, mesh, "experts")
+        self.name = name
+        self.count = count
+
+    def _inside(self, parameter: Any) -> Any:
+        """Return this rank's part of a parameter, whose gradient is a mean over the ranks that send rows."""
+        part = parameter.to_local()
+        if part.requires_grad:
+            part.register_hook(self._average)
+        return part
+
+    def _average(self, gradient: torch.Tensor) -> torch.Tensor:
+        # Not FSDP's divide factor: torch 2.13 takes none on gloo, divides twice by it where one rank has the
+        # shards, and loses small float16 numbers by dividing after the sum.
+        return gradient / self.mesh.size()
+
+    def _exchange(
+        self, rows: torch.Tensor, receive: list[int] | None, send: list[int] | None
+    ) -> torch.Tensor:
+        import torch.distributed._functional_collectives as collectives
+
+        torchs: Any = collectives  # which has its types in part
+        sent = torchs.all_to_all_single_autograd(rows, receive, send, self.mesh.get_group())
+        return torchs.wait_tensor(sent)
+
+    def _compute(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Return what this rank's experts make of rows that are sorted by them."""
+        raise NotImplementedError
+
+    def _route(self, counts: torch.Tensor) -> Route:
+        return plan_route(counts, self.mesh.size(), self._exchange)
+
+    def _send(self, rows: torch.Tensor, route: Route) -> torch.Tensor:
+        """Return what the experts of all ranks make of rows that are sorted by them."""
+        if len(rows) != sum(route.send):
+            raise ConfigurationError(
+                f"{self.name}: counts add up to {sum(route.send)}, and x has {len(rows)} rows. Pass each row "
+                "once for each of its experts, sorted by expert."
+            )
+        came, counts = dispatch(rows, route, self._exchange), route.counts
+        # A rank whose experts see no row computes with one of zeros: FSDP reduces the gradients of what took
+        # part in the loss, and has to find the same parameters on each rank.
+        is_idle = not len(came)
+        if is_idle:
+            came = torch.cat([came, came.new_zeros(1, *came.shape[1:])])
+            counts = torch.cat([torch.ones_like(counts[:1]), counts[1:]])
+        made = self._compute(came, counts)
+        if len(made) != len(came):
+            raise ConfigurationError(
+                f"{self.name}: forward was given {len(came)} rows, and returned {len(made)}. Experts give a "
+                "row for each row."
+            )
+        return combine(made[:0] if is_idle else made, route, self._exchange)
+
+
+class _CountedForward(_ExpertForward):
+    """Of a module that takes rows sorted by expert, and how many each expert has."""
+
+    def _compute(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        return StyledForward.__call__(self, rows, counts)
+
+    def __call__(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Return a row for each row of ``x``.
+
+        Args:
+            x: This rank's rows, sorted by expert; shape ``(rows, ...)``.
+            counts: How many each expert of all ranks has; shape ``(experts,)``, of integers.
+
+        Raises:
+            ConfigurationError: ``counts`` isn't that.
+        """
+        if not isinstance(counts, torch.Tensor) or tuple(counts.shape) != (self.count,):  # pyright: ignore[reportUnnecessaryIsInstance]
+            given = list(counts.shape) if isinstance(counts, torch.Tensor) else type(counts).__name__  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise ConfigurationError(
+                f"{self.name}: counts must be a tensor of shape [{self.count}], with the number of rows of "
+                f"each expert; got {given}."
+            )
+        return self._send(x, self._route(counts.long()))
+
+
+class _RoutedForward(_ExpertForward):
+    """Of a module that takes rows, the experts of each and their weights, and gives weighted sums."""
+
+    def _compute(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        index = torch.arange(len(counts), device=counts.device)
+        index = index.repeat_interleave(counts, output_size=len(rows)).unsqueeze(1)
+        # In float32, as routers have it: weights aren't to lower what the experts give.
+        return StyledForward.__call__(self, rows, index, torch.ones_like(index, dtype=torch.float32))
+
+    def __call__(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Return what the experts make of ``hidden``, with its shape and dtype.
+
+        Args:
+            hidden: This rank's rows; shape ``(..., features)``.
+            index: The experts of each row; shape ``(rows, experts of a row)``, of integers. One that is no
+                expert's gives nothing.
+            weights: Of each expert of a row; shape of ``index``.
+
+        Raises:
+            ConfigurationError: ``index`` and ``weights`` differ in shape, or have no entry for each row.
+        """
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        if index.shape != weights.shape or index.ndim != 2 or len(index) != len(flat):
+            raise ConfigurationError(
+                f"{self.name}: index and weights must have the shape ({len(flat)}, experts of a row): got "
+                f"{tuple(index.shape)} and {tuple(weights.shape)}."
+            )
+        experts = index.flatten()
+        route = self._route(experts.bincount(minlength=self.count + 1)[: self.count])
+        order = experts.argsort(stable=True)[: sum(route.send)]  # those of no expert are the last
+        made = self._send(flat[order // index.shape[1]], route)
+        each = made.new_zeros(len(experts), *made.shape[1:]).index_copy(0, order, made)
+        # In the shape of the result from here on: it mustn't be a view, on which FSDP's hook could be lost.
+        shape = (*hidden.shape[:-1], index.shape[1], -1)
+        return (each.view(shape) * weights.reshape(shape)).sum(-2).to(hidden.dtype)

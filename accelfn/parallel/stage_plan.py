@@ -1,0 +1,318 @@
+"""Which stage of a pipeline holds each block of a model, and each other module with parameters. Pure."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, cast
+
+from accelfn.errors import ConfigurationError
+from accelfn.parallel.facts import ModelFacts, owner_of
+from accelfn.tree.sizes import size_text
+
+__all__ = ("PipelinePlan", "StagePlan", "plan_stages")
+
+
+class StagePlan(NamedTuple):
+    """What one stage holds.
+
+    Attributes:
+        blocks: Names of its blocks, in the order in which they run.
+        modules: Names of its other modules with parameters, each with all that is inside.
+        parameters: Names of its parameters, in the model's order: also of those that other stages hold too,
+            and of a tied one only the names of its modules.
+        num_parameters: Elements of its parameters.
+        size_bytes: Bytes of its parameters.
+    """
+
+    blocks: tuple[str, ...]
+    modules: tuple[str, ...]
+    parameters: tuple[str, ...]
+    num_parameters: int
+    size_bytes: int
+
+
+class PipelinePlan(NamedTuple):
+    """How a model is cut into stages. A value; ``print(plan)`` shows it as a table.
+
+    Attributes:
+        stages: In the order in which a batch goes through them.
+        shared: Stages that hold a parameter, for each one that several hold: tied over stages, or held by the
+            model itself or another container of blocks. A tied one goes by its first name.
+        ties: Names of one and the same parameter, the first one first.
+        held_by: Stages that hold a parameter, by each of its names.
+    """
+
+    stages: tuple[StagePlan, ...]
+    shared: Mapping[str, tuple[int, ...]]
+    ties: tuple[tuple[str, ...], ...]
+    held_by: Mapping[str, tuple[int, ...]]
+
+    @property
+    def split(self) -> tuple[str, ...]:
+        """First block of each stage after the first one."""
+        return tuple(stage.blocks[0] for stage in self.stages[1:])
+
+    def of(self, name: str) -> tuple[int, ...]:
+        """Return the stages that hold a parameter, by any of its names.
+
+        Raises:
+            KeyError: The model has none of that name.
+        """
+        return self.held_by[name]
+
+    def local(self, facts: ModelFacts, own: Sequence[int]) -> ModelFacts:
+        """Return the facts of what a rank holds that runs the stages ``own``."""
+        held = {name for index in own for name in self.stages[index].parameters}
+        others = {
+            name
+            for index, stage in enumerate(self.stages)
+            if index not in own
+            for name in (*stage.blocks, *stage.modules)
+        }
+        modules = {name for name in facts.kinds if owner_of(name, others) is None}
+        ties = (tuple(name for name in group if name in held) for group in facts.ties)
+        return facts._replace(
+            shapes={name: one for name, one in facts.shapes.items() if name in held},
+            dtypes={name: one for name, one in facts.dtypes.items() if name in held},
+            trainable=facts.trainable & held,
+            ties=tuple(group for group in ties if len(group) > 1),
+            kinds={name: one for name, one in facts.kinds.items() if name in modules},
+            blocks=tuple(name for name in facts.blocks if name in modules),
+            containers=facts.containers & modules,
+            layers={name: one for name, one in facts.layers.items() if name in modules},
+            heads={name: one for name, one in facts.heads.items() if name in modules},
+        )
+
+    def __str__(self) -> str:
+        """Return the plan as a table."""
+        rows = [("stage", "blocks", "other modules", "parameters", "size")]
+        for index, stage in enumerate(self.stages):
+            blocks = ", ".join(stage.blocks) or "-"
+            if len(stage.blocks) > 1:
+                blocks = f"{stage.blocks[0]} ... {stage.blocks[-1]} ({len(stage.blocks)})"
+            size = size_text(stage.size_bytes)
+            modules = ", ".join(stage.modules) or "-"
+            rows.append((str(index), blocks, modules, f"{stage.num_parameters:,}", size))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        lines += [f"{name} is held by stages {_and(stages)}" for name, stages in self.shared.items()]
+        return "\n".join(lines)
+
+
+def plan_stages(
+    facts: ModelFacts,
+    num_stages: int,
+    *,
+    split: Sequence[str] = (),
+    costs: Mapping[str, float] | None = None,
+    last: Sequence[str] = (),
+) -> PipelinePlan:
+    """Choose which stage holds each block and each other module with parameters. Pure.
+
+    The blocks are those of ``facts`` whose class repeats, and where there are none the items of
+    ``nn.Sequential``; they have to be called one after another. A module that is registered before the blocks
+    belongs to the first stage, one behind a block to that block's. What the model itself or another container
+    of blocks holds as a parameter of its own is on every stage.
+
+    Args:
+        facts: Of the model.
+        num_stages: At least 1.
+        split: First block of each stage after the first one, or another module that is called then with the
+            output of the block before as its first argument; empty to choose.
+        costs: Of blocks and other modules, by name, in any unit; 0 where there is no entry. The most
+            expensive stage is as cheap as can be. None: stages have equally many blocks, or the first ones
+            one more.
+        last: Modules of the last stage that are registered before the blocks, and called after them.
+
+    Raises:
+        ConfigurationError: There are fewer blocks than stages; or ``split``, ``costs`` or ``last`` name what
+            isn't there.
+
+    >>> from torch import nn
+    >>> from accelfn.parallel.facts import read_facts
+    >>> print(plan_stages(read_facts(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))), 2))
+    stage  blocks       other modules  parameters  size
+    0      0 ... 1 (2)  -              6           24 B
+    1      2            -              6           24 B
+    """
+    blocks = _with_named(facts, _blocks(facts), split)
+    if num_stages < 1:
+        raise ConfigurationError(f"plan_stages: num_stages must be at least 1, got {num_stages}.")
+    if len(blocks) < num_stages and num_stages > 1:
+        raise ConfigurationError(
+            f"{facts.kinds['']} has {len(blocks)} blocks, and {num_stages} stages need at least one each"
+            + (f": {', '.join(blocks)}" if blocks else "")
+            + ". Use fewer stages. Blocks are the modules that _no_split_modules of the model names, or the "
+            "items of an nn.ModuleList that are of one class, or those of an nn.Sequential."
+        )
+    containers = {""}
+    for name in blocks:
+        while name := name.rpartition(".")[0]:
+            containers.add(name)
+    unit_of = {name: _unit_of(name, containers) for name in facts.shapes}
+    units = {*blocks, *(unit for unit in unit_of.values() if unit is not None)}
+    # Of a module with two names only the first is in `kinds`; the other one is that of a tied parameter.
+    ordered = [name for name in facts.kinds if name in units]
+    _check_names("last", last, [name for name in ordered if name not in blocks])
+    _check_names("split", split, blocks[1:])
+    _check_names("costs", costs or (), [*facts.kinds])
+    behind = _blocks_before(ordered, blocks)
+    starts = _starts(blocks, behind, num_stages, split, costs)
+    stage_of = {
+        name: num_stages - 1 if name in last else bisect.bisect_right(starts, max(block, 0)) - 1
+        for name, block in behind.items()
+    }
+    return _describe(facts, blocks, unit_of, stage_of, num_stages)
+
+
+def _describe(
+    facts: ModelFacts,
+    blocks: Sequence[str],
+    unit_of: Mapping[str, str | None],
+    stage_of: Mapping[str, int],
+    num_stages: int,
+) -> PipelinePlan:
+    ties = {name: group for group in facts.ties for name in group}
+    everywhere = tuple(range(num_stages))
+
+    def homes(name: str) -> tuple[int, ...]:
+        unit = unit_of[name]
+        if unit is None:
+            return everywhere
+        if unit in stage_of:
+            return (stage_of[unit],)
+        first = next(other for other in ties[name] if unit_of[other] in stage_of)
+        return homes(first)
+
+    where = {name: homes(name) for name in facts.shapes}
+    held_by = {
+        name: tuple(sorted({stage for other in ties.get(name, (name,)) for stage in where[other]}))
+        for name in facts.shapes
+    }
+    shared = {name: held_by[name] for name in facts.own_names if len(held_by[name]) > 1}
+    stages: list[StagePlan] = []
+    for index in everywhere:
+        names = tuple(name for name in facts.shapes if index in where[name])
+        # Each parameter once, by the first of its names that is here.
+        once = tuple({ties.get(name, (name,)): name for name in reversed(names)}.values())
+        own = [name for name, stage in stage_of.items() if stage == index]
+        stages.append(
+            StagePlan(
+                blocks=tuple(name for name in own if name in blocks),
+                modules=tuple(name for name in own if name not in blocks),
+                parameters=names,
+                num_parameters=facts.numel(*once),
+                size_bytes=facts.size_bytes(*once),
+            )
+        )
+    return PipelinePlan(tuple(stages), shared, facts.ties, held_by)
+
+
+def _blocks(facts: ModelFacts) -> tuple[str, ...]:
+    """List the modules that run one after another, in the order in which they are registered."""
+    if facts.kinds[""] == "Sequential":
+        return _items(facts, "")
+    count = Counter(facts.kinds[name] for name in facts.blocks)
+    repeated = [name for name in facts.blocks if count[facts.kinds[name]] > 1] or [*facts.blocks]
+    known = set(repeated)
+    outer = tuple(name for name in repeated if owner_of(name.rpartition(".")[0], known) is None)
+    if outer:
+        return outer
+    sequences = {name for name, kind in facts.kinds.items() if kind == "Sequential"}
+    return tuple(
+        item
+        for name in facts.kinds
+        if name in sequences and owner_of(name.rpartition(".")[0], sequences) is None
+        for item in _items(facts, name)
+    )
+
+
+def _with_named(facts: ModelFacts, blocks: tuple[str, ...], split: Sequence[str]) -> tuple[str, ...]:
+    """Return the blocks with the other modules that a stage begins with, such as a head."""
+    known = set(blocks)
+    around = {name for name in facts.kinds if any(block.startswith(f"{name}.") for block in blocks)}
+    for name in split:
+        if name and name in facts.kinds and name not in around and owner_of(name, known) is None:
+            known.add(name)
+    return tuple(name for name in facts.kinds if name in known)
+
+
+def _items(facts: ModelFacts, name: str) -> tuple[str, ...]:
+    return tuple(one for one in facts.kinds if one and one.rpartition(".")[0] == name)
+
+
+def _unit_of(parameter: str, containers: set[str]) -> str | None:
+    """Return the outermost module around a parameter that holds no block; None where a container holds it."""
+    parts = parameter.split(".")[:-1]
+    names = itertools.accumulate(parts, "{}.{}".format)
+    return next((name for name in names if name not in containers), None)
+
+
+def _blocks_before(ordered: Sequence[str], blocks: Sequence[str]) -> dict[str, int]:
+    """Return for each block its number, and for other modules that of the block before them; -1 for none."""
+    numbers = {name: number for number, name in enumerate(blocks)}
+    found: dict[str, int] = {}
+    latest = -1
+    for name in ordered:
+        latest = max(latest, numbers.get(name, -1))
+        found[name] = numbers.get(name, latest)
+    return found
+
+
+def _starts(
+    blocks: Sequence[str],
+    behind: Mapping[str, int],
+    num_stages: int,
+    split: Sequence[str],
+    costs: Mapping[str, float] | None,
+) -> list[int]:
+    """Return the number of the first block of each stage."""
+    if split:
+        starts = [0, *(blocks.index(name) for name in split)]
+        if len(starts) != num_stages or starts != sorted(set(starts)):
+            raise ConfigurationError(
+                f"split names the first block of each stage after the first one, in the model's order: "
+                f"{num_stages} stages need {num_stages - 1} different ones, got {', '.join(split)}. The "
+                f"blocks are {', '.join(blocks)}."
+            )
+        return starts
+    if costs is None or num_stages == 1:
+        size, more = divmod(len(blocks), num_stages)
+        return [index * size + min(index, more) for index in range(num_stages)]
+    of_blocks = [0.0] * len(blocks)
+    for name, block in behind.items():
+        of_blocks[max(block, 0)] += costs.get(name, 0.0)
+    return _cheapest(of_blocks, num_stages)
+
+
+def _cheapest(costs: Sequence[float], num_stages: int) -> list[int]:
+    """Return where stages start whose largest cost is minimal."""
+    sums = [0.0, *itertools.accumulate(costs)]
+
+    def fill(limit: float) -> list[int] | None:
+        starts = [0]
+        for later in range(num_stages - 1, 0, -1):  # each of these needs a block at least
+            end = bisect.bisect_right(sums, limit + sums[starts[-1]]) - 1
+            if end <= starts[-1]:
+                return None
+            starts.append(min(end, len(costs) - later))
+        return starts if sums[-1] - sums[starts[-1]] <= limit else None
+
+    limits = sorted({end - start for start, end in itertools.combinations(sums, 2)})
+    best = bisect.bisect_left(limits, True, key=lambda limit: fill(limit) is not None)
+    return cast("list[int]", fill(limits[best]))
+
+
+def _check_names(field: str, names: Mapping[str, float] | Sequence[str], known: Sequence[str]) -> None:
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ConfigurationError(
+            f"{field} names {', '.join(unknown)}; what it can name is {', '.join(known) or 'nothing'}."
+        )
+
+
+def _and(stages: Sequence[int]) -> str:
+    return f"{', '.join(map(str, stages[:-1]))} and {stages[-1]}"

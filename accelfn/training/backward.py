@@ -1,0 +1,386 @@
+"""From a batch to gradients: forward and backward passes, and the accumulation window that they stand in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from accelfn.context import Context, check_context
+from accelfn.data import MicroBatch
+from accelfn.data.microbatch import check_micro
+from accelfn.errors import ConfigurationError
+from accelfn.parallel import (
+    BatchRun,
+    Handle,
+    at_place,
+    exact_backward,
+    exact_batch,
+    handle_of,
+    local_steps,
+)
+from accelfn.parallel import no_sync as replicas_without_sync
+from accelfn.parallel import trigger_sync_in_backward as replicas_triggered
+from accelfn.training.exact import draw_for, num_microbatches
+from accelfn.training.loss import Loss, join_losses, read_loss
+from accelfn.training.prepare import is_averaged
+from accelfn.training.scaler import ScalerState, check_newest, supersede
+from accelfn.tree import flatten
+
+__all__ = (
+    "accumulate",
+    "accumulate_block",
+    "backward",
+    "differentiate",
+    "forward_backward",
+    "modules_in",
+    "no_sync",
+    "run_batch",
+    "trigger_sync_in_backward",
+)
+
+Model = TypeVar("Model")
+Batch = TypeVar("Batch")
+
+
+def backward(
+    ctx: Context,
+    loss: torch.Tensor,
+    scaler_state: ScalerState,
+    micro: MicroBatch | None = None,
+    weight: torch.Tensor | float | None = None,
+    **kwargs: Any,
+) -> ScalerState:
+    """Compute gradients of ``loss`` and add them to the parameters' own.
+
+    A loss that is a mean is divided by the number of batches that its accumulation window really holds. One
+    that is a sum comes with its ``weight``, such as the number of tokens in it: the gradients are then
+    divided once, by the weight of all losses of the window on all ranks, when they are unscaled or the
+    optimizer steps. Ranks and batches may have different weights, and some none at all.
+
+    With float16 the loss is multiplied by the loss scale. A prepared model averages its gradients over ranks,
+    unless :func:`accumulate` says that the window goes on. In exact mode it sums them, so a mean is divided
+    by the number of ranks as well.
+
+    Ranks: every rank of ``ctx``, where a prepared model takes part.
+
+    Args:
+        ctx: Says the precision.
+        loss: Shape ``()``, with a gradient: a mean over this rank's batch, or a sum.
+        scaler_state: From :func:`init_scaler` or the last step.
+        micro: Of the batch; without it a mean counts whole.
+        weight: Of a sum, at least 0; of shape ``()`` where it is a tensor.
+        **kwargs: For ``torch.Tensor.backward``, such as ``retain_graph=True``.
+
+    Returns:
+        The next state, which every later call needs: it holds the weight, and whether the window goes on.
+
+    Raises:
+        TypeError: ``loss`` is no tensor.
+        ValueError: The loss has another shape, or depends on no parameter; or the state was superseded, or
+            the gradients at hand were divided already, so new ones can't be added to them.
+        ConfigurationError: In exact mode, a parameter got a second gradient from one batch, or one that is
+            sparse.
+    """
+    check_context("backward", ctx)
+    check_micro("backward", micro)
+    check_newest("backward", scaler_state)
+    given = read_loss("backward", Loss(loss, weight))
+    _check_weight(ctx, "backward", given)
+    differentiate(ctx, _to_differentiate(ctx, given, scaler_state, micro), **kwargs)
+    return _next_state("backward", scaler_state, given.weight, micro)
+
+
+def differentiate(ctx: Context, value: torch.Tensor, **kwargs: Any) -> None:
+    """Add the gradients of ``value`` to the parameters' own; with options of ``torch.Tensor.backward``."""
+    try:
+        if ctx.reduction is None:
+            value.backward(**kwargs)  # pyright: ignore[reportUnknownMemberType]
+        else:
+            with exact_backward(ctx):
+                value.backward(**kwargs)  # pyright: ignore[reportUnknownMemberType]
+    except RuntimeError as error:  # torch's own reduction inside says less than is known of a lost rank
+        explained = ctx.collectives.translate_error(error)
+        if explained is error:
+            raise
+        raise explained from (explained.__cause__ or error)
+
+
+def forward_backward(
+    ctx: Context,
+    model: Model,
+    loss_fn: Callable[[Model, Batch], torch.Tensor | Loss],
+    batch: Batch,
+    scaler_state: ScalerState,
+    micro: MicroBatch,
+) -> tuple[ScalerState, torch.Tensor]:
+    """Compute the loss of one batch of a window, and add its gradients to the parameters' own.
+
+    It is :func:`accumulate` around a call of ``loss_fn`` and :func:`backward`, in one function that doesn't
+    say in which order forward and backward passes come::
+
+        for batch, micro in af.microbatches(ctx, loader):
+            scaler, loss = af.forward_backward(ctx, model, loss_fn, batch, scaler, micro)
+            if micro.sync:
+                scaler = af.optimizer_step(ctx, optimizer, scaler, max_norm=1.0)
+
+    Ranks: every rank of ``ctx``.
+
+    Args:
+        ctx: The world, and the precision.
+        model: What ``loss_fn`` is called with: a module or a tree of modules, as ``prepare_model`` gave them.
+        loss_fn: Gives a tensor of shape ``()``, the mean over the rows of its batch; or a :class:`Loss`, with
+            its weight where it is a sum. Its ``aux`` isn't returned.
+        batch: This rank's: whatever ``loss_fn`` takes.
+        scaler_state: From :func:`init_scaler`, the last batch or the last step.
+        micro: Of the batch.
+
+    Returns:
+        The next state, as of :func:`backward`; and the loss of this rank's batch as ``loss_fn`` gave it,
+        without a gradient: a mean, or an undivided sum. Of shape ``()``.
+
+    Raises:
+        TypeError: The model is no module, or ``loss_fn`` gave no loss.
+        ValueError: As :func:`backward`.
+        ConfigurationError: As :func:`accumulate` and :func:`backward`.
+
+    >>> import accelfn as af
+    >>> ctx, model = Context(), nn.Linear(2, 1, bias=False)
+    >>> ((rows, micro),) = af.microbatches(ctx, [torch.ones(3, 2)])
+    >>> scaler, loss = forward_backward(
+    ...     ctx, model, lambda model, x: model(x).mean(), rows, af.init_scaler(ctx), micro
+    ... )
+    >>> loss.shape, model.weight.grad
+    (torch.Size([]), tensor([[1., 1.]]))
+    """
+    check_context("forward_backward", ctx)
+    check_newest("forward_backward", scaler_state)
+    check_micro("forward_backward", micro, is_needed=True)
+    models = modules_in("forward_backward", model)
+    with accumulate(ctx, micro, *models):
+        following, loss = run_batch(
+            ctx, "forward_backward", loss_fn, model, batch, scaler_state, micro, handle_of(models[0])
+        )
+    return following, loss.value.detach()
+
+
+def run_batch(
+    ctx: Context,
+    operation: str,
+    loss_fn: Callable[[Any, Any], object],
+    model: Any,
+    batch: Any,
+    scaler: ScalerState,
+    micro: MicroBatch,
+    handle: Handle | None,
+    *,
+    share: float = 1.0,
+    counts_weight: bool = True,
+    differentiate: Callable[[Context, torch.Tensor], None] = differentiate,
+) -> tuple[ScalerState, Loss]:
+    """Do what :func:`forward_backward` does inside of its :func:`accumulate`.
+
+    Args:
+        ctx: As there, like the rest.
+        operation: What errors call it.
+        loss_fn: As there.
+        model: As there.
+        batch: As there.
+        scaler: As there.
+        micro: As there.
+        handle: The model's, whose engine runs the batch; None for one without.
+        share: What a mean counts for in its window, beside one of another batch.
+        counts_weight: Whether gradients of sums are divided by the weights that the next state holds.
+        differentiate: Runs the backward pass.
+
+    Returns:
+        The next state, and the loss as ``loss_fn`` gave it.
+    """
+    with_gradient = torch.is_grad_enabled()
+
+    def compute(model: Any, batch: Any) -> Loss:
+        # An engine may run a part without gradients first.
+        is_tried = with_gradient and not torch.is_grad_enabled()
+        loss = read_loss(operation, loss_fn(model, batch), needs_gradient=not is_tried)
+        _check_weight(ctx, operation, loss)
+        return loss
+
+    def to_differentiate(loss: Loss, num_parts: int) -> torch.Tensor:
+        factor = share / num_parts
+        value = loss.value * factor if loss.weight is None and factor != 1.0 else loss.value
+        counted = Loss(value, loss.weight if counts_weight else None)
+        return _to_differentiate(ctx, counted, scaler, micro)
+
+    work = BatchRun(compute, model, batch, to_differentiate, partial(differentiate, ctx), join_losses)
+    loss = work.run() if handle is None else handle.run(work)
+    return _next_state(operation, scaler, loss.weight if counts_weight else None, micro), loss
+
+
+def _check_weight(ctx: Context, operation: str, loss: Loss) -> None:
+    """Refuse a mean where ranks share sequences: nobody can tell how many tokens it is of.
+
+    Labels that are left out, and padding, are on some ranks more than on others.
+    """
+    if loss.weight is None and ctx.mesh is not None and ctx.mesh.plan.size("seq") > 1:
+        raise ConfigurationError(
+            f"{operation}: ranks along {' x '.join(ctx.mesh.plan.active('seq'))} share sequences, and have "
+            "different numbers of labels that count, so that a mean over each rank's would be wrong. Give "
+            'the sum, as of cross_entropy(..., reduction="sum"), and its weight, (labels != -100).sum().'
+        )
+
+
+def modules_in(operation: str, model: object) -> list[nn.Module]:
+    """List the modules of a tree of modules, or of a single one.
+
+    Raises:
+        TypeError: A leaf is something else, or there is none.
+    """
+    leaves, structure = flatten(model)
+    for index, leaf in enumerate(leaves):
+        if not isinstance(leaf, nn.Module):
+            raise TypeError(
+                f"{operation}: {structure.paths('model')[index]} is of type {type(leaf).__name__}. Pass a "
+                "module or a tree of modules, as prepare_model gave them."
+            )
+    if not leaves:
+        raise TypeError(
+            f"{operation}: got no model. Pass model=, a module or a tree of modules, as prepare_model gave "
+            "them."
+        )
+    return leaves
+
+
+def _to_differentiate(
+    ctx: Context, loss: Loss, scaler_state: ScalerState, micro: MicroBatch | None
+) -> torch.Tensor:
+    """Return the share that a loss has in its window, multiplied by the loss scale."""
+    value = loss.value
+    if scaler_state.is_unscaled:
+        raise ValueError(
+            "backward: the gradients were unscaled already, and adding scaled ones would mix the two. "
+            "Unscale and clip only where micro.sync is True, and pass on the state that optimizer_step "
+            "returns."
+        )
+    if loss.weight is None:
+        if scaler_state.weight is not None:
+            raise ValueError(
+                "backward: the losses before in this window have a weight, and this one has none. Give each "
+                "of them its weight, or none."
+            )
+        number = num_microbatches(ctx, micro)
+        if number > 1:
+            value = value / number
+    return value * scaler_state.scale if ctx.precision.scales_loss else value
+
+
+def _next_state(
+    operation: str, scaler_state: ScalerState, weight: torch.Tensor | float | None, micro: MicroBatch | None
+) -> ScalerState:
+    """Return the state after a backward pass: with the weight of its loss, and whether the window goes on."""
+    goes_on = micro is not None and not micro.sync
+    following = scaler_state._replace(is_open=True if goes_on else None)
+    if weight is not None:
+        following = following._replace(weight=_add_weight(scaler_state, weight))
+    supersede(operation, scaler_state)
+    return following
+
+
+def _add_weight(scaler_state: ScalerState, weight: torch.Tensor | float) -> torch.Tensor:
+    before = scaler_state.weight
+    if before is None:
+        # Whole numbers stay exact in it, however they are added up.
+        dtype = torch.float32 if scaler_state.scale.device.type == "mps" else torch.float64
+        before = torch.zeros_like(scaler_state.scale, dtype=dtype)
+    return before + (weight.detach().reshape(()).to(before) if isinstance(weight, torch.Tensor) else weight)
+
+
+@contextmanager
+def no_sync(ctx: Context, *models: nn.Module) -> Generator[None, None, None]:
+    """Leave the gradients of ``models`` unaveraged in backward passes inside; they add up on each rank.
+
+    A step inside is on the gradients of each rank, as local SGD has it. One outside needs a backward pass
+    outside before it, which averages what has added up.
+
+    Ranks: all of ``ctx`` in the same way; doesn't communicate.
+    """
+    check_context("no_sync", ctx)
+    del ctx
+    with replicas_without_sync(*models), local_steps(*models):
+        yield
+
+
+@contextmanager
+def trigger_sync_in_backward(ctx: Context, model: nn.Module) -> Generator[None, None, None]:
+    """Average the gradients of ``model`` in a backward pass inside, whose forward pass was under no_sync.
+
+    What earlier backward passes have added to the gradients is averaged with it. For a window whose length
+    shows only after its forward passes.
+
+    Ranks: every rank of ``ctx``.
+
+    Args:
+        ctx: The world.
+        model: As :func:`prepare_model` gave it; one that nobody averages is let through.
+
+    Raises:
+        ConfigurationError: ``find_unused_parameters`` or ``static_graph`` is on, for which torch must know
+            in the forward pass.
+    """
+    check_context("trigger_sync_in_backward", ctx)
+    del ctx
+    with replicas_triggered(model):
+        yield
+
+
+def accumulate(ctx: Context, micro: MicroBatch, *models: nn.Module) -> AbstractContextManager[None]:
+    """Run forward and backward of one batch of a window: ranks average gradients only where it closes.
+
+    In exact mode, torch draws inside what belongs to the batch's samples, whichever rank has them, and its
+    default generators are as before afterwards.
+
+    Ranks: every rank of ``ctx``.
+
+    Args:
+        ctx: Says whether each batch is averaged all the same (``sync_each_batch``).
+        micro: Of the batch.
+        *models: Prepared models that get gradients inside.
+
+    Raises:
+        ConfigurationError: There are several ranks, and nobody averages the gradients of a model: it was not
+            prepared, or with ``evaluation_mode``; or the context is in exact mode, and a model was prepared
+            without it.
+    """
+    check_context("accumulate", ctx)
+    check_micro("accumulate", micro, is_needed=True)
+    if ctx.num_processes == 1 and ctx.reduction is None:  # nobody to average with, or to be compared with
+        return nullcontext()
+    return accumulate_block(ctx, micro, models)
+
+
+@contextmanager
+def accumulate_block(
+    ctx: Context, micro: MicroBatch, models: Sequence[nn.Module], *, is_held: bool = False
+) -> Generator[None, None, None]:
+    """Do what :func:`accumulate` does; with ``is_held`` as :func:`accelfn.parallel.exact_batch` says."""
+    for index, model in enumerate(models):
+        if ctx.num_processes > 1 and not is_averaged(model):
+            raise ConfigurationError(
+                f"accumulate: model {index}, a {type(model).__name__}, was not prepared for training, so "
+                "nobody averages its gradients over the ranks. Pass what prepare_model(ctx, model) gives "
+                "back, without evaluation_mode."
+            )
+    with ExitStack() as stack:
+        # Forward passes are compared with it, so that ranks at different batches don't meet.
+        place = f"batch {micro.index} of epoch {micro.epoch} ({micro.window} a window)"
+        stack.enter_context(at_place(place, *models))
+        if ctx.reduction is not None:
+            for model in models:
+                stack.enter_context(exact_batch(model, micro, micro.place, micro.window, is_held))
+            stack.enter_context(draw_for(ctx, micro))
+        if not micro.sync and not ctx.accumulation.sync_each_batch:
+            stack.enter_context(replicas_without_sync(*models))
+        yield

@@ -1,0 +1,217 @@
+"""Models in stages, over any number of ranks and cuts: their checkpoint is the one of the whole model.
+
+What the training of them makes is saved and loaded in ``test_layouts``.
+"""
+
+# torch leaves manual_seed partly untyped.
+# pyright: reportUnknownMemberType=false
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import accelfn as af
+from accelfn.checkpoint import verify_checkpoint
+from accelfn.context import Context
+from accelfn.errors import CheckpointError, CheckpointMismatchError, ReplicaDriftError
+from accelfn.parallel import apply_stages, plan_stages, read_facts, repoint
+from accelfn.parallel.pointers import leave_pointers, named
+from accelfn.testing import run_ranks
+from tests.checkpoint.layouts import step, whole
+
+
+class Layers(nn.Module):
+    """All that stages may share: a weight, parameters and buffers of the model itself."""
+
+    def __init__(self, num_layers: int, *, is_tied: bool, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.scale = nn.Parameter(torch.randn(3))
+        self.register_buffer("positions", torch.randn(2))
+        self.embed = nn.Embedding(5, 3)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)) for _ in range(num_layers)
+        )
+        self.head = nn.Linear(3, 5, bias=False)
+        if is_tied:
+            self.head.weight = self.embed.weight
+
+
+class Cut(NamedTuple):
+    """A model, and the ranks that have its stages."""
+
+    num_layers: int
+    is_tied: bool
+    num_ranks: int
+    per_rank: int  # stages of a rank
+    copies: int  # of the model
+
+    @property
+    def config(self) -> af.ParallelismConfig:
+        """Return the mesh."""
+        return af.ParallelismConfig(pp_size=self.num_ranks, dp_replicate_size=self.copies)
+
+
+def new(ctx: Context, cut: Cut, seed: int) -> dict[str, Any]:
+    """Make what is saved, with the stages of this rank; in a world without stages whole."""
+    model = Layers(cut.num_layers, is_tied=cut.is_tied, seed=seed)
+    kept = [one for name, one in model.named_parameters() if "bias" not in name]
+    biases = [("bias" + name, one) for name, one in model.named_parameters() if "bias" in name]
+    optimizer = torch.optim.AdamW(
+        [{"params": kept}, {"params": [one for _, one in biases], "lr": 0.01}], lr=0.1
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    num_ranks = ctx.axis_size("pp")
+    if num_ranks > 1:
+        before = named(model)
+        plan = plan_stages(read_facts(model), num_ranks * cut.per_rank)
+        apply_stages(model, plan, range(ctx.coordinate("pp"), num_ranks * cut.per_rank, num_ranks))
+        leave_pointers(before, model)
+        repoint(optimizer)
+    return {"model": model, "optimizer": optimizer, "schedule": schedule, "step": 3}
+
+
+def tensors(ctx: Context, run: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return whole(run["model"], run["optimizer"], ctx)
+
+
+def go(run: dict[str, Any]) -> None:
+    step(run["model"], run["optimizer"])
+    run["schedule"].step()
+
+
+def document(path: Path) -> str:
+    """Return the tree of a checkpoint, to the letter."""
+    return json.dumps(json.loads((path / "manifest.json").read_text().splitlines()[0])["tree"])
+
+
+@st.composite
+def cuts(draw: st.DrawFn) -> Cut:
+    num_ranks, per_rank = draw(st.integers(2, 3)), draw(st.integers(1, 2))
+    num_layers = draw(st.integers(num_ranks * per_rank, num_ranks * per_rank + 2))
+    return Cut(num_layers, draw(st.booleans()), num_ranks, per_rank, draw(st.integers(1, 2)))
+
+
+@settings(max_examples=10)
+@given(cuts())
+def test_the_checkpoint_of_stages_is_that_of_one_process_to_the_letter(cut: Cut) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+
+        def save(ctx: Context) -> dict[str, torch.Tensor]:
+            run = new(ctx, cut, 0)
+            go(run)
+            af.save_state(ctx, folder / f"of{ctx.num_processes}", run)
+            files = af.save_model(ctx, run["model"], folder / f"weights{ctx.num_processes}", 200)
+            assert all(file.is_file() for file in files)
+            af.check_replicas(ctx, [run["model"], run["optimizer"]])
+            return tensors(ctx, run)
+
+        def load(ctx: Context) -> list[dict[str, torch.Tensor]]:
+            found: list[dict[str, torch.Tensor]] = []
+            for size in (1, cut.num_ranks * cut.copies):
+                run = new(ctx, cut, 1)
+                assert af.load_state(ctx, folder / f"of{size}", run)["step"] == 3
+                found.append(tensors(ctx, run))
+                go(run)  # with the rate that the schedule had
+                found.append(tensors(ctx, run))
+                weights = new(ctx, cut, 2)
+                assert af.load_model(weights["model"], folder / f"weights{size}") == ((), ())
+                found.append(whole(weights["model"], weights["optimizer"], ctx))
+            return found
+
+        (saved,) = run_ranks(save, 1)
+        size = cut.num_ranks * cut.copies
+        stages = run_ranks(save, size, parallelism_config=cut.config)
+        assert document(folder / f"of{size}") == document(folder / "of1")
+        verify_checkpoint(folder / f"of{size}")
+        for file in (folder / "weights1").iterdir():
+            assert file.read_bytes() == (folder / f"weights{size}" / file.name).read_bytes()
+        (expected,) = run_ranks(load, 1)
+        for found in run_ranks(load, size, parallelism_config=cut.config):
+            for one, other in zip(found, expected, strict=True):
+                assert_equal(one, other)
+        for one in (*stages, expected[0], expected[3]):
+            assert_equal(one, saved)
+
+
+def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+CUT = Cut(2, is_tied=True, num_ranks=2, per_rank=1, copies=1)
+
+
+def test_what_other_stages_have_is_checked_where_it_is_and_every_rank_hears(tmp_path: Path) -> None:
+    larger = CUT._replace(num_layers=3)
+
+    def work(ctx: Context) -> list[str]:
+        af.save_state(ctx, tmp_path / "at", new(ctx, larger, 0))
+        af.save_model(ctx, new(ctx, larger, 0)["model"], tmp_path / "weights")
+        run = new(ctx, CUT, 1)
+        before = tensors(ctx, run)
+        said: list[str] = []
+        with pytest.raises((CheckpointMismatchError, af.errors.RemoteRankError)) as caught:
+            af.load_state(ctx, tmp_path / "at", run)
+        said.append(str(caught.value))
+        with pytest.raises(CheckpointMismatchError) as found:
+            af.load_model(run["model"], tmp_path / "weights")
+        said.append(str(found.value))
+        assert_equal(tensors(ctx, run), before)
+        report = af.load_model(run["model"], tmp_path / "weights", strict=False)
+        assert report.missing == ()
+        assert {name.rpartition(".")[0] for name in report.unexpected} == {"blocks.2.0", "blocks.2.1"}
+        return said
+
+    ranks = run_ranks(work, 2, parallelism_config=CUT.config)
+    for state, weights in ranks:
+        assert "blocks.2.0.weight" in state
+        assert "blocks.2.0.weight" in weights
+
+
+def test_a_shared_weight_that_has_drifted_between_stages_is_refused(tmp_path: Path) -> None:
+    def work(ctx: Context) -> list[tuple[int, str]]:
+        run = new(ctx, CUT, 0)
+        if ctx.coordinate("pp") == 1:
+            with torch.no_grad():
+                run["model"].head.weight.add_(1e-3)
+        with pytest.raises(ReplicaDriftError) as caught:
+            af.save_state(ctx, tmp_path / "at", run)
+        af.save_state(ctx, tmp_path / "at", run, allow_drift=True)
+        return [(row.rank, row.path) for row in caught.value.rows]
+
+    drifted = [(1, "tree['model/embed.weight']")]
+    assert run_ranks(work, 2, parallelism_config=CUT.config) == [drifted] * 2
+    run = new(Context(), CUT, 1)
+    af.load_state(Context(), tmp_path / "at", run)  # the first stage's
+    assert_equal(dict(run["model"].state_dict()), dict(new(Context(), CUT, 0)["model"].state_dict()))
+
+
+def test_what_is_left_of_a_model_is_not_saved_alone(tmp_path: Path) -> None:
+    def work(ctx: Context) -> None:
+        run = new(ctx, CUT, 0)
+        go(run)
+        with pytest.raises(CheckpointError, match=r"optimizer is .* of no pipelined model in the tree"):
+            af.save_state(ctx, tmp_path / "at", {"optimizer": run["optimizer"]})
+        alone = ctx.along("dp")
+        with pytest.raises(CheckpointError, match="model is cut into stages, and the ranks of this context"):
+            af.save_state(alone, tmp_path / f"at{ctx.rank}", {"model": run["model"]})
+        for attempt in (
+            lambda: af.save_model(alone, run["model"], tmp_path / "weights"),
+            lambda: af.get_state_dict(alone, run["model"]),
+        ):
+            with pytest.raises(ValueError, match="cut into stages"):
+                attempt()
+
+    run_ranks(work, 2, parallelism_config=CUT.config)
+    assert not [*tmp_path.iterdir()]

@@ -1,0 +1,150 @@
+"""Models without memory are prepared, take rank 0's values or those of files, and aren't used before."""
+
+# torch leaves backward and manual_seed partly untyped.
+# pyright: reportUnknownMemberType=false
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import accelfn as af
+from accelfn import Context, FullyShardedDataParallelPlugin, ParallelismConfig
+from accelfn.errors import ConfigurationError, RemoteRankError
+from accelfn.testing import run_ranks
+from tests.parallel import shard_models as lm
+from tests.parallel import tensor_models as tm
+
+PLUGIN = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=True)
+UNFILLED = r"embed\.weight, positions\.weight, .* never got values\. Load them first"
+
+
+class Model(tm.GPT):
+    """One with tied embeddings, a buffer in its state dict, and one that no file has."""
+
+    scale: torch.Tensor
+    shift: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.full((1,), 0.5))
+        self.register_buffer("shift", torch.arange(tm.VOCABULARY) / 10, persistent=False)
+
+    def forward(self, ids: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
+        return super().forward(ids, positions) * self.scale + self.shift
+
+
+def on_meta() -> Any:
+    with af.init_empty_weights():
+        return Model()
+
+
+def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {**lm.whole(model), **dict(model.named_buffers())}
+
+
+def is_equal(model: nn.Module, expected: nn.Module) -> bool:
+    found = tensors(model)
+    return all(torch.equal(found[name], one) for name, one in tensors(expected).items())
+
+
+def step(ctx: Context, model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Train for one step, of equal batches on all ranks, and return the parameters."""
+    ids, _ = tm.make_batch(seed=1)
+    scaler = af.backward(ctx, model(ids).square().mean(), af.init_scaler(ctx))
+    af.optimizer_step(ctx, optimizer, scaler)
+    return lm.whole(model)
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def check(ctx: Context, folder: Path) -> None:
+    # Rank 0 has loaded the model; the others, as transformers has it, have computed what no file has.
+    model: Any = Model() if ctx.rank == 0 else on_meta()
+    if ctx.rank:
+        model.scale = torch.empty_like(model.scale, device="meta")
+    model, optimizer = af.prepare(ctx, model, make_optimizer(model))
+    assert is_equal(model, Model())
+    assert model.head.weight is model.embed.weight
+    af.save_model(ctx, model, folder / "weights")
+    af.save_state(ctx, folder / "state", {"model": model})
+    trained = step(ctx, model, optimizer)
+    ids, _ = tm.make_batch(seed=1)
+
+    # Nobody has loaded it: each rank reads its parts.
+    offloaded = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=True)
+    for way, own in (("weights", ctx), ("state", ctx), ("weights", ctx.replace(fsdp_plugin=offloaded))):
+        model = on_meta()
+        model, optimizer = af.prepare(own, model, make_optimizer(model))
+        for _ in range(2):
+            with pytest.raises(ConfigurationError, match=UNFILLED):
+                model(ids)
+        if way == "weights":
+            af.load_model(model, folder / "weights")
+        else:
+            af.load_state(own, folder / "state", {"model": model})
+        assert is_equal(model, Model())
+        found = step(own, model, optimizer)
+        assert all(torch.equal(found[name], one) for name, one in trained.items())
+
+    # A part that is left out is named.
+    model = af.prepare_model(ctx, on_meta())
+    with torch.no_grad():
+        for name, one in model.named_parameters():
+            if name != "norm.bias":
+                one.zero_()
+    with pytest.raises(ConfigurationError, match=r"forward: norm\.bias came from the meta device"):
+        model(ids)
+    # And nobody saves what was never there over files that are good.
+    for save in (
+        lambda: af.save_model(ctx, model, folder / "weights"),
+        lambda: af.save_state(ctx, folder / "state", {"model": model}),
+        lambda: af.get_state_dict(ctx, model),
+    ):
+        with pytest.raises((ConfigurationError, RemoteRankError), match=r"norm\.bias came from the meta"):
+            save()
+    # The first rank has what all begin with.
+    with pytest.raises(ConfigurationError, match=r"embed\.weight is on the meta device on rank 0, and has v"):
+        af.prepare_model(ctx, on_meta() if ctx.rank == 0 else Model())
+    with torch.device("meta"):
+        model = nn.Linear(1, 1)
+    with pytest.raises(ConfigurationError, match=r"every rank is to have the whole model"):
+        af.prepare_model(ctx, model, plan=af.plan_model(Context(), model))
+
+
+@pytest.mark.parametrize("tp", [1, 2], ids=["fsdp2", "tp2xfsdp2"])
+def test_ranks_take_their_parts_of_what_rank_0_or_a_file_holds(tp: int, tmp_path: Path) -> None:
+    handler = af.config.TorchTensorParallelConfig(plan=tm.PLAN) if tp > 1 else None
+    config = ParallelismConfig(dp_shard_size=2, tp_size=tp, tp_handler=handler)
+    run_ranks(
+        lambda ctx: check(ctx, tmp_path),
+        2 * tp,
+        "processes",
+        fsdp_plugin=PLUGIN,
+        parallelism_config=config,
+        timeout_s=120,
+    )
+
+
+def test_one_rank_gives_memory_too_and_keeps_ties(tmp_path: Path) -> None:
+    ctx = Context()
+    af.save_model(ctx, Model(), tmp_path)
+    model = on_meta()
+    optimizer = make_optimizer(model)
+    model, optimizer = af.prepare(ctx, model, optimizer)
+    ids, _ = tm.make_batch(seed=1)
+    with pytest.raises(ConfigurationError, match=UNFILLED):
+        model(ids)
+    af.load_model(model, tmp_path)
+    assert model.head.weight is model.embed.weight
+    assert is_equal(model, Model())
+    plain = Model()
+    expected = step(ctx, plain, make_optimizer(plain))
+    found = step(ctx, model, optimizer)
+    assert all(torch.equal(found[name], one) for name, one in expected.items())
