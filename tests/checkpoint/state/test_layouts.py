@@ -166,10 +166,12 @@ def check_route(folder: Path, route: Sequence[str], make_model: Callable[..., nn
         before = in_layout(name, work)
 
 
+@pytest.mark.timeout(300)
 def test_a_run_goes_from_layout_to_layout(tmp_path: Path) -> None:
     check_route(tmp_path, ROUTE, DENSE)
 
 
+@pytest.mark.timeout(300)
 def test_a_run_with_experts_goes_from_layout_to_layout(tmp_path: Path) -> None:
     check_route(tmp_path, SPARSE_ROUTE, SparseGPT)
 
@@ -209,12 +211,14 @@ def sparse(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", EVERY)
 def test_a_run_goes_on_in_any_layout(name: str, dense: Checkpoints) -> None:
     check_loads(name, dense)
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", SPARSE)
 def test_a_run_with_experts_goes_on_in_any_layout(name: str, sparse: Checkpoints) -> None:
     check_loads(name, sparse)

@@ -16,6 +16,7 @@ import accelfn as af
 from accelfn.context import Context
 from accelfn.errors import ReplicaDriftError
 from accelfn.testing import run_ranks
+from accelfn.tree import local_of
 from tests.parallel.layouts import LAYOUTS, SAVED
 from tests.parallel.tensor_models import GPT
 
@@ -121,20 +122,23 @@ def test_a_tied_llama_in_stages_reads_and_writes_the_files_of_transformers(tmp_p
     assert equal(load_file(file), load_file(tmp_path / "theirs" / "model.safetensors"))
 
 
-DRIFTED = [("hsdp2x2", "blocks.0.up.weight"), ("tp2", "norm.weight")]
+DRIFTED = [
+    ("hsdp2x2", "blocks.0.up.weight", "blocks.0.up.weight"),
+    ("tp2", "norm.weight", "norm.weight"),
+    ("pp2", "head.weight", "embed.weight"),  # which the stages share
+]
 
 
-@pytest.mark.parametrize(("name", "leaf"), DRIFTED)
-def test_copies_of_a_part_that_have_drifted_are_refused(name: str, leaf: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "leaf", "told"), DRIFTED)
+def test_copies_that_have_drifted_are_refused(name: str, leaf: str, told: str, tmp_path: Path) -> None:
     def work(ctx: Context) -> str:
         model = prepared(ctx, 0)
         if ctx.rank == ctx.num_processes - 1:
-            part: Any = af.unwrap_model(model).get_parameter(leaf)
-            part.to_local().data.add_(1e-3)
+            local_of(af.unwrap_model(model).get_parameter(leaf)).data.add_(1e-3)
         with pytest.raises(ReplicaDriftError) as caught:
             af.save_model(ctx, model, tmp_path)
         assert [(row.rank, row.path) for row in caught.value.rows] == [
-            (ctx.num_processes - 1, f"model[{leaf!r}]")
+            (ctx.num_processes - 1, f"model[{told!r}]")
         ]
         return str(caught.value)
 
