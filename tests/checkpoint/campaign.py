@@ -1,14 +1,14 @@
 """Kill a program while it saves, over and over, and look each time whether anything was lost.
 
 ``python -m tests.checkpoint.campaign`` does it 240 times and prints what it saw. A trial is a program of one
-or two ranks that saves one state after the other, to one place or to a new one each time with the older ones
-removed. The state is the same on all ranks, or a model and its AdamW that are sharded over two and go on
-training while they are saved in the background. The program is killed (SIGKILL), with all its processes or
-only one rank of two: either some time into a save, or just before one of the changes that a rank makes to the
-disk, so that short phases are hit as well as long ones. Where one rank is left, it must raise an error within
-seconds. Then the newest checkpoint must load, be bit-equal to the state of its step, and be no older than the
-last step that the program was told is committed; and reading must leave the directory as it was. The next
-trial goes on in the same directory, with whatever the killed one left behind.
+to four ranks that saves one state after the other, to one place or to a new one each time with the older ones
+removed. The state is the same on all ranks, or a model and its AdamW that are sharded, in stages of a
+pipeline, or both, and go on training while they are saved in the background. The program is killed (SIGKILL),
+with all its processes or one rank alone: either some time into a save, or just before one of the changes that
+a rank makes to the disk, so that short phases are hit as well as long ones. Ranks that are left must raise
+an error within seconds. Then the newest checkpoint must load, be bit-equal to the state of its step, and be
+no older than the last step that the program was told is committed; and reading must leave the directory as it
+was. The next trial goes on in the same directory, with whatever the killed one left behind.
 """
 
 import argparse
@@ -25,11 +25,12 @@ import tempfile
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NoReturn, cast
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, NoReturn, cast, get_args
 
 import torch
 from torch import nn
@@ -39,8 +40,9 @@ from accelfn.checkpoint import Keep
 from accelfn.context import Context
 from accelfn.errors import NoCheckpointError
 from accelfn.testing import processes, run_ranks
+from accelfn.tree import is_dtensor, local_of
 from tests.checkpoint.watched_disk import CHANGES, installed, watched
-from tests.parallel.layouts import LAYOUTS
+from tests.parallel.layouts import LAYOUTS, Layout
 
 __all__ = (
     "PHASES",
@@ -56,7 +58,7 @@ __all__ = (
 
 Place = Literal["replaced", "rotated"]
 Killed = Literal["program", "rank"]
-State = Literal["whole", "sharded"]
+State = Literal["whole", "sharded", "stages", "sharded stages"]
 
 # By what is on the disk after a kill and wasn't there before the trial.
 PHASES = (
@@ -66,6 +68,10 @@ PHASES = (
     "between the two renames",
     "renamed, old one still there",
     "older one half removed",
+)
+# Of states that are a model and its optimizer.
+_LAYOUTS: Mapping[State, Layout] = MappingProxyType(
+    {"sharded": LAYOUTS["fsdp2"], "stages": LAYOUTS["pp2"], "sharded stages": LAYOUTS["pp2xfsdp2"]}
 )
 _PATIENCE_S = 30.0
 _LAST = "last"
@@ -124,8 +130,8 @@ def state_of_step(step: int) -> dict[str, Any]:
     }
 
 
-def shards_of_step(step: int) -> dict[str, torch.Tensor]:
-    """Give what a model and its AdamW hold that are sharded over ranks: 2.2 MB, by parameter and moment."""
+def model_of_step(step: int) -> dict[str, torch.Tensor]:
+    """Give what a model and its AdamW hold: 2.2 MB, by parameter and moment."""
     generator = torch.Generator().manual_seed(step)
     state: dict[str, torch.Tensor] = {}
     for name, value in _model("meta").named_parameters():
@@ -136,7 +142,7 @@ def shards_of_step(step: int) -> dict[str, torch.Tensor]:
 
 
 def _model(device: str = "cpu") -> nn.Module:
-    return nn.Sequential(nn.Linear(300, 300, device=device), nn.Linear(300, 301, device=device))
+    return nn.Sequential(nn.Linear(300, 300, device=device), nn.Linear(300, 300, device=device))
 
 
 def kill_while_saving(
@@ -160,13 +166,14 @@ def kill_while_saving(
         place: Whether each save replaces the one before, or has a directory of its own.
         killed: What is killed: the program with all its ranks, or one of its ranks.
         background: Whether the program saves in the background.
-        state: What is saved: a state that is the same on all ranks, or one that is sharded over two.
+        state: What is saved: a state that is the same on all ranks, or a model and its optimizer, of which
+            each has a part.
         seed: Of the moments at which programs are killed.
         changes: The changes of the main rank to the disk at which the trials are killed, one after the other,
             instead of at random.
     """
-    if state == "sharded":  # once here, and not for a second in each forked rank
-        for name in ("torch._dynamo", "torch.distributed.fsdp"):
+    if state != "whole":  # once here, and not for a second in each forked rank
+        for name in ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining"):
             importlib.import_module(name)
     chance = random.Random(seed)
     report = Report()
@@ -195,7 +202,7 @@ def kill_while_saving(
         report.phases[_phase(folder, before, place)] += 1
         if trial.victim is not None:
             if seconds is None:
-                report.lost.append(f"trial {number}: the rank that was left was told nothing ({trial})")
+                report.lost.append(f"trial {number}: not all ranks that were left were told ({trial})")
                 return report
             report.told_after_s.append(seconds)
         acknowledged = max([*told, step - 1])
@@ -238,13 +245,13 @@ def _newest(folder: Path, acknowledged: int, place: Place, state: State) -> int 
     step = found["step"]
     if step < acknowledged:
         return f"step {acknowledged} was committed, and step {step} is the newest"
-    saved = state_of_step(step) if state == "whole" else shards_of_step(step)
+    saved = state_of_step(step) if state == "whole" else model_of_step(step)
     is_same = _same(found if state == "whole" else _flat(found), saved)
     return step if is_same else f"step {step} isn't what was saved"
 
 
 def _flat(found: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Give what :func:`shards_of_step` gives, from a checkpoint that one process reads."""
+    """Give what :func:`model_of_step` gives, from a checkpoint that one process reads."""
     moments = {f"{name}/": value for name, value in found["model"].items()}
     for name, state in found["optimizer"]["state"].items():
         moments.update({f"{name.removeprefix('model/')}/{key}": value for key, value in state.items()})
@@ -267,8 +274,8 @@ def _run_and_kill(folder: Path, trial: _Trial, times: list[float]) -> tuple[list
     """Fork a program and have it killed.
 
     Returns:
-        The steps that it was told are committed; and after how many seconds the rank that was left got an
-        error, None where none did.
+        The steps that it was told are committed; and after how many seconds all ranks that were left had got
+        an error, None where one didn't.
     """
     reader, writer = os.pipe()
     child = fork()
@@ -282,7 +289,8 @@ def _run_and_kill(folder: Path, trial: _Trial, times: list[float]) -> tuple[list
     os.close(writer)
     told: list[int] = []
     pids: dict[int, int] = {}
-    last_s = killed_s = error_s = None
+    errors: dict[int, float] = {}
+    last_s = killed_s = None
     try:
         while (word := _hear(reader)) is not None:
             if word.kind == "b":
@@ -295,7 +303,7 @@ def _run_and_kill(folder: Path, trial: _Trial, times: list[float]) -> tuple[list
             elif word.kind == "k":
                 killed_s = word.time_s
             elif killed_s is not None:
-                error_s = word.time_s
+                errors[word.rank] = word.time_s
             if (
                 trial.change is None
                 and killed_s is None
@@ -308,7 +316,9 @@ def _run_and_kill(folder: Path, trial: _Trial, times: list[float]) -> tuple[list
         os.killpg(child, signal.SIGKILL)  # not yet waited for, so the number is still its own
         os.waitpid(child, 0)
         os.close(reader)
-    return told, None if error_s is None or killed_s is None else error_s - killed_s
+    if killed_s is None or len(errors) < trial.ranks - 1:
+        return told, None
+    return told, max([*errors.values(), killed_s]) - killed_s
 
 
 def fork() -> int:
@@ -362,7 +372,7 @@ def _be_program(folder: Path, trial: _Trial, writer: int) -> None:
     setattr(processes, "_GRACE_S", _PATIENCE_S)  # noqa: B010 -- it is this program's own copy
 
     def be_rank(ctx: Context) -> None:
-        run = _Run(ctx) if trial.state == "sharded" else None
+        run = None if trial.state == "whole" else _Run(ctx)
         _Word("b", ctx.rank, os.getpid(), time.monotonic()).sent(writer)
         saves = changes = 0
 
@@ -395,7 +405,7 @@ def _be_program(folder: Path, trial: _Trial, writer: int) -> None:
     if trial.ranks == 1:
         told(Context())
     else:
-        mesh = LAYOUTS["fsdp2"].config() if trial.state == "sharded" else None
+        mesh = None if trial.state == "whole" else _LAYOUTS[trial.state].config()
         run_ranks(told, trial.ranks, on="processes", parallelism_config=mesh)
 
 
@@ -404,8 +414,12 @@ def _wait_for_the_end() -> NoReturn:
         time.sleep(1.0)
 
 
+def _mean(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return model(batch).mean()
+
+
 class _Run:
-    """A model and its AdamW, sharded over the ranks of a program."""
+    """A model and its AdamW, of which each rank of a program has a part."""
 
     def __init__(self, ctx: Context) -> None:
         self.ctx = ctx
@@ -415,24 +429,25 @@ class _Run:
 
     def train(self) -> None:
         """Step once."""
-        loss = self.model(torch.ones(1, 300)).sum()
-        af.optimizer_step(self.ctx, self.optimizer, af.backward(self.ctx, loss, af.init_scaler(self.ctx)))
+        scaler = af.init_scaler(self.ctx)
+        for batch, micro in af.microbatches(self.ctx, [torch.ones(2, 300)]):
+            scaler, _ = af.forward_backward(self.ctx, self.model, _mean, batch, scaler, micro)
+            scaler = af.optimizer_step(self.ctx, self.optimizer, scaler)
 
     def be_at(self, step: int) -> dict[str, Any]:
         """Hold what a step holds, and give it for saving."""
         from torch.distributed.tensor import distribute_tensor
 
-        whole = shards_of_step(step)
+        whole = model_of_step(step)
         for name, parameter in self.model.named_parameters():
             state = self.optimizer.state[parameter]
             state["step"].copy_(whole[f"{name}/step"])
             for moment in ("", "exp_avg", "exp_avg_sq"):
                 target: Any = state[moment] if moment else parameter.detach()
-                source = whole[f"{name}/{moment}"]
-                part: Any = distribute_tensor(
-                    source, target.device_mesh, target.placements, src_data_rank=None
-                )
-                target.to_local().copy_(part.to_local())
+                part = whole[f"{name}/{moment}"]
+                if is_dtensor(target):
+                    part = distribute_tensor(part, target.device_mesh, target.placements, src_data_rank=None)
+                local_of(target).copy_(local_of(part))
         return {"model": self.model, "optimizer": self.optimizer, "step": step}
 
 
@@ -461,15 +476,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Kill programs while they save, and look what is lost.")
     parser.add_argument("--kills", type=int, default=240, help="trials in all (240)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments of the kills")
-    parser.add_argument("--state", choices=("whole", "sharded"), help="what is saved (both)")
+    parser.add_argument("--state", choices=get_args(State), help="what is saved (all)")
     options = parser.parse_args()
     torch.set_num_threads(1)
     programs: tuple[tuple[int, Killed, State], ...] = (
         (1, "program", "whole"),
         (2, "program", "whole"),
         (2, "rank", "whole"),
-        (2, "program", "sharded"),
-        (2, "rank", "sharded"),
+        *((layout.size, killed, state) for state, layout in _LAYOUTS.items() for killed in get_args(Killed)),
     )
     kinds: list[tuple[int, State, Place, bool, Killed]] = [
         (ranks, state, place, background, killed)
@@ -510,7 +524,7 @@ def main() -> None:
     total = (sums["kills"], sums["saves"], *(sums[phase] for phase in PHASES), sums["lost"])
     print(f"| all | | | | | {' | '.join(map(str, total))} |")
     if seconds:
-        print(f"\nA rank that was left raised an error after {max(seconds) * 1000:.0f} ms at the latest.")
+        print(f"\nRanks that were left had raised an error after {max(seconds) * 1000:.0f} ms at the latest.")
     missed = [phase for phase in PHASES if not sums[phase]]
     if missed:
         print(f"\nNo kill came: {', '.join(missed)}.")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.campaign import PHASES, Killed, Place, kill_while_saving
+from tests.checkpoint.campaign import PHASES, Killed, Place, State, kill_while_saving
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="programs are forked")
 
@@ -26,8 +26,9 @@ def test_a_kill_loses_nothing(
 @pytest.mark.parametrize(
     ("killed", "background", "changes"), [("rank", False, (1, 9, 13, 16)), ("program", True, ())]
 )
-def test_a_kill_loses_nothing_that_is_sharded(
-    tmp_path: Path, killed: Killed, background: bool, changes: tuple[int, ...]
+@pytest.mark.parametrize("state", ["sharded", "stages"])
+def test_a_kill_loses_nothing_that_ranks_have_parts_of(
+    tmp_path: Path, state: State, killed: Killed, background: bool, changes: tuple[int, ...]
 ) -> None:
     report = kill_while_saving(
         tmp_path,
@@ -36,7 +37,7 @@ def test_a_kill_loses_nothing_that_is_sharded(
         place="replaced",
         killed=killed,
         background=background,
-        state="sharded",
+        state=state,
         seed=2,
         changes=changes,
     )

@@ -22,6 +22,7 @@ class Layout(NamedTuple):
     pp: int = 1
     ep: int = 1  # a part of ``shard``
     schedule: str = "1f1b"  # of stages along ``pp``
+    split: tuple[str, ...] = ()  # where stages begin, other than the first; without: evenly
 
     @property
     def size(self) -> int:
@@ -35,7 +36,11 @@ class Layout(NamedTuple):
 
     def config(self, plan: Mapping[str, str] | None = PLAN) -> af.ParallelismConfig:
         """Return the mesh; ``plan`` says how ranks along ``tp`` share layers, None leaves it to the model."""
-        stages = af.config.PipelineParallelConfig(schedule=self.schedule) if self.pp > 1 else None
+        stages = (
+            af.config.PipelineParallelConfig(schedule=self.schedule, split=self.split)
+            if self.pp > 1
+            else None
+        )
         handler = af.config.TorchTensorParallelConfig(plan=plan) if self.tp > 1 and plan else None
         return af.ParallelismConfig(
             dp_replicate_size=self.replicate,

@@ -20,6 +20,7 @@ from accelfn.checkpoint.accelerate.writing import write_accelerate
 from accelfn.checkpoint.conversion.parts import Part, find_part, split_parts, with_shared
 from accelfn.checkpoint.conversion.whole import write_whole
 from accelfn.checkpoint.document.document import decode, encode
+from accelfn.checkpoint.document.nodes import below
 from accelfn.checkpoint.files.commit import check_target
 from accelfn.checkpoint.files.disk import REAL_DISK
 from accelfn.checkpoint.files.find import locate
@@ -255,9 +256,9 @@ def _within(optimizer: Mapping[str, Any], model: str) -> dict[str, Any]:
     """Name an optimizer's parameters with the path of the only model, as ``save_state`` does."""
     return {
         **optimizer,
-        "state": {f"{model}/{name}": value for name, value in optimizer["state"].items()},
+        "state": {below(model, name): value for name, value in optimizer["state"].items()},
         "groups": [
-            {**group, "params": [f"{model}/{name}" for name in group["params"]]}
+            {**group, "params": [below(model, name) for name in group["params"]]}
             for group in optimizer["groups"]
         ],
     }

@@ -7,6 +7,7 @@ from the root, with ``~`` and ``/`` in a key written as ``~0`` and ``~1``.
 from __future__ import annotations
 
 import enum
+import functools
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
@@ -15,7 +16,7 @@ from accelfn.checkpoint.document.plain import PLAIN_KINDS
 from accelfn.checkpoint.files.manifest import Json
 from accelfn.errors import AccelfnError, DamagedCheckpointError
 
-__all__ = ("LEAVES", "MAX_DEPTH", "Children", "children_of", "damaged", "key_text", "shown", "step")
+__all__ = ("LEAVES", "MAX_DEPTH", "Children", "below", "children_of", "damaged", "key_text", "shown", "step")
 
 # Of containers in containers. A document nests up to four times as deep, and json recurses.
 MAX_DEPTH = 64
@@ -50,6 +51,15 @@ def step(path: str, key: Any) -> str:
     if "~" in text or "/" in text:
         text = text.replace("~", "~0").replace("/", "~1")
     return f"{path}/{text}"
+
+
+def below(path: str, *keys: Any) -> str:
+    """Append keys to a path as tensors are named by it: without the first slash; "" for the root.
+
+    >>> below("", "model", "a/b"), below("model", 0)
+    ('model/a~1b', 'model/0')
+    """
+    return functools.reduce(step, keys, f"/{path}" if path else "")[1:]
 
 
 def shown(path: str) -> str:

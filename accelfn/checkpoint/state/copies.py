@@ -31,6 +31,10 @@ def boxes_of(tensor: torch.Tensor) -> tuple[Box, ...] | None:
     return tuple(box for box in boxes if all(box.shape) or not tensor.numel())
 
 
+def _all_of(tensor: torch.Tensor) -> tuple[Box, ...]:
+    return (Box((0,) * tensor.dim(), tuple(tensor.shape)),)
+
+
 def boxes_from(lists: Sequence[Any]) -> tuple[Box, ...]:
     """Return boxes that have been lists in JSON."""
     return tuple(Box(*map(tuple, box)) for box in lists)
@@ -75,14 +79,14 @@ def find_drift(
 
 
 def check_copies(ctx: Context, operation: str, tensors: Mapping[str, torch.Tensor], name: str) -> None:
-    """Check that ranks that hold the same part of a ``DTensor`` hold the same bits of it.
+    """Check that ranks that hold the same tensor, or part of a ``DTensor``, hold the same bits of it.
 
     Ranks: every rank of ``ctx``.
 
     Args:
         ctx: The world.
         operation: What errors call it.
-        tensors: ``DTensor``s by key, on any mesh.
+        tensors: By key. ``DTensor``s may be on any mesh, and ranks may have different ones.
         name: What errors call the tensors together.
 
     Raises:
@@ -90,10 +94,11 @@ def check_copies(ctx: Context, operation: str, tensors: Mapping[str, torch.Tenso
     """
 
     def describe() -> bytes:
-        parts = {key: local_of(one) for key, one in tensors.items() if has_copies(one)}
+        boxes = {key: boxes_of(one) for key, one in tensors.items()}
+        parts = {key: local_of(one) for key, one in tensors.items() if boxes[key] is None or has_copies(one)}
         rows = cast("list[list[int]]", digest_tensors(list(parts.values())).tolist())  # pyright: ignore[reportUnknownMemberType]
         copies = {key: str(row) for key, row in zip(parts, rows, strict=True)}
-        return json.dumps([copies, {key: boxes_of(tensors[key]) for key in parts}]).encode()
+        return json.dumps([copies, {key: boxes[key] or _all_of(one) for key, one in parts.items()}]).encode()
 
     own, error = catch(describe)
     ranks = [json.loads(one) for one in gather_bytes(ctx, Call(operation, "copies"), own or b"", error)]

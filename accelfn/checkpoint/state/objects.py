@@ -21,7 +21,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from accelfn.checkpoint.document.decoder import is_object
-from accelfn.checkpoint.document.nodes import Children, children_of, step
+from accelfn.checkpoint.document.fit import describe_like
+from accelfn.checkpoint.document.nodes import Children, below, children_of, step
 from accelfn.checkpoint.files.manifest import Json
 from accelfn.checkpoint.files.stored_dtype import contiguous_copy
 from accelfn.data import LoaderState, PreparedDataLoader
@@ -85,7 +86,7 @@ class Names(NamedTuple):
             return frozenset()
         parameters = {self.by_identity[number] for number in self.replicated}
         states = {
-            f"{path}/state/{_escaped(self.by_identity[id(parameter)])}"
+            below(path, "state", self.by_identity[id(parameter)])
             for path, optimizer in self.optimizers
             for group in _groups(optimizer)
             for parameter in group["params"]
@@ -104,26 +105,33 @@ class Pending(NamedTuple):
 
 def find_names(tree: Any) -> Names:
     """Name the parameters of all modules in a tree, and its own tensors, by their paths."""
+    objects: list[tuple[str, Any]] = []
+
+    def remember(path: str, thing: Any) -> bool:
+        objects.append((path, thing))
+        return False
+
+    # By the walk that makes the document, so that both have the same paths; in an order that no dict changes.
+    leaves = describe_like(tree, inside=remember).leaves
+    found = sorted([*objects, *leaves.items()], key=lambda one: one[0])
     names: dict[int, str] = {}
     tensors: list[torch.Tensor] = []
     replicated: set[int] = set()
     optimizers: list[tuple[str, Optimizer]] = []
     order: dict[str, int] = {}
-    paths, leaves, _ = optree.tree_flatten_with_path(tree, none_is_leaf=True)
-    for parts, leaf in zip(paths, leaves, strict=True):
-        path = "/".join(_escaped(str(part)) for part in parts)
+    for path, leaf in found:
         if isinstance(leaf, nn.Module):
             _reshard(leaf)
             for module in leaf.modules():
                 if is_replicated(module):
                     replicated.update(map(id, module.parameters()))
-            inner, prefix = inner_of(leaf), f"{path}/" if path else ""
+            inner = inner_of(leaf)
             whole = whole_of(inner)
             first: Mapping[str, str] = {} if whole is None else whole.first
             for name in whole.tensors if whole is not None else ():
-                order.setdefault(prefix + first.get(name, name), len(order))
+                order.setdefault(below(path, first.get(name, name)), len(order))
             for name, parameter in inner.named_parameters(remove_duplicate=False):
-                names.setdefault(id(parameter), prefix + first.get(name, name))
+                names.setdefault(id(parameter), below(path, first.get(name, name)))
                 tensors.append(parameter)
                 # Also of a module that stands inside of what was prepared; and whatever several stages have.
                 if is_kept_equal(parameter) or whole is not None:
@@ -138,10 +146,6 @@ def find_names(tree: Any) -> Names:
             optimizers.append((path, leaf))
     elsewhere = frozenset(order).difference(names.values())
     return Names(names, tuple(tensors), frozenset(replicated), tuple(optimizers), order, elsewhere)
-
-
-def _escaped(name: str) -> str:
-    return name.replace("~", "~0").replace("/", "~1")
 
 
 def _reshard(module: nn.Module) -> None:

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from accelfn.checkpoint.document.nodes import children_of, step
+from accelfn.checkpoint.document.nodes import below, children_of, step
 from accelfn.checkpoint.files.manifest import Json
 from accelfn.checkpoint.state.objects import (
     KnownNames,
@@ -39,7 +39,7 @@ def first_names(staged: Mapping[str, WholeModel | None], stored: Iterable[str]) 
     """
     own = frozenset(stored)
     names = {
-        step(f"/{path}" if path else "", name)[1:]: step(f"/{path}" if path else "", first)[1:]
+        below(path, name): below(path, first)
         for path, whole in staged.items()
         if whole is not None
         for name, first in whole.first.items()

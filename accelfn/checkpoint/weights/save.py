@@ -52,6 +52,7 @@ from accelfn.checkpoint.weights.state import (
 from accelfn.comm import Call, catch, check_replicas, gather_bytes
 from accelfn.context import Context, check_context
 from accelfn.context.config import GuardMode
+from accelfn.parallel import whole_of
 from accelfn.parallel.materialize import check_filled
 from accelfn.training import unwrap_model
 from accelfn.tree import is_dtensor
@@ -151,11 +152,12 @@ def _check_replicas(ctx: Context, model: nn.Module) -> None:
         return {name: value for name, value in named if not value.is_meta}
 
     found = together(ctx, _SAVE, lambda _: parameters())
-    whole = {name: value for name, value in found.items() if not is_dtensor(value)}
-    check_replicas(ctx, whole, name="model")
-    if len(whole) < len(found):
-        sharded = {name: value for name, value in found.items() if name not in whole}
-        check_copies(ctx, _SAVE, sharded, "model")
+    staged = whole_of(unwrap_model(model, keep_torch_compile=False))
+    if staged is None and not any(map(is_dtensor, found.values())):
+        check_replicas(ctx, found, name="model")
+        return
+    first = {} if staged is None else staged.first  # as stages call what they share
+    check_copies(ctx, _SAVE, {first.get(name, name): value for name, value in found.items()}, "model")
 
 
 def _tensors(plain: nn.Module, safe: bool) -> dict[str, torch.Tensor]:

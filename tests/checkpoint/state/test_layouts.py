@@ -22,10 +22,17 @@ from accelfn.errors import ReplicaDriftError
 from accelfn.testing import run_ranks
 from tests.checkpoint.layouts import whole
 from tests.parallel.expert_models import SparseGPT
-from tests.parallel.layouts import LAYOUTS, SAVED, SPARSE
+from tests.parallel.layouts import LAYOUTS, SAVED, SPARSE, Layout
 from tests.parallel.tensor_models import GPT, LENGTH, VOCABULARY
 
 _ROWS = 4  # of a batch over all ranks
+
+DENSE = partial(GPT, num_blocks=4)
+PLACES = {**LAYOUTS, "pp2-uneven": Layout(pp=2, split=("blocks.3",))}
+EVERY = (*SAVED, "fsdp4", "pp4", "pp2-interleaved", "pp2-uneven")
+# What every run of the suite tries: the layouts that differ most, one after the other.
+ROUTE = ("one", "pp2", "fsdp4", "pp2xfsdp2", "tp2xfsdp2", "pp2-interleaved", "pp2-uneven", "one")
+SPARSE_ROUTE = ("one", "ep2xfsdp2", "fsdp2", "ep2xfsdp2", "one")
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": partial(torch.optim.AdamW, lr=0.01),
@@ -42,7 +49,7 @@ class Run(NamedTuple):
     loader: Any
 
 
-def make_run(ctx: Context, seed: int, make_model: Callable[..., nn.Module] = GPT) -> Run:
+def make_run(ctx: Context, seed: int, make_model: Callable[..., nn.Module]) -> Run:
     """Begin a run; with another seed its weights differ, and its data don't."""
     models: dict[str, nn.Module] = {}
     optimizers: dict[str, torch.optim.Optimizer] = {}
@@ -54,7 +61,7 @@ def make_run(ctx: Context, seed: int, make_model: Callable[..., nn.Module] = GPT
         for name, one in optimizers.items()
     }
     torch.manual_seed(10 * ctx.coordinate("loss") + seed)
-    ids = torch.randint(0, VOCABULARY, (32, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+    ids = torch.randint(0, VOCABULARY, (64, LENGTH + 1), generator=torch.Generator().manual_seed(0))
     data = TensorDataset(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
     loader = DataLoader[Any](data, batch_size=_ROWS // ctx.axis_size("dp"), shuffle=True)
     return Run(models, optimizers, schedulers, af.prepare(ctx, loader))
@@ -117,6 +124,58 @@ def check_draws(ranks: list[Seen], saved: list[Seen] | None) -> None:
             assert torch.equal(one.draws, before.draws)
 
 
+def check_taken_up(ctx: Context, folder: Path, before: list[Seen], run: Run) -> Iterator[torch.Tensor]:
+    """Load a run in this layout, and see that it goes on as it was; return its next steps."""
+    af.load_state(ctx, folder, run)
+    steps = train(ctx, run)
+    found = look(ctx, run, steps)
+    assert not differing(found.tensors, before[0].tensors)
+    assert found.rates == before[0].rates
+    assert torch.equal(found.data, before[0].data)
+    ranks = af.gather_object(ctx, [found])
+    is_same_layout = [one.loss_rank for one in ranks] == [one.loss_rank for one in before]
+    check_draws(ranks, before if is_same_layout else None)
+    return steps
+
+
+def in_layout(name: str, work: Callable[[Context], Seen]) -> list[Seen]:
+    sizes = PLACES[name]
+    return run_ranks(work, sizes.size, "processes", timeout_s=300.0, parallelism_config=sizes.config())
+
+
+def check_route(folder: Path, route: Sequence[str], make_model: Callable[..., nn.Module]) -> None:
+    """Train, save and load one run in one layout after the other."""
+    before: list[Seen] = []
+    for stop, name in enumerate(route):
+
+        def work(ctx: Context, stop: int = stop, before: list[Seen] = before) -> Seen:
+            run = make_run(ctx, stop, make_model)
+            if stop:
+                steps = check_taken_up(ctx, folder / f"{stop - 1}", before, run)
+            else:
+                steps = train(ctx, run)
+                next(steps), next(steps)
+            af.save_state(ctx, folder / f"{stop}", run)
+            seen = look(ctx, run, steps)
+            # By itself too: then random numbers go on on each rank as they were.
+            check_taken_up(
+                ctx, folder / f"{stop}", af.gather_object(ctx, [seen]), make_run(ctx, -1, make_model)
+            )
+            return seen
+
+        before = in_layout(name, work)
+
+
+@pytest.mark.timeout(300)
+def test_a_run_goes_from_layout_to_layout(tmp_path: Path) -> None:
+    check_route(tmp_path, ROUTE, DENSE)
+
+
+@pytest.mark.timeout(300)
+def test_a_run_with_experts_goes_from_layout_to_layout(tmp_path: Path) -> None:
+    check_route(tmp_path, SPARSE_ROUTE, SparseGPT)
+
+
 class Checkpoints(NamedTuple):
     """Runs of one model that have been saved after two steps, each in its own folder, in some layouts."""
 
@@ -128,7 +187,6 @@ class Checkpoints(NamedTuple):
 def save_in_each(folder: Path, names: Sequence[str], make_model: Callable[..., nn.Module]) -> Checkpoints:
     saved: dict[str, list[Seen]] = {}
     for name in names:
-        sizes = LAYOUTS[name]
 
         def work(ctx: Context, name: str = name) -> Seen:
             run = make_run(ctx, 0, make_model)
@@ -138,15 +196,13 @@ def save_in_each(folder: Path, names: Sequence[str], make_model: Callable[..., n
             af.save_state(ctx, folder / name, run)
             return look(ctx, run, steps)
 
-        saved[name] = run_ranks(
-            work, sizes.size, "processes", timeout_s=120.0, parallelism_config=sizes.config()
-        )
+        saved[name] = in_layout(name, work)
     return Checkpoints(folder, make_model, saved)
 
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
-    return save_in_each(tmp_path_factory.mktemp("dense"), SAVED, GPT)
+    return save_in_each(tmp_path_factory.mktemp("dense"), EVERY, DENSE)
 
 
 @pytest.fixture(scope="module")
@@ -154,11 +210,15 @@ def sparse(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     return save_in_each(tmp_path_factory.mktemp("sparse"), SPARSE, SparseGPT)
 
 
-@pytest.mark.parametrize("name", SAVED)
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", EVERY)
 def test_a_run_goes_on_in_any_layout(name: str, dense: Checkpoints) -> None:
     check_loads(name, dense)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", SPARSE)
 def test_a_run_with_experts_goes_on_in_any_layout(name: str, sparse: Checkpoints) -> None:
     check_loads(name, sparse)
@@ -167,25 +227,12 @@ def test_a_run_with_experts_goes_on_in_any_layout(name: str, sparse: Checkpoints
 def check_loads(name: str, checkpoints: Checkpoints) -> None:
     """Load the runs of all layouts in one, and see that they go on as they were."""
     folder, make_model, saved = checkpoints
-    sizes = LAYOUTS[name]
 
-    def work(ctx: Context) -> list[Seen]:
-        found: list[Seen] = []
-        for other in saved:
-            run = make_run(ctx, 1, make_model)
-            af.load_state(ctx, folder / other, run)
-            found.append(look(ctx, run, train(ctx, run)))
-        return found
+    def work(ctx: Context) -> None:
+        for other, before in saved.items():
+            check_taken_up(ctx, folder / other, before, make_run(ctx, 1, make_model))
 
-    ranks = run_ranks(work, sizes.size, "processes", timeout_s=120.0, parallelism_config=sizes.config())
-    for place, (other, before) in enumerate(saved.items()):
-        found = [one[place] for one in ranks]
-        for rank, one in enumerate(found):
-            where = f"from {other} into {name}, rank {rank}"
-            assert not differing(one.tensors, before[0].tensors), where
-            assert one.rates == before[0].rates, where
-            assert torch.equal(one.data, before[0].data), where
-        check_draws(found, before if other == name else None)
+    in_layout(name, work)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +241,7 @@ def check_loads(name: str, checkpoints: Checkpoints) -> None:
 )
 def test_copies_of_a_part_that_have_drifted_are_refused(name: str, leaf: str, tmp_path: Path) -> None:
     def work(ctx: Context) -> list[tuple[int, str]]:
-        run = make_run(ctx, seed=0)
+        run = make_run(ctx, seed=0, make_model=GPT)
         model = run.models["sgd"]
         af.save_state(ctx, tmp_path / "at", model)
         if ctx.rank == ctx.num_processes - 1:
@@ -202,7 +249,7 @@ def test_copies_of_a_part_that_have_drifted_are_refused(name: str, leaf: str, tm
             part.to_local().data.add_(1e-3)
         with pytest.raises(ReplicaDriftError) as caught:
             af.save_state(ctx, tmp_path / "at", model)
-        fresh = make_run(ctx, seed=1).models["sgd"]
+        fresh = make_run(ctx, seed=1, make_model=GPT).models["sgd"]
         af.load_state(ctx, tmp_path / "at", fresh)
         assert not differing(whole(fresh, run.optimizers["sgd"]), dict(GPT().state_dict(prefix="model/")))
         return [(row.rank, row.path) for row in caught.value.rows]

@@ -1,8 +1,10 @@
 """Saving: replicas that drifted apart are refused, unless they are meant to."""
 
+import enum
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -54,6 +56,53 @@ def test_replicas_that_drifted_are_refused_on_all_ranks(tmp_path: Path, on: Any,
         "optimizer/state/model/0.weight/exp_avg",
     }
     assert os.listdir(tmp_path) == ["at"]
+
+
+class Number(enum.IntEnum):
+    ONE = 1
+
+
+class Run(NamedTuple):
+    """A tree as programs have it."""
+
+    model: Any
+    others: Any
+
+
+TREES: dict[str, Callable[[nn.Module, torch.optim.Optimizer], Any]] = {
+    "names": lambda model, optimizer: Run(model, {"optimizer": optimizer}),
+    "places": lambda model, optimizer: [(model,), [optimizer]],
+    "keys": lambda model, optimizer: {Number.ONE: model, ("a/b", 1): {"~": optimizer}},
+    "model": lambda model, optimizer: model,
+}
+
+
+@pytest.mark.parametrize("kind", TREES)
+def test_drift_is_found_wherever_in_a_tree_it_is(kind: str, tmp_path: Path) -> None:
+    def run(ctx: Context) -> list[bool]:
+        torch.manual_seed(0)  # pyright: ignore[reportUnknownMemberType]
+        model = nn.Module()
+        model.add_module("a/b~é", nn.Linear(2, 1))
+        (weight, bias) = model.parameters()
+        model, optimizer = af.prepare(ctx, model, torch.optim.AdamW([weight, bias], lr=0.1))
+        weight.grad, bias.grad = torch.ones(1, 2), torch.ones(1)
+        optimizer.step()  # pyright: ignore[reportUnknownMemberType]
+        tree = TREES[kind](model, optimizer)
+        af.save_state(ctx, tmp_path / "at", tree)
+        found: list[bool] = []
+        for drifted in (weight, optimizer.state[bias]["exp_avg"]):
+            before = drifted.detach().clone()
+            drifted.data.add_(ctx.rank)
+            try:
+                af.save_state(ctx, tmp_path / "at", tree)
+            except ReplicaDriftError:
+                found.append(True)
+            else:
+                found.append(False)
+            drifted.data.copy_(before)
+        return found
+
+    assert run_ranks(run, 2) == [[True, kind != "model"]] * 2
 
 
 @WAYS

@@ -20,9 +20,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn.checkpoint import verify_checkpoint
+from accelfn.checkpoint import merge_fsdp_weights, verify_checkpoint
 from accelfn.context import Context
-from accelfn.errors import CheckpointError, CheckpointMismatchError, ReplicaDriftError
+from accelfn.errors import CheckpointError, CheckpointMismatchError, NoCheckpointError, ReplicaDriftError
+from accelfn.launch.main import main
 from accelfn.parallel import apply_stages, plan_stages, read_facts, repoint
 from accelfn.parallel.pointers import leave_pointers, named
 from accelfn.testing import run_ranks
@@ -150,6 +151,40 @@ def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
 
 
 CUT = Cut(2, is_tied=True, num_ranks=2, per_rank=1, copies=1)
+
+
+def test_tools_take_the_checkpoint_of_stages_as_that_of_one_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def work(ctx: Context) -> None:
+        run = new(ctx, CUT, 0)
+        go(run)
+        tree = {name: run[name] for name in ("model", "optimizer", "schedule")}
+        af.save_state(ctx, tmp_path / f"of{ctx.num_processes}", tree)
+
+    def told(*command: str) -> str:
+        assert main(["checkpoint", *command]) == 0
+        return capsys.readouterr().out
+
+    shown: list[str] = []
+    for size in (1, 2):
+        run_ranks(work, size, parallelism_config=CUT.config if size > 1 else None)
+        source = str(tmp_path / f"of{size}")
+        assert "DAMAGED" not in told("verify", source)
+        shown.append(told("show", source, "--all").partition("random states")[2].partition("\n")[2])
+        told("convert", source, str(tmp_path / f"weights{size}"), "--to", "safetensors")
+        named = ("--name", "scheduler=schedule", "--leave_out", "random")
+        told("convert", source, str(tmp_path / f"folder{size}"), "--to", "accelerate", *named)
+        with pytest.raises(NoCheckpointError, match="accelfn checkpoint convert --to safetensors"):
+            merge_fsdp_weights(source, tmp_path / "merged")
+    assert shown[0] == shown[1]
+    for made in ("weights", "folder"):
+        one, other = tmp_path / f"{made}1", tmp_path / f"{made}2"
+        files = sorted(file.relative_to(one) for file in one.rglob("*"))
+        assert files == sorted(file.relative_to(other) for file in other.rglob("*"))
+        assert files
+        for file in files:
+            assert (one / file).read_bytes() == (other / file).read_bytes()
 
 
 def test_what_other_stages_have_is_checked_where_it_is_and_every_rank_hears(tmp_path: Path) -> None:

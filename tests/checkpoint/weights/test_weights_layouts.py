@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 import accelfn as af
+from accelfn.checkpoint import convert_checkpoint
 from accelfn.context import Context
 from accelfn.errors import ReplicaDriftError
 from accelfn.testing import run_ranks
+from accelfn.tree import local_of
 from tests.parallel.layouts import LAYOUTS, SAVED
 from tests.parallel.tensor_models import GPT
 
@@ -85,12 +88,11 @@ def test_weights_leave_every_layout_whole_and_come_back(name: str, tmp_path: Pat
     assert equal(load_file(tmp_path / "shim" / "model.safetensors"), once)
 
 
-def test_a_tied_llama_in_stages_reads_and_writes_the_files_of_transformers(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-
-    def new(seed: int) -> nn.Module:
-        torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]
-        config = transformers.LlamaConfig(
+def small_llama(seed: int) -> Any:
+    transformers: Any = pytest.importorskip("transformers")
+    torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
             vocab_size=16,
             hidden_size=8,
             intermediate_size=8,
@@ -98,43 +100,83 @@ def test_a_tied_llama_in_stages_reads_and_writes_the_files_of_transformers(tmp_p
             num_attention_heads=2,
             tie_word_embeddings=True,
         )
-        return transformers.LlamaForCausalLM(config)
+    ).eval()
 
-    theirs: Any = new(0)
-    theirs.save_pretrained(tmp_path / "theirs")  # the tied weight by its first name alone
+
+def small_mixtral(seed: int) -> Any:
+    transformers: Any = pytest.importorskip("transformers")
+    torch.manual_seed(seed)  # pyright: ignore[reportUnknownMemberType]
+    return transformers.MixtralForCausalLM(
+        transformers.MixtralConfig(
+            vocab_size=16,
+            hidden_size=8,
+            intermediate_size=8,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            num_local_experts=4,
+        )
+    ).eval()
+
+
+@pytest.mark.parametrize(("name", "new"), [("pp2", small_llama), ("ep2", small_mixtral)])
+def test_models_of_transformers_go_to_and_from_their_files_in_layouts(
+    name: str, new: Callable[[int], Any], tmp_path: Path
+) -> None:
+    theirs = new(0)
+    theirs.save_pretrained(tmp_path / "theirs")  # a tied weight by its first name alone; experts one by one
+    af.save_model(Context(), theirs, tmp_path / "plain")
+    af.save_state(Context(), tmp_path / "state", {"model": theirs})
     expected = dict(theirs.state_dict())
 
     def work(ctx: Context) -> None:
+        ours = new(1)
+        af.load_model(ours, tmp_path / "plain")
+        ours = af.prepare(ctx, ours)  # which has loaded what was there before
+        assert equal(whole(ctx, ours), expected)
         model: nn.Module = af.prepare(ctx, new(1))
         load: Any
-        for load in (af.load_model, af.load_checkpoint_in_model):
+        for load in (
+            lambda: af.load_model(model, tmp_path / "plain"),
+            lambda: af.load_checkpoint_in_model(model, tmp_path / "theirs", strict=True),
+            lambda: af.load_state(ctx, tmp_path / "state", {"model": model}, random_state=False),
+        ):
             for parameter in model.parameters():
-                parameter.data.zero_()
-            load(model, tmp_path / "theirs", strict=True)
+                local_of(parameter).data.zero_()
+            load()
             assert equal(whole(ctx, model), expected)
         af.save_model(ctx, model, tmp_path / "ours")
+        af.save_state(ctx, tmp_path / "ours-state", {"model": model})
 
-    run_ranks(work, 2, "processes", timeout_s=120.0, parallelism_config=af.ParallelismConfig(pp_size=2))
-    ours = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "theirs")
-    assert af.load_model(ours, tmp_path / "ours") == ((), ())
-    (file,) = (tmp_path / "ours").iterdir()
-    assert equal(load_file(file), load_file(tmp_path / "theirs" / "model.safetensors"))
+    layout = LAYOUTS[name]
+    run_ranks(work, layout.size, "processes", timeout_s=120.0, parallelism_config=layout.config())
+    convert_checkpoint(tmp_path / "ours-state", tmp_path / "converted", to="safetensors")
+    ids = torch.arange(6).unsqueeze(0)
+    for folder in ("ours", "converted"):
+        (file,) = (tmp_path / folder).iterdir()
+        assert file.read_bytes() == (tmp_path / "plain" / file.name).read_bytes()
+        theirs.config.save_pretrained(tmp_path / folder)
+        read = type(theirs).from_pretrained(tmp_path / folder)
+        assert torch.equal(read(ids).logits, theirs(ids).logits)
 
 
-DRIFTED = [("hsdp2x2", "blocks.0.up.weight"), ("tp2", "norm.weight")]
+DRIFTED = [
+    ("hsdp2x2", "blocks.0.up.weight", "blocks.0.up.weight"),
+    ("tp2", "norm.weight", "norm.weight"),
+    ("pp2", "head.weight", "embed.weight"),  # which the stages share
+]
 
 
-@pytest.mark.parametrize(("name", "leaf"), DRIFTED)
-def test_copies_of_a_part_that_have_drifted_are_refused(name: str, leaf: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "leaf", "told"), DRIFTED)
+def test_copies_that_have_drifted_are_refused(name: str, leaf: str, told: str, tmp_path: Path) -> None:
     def work(ctx: Context) -> str:
         model = prepared(ctx, 0)
         if ctx.rank == ctx.num_processes - 1:
-            part: Any = af.unwrap_model(model).get_parameter(leaf)
-            part.to_local().data.add_(1e-3)
+            local_of(af.unwrap_model(model).get_parameter(leaf)).data.add_(1e-3)
         with pytest.raises(ReplicaDriftError) as caught:
             af.save_model(ctx, model, tmp_path)
         assert [(row.rank, row.path) for row in caught.value.rows] == [
-            (ctx.num_processes - 1, f"model[{leaf!r}]")
+            (ctx.num_processes - 1, f"model[{told!r}]")
         ]
         return str(caught.value)
 
