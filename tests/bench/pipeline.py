@@ -54,7 +54,7 @@ def schedule_of(ctx: af.Context) -> SchedulePlan:
 def by_functions(ctx: af.Context, size: tuple[int, int]) -> tuple[nn.Module, Step]:
     """Return a model and its step through ``forward_backward``."""
     model: nn.Module = GPT(*size)
-    model, optimizer = af.prepare(ctx, model, torch.optim.AdamW(model.parameters(), 1e-3))
+    model, optimizer = af.prepare(ctx, model, torch.optim.SGD(model.parameters(), 0.1))
     ((batch, micro),) = af.microbatches(ctx, [batch_of(0)])
     states = [af.init_scaler(ctx)]
 
@@ -68,7 +68,7 @@ def by_functions(ctx: af.Context, size: tuple[int, int]) -> tuple[nn.Module, Ste
 def by_train_step(ctx: af.Context, size: tuple[int, int]) -> tuple[nn.Module, Step]:
     """Return a model and its step made by ``make_train_step``."""
     model: nn.Module = GPT(*size)
-    model, optimizer = af.prepare(ctx, model, torch.optim.AdamW(model.parameters(), 1e-3))
+    model, optimizer = af.prepare(ctx, model, torch.optim.SGD(model.parameters(), 0.1))
     run = af.make_train_step(ctx, loss_of, optimizer, model=model)
     states, batch = [af.init_train_state(ctx, optimizer)], batch_of(0)
 
@@ -122,7 +122,7 @@ def by_hand(plan: SchedulePlan, rank: int, size: tuple[int, int]) -> tuple[nn.Mo
     ]
     kind = cast("Any", get_schedule_class(plan.name))
     schedule = kind(stages if len(stages) > 1 else stages[0], plan.num_microbatches, loss_fn=_cross_entropy)
-    optimizer: Any = torch.optim.AdamW(modules.parameters(), 1e-3)
+    optimizer: Any = torch.optim.SGD(modules.parameters(), 0.1)
     inputs = (ids,) if 0 in indexes else ()
     others = {"target": labels} if plan.num_stages - 1 in indexes else {}
 

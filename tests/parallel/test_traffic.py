@@ -9,11 +9,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
+import torch
+from torch import nn
 
 import accelfn as af
 from accelfn import Context
 from accelfn.testing import run_ranks
-from tests.bench.sharding import PLAN, by_functions, fsdp_by_hand, tp_by_hand
+from tests.bench import experts, pipeline, sequence
+from tests.bench.sharding import PLAN, Step, by_functions, fsdp_by_hand, tp_by_hand
 from tests.parallel.traffic import traffic_of
 
 SIZE = (16, 2)
@@ -74,3 +77,72 @@ def test_a_step_sends_what_a_hand_written_one_sends_and_one_norm(name: str) -> N
         assert unguarded.syncs == guarded.syncs == by_hand.syncs
         assert unguarded.exchanges == {"all_gather_bytes": 1}  # our norm
         assert guarded.exchanges == {"all_gather_bytes": 2}  # and what the forward pass will send
+
+
+Way = Callable[[Context], tuple[nn.Module, Step]]
+
+
+class Pair(NamedTuple):
+    """A step through the functions, and the one beside it in the benchmarks.
+
+    Attributes:
+        options: Of the context.
+        by_functions: Makes the model and the step of a rank.
+        by_hand: Makes those in plain torch, with parameters in the same order.
+        reads: How often more a rank reads a number out of a tensor that the host has: of each microbatch.
+    """
+
+    options: Any
+    by_functions: Way
+    by_hand: Way
+    reads: int = 0
+
+
+def pipelined(schedule: str) -> Pair:
+    size = (16, 4)
+    return Pair(
+        pipeline.options_of(schedule, 2, 4),
+        lambda ctx: pipeline.by_functions(ctx, size),
+        lambda ctx: pipeline.by_hand(pipeline.schedule_of(ctx), ctx.rank, size),
+        reads=8 if schedule.startswith("interleaved") else 4,
+    )
+
+
+def ring(rotation: str) -> Pair:
+    return Pair(
+        sequence.options("cp", 2, rotation),
+        lambda ctx: sequence.by_functions(ctx, 16, SIZE),
+        lambda ctx: sequence.by_hand(rotation, 16, SIZE),
+    )
+
+
+PAIRS = {
+    **{f"pp2, {name}": pipelined(name) for name in pipeline.SCHEDULES},
+    "pp2, train step": pipelined("1f1b")._replace(
+        by_functions=lambda ctx: pipeline.by_train_step(ctx, (16, 4))
+    ),
+    **{f"cp2, {name}": ring(name) for name in sequence.ROTATIONS},
+    "ep2": Pair(
+        experts.options(2),
+        lambda ctx: experts.by_functions(ctx, SIZE),
+        lambda ctx: experts.by_hand(ctx.rank, 2, SIZE),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_what_is_compared_in_benchmarks_sends_and_trains_alike(name: str) -> None:
+    pair = PAIRS[name]
+
+    def on_rank(ctx: Context) -> tuple[Sent, Sent, float]:
+        (ours, step), (theirs, by_hand) = pair.by_functions(ctx), pair.by_hand(ctx)
+        sent = seen(step, Counter()), seen(by_hand, Counter())
+        pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
+        return *sent, max(float((local(one) - local(other)).detach().abs().max()) for one, other in pairs)
+
+    def local(parameter: Any) -> torch.Tensor:
+        return getattr(parameter, "_local_tensor", parameter)
+
+    for ours, by_hand, difference in run_ranks(on_rank, 2, on="processes", **pair.options):
+        assert (ours.calls, ours.syncs) == (by_hand.calls, by_hand.syncs + pair.reads)
+        assert difference < 1e-6
