@@ -1,13 +1,12 @@
-"""A step of a small GPT with experts on two ranks: each has half of them, by accelfn and in hand-written torch.
+"""A step of a small GPT on two ranks that have half of its experts each, beside hand-written torch.
 
-Beside it stands the same model under FSDP2 alone, which gathers every expert on every rank. Run by ``python
--m tests.bench``: each rank runs :func:`measure`.
+And beside the same model under FSDP2 alone, which gathers every expert on every rank. Run by ``python -m
+tests.bench``: each rank runs :func:`measure`.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -83,9 +82,12 @@ class _SpreadExperts(nn.Module):
         self.experts = Experts(whole.up.shape[1], count)
         self.experts.up = nn.Parameter(whole.up.detach()[own].clone())
         self.experts.down = nn.Parameter(whole.down.detach()[own].clone())
-        for parameter in self.parameters():  # a mean over ranks, as that of other parameters
-            parameter.register_hook(lambda gradient: gradient / size)
         self.size = size
+        for parameter in self.parameters():
+            cast("Any", parameter).register_hook(self._mean)
+
+    def _mean(self, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient / self.size  # of all ranks' rows, as FSDP's are
 
     def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         group = cast("dist.ProcessGroup", plain.group.WORLD)
@@ -149,7 +151,7 @@ class Sent(NamedTuple):
 
 
 def options(ep_size: int) -> af.ContextOptions:
-    """Return the options of a context whose two ranks shard by FSDP2, and ``ep_size`` of them share experts."""
+    """Return the options of a context whose two ranks shard by FSDP2; ``ep_size`` of them share experts."""
     config = af.ParallelismConfig(dp_shard_size=2, ep_size=ep_size)
     return {"cpu": True, "parallelism_config": config}
 

@@ -1,4 +1,4 @@
-"""A step of a small GPT in pipeline stages, beside hand-written torch; and how long ranks wait for each other.
+"""A step of a small GPT in pipeline stages, beside hand-written torch; and how long ranks wait.
 
 Run by ``python -m tests.bench`` on two processes, where steps are compared, and on four. How long ranks wait
 is measured with blocks that sleep, and so doesn't depend on how many cores there are.
@@ -10,7 +10,6 @@ import itertools
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -28,7 +27,7 @@ plain: Any = cast("Any", dist)
 
 SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b")
 # Of one microbatch on one rank: long beside what a schedule itself takes.
-_FORWARD_S, _BACKWARD_S = 0.01, 0.02
+_FORWARD_S, _BACKWARD_S = 0.02, 0.04
 
 
 class Idle(NamedTuple):
@@ -165,7 +164,7 @@ class _Pause(torch.autograd.Function):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         share, slept = ctx.settings
         _sleep(_BACKWARD_S * share, slept)
         return gradients[0], None, None
@@ -239,7 +238,7 @@ def print_idle(found: list[Idle]) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 60
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 40
     with af.init_context(cpu=True) as ctx:
         num_ranks, is_main = ctx.num_processes, ctx.is_main_process
     rows = compare_steps(rounds) if num_ranks == 2 else []  # with more ranks than cores they'd wait for those

@@ -88,9 +88,10 @@ def by_hand(rotation: str, length: int, size: tuple[int, int] = _SIZE) -> tuple[
     def step() -> None:
         set_rotate_method(rotation)
         with _kernel_on_cpu(), context_parallel(mesh, buffers=whole, buffer_seq_dims=[1, 1]):
-            count = torch.tensor(float(whole[1].numel()))  # where labels are left out, other ranks have others
+            # Ranks have other numbers of labels where some are left out, and DDP takes the mean of ranks.
+            count = torch.tensor(float(whole[1].numel()))
             plain.all_reduce(count)
-            loss = _sum_of(replicated, whole) * mesh.size() / count  # the mean of ranks is the mean of labels
+            loss = _sum_of(replicated, whole) * mesh.size() / count
             loss.backward()  # pyright: ignore[reportUnknownMemberType]
             optimizer.step()
             optimizer.zero_grad()
@@ -102,9 +103,9 @@ def by_hand(rotation: str, length: int, size: tuple[int, int] = _SIZE) -> tuple[
 def _kernel_on_cpu() -> Generator[None, None, None]:
     """Let torch's ``context_parallel`` use the CPU's attention inside."""
     from torch.distributed.tensor import DTensor, Shard
-    from torch.distributed.tensor.experimental._context_parallel import _attention
+    from torch.distributed.tensor.experimental import _context_parallel
 
-    torchs: Any = _attention
+    torchs: Any = _context_parallel._attention  # pyright: ignore[reportPrivateUsage]
     forward_op = aten._scaled_dot_product_flash_attention_for_cpu.default
     backward_op = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 

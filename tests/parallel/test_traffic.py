@@ -98,35 +98,44 @@ class Pair(NamedTuple):
     reads: int = 0
 
 
-def pipelined(schedule: str) -> Pair:
+def pipelined(schedule: str, *, by_train_step: bool = False) -> Pair:
     size = (16, 4)
-    return Pair(
-        pipeline.options_of(schedule, 2, 4),
-        lambda ctx: pipeline.by_functions(ctx, size),
-        lambda ctx: pipeline.by_hand(pipeline.schedule_of(ctx), ctx.rank, size),
-        reads=8 if schedule.startswith("interleaved") else 4,
-    )
+
+    def functions(ctx: Context) -> tuple[nn.Module, Step]:
+        return pipeline.by_train_step(ctx, size) if by_train_step else pipeline.by_functions(ctx, size)
+
+    def by_hand(ctx: Context) -> tuple[nn.Module, Step]:
+        return pipeline.by_hand(pipeline.schedule_of(ctx), ctx.rank, size)
+
+    reads = 8 if schedule.startswith("interleaved") else 4
+    return Pair(pipeline.options_of(schedule, 2, 4), functions, by_hand, reads)
 
 
 def ring(rotation: str) -> Pair:
-    return Pair(
-        sequence.options("cp", 2, rotation),
-        lambda ctx: sequence.by_functions(ctx, 16, SIZE),
-        lambda ctx: sequence.by_hand(rotation, 16, SIZE),
-    )
+    def functions(ctx: Context) -> tuple[nn.Module, Step]:
+        return sequence.by_functions(ctx, 16, SIZE)
+
+    def by_hand(ctx: Context) -> tuple[nn.Module, Step]:
+        return sequence.by_hand(rotation, 16, SIZE)
+
+    return Pair(sequence.options("cp", 2, rotation), functions, by_hand)
+
+
+def spread() -> Pair:
+    def functions(ctx: Context) -> tuple[nn.Module, Step]:
+        return experts.by_functions(ctx, SIZE)
+
+    def by_hand(ctx: Context) -> tuple[nn.Module, Step]:
+        return experts.by_hand(ctx.rank, ctx.num_processes, SIZE)
+
+    return Pair(experts.options(2), functions, by_hand)
 
 
 PAIRS = {
     **{f"pp2, {name}": pipelined(name) for name in pipeline.SCHEDULES},
-    "pp2, train step": pipelined("1f1b")._replace(
-        by_functions=lambda ctx: pipeline.by_train_step(ctx, (16, 4))
-    ),
+    "pp2, train step": pipelined("1f1b", by_train_step=True),
     **{f"cp2, {name}": ring(name) for name in sequence.ROTATIONS},
-    "ep2": Pair(
-        experts.options(2),
-        lambda ctx: experts.by_functions(ctx, SIZE),
-        lambda ctx: experts.by_hand(ctx.rank, 2, SIZE),
-    ),
+    "ep2": spread(),
 }
 
 

@@ -54,9 +54,8 @@ class Traffic(TorchDispatchMode):
 def _from_others(rows: torch.Tensor, receive: Sequence[int], send: Sequence[int], group: str) -> int:
     """Return the bytes of the rows that come from other ranks."""
     del send
-    own = cast("Any", distributed_c10d)._resolve_process_group(group).rank()
-    row = math.prod(rows.shape[1:]) * rows.itemsize
-    return (sum(receive) - receive[own]) * row
+    own: int = cast("Any", distributed_c10d)._resolve_process_group(group).rank()
+    return (sum(receive) - receive[own]) * math.prod(rows.shape[1:]) * rows.itemsize
 
 
 def traffic_of(step: Callable[[], object]) -> Traffic:
