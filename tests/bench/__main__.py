@@ -14,9 +14,12 @@ def main() -> None:
     data = [*two[:-1], "tests.bench.data"]
     sharding = [*two[:-1], "tests.bench.sharding"]
     training = [*two[:-1], "tests.bench.training"]
+    pipeline = [*two[:-1], "tests.bench.pipeline"]
+    experts = [*two[:-1], "tests.bench.experts"]
+    four = [*run, "accelfn", "launch", "--num_processes", "4", "--cpu", "-m", "tests.bench.pipeline"]
     names = ("training", "local", "checkpoint", "campaign", "plan", "load", "offload", "launch", "sequence")
     alone = ([*run, f"tests.bench.{name}"] for name in names)
-    for command in (two, guard, exact, data, sharding, training, *alone):
+    for command in (two, guard, exact, data, sharding, training, pipeline, four, experts, *alone):
         subprocess.run(command, env=environment, check=True)
         print(flush=True)
 

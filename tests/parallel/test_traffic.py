@@ -9,11 +9,14 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
+import torch
+from torch import nn
 
 import accelfn as af
 from accelfn import Context
 from accelfn.testing import run_ranks
-from tests.bench.sharding import PLAN, by_functions, fsdp_by_hand, tp_by_hand
+from tests.bench import experts, pipeline, sequence
+from tests.bench.sharding import PLAN, Step, by_functions, fsdp_by_hand, tp_by_hand
 from tests.parallel.traffic import traffic_of
 
 SIZE = (16, 2)
@@ -74,3 +77,81 @@ def test_a_step_sends_what_a_hand_written_one_sends_and_one_norm(name: str) -> N
         assert unguarded.syncs == guarded.syncs == by_hand.syncs
         assert unguarded.exchanges == {"all_gather_bytes": 1}  # our norm
         assert guarded.exchanges == {"all_gather_bytes": 2}  # and what the forward pass will send
+
+
+Way = Callable[[Context], tuple[nn.Module, Step]]
+
+
+class Pair(NamedTuple):
+    """A step through the functions, and the one beside it in the benchmarks.
+
+    Attributes:
+        options: Of the context.
+        by_functions: Makes the model and the step of a rank.
+        by_hand: Makes those in plain torch, with parameters in the same order.
+        reads: How often more a rank reads a number out of a tensor that the host has: of each microbatch.
+    """
+
+    options: Any
+    by_functions: Way
+    by_hand: Way
+    reads: int = 0
+
+
+def pipelined(schedule: str, *, by_train_step: bool = False) -> Pair:
+    size = (16, 4)
+
+    def functions(ctx: Context) -> tuple[nn.Module, Step]:
+        return pipeline.by_train_step(ctx, size) if by_train_step else pipeline.by_functions(ctx, size)
+
+    def by_hand(ctx: Context) -> tuple[nn.Module, Step]:
+        return pipeline.by_hand(pipeline.schedule_of(ctx), ctx.rank, size)
+
+    reads = 8 if schedule.startswith("interleaved") else 4
+    return Pair(pipeline.options_of(schedule, 2, 4), functions, by_hand, reads)
+
+
+def ring(rotation: str) -> Pair:
+    def functions(ctx: Context) -> tuple[nn.Module, Step]:
+        return sequence.by_functions(ctx, 16, SIZE)
+
+    def by_hand(ctx: Context) -> tuple[nn.Module, Step]:
+        return sequence.by_hand(rotation, 16, SIZE)
+
+    return Pair(sequence.options("cp", 2, rotation), functions, by_hand)
+
+
+def spread() -> Pair:
+    def functions(ctx: Context) -> tuple[nn.Module, Step]:
+        return experts.by_functions(ctx, SIZE)
+
+    def by_hand(ctx: Context) -> tuple[nn.Module, Step]:
+        return experts.by_hand(ctx.rank, ctx.num_processes, SIZE)
+
+    return Pair(experts.options(2), functions, by_hand)
+
+
+PAIRS = {
+    **{f"pp2, {name}": pipelined(name) for name in pipeline.SCHEDULES},
+    "pp2, train step": pipelined("1f1b", by_train_step=True),
+    **{f"cp2, {name}": ring(name) for name in sequence.ROTATIONS},
+    "ep2": spread(),
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_what_is_compared_in_benchmarks_sends_and_trains_alike(name: str) -> None:
+    pair = PAIRS[name]
+
+    def on_rank(ctx: Context) -> tuple[Sent, Sent, float]:
+        (ours, step), (theirs, by_hand) = pair.by_functions(ctx), pair.by_hand(ctx)
+        sent = seen(step, Counter()), seen(by_hand, Counter())
+        pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
+        return *sent, max(float((local(one) - local(other)).detach().abs().max()) for one, other in pairs)
+
+    def local(parameter: Any) -> torch.Tensor:
+        return getattr(parameter, "_local_tensor", parameter)
+
+    for ours, by_hand, difference in run_ranks(on_rank, 2, on="processes", **pair.options):
+        assert (ours.calls, ours.syncs) == (by_hand.calls, by_hand.syncs + pair.reads)
+        assert difference < 1e-6

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import optree
 import torch
+from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -38,12 +40,22 @@ class Traffic(TorchDispatchMode):
         if "c10d" in space and "wait" not in name and "wrap" not in name:
             name = name.strip("_").removesuffix("_base")
             self.calls[name] += 1
+            if name == "all_to_all_single":
+                self.received[name] += _from_others(*args)
+                return func(*args, **(kwargs or {}))
             leaves: list[Any] = optree.tree_leaves(cast("Any", args))
             tensors = [one for one in leaves if isinstance(one, torch.Tensor)]
             whole, part = max(one.nbytes for one in tensors), min(one.nbytes for one in tensors)
             # Of an all-reduce both are the same, and a ring of two sends each half twice.
             self.received[name] += whole - part if whole > part else whole
         return func(*args, **(kwargs or {}))
+
+
+def _from_others(rows: torch.Tensor, receive: Sequence[int], send: Sequence[int], group: str) -> int:
+    """Return the bytes of the rows that come from other ranks."""
+    del send
+    own: int = cast("Any", distributed_c10d)._resolve_process_group(group).rank()
+    return (sum(receive) - receive[own]) * math.prod(rows.shape[1:]) * rows.itemsize
 
 
 def traffic_of(step: Callable[[], object]) -> Traffic:

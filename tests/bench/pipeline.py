@@ -1,0 +1,255 @@
+"""A step of a small GPT in pipeline stages, beside hand-written torch; and how long ranks wait.
+
+Run by ``python -m tests.bench`` on two processes, where steps are compared, and on four. How long ranks wait
+is measured with blocks that sleep, and so doesn't depend on how many cores there are.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import sys
+import time
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+import accelfn as af
+from accelfn.context.config import PipelineParallelConfig
+from accelfn.parallel.schedule import SchedulePlan, plan_schedule
+from tests.bench.sharding import GPT, SMALL, Step, batch_of, loss_of
+from tests.bench.timing import Row, compare, print_table
+
+plain: Any = cast("Any", dist)
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved1f1b")
+# Of one microbatch on one rank: long beside what a schedule itself takes.
+_FORWARD_S, _BACKWARD_S = 0.02, 0.04
+
+
+class Idle(NamedTuple):
+    """What share of a batch's time the ranks of a pipeline wait on average, over several batches."""
+
+    schedule: SchedulePlan
+    best: float
+    median: float
+
+
+def options_of(schedule: str, num_ranks: int, num_microbatches: int) -> af.ContextOptions:
+    """Return the options of a context whose ranks are one pipeline."""
+    handler = PipelineParallelConfig(num_microbatches=num_microbatches, schedule=schedule)
+    return {"cpu": True, "parallelism_config": af.ParallelismConfig(pp_size=num_ranks, pp_handler=handler)}
+
+
+def schedule_of(ctx: af.Context) -> SchedulePlan:
+    """Return the schedule of a context with a pipeline."""
+    config = cast("af.ParallelismConfig", ctx.strategy.parallelism)
+    return plan_schedule(cast("PipelineParallelConfig", config.pp_handler), config.pp_size)
+
+
+def by_functions(ctx: af.Context, size: tuple[int, int]) -> tuple[nn.Module, Step]:
+    """Return a model and its step through ``forward_backward``."""
+    model: nn.Module = GPT(*size)
+    model, optimizer = af.prepare(ctx, model, torch.optim.SGD(model.parameters(), 0.1))
+    ((batch, micro),) = af.microbatches(ctx, [batch_of(0)])
+    states = [af.init_scaler(ctx)]
+
+    def step() -> None:
+        states[0], _ = af.forward_backward(ctx, model, loss_of, batch, states[0], micro)
+        states[0] = af.optimizer_step(ctx, optimizer, states[0])
+
+    return model, step
+
+
+def by_train_step(ctx: af.Context, size: tuple[int, int]) -> tuple[nn.Module, Step]:
+    """Return a model and its step made by ``make_train_step``."""
+    model: nn.Module = GPT(*size)
+    model, optimizer = af.prepare(ctx, model, torch.optim.SGD(model.parameters(), 0.1))
+    run = af.make_train_step(ctx, loss_of, optimizer, model=model)
+    states, batch = [af.init_train_state(ctx, optimizer)], batch_of(0)
+
+    def step() -> None:
+        states[0], _ = run(states[0], batch)
+
+    return model, step
+
+
+class _Stage(nn.Module):
+    """A stage of the GPT as one writes it by hand: the first one embeds, the last one has the head."""
+
+    def __init__(self, model: GPT, index: int, num_stages: int) -> None:
+        super().__init__()
+        count = len(model.blocks) // num_stages
+        self.embed = model.embed if index == 0 else None
+        self.blocks = model.blocks[index * count : (index + 1) * count]
+        is_last = index + 1 == num_stages
+        self.norm, self.head = (model.norm, model.head) if is_last else (None, None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.embed is not None:
+            x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return x if self.norm is None or self.head is None else self.head(self.norm(x))
+
+
+def by_hand(plan: SchedulePlan, rank: int, size: tuple[int, int]) -> tuple[nn.Module, Step]:
+    """Return the stages of a rank and a step in plain torch: its stages and schedule, with shapes given."""
+    from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining.schedules import get_schedule_class
+
+    model = GPT(*size)
+    ids, labels = batch_of(0)
+    part = ids[: len(ids) // plan.num_microbatches]
+    hidden = torch.zeros(*part.shape, size[0], device="meta", requires_grad=True)
+    logits = torch.zeros(*part.shape, model.head.out_features, device="meta", requires_grad=True)
+    indexes = plan.stages_of(rank)
+    modules = nn.ModuleList(_Stage(model, index, plan.num_stages) for index in indexes)
+    stages = [
+        PipelineStage(
+            module,
+            index,
+            plan.num_stages,
+            torch.device("cpu"),
+            input_args=hidden if index else part.to("meta"),
+            output_args=logits if index + 1 == plan.num_stages else hidden,
+        )
+        for module, index in zip(modules, indexes, strict=True)
+    ]
+    kind = cast("Any", get_schedule_class(plan.name))
+    schedule = kind(stages if len(stages) > 1 else stages[0], plan.num_microbatches, loss_fn=_cross_entropy)
+    optimizer: Any = torch.optim.SGD(modules.parameters(), 0.1)
+    inputs = (ids,) if 0 in indexes else ()
+    others = {"target": labels} if plan.num_stages - 1 in indexes else {}
+
+    def step() -> None:
+        schedule.step(*inputs, **others, return_outputs=False)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return modules, step
+
+
+def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def compare_steps(rounds: int) -> list[Row]:
+    """Compare steps on this rank of two; every rank must call it."""
+    rows: list[Row] = []
+    for name in SCHEDULES:
+        with af.init_context(**options_of(name, 2, 4)) as ctx:
+            _, hand = by_hand(schedule_of(ctx), ctx.rank, SMALL)
+            ways = {
+                "`forward_backward`": by_functions(ctx, SMALL)[1],
+                "`make_train_step`": by_train_step(ctx, SMALL)[1],
+                "hand-written torch": hand,
+            }
+            times = compare(ways, rounds=rounds, calls=3, before=plain.barrier)
+            beside = {"hand-written torch": times.pop("hand-written torch")}
+            rows += [Row(f"{name}, {way}", timing, beside) for way, timing in times.items()]
+    return rows
+
+
+class _Pause(torch.autograd.Function):
+    """Takes its time, forward and backward, and none of the processor's; counts it in ``slept``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, share: float, slept: list[float]) -> torch.Tensor:
+        ctx.settings = share, slept
+        _sleep(_FORWARD_S * share, slept)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        share, slept = ctx.settings
+        _sleep(_BACKWARD_S * share, slept)
+        return gradients[0], None, None
+
+
+def _sleep(seconds: float, slept: list[float]) -> None:
+    start = time.perf_counter()
+    time.sleep(seconds)
+    slept.append(time.perf_counter() - start)
+
+
+class _Pausing(nn.Module):
+    """A block that does next to nothing, in a share of the time that a rank has for a microbatch."""
+
+    def __init__(self, share: float, slept: list[float]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.share = share
+        self.slept = slept
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return cast("torch.Tensor", cast("Any", _Pause).apply(self.layer(x), self.share, self.slept))
+
+
+def _mean_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).mean()
+
+
+def idle_share(ctx: af.Context, rounds: int) -> Idle:
+    """Measure how long the ranks of a pipeline wait; every rank must call it."""
+    plan = schedule_of(ctx)
+    slept: list[float] = []
+    share = 1 / plan.stages_per_rank
+    model: nn.Module = nn.Sequential(*(_Pausing(share, slept) for _ in range(plan.num_stages)))
+    model = af.prepare_model(ctx, model)
+    ((x, micro),) = af.microbatches(ctx, [torch.ones(plan.num_microbatches, 4)])
+    state = af.init_scaler(ctx)
+    found: list[float] = []
+    for number in range(rounds + 1):
+        af.wait_for_everyone(ctx)
+        slept.clear()
+        start = time.perf_counter()
+        state, _ = af.forward_backward(ctx, model, _mean_of, x, state, micro)
+        own = torch.tensor([[time.perf_counter() - start, sum(slept)]])
+        seconds, busy = af.gather(ctx, own).unbind(1)
+        if number:  # the first one finds out what stages send
+            found.append(1 - float(busy.mean() / seconds.max()))
+    return Idle(plan, min(found), statistics.median(found))
+
+
+def measure_idle(num_ranks: int, rounds: int) -> list[Idle]:
+    """Measure how long ranks wait, for each schedule and several numbers of microbatches."""
+    found: list[Idle] = []
+    for name, factor in itertools.product(SCHEDULES, (1, 2, 4)):
+        with af.init_context(**options_of(name, num_ranks, factor * num_ranks)) as ctx:
+            found.append(idle_share(ctx, rounds))
+    return found
+
+
+def print_idle(found: list[Idle]) -> None:
+    """Print a Markdown table."""
+    print("| schedule | ranks | stages on each | microbatches | ranks wait, median (best) | by the formula |")
+    print("| --- | --: | --: | --: | --: | --: |")
+    for plan, best, median in found:
+        bubble = cast("float", plan.bubble)
+        print(
+            f"| {plan.name} | {plan.num_ranks} | {plan.stages_per_rank} | {plan.num_microbatches} "
+            f"| {median:.1%} ({best:.1%}) | {bubble:.1%} |".replace("%", " %")
+        )
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 40
+    with af.init_context(cpu=True) as ctx:
+        num_ranks, is_main = ctx.num_processes, ctx.is_main_process
+    rows = compare_steps(rounds) if num_ranks == 2 else []  # with more ranks than cores they'd wait for those
+    found = measure_idle(num_ranks, min(rounds, 5))
+    if is_main:
+        if rows:
+            print_table(rows)
+            print()
+        print_idle(found)
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
