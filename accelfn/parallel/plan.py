@@ -228,7 +228,9 @@ def plan_at(
         _check_schedule(schedule, ctx, chosen)
         pipeline = plan_stages(facts, schedule.num_stages, split=config.split)
         facts = pipeline.local(facts, schedule.stages_of(place))
-    experts = _plan_experts(ctx, facts, mesh) if chosen == "shard" and mesh.size("ep") > 1 else None
+    experts = None
+    if chosen == "shard" and mesh.size("ep") > 1:
+        experts = _plan_experts(ctx, outline, mesh).only(facts)
     if mesh.size("tp") > 1:
         handler = None if parallelism is None else parallelism.tp_handler
         tensor = plan_tensor(handler or TorchTensorParallelConfig(), outline, mesh.size("tp"))
@@ -335,11 +337,6 @@ def _check_schedule(schedule: SchedulePlan, ctx: Context, engine: Engine) -> Non
             f"schedule={schedule.name!r} computes gradients of inputs and of weights apart, which torch "
             f"can't do with a model that {what}. "
             'Use "1f1b", "interleaved1f1b", "loopedbfs" or "gpipe".'
-        )
-    if ctx.reduction is not None:
-        raise ConfigurationError(
-            'reduction="canonical" needs the whole model on every rank, to take sums in one order. Leave '
-            'pp_size out, or use reduction="mean".'
         )
 
 
