@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -253,10 +254,9 @@ def test_layers_are_shared_inside_of_shards_of_stages() -> None:
     check(Layout(pp=2, shard=2, tp=2), "no", by_functions, [Case(3, "AdamW", weighted=True)])
 
 
-_RECOMPUTED, _OFFLOADED = (
-    {"fsdp_plugin": af.FullyShardedDataParallelPlugin(fsdp_version=2, **one)}
-    for one in ({"activation_checkpointing": True}, {"cpu_offload": True})
-)
+_PLUGIN = af.FullyShardedDataParallelPlugin(fsdp_version=2)
+_RECOMPUTED = {"fsdp_plugin": replace(_PLUGIN, activation_checkpointing=True)}
+_OFFLOADED = {"fsdp_plugin": replace(_PLUGIN, cpu_offload=True)}
 _COMPILED = {"dynamo_backend": "aot_eager"}
 # The loss is a sum: with torch's first scale the first steps would be skipped.
 _FLOAT16 = {"mixed_precision": "fp16", "kwargs_handlers": [af.GradScalerKwargs(init_scale=64.0)]}
@@ -301,7 +301,7 @@ def check(
     def work(ctx: af.Context) -> list[Seen]:
         return [train(ctx, case, way) for case in cases]
 
-    plugin = af.FullyShardedDataParallelPlugin(fsdp_version=2) if layout.shard > 1 else None
+    asked: dict[str, Any] = {"fsdp_plugin": _PLUGIN if layout.shard > 1 else None, **options}
     ranks = run_ranks(
         work,
         layout.size,
@@ -310,7 +310,7 @@ def check(
         mixed_precision=precision,
         parallelism_config=layout.config(),
         dataloader_config=af.DataLoaderConfiguration(sequence={0: 1, 1: 1, 2: 1}),
-        **{"fsdp_plugin": plugin, **options},
+        **asked,
     )
     loss_bound, norm_bound, way_bound = (1e-5, 1e-5, 1e-4) if precision == "no" else (0.01, 0.05, 0.2)
     for index, case in enumerate(cases):

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -81,9 +82,9 @@ def test_an_overflow_in_one_stage_makes_every_rank_skip_its_step() -> None:
         made: nn.Module = GPT(num_blocks=4)
         model, optimizer = af.prepare(ctx, made, torch.optim.SGD(made.parameters(), lr=0.1))
         scaler = af.init_scaler(ctx)
-        weight = dict(af.unwrap_model(model).named_parameters()).get("blocks.3.up.weight")
+        weight: Any = dict(af.unwrap_model(model).named_parameters()).get("blocks.3.up.weight")
         assert (weight is None) == (ctx.rank == 0)
-        hook = None if weight is None else weight.register_hook(lambda gradient: gradient * torch.inf)
+        hook = None if weight is None else weight.register_hook(partial(torch.mul, other=torch.inf))
         seen: list[tuple[bool, float, bool]] = []
         for batch, micro in af.microbatches(ctx, [make_batch(0), make_batch(1)]):
             before = [one.detach().clone() for one in model.parameters()]
