@@ -23,10 +23,11 @@ from accelfn.parallel.handle import (
     local_steps,
     uncompiled,
 )
+from accelfn.parallel.model_plan import ModelPlan
 from accelfn.parallel.norm import clip_norm_, clip_tensors_, clip_value_, gradient_norm
 from accelfn.parallel.ordered_sum import OrderedSum
 from accelfn.parallel.pipeline_handle import PipelineHandle
-from accelfn.parallel.plan import ModelPlan, apply_model, plan_model
+from accelfn.parallel.plan import apply_model, plan_model
 from accelfn.parallel.pointers import WholeModel, follow, newest, repoint, whole_of
 from accelfn.parallel.replicate import (
     at_place,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import torch
@@ -160,8 +160,17 @@ class _Sharing:
     def refusal(self, what: str, advice: str) -> ConfigurationError:
         return ConfigurationError(f"attention with {self.plan.axis}_size={self.plan.size}: {what}. {advice}")
 
-    def answer(self, call: _Call) -> torch.Tensor:
+    def refuse(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Refuse a call of attention that nobody answers over the ranks."""
+        raise self.refusal(
+            "the model calls attention outside of what was taken for modules of attention "
+            f"({', '.join(self.plan.modules)}), where it would see this rank's piece alone",
+            f"Put it into a module of its own: {_HINT}.",
+        )
+
+    def answer(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return this rank's piece of attention over the whole sequence."""
+        call = _Call(*args, **kwargs)
         query, key, value = call[:3]
         if query.dim() != 4 or query.shape[2] != key.shape[2] or key.shape[2] != value.shape[2]:
             raise self.refusal(
@@ -268,40 +277,22 @@ def _joined(tensor: torch.Tensor, dim: int) -> torch.Tensor:
     return torch.movedim(tensor, 0, dim).flatten(dim, dim + 1)
 
 
-class _Shared(TorchFunctionMode):
-    """Answers calls of attention over the ranks."""
+class _Answered(TorchFunctionMode):
+    """Lets ``answer`` be called in the place of some functions of torch."""
 
-    def __init__(self, sharing: _Sharing) -> None:
+    def __init__(self, functions: Sequence[Any], answer: Callable[..., Any]) -> None:
         super().__init__()
-        self._sharing = sharing
+        self._functions = functions
+        self._answer = answer
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is not F.scaled_dot_product_attention:
+        if func not in self._functions:
             return func(*args, **(kwargs or {}))
         # A module of attention may be inside of another one, whose mode isn't asked.
         with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
-            return self._sharing.answer(_Call(*args, **(kwargs or {})))
-
-
-class _Watching(TorchFunctionMode):
-    """Refuses calls of attention that nobody answers over the ranks."""
-
-    def __init__(self, sharing: _Sharing) -> None:
-        super().__init__()
-        self._sharing = sharing
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in (F.scaled_dot_product_attention, F.multi_head_attention_forward):
-            raise self._sharing.refusal(
-                "the model calls attention outside of what was taken for modules of attention "
-                f"({', '.join(self._sharing.plan.modules)}), where it would see this rank's piece alone",
-                f"Put it into a module of its own: {_HINT}.",
-            )
-        return func(*args, **(kwargs or {}))
+            return self._answer(*args, **(kwargs or {}))
 
 
 class AttentionForward(WrappedForward):
@@ -320,7 +311,7 @@ class AttentionForward(WrappedForward):
         if self._builds_mask and _MASK in kwargs:
             # Transformers takes positions that jump, from head to tail, for several sequences in one row.
             kwargs[_MASK] = None
-        with _Shared(self._sharing):
+        with _Answered((F.scaled_dot_product_attention,), self._sharing.answer):
             return self.__wrapped__(*args, **kwargs)
 
 
@@ -346,7 +337,8 @@ class SequenceForward(WrappedForward):
                 )
         if self._sharing.has_answered or torch.compiler.is_compiling():
             return self.__wrapped__(*args, **kwargs)
-        with _Watching(self._sharing):
+        attention = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
+        with _Answered(attention, self._sharing.refuse):
             output = self.__wrapped__(*args, **kwargs)
         if not self._sharing.has_answered:
             raise self._sharing.refusal(

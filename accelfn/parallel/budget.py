@@ -13,7 +13,8 @@ from torch import nn
 from accelfn.context import Context, check_context
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.facts import ModelFacts, owner_of, read_facts
-from accelfn.parallel.plan import ModelPlan, plan_at
+from accelfn.parallel.model_plan import ModelPlan
+from accelfn.parallel.plan import plan_at
 from accelfn.parallel.shard import ShardPlan
 from accelfn.tree.sizes import size_text
 

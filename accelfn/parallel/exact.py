@@ -70,11 +70,6 @@ class ExactReplica(ThreadDDP):
             cast("Any", item).register_hook(partial(self._before_gradient, index))
             cast("Any", item).register_post_accumulate_grad_hook(partial(self._after_gradient, index))
 
-    @property
-    def syncs(self) -> bool:
-        """Whether backward passes communicate: always."""
-        return True
-
     def will_sync_buffers(self, module: nn.Module) -> bool:
         """Return False: what could change buffers in training is refused, so they stay as prepared."""
         del module
@@ -201,14 +196,14 @@ class ExactReplica(ThreadDDP):
             return
         for index in self._add("backward", [gradients], error):
             self._items[index].grad = None
-        if self.sync:
+        if self._syncs:
             self._close()
 
     def _add(
         self, operation: str, microbatches: Sequence[Gradients], error: Exception | None = None
     ) -> frozenset[int]:
         """Add gradients to the sums, which begin with what is in ``.grad``."""
-        window = f"closes={self.sync} open={self._sum.is_open}"
+        window = f"closes={self._syncs} open={self._sum.is_open}"
         text = f"{self._digest} {window} {len(microbatches)}"
         call = Call(operation, text, lambda: {"window": window, **self._forms})
         return self._sum.add(call, microbatches, lambda index: self._items[index].grad, error)

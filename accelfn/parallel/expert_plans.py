@@ -54,6 +54,12 @@ class ExpertPlan(NamedTuple):
         }
         return facts._replace(shapes=shapes)
 
+    def only(self, facts: ModelFacts) -> ExpertPlan | None:
+        """Return the plan of those modules that ``facts`` have, a stage's; None where it has no experts."""
+        modules = {name: held for name, held in self.modules.items() if name in facts.kinds}
+        names = tuple(name for name in self.names if name in facts.shapes)
+        return self._replace(modules=modules, names=names) if modules else None
+
 
 def plan_experts(record: ExpertParallelConfig, facts: ModelFacts, size: int) -> ExpertPlan:
     """Choose the modules whose experts are spread over ranks. Pure: no model, no device, no process.

@@ -6,12 +6,11 @@ import copy
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar, cast
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from accelfn.context import Context
@@ -25,7 +24,6 @@ __all__ = (
     "IN_NO_SYNC",
     "BatchRun",
     "Communication",
-    "DDPHandle",
     "Handle",
     "LocalHandle",
     "check_reduced",
@@ -117,11 +115,21 @@ class Handle(ABC):
     has_whole_parameters: ClassVar[bool] = True  # and so equal ones on all ranks
     holds_gradients: ClassVar[bool] = False  # elsewhere than in .grad, as long as they aren't reduced
     is_local = False  # inside of `local_steps`
+    is_shared = False  # whether a parameter is in another prepared model too
+    _syncs = True  # outside of `without_sync`
+
+    def __init__(
+        self, model: nn.Module, parameters: Iterable[torch.Tensor], *, instead_of: Handle | None = None
+    ) -> None:
+        """Belong to ``model``, whose ``parameters`` know it in the place of ``instead_of``."""
+        self._model = weakref.ref(model)
+        register(self, parameters, instead_of=instead_of)
+        setattr(model, HANDLE, self)
 
     @property
     def is_alive(self) -> bool:
-        """Whether anything averages the gradients of the model still."""
-        return True
+        """Whether somebody holds the model still."""
+        return self._model() is not None
 
     @abstractmethod
     def why_unreduced(self) -> str | None:
@@ -129,11 +137,23 @@ class Handle(ABC):
 
     def without_sync(self) -> AbstractContextManager[None]:
         """Return a block whose backward passes leave the gradients of each rank unaveraged."""
-        return nullcontext()
+        return self._syncing(False)
 
     def trigger_sync(self) -> AbstractContextManager[None]:
         """Return a block whose backward passes average, also what forward passes under no_sync lead to."""
-        return nullcontext()
+        return self._syncing(True)
+
+    @contextmanager
+    def _syncing(self, syncs: bool) -> Generator[None, None, None]:
+        before = self._syncs
+        self._set_syncs(syncs)
+        try:
+            yield
+        finally:
+            self._set_syncs(before)
+
+    def _set_syncs(self, syncs: bool) -> None:
+        self._syncs = syncs
 
     def communicates(self) -> Communication:
         """Return what the next forward pass and its backward pass send."""
@@ -162,9 +182,7 @@ class LocalHandle(Handle):
 
     def __init__(self, model: nn.Module) -> None:
         """Let the parameters of ``model`` know."""
-        self._model = weakref.ref(model)
-        register(self, model.parameters())
-        setattr(model, HANDLE, self)
+        super().__init__(model, model.parameters())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LocalHandle:
         """Belong to the copy of the model: its gradients are whole too."""
@@ -174,11 +192,6 @@ class LocalHandle(Handle):
         twin._model = weakref.ref(copy.deepcopy(model, memo))
         register(twin, copy.deepcopy(list(model.parameters()), memo))
         return twin
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether somebody holds the model still."""
-        return self._model() is not None
 
     def why_unreduced(self) -> str | None:
         """Return None: there is nothing to average."""
@@ -216,184 +229,15 @@ def uncompiled(model: nn.Module) -> nn.Module:
     return cast("nn.Module", vars(model).get("_modules", {}).get("_orig_mod", model))
 
 
-def register(handle: Handle, parameters: Iterable[torch.Tensor], *, instead_of: Handle | None = None) -> bool:
-    """Let parameters know the handle of their model. Returns whether one is in another model too."""
-    alone, is_shared = (handle,), False
+def register(handle: Handle, parameters: Iterable[torch.Tensor], *, instead_of: Handle | None = None) -> None:
+    """Let parameters know the handle of their model, and handles whether they have one in common."""
+    alone = (handle,)
     for parameter in parameters:
         known: tuple[Handle, ...] = vars(parameter).get(_HANDLES, ())
         before = tuple(one for one in known if one.is_alive and one is not instead_of)
-        is_shared = is_shared or bool(before)
         setattr(parameter, _HANDLES, (*before, handle) if before else alone)
         for one in before:
-            if isinstance(one, DDPHandle):
-                one.is_shared = True
-    return is_shared
-
-
-class DDPHandle(Handle):
-    """Of a ``DistributedDataParallel``, whose gradients are averaged whatever computed the loss.
-
-    Torch averages what a forward pass of the wrapper has announced. Where a backward pass was not announced
-    (its loss came from another method, from a function over the inner model, or it is the second after one
-    forward pass), the first parameter that gets a gradient announces it.
-    """
-
-    def __init__(self, model: DistributedDataParallel) -> None:
-        """Watch the parameters that ``model`` averages."""
-        ignored: set[str] = cast("Any", model).parameters_to_ignore
-        module = cast("nn.Module", cast("Any", model).module)
-        self._model = weakref.ref(model)
-        self._watch(
-            [one for name, one in module.named_parameters() if one.requires_grad and name not in ignored]
-        )
-        model.register_forward_hook(self.after_forward)
-        setattr(model, HANDLE, self)
-
-    def _watch(self, parameters: Sequence[torch.Tensor]) -> None:
-        self._parameters = [weakref.ref(one) for one in parameters]
-        self._backward = -1  # torch's number of the latest one
-        self._is_announced = False  # by a forward pass whose backward pass is to come
-        self._unreduced: str | None = BY_HAND
-        self.is_shared: bool = register(self, parameters)
-        for one in parameters:
-            cast("Any", one).register_post_accumulate_grad_hook(self._on_gradient)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> DDPHandle:
-        """Watch the copy of the model, which averages too."""
-        twin = object.__new__(type(self))
-        memo[id(self)] = twin
-        model = self._model()
-        twin._model = weakref.ref(cast("Any", copy.deepcopy(model, memo)))
-        found = [reference() for reference in self._parameters]
-        twin._watch([copy.deepcopy(one, memo) for one in found if one is not None])
-        twin._unreduced = self._unreduced  # gradients are copied with the parameters
-        return twin
-
-    def __reduce__(self) -> Any:
-        """Leave no world in a pickle: prepare what is loaded from it."""
-        return DDPHandle._of_nothing, ()
-
-    @classmethod
-    def _of_nothing(cls) -> DDPHandle:
-        handle = object.__new__(cls)
-        handle._model = weakref.ref(cast("Any", nn.Module()))  # gone at once
-        handle._parameters = []
-        return handle
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether somebody holds the wrapper still."""
-        return self._model() is not None
-
-    @contextmanager
-    def without_sync(self) -> Generator[None, None, None]:
-        """Accumulate gradients on each rank in backward passes inside.
-
-        Raises:
-            ConfigurationError: DistributedDataParallel has a static graph.
-        """
-        ddp = cast("Any", self._model())
-        if ddp.static_graph and torch.is_grad_enabled():
-            raise ConfigurationError(
-                "no_sync: torch 2.13 fails in a backward pass that is not averaged when static_graph=True. "
-                "Use static_graph=False, or windows of one batch."
-            )
-        with ddp.no_sync():
-            yield
-
-    @contextmanager
-    def trigger_sync(self) -> Generator[None, None, None]:
-        """Average gradients in backward passes inside, with all that have added up before.
-
-        Raises:
-            ConfigurationError: DistributedDataParallel looks for unused parameters, or has a static graph.
-        """
-        ddp = cast("Any", self._model())
-        if ddp.find_unused_parameters or ddp.static_graph:
-            option = "static_graph" if ddp.static_graph else "find_unused_parameters"
-            raise ConfigurationError(
-                f"trigger_sync_in_backward: with {option} DistributedDataParallel must know in the forward "
-                "pass that its gradients will be averaged. Run the last forward pass outside of no_sync."
-            )
-        before = ddp.require_backward_grad_sync, ddp.require_forward_param_sync
-        ddp.require_backward_grad_sync = ddp.require_forward_param_sync = True  # `_begin` does the rest
-        try:
-            yield
-        finally:
-            ddp.require_backward_grad_sync, ddp.require_forward_param_sync = before
-
-    def communicates(self) -> Communication:
-        """Return what the next forward pass and its backward pass send."""
-        ddp = cast("Any", self._model())
-        buffers = bool(ddp.will_sync_module_buffers())
-        # Torch may broadcast its order of gradients in the next forward pass: once, early on.
-        may_rebuild = not ddp._has_rebuilt_buckets and (ddp.static_graph or not ddp.find_unused_parameters)
-        gradients = bool(ddp.require_backward_grad_sync) and torch.is_grad_enabled()
-        return Communication(gradients, buffers, at_once=buffers or may_rebuild)
-
-    # Not torch.compiler.disable, which imports torch's compiler here and now.
-    @torch._disable_dynamo  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-    def after_forward(self, model: nn.Module, arguments: Any, output: Any) -> None:
-        """Hook after a forward pass: torch expects its backward pass now, if it averages that one."""
-        if torch.is_grad_enabled() and cast("Any", model).require_backward_grad_sync:
-            self._is_announced = True
-
-    def _on_gradient(self, parameter: torch.Tensor) -> None:
-        """Hook after a gradient was added to ``.grad``, and before torch's own that averages it."""
-        del parameter
-        number: int = torch._C._current_graph_task_id()  # pyright: ignore[reportPrivateUsage]
-        if number != self._backward:
-            self._backward = number
-            self._begin()
-
-    def _begin(self) -> None:
-        ddp = cast("Any", self._model())
-        if ddp is None:
-            return
-        # With a static graph, checkpointed blocks have backward passes of their own inside of one.
-        is_announced, self._is_announced = self._is_announced, self._is_announced and ddp.static_graph
-        if not is_announced and not ddp.require_backward_grad_sync:
-            self._unreduced = IN_NO_SYNC
-        elif is_announced:
-            self._unreduced = None
-        elif ddp.find_unused_parameters or ddp.static_graph or self.is_shared:
-            option = "static_graph" if ddp.static_graph else "find_unused_parameters"
-            self._unreduced = (
-                "the loss wasn't computed by a call of the prepared model, of which torch has to know with "
-                + ("parameters in two prepared models" if self.is_shared else f"{option}=True")
-                + ". Compute it in the model's forward, and call the prepared model"
-            )
-        else:
-            self._unreduced = None
-            if _unfinished(ddp) is None:  # else this is a backward pass inside of another
-                if ddp.reducer._rebuild_buckets():  # once, as before a forward pass
-                    ddp._has_rebuilt_buckets = True
-                ddp.reducer.prepare_for_backward([])
-
-    def why_unreduced(self) -> str | None:
-        """Return why the current gradients are those of this rank alone; None where they are averaged."""
-        ddp = cast("Any", self._model())
-        if ddp is None or self._unreduced is not None:
-            return self._unreduced
-        if ddp.static_graph:
-            self._is_announced = False
-        unfinished = _unfinished(ddp)
-        if unfinished is None:
-            return None
-        return (
-            "not all parameters of the model got one in the latest backward pass, so torch has averaged "
-            "none. Let the loss depend on all of them, freeze the others before prepare, or use "
-            f"DistributedDataParallelKwargs(find_unused_parameters=True). Torch says: {unfinished}"
-        )
-
-
-def _unfinished(ddp: Any) -> str | None:
-    """Return what torch says of a reduction that has started and not ended; None where there is none."""
-    try:
-        ddp.reducer._check_reducer_finalized()
-    except RuntimeError as error:
-        return str(error)
-    return None
+            one.is_shared = handle.is_shared = True
 
 
 @contextmanager

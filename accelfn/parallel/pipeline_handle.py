@@ -8,7 +8,7 @@ import pickle
 import struct
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, cast
 
 import torch
@@ -17,7 +17,7 @@ from torch import nn
 from accelfn.comm import Call, broadcast, catch, gather_bytes
 from accelfn.context import Context
 from accelfn.errors import ConfigurationError
-from accelfn.parallel.handle import HANDLE, IN_NO_SYNC, BatchRun, Handle, register
+from accelfn.parallel.handle import IN_NO_SYNC, BatchRun, Handle
 from accelfn.parallel.norm import count_stages
 from accelfn.parallel.pipeline import PipelineProgram, Sent, StageCall, make_schedule, sent_of
 from accelfn.parallel.pointers import named, whole_of
@@ -86,11 +86,9 @@ class PipelineHandle(Handle):
             inner: Reduces the gradients of the stages over their replicas and shards.
         """
         self._ctx = ctx
-        self._model = weakref.ref(model)
         self._plan = plan
         self._schedule = schedule
         self._inner = inner
-        self._syncs = True
         self._is_open = False  # whether gradients of shared parameters are those of this rank's stages alone
         self._stash: dict[str, torch.Tensor | None] = {}
         self._rank = ctx.coordinate("pp")
@@ -111,8 +109,7 @@ class PipelineHandle(Handle):
                 count_stages(own, len(ranks))
         around = inner.compute if isinstance(inner, ShardHandle) else None
         self._call = StageCall(model, plan, around)
-        register(self, model.parameters(), instead_of=inner)
-        setattr(model, HANDLE, self)
+        super().__init__(model, model.parameters(), instead_of=inner)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelineHandle:
         """Refuse: what a copy holds would be trained by nobody."""
@@ -120,27 +117,6 @@ class PipelineHandle(Handle):
             "a prepared model that is cut into stages can't be copied. Copy it before it is prepared, and "
             "prepare the copy with evaluation_mode=True, or save it and load the weights."
         )
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether somebody holds the model still."""
-        return self._model() is not None
-
-    def without_sync(self) -> AbstractContextManager[None]:
-        """Accumulate the gradients of each rank's stages inside."""
-        return self._syncing(False)
-
-    def trigger_sync(self) -> AbstractContextManager[None]:
-        """Average gradients inside, with all that have added up before."""
-        return self._syncing(True)
-
-    @contextmanager
-    def _syncing(self, syncs: bool) -> Generator[None, None, None]:
-        before, self._syncs = self._syncs, syncs
-        try:
-            yield
-        finally:
-            self._syncs = before
 
     def why_unreduced(self) -> str | None:
         """Return why the current gradients are those of this rank alone; None where they are averaged."""

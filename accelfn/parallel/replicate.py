@@ -23,9 +23,10 @@ from accelfn.context import Context
 from accelfn.context.config import DistributedDataParallelKwargs, GuardMode
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.comm_hook import choose_comm_hook, register_comm_hook
+from accelfn.parallel.ddp_handle import DDPHandle
 from accelfn.parallel.exact import ExactReplica
 from accelfn.parallel.facts import modules_of
-from accelfn.parallel.handle import Communication, DDPHandle, handle_of, uncompiled
+from accelfn.parallel.handle import Communication, handle_of, uncompiled
 from accelfn.parallel.thread_ddp import ThreadDDP, is_made_of_others
 from accelfn.tree import digest_tensors, flatten, is_dtensor
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager
 from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import nn
 
 from accelfn.errors import ConfigurationError
-from accelfn.parallel.handle import HANDLE, IN_NO_SYNC, Communication, Handle, register
+from accelfn.parallel.handle import HANDLE, IN_NO_SYNC, Communication, Handle
 from accelfn.tree import is_dtensor
 
 __all__ = ("ShardHandle", "with_named_errors")
@@ -37,40 +36,15 @@ class ShardHandle(Handle):
             units: Its sharded modules.
             device: Where it computes.
         """
+        super().__init__(model, model.parameters())
         self._waits = device.type == "cpu"  # else a forward pass goes on, and its streams wait
-        self._model = weakref.ref(model)
         self._units = [weakref.ref(unit) for unit in units]
-        self._syncs = True
         self._depth = 0  # of calls inside of each other: a registered method may call the model
-        register(self, model.parameters())
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and is_dtensor(parameter):
                 cast("Any", parameter).register_hook(_refusal_of(name))
-        setattr(model, HANDLE, self)
 
-    @property
-    def is_alive(self) -> bool:
-        """Whether somebody holds the model still."""
-        return self._model() is not None
-
-    def without_sync(self) -> AbstractContextManager[None]:
-        """Accumulate whole gradients on each rank in backward passes inside."""
-        return self._syncing(False)
-
-    def trigger_sync(self) -> AbstractContextManager[None]:
-        """Average gradients in backward passes inside, with all that have added up before."""
-        return self._syncing(True)
-
-    @contextmanager
-    def _syncing(self, syncs: bool) -> Generator[None, None, None]:
-        before = self._syncs
-        self._set(syncs)
-        try:
-            yield
-        finally:
-            self._set(before)
-
-    def _set(self, syncs: bool) -> None:
+    def _set_syncs(self, syncs: bool) -> None:
         if syncs == self._syncs:
             return
         self._syncs = syncs

@@ -84,6 +84,7 @@ class PipelinePlan(NamedTuple):
             containers=facts.containers & modules,
             layers={name: one for name, one in facts.layers.items() if name in modules},
             heads={name: one for name, one in facts.heads.items() if name in modules},
+            experts={name: one for name, one in facts.experts.items() if name in modules},
         )
 
     def __str__(self) -> str:

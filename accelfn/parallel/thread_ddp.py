@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -38,8 +37,6 @@ class ThreadDDP(Handle):
 
     def __init__(self, ctx: Context, model: nn.Module) -> None:
         """Broadcast the model from rank 0, and hook its parameters."""
-        self.sync: bool = True
-        self._model = weakref.ref(model)
         self._ctx = ctx.tagged("a replicated model")  # wherever forward and backward are called
         self._backward: int | None = None  # torch's number of the latest one
         self._unreduced: str | None = BY_HAND
@@ -48,17 +45,21 @@ class ThreadDDP(Handle):
             buffers = dict(model.named_buffers()) if ctx.strategy.ddp.broadcast_buffers else {}
             own = {name: one for name, one in model.named_parameters() if not is_made_of_others(one)}
             self._take({**own, **buffers})
-        register(self, self._parameters.values())
+        super().__init__(model, self._parameters.values())
         self._watch()
         if ctx.strategy.ddp.broadcast_buffers:
             model.register_forward_pre_hook(self._on_forward)
-        setattr(model, REPLICA, self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ThreadDDP:
         """Average the gradients of a copied model too, as a copy of DistributedDataParallel does."""
         twin = object.__new__(type(self))
         memo[id(self)] = twin
-        twin.sync, twin._ctx, twin._backward, twin._unreduced = self.sync, self._ctx, None, self._unreduced
+        twin._syncs, twin._ctx, twin._backward, twin._unreduced = (
+            self._syncs,
+            self._ctx,
+            None,
+            self._unreduced,
+        )
         twin._model = weakref.ref(cast("nn.Module", copy.deepcopy(self._model(), memo)))
         twin._parameters = copy.deepcopy(self._parameters, memo)
         register(twin, twin._parameters.values())
@@ -86,7 +87,7 @@ class ThreadDDP(Handle):
         return (
             options.broadcast_buffers
             and module.training
-            and self.sync
+            and self._syncs
             and any(True for _ in module.buffers())
         )
 
@@ -104,7 +105,7 @@ class ThreadDDP(Handle):
             return
         self._backward = number
         self._unreduced = IN_NO_SYNC
-        if self.sync:
+        if self._syncs:
             self._unreduced = "the latest backward pass has failed. Clear the gradients, and repeat it"
             # Runs once, when the whole backward is done, on the thread that called it.
             engine = cast("Any", torch.autograd.Variable)._execution_engine
@@ -119,27 +120,11 @@ class ThreadDDP(Handle):
                 own.copy_(grad)
         self._unreduced = None
 
-    def without_sync(self) -> AbstractContextManager[None]:
-        """Accumulate gradients on each rank in backward passes inside."""
-        return self._syncing(False)
-
-    def trigger_sync(self) -> AbstractContextManager[None]:
-        """Average gradients in backward passes inside, with all that have added up before."""
-        return self._syncing(True)
-
-    @contextmanager
-    def _syncing(self, sync: bool) -> Generator[None, None, None]:
-        before, self.sync = self.sync, sync
-        try:
-            yield
-        finally:
-            self.sync = before
-
     def communicates(self) -> Communication:
         """Return what the next forward pass and its backward pass send."""
         model = self._model()
         buffers = model is not None and self.will_sync_buffers(model)
-        return Communication(self.sync and torch.is_grad_enabled(), buffers, at_once=buffers)
+        return Communication(self._syncs and torch.is_grad_enabled(), buffers, at_once=buffers)
 
     @property
     def is_alive(self) -> bool:

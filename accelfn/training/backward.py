@@ -89,8 +89,7 @@ def backward(
     check_context("backward", ctx)
     check_micro("backward", micro)
     check_newest("backward", scaler_state)
-    given = read_loss("backward", Loss(loss, weight))
-    _check_weight(ctx, "backward", given)
+    given = read_loss(ctx, "backward", Loss(loss, weight))
     differentiate(ctx, _to_differentiate(ctx, given, scaler_state, micro), **kwargs)
     return _next_state("backward", scaler_state, given.weight, micro)
 
@@ -205,9 +204,7 @@ def run_batch(
     def compute(model: Any, batch: Any) -> Loss:
         # An engine may run a part without gradients first.
         is_tried = with_gradient and not torch.is_grad_enabled()
-        loss = read_loss(operation, loss_fn(model, batch), needs_gradient=not is_tried)
-        _check_weight(ctx, operation, loss)
-        return loss
+        return read_loss(ctx, operation, loss_fn(model, batch), needs_gradient=not is_tried)
 
     def to_differentiate(loss: Loss, num_parts: int) -> torch.Tensor:
         factor = share / num_parts
@@ -218,19 +215,6 @@ def run_batch(
     work = BatchRun(compute, model, batch, to_differentiate, partial(differentiate, ctx), join_losses)
     loss = work.run() if handle is None else handle.run(work)
     return _next_state(operation, scaler, loss.weight if counts_weight else None, micro), loss
-
-
-def _check_weight(ctx: Context, operation: str, loss: Loss) -> None:
-    """Refuse a mean where ranks share sequences: nobody can tell how many tokens it is of.
-
-    Labels that are left out, and padding, are on some ranks more than on others.
-    """
-    if loss.weight is None and ctx.mesh is not None and ctx.mesh.plan.size("seq") > 1:
-        raise ConfigurationError(
-            f"{operation}: ranks along {' x '.join(ctx.mesh.plan.active('seq'))} share sequences, and have "
-            "different numbers of labels that count, so that a mean over each rank's would be wrong. Give "
-            'the sum, as of cross_entropy(..., reduction="sum"), and its weight, (labels != -100).sum().'
-        )
 
 
 def modules_in(operation: str, model: object) -> list[nn.Module]:

@@ -10,6 +10,7 @@ import torch
 from accelfn.comm import catch, reduce
 from accelfn.context import Context, check_context
 from accelfn.training.exact import cut_into_microbatches, mean_of_microbatches
+from accelfn.training.loss import check_means
 from accelfn.training.precision import autocast
 from accelfn.tree import TreeSpec, concatenate, flatten, require_tensors
 
@@ -49,6 +50,7 @@ def value_and_grad(
         ``ctx`` must call it, with ``params`` of one structure.
 
     Raises:
+        ConfigurationError: Ranks share sequences, where the mean of each is of other numbers of tokens.
         TypeError: (when called) A leaf of ``params`` is no floating-point tensor, or the loss no tensor of
             shape ``()``.
         ValueError: (when called) In exact mode, the batch can't be cut into equal microbatches.
@@ -59,6 +61,7 @@ def value_and_grad(
     (tensor(11.), {'w': tensor([3., 4.])})
     """
     check_context("value_and_grad", ctx)
+    check_means(ctx, "value_and_grad")
 
     def call(params: Params, /, *args: P.args, **kwargs: P.kwargs) -> tuple[V, Params]:
         leaves, structure = flatten(params)

@@ -51,7 +51,7 @@ def lomo_backward(
     """
     check_context("lomo_backward", ctx)
     check_micro("lomo_backward", micro)
-    loss = read_loss("lomo_backward", loss).value
+    loss = read_loss(ctx, "lomo_backward", loss).value
     if cast("object", learning_rate) is None:
         raise ValueError("lomo_backward: got no learning rate. LOMO steps at once, so it must be given here.")
     if not is_lomo(optimizer):

@@ -7,9 +7,11 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
+from accelfn.context import Context
+from accelfn.errors import ConfigurationError
 from accelfn.tree import flatten
 
-__all__ = ("Loss", "join_losses", "read_loss")
+__all__ = ("Loss", "check_means", "join_losses", "read_loss")
 
 
 class Loss(NamedTuple):
@@ -28,10 +30,28 @@ class Loss(NamedTuple):
     aux: Any = None
 
 
-def read_loss(operation: str, given: object, *, needs_gradient: bool = True) -> Loss:
+def check_means(ctx: Context, operation: str) -> None:
+    """Refuse a mean where ranks share sequences: nobody can tell how many tokens it is of.
+
+    Labels that are left out, and padding, are on some ranks more than on others.
+
+    Raises:
+        ConfigurationError: There are ranks along "cp" or "sp".
+    """
+    if ctx.mesh is not None and ctx.mesh.plan.size("seq") > 1:
+        raise ConfigurationError(
+            f"{operation}: ranks along {' x '.join(ctx.mesh.plan.active('seq'))} share sequences, and have "
+            "different numbers of labels that count, so that a mean over each rank's would be wrong. Give "
+            'the sum, as of cross_entropy(..., reduction="sum"), and its weight, (labels != -100).sum(): to '
+            "backward, or as accelfn.Loss(total, weight=count) in forward_backward or make_train_step."
+        )
+
+
+def read_loss(ctx: Context, operation: str, given: object, *, needs_gradient: bool = True) -> Loss:
     """Return a loss that can be differentiated in one form, with ``value`` of shape ``()``.
 
     Raises:
+        ConfigurationError: It is a mean, and ranks share sequences.
         TypeError: It is neither a tensor nor a :class:`Loss` with one.
         ValueError: The loss or its weight is no single number, the weight is negative or NaN, or the loss
             has no gradient.
@@ -57,6 +77,8 @@ def read_loss(operation: str, given: object, *, needs_gradient: bool = True) -> 
             f"{operation}: the loss depends on no parameter that is trained, so it has no gradient. It was "
             "detached, computed under torch.no_grad(), or all parameters are frozen."
         )
+    if weight is None:
+        check_means(ctx, operation)
     return loss if not value.dim() and loss is given else Loss(value.reshape(()), weight, aux)
 
 

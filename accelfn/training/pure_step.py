@@ -108,9 +108,12 @@ def pure_step(
     update = _without_writing(optimizer.update)
     scales = ctx.precision.scales_loss
     # Of this rank alone: the window is averaged once, at its end.
-    own = replace(ctx, world=World(device=ctx.device), collectives=Collectives(), reduction=None)
+    own = replace(ctx, world=World(device=ctx.device), collectives=Collectives(), reduction=None, mesh=None)
     together = average if ctx.num_processes == 1 else not_compiled(average)
     is_exact = ctx.reduction is not None
+
+    def loss_of(params: Params, batch: Batch) -> Loss:
+        return read_loss(ctx, "make_train_step", loss_fn(params, batch))
 
     def step(state: PureTrainState[Params], batch: Batch) -> tuple[PureTrainState[Params], StepMetrics]:
         if not isinstance(cast("object", state), PureTrainState):
@@ -120,10 +123,10 @@ def pure_step(
             )
 
         def compute() -> _Window:
-            return _window_of(own, loss_fn, state, batch)
+            return _window_of(own, loss_of, state, batch)
 
         def compute_each() -> list[_Window]:
-            return [_piece_of(own, loss_fn, state, piece, 1) for piece in equal_pieces(ctx, batch)]
+            return [_piece_of(own, loss_of, state, piece, 1) for piece in equal_pieces(ctx, batch)]
 
         if is_exact:
             window = _Window(*not_compiled(average_in_order)(ctx, compute_each))
@@ -169,14 +172,14 @@ def pure_step(
 
 
 def _window_of(
-    ctx: Context, loss_fn: Callable[[Any, Any], torch.Tensor | Loss], state: PureTrainState[Any], batch: Any
+    ctx: Context, loss_of: Callable[[Any, Any], Loss], state: PureTrainState[Any], batch: Any
 ) -> _Window:
     """Compute gradients and metrics of this rank's window."""
     pieces = cut_window(batch, ctx.gradient_accumulation_steps)
     terms: list[Terms] = []
     grads: list[torch.Tensor] = []
     for piece in pieces:
-        term, new = _piece_of(ctx, loss_fn, state, piece, len(pieces))
+        term, new = _piece_of(ctx, loss_of, state, piece, len(pieces))
         terms.append(term)
         grads = [before + grad for before, grad in zip(grads, new, strict=True)] if grads else new
     return _Window(add_terms(terms), grads)
@@ -184,7 +187,7 @@ def _window_of(
 
 def _piece_of(
     ctx: Context,
-    loss_fn: Callable[[Any, Any], torch.Tensor | Loss],
+    loss_of: Callable[[Any, Any], Loss],
     state: PureTrainState[Any],
     piece: Piece,
     num_pieces: int,
@@ -193,7 +196,7 @@ def _piece_of(
     scales = ctx.precision.scales_loss
 
     def scaled_loss(params: Any) -> tuple[torch.Tensor, Terms]:
-        loss = read_loss("make_train_step", loss_fn(params, piece.batch))
+        loss = loss_of(params, piece.batch)
         value = loss.value
         if loss.weight is None and num_pieces > 1:
             value = value * piece.share if piece.share != 1.0 else value

@@ -70,8 +70,12 @@ LAYOUTS = {
     "sp2": Layout(sp=2),
     "sp2xfsdp2": Layout(shard=2, sp=2),
     "tp2xcp2": Layout(tp=2, cp=2),
+    "tp2xsp2": Layout(tp=2, sp=2),
     "ep2": Layout(shard=2, ep=2),
     "ep2xfsdp2": Layout(shard=4, ep=2),
+    "ep2xdp2": Layout(replicate=2, shard=2, ep=2),
+    "cp2xep2": Layout(shard=2, cp=2, ep=2),
+    "sp2xep2": Layout(shard=2, sp=2, ep=2),
     "pp2": Layout(pp=2),
     "pp2-gpipe": Layout(pp=2, schedule="gpipe"),
     "pp2-interleaved": Layout(pp=2, schedule="interleaved1f1b"),
@@ -79,6 +83,9 @@ LAYOUTS = {
     "pp2xdp2": Layout(replicate=2, pp=2),
     "pp2xfsdp2": Layout(shard=2, pp=2),
     "pp2xtp2": Layout(tp=2, pp=2),
+    "pp2xcp2": Layout(cp=2, pp=2),
+    "pp2xsp2": Layout(sp=2, pp=2),
+    "pp2xep2": Layout(shard=2, ep=2, pp=2),
 }
 # Enough for tests of what is saved: each kind of placement once, and one process.
 SAVED = ("one", "dp2", "fsdp2", "hsdp2x2", "tp2", "tp2xfsdp2", "pp2", "pp2xfsdp2")

@@ -14,8 +14,9 @@ from accelfn.context.config import ExpertParallelConfig
 from accelfn.errors import ConfigurationError
 from accelfn.parallel import read_facts
 from accelfn.parallel.expert_plans import plan_experts
+from accelfn.parallel.plan import plan_at
 from tests.parallel.expert_models import HIDDEN, WIDTH, Experts, SparseGPT
-from tests.parallel.tensor_models import GPT
+from tests.parallel.tensor_models import GPT, Block
 
 
 class Nameless(nn.Module):
@@ -116,6 +117,20 @@ def test_a_model_s_plan_says_where_experts_are() -> None:
     # Neither two nor three experts can be shared by four ranks: a dim of each of them is.
     assert plan.shard.expert_dims == dict.fromkeys(plan.shard.expert_dims, 1)
     assert af.plan_model(sparse_context(8), SparseGPT(), engine="ddp").experts is None
+
+
+def test_stages_have_plans_of_their_own_experts() -> None:
+    model: Any = SparseGPT()
+    model.blocks[0] = Block(views_by_count=False, norms_heads=False, dropout=0.0)
+    model._no_split_modules = ["Block", "SparseBlock"]
+    config = af.ParallelismConfig(pp_size=2, dp_shard_size=2, ep_size=2)
+    ctx = af.plan_context(4, parallelism_config=config)
+    first, second = (plan_at(ctx, model, place) for place in (0, 1))
+    assert first.experts is None
+    assert "experts" not in first.rows()
+    assert second.experts is not None
+    assert [*second.experts.modules] == ["blocks.1.experts"]
+    assert set(second.experts.names) == {"blocks.1.experts.up", "blocks.1.experts.down"}
 
 
 def test_what_is_not_there_yet_is_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -202,7 +203,7 @@ def moved(case: Case, seen: Seen, reference: Seen) -> float:
     return float(off.square().sum().sqrt() / way.square().sum().sqrt())
 
 
-# What every run of the suite tries: each layout, precision and way once at least.
+# What every run of the suite tries: each axis, precision and way once at least, and products of axes.
 SAMPLE = (
     ("dp4", "no", by_shim),
     ("fsdp2", "no", by_functions),
@@ -222,6 +223,9 @@ SAMPLE = (
     ("pp2-interleaved", "no", by_functions),
     ("pp2xfsdp2", "no", by_shim),
     ("pp2xtp2", "no", by_functions),
+    ("pp2xcp2", "no", by_functions),
+    ("pp2xep2", "no", by_functions),
+    ("cp2xep2", "bf16", by_shim),
 )
 MATRIX = [
     pytest.param(*case, marks=() if case in SAMPLE else pytest.mark.slow)
@@ -250,10 +254,45 @@ def test_layers_are_shared_inside_of_shards_of_stages() -> None:
     check(Layout(pp=2, shard=2, tp=2), "no", by_functions, [Case(3, "AdamW", weighted=True)])
 
 
+_PLUGIN = af.FullyShardedDataParallelPlugin(fsdp_version=2)
+_RECOMPUTED = {"fsdp_plugin": replace(_PLUGIN, activation_checkpointing=True)}
+_OFFLOADED = {"fsdp_plugin": replace(_PLUGIN, cpu_offload=True)}
+_COMPILED = {"dynamo_backend": "aot_eager"}
+# The loss is a sum: with torch's first scale the first steps would be skipped.
+_FLOAT16 = {"mixed_precision": "fp16", "kwargs_handlers": [af.GradScalerKwargs(init_scale=64.0)]}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at each parameter's
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("pp2xfsdp2", _RECOMPUTED),
+        ("pp2xcp2", _RECOMPUTED),
+        ("ep2", _RECOMPUTED),
+        ("pp2xfsdp2", _OFFLOADED),
+        ("ep2", _OFFLOADED),
+        ("pp2xfsdp2", _COMPILED),
+        ("pp2xcp2", _COMPILED),
+        ("pp2xfsdp2", _FLOAT16),
+        ("pp2xcp2", _FLOAT16),
+        ("ep2", _FLOAT16),
+    ],
+)
+def test_layouts_go_with_what_else_a_context_asks_for(name: str, options: dict[str, Any]) -> None:
+    options = {**options}
+    precision = options.pop("mixed_precision", "no")
+    check(LAYOUTS[name], precision, by_functions, [Case(3, "SGD", weighted=True)], **options)
+
+
 def check(
-    layout: Layout, precision: Literal["no", "bf16"], way: Callable[..., Iterator[Any]], cases: Sequence[Case]
+    layout: Layout,
+    precision: Literal["no", "bf16", "fp16"],
+    way: Callable[..., Iterator[Any]],
+    cases: Sequence[Case],
+    **options: Any,
 ) -> None:
-    """Train on the layout's ranks, and compare with one process."""
+    """Train on the layout's ranks, with more options of the context, and compare with one process."""
     if layout.ep > 1:  # with an optimizer that doesn't hide how large the gradients of experts are
         cases = [case._replace(sparse=True) for case in cases if case.optimizer == "SGD"]
 
@@ -262,7 +301,7 @@ def check(
     def work(ctx: af.Context) -> list[Seen]:
         return [train(ctx, case, way) for case in cases]
 
-    plugin = af.FullyShardedDataParallelPlugin(fsdp_version=2) if layout.shard > 1 else None
+    asked: dict[str, Any] = {"fsdp_plugin": _PLUGIN if layout.shard > 1 else None, **options}
     ranks = run_ranks(
         work,
         layout.size,
@@ -270,8 +309,8 @@ def check(
         timeout_s=120.0,
         mixed_precision=precision,
         parallelism_config=layout.config(),
-        fsdp_plugin=plugin,
         dataloader_config=af.DataLoaderConfiguration(sequence={0: 1, 1: 1, 2: 1}),
+        **asked,
     )
     loss_bound, norm_bound, way_bound = (1e-5, 1e-5, 1e-4) if precision == "no" else (0.01, 0.05, 0.2)
     for index, case in enumerate(cases):

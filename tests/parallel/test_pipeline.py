@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -74,6 +75,38 @@ def test_every_schedule_computes_what_one_process_does(schedule: str) -> None:
             assert found_loss == pytest.approx(loss, rel=1e-5)
             for name, gradient in found.items():
                 torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5)
+
+
+def test_an_overflow_in_one_stage_makes_every_rank_skip_its_step() -> None:
+    def work(ctx: af.Context) -> list[tuple[bool, float, bool]]:
+        made: nn.Module = GPT(num_blocks=4)
+        model, optimizer = af.prepare(ctx, made, torch.optim.SGD(made.parameters(), lr=0.1))
+        scaler = af.init_scaler(ctx)
+        weight: Any = dict(af.unwrap_model(model).named_parameters()).get("blocks.3.up.weight")
+        assert (weight is None) == (ctx.rank == 0)
+        hook = None if weight is None else weight.register_hook(partial(torch.mul, other=torch.inf))
+        seen: list[tuple[bool, float, bool]] = []
+        for batch, micro in af.microbatches(ctx, [make_batch(0), make_batch(1)]):
+            before = [one.detach().clone() for one in model.parameters()]
+            scaler, _ = af.forward_backward(ctx, model, loss_fn, batch, scaler, micro)
+            scaler = af.optimizer_step(ctx, optimizer, scaler)
+            after = [*model.parameters()]
+            has_moved = not all(torch.equal(one, two) for one, two in zip(before, after, strict=True))
+            seen.append((af.step_was_skipped(ctx, scaler), scaler.scale.item(), has_moved))
+            if hook is not None:
+                hook.remove()
+        return seen
+
+    ranks = run_ranks(
+        work,
+        2,
+        "processes",
+        timeout_s=60,
+        parallelism_config=stages(),
+        mixed_precision="fp16",
+        kwargs_handlers=[af.GradScalerKwargs(init_scale=64.0)],
+    )
+    assert ranks == [[(True, 32.0, False), (False, 32.0, True)]] * 2
 
 
 def test_what_a_pipeline_cannot_run_is_refused_by_name_on_every_rank() -> None:

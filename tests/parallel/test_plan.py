@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from dataclasses import replace
+from typing import Any, Literal, cast
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.parallel import ModelPlan, plan_model, read_facts
 from accelfn.testing import run_ranks
 from tests.parallel import shard_models as lm
+from tests.parallel.tensor_models import GPT
 
 PLUGIN = FullyShardedDataParallelPlugin(fsdp_version=2)
 
@@ -137,6 +139,54 @@ def test_one_rank_shards_nothing_and_says_what_it_can_not_do() -> None:
     assert planned(size=1, fsdp_plugin=PLUGIN).engine == "none"
     with pytest.raises(ConfigurationError, match="cpu_offload is what FSDP does with shards"):
         planned(size=1, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=True))
+    with pytest.raises(ConfigurationError, match="mixed_precision_policy is what FSDP does with shards"):
+        planned(size=1, fsdp_plugin=replace(PLUGIN, mixed_precision_policy="bf16"))
+
+
+def stages(schedule: str, **sizes: Any) -> ParallelismConfig:
+    handler = af.config.PipelineParallelConfig(schedule=schedule)
+    return ParallelismConfig(pp_size=2, pp_handler=handler, **sizes)
+
+
+def wraps_all(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+    return True
+
+
+SHARDED = ParallelismConfig(dp_shard_size=4)
+
+
+@pytest.mark.parametrize(
+    ("config", "engine", "options", "message"),
+    [
+        (stages("zbvzerobubble", dp_shard_size=2), None, {}, "apart, .* that is sharded or replicated"),
+        (stages("zbvzerobubble", dp_replicate_size=2), None, {}, "apart, .* that is sharded or replicated"),
+        (stages("zbvzerobubble", tp_size=2), None, {"dynamo_backend": "eager"}, "apart, .* that is compiled"),
+        (stages("gpipe", tp_size=2), "ddp", {}, 'engine="ddp" keeps the whole .* along tp and pp have parts'),
+        (None, "shard", {"reduction": "canonical"}, "needs the whole model on every rank"),
+        (SHARDED, None, {"auto_wrap_policy": wraps_all}, "auto_wrap_policy is asked of modules"),
+        (SHARDED, None, {"ignored_modules": "out"}, "ignored_modules is asked of modules"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(
+    config: ParallelismConfig | None,
+    engine: Literal["ddp", "shard"] | None,
+    options: dict[str, Any],
+    message: str,
+) -> None:
+    if config is SHARDED:
+        options = {"fsdp_plugin": replace(PLUGIN, **options)}
+    ctx = af.plan_context(4, parallelism_config=config, **options)
+    with pytest.raises(ConfigurationError, match=message):
+        plan_model(ctx, read_facts(GPT(num_blocks=4)), engine=engine)
+
+
+def test_parts_of_a_model_need_ranks_that_are_processes() -> None:
+    def on_rank(ctx: Context) -> None:
+        with pytest.raises(NotAvailableError, match="these are threads"):
+            af.prepare_model(ctx, GPT())
+
+    for config in (ParallelismConfig(cp_size=2), ParallelismConfig(sp_size=2)):
+        run_ranks(on_rank, 2, parallelism_config=config)
 
 
 def test_parameters_that_can_not_be_sharded_are_named() -> None:

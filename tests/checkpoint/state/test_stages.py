@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn.checkpoint import merge_fsdp_weights, verify_checkpoint
+from accelfn.checkpoint import LoadReport, merge_fsdp_weights, verify_checkpoint
 from accelfn.context import Context
 from accelfn.errors import CheckpointError, CheckpointMismatchError, NoCheckpointError, ReplicaDriftError
 from accelfn.launch.main import main
@@ -187,31 +187,36 @@ def test_tools_take_the_checkpoint_of_stages_as_that_of_one_process(
             assert (one / file).read_bytes() == (other / file).read_bytes()
 
 
-def test_what_other_stages_have_is_checked_where_it_is_and_every_rank_hears(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lacks", [False, True], ids=["extra", "missing"])
+def test_what_other_stages_have_is_checked_where_it_is_and_every_rank_hears(
+    lacks: bool, tmp_path: Path
+) -> None:
+    """A layer that the checkpoint, or the model, has beyond the other is of the last stage."""
     larger = CUT._replace(num_layers=3)
+    saved, made = (CUT, larger) if lacks else (larger, CUT)
 
-    def work(ctx: Context) -> list[str]:
-        af.save_state(ctx, tmp_path / "at", new(ctx, larger, 0))
-        af.save_model(ctx, new(ctx, larger, 0)["model"], tmp_path / "weights")
-        run = new(ctx, CUT, 1)
+    def work(ctx: Context) -> tuple[str, str, LoadReport]:
+        af.save_state(ctx, tmp_path / "at", new(ctx, saved, 0))
+        af.save_model(ctx, new(ctx, saved, 0)["model"], tmp_path / "weights")
+        run = new(ctx, made, 1)
         before = tensors(ctx, run)
-        said: list[str] = []
-        with pytest.raises((CheckpointMismatchError, af.errors.RemoteRankError)) as caught:
+        with pytest.raises((CheckpointMismatchError, af.errors.RemoteRankError)) as of_state:
             af.load_state(ctx, tmp_path / "at", run)
-        said.append(str(caught.value))
-        with pytest.raises(CheckpointMismatchError) as found:
+        with pytest.raises(CheckpointMismatchError) as of_model:
             af.load_model(run["model"], tmp_path / "weights")
-        said.append(str(found.value))
         assert_equal(tensors(ctx, run), before)
         report = af.load_model(run["model"], tmp_path / "weights", strict=False)
-        assert report.missing == ()
-        assert {name.rpartition(".")[0] for name in report.unexpected} == {"blocks.2.0", "blocks.2.1"}
-        return said
+        return str(of_state.value), str(of_model.value), report
 
-    ranks = run_ranks(work, 2, parallelism_config=CUT.config)
-    for state, weights in ranks:
+    third = {f"blocks.2.0.{name}" for name in ("weight", "bias")} | {
+        f"blocks.2.1.{name}"
+        for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
+    }
+    for state, weights, report in run_ranks(work, 2, parallelism_config=CUT.config):
         assert "blocks.2.0.weight" in state
         assert "blocks.2.0.weight" in weights
+        assert {*report.missing} == (third if lacks else set())
+        assert {*report.unexpected} == (set() if lacks else third)
 
 
 def test_a_shared_weight_that_has_drifted_between_stages_is_refused(tmp_path: Path) -> None:
