@@ -18,7 +18,7 @@ from accelfn.parallel.facts import ModelFacts, owner_of, read_facts
 from accelfn.parallel.plan import ModelPlan, plan_at
 from accelfn.parallel.schedule import SchedulePlan
 from accelfn.parallel.shard import ShardPlan
-from accelfn.tree import count_rows, map_tensors
+from accelfn.tree import count_rows, slice_tensors
 from accelfn.tree.bars import Bar, draw_bars_svg
 from accelfn.tree.sizes import size_text
 
@@ -232,7 +232,7 @@ def plan_memory(
             rows = count_rows(batch, "batch", "plan_memory: in a pipeline a batch is cut into microbatches")
             schedule = schedule.fit(rows)
             size = rows // schedule.num_microbatches
-            batch = map_tensors(lambda one: one[:size] if one.dim() else one, batch)
+            batch = slice_tensors(batch, slice(size))
         runs = dry_run(ctx, model, [*plans.values()], batch, loss_fn)
     budgets = [
         _budget(ctx, facts, one, place, optimizer)

@@ -115,7 +115,7 @@ def dry_run(
             apply_attention(twin, everywhere, seq.group, ring=traffic.attend_in_ring)
         _set_precision(ctx, twin, plans)
         recorder = _Recorder(twin, plan.pipeline, {name for one in plans for name in one.recomputed}, traffic)
-        given = map_tensors(lambda one: torch.empty(one.shape, dtype=one.dtype, device=ctx.device), batch)
+        given = _without_memory(batch, ctx.device)
         try:
             with traffic, _FusedAttention():
                 with recorder.recording():
@@ -133,6 +133,18 @@ def dry_run(
         StageRun(held, again, received, moved)
         for (held, again, received), moved in zip(kept, traffic.moved, strict=True)
     )
+
+
+def _without_memory(batch: Any, device: torch.device) -> Any:
+    """Return a batch of new tensors; what is one tensor in several places is one here too."""
+    made: dict[int, torch.Tensor] = {}
+
+    def make(one: torch.Tensor) -> torch.Tensor:
+        if id(one) not in made:
+            made[id(one)] = torch.empty(one.shape, dtype=one.dtype, device=device)
+        return made[id(one)]
+
+    return map_tensors(make, batch)
 
 
 def _call(model: nn.Module, batch: Any) -> Any:
@@ -297,7 +309,9 @@ class _Ring(torch.autograd.Function):
     def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, traffic: _Traffic, size: int
     ) -> torch.Tensor:
-        output, logsumexp = torch.empty_like(query), query.new_empty(query.shape[:-1], dtype=torch.float32)
+        # Contiguous, as on all ranks but the last one, so that to join the heads is a copy.
+        output = query.new_empty(query.shape)
+        logsumexp = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, output, logsumexp)
         ctx.settings = traffic, size
         traffic.moved[traffic.stage]["cp"] += (size - 1) * (key.nbytes + value.nbytes)
