@@ -26,7 +26,7 @@ from accelfn.checkpoint.files.stored_dtype import SAFETENSORS_NAMES
 from accelfn.checkpoint.weights.index import find_weights, read_header
 from accelfn.errors import DamagedCheckpointError, MissingExtraError, NoCheckpointError
 
-__all__ = ("build_on_meta", "build_source", "importing_from_here", "read_source")
+__all__ = ("build_on_meta", "build_source", "call_on_meta", "importing_from_here", "read_source")
 
 _DTYPES = MappingProxyType({name: dtype for dtype, name in SAFETENSORS_NAMES.items()})
 _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
@@ -86,13 +86,27 @@ def build_source(source: str, *, trust_remote_code: bool = False) -> nn.Module:
 
 
 def build_on_meta(source: str) -> nn.Module:
-    """Call the function that ``module:factory`` names, and give no memory to what it builds.
+    """Call the function that ``module:factory`` names, and give no memory to the module that it builds.
 
     Ranks: local. Effect: imports the module.
 
     Raises:
-        ValueError: There is no such module or function, it can't be imported or called without arguments, or
-            it doesn't give a module. What it raised is the cause.
+        ValueError: As :func:`call_on_meta`, or the function doesn't give a module.
+    """
+    built = call_on_meta(source)
+    if not isinstance(built, nn.Module):
+        raise ValueError(f"{source}: the function gave {type(built).__name__}, and must give a module.")
+    return built
+
+
+def call_on_meta(source: str) -> object:
+    """Call the function that ``module:function`` names, and give no memory to the tensors that it makes.
+
+    Ranks: local. Effect: imports the module.
+
+    Raises:
+        ValueError: There is no such module or function, or it can't be imported or called without arguments.
+            What it raised is the cause.
     """
     module_name, _, function_name = source.partition(":")
     with importing_from_here():
@@ -112,15 +126,12 @@ def build_on_meta(source: str) -> nn.Module:
             )
         try:
             with init_empty_weights(include_buffers=True):
-                built: object = cast("Callable[[], object]", found)()
+                return cast("Callable[[], object]", found)()
         except (Exception, SystemExit) as error:
             raise ValueError(
                 f"{source}: the function raised {_tell(error)}. It is called without arguments, and while "
                 "new tensors have no values (meta device)."
             ) from error
-    if not isinstance(built, nn.Module):
-        raise ValueError(f"{source}: the function gave {type(built).__name__}, and must give a module.")
-    return built
 
 
 def _tell_import(module_name: str, error: BaseException) -> str:

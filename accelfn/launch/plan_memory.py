@@ -27,7 +27,7 @@ __all__ = ("plan_memory_parser", "run_plan_memory")
 
 _MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 _OF_PLACES = ("max_memory", "device_map", "no_split", "offload_buffers", "fallback_allocation")
-_OF_RANKS = ("optimizer", "mixed_precision")
+_OF_RANKS = ("optimizer", "mixed_precision", "batch", "batch_size", "sequence_length")
 
 
 def run_plan_memory(argv: Sequence[str]) -> int:
@@ -109,8 +109,18 @@ def _refuse_mixtures(
         )
     if mixed:
         parser.error(f"--{mixed[0]} is for ranks that train the model. Add --mesh, such as dp_shard=8,tp=2.")
-    if is_of_ranks and form in ("svg", "html"):
-        parser.error(f"what ranks hold is told as a table or as json, not as {form}. Choose one of them.")
+    if is_of_ranks and form == "html":
+        parser.error(
+            "what ranks hold is drawn as a table, as json or as svg, not as html. Choose one of them."
+        )
+    if (options.batch_size is None) != (options.sequence_length is None):
+        parser.error(
+            "--batch_size and --sequence_length go together, such as --batch_size 8 --sequence_length 2048."
+        )
+    if options.batch_size is not None and options.batch is not None:
+        parser.error(
+            "--batch_size makes a batch of text, and --batch names a function that makes one. Leave one out."
+        )
 
 
 def _as_table(plan: DevicePlan, source: str) -> str:
@@ -155,6 +165,12 @@ def _as_html(plan: DevicePlan, source: str) -> str:
 _FORMS: Mapping[str, Callable[[DevicePlan, str], str]] = MappingProxyType(
     {"table": _as_table, "json": _as_json, "svg": _as_svg, "html": _as_html}
 )
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"it must be a number from 1, got {text!r}.")
+    return int(text)
 
 
 def plan_memory_parser() -> CommandParser:
@@ -202,6 +218,17 @@ def plan_memory_parser() -> CommandParser:
     )
     parser.add_argument(
         "--mixed_precision", choices=("no", "bf16", "fp16"), help="in which ranks compute (no)"
+    )
+    for name, about in (
+        ("--batch_size", "rows of text in a rank's batch: count what the batch takes too; for ranks"),
+        ("--sequence_length", "tokens of each of these rows"),
+    ):
+        parser.add_argument(name, metavar="N", type=_positive, help=about)
+    parser.add_argument(
+        "--batch",
+        metavar="MODULE:FUNCTION",
+        help="the same with another batch: the function gives what the model is called with, a mapping of "
+        "keyword arguments, a list or tuple of arguments, or one",
     )
     for name, about in (
         ("--offload_buffers", "buffers of what is offloaded are offloaded too"),

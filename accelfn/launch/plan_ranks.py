@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from accelfn.errors import ConfigurationError
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from accelfn.context import Context, ContextOptions
 
 __all__ = ("draw_ranks", "read_mesh")
@@ -25,7 +27,7 @@ def draw_ranks(options: argparse.Namespace, form: str) -> str:
 
     Args:
         options: Of ``accelfn plan-memory``: ``mesh`` or ``config_file``, or both, where the mesh wins.
-        form: "table" or "json".
+        form: "table", "json" or "svg".
 
     Raises:
         AccelfnError: The mesh, the file or the model don't fit each other.
@@ -45,17 +47,49 @@ def draw_ranks(options: argparse.Namespace, form: str) -> str:
             raise ConfigurationError(f"--dtype {options.dtype}: nobody trains in it. Use such as bfloat16.")
         model = model.to(dtype)
     plan = plan_model(ctx, model)
-    budget = plan_memory(ctx, model, optimizer=options.optimizer or "adamw")
+    batch = _batch(ctx, model, options)
+    budget = plan_memory(ctx, model, optimizer=options.optimizer or "adamw", batch=batch)
     if form == "table":
         return f"{plan}\n\n{budget}"
+    if form == "svg":
+        return budget.svg()
     return json.dumps(
         {
             "source": options.source,
             "mesh": {axis: plan.mesh.size(axis) for axis in plan.mesh.active()},
-            "bytes": {**budget._asdict(), "held": budget.held, "moved": dict(budget.moved)},
+            "bytes": {
+                **budget._asdict(),
+                "held": budget.held,
+                "total": budget.total,
+                "moved": dict(budget.moved),
+            },
         },
         indent=1,
     )
+
+
+def _batch(ctx: Context, model: nn.Module, options: argparse.Namespace) -> Any:
+    """Return the batch that the arguments name, this rank's piece of it; None without any."""
+    import torch
+
+    from accelfn.bigmodel.source import call_on_meta
+    from accelfn.data import shard_sequence
+
+    if options.batch is not None:
+        return call_on_meta(options.batch)
+    if options.batch_size is None:
+        return None
+    kind = type(model).__name__
+    if getattr(model, "main_input_name", None) != "input_ids":
+        raise ConfigurationError(
+            f"--batch_size makes a batch of text, as models of transformers take it, and {kind} says nothing "
+            "of input_ids. Use --batch MODULE:FUNCTION, a function that gives what the model is called with."
+        )
+    ids = torch.empty(options.batch_size, options.sequence_length, dtype=torch.long, device="meta")
+    batch = {"input_ids": ids}
+    if kind.endswith(("ForCausalLM", "ForMaskedLM", "LMHeadModel")):
+        batch["labels"] = ids
+    return shard_sequence(ctx, batch, dict.fromkeys(batch, 1))
 
 
 def read_mesh(text: str) -> dict[str, int]:

@@ -149,9 +149,12 @@ class _Call(NamedTuple):
 class _Sharing:
     """The ranks that share a sequence, as modules of attention know them; those of a copy share them too."""
 
-    def __init__(self, plan: AttentionPlan, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, plan: AttentionPlan, group: dist.ProcessGroup, ring: Callable[..., torch.Tensor]
+    ) -> None:
         self.plan = plan
         self.group = group
+        self.ring = ring
         self.has_answered = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Sharing:
@@ -205,7 +208,7 @@ class _Sharing:
             times = query.shape[1] // key.shape[1]
             key, value = (one.repeat_interleave(times, 1) for one in (key, value))
         rotation = self.plan.rotation
-        return ring_attention(query, key, value, self.group, rotation=rotation, scale=call.scale)
+        return self.ring(query, key, value, self.group, rotation=rotation, scale=call.scale)
 
     def _by_heads(self, call: _Call) -> torch.Tensor:
         query, key, value = call[:3]
@@ -349,7 +352,12 @@ class SequenceForward(WrappedForward):
         return output
 
 
-def apply_attention(model: nn.Module, plan: AttentionPlan, group: dist.ProcessGroup) -> None:
+def apply_attention(
+    model: nn.Module,
+    plan: AttentionPlan,
+    group: dist.ProcessGroup,
+    ring: Callable[..., torch.Tensor] = ring_attention,
+) -> None:
     """Let ranks that share sequences compute attention together. Writes into ``model``; all names stay.
 
     From then on the model takes this rank's pieces of sequences, as :func:`accelfn.shard_sequence` cuts them.
@@ -360,8 +368,9 @@ def apply_attention(model: nn.Module, plan: AttentionPlan, group: dist.ProcessGr
         model: As ``plan`` was made for; neither recomputed nor compiled by accelfn yet.
         plan: From :func:`plan_attention`.
         group: The ranks that share a sequence, as processes.
+        ring: Attention along "cp", called as :func:`accelfn.parallel.ring.ring_attention`.
     """
-    sharing = _Sharing(plan, group)
+    sharing = _Sharing(plan, group, ring)
     for name in plan.modules:
         module = model.get_submodule(name)
         builds_mask = plan.axis == "cp" and getattr(module, "is_causal", False) is True

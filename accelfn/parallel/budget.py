@@ -1,21 +1,26 @@
-"""What a rank holds of a model in training, and what it receives: from the plan alone, exact in bytes."""
+"""What a rank holds of a model in training, and what it receives: from the plan and a batch, in bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from torch import nn
 
 from accelfn.context import Context, check_context
 from accelfn.errors import ConfigurationError
+from accelfn.parallel.dry_run import StageRun, dry_run
 from accelfn.parallel.facts import ModelFacts, owner_of, read_facts
 from accelfn.parallel.model_plan import ModelPlan
 from accelfn.parallel.plan import plan_at
+from accelfn.parallel.schedule import SchedulePlan
 from accelfn.parallel.shard import ShardPlan
+from accelfn.tree import count_rows, slice_tensors
+from accelfn.tree.bars import Bar, draw_bars_svg
 from accelfn.tree.sizes import size_text
 
 __all__ = ("OPTIMIZERS", "Budget", "plan_memory")
@@ -42,13 +47,23 @@ OPTIMIZERS: Mapping[str, _States] = MappingProxyType(
 
 _COUNT_BYTES = 4
 
+# Of the picture: names and colors.
+_PARTS = (
+    ("parameters", "#14407a"),
+    ("gradients", "#f3c9a5"),
+    ("optimizer", "#e0945a"),
+    ("gathered", "#7fb0dc"),
+    ("activations", "#8fbf88"),
+    ("received", "#b9b9b9"),
+)
+
 
 class Budget(NamedTuple):
     """What a rank holds in training, and what it receives, in bytes. Prints as a table.
 
     No rank holds more: where rows don't divide evenly, the first ranks have more of them; of a pipeline it is
-    the rank whose stages are the largest. Activations, a model's buffers and what torch keeps for a
-    collective that is underway come on top.
+    the rank that needs the most in all. A model's buffers, what single operations need while they run, and
+    what torch keeps for a collective that is underway come on top, and without a batch activations.
 
     Attributes:
         num_ranks: Of the mesh.
@@ -63,8 +78,12 @@ class Budget(NamedTuple):
             computes, and the next one. All of them where units aren't freed after their forward pass.
         unreduced: Whole gradients that are held until the last batch of an accumulation window; 0 where each
             batch is reduced.
-        moved: What the rank receives in an optimizer step, by axis. Not along ``tp``, ``pp`` or ``ep``,
-            where activations move.
+        activations: That wait for the backward pass: what autograd saves of a batch, in a pipeline of those
+            microbatches that the schedule has underway at once. With activation checkpointing the inputs of
+            recomputed blocks stand for what is in them. None where no batch was given.
+        recomputed: Activations of the largest recomputed block, on top while the backward passes it.
+        moved: What the rank receives in an optimizer step, by axis: parameters and gradients, and with a
+            batch activations and their gradients. Rows of experts, along ``ep``, aren't counted.
         offload: Whether parameters, gradients and states rest in host memory.
     """
 
@@ -78,6 +97,8 @@ class Budget(NamedTuple):
     buckets: int
     gathered: int
     unreduced: int
+    activations: int | None
+    recomputed: int
     moved: Mapping[str, int]
     offload: bool
 
@@ -86,22 +107,30 @@ class Budget(NamedTuple):
         """What stays from step to step, and the gradients."""
         return self.parameters + self.gradients + self.optimizer + self.buckets
 
+    @property
+    def total(self) -> int:
+        """All of it at once, which no moment of a step exceeds."""
+        return self.held + self.gathered + self.unreduced + (self.activations or 0) + self.recomputed
+
     def rows(self) -> dict[str, str]:
         """Return the lines of the table: text by title."""
         where = ", in host memory" if self.offload else ""
         parts = [f"of {size_text(self.whole)}{where}"]
         if self.padding:
             parts.append(f"{size_text(self.padding)} of it padding")
-        each = f"each of {self.num_ranks:,} ranks at most" if self.num_ranks > 1 else "the one rank"
         rows = {
             "parameters": (self.parameters, ", ".join(parts)),
             "gradients": (self.gradients, where.removeprefix(", ")),
             "optimizer": (self.optimizer, f"states of {self.optimizer_name}{where}"),
             "buckets": (self.buckets, "in which gradients are averaged"),
-            "held": (self.held, f"on {each}; activations come on top"),
+            "held": (self.held, f"on {self._each}{'; activations come on top' * (self.activations is None)}"),
             "gathered": (self.gathered, "whole units at a time, while they compute"),
             "unreduced": (self.unreduced, "whole gradients, until the last batch of a window"),
         }
+        if self.activations is not None:
+            rows["activations"] = (self.activations, "of a batch, until its backward pass")
+            rows["recomputed"] = (self.recomputed, "activations of a block, in the backward pass")
+            rows["in all"] = (self.total, "at most, at once")
         table = {title: (size_text(size), text) for title, (size, text) in rows.items() if size}
         for axis, size in self.moved.items():
             table[f"along {axis}"] = (size_text(size), "received in an optimizer step")
@@ -114,13 +143,40 @@ class Budget(NamedTuple):
         width = max(map(len, rows))
         return "\n".join(f"{title.ljust(width)}  {text}" for title, text in rows.items())
 
+    def svg(self) -> str:
+        """Return a picture, as a whole SVG document: bars of what is there at once, and of what moves."""
+        once = (
+            self.parameters,
+            self.gradients + self.buckets + self.unreduced,
+            self.optimizer,
+            self.gathered,
+            (self.activations or 0) + self.recomputed,
+        )
+        bars = [Bar("at once", "", once)]
+        bars += [Bar(f"along {axis}", "", (*[0] * len(once), size)) for axis, size in self.moved.items()]
+        about = f"{self._each}: what is there at once, and what comes in an optimizer step"
+        return draw_bars_svg([about[0].upper() + about[1:]], bars, _PARTS)
+
+    @property
+    def _each(self) -> str:
+        return f"each of {self.num_ranks:,} ranks at most" if self.num_ranks > 1 else "the one rank"
+
 
 def plan_memory(
-    ctx: Context, model: nn.Module | ModelFacts, *, plan: ModelPlan | None = None, optimizer: str = "adamw"
+    ctx: Context,
+    model: nn.Module | ModelFacts,
+    *,
+    plan: ModelPlan | None = None,
+    optimizer: str = "adamw",
+    batch: Any = None,
+    loss_fn: Callable[[nn.Module, Any], Any] | None = None,
 ) -> Budget:
     """Return what each rank will hold of a model in training, and what it receives. Pure.
 
     ``ctx`` may be one of :func:`accelfn.plan_context`, whose ranks aren't there.
+
+    With a batch the loss function is run once, on a copy of the model whose tensors have no memory: what it
+    does must not depend on values of tensors. That takes seconds for a large model, wherever it is planned.
 
     Ranks: local; the same on every rank.
 
@@ -131,15 +187,28 @@ def plan_memory(
             alone; None for that of :func:`accelfn.plan_model`.
         optimizer: "adamw", "adam", "adagrad", "rmsprop", "momentum" or "sgd", as torch has them; its states
             have the dtypes of the parameters.
+        batch: One batch of a rank, as its loss function gets it, on any device: shapes and dtypes are used.
+            Where sequences are shared, this rank's piece of them, as of :func:`accelfn.shard_sequence`. None
+            for what doesn't depend on it.
+        loss_fn: As of :func:`accelfn.forward_backward`: called with the model and the batch, returns the
+            loss, or the loss and its weight. None to call the model with the batch: ``model(**batch)`` if it
+            is a mapping, ``model(*batch)`` if it is a list or tuple, else ``model(batch)``.
 
     Raises:
-        ConfigurationError: There is no such optimizer, or what was asked for doesn't fit the model.
+        ConfigurationError: There is no such optimizer, or what was asked for doesn't fit the model; or with a
+            batch, what is computed depends on values, or experts are spread over ranks.
+        ValueError: In a pipeline, the batch can't be cut along its rows.
+        Exception: As the model and the loss function.
 
     >>> print(plan_memory(Context(), nn.Linear(1000, 250)))
     parameters  1.0 MB  of 1.0 MB
     gradients   1.0 MB
     optimizer   2.0 MB  states of adamw
     held        4.0 MB  on the one rank; activations come on top
+    >>> import torch
+    >>> batch = torch.empty(64, 1000, device="meta")
+    >>> plan_memory(Context(), nn.Sequential(nn.Linear(1000, 250), nn.Sigmoid()), batch=batch).activations
+    320000
     """
     check_context("plan_memory", ctx)
     if optimizer not in OPTIMIZERS:
@@ -150,10 +219,67 @@ def plan_memory(
         )
     facts = model if isinstance(model, ModelFacts) else read_facts(model)
     if plan is not None:
-        return _budget(ctx, facts, plan, ctx.coordinate("pp"), optimizer)
-    places = range(ctx.axis_size("pp"))
-    budgets = [_budget(ctx, facts, plan_at(ctx, model, place), place, optimizer) for place in places]
-    return max(budgets, key=lambda budget: budget.held + budget.gathered)
+        plans = {ctx.coordinate("pp"): plan}
+    else:
+        plans = {place: plan_at(ctx, model, place) for place in range(ctx.axis_size("pp"))}
+    runs, schedule = None, next(iter(plans.values())).schedule
+    if batch is not None:
+        if isinstance(model, ModelFacts):
+            raise ConfigurationError(
+                "plan_memory: what a batch takes is found by a run of the model, and facts have no forward. "
+                "Pass the model, whose parameters may be on the meta device."
+            )
+        if schedule is not None:
+            rows = count_rows(batch, "batch", "plan_memory: in a pipeline a batch is cut into microbatches")
+            schedule = schedule.fit(rows)
+            size = rows // schedule.num_microbatches
+            batch = slice_tensors(batch, slice(size))
+        runs = dry_run(ctx, model, [*plans.values()], batch, loss_fn)
+    budgets = [
+        _budget(ctx, facts, one, place, optimizer)
+        if runs is None
+        else _with_batch(ctx, _budget(ctx, facts, one, place, optimizer), facts, one, place, runs, schedule)
+        for place, one in plans.items()
+    ]
+    return max(budgets, key=lambda budget: budget.total)
+
+
+def _with_batch(
+    ctx: Context,
+    budget: Budget,
+    facts: ModelFacts,
+    plan: ModelPlan,
+    place: int,
+    runs: Sequence[StageRun],
+    schedule: SchedulePlan | None,
+) -> Budget:
+    """Return a budget with what batches take."""
+    num_batches = ctx.accumulation.num_steps
+    if schedule is None or plan.pipeline is None:
+        (run,) = runs
+        moved = {axis: num_batches * size for axis, size in run.moved.items()}
+        return budget._replace(
+            activations=run.kept, recomputed=run.recomputed, moved={**budget.moved, **moved}
+        )
+    stages = schedule.stages_of(place)
+    count = num_batches * schedule.num_microbatches
+    moved = Counter(budget.moved)
+    for stage in stages:
+        for axis, size in runs[stage].moved.items():
+            moved[axis] += count * size
+        # Of the stage before what it sends, and of the one behind the gradient of what it was sent.
+        of_others = {
+            stage - 1: runs[stage].received,
+            stage + 1: runs[stage + 1].received if stage + 1 < len(runs) else 0,
+        }
+        moved["pp"] += count * sum(
+            size for other, size in of_others.items() if size and schedule.rank_of(other) != place
+        )
+    return budget._replace(
+        activations=schedule.most_kept(place, {stage: runs[stage].kept for stage in stages}),
+        recomputed=max(runs[stage].recomputed for stage in stages),
+        moved=moved,
+    )
 
 
 def _budget(ctx: Context, facts: ModelFacts, plan: ModelPlan, place: int, optimizer: str) -> Budget:
@@ -187,7 +313,10 @@ def _budget(ctx: Context, facts: ModelFacts, plan: ModelPlan, place: int, optimi
         buckets=gradients if has_buckets else 0,
         gathered=0 if shard is None else _gathered(shard, local),
         unreduced=shard.unreduced_bytes if shard is not None and holds_whole else 0,
-        moved=_moved(ctx, plan, local, gradients),
+        activations=None,
+        recomputed=0,
+        moved=_moved(ctx, plan, local, gradients)
+        | _shared(ctx, plan, {name: kept[name] for name in trained}),
         offload=shard is not None and shard.offload,
     )
 
@@ -240,6 +369,19 @@ def _moved(ctx: Context, plan: ModelPlan, facts: ModelFacts, gradients: int) -> 
         if shards > 1 and own:
             moved[axes] = received
     return moved
+
+
+def _shared(ctx: Context, plan: ModelPlan, gradients: Mapping[str, int]) -> dict[str, int]:
+    """Return what is received of the gradients of parameters that stages on other ranks have too."""
+    if plan.pipeline is None or plan.schedule is None:
+        return {}
+    reductions = ctx.accumulation.num_steps if ctx.accumulation.sync_each_batch else 1
+    others = {
+        name: len({plan.schedule.rank_of(stage) for stage in plan.pipeline.of(name)}) - 1
+        for name in gradients
+    }
+    size = reductions * sum(others[name] * size for name, size in gradients.items())
+    return {"pp": size} if size else {}
 
 
 def _received(size: int, num_ranks: int) -> int:

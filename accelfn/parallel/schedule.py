@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from accelfn.context.config import PipelineParallelConfig
@@ -64,6 +65,33 @@ class SchedulePlan(NamedTuple):
     def rank_of(self, stage: int) -> int:
         """Return the rank along "pp" that has a stage."""
         return next(rank for rank in range(self.num_ranks) if stage in self.stages_of(rank))
+
+    def most_kept(self, rank: int, sizes: Mapping[int, int]) -> int:
+        """Return the most that a rank keeps at once of microbatches that wait for their backward pass.
+
+        Args:
+            rank: Along "pp".
+            sizes: What each of its stages keeps of a microbatch.
+
+        >>> plan = SchedulePlan("1f1b", 2, 1, 8)
+        >>> plan.most_kept(0, {0: 10}), plan.most_kept(1, {1: 10})
+        (20, 10)
+        >>> plan._replace(name="gpipe").most_kept(1, {1: 10})
+        80
+        """
+        stages, count = self.stages_of(rank), self.num_microbatches
+        if self.name == "1f1b":
+            return sizes[stages[0]] * min(count, self.num_ranks - rank)
+        if self.name != "interleaved1f1b":  # all of them, or, where a backward pass is split, at most all
+            return count * sum(sizes[stage] for stage in stages)
+        per_round = count // max(1, count // self.num_ranks)
+        passes = [stages[index // per_round % len(stages)] for index in range(count * len(stages))]
+        first = min(len(passes), (len(stages) - 1) * per_round + 2 * (self.num_ranks - 1 - rank))
+        kept = most = sum(sizes[stage] for stage in passes[:first])
+        for index, stage in enumerate(passes[first:]):
+            most = max(most, kept + sizes[stage])
+            kept += sizes[stage] - sizes[stages[-1 - index // per_round % len(stages)]]
+        return most
 
     def fit(self, rows: int) -> SchedulePlan:
         """Return the schedule of a batch of ``rows`` rows.

@@ -64,9 +64,9 @@ def test_what_a_page_shows_is_what_the_command_says(
 
 
 def test_the_pages_show_commands_and_a_picture_each() -> None:
-    assert [page for page, *_ in COMMANDS] == ["estimate"] * 4 + ["device-maps"] * 2
+    assert [page for page, *_ in COMMANDS] == ["estimate"] * 5 + ["device-maps"] * 2
     pictures = {path.name for pattern in ("estimate_*.svg", "plan_*.svg") for path in GUIDE.glob(pattern)}
-    assert pictures == {"estimate_seven_billion.svg", "plan_seven_billion.svg"}
+    assert pictures == {"estimate_seven_billion.svg", "plan_llama_8b.svg", "plan_seven_billion.svg"}
 
 
 @pytest.mark.parametrize("page", ["big-models", "offload"])

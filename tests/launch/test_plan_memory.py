@@ -202,6 +202,14 @@ class Model(nn.Module):
     def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+def batch():
+    return torch.zeros(6, 5, 4)
 """
 RANKS_FILE = """
 num_processes: 12
@@ -212,6 +220,9 @@ fsdp_config:
   fsdp_version: 2
   fsdp_offload_params: true
 """
+
+
+TEXT = ("--batch_size", "2", "--sequence_length", "8")
 
 
 @pytest.fixture
@@ -237,12 +248,44 @@ def test_ranks_of_a_mesh_are_planned_for(ranks: str, capsys: pytest.CaptureFixtu
     flags = ("--optimizer", "sgd", "--dtype", "float64", "--format", "json")
     assert main(["plan-memory", ranks, "--mesh", "dp_shard=3, tp=2", *flags]) == 0
     budget = af.plan_memory(ctx.replace(mixed_precision="no"), model.double(), optimizer="sgd")
-    expected = {**budget._asdict(), "held": budget.held}
+    expected = {**budget._asdict(), "held": budget.held, "total": budget.total}
     assert json.loads(capsys.readouterr().out) == {
         "source": ranks,
         "mesh": {"dp_shard": 3, "tp": 2},
         "bytes": expected,
     }
+
+
+def test_what_a_batch_takes_is_planned_for(
+    ranks: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = af.ParallelismConfig(tp_size=2)
+    ctx = af.plan_context(2, parallelism_config=config)
+    model = model_of_ranks()
+    budget = af.plan_memory(ctx, model, batch=torch.zeros(6, 5, 4))
+    assert budget.activations
+    asked = ("--mesh", "tp=2", "--batch", ranks.replace("Model", "batch"))
+    assert main(["plan-memory", ranks, *asked]) == 0
+    assert capsys.readouterr().out == f"{af.plan_model(ctx, model)}\n\n{budget}\n"
+    assert main(["plan-memory", ranks, *asked, "--output", "budget.svg"]) == 0
+    assert Path("budget.svg").read_text() == budget.svg()
+
+
+def test_a_batch_of_text_is_that_of_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    transformers: Any = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(num_attention_heads=4, **sizes, architectures=["LlamaForCausalLM"])
+    config.save_pretrained(tmp_path)
+    flags = ("--batch_size", "3", "--sequence_length", "8", "--format", "json")
+    for mesh, size, length in (("dp_shard=2", 2, 8), ("cp=2", 2, 4)):
+        axis = mesh.partition("=")[0]
+        ctx = af.plan_context(size, parallelism_config=af.ParallelismConfig(**{f"{axis}_size": 2}))
+        ids = torch.zeros(3, length, dtype=torch.long)
+        batch = {"input_ids": ids, "labels": ids if axis == "dp_shard" else ids.clone()}
+        budget = af.plan_memory(ctx, transformers.LlamaForCausalLM(config), batch=batch)
+        assert main(["plan-memory", str(tmp_path), "--mesh", mesh, *flags]) == 0
+        said = json.loads(capsys.readouterr().out)["bytes"]
+        assert (said["activations"], said["moved"]) == (budget.activations, dict(budget.moved))
 
 
 def test_ranks_of_a_configuration_file_are_planned_for(
@@ -277,7 +320,19 @@ def test_ranks_of_a_configuration_file_are_planned_for(
         (("--mesh", "pp=8"), "stages"),
         (("--mesh", "tp=2", "--optimizer", "adamv"), "no optimizer 'adamv' is known"),
         (("--mesh", "tp=2", "--dtype", "int4"), "--dtype int4: nobody trains in it"),
-        (("--mesh", "tp=2", "--format", "svg"), "is told as a table or as json, not as svg"),
+        (("--mesh", "tp=2", "--format", "html"), "is drawn as a table, as json or as svg, not as html"),
+        (("--mesh", "tp=2", "--batch_size", "2"), "--batch_size and --sequence_length go together"),
+        (
+            ("--mesh", "tp=2", "--batch_size", "0"),
+            "argument --batch_size: it must be a number from 1, got '0'",
+        ),
+        (
+            (*TEXT, "--mesh", "tp=2", "--batch", "a:b"),
+            "--batch names a function that makes one. Leave one out",
+        ),
+        ((*TEXT, "--mesh", "tp=2"), "Model says nothing of input_ids. Use --batch MODULE:FUNCTION"),
+        (TEXT, "--batch_size is for ranks that train the model. Add --mesh"),
+        (("--mesh", "tp=2", "--batch", "absent_module:batch"), "there is no module 'absent_module'"),
         (("--mesh", "tp=2", "--max_memory", "0=1GB"), "--max_memory is for a model that is spread"),
         (("--optimizer", "sgd"), "--optimizer is for ranks that train the model. Add --mesh"),
         (("--config_file", "absent.yaml"), "absent.yaml"),
