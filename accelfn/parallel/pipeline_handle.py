@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, cast
 import torch
 from torch import nn
 
-from accelfn.comm import Call, broadcast, catch, gather_bytes
+from accelfn.comm import Call, catch, gather_bytes
 from accelfn.context import Context
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.handle import HANDLE, IN_NO_SYNC, BatchRun, Handle, register
@@ -24,11 +24,23 @@ from accelfn.parallel.pointers import named, whole_of
 from accelfn.parallel.schedule import SchedulePlan
 from accelfn.parallel.shard_handle import ShardHandle
 from accelfn.parallel.stage_plan import PipelinePlan
-from accelfn.tree import concatenate, count_rows, flatten, is_dtensor, local_of, map_tensors, slice_tensors
+from accelfn.tree import (
+    concatenate,
+    count_rows,
+    flatten,
+    flatten_tensor,
+    is_dtensor,
+    local_of,
+    map_tensors,
+    send_to_device,
+    slice_tensors,
+)
 
 __all__ = ("PipelineHandle",)
 
 L = TypeVar("L")
+
+_SMALL_BYTES = 4096
 
 _HEADER = struct.Struct("<q16s")  # rows of the batch, and a digest of all else of its shape
 
@@ -47,20 +59,6 @@ class _Shape(NamedTuple):
     rows: int
     digest: bytes
     is_trained: bool
-
-
-class _Measured(NamedTuple):
-    """What stages exchange for batches of one shape.
-
-    Attributes:
-        sent: What each stage but the last one sends.
-        form: What the last one gives of a microbatch: a tree of tensors on the meta device.
-        run: Runs the schedule.
-    """
-
-    sent: tuple[tuple[Sent, ...], ...]
-    form: Any
-    run: Callable[[PipelineProgram], None]
 
 
 class PipelineHandle(Handle):
@@ -92,22 +90,23 @@ class PipelineHandle(Handle):
         self._inner = inner
         self._syncs = True
         self._is_open = False  # whether gradients of shared parameters are those of this rank's stages alone
-        self._stash: dict[str, torch.Tensor | None] = {}
         self._rank = ctx.coordinate("pp")
         mesh = cast("Any", ctx.mesh)
         self._line: tuple[int, ...] = mesh.plan.group(ctx.rank, "pp")
         self._group = mesh.device_mesh("pp").get_group()
+        # Whether a rank whose stage has failed must not go on, since others wait for it in the same stage.
+        self._waits_inside = mesh.plan.size("dp_shard", "cp", "sp") > 1
         self._known: set[tuple[int, _Shape]] = set()
-        self._measured: dict[_Shape, _Measured] = {}
+        self._schedules: dict[_Shape, Callable[[PipelineProgram], None]] = {}
         whole = whole_of(model)
         first: Mapping[str, str] = {} if whole is None else whole.first
         parameters = {first.get(name, name): one for name, one in named(model).items()}
-        self._shared: dict[str, tuple[weakref.ref[nn.Parameter], tuple[int, ...]]] = {}
+        self._shared: list[tuple[weakref.ref[nn.Parameter], tuple[int, ...]]] = []
         for name, stages in plan.shared.items():
             ranks = tuple(sorted({schedule.rank_of(stage) for stage in stages}))
             own = parameters.get(name)
             if len(ranks) > 1 and own is not None and own.requires_grad:
-                self._shared[name] = (weakref.ref(cast("nn.Parameter", own)), ranks)
+                self._shared.append((weakref.ref(cast("nn.Parameter", own)), ranks))
                 count_stages(own, len(ranks))
         around = inner.compute if isinstance(inner, ShardHandle) else None
         self._call = StageCall(model, plan, around)
@@ -149,7 +148,6 @@ class PipelineHandle(Handle):
     def discard(self) -> None:
         """Release gradients that have added up and were not averaged yet."""
         self._inner.discard()
-        self._stash.clear()
         self._is_open = False
 
     def run(self, batch: BatchRun[L]) -> L:
@@ -173,21 +171,17 @@ class PipelineHandle(Handle):
             return batch.to_differentiate(result, len(pieces))
 
         shape, pieces = self._cut(batch.batch, "forward_backward", is_trained=True)
-        measured = self._measure(
-            shape, "forward_backward", lambda: batch.loss_fn(batch.model, pieces[0]), batch.join
-        )
+        run = self._prepare(shape, "forward_backward", lambda: batch.loss_fn(batch.model, pieces[0]))
         self._open()
         try:
             with self._inner.without_sync():
-                self._run(measured, PipelineProgram(compute))
-            if self._syncs:
-                self._close()
+                loss = self._run("forward_backward", run, compute, batch.join, parts)
         except BaseException:
-            self._measured.clear()  # whose schedules have stopped in the middle
-            self._known.clear()
+            self._inner.discard()
             raise
-        joined = batch.join([parts[index] for index in range(len(pieces))]) if parts else None
-        return self._share(joined, measured.form)
+        if self._syncs:
+            self._close()
+        return loss
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return the output of the model, without gradients, on every rank.
@@ -210,7 +204,7 @@ class PipelineHandle(Handle):
             if not self._is_last(stage):
                 return result
             outputs[index] = result
-            return torch.zeros(1, device=self._ctx.device)  # torch joins what stages return
+            return None
 
         def join(found: Sequence[Any]) -> Any:
             for one in found:
@@ -231,12 +225,8 @@ class PipelineHandle(Handle):
 
         with torch.no_grad():
             shape, pieces = self._cut((args, dict(kwargs)), "forward", is_trained=False)
-            measured = self._measure(
-                shape, "forward", lambda: call(0), lambda found: join([*found] * len(pieces))
-            )
-            self._run(measured, PipelineProgram(compute))
-            joined = join([outputs[index] for index in range(len(pieces))]) if outputs else None
-            return self._share(joined, measured.form)
+            run = self._prepare(shape, "forward", lambda: call(0))
+            return self._run("forward", run, compute, join, outputs)
 
     def _is_last(self, stage: int) -> bool:
         return stage + 1 == self._schedule.num_stages
@@ -275,26 +265,26 @@ class PipelineHandle(Handle):
         shapes = [_Shape(schedule, rows // count, digest, is_trained) for rows, digest in told]
         new = {*enumerate(shapes)} - self._known
         if new:  # measured on all ranks together, since the stages of each wait for its replicas
-            self._measured.pop(shapes[self._ctx.rank], None)
+            self._schedules.pop(shapes[self._ctx.rank], None)
         self._known |= new
         rows = shapes[self._ctx.rank].rows
         return shapes[self._ctx.rank], [
             slice_tensors(batch, slice(index * rows, (index + 1) * rows)) for index in range(count)
         ]
 
-    def _measure(
-        self, shape: _Shape, operation: str, compute: Callable[[], Any], join: Callable[[Sequence[Any]], Any]
-    ) -> _Measured:
-        """Return what stages send of a microbatch, by running one of them, stage by stage, without gradients.
+    def _prepare(
+        self, shape: _Shape, operation: str, compute: Callable[[], Any]
+    ) -> Callable[[PipelineProgram], None]:
+        """Return what runs the schedule of batches of one shape.
 
-        What is drawn and what is counted in buffers meanwhile is taken back.
+        The first time, what stages send is found out by running one microbatch, stage by stage, without
+        gradients. What is drawn and what is counted in buffers meanwhile is taken back.
         """
-        known = self._measured.get(shape)
+        known = self._schedules.get(shape)
         if known is not None:
             return known
         device = self._ctx.device
         sent: list[tuple[Sent, ...]] = []
-        form: Any = None
         for stage in range(self._schedule.num_stages):
             owner = self._schedule.rank_of(stage)
 
@@ -302,18 +292,14 @@ class PipelineHandle(Handle):
                 received = tuple(one.on(device) for one in sent[-1]) if stage else None
                 with torch.no_grad(), self._as_before():
                     result = self._call.run(stage, received, compute)
-                if not self._is_last(stage):
-                    return pickle.dumps(sent_of(result))
-                return pickle.dumps(map_tensors(lambda one: one.to("meta"), join([result])))
+                return b"" if self._is_last(stage) else pickle.dumps(sent_of(result))
 
             blob, error = catch(measure) if owner == self._rank else (b"", None)
             call = Call(operation, f"first microbatch of its shape, stage {stage}", takes_long=True)
-            found = pickle.loads(gather_bytes(self._ctx, call, blob or b"", error)[self._line[owner]])
-            if self._is_last(stage):
-                form = found
-            else:
-                sent.append(found)
-        run = make_schedule(
+            found = gather_bytes(self._ctx, call, blob or b"", error)[self._line[owner]]
+            if found:
+                sent.append(pickle.loads(found))
+        self._schedules[shape] = make_schedule(
             shape.schedule,
             self._rank,
             self._group,
@@ -322,8 +308,7 @@ class PipelineHandle(Handle):
             self._parameters_of,
             is_trained=shape.is_trained,
         )
-        self._measured[shape] = _Measured(tuple(sent), form, run)
-        return self._measured[shape]
+        return self._schedules[shape]
 
     @contextmanager
     def _as_before(self) -> Generator[None, None, None]:
@@ -341,45 +326,89 @@ class PipelineHandle(Handle):
         names = [name for name in self._plan.stages[stage].parameters if name in own]
         return [cast("nn.Parameter", one) for one in {id(own[name]): own[name] for name in names}.values()]
 
-    def _run(self, measured: _Measured, program: PipelineProgram) -> None:
+    def _run(
+        self,
+        operation: str,
+        run: Callable[[PipelineProgram], None],
+        compute: Callable[[int, tuple[torch.Tensor, ...] | None, int], Any],
+        join: Callable[[Sequence[L]], L],
+        parts: Mapping[int, L],
+    ) -> L:
+        """Run a schedule. Returns on every rank the ``parts`` that ``compute`` of the last stage has left.
+
+        Raises:
+            Exception: What a stage of this rank has raised.
+            RemoteRankError: A stage of another rank has raised something.
+        """
+        program = PipelineProgram(compute, stops=self._waits_inside)
         try:
-            measured.run(program)
-        except RuntimeError as error:  # of torch's, which says less than is known of a lost rank
-            explained = self._ctx.collectives.translate_error(error)
+            run(program)
+        except BaseException as error:
+            self._schedules.clear()  # which have stopped in the middle
+            self._known.clear()
+            # What torch says of a lost rank is less than is known.
+            explained = (
+                self._ctx.collectives.translate_error(error) if isinstance(error, RuntimeError) else error
+            )
             if explained is error:
                 raise
             raise explained from (explained.__cause__ or error)
 
-    def _share(self, result: Any, form: Any) -> Any:
-        """Return what the last stage has, on every rank along "pp"."""
+        # One agreement for all ranks, before gradients are reduced; what is small travels in it.
+        found, error = None, program.error
+        if parts and error is None:
+            found, error = catch(lambda: self._announce(join([parts[index] for index in range(len(parts))])))
+        call = Call(operation, "end of a batch", takes_long=True)
+        blobs = gather_bytes(self._ctx, call, found[1] if found else b"", error)
         source = self._schedule.rank_of(self._schedule.num_stages - 1)
-        device = self._ctx.device
-        if self._rank != source:
-            result = map_tensors(lambda one: torch.zeros(one.shape, dtype=one.dtype, device=device), form)
-        return broadcast(self._ctx.along("pp"), result, source)
+        along = self._ctx.along("pp").collectives
+        if found:
+            for row in found[2]:
+                along.broadcast(row, source)
+            return found[0]
 
-    def _shared_now(self) -> Generator[tuple[str, nn.Parameter, tuple[int, ...]], None, None]:
-        for name, (reference, ranks) in self._shared.items():
+        def receive(announced: torch.Tensor) -> torch.Tensor:
+            if not announced.is_meta:
+                return announced
+            received = torch.empty(announced.shape, dtype=announced.dtype, device=self._ctx.device)
+            along.broadcast(flatten_tensor(received).view(torch.uint8), source)
+            return received
+
+        return map_tensors(receive, pickle.loads(blobs[self._line[source]]))
+
+    def _announce(self, result: L) -> tuple[L, bytes, list[torch.Tensor]]:
+        """Return a result, what the agreement carries of it, and the bytes of the tensors that follow."""
+        result = send_to_device(result, self._ctx.device)
+        rows: list[torch.Tensor] = []
+
+        def announce(one: torch.Tensor) -> torch.Tensor:
+            if one.device.type == "cpu" and one.nbytes <= _SMALL_BYTES:
+                return one
+            rows.append(flatten_tensor(one).view(torch.uint8))
+            return torch.empty_like(one, device="meta")
+
+        return result, pickle.dumps(map_tensors(announce, result)), rows
+
+    def _shared_now(self) -> Generator[tuple[nn.Parameter, tuple[int, ...]], None, None]:
+        for reference, ranks in self._shared:
             parameter = reference()
             if parameter is not None:
-                yield name, parameter, ranks
+                yield parameter, ranks
 
     def _open(self) -> None:
-        """Put the sums that shared parameters have already aside."""
+        """Leave the sum that a shared parameter has on the first rank that holds it, to be counted once."""
         if self._is_open:
             return
         self._is_open = True
-        for name, parameter, _ in self._shared_now():
-            self._stash[name], parameter.grad = parameter.grad, None
+        for parameter, ranks in self._shared_now():
+            if self._rank != ranks[0]:
+                parameter.grad = None
 
     def _close(self) -> None:
         """Reduce the gradients of the stages, and add up those of parameters that several stages hold."""
         self._inner.reduce()
-        for name, parameter, ranks in self._shared_now():
+        for parameter, ranks in self._shared_now():
             _add_up(parameter, ranks, self._rank, self._group)
-            before = self._stash.pop(name, None)
-            if before is not None:
-                cast("torch.Tensor", parameter.grad).add_(before)
         self._is_open = False
 
 
