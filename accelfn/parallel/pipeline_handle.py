@@ -70,6 +70,7 @@ class PipelineHandle(Handle):
     engine: ClassVar[Literal["none", "ddp", "shard", "pipeline"]] = "pipeline"
     has_whole_parameters: ClassVar[bool] = False
     holds_gradients: ClassVar[bool] = True
+    cuts_batches: ClassVar[bool] = True
 
     def __init__(
         self, ctx: Context, model: nn.Module, plan: PipelinePlan, schedule: SchedulePlan, inner: Handle
@@ -170,7 +171,9 @@ class PipelineHandle(Handle):
             parts[index] = map_tensors(torch.Tensor.detach, result)
             return batch.to_differentiate(result, len(pieces))
 
-        shape, pieces = self._cut(batch.batch, "forward_backward", is_trained=True)
+        shape, pieces = self._cut(
+            batch.batch, "forward_backward", is_trained=True, num_batches=batch.num_batches
+        )
         run = self._prepare(shape, "forward_backward", lambda: batch.loss_fn(batch.model, pieces[0]))
         self._open()
         try:
@@ -231,8 +234,10 @@ class PipelineHandle(Handle):
     def _is_last(self, stage: int) -> bool:
         return stage + 1 == self._schedule.num_stages
 
-    def _cut(self, batch: Any, operation: str, *, is_trained: bool) -> tuple[_Shape, list[Any]]:
-        """Cut a batch into microbatches, as many on every rank."""
+    def _cut(
+        self, batch: Any, operation: str, *, is_trained: bool, num_batches: int = 1
+    ) -> tuple[_Shape, list[Any]]:
+        """Cut a batch, as large as ``num_batches``, into microbatches: as many on every rank."""
 
         def read() -> bytes:
             reason = f"{operation}: in a pipeline a batch is cut into microbatches"
@@ -260,7 +265,8 @@ class PipelineHandle(Handle):
                     f"{told[first][0]} and {own[0]} rows, or other shapes. Ranks along pp read the same "
                     'batches: those of ctx.coordinate("dp").'
                 )
-        schedule = self._schedule.fit(math.gcd(*(rows for rows, _ in told)))
+        wanted = self._schedule._replace(num_microbatches=self._schedule.num_microbatches * num_batches)
+        schedule = wanted.fit(math.gcd(*(rows for rows, _ in told)))
         count = schedule.num_microbatches
         shapes = [_Shape(schedule, rows // count, digest, is_trained) for rows, digest in told]
         new = {*enumerate(shapes)} - self._known
