@@ -227,14 +227,14 @@ def _in_words(sent: tuple[Sent, ...]) -> str:
     return " and ".join(f"{one.dtype} {one.shape}" for one in sent)
 
 
-def sent_of(tensors: tuple[torch.Tensor, ...]) -> tuple[Sent, ...]:
+def sent_of(tensors: tuple[torch.Tensor, ...], *, is_trained: bool = False) -> tuple[Sent, ...]:
     """Return what a stage sends, of the tensors that it has sent.
 
     Raises:
-        ConfigurationError: One has no gradient, since it is of whole numbers.
+        ConfigurationError: One has no gradient, which training needs, since it is of whole numbers.
     """
     for one in tensors:
-        if not one.is_floating_point():
+        if is_trained and not one.is_floating_point():
             raise ConfigurationError(
                 f"a stage of a pipeline would send a tensor of {one.dtype} and shape {tuple(one.shape)}, "
                 "through which no gradient comes back. Let the first block of a stage take what the block "

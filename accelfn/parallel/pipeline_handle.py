@@ -2,63 +2,29 @@
 
 from __future__ import annotations
 
-import hashlib
-import math
-import pickle
-import struct
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, cast
+from functools import partial
+from typing import Any, ClassVar, Literal, TypeVar, cast
 
 import torch
 from torch import nn
 
-from accelfn.comm import Call, catch, gather_bytes
 from accelfn.context import Context
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.handle import HANDLE, IN_NO_SYNC, BatchRun, Handle, register
 from accelfn.parallel.norm import count_stages
-from accelfn.parallel.pipeline import PipelineProgram, Sent, StageCall, make_schedule, sent_of
+from accelfn.parallel.pipeline_engine import Line, PipelineEngine
 from accelfn.parallel.pointers import named, whole_of
 from accelfn.parallel.schedule import SchedulePlan
 from accelfn.parallel.shard_handle import ShardHandle
 from accelfn.parallel.stage_plan import PipelinePlan
-from accelfn.tree import (
-    concatenate,
-    count_rows,
-    flatten,
-    flatten_tensor,
-    is_dtensor,
-    local_of,
-    map_tensors,
-    send_to_device,
-    slice_tensors,
-)
+from accelfn.tree import is_dtensor, local_of
 
 __all__ = ("PipelineHandle",)
 
 L = TypeVar("L")
-
-_SMALL_BYTES = 4096
-
-_HEADER = struct.Struct("<q16s")  # rows of the batch, and a digest of all else of its shape
-
-
-class _Shape(NamedTuple):
-    """Of what batches a schedule is for: what a rank along "pp" has in common with the others.
-
-    Attributes:
-        schedule: With the microbatches that the rows of all ranks allow.
-        rows: Of each microbatch.
-        digest: Of the dtypes and the other sizes of its tensors.
-        is_trained: Whether there are backward passes.
-    """
-
-    schedule: SchedulePlan
-    rows: int
-    digest: bytes
-    is_trained: bool
 
 
 class PipelineHandle(Handle):
@@ -84,21 +50,21 @@ class PipelineHandle(Handle):
             schedule: Of a batch that can be cut as was asked for.
             inner: Reduces the gradients of the stages over their replicas and shards.
         """
-        self._ctx = ctx
         self._model = weakref.ref(model)
-        self._plan = plan
-        self._schedule = schedule
         self._inner = inner
         self._syncs = True
         self._is_open = False  # whether gradients of shared parameters are those of this rank's stages alone
-        self._rank = ctx.coordinate("pp")
         mesh = cast("Any", ctx.mesh)
-        self._line: tuple[int, ...] = mesh.plan.group(ctx.rank, "pp")
-        self._group = mesh.device_mesh("pp").get_group()
-        # Whether a rank whose stage has failed must not go on, since others wait for it in the same stage.
-        self._waits_inside = mesh.plan.size("dp_shard", "cp", "sp") > 1
-        self._known: set[tuple[int, _Shape]] = set()
-        self._schedules: dict[_Shape, Callable[[PipelineProgram], None]] = {}
+        lines = {mesh.plan.group(rank, "pp") for rank in range(ctx.num_processes)}
+        self._engine = PipelineEngine(
+            ctx,
+            model,
+            plan,
+            schedule,
+            Line(sorted(lines), ctx.along("pp"), mesh.device_mesh("pp").get_group()),
+            around=inner.compute if isinstance(inner, ShardHandle) else None,
+            waits_inside=mesh.plan.size("dp_shard", "cp", "sp") > 1,
+        )
         whole = whole_of(model)
         first: Mapping[str, str] = {} if whole is None else whole.first
         parameters = {first.get(name, name): one for name, one in named(model).items()}
@@ -109,8 +75,6 @@ class PipelineHandle(Handle):
             if len(ranks) > 1 and own is not None and own.requires_grad:
                 self._shared.append((weakref.ref(cast("nn.Parameter", own)), ranks))
                 count_stages(own, len(ranks))
-        around = inner.compute if isinstance(inner, ShardHandle) else None
-        self._call = StageCall(model, plan, around)
         register(self, model.parameters(), instead_of=inner)
         setattr(model, HANDLE, self)
 
@@ -162,238 +126,27 @@ class PipelineHandle(Handle):
                 model once; or the model can't run in these stages.
             Exception: As the loss function, and RemoteRankError on the other ranks where it failed at once.
         """
-        parts: dict[int, L] = {}
-
-        def compute(stage: int, received: tuple[torch.Tensor, ...] | None, index: int) -> Any:
-            result = self._call.run(stage, received, lambda: batch.loss_fn(batch.model, pieces[index]))
-            if not self._is_last(stage):
-                return result
-            parts[index] = map_tensors(torch.Tensor.detach, result)
-            return batch.to_differentiate(result, len(pieces))
-
-        shape, pieces = self._cut(
-            batch.batch, "forward_backward", is_trained=True, num_batches=batch.num_batches
+        prepared = self._engine.prepare(
+            "forward_backward",
+            batch.batch,
+            partial(batch.loss_fn, batch.model),
+            is_trained=True,
+            num_batches=batch.num_batches,
         )
-        run = self._prepare(shape, "forward_backward", lambda: batch.loss_fn(batch.model, pieces[0]))
         self._open()
         try:
             with self._inner.without_sync():
-                loss = self._run("forward_backward", run, compute, batch.join, parts)
+                loss = self._engine.run(prepared, batch.join, to_differentiate=batch.to_differentiate)
         except BaseException:
             self._inner.discard()
             raise
         if self._syncs:
             self._close()
-        return loss
+        return cast("L", loss)
 
     def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return the output of the model, without gradients, on every rank.
-
-        Ranks: every rank of the context.
-
-        Raises:
-            ValueError: The arguments, or the output, can't be cut along their rows.
-            ConfigurationError: As :meth:`run`.
-        """
-        outputs: dict[int, Any] = {}
-        model = cast("nn.Module", self._model())
-
-        def call(index: int) -> Any:
-            own_args, own_kwargs = pieces[index]
-            return model(*own_args, **own_kwargs)
-
-        def compute(stage: int, received: tuple[torch.Tensor, ...] | None, index: int) -> Any:
-            result = self._call.run(stage, received, lambda: call(index))
-            if not self._is_last(stage):
-                return result
-            outputs[index] = result
-            return None
-
-        def join(found: Sequence[Any]) -> Any:
-            for one in found:
-                leaves, structure = flatten(one)
-                for leaf, path in zip(leaves, structure.paths("output"), strict=True):
-                    if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.shape[0] != shape.rows:
-                        what = (
-                            f"shape {tuple(leaf.shape)}"
-                            if isinstance(leaf, torch.Tensor)
-                            else type(leaf).__name__
-                        )
-                        raise ValueError(
-                            f"forward: {path} has {what}, for a microbatch of {shape.rows} rows, and a "
-                            "pipeline joins what it computes in microbatches along their rows. Let the model "
-                            "return tensors with a row for each sample: without labels, for example."
-                        )
-            return concatenate(found)
-
-        with torch.no_grad():
-            shape, pieces = self._cut((args, dict(kwargs)), "forward", is_trained=False)
-            run = self._prepare(shape, "forward", lambda: call(0))
-            return self._run("forward", run, compute, join, outputs)
-
-    def _is_last(self, stage: int) -> bool:
-        return stage + 1 == self._schedule.num_stages
-
-    def _cut(
-        self, batch: Any, operation: str, *, is_trained: bool, num_batches: int = 1
-    ) -> tuple[_Shape, list[Any]]:
-        """Cut a batch, as large as ``num_batches``, into microbatches: as many on every rank."""
-
-        def read() -> bytes:
-            reason = f"{operation}: in a pipeline a batch is cut into microbatches"
-            rows = count_rows(batch, "batch", reason, with_others=not is_trained)
-            leaves, structure = flatten(batch)
-            kinds = [
-                (str(leaf.dtype), tuple(leaf.shape[1:]))
-                if isinstance(leaf, torch.Tensor)
-                else type(leaf).__name__
-                for leaf in leaves
-            ]
-            is_training = cast("nn.Module", self._model()).training
-            text = repr((kinds, structure.describe(), is_trained, is_training, torch.is_autocast_enabled()))
-            return _HEADER.pack(rows, hashlib.blake2b(text.encode(), digest_size=16).digest())
-
-        header, error = catch(read)
-        found = gather_bytes(self._ctx, Call(operation, "of a pipeline"), header or b"", error)
-        told: list[tuple[int, bytes]] = [_HEADER.unpack(one) for one in found]
-        plan = cast("Any", self._ctx.mesh).plan
-        for rank, own in enumerate(told):
-            first = plan.group(rank, "pp")[0]
-            if own != told[first]:
-                raise ConfigurationError(
-                    f"{operation}: ranks {first} and {rank} have stages of one model, and different batches: "
-                    f"{told[first][0]} and {own[0]} rows, or other shapes. Ranks along pp read the same "
-                    'batches: those of ctx.coordinate("dp").'
-                )
-        wanted = self._schedule._replace(num_microbatches=self._schedule.num_microbatches * num_batches)
-        schedule = wanted.fit(math.gcd(*(rows for rows, _ in told)))
-        count = schedule.num_microbatches
-        shapes = [_Shape(schedule, rows // count, digest, is_trained) for rows, digest in told]
-        new = {*enumerate(shapes)} - self._known
-        if new:  # measured on all ranks together, since the stages of each wait for its replicas
-            self._schedules.pop(shapes[self._ctx.rank], None)
-        self._known |= new
-        rows = shapes[self._ctx.rank].rows
-        return shapes[self._ctx.rank], [
-            slice_tensors(batch, slice(index * rows, (index + 1) * rows)) for index in range(count)
-        ]
-
-    def _prepare(
-        self, shape: _Shape, operation: str, compute: Callable[[], Any]
-    ) -> Callable[[PipelineProgram], None]:
-        """Return what runs the schedule of batches of one shape.
-
-        The first time, what stages send is found out by running one microbatch, stage by stage, without
-        gradients. What is drawn and what is counted in buffers meanwhile is taken back.
-        """
-        known = self._schedules.get(shape)
-        if known is not None:
-            return known
-        device = self._ctx.device
-        sent: list[tuple[Sent, ...]] = []
-        for stage in range(self._schedule.num_stages):
-            owner = self._schedule.rank_of(stage)
-
-            def measure(stage: int = stage) -> bytes:
-                received = tuple(one.on(device) for one in sent[-1]) if stage else None
-                with torch.no_grad(), self._as_before():
-                    result = self._call.run(stage, received, compute)
-                return b"" if self._is_last(stage) else pickle.dumps(sent_of(result))
-
-            blob, error = catch(measure) if owner == self._rank else (b"", None)
-            call = Call(operation, f"first microbatch of its shape, stage {stage}", takes_long=True)
-            found = gather_bytes(self._ctx, call, blob or b"", error)[self._line[owner]]
-            if found:
-                sent.append(pickle.loads(found))
-        self._schedules[shape] = make_schedule(
-            shape.schedule,
-            self._rank,
-            self._group,
-            device,
-            sent,
-            self._parameters_of,
-            is_trained=shape.is_trained,
-        )
-        return self._schedules[shape]
-
-    @contextmanager
-    def _as_before(self) -> Generator[None, None, None]:
-        """Bring generators and buffers back to what they were."""
-        model = cast("nn.Module", self._model())
-        buffers = [(one, one.clone()) for one in model.buffers()]
-        devices = [] if self._ctx.device.type == "cpu" else [self._ctx.device]
-        with cast("Any", torch).random.fork_rng(devices, device_type=self._ctx.device.type):
-            yield
-        for one, value in buffers:
-            one.copy_(value)
-
-    def _parameters_of(self, stage: int) -> list[nn.Parameter]:
-        own = named(cast("nn.Module", self._model()))
-        names = [name for name in self._plan.stages[stage].parameters if name in own]
-        return [cast("nn.Parameter", one) for one in {id(own[name]): own[name] for name in names}.values()]
-
-    def _run(
-        self,
-        operation: str,
-        run: Callable[[PipelineProgram], None],
-        compute: Callable[[int, tuple[torch.Tensor, ...] | None, int], Any],
-        join: Callable[[Sequence[L]], L],
-        parts: Mapping[int, L],
-    ) -> L:
-        """Run a schedule. Returns on every rank the ``parts`` that ``compute`` of the last stage has left.
-
-        Raises:
-            Exception: What a stage of this rank has raised.
-            RemoteRankError: A stage of another rank has raised something.
-        """
-        program = PipelineProgram(compute, stops=self._waits_inside)
-        try:
-            run(program)
-        except BaseException as error:
-            self._schedules.clear()  # which have stopped in the middle
-            self._known.clear()
-            # What torch says of a lost rank is less than is known.
-            explained = (
-                self._ctx.collectives.translate_error(error) if isinstance(error, RuntimeError) else error
-            )
-            if explained is error:
-                raise
-            raise explained from (explained.__cause__ or error)
-
-        # One agreement for all ranks, before gradients are reduced; what is small travels in it.
-        found, error = None, program.error
-        if parts and error is None:
-            found, error = catch(lambda: self._announce(join([parts[index] for index in range(len(parts))])))
-        call = Call(operation, "end of a batch", takes_long=True)
-        blobs = gather_bytes(self._ctx, call, found[1] if found else b"", error)
-        source = self._schedule.rank_of(self._schedule.num_stages - 1)
-        along = self._ctx.along("pp").collectives
-        if found:
-            for row in found[2]:
-                along.broadcast(row, source)
-            return found[0]
-
-        def receive(announced: torch.Tensor) -> torch.Tensor:
-            if not announced.is_meta:
-                return announced
-            received = torch.empty(announced.shape, dtype=announced.dtype, device=self._ctx.device)
-            along.broadcast(flatten_tensor(received).view(torch.uint8), source)
-            return received
-
-        return map_tensors(receive, pickle.loads(blobs[self._line[source]]))
-
-    def _announce(self, result: L) -> tuple[L, bytes, list[torch.Tensor]]:
-        """Return a result, what the agreement carries of it, and the bytes of the tensors that follow."""
-        result = send_to_device(result, self._ctx.device)
-        rows: list[torch.Tensor] = []
-
-        def announce(one: torch.Tensor) -> torch.Tensor:
-            if one.device.type == "cpu" and one.nbytes <= _SMALL_BYTES:
-                return one
-            rows.append(flatten_tensor(one).view(torch.uint8))
-            return torch.empty_like(one, device="meta")
-
-        return result, pickle.dumps(map_tensors(announce, result)), rows
+        """Return the output of the model on every rank, as :meth:`PipelineEngine.forward`."""
+        return self._engine.forward(args, kwargs)
 
     def _shared_now(self) -> Generator[tuple[nn.Parameter, tuple[int, ...]], None, None]:
         for reference, ranks in self._shared:
@@ -407,14 +160,14 @@ class PipelineHandle(Handle):
             return
         self._is_open = True
         for parameter, ranks in self._shared_now():
-            if self._rank != ranks[0]:
+            if self._engine.rank != ranks[0]:
                 parameter.grad = None
 
     def _close(self) -> None:
         """Reduce the gradients of the stages, and add up those of parameters that several stages hold."""
         self._inner.reduce()
         for parameter, ranks in self._shared_now():
-            _add_up(parameter, ranks, self._rank, self._group)
+            _add_up(parameter, ranks, self._engine.rank, self._engine.group)
         self._is_open = False
 
 

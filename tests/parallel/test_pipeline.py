@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -205,7 +205,7 @@ def test_a_window_of_a_train_step_is_one_call_of_a_schedule(
         return found, af.unwrap_model(model).state_dict()
 
     def count_calls(ctx: af.Context) -> tuple[Any, int]:
-        step = Schedule1F1B.step
+        step = cast("Any", Schedule1F1B).step
         with mock.patch.object(Schedule1F1B, "step", autospec=True, side_effect=step) as called:
             return train(ctx), called.call_count
 
