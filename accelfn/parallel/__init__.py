@@ -26,6 +26,7 @@ from accelfn.parallel.handle import (
 from accelfn.parallel.model_plan import ModelPlan
 from accelfn.parallel.norm import clip_norm_, clip_tensors_, clip_value_, gradient_norm
 from accelfn.parallel.ordered_sum import OrderedSum
+from accelfn.parallel.pipeline_engine import Line, PipelineEngine
 from accelfn.parallel.pipeline_handle import PipelineHandle
 from accelfn.parallel.plan import apply_model, plan_model
 from accelfn.parallel.pointers import WholeModel, follow, newest, repoint, whole_of
@@ -52,9 +53,11 @@ __all__ = (
     "ExpertPlan",
     "Handle",
     "HeldExperts",
+    "Line",
     "ModelFacts",
     "ModelPlan",
     "OrderedSum",
+    "PipelineEngine",
     "PipelineHandle",
     "PipelinePlan",
     "SchedulePlan",

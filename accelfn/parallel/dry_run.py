@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from accelfn.context import Context
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.attention import apply_attention
-from accelfn.parallel.plan import ModelPlan
+from accelfn.parallel.model_plan import ModelPlan
 from accelfn.parallel.pointers import named, retie
 from accelfn.parallel.stage_plan import PipelinePlan
 from accelfn.parallel.tensor import apply_tensor

@@ -91,6 +91,7 @@ class BatchRun(NamedTuple, Generic[L]):
         to_differentiate: Gives what is differentiated of the loss of one of so many equal parts of the batch.
         differentiate: Adds the gradients of that to the parameters' own.
         join: Gives the loss of a batch, of those of its equal parts.
+        num_batches: How many batches of the usual size it is as large as.
     """
 
     loss_fn: Callable[[Any, Any], L]
@@ -99,6 +100,7 @@ class BatchRun(NamedTuple, Generic[L]):
     to_differentiate: Callable[[L, int], torch.Tensor]
     differentiate: Callable[[torch.Tensor], None]
     join: Callable[[Sequence[L]], L]
+    num_batches: int = 1
 
     def run(self) -> L:
         """Run the forward pass of the whole batch, and then its backward pass. Returns the loss."""
@@ -114,6 +116,7 @@ class Handle(ABC):
     averaged_over: ClassVar[tuple[str, ...]] = ("dp_replicate", "dp_shard", "cp", "sp")
     has_whole_parameters: ClassVar[bool] = True  # and so equal ones on all ranks
     holds_gradients: ClassVar[bool] = False  # elsewhere than in .grad, as long as they aren't reduced
+    cuts_batches: ClassVar[bool] = False  # into microbatches, so that a whole window can be one of them
     is_local = False  # inside of `local_steps`
     is_shared = False  # whether a parameter is in another prepared model too
     _syncs = True  # outside of `without_sync`

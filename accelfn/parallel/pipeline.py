@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import nn
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 __all__ = ("PipelineProgram", "Sent", "SentError", "StageCall", "make_schedule", "sent_of")
+
+R = TypeVar("R")
 
 
 class Sent(NamedTuple):
@@ -128,30 +130,58 @@ class PipelineProgram:
     """What the stages of a rank compute in one call of a schedule, by the number of the microbatch.
 
     Attributes:
-        compute: ``compute(stage, received, index)`` gives what the stage sends, or on the last one what is
-            differentiated.
-        error: The first exception of it, which torch's would hide.
+        compute: ``compute(stage, received, index)`` returns what the stage sends, or on the last one what is
+            differentiated; None where nothing is.
+        stops: Whether an error ends the schedule on this rank at once. Otherwise its stages send zeros from
+            then on, so that the schedule ends on all ranks, which then can tell each other.
+        error: The first exception of this rank.
     """
 
     def __init__(
         self,
         compute: Callable[
-            [int, tuple[torch.Tensor, ...] | None, int], tuple[torch.Tensor, ...] | torch.Tensor
+            [int, tuple[torch.Tensor, ...] | None, int], tuple[torch.Tensor, ...] | torch.Tensor | None
         ],
+        *,
+        stops: bool = False,
     ) -> None:
         """Run ``compute``."""
         self.compute = compute
+        self.stops = stops
         self.error: Exception | None = None
+
+    def attempt(self, action: Callable[[], R]) -> R | None:
+        """Return what ``action`` does; None after an error.
+
+        Raises:
+            Exception: What it raised, where that ends the schedule.
+        """
+        if self.error is None:
+            try:
+                return action()
+            except Exception as error:
+                self.error = error
+                if self.stops:
+                    raise
+        return None
 
 
 class _StageModule(nn.Module):
     """What torch takes for a stage's module. Neither DDP's nor FSDP's: reductions are the handle's."""
 
-    def __init__(self, index: int, own: Callable[[int], Sequence[nn.Parameter]]) -> None:
+    def __init__(
+        self,
+        index: int,
+        own: Callable[[int], Sequence[nn.Parameter]],
+        sent: tuple[Sent, ...],
+        device: torch.device,
+    ) -> None:
         super().__init__()
         self.index = index
         self.program: PipelineProgram | None = None
         self.own = own
+        self.sent = sent
+        self.device = device
 
     def parameters(self, recurse: bool = True) -> Any:
         """Return those of the stage: a schedule with two backward passes asks for them."""
@@ -161,21 +191,50 @@ class _StageModule(nn.Module):
     def forward(self, *received: torch.Tensor, index: torch.Tensor) -> Any:
         """Compute one microbatch."""
         program = cast("PipelineProgram", self.program)
-        try:
-            return program.compute(self.index, received if self.index else None, int(index))
-        except Exception as error:
-            program.error = program.error or error
-            raise
+
+        def compute() -> Any:
+            result = program.compute(self.index, received if self.index else None, int(index))
+            if isinstance(result, tuple) and sent_of(result) != self.sent:
+                raise ConfigurationError(
+                    f"stage {self.index} of a pipeline sends {_in_words(sent_of(result))} for one microbatch "
+                    f"and {_in_words(self.sent)} for others. Let what a block returns depend on the shape of "
+                    "its input only."
+                )
+            return result
+
+        result = program.attempt(compute)
+        return tuple(one.on(self.device) for one in self.sent) if result is None else result
+
+    def catch_backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return torch's backward pass of a stage, which after an error computes zeros."""
+
+        def run(kind: str, values: dict[str, Any], last_backward: bool = False) -> Any:
+            def compute() -> Any:
+                try:
+                    return backward(kind, values, last_backward=last_backward)
+                except RuntimeError as error:
+                    raise error.__cause__ or error  # noqa: B904 -- torch puts its own around every one
+
+            computed = cast("PipelineProgram", self.program).attempt(compute)
+            if computed is not None:
+                return computed
+            return tuple(map(torch.zeros_like, values.get("input_values", ()))), []
+
+        return run
 
 
-def sent_of(tensors: tuple[torch.Tensor, ...]) -> tuple[Sent, ...]:
+def _in_words(sent: tuple[Sent, ...]) -> str:
+    return " and ".join(f"{one.dtype} {one.shape}" for one in sent)
+
+
+def sent_of(tensors: tuple[torch.Tensor, ...], *, is_trained: bool = False) -> tuple[Sent, ...]:
     """Return what a stage sends, of the tensors that it has sent.
 
     Raises:
-        ConfigurationError: One has no gradient, since it is of whole numbers.
+        ConfigurationError: One has no gradient, which training needs, since it is of whole numbers.
     """
     for one in tensors:
-        if not one.is_floating_point():
+        if is_trained and not one.is_floating_point():
             raise ConfigurationError(
                 f"a stage of a pipeline would send a tensor of {one.dtype} and shape {tuple(one.shape)}, "
                 "through which no gradient comes back. Let the first block of a stage take what the block "
@@ -214,20 +273,21 @@ def make_schedule(
     stages: list[Any] = []
     for index in plan.stages_of(rank):
         is_last = index + 1 == plan.num_stages
-        module = _StageModule(index, parameters)
-        # Shapes that are given: torch would find them out in a forward and a backward pass of nothing.
-        received = tuple(one.on("meta") for one in boundaries[index - 1]) if index else ()
-        sent = (
-            (torch.zeros((), device="meta", requires_grad=True),)
-            if is_last
-            else tuple(one.on("meta") for one in boundaries[index])
+        sent = (Sent((), torch.float32),) if is_last else boundaries[index]
+        module = _StageModule(index, parameters, sent, device)
+        stage: Any = PipelineStage(
+            module,
+            index,
+            plan.num_stages,
+            device,
+            # Shapes that are given: torch would find them out in a forward and a backward pass of nothing.
+            input_args=tuple(one.on("meta") for one in boundaries[index - 1]) if index else (),
+            output_args=tuple(one.on("meta") for one in sent),
+            group=group,
         )
+        stage.backward_maybe_with_nosync = module.catch_backward(stage.backward_maybe_with_nosync)
         modules.append(module)
-        stages.append(
-            PipelineStage(
-                module, index, plan.num_stages, device, input_args=received, output_args=sent, group=group
-            )
-        )
+        stages.append(stage)
     kind = cast("Any", get_schedule_class(plan.name))
     is_multiple = plan.stages_per_rank > 1 or plan.name not in ("gpipe", "1f1b")
     schedule = kind(
@@ -245,14 +305,15 @@ def make_schedule(
             if is_trained:
                 schedule.step(index=numbers, target=numbers, return_outputs=False)
             else:
-                schedule.eval(index=numbers)
+                schedule.eval(index=numbers, return_outputs=False)
         except RuntimeError as error:
             if program.error is None:
                 raise
             raise program.error from error.__cause__ if error.__cause__ is not program.error else None
         finally:
-            for module in modules:
+            for module, stage in zip(modules, stages, strict=True):
                 module.program = None
+                stage.clear_runtime_states()  # else it keeps activations until the next batch
 
     return run
 

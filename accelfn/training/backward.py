@@ -179,6 +179,7 @@ def run_batch(
     *,
     share: float = 1.0,
     counts_weight: bool = True,
+    num_batches: int = 1,
     differentiate: Callable[[Context, torch.Tensor], None] = differentiate,
 ) -> tuple[ScalerState, Loss]:
     """Do what :func:`forward_backward` does inside of its :func:`accumulate`.
@@ -194,6 +195,7 @@ def run_batch(
         handle: The model's, whose engine runs the batch; None for one without.
         share: What a mean counts for in its window, beside one of another batch.
         counts_weight: Whether gradients of sums are divided by the weights that the next state holds.
+        num_batches: How many batches of the usual size this one is as large as.
         differentiate: Runs the backward pass.
 
     Returns:
@@ -212,7 +214,8 @@ def run_batch(
         counted = Loss(value, loss.weight if counts_weight else None)
         return _to_differentiate(ctx, counted, scaler, micro)
 
-    work = BatchRun(compute, model, batch, to_differentiate, partial(differentiate, ctx), join_losses)
+    add_gradients = partial(differentiate, ctx)
+    work = BatchRun(compute, model, batch, to_differentiate, add_gradients, join_losses, num_batches)
     loss = work.run() if handle is None else handle.run(work)
     return _next_state(operation, scaler, loss.weight if counts_weight else None, micro), loss
 

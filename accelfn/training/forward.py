@@ -25,11 +25,12 @@ def forward(ctx: Context, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     Args:
         ctx: The world.
         model: As :func:`accelfn.prepare_model` gave it.
-        *args: Of its call. In a pipeline tensors have a row for each sample, or are 0-d.
+        *args: Of its call. In a pipeline tensors with as many rows as the first one are cut into
+            microbatches, and all else comes whole to each of them.
         **kwargs: As ``args``.
 
     Returns:
-        The model's output. In a pipeline a tree of tensors that have a row for each sample.
+        The model's output. In a pipeline its tensors have a row for each sample.
 
     Raises:
         ValueError: In a pipeline: arguments or output can't be cut along their rows.

@@ -106,7 +106,8 @@ def module_step(
     # Of models that keep what a window that failed has left elsewhere.
     handles = [one for one in map(handle_of, models) if one is not None and one.holds_gradients]
     num_steps = ctx.gradient_accumulation_steps
-    full = [_place(index, num_steps) for index in range(num_steps)]
+    num_pieces = 1 if first is not None and first.cuts_batches else num_steps
+    full = [_place(index, num_pieces) for index in range(num_pieces)]
     # What talks to other ranks counts its calls, and each count would be another graph.
     add_gradients = differentiate if ctx.num_processes == 1 else not_compiled(differentiate)
     close = finish if ctx.num_processes == 1 else not_compiled(finish)
@@ -123,13 +124,13 @@ def module_step(
             parameter.grad = None
         for handle in handles:
             handle.discard()
-        pieces = _cut(ctx, batch)
+        pieces = _cut(ctx, batch, num_pieces)
         # Another state with the same values: a step that fails leaves the one that was given as it is.
         scaler, found = state.scaler._replace(), list[Terms]()
         for index, piece in enumerate(pieces):
-            micro = full[index] if len(pieces) == num_steps else _place(index, len(pieces))
+            micro = full[index] if len(pieces) == num_pieces else _place(index, len(pieces))
             if is_exact:
-                number = ctx.rank * num_steps + index
+                number = ctx.rank * num_pieces + index
                 micro = micro._replace(draws=Draws(f"microbatch {number} of step {int(state.num_steps)}"))
                 block = accumulate_block(ctx, micro, models, is_held=True)
             else:
@@ -146,6 +147,7 @@ def module_step(
                     first,
                     share=piece.share,  # one with more rows than another counts for more in a mean over rows
                     counts_weight=not is_exact,  # which adds them in order too, and divides at the end
+                    num_batches=num_steps // num_pieces,
                     differentiate=add_gradients,
                 )
             found.append(terms_of(loss, piece, 1 if is_exact else len(pieces)))
@@ -167,9 +169,8 @@ def _place(index: int, count: int) -> MicroBatch:
     return plan_microbatch(index, 0, count, count)
 
 
-def _cut(ctx: Context, batch: Any) -> Any:
+def _cut(ctx: Context, batch: Any, number: int) -> Any:
     def cut() -> list[Piece]:
-        number = ctx.gradient_accumulation_steps
         return cut_window(batch, number) if ctx.reduction is None else equal_pieces(ctx, batch)
 
     if ctx.num_processes == 1:

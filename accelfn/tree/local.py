@@ -109,7 +109,8 @@ def count_rows(tree: Any, name: str, reason: str, *, with_others: bool = False) 
         tree: 0-d tensors in it have none, and belong to each part.
         name: What paths in errors begin with.
         reason: Why it is cut; errors begin with it.
-        with_others: Leaves that are no tensors belong to each part too.
+        with_others: Leaves that are no tensors belong to each part too, and so do tensors with another
+            number of rows than the first has.
 
     Raises:
         ValueError: A leaf is no tensor, the tensors have different numbers of rows, or there is no row.
@@ -131,7 +132,7 @@ def count_rows(tree: Any, name: str, reason: str, *, with_others: bool = False) 
             continue
         if rows is None:
             rows = leaf.shape[0]
-        elif leaf.shape[0] != rows:
+        elif leaf.shape[0] != rows and not with_others:
             raise ValueError(
                 f"{reason} along the first dimension of its tensors, and {structure.paths(name)[index]} has "
                 f"{leaf.shape[0]} rows, where an earlier tensor has {rows}. Give all of them one row for "

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.pipelining import Schedule1F1B
 
 import accelfn as af
 from accelfn.testing import run_ranks
@@ -211,6 +213,50 @@ def test_what_is_beside_a_step_is_as_without_stages() -> None:
                 torch.testing.assert_close(gradient, gradients(model)[key], rtol=1e-4, atol=1e-5)
     assert ranks[0]["frozen"] == {} or "embed.weight" not in ranks[0]["frozen"]
     assert ranks[0]["each"].keys() & ranks[1]["each"].keys() == {"embed.weight"}
+
+
+def mean_twice(model: nn.Module, batch: Batch) -> af.Loss:
+    loss = mean_of_rows(model, batch).value
+    return af.Loss(loss, aux=2 * loss)
+
+
+@pytest.mark.parametrize("fn", [loss_fn, mean_twice], ids=["sum", "mean"])
+def test_a_window_of_a_train_step_is_one_call_of_a_schedule(
+    fn: Callable[[nn.Module, Batch], af.Loss],
+) -> None:
+    batches = [make_batch(0, 12), make_batch(1, 10), make_batch(2, 12)]  # 10 rows in pieces are uneven
+
+    def train(ctx: af.Context) -> tuple[list[list[torch.Tensor]], dict[str, torch.Tensor]]:
+        model = GPT()
+        optimizer = af.prepare(ctx, torch.optim.SGD(model.parameters(), lr=0.01))
+        model = af.prepare(ctx, model)
+        step = af.make_train_step(ctx, fn, optimizer, model=model, max_norm=1.0)
+        state, found = af.init_train_state(ctx, optimizer), list[list[torch.Tensor]]()
+        for batch in batches:
+            state, metrics = step(state, batch)
+            found.append([one for one in (metrics.loss, metrics.grad_norm, metrics.aux) if one is not None])
+        return found, af.unwrap_model(model).state_dict()
+
+    def count_calls(ctx: af.Context) -> tuple[Any, int]:
+        step = cast("Any", Schedule1F1B).step
+        with mock.patch.object(Schedule1F1B, "step", autospec=True, side_effect=step) as called:
+            return train(ctx), called.call_count
+
+    expected, whole = train(af.init_context(gradient_accumulation_steps=3, cpu=True))
+    ranks = run_ranks(
+        count_calls,
+        2,
+        "processes",
+        timeout_s=60,
+        parallelism_config=stages(num_microbatches=2),
+        gradient_accumulation_steps=3,
+    )
+    for (found, parameters), num_calls in ranks:
+        assert num_calls == len(batches)
+        for now, then in zip(found, expected, strict=True):
+            torch.testing.assert_close(now, then, rtol=1e-4, atol=1e-5)
+        for name, one in parameters.items():
+            torch.testing.assert_close(one, whole[name], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("tp", [1, 2])

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, cast
 
-import torch.distributed as dist
 from torch import nn
 
 from accelfn.bigmodel.pipeline.prepare import prepare_pipeline
-from accelfn.bigmodel.pipeline.run import Pipeline
+from accelfn.bigmodel.pipeline.run import Pipeline, group_of
 from accelfn.context import Context, init_context
 from accelfn.parallel import run_stage
+from accelfn.parallel.forward import WrappedForward
 
 __all__ = ("prepare_pippy",)
 
@@ -34,8 +34,7 @@ def prepare_pippy(
     Effect: on ``model``: its ``forward`` runs the pipeline, it holds this rank's stage only, and it has
     ``hf_split_points`` (names of the modules that begin the stages but the first) and ``pippy_stage``. This
     is the rank's ``PipelineStage`` of ``torch.distributed.pipelining``, for its schedules under
-    ``torch.no_grad()``, to which every rank passes the batch, by keyword; None with one process, or where
-    torch.distributed isn't initialised.
+    ``torch.no_grad()``, to which every rank passes the batch, by keyword; None with one process.
 
     Ranks: every rank of ``ctx``.
 
@@ -45,7 +44,7 @@ def prepare_pippy(
         no_split_module_classes: As in :func:`prepare_pipeline`.
         example_args: Positional arguments of a call.
         example_kwargs: Keyword arguments of a call.
-        num_chunks: Micro-batches that a batch is cut into. None: one for each rank.
+        num_chunks: Microbatches that a batch is cut into. None: one for each rank.
         gather_output: Give the result to all ranks, and not to the last one only.
         ctx: The world. None: :func:`init_context`, which takes the process group that is there, or what the
             launcher has set.
@@ -72,12 +71,22 @@ def prepare_pippy(
     said.hf_split_points = list(pipeline.plan.split)
     said.pippy_stage = None
     if world.num_processes > 1:
-        inner: Any = nn.Module()  # the model's own forward, as its call runs the pipeline from now on
-        inner.forward = model.forward
-        pipeline.stage = inner
-        said.forward = pipeline.forward
+        said.forward = _PipelineForward(model.forward, pipeline)
         said.pippy_stage = _torch_stage(world, pipeline)
     return model
+
+
+class _PipelineForward(WrappedForward):
+    """Runs the pipeline, and inside of it the stage of this rank."""
+
+    def __init__(self, staged: Any, pipeline: Pipeline) -> None:
+        super().__init__(staged)
+        self._staged = staged
+        self._pipeline = pipeline
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        is_outside = self._staged.run is None
+        return self._pipeline(*args, **kwargs) if is_outside else self._staged(*args, **kwargs)
 
 
 class _Stage(nn.Module):
@@ -94,10 +103,8 @@ class _Stage(nn.Module):
 
 
 def _torch_stage(ctx: Context, pipeline: Pipeline) -> object:
-    if ctx.world.group is None or not dist.is_initialized():
-        return None
     from torch.distributed.pipelining import PipelineStage  # half a second, which others shall not wait for
 
     return PipelineStage(
-        _Stage(pipeline, ctx.rank), ctx.rank, ctx.num_processes, ctx.device, group=ctx.world.group
+        _Stage(pipeline, ctx.rank), ctx.rank, ctx.num_processes, ctx.device, group=group_of(ctx)
     )

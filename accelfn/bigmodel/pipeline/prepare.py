@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from accelfn.bigmodel.pipeline.fill import PlannedLoad, check_values, load_stage, plan_stage_load
-from accelfn.bigmodel.pipeline.run import Pipeline, cut_batch
+from accelfn.bigmodel.pipeline.run import Pipeline, group_of
 from accelfn.comm import Call, agree, catch
 from accelfn.context import Context, check_context
 from accelfn.parallel import PipelinePlan, apply_stages, plan_stages, read_facts
+from accelfn.tree import count_rows
 
 __all__ = ("plan_pipeline", "prepare_pipeline")
 
@@ -99,8 +100,8 @@ def prepare_pipeline(
         example_kwargs: Keyword arguments of a call, beside positional ones.
         split_points: As in :func:`plan_pipeline`.
         no_split_module_classes: As in :func:`plan_pipeline`.
-        num_chunks: Micro-batches that a batch is cut into. None: one for each rank. With more of them ranks
-            wait less for each other, until micro-batches are too small for the device.
+        num_chunks: Microbatches that a batch is cut into. None: one for each rank. With more of them ranks
+            wait less for each other, until microbatches are too small for the device.
         gather_output: Give the result to all ranks, and not to the last one only.
         checkpoint: Of the weights, as for :func:`load_checkpoint_in_model`. Each rank reads what is in its
             stage, straight to its device. Needed where the model has tensors on the meta device.
@@ -112,6 +113,7 @@ def prepare_pipeline(
     Raises:
         ValueError: The example has no batch dimension; or a tensor has no values (meta device), and no
             checkpoint is given. The model wasn't changed.
+        NotAvailableError: The ranks are threads. The model wasn't changed.
         ConfigurationError: As :func:`plan_pipeline`, and the model wasn't changed; or something in the model
             depends on another stage than by the first argument of a block.
         CheckpointError: There is no sound checkpoint, or it doesn't fit. The model wasn't changed.
@@ -128,7 +130,10 @@ def prepare_pipeline(
     def plan() -> tuple[PipelinePlan, PlannedLoad | None]:
         if type(chunks) is not int or chunks < 1:
             raise ValueError(f"{_PREPARE}: num_chunks must be a whole number of at least 1, got {chunks!r}.")
-        cut_batch((args, kwargs), chunks)
+        reason = f"{_PREPARE}: a batch is cut into microbatches"
+        count_rows((args, kwargs), "example", reason, with_others=True)
+        if ctx.num_processes > 1:
+            group_of(ctx)
         planned = plan_pipeline(
             model,
             ctx.num_processes,

@@ -1,37 +1,38 @@
-"""Run a batch through the stages: micro-batch after micro-batch, all ranks at a time."""
+"""A model of which each rank has a stage, called like the model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree
 
-from accelfn.comm import Call, agree, broadcast_object_list, catch
-from accelfn.comm.wire import as_bytes, as_tensor
+from accelfn.comm import broadcast_object_list
 from accelfn.context import Context
-from accelfn.parallel import PipelinePlan, run_stage
-from accelfn.tree import find_batch_size, send_to_device
+from accelfn.context.process_group import is_registered
+from accelfn.errors import NotAvailableError
+from accelfn.parallel import Line, PipelineEngine, PipelinePlan, SchedulePlan
+from accelfn.tree import send_to_device
 
-__all__ = ("Pipeline", "cut_batch", "join_results")
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
-_CALL = "pipeline"
-_HEADER_BYTES = 256  # of a message: dtype and shape, as text
+__all__ = ("Pipeline", "group_of")
 
 
 class Pipeline(nn.Module):
-    """A model of which each rank holds a stage. Called like the model, by all ranks at a time.
+    """A model of which each rank has a stage. Called like the model, by all ranks at a time.
 
-    The first rank gives the arguments; what the others give is left aside, so they may give none. The last
-    rank gets the result, and the others None; with ``gather_output`` all get it. A batch may have any number
-    of rows, and any shape that the model takes. It is cut into micro-batches: tensors with as many rows as
-    the first one are, and all else comes whole to each.
+    The arguments are those of the first rank; others may pass none. The last rank gets the result, and the
+    others None; with ``gather_output`` all get it. A batch may have any number of rows, and any shape that
+    the model takes. It is cut into microbatches: tensors with as many rows as the first one are, and all
+    else comes whole to each. Where they aren't equally large, the last row is repeated, and what is computed
+    of it dropped.
 
     For inference: it runs in evaluation mode, and no gradient is kept.
 
-    Ranks: every rank of the context, as often as the others. What goes wrong on one is an error on all.
+    Ranks: every rank of the context, as often as the others. What goes wrong on one is an error on all, and
+    the next batch runs.
 
     Attributes:
         plan: Where the model is cut.
@@ -45,148 +46,43 @@ class Pipeline(nn.Module):
         super().__init__()
         self.plan = plan
         self.stage = stage
-        self._ctx = ctx
-        self._num_chunks = num_chunks
+        self._ctx = ctx.tagged("pipeline")
         self._gather_output = gather_output
+        self._engine: PipelineEngine | None = None
+        if ctx.num_processes > 1:
+            schedule = SchedulePlan("gpipe", ctx.num_processes, 1, num_chunks)
+            line = Line([range(ctx.num_processes)], self._ctx, group_of(ctx))
+            self._engine = PipelineEngine(self._ctx, stage, plan, schedule, line)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run a batch.
 
         Raises:
-            ValueError: The batch has no rows, or a result hasn't as many as its micro-batch.
+            ValueError: The batch has no rows, or a result hasn't as many as its microbatch.
             ConfigurationError: The model can't run in these stages.
             Exception: What the stage of this rank raised.
             RemoteRankError: What the stage of another rank raised.
         """
-        ctx = self._ctx.tagged(_CALL)
-        with torch.no_grad():
-            if ctx.num_processes == 1:
-                return self.stage(*send_to_device(args, ctx.device), **send_to_device(kwargs, ctx.device))
-            given = broadcast_object_list(ctx, [send_to_device((args, kwargs), torch.device("cpu"))])
-            pieces = cut_batch(send_to_device(given[0], ctx.device), self._num_chunks)
-            results, error = self._run(pieces)
-            joined: Any = None
-            if len(results) == len(pieces):  # else this rank isn't the last one, or one before it has failed
-                joined, error = catch(lambda: join_results(results, [rows for rows, _ in pieces]))
-            agree(ctx, Call(_CALL, "end", takes_long=True), error=error)
-            if not self._gather_output:
-                return joined
-            (found,) = broadcast_object_list(
-                ctx, [send_to_device(joined, torch.device("cpu"))], ctx.num_processes - 1
-            )
-        return joined if ctx.is_last_process else send_to_device(found, ctx.device)
-
-    def _run(self, pieces: Sequence[tuple[int, Any]]) -> tuple[list[Any], Exception | None]:
-        """Run all micro-batches. A rank whose stage has failed goes on, and hands nothing to the next one.
-
-        So whatever happens, no rank waits for a message that doesn't come, and none is left over.
-        """
-        rank, last = self._ctx.rank, self._ctx.num_processes - 1
-        results: list[Any] = []
-        error: Exception | None = None
-        received: torch.Tensor | None = None
-
-        def run(index: int) -> Any:
-            args, kwargs = pieces[index][1]
-            got = None if received is None else (received,)
-            return run_stage(self.stage, self.plan, rank, got, args, kwargs)
-
-        for tick in range(len(pieces) + last):
-            index = tick - rank
-            sent: torch.Tensor | None = None
-            if 0 <= index < len(pieces) and error is None and (rank == 0 or received is not None):
-                result, error = catch(lambda: run(index))  # noqa: B023 -- called at once
-                if error is None and rank == last:
-                    results.append(result)
-                elif error is None:
-                    (sent,) = cast("tuple[torch.Tensor]", result)
-            if tick < len(pieces) + last - 1:
-                received = self._pass_on(sent)
-        return results, error
-
-    def _pass_on(self, sent: torch.Tensor | None) -> torch.Tensor | None:
-        """Send the next rank a tensor, and return that of the rank before; either may be none."""
-        rank, last = self._ctx.rank, self._ctx.num_processes - 1
-        text = "" if sent is None else f"{str(sent.dtype).removeprefix('torch.')} {tuple(sent.shape)}"
-        header = as_tensor(text.encode().ljust(_HEADER_BYTES) if rank < last else b"")
-        coming = self._exchange(header, _HEADER_BYTES if rank else 0).cpu()
-        data = torch.empty(0) if sent is None else sent
-        outgoing = data.contiguous().flatten().view(torch.uint8)
-        dtype, _, shape = as_bytes(coming).decode().strip().partition(" ")
-        if not dtype:
-            self._exchange(outgoing, 0)
-            return None
-        sizes = [int(size) for size in shape.strip("()").split(",") if size.strip()]
-        like = torch.empty(sizes, dtype=getattr(torch, dtype), device="meta")
-        return self._exchange(outgoing, like.nbytes).view(like.dtype).view(like.shape)
-
-    def _exchange(self, outgoing: torch.Tensor, num_bytes: int) -> torch.Tensor:
-        ctx = self._ctx
-        rank, last = ctx.rank, ctx.num_processes - 1
-        incoming = torch.empty(num_bytes, dtype=torch.uint8, device=ctx.device)
-        # To the next rank; the last sends itself nothing, and to the first nothing comes.
-        ctx.collectives.permute(outgoing.to(ctx.device), incoming, min(rank + 1, last), max(rank - 1, 0))
-        return incoming
+        device = self._ctx.device
+        if self._engine is None:
+            with torch.no_grad():
+                return self.stage(*send_to_device(args, device), **send_to_device(kwargs, device))
+        given = broadcast_object_list(self._ctx, [send_to_device((args, kwargs), torch.device("cpu"))])
+        own_args, own_kwargs = send_to_device(given[0], device)
+        return self._engine.forward(own_args, own_kwargs, everywhere=self._gather_output)
 
 
-def cut_batch(batch: Any, num_chunks: int) -> list[tuple[int, Any]]:
-    """Cut a batch into micro-batches. Pure.
-
-    Args:
-        batch: A tree. Tensors with as many rows as its first one are cut; all else is in each micro-batch.
-        num_chunks: How many there are at most; the last one may have fewer rows than the others.
-
-    Returns:
-        Of each micro-batch its number of rows, and itself.
+def group_of(ctx: Context) -> dist.ProcessGroup:
+    """Return torch's group of all ranks.
 
     Raises:
-        ValueError: There is no tensor with a dimension, or the batch is empty.
-
-    >>> cut_batch((torch.arange(3), "x"), 2)
-    [(2, (tensor([0, 1]), 'x')), (1, (tensor([2]), 'x'))]
+        NotAvailableError: Torch has none.
     """
-    try:
-        num_rows = find_batch_size(batch)
-    except ValueError as error:
-        raise ValueError(
-            "pipeline: the batch has no batch dimension: no argument is a tensor with a dimension. Pass "
-            "arguments as the model takes them, with one row for each sample."
-        ) from error
-    if not num_rows:
-        raise ValueError("pipeline: the batch has no rows. Leave the call out.")
-    size = -(-num_rows // num_chunks)
-
-    def piece(start: int, stop: int) -> Any:
-        def cut(leaf: Any) -> Any:
-            has_rows = isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == num_rows
-            return leaf[start:stop] if has_rows else leaf
-
-        return _pytree.tree_map(cut, batch)
-
-    ends = [(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
-    return [(stop - start, piece(start, stop)) for start, stop in ends]
-
-
-def join_results(results: Sequence[Any], rows: Sequence[int]) -> Any:
-    """Put the results of micro-batches together: their tensors; all else is that of the first. Pure.
-
-    Raises:
-        ValueError: A tensor hasn't as many rows as its micro-batch.
-    """
-    leaves, specs = zip(*map(_pytree.tree_flatten, results), strict=True)
-
-    def joined() -> Iterator[Any]:
-        for column in zip(*cast("Sequence[list[Any]]", leaves), strict=True):
-            if not isinstance(column[0], torch.Tensor):
-                yield column[0]
-                continue
-            for leaf, count in zip(column, rows, strict=True):
-                if leaf.dim() == 0 or leaf.shape[0] != count:
-                    raise ValueError(
-                        f"pipeline: a result of the model has the shape {tuple(leaf.shape)} for {count} rows"
-                        ", so what micro-batches give can't be put together. Let the model give one row for "
-                        "each row of the batch: a loss without a mean, say."
-                    )
-            yield torch.cat(column)
-
-    return _pytree.tree_unflatten(joined(), specs[0])
+    group = ctx.world.group
+    if group is None or not is_registered(group):
+        raise NotAvailableError(
+            "prepare_pipeline runs torch's schedules, which need ranks that are processes with an "
+            "initialised torch.distributed; these are threads. In a test, use run_ranks(..., "
+            'on="processes").'
+        )
+    return group

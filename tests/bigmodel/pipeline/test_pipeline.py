@@ -1,14 +1,18 @@
 from __future__ import annotations
 
 import copy
-import threading
+import gc
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
 import transformers
 from torch import nn
+from torch.distributed.pipelining import ScheduleGPipe
 
 import accelfn as af
 from accelfn import Context
@@ -17,10 +21,13 @@ from accelfn.bigmodel.empty import init_empty_weights
 from accelfn.bigmodel.load import apply as applying
 from accelfn.comm import catch
 from accelfn.errors import CheckpointMismatchError, MismatchError, MissingRankError, RemoteRankError
-from accelfn.testing import Fault, Where, run_ranks
+from accelfn.testing import run_ranks
 from tests.bigmodel.pipeline.models import Net, Skipping, Tied, seeded
 
-EVERY_KIND: tuple[Where, ...] = ("memory", "processes")
+
+def run_processes(run: Callable[[Context], Any], size: int, **options: Any) -> list[Any]:
+    """Run on ranks of which torch's schedules can send to each other."""
+    return run_ranks(run, size, "processes" if size > 1 else "memory", **options)
 
 
 def a_call(rows: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -52,9 +59,8 @@ def assert_close(now: Any, expected: Any) -> None:
     assert now.parts["kind"] == "net"
 
 
-@pytest.mark.parametrize("on", EVERY_KIND)
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_a_pipeline_gives_what_the_model_gives(on: Where, size: int) -> None:
+def test_a_pipeline_gives_what_the_model_gives(size: int) -> None:
     def run(ctx: Context) -> None:
         args, kwargs = a_call(6)
         model = seeded(Net())
@@ -70,11 +76,10 @@ def test_a_pipeline_gives_what_the_model_gives(on: Where, size: int) -> None:
             else:
                 assert out is None
 
-    run_ranks(run, size, on)
+    run_processes(run, size)
 
 
-@pytest.mark.parametrize("on", EVERY_KIND)
-def test_gathered_output_comes_to_all_ranks(on: Where) -> None:
+def test_gathered_output_comes_to_all_ranks() -> None:
     def run(ctx: Context) -> None:
         args, kwargs = a_call(4)
         pipeline = af.prepare_pipeline(
@@ -85,7 +90,21 @@ def test_gathered_output_comes_to_all_ranks(on: Where) -> None:
             out = pipeline(*args, **kwargs)  # what other ranks give is left aside
             assert_close(out, plain(Net(), rows))
 
-    run_ranks(run, 3, on)
+    run_processes(run, 3)
+
+
+def test_the_schedules_of_few_shapes_are_kept() -> None:
+    def run(ctx: Context) -> int:
+        model = seeded(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
+        whole = copy.deepcopy(model)
+        pipeline = af.prepare_pipeline(ctx, model, torch.ones(4, 4), gather_output=True)
+        for length in (1, 2, 3, 4, 5, 6, 3, 1, 1):
+            x = torch.rand(3, length, 4, generator=torch.Generator().manual_seed(length))
+            torch.testing.assert_close(pipeline(x), whole(x).detach())
+        gc.collect()
+        return sum(type(one) is ScheduleGPipe for one in cast("list[object]", gc.get_objects()))
+
+    assert run_processes(run, 2) == [4, 4]
 
 
 def test_each_rank_holds_its_own_stage_only() -> None:
@@ -101,7 +120,7 @@ def test_each_rank_holds_its_own_stage_only() -> None:
         assert {id(one) for one in tensors_of(pipeline).values()} == {id(one) for one in held.values()}
         return set(held)
 
-    first, second = run_ranks(run, 2)
+    first, second = run_processes(run, 2)
     assert first | second == set(tensors_of(Net()))
     assert not first & second
 
@@ -117,7 +136,7 @@ def test_the_plan_is_the_same_without_values_and_for_any_rank() -> None:
     def run(ctx: Context) -> Any:
         return af.prepare_pipeline(ctx, seeded(Net()), args, example_kwargs=kwargs).plan
 
-    assert run_ranks(run, 2) == [planned, planned]
+    assert run_processes(run, 2) == [planned, planned]
 
 
 def test_split_points_and_classes_are_kept_to() -> None:
@@ -138,8 +157,8 @@ def test_split_points_and_classes_are_kept_to() -> None:
     ("model", "example", "options", "says"),
     [
         (nn.Linear(4, 4), torch.ones(4, 4), {}, "Linear has 0 blocks, and 2 stages need"),
-        (seeded(Tied()), torch.tensor(1.0), {}, "no batch dimension"),
-        (seeded(Tied()), (), {}, "no batch dimension"),
+        (seeded(Tied()), torch.tensor(1.0), {}, "no such dimension"),
+        (seeded(Tied()), (), {}, "no such dimension"),
         (
             seeded(Tied()),
             torch.ones(4, 4),
@@ -160,14 +179,14 @@ def test_models_and_examples_that_cannot_be_cut_are_refused(
         assert mine.training
         af.wait_for_everyone(ctx)
 
-    run_ranks(run, 2)
+    run_processes(run, 2)
 
 
 @pytest.mark.parametrize(
     ("model", "says"),
     [
         (Skipping(), "output of the model depends on modules of other stages"),
-        (nn.Sequential(nn.Linear(4, 4), nn.Flatten(0)), r"has the shape \(8,\) for 2 rows"),
+        (nn.Sequential(nn.Linear(4, 4), nn.Flatten(0)), r"has the shape \(8,\), for a microbatch of 2 rows"),
     ],
     ids=["skips", "loses rows"],
 )
@@ -178,16 +197,15 @@ def test_models_that_cannot_run_in_stages_are_refused_on_all_ranks(model: nn.Mod
         af.wait_for_everyone(ctx)
         return type(caught.value).__name__
 
-    first, second = run_ranks(run, 2)
+    first, second = run_processes(run, 2)
     assert first == "RemoteRankError" != second
 
 
-@pytest.mark.parametrize("on", EVERY_KIND)
-def test_a_bad_batch_is_an_error_on_all_ranks_and_the_next_one_runs(on: Where) -> None:
+def test_a_bad_batch_is_an_error_on_all_ranks_and_the_next_one_runs() -> None:
     def run(ctx: Context) -> str:
         model = seeded(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)))
         pipeline = af.prepare_pipeline(ctx, model, torch.ones(4, 4))
-        with pytest.raises(ValueError, match="the batch has no rows"):
+        with pytest.raises(ValueError, match="this one has no rows"):
             pipeline(torch.ones(0, 4))
         with pytest.raises((RuntimeError, RemoteRankError), match="shapes cannot be multiplied") as caught:
             pipeline(torch.ones(4, 5))
@@ -195,11 +213,10 @@ def test_a_bad_batch_is_an_error_on_all_ranks_and_the_next_one_runs(on: Where) -
         assert (out is None) == (not ctx.is_last_process)
         return type(caught.value).__name__
 
-    assert run_ranks(run, 3, on) == ["RuntimeError", "RemoteRankError", "RemoteRankError"]
+    assert run_processes(run, 3) == ["RuntimeError", "RemoteRankError", "RemoteRankError"]
 
 
-@pytest.mark.parametrize("on", EVERY_KIND)
-def test_what_a_stage_raises_is_raised_on_all_ranks_and_the_next_batch_runs(on: Where) -> None:
+def test_what_a_stage_raises_is_raised_on_all_ranks_and_the_next_batch_runs() -> None:
     """An index that isn't in the table: only the first stage can know."""
 
     def run(ctx: Context) -> str:
@@ -215,28 +232,49 @@ def test_what_a_stage_raises_is_raised_on_all_ranks_and_the_next_batch_runs(on: 
                 torch.testing.assert_close(out, seeded(Tied())(ids))
         return type(caught.value).__name__
 
-    assert run_ranks(run, 2, on) == ["IndexError", "RemoteRankError"]
+    assert run_processes(run, 2) == ["IndexError", "RemoteRankError"]
 
 
-@pytest.mark.parametrize("on", EVERY_KIND)
-def test_nobody_waits_for_a_rank_that_has_ended(on: Where) -> None:
+def test_nobody_waits_for_a_rank_that_has_ended() -> None:
     def run(ctx: Context) -> None:
         pipeline = af.prepare_pipeline(ctx, seeded(Tied()), torch.zeros(4, 3, dtype=torch.int64))
         if ctx.rank:
             pipeline(torch.zeros(4, 3, dtype=torch.int64))
 
     with pytest.raises(MissingRankError):
-        run_ranks(run, 2, on)
+        run_processes(run, 2)
+
+
+class Deadly(nn.Linear):
+    """Ends its process in the second microbatch of the second batch."""
+
+    calls = 0
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 -- as torch names it
+        self.calls += 1
+        if self.calls == 6:  # before: one microbatch to find out shapes, and three of the example
+            os._exit(3)
+        return super().forward(input)
 
 
 def test_a_rank_that_dies_amid_a_batch_is_named() -> None:
     def run(ctx: Context) -> None:
-        pipeline = af.prepare_pipeline(ctx, seeded(Tied()), torch.zeros(4, 3, dtype=torch.int64))
-        pipeline(torch.zeros(4, 3, dtype=torch.int64))
+        model = nn.Sequential(nn.Linear(4, 4), Deadly(4, 4), nn.Linear(4, 4))
+        pipeline = af.prepare_pipeline(ctx, model, torch.ones(6, 4), split_points=["1", "2"])
+        pipeline(torch.ones(6, 4))
 
-    # Of its calls of the seam, those after the fifth pass micro-batches of the example on.
     with pytest.raises(MissingRankError, match="rank 1"):
-        run_ranks(run, 3, "processes", faults=[Fault(kind="die", rank=1, at=7)])
+        run_processes(run, 3)
+
+
+def test_ranks_that_are_threads_are_refused() -> None:
+    def run(ctx: Context) -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        with pytest.raises(af.errors.NotAvailableError, match='on="processes"'):
+            af.prepare_pipeline(ctx, model, torch.ones(4, 4))
+        assert len(list(model.parameters())) == 4
+
+    run_ranks(run, 2)
 
 
 def test_ranks_with_other_models_are_told() -> None:
@@ -247,7 +285,7 @@ def test_ranks_with_other_models_are_told() -> None:
         with pytest.raises(MismatchError):
             af.prepare_pipeline(ctx, model, torch.ones(4, 4))
 
-    run_ranks(run, 2)
+    run_processes(run, 2)
 
 
 def test_dropout_is_off_whatever_the_mode_was() -> None:
@@ -259,7 +297,7 @@ def test_dropout_is_off_whatever_the_mode_was() -> None:
 
     expected = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.9), nn.Linear(4, 4)).eval()
     for size in (1, 2):
-        for out in run_ranks(run, size):
+        for out in run_processes(run, size):
             torch.testing.assert_close(out, seeded(expected)(torch.ones(8, 4)).detach())
 
 
@@ -272,37 +310,29 @@ def saved(model: nn.Module, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_ranks_read_their_own_stage_of_a_checkpoint(
-    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_read_their_own_stage_of_a_checkpoint(size: int, tmp_path: Path) -> None:
     folder = saved(seeded(Tied()), tmp_path)
-    read: dict[int, list[str]] = {}  # by thread: each rank is one
-    real = applying.read_tensors
-
-    def watched(readings: Any, *rest: Any) -> None:
-        read.setdefault(threading.get_ident(), []).extend(one.source.name for one in readings)
-        real(readings, *rest)
-
-    monkeypatch.setattr(applying, "read_tensors", watched)
 
     def run(ctx: Context) -> None:
         with init_empty_weights():
             model = Tied()
-        pipeline = af.prepare_pipeline(ctx, model, torch.zeros(4, 3, dtype=torch.int64), checkpoint=folder)
+        example = torch.zeros(4, 3, dtype=torch.int64)
+        with mock.patch.object(applying, "read_tensors", side_effect=applying.read_tensors) as read:
+            pipeline = af.prepare_pipeline(ctx, model, example, checkpoint=folder)
         if size == 2:
             # Tied weights are in the file once, under the first name, and both stages need them.
             own = {
                 "embed.weight" if name == "head.weight" else name
                 for name in pipeline.plan.stages[ctx.rank].parameters
             }
-            assert set(read[threading.get_ident()]) == own
+            assert {one.source.name for call in read.call_args_list for one in call.args[0]} == own
         ids = torch.arange(12).reshape(4, 3)
         out = pipeline(ids)
         if ctx.is_last_process:
             with torch.no_grad():
                 torch.testing.assert_close(out, seeded(Tied())(ids))
 
-    run_ranks(run, size)
+    run_processes(run, size)
 
 
 def test_weights_of_a_checkpoint_get_another_dtype(tmp_path: Path) -> None:
@@ -318,7 +348,7 @@ def test_weights_of_a_checkpoint_get_another_dtype(tmp_path: Path) -> None:
         if ctx.is_last_process:
             assert out.dtype == torch.bfloat16
 
-    run_ranks(run, 2)
+    run_processes(run, 2)
 
 
 def test_a_model_without_values_needs_a_checkpoint_that_fits(tmp_path: Path) -> None:
@@ -337,8 +367,8 @@ def test_a_model_without_values_needs_a_checkpoint_that_fits(tmp_path: Path) -> 
         assert isinstance(caught[1], (CheckpointMismatchError, RemoteRankError))
         return [type(one).__name__ for one in caught]
 
-    assert run_ranks(run, 1) == [["ValueError", "CheckpointMismatchError"]]
-    assert run_ranks(run, 2) == [["ValueError", "CheckpointMismatchError"]] * 2
+    assert run_processes(run, 1) == [["ValueError", "CheckpointMismatchError"]]
+    assert run_processes(run, 2) == [["ValueError", "CheckpointMismatchError"]] * 2
 
 
 # --- real architectures --------------------------------------------------------------------------
@@ -366,4 +396,4 @@ def test_models_of_transformers_run_in_stages(tmp_path: Path) -> None:
         torch.testing.assert_close(out.logits, expected.logits)
         assert len(list(pipeline.parameters())) < len(list(model.parameters()))
 
-    run_ranks(run, 4, "processes", timeout_s=60)
+    run_processes(run, 4, timeout_s=60)
