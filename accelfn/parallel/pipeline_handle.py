@@ -19,11 +19,12 @@ from accelfn.context import Context
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.handle import HANDLE, IN_NO_SYNC, BatchRun, Handle, register
 from accelfn.parallel.norm import count_stages
-from accelfn.parallel.pipeline import PipelineProgram, Sent, StageCall, make_schedule, sent_of
+from accelfn.parallel.pipeline import PipelineProgram, StageCall, make_schedule, sent_of
 from accelfn.parallel.pointers import named, whole_of
 from accelfn.parallel.schedule import SchedulePlan
 from accelfn.parallel.shard_handle import ShardHandle
 from accelfn.parallel.stage_plan import PipelinePlan
+from accelfn.parallel.stage_run import Outline
 from accelfn.tree import concatenate, count_rows, flatten, is_dtensor, local_of, map_tensors, slice_tensors
 
 __all__ = ("PipelineHandle",)
@@ -53,12 +54,12 @@ class _Measured(NamedTuple):
     """What stages exchange for batches of one shape.
 
     Attributes:
-        sent: What each stage but the last one sends.
+        outlines: Of each stage.
         form: What the last one gives of a microbatch: a tree of tensors on the meta device.
         run: Runs the schedule.
     """
 
-    sent: tuple[tuple[Sent, ...], ...]
+    outlines: tuple[Outline, ...]
     form: Any
     run: Callable[[PipelineProgram], None]
 
@@ -165,8 +166,10 @@ class PipelineHandle(Handle):
         """
         parts: dict[int, L] = {}
 
-        def compute(stage: int, received: tuple[torch.Tensor, ...] | None, index: int) -> Any:
-            result = self._call.run(stage, received, lambda: batch.loss_fn(batch.model, pieces[index]))
+        def compute(stage: int, received: tuple[torch.Tensor, ...], index: int) -> Any:
+            result = self._call.run(
+                stage, measured.outlines, received, lambda: batch.loss_fn(batch.model, pieces[index])
+            )
             if not self._is_last(stage):
                 return result
             parts[index] = map_tensors(torch.Tensor.detach, result)
@@ -205,8 +208,8 @@ class PipelineHandle(Handle):
             own_args, own_kwargs = pieces[index]
             return model(*own_args, **own_kwargs)
 
-        def compute(stage: int, received: tuple[torch.Tensor, ...] | None, index: int) -> Any:
-            result = self._call.run(stage, received, lambda: call(index))
+        def compute(stage: int, received: tuple[torch.Tensor, ...], index: int) -> Any:
+            result = self._call.run(stage, measured.outlines, received, lambda: call(index))
             if not self._is_last(stage):
                 return result
             outputs[index] = result
@@ -293,36 +296,33 @@ class PipelineHandle(Handle):
         if known is not None:
             return known
         device = self._ctx.device
-        sent: list[tuple[Sent, ...]] = []
+        outlines: list[Outline] = []
         form: Any = None
         for stage in range(self._schedule.num_stages):
             owner = self._schedule.rank_of(stage)
 
             def measure(stage: int = stage) -> bytes:
-                received = tuple(one.on(device) for one in sent[-1]) if stage else None
                 with torch.no_grad(), self._as_before():
-                    result = self._call.run(stage, received, compute)
-                if not self._is_last(stage):
-                    return pickle.dumps(sent_of(result))
-                return pickle.dumps(map_tensors(lambda one: one.to("meta"), join([result])))
+                    outline, result = self._call.outline(stage, outlines, device, compute)
+                    if self._is_last(stage):
+                        result = map_tensors(lambda one: one.to("meta"), join([result]))
+                return pickle.dumps((outline, result))
 
             blob, error = catch(measure) if owner == self._rank else (b"", None)
             call = Call(operation, f"first microbatch of its shape, stage {stage}", takes_long=True)
             found = pickle.loads(gather_bytes(self._ctx, call, blob or b"", error)[self._line[owner]])
-            if self._is_last(stage):
-                form = found
-            else:
-                sent.append(found)
+            outlines.append(found[0])
+            form = found[1]
         run = make_schedule(
             shape.schedule,
             self._rank,
             self._group,
             device,
-            sent,
+            sent_of(outlines, self._plan, is_trained=shape.is_trained),
             self._parameters_of,
             is_trained=shape.is_trained,
         )
-        self._measured[shape] = _Measured(tuple(sent), form, run)
+        self._measured[shape] = _Measured(tuple(outlines), form, run)
         return self._measured[shape]
 
     @contextmanager
