@@ -115,19 +115,21 @@ def plan_stages(
     """Choose which stage holds each block and each other module with parameters. Pure.
 
     The blocks are those of ``facts`` whose class repeats, and where there are none the items of
-    ``nn.Sequential``; they have to be called one after another. A module that is registered before the blocks
-    belongs to the first stage, one behind a block to that block's. What the model itself or another container
-    of blocks holds as a parameter of its own is on every stage.
+    ``nn.Sequential``; they have to be called one after another. A module that is called before the blocks
+    belongs to the first stage, one behind a block to that block's, and one of several names to each stage
+    that calls it. The order is that in which ``forward`` calls them, as far as the source of the model and of
+    other containers of blocks shows it, and else that in which they are registered. What these hold as
+    parameters of their own is on every stage.
 
     Args:
         facts: Of the model.
         num_stages: At least 1.
         split: First block of each stage after the first one, or another module that is called then with the
-            output of the block before as its first argument; empty to choose.
+            output of the block before; empty to choose.
         costs: Of blocks and other modules, by name, in any unit; 0 where there is no entry. The most
             expensive stage is as cheap as can be. None: stages have equally many blocks, or the first ones
             one more.
-        last: Modules of the last stage that are registered before the blocks, and called after them.
+        last: Modules that are called after the blocks, where that order says otherwise.
 
     Raises:
         ConfigurationError: There are fewer blocks than stages; or ``split``, ``costs`` or ``last`` name what

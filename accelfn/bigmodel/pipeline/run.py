@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
@@ -9,10 +10,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree
 
-from accelfn.comm import Call, agree, broadcast_object_list, catch
+from accelfn.comm import Call, agree, broadcast_object_list, catch, gather_bytes
 from accelfn.comm.wire import as_bytes, as_tensor
 from accelfn.context import Context
-from accelfn.parallel import PipelinePlan, run_stage
+from accelfn.parallel import Outline, PipelinePlan, outline_stage, run_stage
 from accelfn.tree import find_batch_size, send_to_device
 
 __all__ = ("Pipeline", "cut_batch", "join_results")
@@ -48,6 +49,11 @@ class Pipeline(nn.Module):
         self._ctx = ctx
         self._num_chunks = num_chunks
         self._gather_output = gather_output
+        self._outlines: dict[object, list[Outline]] = {}  # by shapes of a micro-batch
+
+    def outlines_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Outline] | None:
+        """Return what stages exchange of a micro-batch; None where none of these shapes has been run."""
+        return self._outlines.get(_shapes_of((args, kwargs)))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run a batch.
@@ -64,6 +70,9 @@ class Pipeline(nn.Module):
                 return self.stage(*send_to_device(args, ctx.device), **send_to_device(kwargs, ctx.device))
             given = broadcast_object_list(ctx, [send_to_device((args, kwargs), torch.device("cpu"))])
             pieces = cut_batch(send_to_device(given[0], ctx.device), self._num_chunks)
+            for _, piece in pieces:
+                if _shapes_of(piece) not in self._outlines:
+                    self._outlines[_shapes_of(piece)] = self._outline(ctx, *piece)
             results, error = self._run(pieces)
             joined: Any = None
             if len(results) == len(pieces):  # else this rank isn't the last one, or one before it has failed
@@ -84,25 +93,43 @@ class Pipeline(nn.Module):
         rank, last = self._ctx.rank, self._ctx.num_processes - 1
         results: list[Any] = []
         error: Exception | None = None
-        received: torch.Tensor | None = None
+        received: tuple[torch.Tensor, ...] = ()
+        # Of any rank, since all take part in each exchange.
+        num_sent = max(len(one.receives) for found in self._outlines.values() for one in found)
 
         def run(index: int) -> Any:
             args, kwargs = pieces[index][1]
-            got = None if received is None else (received,)
-            return run_stage(self.stage, self.plan, rank, got, args, kwargs)
+            outlines = self._outlines[_shapes_of((args, kwargs))]
+            return run_stage(self.stage, self.plan, rank, outlines, received, args, kwargs)
 
         for tick in range(len(pieces) + last):
             index = tick - rank
-            sent: torch.Tensor | None = None
-            if 0 <= index < len(pieces) and error is None and (rank == 0 or received is not None):
+            sent: tuple[torch.Tensor, ...] = ()
+            if 0 <= index < len(pieces) and error is None and (rank == 0 or received):
                 result, error = catch(lambda: run(index))  # noqa: B023 -- called at once
                 if error is None and rank == last:
                     results.append(result)
                 elif error is None:
-                    (sent,) = cast("tuple[torch.Tensor]", result)
+                    sent = cast("tuple[torch.Tensor, ...]", result)
             if tick < len(pieces) + last - 1:
-                received = self._pass_on(sent)
+                slots = (*sent, *[None] * (num_sent - len(sent)))
+                coming = [self._pass_on(one) for one in slots]
+                received = tuple(one for one in coming if one is not None)
         return results, error
+
+    def _outline(self, ctx: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Outline]:
+        """Find out what stages exchange of a micro-batch, by running one stage after another."""
+        outlines: list[Outline] = []
+
+        def outline() -> bytes:
+            one = outline_stage(self.stage, self.plan, ctx.rank, outlines, ctx.device, args, kwargs)[0]
+            return pickle.dumps(one)
+
+        for stage in range(len(self.plan.stages)):
+            blob, error = catch(outline) if stage == ctx.rank else (b"", None)
+            found = gather_bytes(ctx, Call(_CALL, f"stage {stage}", takes_long=True), blob or b"", error)
+            outlines.append(pickle.loads(found[stage]))
+        return outlines
 
     def _pass_on(self, sent: torch.Tensor | None) -> torch.Tensor | None:
         """Send the next rank a tensor, and return that of the rank before; either may be none."""
@@ -127,6 +154,11 @@ class Pipeline(nn.Module):
         # To the next rank; the last sends itself nothing, and to the first nothing comes.
         ctx.collectives.permute(outgoing.to(ctx.device), incoming, min(rank + 1, last), max(rank - 1, 0))
         return incoming
+
+
+def _shapes_of(piece: Any) -> object:
+    leaves = _pytree.tree_leaves(piece)
+    return tuple((one.shape, one.dtype) for one in leaves if isinstance(one, torch.Tensor))
 
 
 def cut_batch(batch: Any, num_chunks: int) -> list[tuple[int, Any]]:
