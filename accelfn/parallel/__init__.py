@@ -41,7 +41,8 @@ from accelfn.parallel.replicate import (
 from accelfn.parallel.schedule import SchedulePlan, plan_schedule
 from accelfn.parallel.shard import ShardPlan, register_forward_method
 from accelfn.parallel.stage_plan import PipelinePlan, StagePlan, plan_stages
-from accelfn.parallel.stages import apply_stages, run_stage
+from accelfn.parallel.stage_run import Outline
+from accelfn.parallel.stages import apply_stages, outline_stage, run_stage
 from accelfn.parallel.tensor import apply_tensor
 from accelfn.parallel.tensor_plans import TensorPlan, plan_tensor
 from accelfn.parallel.thread_ddp import ThreadDDP
@@ -57,6 +58,7 @@ __all__ = (
     "ModelFacts",
     "ModelPlan",
     "OrderedSum",
+    "Outline",
     "PipelineEngine",
     "PipelineHandle",
     "PipelinePlan",
@@ -89,6 +91,7 @@ __all__ = (
     "local_steps",
     "newest",
     "no_sync",
+    "outline_stage",
     "plan_experts",
     "plan_memory",
     "plan_model",

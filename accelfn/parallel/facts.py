@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from inspect import Parameter, signature
+import ast
+from collections.abc import Iterable, Iterator, Mapping
+from inspect import Parameter, getsource, signature
 from math import prod
+from textwrap import dedent
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -60,6 +62,10 @@ class ModelFacts(NamedTuple):
         trainable: Names of the parameters that require a gradient.
         ties: Names of one and the same parameter, the first that ``named_parameters`` gives first.
         kinds: Class of each module, by its name; the model itself has the name "".
+        order: Names of the modules in the order in which they are called, as far as the source of the
+            forwards around the blocks shows it, and else in that in which they are registered. A module with
+            several names is here under each of them.
+        aliases: First name of a module that has several, by each of its others.
         blocks: Names of the modules that repeat: those whose classes the model lists in
             ``_no_split_modules``, else the items of lists of modules of one class. In the model's order.
         containers: Names of the modules without a ``forward`` of their own, such as ``nn.ModuleList``.
@@ -74,6 +80,8 @@ class ModelFacts(NamedTuple):
     trainable: frozenset[str]
     ties: tuple[tuple[str, ...], ...]
     kinds: Mapping[str, str]
+    order: tuple[str, ...]
+    aliases: Mapping[str, str]
     blocks: tuple[str, ...]
     containers: frozenset[str]
     tp_plan: Mapping[str, str] | None
@@ -117,13 +125,18 @@ def read_facts(model: nn.Module) -> ModelFacts:
     for name, parameter in named.items():
         by_parameter.setdefault(id(parameter), []).append(name)
     modules = modules_of(model)
+    first = {id(one): name for name, one in modules.items()}
+    every = cast("dict[str, nn.Module]", dict(cast("Any", model).named_modules(remove_duplicate=False)))
+    blocks = _blocks(model, modules)
     return ModelFacts(
         shapes={name: tuple(one.shape) for name, one in named.items()},
         dtypes={name: one.dtype for name, one in named.items()},
         trainable=frozenset(name for name, one in named.items() if one.requires_grad),
         ties=tuple(tuple(names) for names in by_parameter.values() if len(names) > 1),
         kinds={name: type(one).__name__ for name, one in modules.items()},
-        blocks=_blocks(model, modules),
+        order=_order(model, blocks),
+        aliases={name: first[id(one)] for name, one in every.items() if first[id(one)] != name},
+        blocks=blocks,
         containers=frozenset(name for name, one in modules.items() if _is_container(one)),
         tp_plan=_tp_plan(model),
         layers={
@@ -186,6 +199,53 @@ def _no_split(module: nn.Module) -> tuple[str, ...]:
     if not isinstance(found, (list, tuple, set, frozenset)):
         return ()
     return tuple(one for one in cast("list[object]", found) if isinstance(one, str))
+
+
+def _order(model: nn.Module, blocks: tuple[str, ...]) -> tuple[str, ...]:
+    """List the names of all modules in the order of their calls, as far as that is known."""
+    around = {""}
+    for name in blocks:
+        while name := name.rpartition(".")[0]:
+            around.add(name)
+    found: list[str] = []
+
+    def visit(module: nn.Module, name: str) -> None:
+        found.append(name)
+        places = _places_of_calls(type(module)) if name in around and not _is_container(module) else {}
+        children: list[tuple[tuple[int, int], str, nn.Module]] = []
+        registered = cast("dict[str, nn.Module | None]", vars(module)["_modules"])
+        for key, child in registered.items():  # not named_children(), which has each once
+            if child is not None:
+                place = children[-1][0] if children else (0, 0)  # beside the one that is registered before
+                children.append((places.get(key, place), key, child))
+        for _, key, child in sorted(children, key=lambda one: one[0]):
+            visit(child, f"{name}.{key}" if name else key)
+
+    visit(model, "")
+    return tuple(found)
+
+
+def _places_of_calls(kind: type[nn.Module]) -> dict[str, tuple[int, int]]:
+    """Return line and column where a class's ``forward`` calls a child, or loops over it, if in one place."""
+    try:
+        tree = ast.parse(dedent(getsource(kind.forward)))
+    except (OSError, TypeError, SyntaxError):  # there is no source
+        return {}
+    places: dict[str, set[tuple[int, int]]] = {}
+
+    for node in ast.walk(tree):
+        place: tuple[int, int] = (0, 0)
+        used: Iterable[ast.AST | None] = ()
+        if isinstance(node, ast.Call):  # at its end: what is computed for it comes before
+            place = (node.end_lineno or 0, node.end_col_offset or 0)
+            used = (node.func, getattr(node.func, "value", None))  # self.norm(x), or self.norms[0](x)
+        elif isinstance(node, (ast.For, ast.comprehension)):
+            place = (node.iter.lineno, node.iter.col_offset)
+            used = ast.walk(node.iter)
+        for one in used:
+            if isinstance(one, ast.Attribute) and isinstance(one.value, ast.Name) and one.value.id == "self":
+                places.setdefault(one.attr, set()).add(place)
+    return {name: next(iter(found)) for name, found in places.items() if len(found) == 1}
 
 
 def _is_container(module: nn.Module) -> bool:

@@ -6,9 +6,10 @@ passes on the number of the microbatch alone: every rank along "pp" has the batc
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -16,27 +17,15 @@ from torch import nn
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.schedule import SchedulePlan
 from accelfn.parallel.stage_plan import PipelinePlan
-from accelfn.parallel.stages import run_stage
+from accelfn.parallel.stage_run import Outline
+from accelfn.parallel.stages import outline_stage, run_stage
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-__all__ = ("PipelineProgram", "Sent", "SentError", "StageCall", "make_schedule", "sent_of")
+__all__ = ("PipelineProgram", "SentError", "StageCall", "make_schedule", "sent_of")
 
 R = TypeVar("R")
-
-
-class Sent(NamedTuple):
-    """What a stage sends: shape and dtype of one tensor."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def on(self, device: torch.device | str) -> torch.Tensor:
-        """Return a tensor of zeros like it, which requires a gradient."""
-        return torch.zeros(
-            self.shape, dtype=self.dtype, device=device, requires_grad=self.dtype.is_floating_point
-        )
 
 
 class SentError(BaseException):
@@ -70,8 +59,7 @@ class StageCall:
         self._model = weakref.ref(model)
         self._plan = plan
         self._around = around
-        self._stage: int | None = None
-        self._received: tuple[torch.Tensor, ...] | None = None
+        self._turn: Callable[..., Any] | None = None  # runs a stage, once
         self._calls = 0
         vars(model)["_call_impl"] = self
 
@@ -83,13 +71,13 @@ class StageCall:
             ConfigurationError: The loss function has called the model before.
         """
         model: Any = self._model()
-        stage, self._stage = self._stage, None
-        if stage is None and self._calls == 1:
+        turn, self._turn = self._turn, None
+        if turn is None and self._calls == 1:
             raise ConfigurationError(
                 "the loss function has called the model twice, and a pipeline runs one forward pass of each "
                 "batch. Call it once, on the rows of both calls."
             )
-        if stage is None:  # in run_stage, or refused by the forward
+        if turn is None:  # in run_stage, or refused by the forward
             kind = cast("Any", type(model))
             call = kind._call_impl
             return (
@@ -97,27 +85,63 @@ class StageCall:
                 if self._around is None
                 else self._around(call, model, *args, **kwargs)
             )
-        output = run_stage(model, self._plan, stage, self._received, args, kwargs)
+        stage, output = turn(model, args, kwargs)
         self._calls = 1
         if stage + 1 < len(self._plan.stages):
             raise SentError(output)
         return output
 
-    def run(self, stage: int, received: tuple[torch.Tensor, ...] | None, compute: Callable[[], Any]) -> Any:
+    def run(
+        self,
+        stage: int,
+        outlines: Sequence[Outline],
+        received: tuple[torch.Tensor, ...],
+        compute: Callable[[], Any],
+    ) -> Any:
         """Return what ``compute``, which calls the model, gives on the last stage; of others what they send.
 
         Raises:
             ConfigurationError: ``compute`` has not called the model, or more than once.
             Exception: As ``compute``.
         """
-        self._stage, self._received, self._calls = stage, received, 0
+
+        def turn(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, Any]:
+            return stage, run_stage(model, self._plan, stage, outlines, received, args, kwargs)
+
+        return self._take(turn, compute)
+
+    def outline(
+        self,
+        stage: int,
+        before: Sequence[Outline],
+        device: torch.device,
+        compute: Callable[[], Any],
+    ) -> tuple[Outline, Any]:
+        """Return the outline of a stage, and on the last one what ``compute`` gives.
+
+        Raises:
+            ConfigurationError: As :meth:`run`.
+            Exception: As ``compute``.
+        """
+        found: list[Outline] = []
+
+        def turn(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, Any]:
+            outline, output = outline_stage(model, self._plan, stage, before, device, args, kwargs)
+            found.append(outline)
+            return stage, output
+
+        result = self._take(turn, compute)
+        return found[0], result
+
+    def _take(self, turn: Callable[..., Any], compute: Callable[[], Any]) -> Any:
+        self._turn, self._calls = turn, 0
         try:
             result = compute()
         except SentError as sent:
             return sent.tensors
         finally:
             called, self._calls = self._calls, 0
-            self._stage = self._received = None
+            self._turn = None
         if not called:
             raise ConfigurationError(
                 "the loss function hasn't called the model that it was given, and a pipeline runs the model "
@@ -131,7 +155,7 @@ class PipelineProgram:
 
     Attributes:
         compute: ``compute(stage, received, index)`` returns what the stage sends, or on the last one what is
-            differentiated; None where nothing is.
+            differentiated; None where nothing is. The first stage receives nothing.
         stops: Whether an error ends the schedule on this rank at once. Otherwise its stages send zeros from
             then on, so that the schedule ends on all ranks, which then can tell each other.
         error: The first exception of this rank.
@@ -140,7 +164,7 @@ class PipelineProgram:
     def __init__(
         self,
         compute: Callable[
-            [int, tuple[torch.Tensor, ...] | None, int], tuple[torch.Tensor, ...] | torch.Tensor | None
+            [int, tuple[torch.Tensor, ...], int], tuple[torch.Tensor, ...] | torch.Tensor | None
         ],
         *,
         stops: bool = False,
@@ -173,7 +197,7 @@ class _StageModule(nn.Module):
         self,
         index: int,
         own: Callable[[int], Sequence[nn.Parameter]],
-        sent: tuple[Sent, ...],
+        sent: tuple[torch.Tensor, ...],
         device: torch.device,
     ) -> None:
         super().__init__()
@@ -193,17 +217,17 @@ class _StageModule(nn.Module):
         program = cast("PipelineProgram", self.program)
 
         def compute() -> Any:
-            result = program.compute(self.index, received if self.index else None, int(index))
-            if isinstance(result, tuple) and sent_of(result) != self.sent:
+            result = program.compute(self.index, received if self.index else (), int(index))
+            if isinstance(result, tuple) and _in_words(result) != _in_words(self.sent):
                 raise ConfigurationError(
-                    f"stage {self.index} of a pipeline sends {_in_words(sent_of(result))} for one microbatch "
-                    f"and {_in_words(self.sent)} for others. Let what a block returns depend on the shape of "
-                    "its input only."
+                    f"stage {self.index} of a pipeline sends {_in_words(result)} for one microbatch and "
+                    f"{_in_words(self.sent)} for others. Let what a block returns depend on the shape of its "
+                    "input only."
                 )
             return result
 
         result = program.attempt(compute)
-        return tuple(one.on(self.device) for one in self.sent) if result is None else result
+        return _like(self.sent, self.device) if result is None else result
 
     def catch_backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
         """Return torch's backward pass of a stage, which after an error computes zeros."""
@@ -223,24 +247,36 @@ class _StageModule(nn.Module):
         return run
 
 
-def _in_words(sent: tuple[Sent, ...]) -> str:
-    return " and ".join(f"{one.dtype} {one.shape}" for one in sent)
+def _in_words(sent: tuple[torch.Tensor, ...]) -> str:
+    return " and ".join(f"{one.dtype} {tuple(one.shape)}" for one in sent)
 
 
-def sent_of(tensors: tuple[torch.Tensor, ...], *, is_trained: bool = False) -> tuple[Sent, ...]:
-    """Return what a stage sends, of the tensors that it has sent.
+def _like(tensors: tuple[torch.Tensor, ...], device: torch.device | str) -> tuple[torch.Tensor, ...]:
+    """Return zeros of the same shapes and dtypes, which require gradients where they can."""
+    return tuple(
+        torch.zeros_like(one, device=device, requires_grad=one.is_floating_point()) for one in tensors
+    )
+
+
+def sent_of(
+    outlines: Sequence[Outline], plan: PipelinePlan, *, is_trained: bool
+) -> list[tuple[torch.Tensor, ...]]:
+    """Return what each stage but the last one sends, of the outlines of all: tensors on the meta device.
 
     Raises:
-        ConfigurationError: One has no gradient, which training needs, since it is of whole numbers.
+        ConfigurationError: Gradients are needed, and a tensor has none, since it is of whole numbers.
     """
-    for one in tensors:
-        if is_trained and not one.is_floating_point():
-            raise ConfigurationError(
-                f"a stage of a pipeline would send a tensor of {one.dtype} and shape {tuple(one.shape)}, "
-                "through which no gradient comes back. Let the first block of a stage take what the block "
-                "before computes in floating point."
-            )
-    return tuple(Sent(tuple(one.shape), one.dtype) for one in tensors)
+    for index, (stage, following) in enumerate(itertools.pairwise(outlines)):
+        for path in following.receives:
+            one = stage.offers[path]
+            if is_trained and not one.is_floating_point():
+                raise ConfigurationError(
+                    f"stage {index} of a pipeline would send a tensor of {one.dtype} and shape "
+                    f"{tuple(one.shape)}, which is {path} of the call of {plan.stages[index + 1].blocks[0]}, "
+                    "and through which no gradient comes back. Compute it from the model's arguments, which "
+                    "every stage has, or begin the next stage with another block."
+                )
+    return [stage.sent_to(following) for stage, following in itertools.pairwise(outlines)]
 
 
 def make_schedule(
@@ -248,7 +284,7 @@ def make_schedule(
     rank: int,
     group: dist.ProcessGroup,
     device: torch.device,
-    boundaries: Sequence[tuple[Sent, ...]],
+    boundaries: Sequence[tuple[torch.Tensor, ...]],
     parameters: Callable[[int], Sequence[nn.Parameter]],
     *,
     is_trained: bool,
@@ -262,7 +298,7 @@ def make_schedule(
         rank: This one's along "pp".
         group: The ranks along "pp".
         device: Of the tensors that are sent.
-        boundaries: What each stage but the last one sends of a microbatch.
+        boundaries: What each stage but the last one sends of a microbatch, on the meta device.
         parameters: Those of a stage, by its index.
         is_trained: Run backward passes too.
     """
@@ -273,7 +309,7 @@ def make_schedule(
     stages: list[Any] = []
     for index in plan.stages_of(rank):
         is_last = index + 1 == plan.num_stages
-        sent = (Sent((), torch.float32),) if is_last else boundaries[index]
+        sent = (torch.empty((), device="meta"),) if is_last else boundaries[index]
         module = _StageModule(index, parameters, sent, device)
         stage: Any = PipelineStage(
             module,
@@ -281,8 +317,8 @@ def make_schedule(
             plan.num_stages,
             device,
             # Shapes that are given: torch would find them out in a forward and a backward pass of nothing.
-            input_args=tuple(one.on("meta") for one in boundaries[index - 1]) if index else (),
-            output_args=tuple(one.on("meta") for one in sent),
+            input_args=_like(boundaries[index - 1], "meta") if index else (),
+            output_args=_like(sent, "meta"),
             group=group,
         )
         stage.backward_maybe_with_nosync = module.catch_backward(stage.backward_maybe_with_nosync)

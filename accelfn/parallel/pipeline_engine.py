@@ -17,10 +17,11 @@ from torch import nn
 from accelfn.comm import Call, catch, gather_bytes
 from accelfn.context import Context
 from accelfn.errors import ConfigurationError
-from accelfn.parallel.pipeline import PipelineProgram, Sent, StageCall, make_schedule, sent_of
+from accelfn.parallel.pipeline import PipelineProgram, StageCall, make_schedule, sent_of
 from accelfn.parallel.pointers import named
 from accelfn.parallel.schedule import SchedulePlan
 from accelfn.parallel.stage_plan import PipelinePlan
+from accelfn.parallel.stage_run import Outline
 from accelfn.tree import (
     concatenate,
     count_rows,
@@ -74,6 +75,18 @@ class _Shape(NamedTuple):
     is_trained: bool
 
 
+class _Measured(NamedTuple):
+    """What was found out about batches of one shape.
+
+    Attributes:
+        outlines: Of each stage.
+        run: Runs the schedule.
+    """
+
+    outlines: list[Outline]
+    run: Callable[[PipelineProgram], None]
+
+
 class Prepared(NamedTuple, Generic[L]):
     """A batch that can go through the stages.
 
@@ -82,14 +95,14 @@ class Prepared(NamedTuple, Generic[L]):
         compute: Calls the model with a microbatch.
         pieces: The microbatches.
         rows: Of each.
-        run: Runs the schedule.
+        measured: What stages exchange for each, and in which order they run.
     """
 
     operation: str
     compute: Callable[[Any], L]
     pieces: list[Any]
     rows: int
-    run: Callable[[PipelineProgram], None]
+    measured: _Measured
 
 
 class PipelineEngine:
@@ -133,7 +146,7 @@ class PipelineEngine:
         self._waits_inside = waits_inside
         self._call = StageCall(model, plan, around)
         self._known: dict[tuple[int, _Shape], None] = {}  # of all ranks; the latest at the end
-        self._schedules: dict[_Shape, Callable[[PipelineProgram], None]] = {}
+        self._measured: dict[_Shape, _Measured] = {}
 
     def prepare(
         self,
@@ -162,22 +175,7 @@ class PipelineEngine:
             ConfigurationError: Ranks of a line have different batches, or the model can't run in stages.
             Exception: As ``compute``.
         """
-
-        def read() -> bytes:
-            reason = f"{operation}: in a pipeline a batch is cut into microbatches"
-            rows = count_rows(batch, "batch", reason, with_others=not is_trained)
-            leaves, structure = flatten(batch)
-            kinds = [
-                (str(leaf.dtype), leaf.dim() and leaf.shape[0] == rows, tuple(leaf.shape[1:]))
-                if isinstance(leaf, torch.Tensor)
-                else type(leaf).__name__
-                for leaf in leaves
-            ]
-            is_training = cast("nn.Module", self._model()).training
-            text = repr((kinds, structure.describe(), is_trained, is_training, torch.is_autocast_enabled()))
-            return _HEADER.pack(rows, hashlib.blake2b(text.encode(), digest_size=16).digest())
-
-        header, error = catch(read)
+        header, error = catch(lambda: _HEADER.pack(*self._form_of(operation, batch, is_trained=is_trained)))
         found = gather_bytes(self._ctx, Call(operation, "of a pipeline"), header or b"", error)
         told: list[tuple[int, bytes]] = [_HEADER.unpack(one) for one in found]
         for line in self._lines:
@@ -198,13 +196,32 @@ class PipelineEngine:
         shapes = [_Shape(schedule, _divided(rows, count), digest, is_trained) for rows, digest in told]
         shape, rows = shapes[self._ctx.rank], told[self._ctx.rank][0]
         if self._is_new(shapes):  # measured on all ranks together: the stages of each wait for its replicas
-            self._schedules.pop(shape, None)
+            self._measured.pop(shape, None)
         pieces = [_take(batch, rows, index * shape.rows, shape.rows) for index in range(count)]
-        run = self._schedules.get(shape)
-        if run is None:
-            run = self._measure(operation, shape, lambda: compute(pieces[0]))
-            self._schedules[shape] = run
-        return Prepared(operation, compute, pieces, shape.rows, run)
+        if shape not in self._measured:
+            self._measured[shape] = self._measure(operation, shape, lambda: compute(pieces[0]))
+        return Prepared(operation, compute, pieces, shape.rows, self._measured[shape])
+
+    def outlines_of(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Outline] | None:
+        """Return what stages exchange for a microbatch; None where none of its shapes has been run lately."""
+        form = self._form_of("forward", (args, dict(kwargs)), is_trained=False)
+        known = {(shape.rows, shape.digest): one.outlines for shape, one in self._measured.items()}
+        return known.get(form)
+
+    def _form_of(self, operation: str, batch: Any, *, is_trained: bool) -> tuple[int, bytes]:
+        """Return the number of rows of a batch, and a digest of all else of its shape."""
+        reason = f"{operation}: in a pipeline a batch is split into microbatches"
+        rows = count_rows(batch, "batch", reason, with_others=not is_trained)
+        leaves, structure = flatten(batch)
+        kinds = [
+            (str(leaf.dtype), leaf.dim() and leaf.shape[0] == rows, tuple(leaf.shape[1:]))
+            if isinstance(leaf, torch.Tensor)
+            else type(leaf).__name__
+            for leaf in leaves
+        ]
+        is_training = cast("nn.Module", self._model()).training
+        text = repr((kinds, structure.describe(), is_trained, is_training, torch.is_autocast_enabled()))
+        return rows, hashlib.blake2b(text.encode(), digest_size=16).digest()
 
     def _is_new(self, shapes: Sequence[_Shape]) -> bool:
         """Return whether any rank has a new shape: the same on all ranks. Forgets those of long ago."""
@@ -217,48 +234,43 @@ class PipelineEngine:
             rank, shape = next(iter(self._known))
             del self._known[rank, shape]
             if rank == self._ctx.rank:
-                self._schedules.pop(shape, None)
+                self._measured.pop(shape, None)
         return is_new
 
     def _forget(self) -> None:
-        self._schedules.clear()
+        self._measured.clear()
         self._known.clear()
 
-    def _measure(
-        self, operation: str, shape: _Shape, compute: Callable[[], Any]
-    ) -> Callable[[PipelineProgram], None]:
-        """Find out what stages send, and return what runs the schedule of batches of one shape.
+    def _measure(self, operation: str, shape: _Shape, compute: Callable[[], Any]) -> _Measured:
+        """Find out what stages exchange for batches of one shape, and make their schedule.
 
         One microbatch is run for it, stage by stage, without gradients. What is drawn and what is counted in
         buffers meanwhile is taken back.
         """
         device = self._ctx.device
-        sent: list[tuple[Sent, ...]] = []
+        outlines: list[Outline] = []
         for stage in range(self._schedule.num_stages):
             owner = self._schedule.rank_of(stage)
 
             def measure(stage: int = stage) -> bytes:
-                received = tuple(one.on(device) for one in sent[-1]) if stage else None
                 with torch.no_grad(), self._as_before():
-                    result = self._call.run(stage, received, compute)
-                if self._is_last(stage):
-                    return b""
-                return pickle.dumps(sent_of(result, is_trained=shape.is_trained))
+                    return pickle.dumps(self._call.outline(stage, outlines, device, compute)[0])
 
             blob, error = catch(measure) if owner == self.rank else (b"", None)
             call = Call(operation, f"first microbatch of its shape, stage {stage}", takes_long=True)
-            found = gather_bytes(self._ctx, call, blob or b"", error)[self._line[owner]]
-            if found:
-                sent.append(pickle.loads(found))
-        return make_schedule(
+            outlines.append(
+                pickle.loads(gather_bytes(self._ctx, call, blob or b"", error)[self._line[owner]])
+            )
+        run = make_schedule(
             shape.schedule,
             self.rank,
             self.group,
             device,
-            sent,
+            sent_of(outlines, self._plan, is_trained=shape.is_trained),
             self._parameters_of,
             is_trained=shape.is_trained,
         )
+        return _Measured(outlines, run)
 
     @contextmanager
     def _as_before(self) -> Generator[None, None, None]:
@@ -304,8 +316,12 @@ class PipelineEngine:
         """
         parts: dict[int, L] = {}
 
-        def compute(stage: int, received: tuple[torch.Tensor, ...] | None, index: int) -> Any:
-            result = self._call.run(stage, received, lambda: prepared.compute(prepared.pieces[index]))
+        outlines = prepared.measured.outlines
+
+        def compute(stage: int, received: tuple[torch.Tensor, ...], index: int) -> Any:
+            result = self._call.run(
+                stage, outlines, received, lambda: prepared.compute(prepared.pieces[index])
+            )
             if not self._is_last(stage):
                 return result
             parts[index] = map_tensors(torch.Tensor.detach, result)
@@ -313,7 +329,7 @@ class PipelineEngine:
 
         program = PipelineProgram(compute, stops=self._waits_inside)
         try:
-            prepared.run(program)
+            prepared.measured.run(program)
         except BaseException as error:
             self._forget()  # schedules that have stopped in the middle
             # What torch says of a lost rank is less than is known.

@@ -93,7 +93,7 @@ def plan_at(
         config = (None if parallelism is None else parallelism.pp_handler) or PipelineParallelConfig()
         schedule = plan_schedule(config, mesh.size("pp"))
         _check_schedule(schedule, ctx, chosen)
-        pipeline = plan_stages(facts, schedule.num_stages, split=config.split)
+        pipeline = plan_stages(facts, schedule.num_stages, split=config.split, last=config.last)
         facts = pipeline.local(facts, schedule.stages_of(place))
     experts = None
     if chosen == "shard" and mesh.size("ep") > 1:

@@ -63,15 +63,15 @@ class PipelinePlan(NamedTuple):
         """
         return self.held_by[name]
 
+    def elsewhere(self, own: Sequence[int]) -> set[str]:
+        """Return the names of the blocks and other modules that none of the stages ``own`` has."""
+        by_stage = [{*stage.blocks, *stage.modules} for stage in self.stages]
+        return {name for one in by_stage for name in one}.difference(*(by_stage[index] for index in own))
+
     def local(self, facts: ModelFacts, own: Sequence[int]) -> ModelFacts:
         """Return the facts of what a rank holds that runs the stages ``own``."""
         held = {name for index in own for name in self.stages[index].parameters}
-        others = {
-            name
-            for index, stage in enumerate(self.stages)
-            if index not in own
-            for name in (*stage.blocks, *stage.modules)
-        }
+        others = self.elsewhere(own)
         modules = {name for name in facts.kinds if owner_of(name, others) is None}
         ties = (tuple(name for name in group if name in held) for group in facts.ties)
         return facts._replace(
@@ -80,6 +80,8 @@ class PipelinePlan(NamedTuple):
             trainable=facts.trainable & held,
             ties=tuple(group for group in ties if len(group) > 1),
             kinds={name: one for name, one in facts.kinds.items() if name in modules},
+            order=tuple(name for name in facts.order if facts.aliases.get(name, name) in modules),
+            aliases={name: one for name, one in facts.aliases.items() if one in modules},
             blocks=tuple(name for name in facts.blocks if name in modules),
             containers=facts.containers & modules,
             layers={name: one for name, one in facts.layers.items() if name in modules},
@@ -114,19 +116,21 @@ def plan_stages(
     """Choose which stage holds each block and each other module with parameters. Pure.
 
     The blocks are those of ``facts`` whose class repeats, and where there are none the items of
-    ``nn.Sequential``; they have to be called one after another. A module that is registered before the blocks
-    belongs to the first stage, one behind a block to that block's. What the model itself or another container
-    of blocks holds as a parameter of its own is on every stage.
+    ``nn.Sequential``; they have to be called one after another. A module that is called before the blocks
+    belongs to the first stage, one behind a block to that block's, and one of several names to each stage
+    that calls it. The order is that in which ``forward`` calls them, as far as the source of the model and of
+    other containers of blocks shows it, and else that in which they are registered. What these hold as
+    parameters of their own is on every stage.
 
     Args:
         facts: Of the model.
         num_stages: At least 1.
         split: First block of each stage after the first one, or another module that is called then with the
-            output of the block before as its first argument; empty to choose.
+            output of the block before; empty to choose.
         costs: Of blocks and other modules, by name, in any unit; 0 where there is no entry. The most
             expensive stage is as cheap as can be. None: stages have equally many blocks, or the first ones
             one more.
-        last: Modules of the last stage that are registered before the blocks, and called after them.
+        last: Modules that are called after the blocks, where that order says otherwise.
 
     Raises:
         ConfigurationError: There are fewer blocks than stages; or ``split``, ``costs`` or ``last`` name what
@@ -155,8 +159,7 @@ def plan_stages(
             containers.add(name)
     unit_of = {name: _unit_of(name, containers) for name in facts.shapes}
     units = {*blocks, *(unit for unit in unit_of.values() if unit is not None)}
-    # Of a module with two names only the first is in `kinds`; the other one is that of a tied parameter.
-    ordered = [name for name in facts.kinds if name in units]
+    ordered = [name for name in facts.order if name in units]
     _check_names("last", last, [name for name in ordered if name not in blocks])
     _check_names("split", split, blocks[1:])
     _check_names("costs", costs or (), [*facts.kinds])
@@ -178,17 +181,23 @@ def _describe(
 ) -> PipelinePlan:
     ties = {name: group for group in facts.ties for name in group}
     everywhere = tuple(range(num_stages))
-
-    def homes(name: str) -> tuple[int, ...]:
-        unit = unit_of[name]
-        if unit is None:
-            return everywhere
-        if unit in stage_of:
-            return (stage_of[unit],)
-        first = next(other for other in ties[name] if unit_of[other] in stage_of)
-        return homes(first)
-
-    where = {name: homes(name) for name in facts.shapes}
+    all_names: dict[str, list[str]] = {}  # of each module that has several, by the first one
+    for name, first in facts.aliases.items():
+        all_names.setdefault(first, [first]).append(name)
+    units = set(stage_of)
+    homes: dict[str, set[int]] = {}
+    for name in stage_of:
+        first = facts.aliases.get(name, name)
+        # A module may be called under each of its names; a block is called once.
+        group = [first] if first in blocks else all_names.get(first, [first])
+        owners = {owner_of(one, units) for one in group}
+        homes[first] = {stage_of[one] for one in owners if one is not None}
+    of_slots: dict[str, set[int]] = {}
+    for name, unit in unit_of.items():
+        of_slots.setdefault(_slot(facts, name), set()).update(
+            everywhere if unit is None else [stage_of[unit]]
+        )
+    where = {name: of_slots[_slot(facts, name)] for name in facts.shapes}
     held_by = {
         name: tuple(sorted({stage for other in ties.get(name, (name,)) for stage in where[other]}))
         for name in facts.shapes
@@ -199,7 +208,7 @@ def _describe(
         names = tuple(name for name in facts.shapes if index in where[name])
         # Each parameter once, by the first of its names that is here.
         once = tuple({ties.get(name, (name,)): name for name in reversed(names)}.values())
-        own = [name for name, stage in stage_of.items() if stage == index]
+        own = [name for name, found in homes.items() if index in found]
         stages.append(
             StagePlan(
                 blocks=tuple(name for name in own if name in blocks),
@@ -210,6 +219,12 @@ def _describe(
             )
         )
     return PipelinePlan(tuple(stages), shared, facts.ties, held_by)
+
+
+def _slot(facts: ModelFacts, parameter: str) -> str:
+    """Return a parameter's name by the first name of its module."""
+    module, _, leaf = parameter.rpartition(".")
+    return f"{facts.aliases.get(module, module)}.{leaf}"
 
 
 def _blocks(facts: ModelFacts) -> tuple[str, ...]:
@@ -232,13 +247,13 @@ def _blocks(facts: ModelFacts) -> tuple[str, ...]:
 
 
 def _with_named(facts: ModelFacts, blocks: tuple[str, ...], split: Sequence[str]) -> tuple[str, ...]:
-    """Return the blocks with the other modules that a stage begins with, such as a head."""
+    """Return the blocks with the other modules that a stage begins with, in the order of calls."""
     known = set(blocks)
     around = {name for name in facts.kinds if any(block.startswith(f"{name}.") for block in blocks)}
     for name in split:
         if name and name in facts.kinds and name not in around and owner_of(name, known) is None:
             known.add(name)
-    return tuple(name for name in facts.kinds if name in known)
+    return tuple(name for name in facts.order if name in known)
 
 
 def _items(facts: ModelFacts, name: str) -> tuple[str, ...]:

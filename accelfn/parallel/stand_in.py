@@ -7,7 +7,7 @@ it is what the whole model has there, also without gradients and with frozen par
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -17,7 +17,14 @@ from typing_extensions import override
 
 from accelfn.errors import ConfigurationError
 
-__all__ = ("Scope", "StandIn", "find_stand_ins", "stand_in_for", "stand_in_of_parameter")
+__all__ = (
+    "Scope",
+    "StandIn",
+    "find_stand_ins",
+    "leaves_of_call",
+    "stand_in_for",
+    "stand_in_of_parameter",
+)
 
 # Of the first argument these use shape, dtype and device alone; and those of all but the first one.
 _LIKE_FIRST = frozenset(
@@ -120,19 +127,6 @@ class StandIn(torch.Tensor):
 
         return _pytree.tree_map(stand_in, result)
 
-    @override
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        """Refuse: where a block returns several things, nobody here knows how many.
-
-        Raises:
-            ConfigurationError: Always.
-        """
-        raise ConfigurationError(
-            "the model iterates over what a module of an earlier stage of the pipeline has returned, or "
-            "unpacks it. A block has to return a tensor, or the model to take the first of its results by "
-            "[0], as nothing else is sent."
-        )
-
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         """Return one for the copy of the model, of the same memory: nobody writes into it."""
         return stand_in_for(self, copy.deepcopy(self.scope, memo))
@@ -159,3 +153,12 @@ def find_stand_ins(tree: Any) -> list[str]:
         for path, leaf in _pytree.tree_flatten_with_path(tree)[0]
         if isinstance(leaf, StandIn)
     ]
+
+
+def leaves_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the leaves of a call's arguments by their paths, such as ``args[0]`` and ``kwargs['mask']``."""
+    return {
+        f"{name}{_pytree.keystr(path)}": leaf
+        for name, tree in (("args", args), ("kwargs", kwargs))
+        for path, leaf in _pytree.tree_flatten_with_path(tree)[0]
+    }

@@ -20,7 +20,15 @@ from torch import nn
 from torch.nn import functional as F
 
 from accelfn.errors import ConfigurationError
-from accelfn.parallel import PipelinePlan, apply_stages, plan_stages, read_facts, run_stage
+from accelfn.parallel import (
+    Outline,
+    PipelinePlan,
+    apply_stages,
+    outline_stage,
+    plan_stages,
+    read_facts,
+    run_stage,
+)
 from accelfn.parallel.facts import modules_of
 from tests.parallel.tensor_models import GPT, make_batch
 
@@ -71,6 +79,16 @@ def cut(whole: nn.Module, plan: PipelinePlan, ranks: Sequence[Sequence[int]]) ->
     return parts
 
 
+def outline_all(
+    plan: PipelinePlan, parts: Mapping[int, nn.Module], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> list[Outline]:
+    outlines: list[Outline] = []
+    with torch.no_grad():
+        for index in range(len(plan.stages)):
+            outlines.append(outline_stage(parts[index], plan, index, outlines, "cpu", args, kwargs)[0])
+    return outlines
+
+
 def run_all(
     plan: PipelinePlan,
     parts: Mapping[int, nn.Module],
@@ -79,21 +97,24 @@ def run_all(
     loss_of: Callable[[Any], torch.Tensor],
 ) -> torch.Tensor:
     """Return the loss, after forward and backward through all stages."""
-    chain: list[tuple[torch.Tensor, torch.Tensor]] = []
-    received: tuple[torch.Tensor, ...] | None = None
+    outlines = outline_all(plan, parts, args, kwargs)
+    chain: list[tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]] = []
+    received: tuple[torch.Tensor, ...] = ()
     output: Any = None
     for index in range(len(plan.stages)):
-        output = run_stage(parts[index], plan, index, received, args, kwargs)
+        output = run_stage(parts[index], plan, index, outlines, received, args, kwargs)
         if index + 1 < len(plan.stages):
-            (sent,) = output
-            received = (sent.detach().requires_grad_(sent.requires_grad),)
-            chain.append((sent, received[0]))
+            # The next stage doesn't know which of them have a gradient.
+            received = tuple(one.detach().requires_grad_(one.is_floating_point()) for one in output)
+            chain.append((output, received))
     loss = loss_of(output)
     if loss.requires_grad:
         loss.backward()
         for sent, got in reversed(chain):
-            if sent.requires_grad:
-                sent.backward(got.grad)
+            assert all(one.grad is not None for one in got if one.requires_grad)
+            used = [index for index, one in enumerate(sent) if one.requires_grad]
+            if used:
+                torch.autograd.backward([sent[one] for one in used], [got[one].grad for one in used])
     return loss.detach()
 
 
@@ -129,7 +150,7 @@ def check_equal(
     expected = squares(whole(*args, **kwargs))
     if expected.requires_grad:
         expected.backward()
-    assert torch.equal(run_all(plan, by_stage, args, kwargs, squares), expected.detach())
+    torch.testing.assert_close(run_all(plan, by_stage, args, kwargs, squares), expected.detach())
     found = gradients(whole, parts)
     for name, parameter in whole.named_parameters():
         if parameter.grad is None:
@@ -184,7 +205,7 @@ SIZES = {
     "num_hidden_layers": 4,
     "num_attention_heads": 4,
 }
-OPT = {"ffn_dim": 48, "word_embed_proj_dim": 32, **SIZES}
+OPT = {"ffn_dim": 48, "word_embed_proj_dim": 16, **SIZES}
 MAKERS: dict[str, Callable[[], nn.Module]] = {
     "llama": lambda: T.LlamaForCausalLM(T.LlamaConfig(num_key_value_heads=2, **SIZES)),
     "llama tied": lambda: T.LlamaForCausalLM(T.LlamaConfig(tie_word_embeddings=True, **SIZES)),
@@ -199,6 +220,18 @@ MAKERS: dict[str, Callable[[], nn.Module]] = {
     "bloom": lambda: T.BloomForCausalLM(T.BloomConfig(vocab_size=64, hidden_size=32, n_layer=4, n_head=4)),
     "opt": lambda: T.OPTForCausalLM(T.OPTConfig(**OPT)),
 }
+T5 = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+BART = {
+    "vocab_size": 64,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "max_position_embeddings": 32,
+}
 
 
 @pytest.mark.parametrize("name", MAKERS)
@@ -209,9 +242,69 @@ def test_models_of_transformers_need_no_stages_of_the_users(name: str, num_stage
     ids = torch.randint(0, 64, (3, 9))
     mask = torch.ones_like(ids)
     mask[1, :3] = 0
-    last = ["model.decoder.final_layer_norm"] if name == "opt" else []
-    plan = plan_stages(read_facts(whole), num_stages, last=last)
+    plan = plan_stages(read_facts(whole), num_stages)
     check_equal(whole, plan, (), {"input_ids": ids, "attention_mask": mask})
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 4])
+@pytest.mark.parametrize("name", ["t5", "t5 of one embedding", "bart"])
+def test_a_decoder_receives_what_its_encoder_gives_it(name: str, num_stages: int) -> None:
+    torch.manual_seed(0)
+    kind, config = ("Bart", BART) if name == "bart" else ("T5", T5)
+    whole = getattr(T, f"{kind}ForConditionalGeneration")(getattr(T, f"{kind}Config")(**config))
+    whole = whole.eval().double()
+    if name == "t5 of one embedding":  # one module with three names
+        whole.set_input_embeddings(whole.shared)
+    mask = torch.ones_like(IDS)
+    mask[1, :2] = 0
+    inputs = {"input_ids": IDS, "attention_mask": mask, "decoder_input_ids": torch.arange(14).reshape(2, 7)}
+    check_equal(whole, plan_stages(read_facts(whole), num_stages), (), inputs)
+
+
+def test_a_module_of_two_names_is_in_each_stage_that_calls_it() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(11, WIDTH)
+            self.layers = nn.ModuleList(Layer() for _ in range(3))
+            self.head = nn.ModuleDict({"embed": self.embed, "out": nn.Linear(WIDTH, 3)})
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            x = self.embed(ids)
+            for layer in self.layers:
+                x, _ = layer(x, torch.zeros(()))
+            return self.head["out"](x + self.head["embed"](ids.flip(0)))
+
+    whole = Twice()
+    plan = plan_stages(read_facts(whole), 3)
+    assert [stage.modules for stage in plan.stages] == [("embed",), (), ("embed", "head")]
+    assert plan.shared == {"embed.weight": (0, 2)}
+    parts = check_equal(whole, plan, (IDS,))
+    for part, stage in zip(parts, plan.stages, strict=True):
+        assert set(dict(part.named_parameters(remove_duplicate=False))) == set(stage.parameters)
+
+
+def test_modules_are_in_the_order_of_their_calls() -> None:
+    class Shuffled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(WIDTH)
+            self.out = nn.Linear(WIDTH, 3)
+            self.layers = nn.ModuleList(Layer() for _ in range(2))
+            self.embed = nn.Embedding(11, WIDTH)
+            self.unseen = nn.Linear(1, 1)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            x = self.embed(ids)
+            for layer in self.layers:
+                x = layer(x, torch.zeros(()))[0]
+            return self.out(self.norm(x))
+
+    whole = Shuffled()
+    plan = plan_stages(read_facts(whole), 2)
+    assert [stage.modules for stage in plan.stages] == [("embed", "unseen"), ("norm", "out")]
+    check_equal(whole, plan, (IDS,))
+    assert plan_stages(read_facts(whole), 2, last=["embed"]).stages[0].modules == ("unseen",)
 
 
 def test_a_vision_model_looks_at_the_dtype_of_a_weight_of_another_stage() -> None:
@@ -269,7 +362,8 @@ def test_hooks_run_where_a_block_runs_and_see_what_was_received() -> None:
             if name.count(".") == 1 or name == "embed":
                 module.register_forward_pre_hook(hook)
     run_all(plan, {0: parts[0], 1: parts[1], 2: parts[0], 3: parts[1]}, (IDS,), {}, squares)
-    assert called == Counter(["0 embed", "0 layers.0", "1 layers.1", "0 layers.2", "1 layers.3"])
+    # Twice: outlined before.
+    assert called == Counter(2 * ["0 embed", "0 layers.0", "1 layers.1", "0 layers.2", "1 layers.3"])
     assert not any("_compiled_call_impl" in vars(module) for part in parts for module in part.modules())
 
 
@@ -290,9 +384,10 @@ def test_blocks_are_compiled_and_the_model_is_wrapped_after_the_cut() -> None:
             return tuple(one.double() for one in self.module(*args))
 
     first, second = (copy.deepcopy(Wrapper(part)) for part in parts)
-    (sent,) = run_stage(first, plan, 0, None, (IDS,), {})
+    outlines = outline_all(plan, {0: first, 1: second}, (IDS,), {})
+    (sent,) = run_stage(first, plan, 0, outlines, (), (IDS,), {})
     assert sent.dtype == torch.float32  # what the next stage gets is the model's
-    output = torch.stack(run_stage(second, plan, 1, (sent,), (IDS,), {}))
+    output = torch.stack(run_stage(second, plan, 1, outlines, (sent,), (IDS,), {}))
     torch.testing.assert_close(output, whole(IDS).double())
 
 
@@ -305,6 +400,8 @@ class Changed(Net):
     def __init__(self, how: str) -> None:
         super().__init__(2)
         self.how = how
+        if how == "object":
+            self.layers[0].register_forward_hook(lambda module, args, output: (output[0], {"no tensor"}))
 
     def forward(self, ids: torch.Tensor, *, factor: float = 1.0) -> Any:
         x = self.embed(ids)
@@ -320,13 +417,13 @@ class Changed(Net):
             buffer = torch.zeros(2, 5, WIDTH)
             buffer[:, :] = x
             bias = buffer
+        if self.how == "object":
+            return second(x, first(x, bias)[1])[0]
         if self.how == "reverse":
             return first(second(x, bias)[0], bias)[0]
         y = first(x, bias)[0]
         if self.how == "ends":
             return y
-        if self.how == "several":
-            y, _ = first(x, bias)
         z = second(torch.ones(2, 5, WIDTH) if self.how == "fresh" else y, bias)[0]
         if self.how == "twice":
             z = second(first(z, bias)[0], bias)[0]
@@ -334,23 +431,31 @@ class Changed(Net):
             return {"z": z, "x": [x]}
         if self.how == "late":
             return z + self.embed(ids)
-        return z
+        return self.norm(z + x) if self.how == "beside" else z
+
+
+@pytest.mark.parametrize("how", ["condition", "weight"])
+def test_what_a_later_block_gets_of_earlier_stages_is_sent(how: str) -> None:
+    whole = Changed(how)
+    check_equal(whole, plan_stages(read_facts(whole), 2), (IDS,))
 
 
 @pytest.mark.parametrize(
     ("how", "says"),
     [
         (
-            "condition",
-            r"layers\.1 is called in stage 1, and args\[1\] of its call depends on modules of other",
+            "beside",
+            r"norm is called in stage 1, and args\[0\] of its call depends on modules of other",
         ),
-        ("weight", r"layers\.1 is called in stage 1, and args\[1\] of its call depends on .* parameters"),
+        (
+            "object",
+            r"layers\.1 is the first block of stage 1, and args\[1\] of its call comes from",
+        ),
         ("value", r"__bool__\(\) was called on a tensor whose values an earlier stage"),
         ("write", r"__setitem__\(\) wrote values"),
         ("reverse", r"layers\.0 is a module of stage 0, and the model calls it after the first block of"),
         ("ends", r"forward ended without a call of layers\.1, with which stage 1 begins"),
-        ("fresh", r"layers\.1 is the first block of stage 1, and its first argument doesn't come from"),
-        ("several", "iterates over what a module of an earlier stage"),
+        ("fresh", r"layers\.1 is the first block of stage 1, and nothing in its call comes from the blocks"),
         (
             "twice",
             r"layers\.0 is a module of stage 0, and the model calls it after the first block of stage 1",
@@ -367,15 +472,13 @@ def test_what_depends_on_another_stage_is_refused_by_name(how: str, says: str) -
         run_all(plan, dict(enumerate(parts)), (IDS,), {}, squares)
 
 
-@pytest.mark.parametrize("num_stages", [2, 4])
-def test_encoders_with_a_decoder_are_refused_by_name(num_stages: int) -> None:
-    sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
-    whole = T.T5ForConditionalGeneration(T.T5Config(**sizes)).eval()
-    plan = plan_stages(read_facts(whole), num_stages)
-    parts = cut(whole, plan, [[index] for index in range(num_stages)])
-    inputs = {"input_ids": IDS, "decoder_input_ids": IDS}
-    with pytest.raises(ConfigurationError, match="iterates over what a module of an earlier stage"):
-        run_all(plan, dict(enumerate(parts)), (), inputs, squares)
+def test_a_weight_of_a_later_stage_that_all_blocks_use_is_refused_by_name() -> None:
+    config = T.DebertaV2Config(relative_attention=True, pos_att_type=["p2c", "c2p"], **SIZES)
+    whole = T.DebertaV2ForMaskedLM(config).eval()
+    plan = plan_stages(read_facts(whole), 2)
+    parts = cut(whole, plan, [[0], [1]])
+    with pytest.raises(ConfigurationError, match=r"kwargs\['rel_embeddings'\] of its call depends on"):
+        outline_all(plan, dict(enumerate(parts)), (IDS,), {})
 
 
 def test_what_all_blocks_have_together_is_refused() -> None:
@@ -384,20 +487,28 @@ def test_what_all_blocks_have_together_is_refused() -> None:
     (part,) = cut(whole, plan, [[0]])
     for name in ("use_cache", "output_hidden_states", "output_attentions"):
         with pytest.raises(ConfigurationError, match=f"was asked for {name}, .* pass {name}=False"):
-            run_stage(part, plan, 0, None, (IDS,), {name: True})
+            outline_stage(part, plan, 0, [], "cpu", (IDS,), {name: True})
     cast("Any", part).config.output_hidden_states = True
     with pytest.raises(ConfigurationError, match="was asked for output_hidden_states"):
-        run_stage(part, plan, 0, None, (IDS,), {})
+        outline_stage(part, plan, 0, [], "cpu", (IDS,), {})
 
 
 def test_a_stage_is_called_as_a_stage() -> None:
     whole = Net(2)
     plan = plan_stages(read_facts(whole), 2)
-    first, _ = cut(whole, plan, [[0], [1]])
+    first, second = cut(whole, plan, [[0], [1]])
+    outlines = outline_all(plan, {0: first, 1: second}, (IDS,), {})
     with pytest.raises(ConfigurationError, match=r"Net is cut into 2 stages.*accelfn\.forward_backward"):
         first(IDS)
-    with pytest.raises(ConfigurationError, match="got nothing for stage 1"):
-        run_stage(first, plan, 1, None, (IDS,), {})
+    with pytest.raises(ConfigurationError, match=r"stage 1 of 2 takes .* got 2 outlines and 0 tensors"):
+        run_stage(second, plan, 1, outlines, (), (IDS,), {})
+    shapes = r"args\[0\] of the call of layers\.1, .* \(1, 5, 8\) of torch\.float32, and \(2, 5, 8\) of"
+    with pytest.raises(ConfigurationError, match=shapes):
+        run_stage(first, plan, 0, outlines, (), (IDS[:1],), {})
+    (sent,) = run_stage(first, plan, 0, outlines, (), (IDS,), {})
+    more = outlines[1]._replace(receives=("args[0]", "args[1]"))
+    with pytest.raises(ConfigurationError, match=r"would receive args\[0\] of the call of layers\.1"):
+        run_stage(second, plan, 1, [outlines[0], more], (sent, sent), (IDS,), {})
     with pytest.raises(ConfigurationError, match=r"outside of a forward pass"):
         cast("Any", first).head(torch.zeros(1, WIDTH))
 

@@ -91,12 +91,7 @@ def load_stage(model: nn.Module, load: PlannedLoad, plan: PipelinePlan, index: i
     """
     steps = load.plan
     if len(plan.stages) > 1:
-        others = {
-            name
-            for number, stage in enumerate(plan.stages)
-            if number != index
-            for name in (*stage.blocks, *stage.modules)
-        }
+        others = plan.elsewhere([index])
         wanted = {name for name, _ in slots_of(model) if owner_of(name, others) is None}
         steps = steps._replace(
             steps=tuple(step for step in steps.steps if not wanted.isdisjoint(step.target.names)),

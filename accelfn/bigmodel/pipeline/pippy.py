@@ -10,6 +10,7 @@ from torch import nn
 from accelfn.bigmodel.pipeline.prepare import prepare_pipeline
 from accelfn.bigmodel.pipeline.run import Pipeline, group_of
 from accelfn.context import Context, init_context
+from accelfn.errors import ConfigurationError
 from accelfn.parallel import run_stage
 from accelfn.parallel.forward import WrappedForward
 
@@ -98,8 +99,16 @@ class _Stage(nn.Module):
         self._index = index
 
     def forward(self, *values: Any, **kwargs: Any) -> Any:
-        received, args = (values, ()) if self._index else (None, values)
-        return run_stage(self._pipeline.stage, self._pipeline.plan, self._index, received, args, kwargs)
+        received, args = (values, ()) if self._index else ((), values)
+        pipeline = self._pipeline
+        outlines = pipeline.outlines_of(args, kwargs)
+        if outlines is None:
+            raise ConfigurationError(
+                "model.pippy_stage was called with a microbatch of other shapes than any that the model has "
+                "been called with, and stages have to know what they exchange. Call the model with such a "
+                "batch once, on all ranks, or pass one as the example, with num_chunks as the schedule's."
+            )
+        return run_stage(pipeline.stage, pipeline.plan, self._index, outlines, received, args, kwargs)
 
 
 def _torch_stage(ctx: Context, pipeline: Pipeline) -> object:

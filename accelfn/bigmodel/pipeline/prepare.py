@@ -27,6 +27,7 @@ def plan_pipeline(
     *,
     split_points: str | Sequence[str] = "auto",
     no_split_module_classes: str | Sequence[str] | None = None,
+    last: Sequence[str] = (),
 ) -> PipelinePlan:
     """Decide where a model is cut into stages. Pure: the model may lie on the meta device.
 
@@ -39,6 +40,7 @@ def plan_pipeline(
             largest stage has as few bytes of parameters as can be.
         no_split_module_classes: Names of the classes of the blocks. None: what the model says of itself
             (``_no_split_modules`` in transformers), or else the items of its lists of modules.
+        last: As in :func:`accelfn.parallel.plan_stages`.
 
     Returns:
         The plan, which prints as a table.
@@ -56,14 +58,14 @@ def plan_pipeline(
         classes = (classes,) if isinstance(classes, str) else tuple(classes)
         facts = facts._replace(blocks=tuple(name for name, kind in facts.kinds.items() if kind in classes))
     if not isinstance(split_points, str):
-        return plan_stages(facts, num_stages, split=split_points)
+        return plan_stages(facts, num_stages, split=split_points, last=last)
     costs = dict.fromkeys(facts.kinds, 0.0)
     for name in facts.shapes:
         owner = name
         while owner := owner.rpartition(".")[0]:
             if owner in costs:
                 costs[owner] += facts.size_bytes(name)
-    return plan_stages(facts, num_stages, costs=costs)
+    return plan_stages(facts, num_stages, costs=costs, last=last)
 
 
 def prepare_pipeline(
@@ -74,6 +76,7 @@ def prepare_pipeline(
     example_kwargs: Mapping[str, Any] | None = None,
     split_points: str | Sequence[str] = "auto",
     no_split_module_classes: str | Sequence[str] | None = None,
+    last: Sequence[str] = (),
     num_chunks: int | None = None,
     gather_output: bool = False,
     checkpoint: str | os.PathLike[str] | None = None,
@@ -100,7 +103,8 @@ def prepare_pipeline(
         example_kwargs: Keyword arguments of a call, beside positional ones.
         split_points: As in :func:`plan_pipeline`.
         no_split_module_classes: As in :func:`plan_pipeline`.
-        num_chunks: Microbatches that a batch is cut into. None: one for each rank. With more of them ranks
+        last: As in :func:`plan_pipeline`.
+        num_chunks: Microbatches that a batch is split into. None: one for each rank. With more of them ranks
             wait less for each other, until microbatches are too small for the device.
         gather_output: Give the result to all ranks, and not to the last one only.
         checkpoint: Of the weights, as for :func:`load_checkpoint_in_model`. Each rank reads what is in its
@@ -115,7 +119,7 @@ def prepare_pipeline(
             checkpoint is given. The model wasn't changed.
         NotAvailableError: The ranks are threads. The model wasn't changed.
         ConfigurationError: As :func:`plan_pipeline`, and the model wasn't changed; or something in the model
-            depends on another stage than by the first argument of a block.
+            depends on another stage than by the call of a block.
         CheckpointError: There is no sound checkpoint, or it doesn't fit. The model wasn't changed.
         MismatchError: The ranks' plans differ.
         RemoteRankError: Another rank has failed.
@@ -139,6 +143,7 @@ def prepare_pipeline(
             ctx.num_processes,
             split_points=split_points,
             no_split_module_classes=no_split_module_classes,
+            last=last,
         )
         load = None if checkpoint is None else plan_stage_load(model, checkpoint, ctx.device, dtype)
         if load is None:

@@ -11,7 +11,7 @@ from accelfn.comm import broadcast_object_list
 from accelfn.context import Context
 from accelfn.context.process_group import is_registered
 from accelfn.errors import NotAvailableError
-from accelfn.parallel import Line, PipelineEngine, PipelinePlan, SchedulePlan
+from accelfn.parallel import Line, Outline, PipelineEngine, PipelinePlan, SchedulePlan
 from accelfn.tree import send_to_device
 
 if TYPE_CHECKING:
@@ -53,6 +53,10 @@ class Pipeline(nn.Module):
             schedule = SchedulePlan("gpipe", ctx.num_processes, 1, num_chunks)
             line = Line([range(ctx.num_processes)], self._ctx, group_of(ctx))
             self._engine = PipelineEngine(self._ctx, stage, plan, schedule, line)
+
+    def outlines_of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Outline] | None:
+        """Return what stages exchange for a microbatch; None where none of its shapes has been run lately."""
+        return None if self._engine is None else self._engine.outlines_of(args, kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run a batch.

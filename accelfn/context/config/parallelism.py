@@ -146,6 +146,8 @@ class PipelineParallelConfig:
         split: The first module of each stage after the first one, such as ``("layers.2",)``. Default ().
         stages_per_rank: Stages that each rank has. ``None``: 1 for "1f1b" and "gpipe", 2 for the others.
             Default None.
+        last: Modules that are called after the blocks, where that isn't seen in the order in which they are
+            registered or in the source of the model's ``forward``. Default ().
     """
 
     num_microbatches: int | None = None
@@ -153,6 +155,7 @@ class PipelineParallelConfig:
     split: Sequence[str] = ()
     _: KW_ONLY
     stages_per_rank: int | None = None
+    last: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         """Check the fields."""
@@ -171,7 +174,7 @@ class PipelineParallelConfig:
                 "Leave it out, or use an interleaved schedule."
             )
         settle(self, schedule=schedule, stages_per_rank=given)
-        settle_names(self, "split")
+        settle_names(self, "split", "last")
 
 
 @dataclass(frozen=True, slots=True)

@@ -397,3 +397,70 @@ def test_models_of_transformers_run_in_stages(tmp_path: Path) -> None:
         assert len(list(pipeline.parameters())) < len(list(model.parameters()))
 
     run_processes(run, 4, timeout_s=60)
+
+
+def encoder_and_decoder(name: str) -> Any:
+    made: Any = transformers
+    set_seed(0)
+    if name == "t5":
+        config = made.T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
+        return made.T5ForConditionalGeneration(config).eval()
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    widths = {"d_model": 32, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 32}
+    config = made.BartConfig(vocab_size=64, encoder_layers=2, decoder_layers=2, **heads, **widths)
+    return made.BartForConditionalGeneration(config).eval()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_decoder_receives_what_its_encoder_gives_it(size: int) -> None:
+    ids = torch.arange(5 * 7).reshape(5, 7)
+    inputs = {"input_ids": ids, "attention_mask": (ids > 2).long(), "decoder_input_ids": ids[:, :4] + 1}
+
+    def run(ctx: Context) -> list[Any]:
+        found: list[Any] = []
+        for name in ("t5", "bart"):
+            pipeline = af.prepare_pipeline(ctx, encoder_and_decoder(name), inputs, gather_output=True)
+            found.append(pipeline(**inputs))
+        return found
+
+    ranks = run_processes(run, size, timeout_s=60)
+    for index, name in enumerate(("t5", "bart")):
+        with torch.no_grad():
+            expected = encoder_and_decoder(name)(**inputs, use_cache=False)
+        for found in ranks:
+            assert found[index].keys() == expected.keys()
+            torch.testing.assert_close(found[index].logits, expected.logits)
+            torch.testing.assert_close(
+                found[index].encoder_last_hidden_state, expected.encoder_last_hidden_state
+            )
+
+
+class Backwards(nn.Module):
+    """Its norm is registered before the blocks, and called after them, where the source doesn't show it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.end(x)
+
+    def end(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x)
+
+
+def test_what_is_called_after_the_blocks_is_named() -> None:
+    def run(ctx: Context) -> torch.Tensor:
+        with pytest.raises((ValueError, RemoteRankError), match=r"name it in .*last="):
+            af.prepare_pipeline(ctx, seeded(Backwards()), torch.ones(4, 4))
+        made = af.prepare_pipeline(
+            ctx, seeded(Backwards()), torch.ones(4, 4), last=["norm"], gather_output=True
+        )
+        assert made.plan.stages[1].modules == ("norm",)
+        return made(torch.ones(4, 4))
+
+    for found in run_processes(run, 2):
+        torch.testing.assert_close(found, seeded(Backwards())(torch.ones(4, 4)).detach())
