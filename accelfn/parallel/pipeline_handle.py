@@ -318,7 +318,7 @@ class PipelineHandle(Handle):
             self._rank,
             self._group,
             device,
-            sent_of(outlines, self._plan, is_trained=shape.is_trained),
+            sent_of(outlines, self._plan, shape.schedule, is_trained=shape.is_trained),
             self._parameters_of,
             is_trained=shape.is_trained,
         )
