@@ -259,24 +259,33 @@ def _like(tensors: tuple[torch.Tensor, ...], device: torch.device | str) -> tupl
 
 
 def sent_of(
-    outlines: Sequence[Outline], plan: PipelinePlan, *, is_trained: bool
+    outlines: Sequence[Outline], plan: PipelinePlan, schedule: SchedulePlan, *, is_trained: bool
 ) -> list[tuple[torch.Tensor, ...]]:
     """Return what each stage but the last one sends, of the outlines of all: tensors on the meta device.
 
     Raises:
-        ConfigurationError: Gradients are needed, and a tensor has none, since it is of whole numbers.
+        ConfigurationError: Gradients are needed, and a tensor has none, since it is of whole numbers; or the
+            schedule can't compute those of several.
     """
-    for index, (stage, following) in enumerate(itertools.pairwise(outlines)):
-        for path in following.receives:
-            one = stage.offers[path]
-            if is_trained and not one.is_floating_point():
+    sent = [stage.sent_to(following) for stage, following in itertools.pairwise(outlines)]
+    for index, tensors in enumerate(sent if is_trained else ()):
+        block, paths = plan.stages[index + 1].blocks[0], outlines[index + 1].receives
+        for path, one in zip(paths, tensors, strict=True):
+            if not one.is_floating_point():
                 raise ConfigurationError(
                     f"stage {index} of a pipeline would send a tensor of {one.dtype} and shape "
-                    f"{tuple(one.shape)}, which is {path} of the call of {plan.stages[index + 1].blocks[0]}, "
-                    "and through which no gradient comes back. Compute it from the model's arguments, which "
-                    "every stage has, or begin the next stage with another block."
+                    f"{tuple(one.shape)}, which is {path} of the call of {block}, and through which no "
+                    "gradient comes back. Compute it from the model's arguments, which every stage has, or "
+                    "begin the next stage with another block."
                 )
-    return [stage.sent_to(following) for stage, following in itertools.pairwise(outlines)]
+        if schedule.splits_backward and len(tensors) > 1:
+            # torch leaves out parameters whose gradients don't meet those of what was received.
+            raise ConfigurationError(
+                f"schedule={schedule.name!r} computes gradients of inputs and of weights apart, which torch "
+                f"can't do where a stage sends several tensors: {', '.join(paths)} of the call of {block}. "
+                'Use "1f1b", "interleaved1f1b", "loopedbfs" or "gpipe".'
+            )
+    return sent
 
 
 def make_schedule(

@@ -266,7 +266,7 @@ class PipelineEngine:
             self.rank,
             self.group,
             device,
-            sent_of(outlines, self._plan, is_trained=shape.is_trained),
+            sent_of(outlines, self._plan, shape.schedule, is_trained=shape.is_trained),
             self._parameters_of,
             is_trained=shape.is_trained,
         )

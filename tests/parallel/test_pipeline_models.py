@@ -108,7 +108,7 @@ def train(ctx: af.Context, model: nn.Module, fn: Callable[..., Any], batch: Any)
     return af.forward_backward(ctx, model, fn, own, af.init_scaler(ctx), micro)[1].item()
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleavedzerobubble"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved1f1b"])
 def test_stages_train_as_one_process_does(schedule: str) -> None:
     def work(ctx: af.Context) -> dict[str, tuple[float, dict[str, torch.Tensor], torch.Tensor]]:
         found: dict[str, tuple[float, dict[str, torch.Tensor], torch.Tensor]] = {}
@@ -139,6 +139,20 @@ def test_stages_train_as_one_process_does(schedule: str) -> None:
             torch.testing.assert_close(logits, model(**batch_of(name)).logits)
             for key, gradient in gradients.items():
                 torch.testing.assert_close(gradient, expected[key], msg=f"{name} {key}")
+
+
+def test_several_tensors_need_a_schedule_that_computes_gradients_together() -> None:
+    def work(ctx: af.Context) -> str:
+        model = af.prepare(ctx, make("t5"))
+        with pytest.raises(ConfigurationError) as caught:
+            train(ctx, model, loss_fn, batch_of("t5"))
+        return str(caught.value)
+
+    config = stages("interleavedzerobubble")
+    for said in run_ranks(work, 2, "processes", timeout_s=60, parallelism_config=config):
+        assert (
+            "can't do where a stage sends several tensors: args[0], args[2] of the call of encoder." in said
+        )
 
 
 def test_a_tensor_without_a_gradient_is_not_sent_in_training() -> None:

@@ -67,6 +67,7 @@ def test_options_are_made_for_the_axes_in_use() -> None:
     stages = ParallelismConfig(pp_size=2, pp_handler=PipelineParallelConfig(split="layers.2, layers.4"))
     assert stages.pp_handler == PipelineParallelConfig(schedule="1F1B", split=["layers.2", "layers.4"])
     assert ParallelismConfig(pp_size=2).pp_handler == PipelineParallelConfig()
+    assert PipelineParallelConfig(last="norm, head") == PipelineParallelConfig(last=("norm", "head"))
     assert ParallelismConfig(dp_shard_size=4, ep_size=2).ep_handler == ExpertParallelConfig()
     assert replace(ParallelismConfig(tp_size=2), tp_size=1).tp_enabled is False
 
@@ -82,6 +83,7 @@ INVALID: tuple[tuple[type, dict[str, Any], type[Exception], str], ...] = (
     (PipelineParallelConfig, {"schedule": "zigzag"}, ConfigurationError, "1f1b, gpipe, interleaved1f1b"),
     (PipelineParallelConfig, {"num_microbatches": 0}, ConfigurationError, "at least 1"),
     (PipelineParallelConfig, {"split": 2}, TypeError, "an iterable of str"),
+    (PipelineParallelConfig, {"last": 2}, TypeError, "an iterable of str"),
     (ExpertParallelConfig, {"experts": 3}, TypeError, "experts"),
     (TorchTensorParallelConfig, {"plan": ["q"]}, TypeError, "a mapping or None"),
     (ParallelismConfig, {"cp_backend": "ring"}, ConfigurationError, "Use 'torch'"),
