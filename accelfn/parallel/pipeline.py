@@ -216,17 +216,9 @@ class _StageModule(nn.Module):
         """Compute one microbatch."""
         program = cast("PipelineProgram", self.program)
 
-        def compute() -> Any:
-            result = program.compute(self.index, received if self.index else (), int(index))
-            if isinstance(result, tuple) and _in_words(result) != _in_words(self.sent):
-                raise ConfigurationError(
-                    f"stage {self.index} of a pipeline sends {_in_words(result)} for one microbatch and "
-                    f"{_in_words(self.sent)} for others. Let what a block returns depend on the shape of its "
-                    "input only."
-                )
-            return result
-
-        result = program.attempt(compute)
+        result = program.attempt(
+            lambda: program.compute(self.index, received if self.index else (), int(index))
+        )
         return _like(self.sent, self.device) if result is None else result
 
     def catch_backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -245,10 +237,6 @@ class _StageModule(nn.Module):
             return tuple(map(torch.zeros_like, values.get("input_values", ()))), []
 
         return run
-
-
-def _in_words(sent: tuple[torch.Tensor, ...]) -> str:
-    return " and ".join(f"{one.dtype} {tuple(one.shape)}" for one in sent)
 
 
 def _like(tensors: tuple[torch.Tensor, ...], device: torch.device | str) -> tuple[torch.Tensor, ...]:
