@@ -168,7 +168,8 @@ def test_experts_hold_and_receive_what_was_planned() -> None:
 
 
 def test_stages_hold_at_most_what_was_planned() -> None:
-    config = ParallelismConfig(pp_size=2, dp_shard_size=2)
+    handler = af.config.PipelineParallelConfig(split=("blocks.1",))  # the second stage is the larger one
+    config = ParallelismConfig(pp_size=2, dp_shard_size=2, pp_handler=handler)
     model = GPT(num_blocks=3)
 
     def work(ctx: Context) -> tuple[Budget, int, int, int]:

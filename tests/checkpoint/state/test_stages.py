@@ -195,25 +195,29 @@ def test_what_other_stages_have_is_checked_where_it_is_and_every_rank_hears(
     larger = CUT._replace(num_layers=3)
     saved, made = (CUT, larger) if lacks else (larger, CUT)
 
-    def work(ctx: Context) -> tuple[str, str, LoadReport]:
-        af.save_state(ctx, tmp_path / "at", new(ctx, saved, 0))
-        af.save_model(ctx, new(ctx, saved, 0)["model"], tmp_path / "weights")
-        run = new(ctx, made, 1)
+    def work(ctx: Context) -> tuple[list[str], str, LoadReport]:
+        run, other = new(ctx, made, 1), new(ctx, saved, 0)
         before = tensors(ctx, run)
-        with pytest.raises((CheckpointMismatchError, af.errors.RemoteRankError)) as of_state:
-            af.load_state(ctx, tmp_path / "at", run)
+        af.save_model(ctx, other["model"], tmp_path / "weights")
+        of_states: list[str] = []
+        for parts in (("model",), ("model", "optimizer")):
+            path = tmp_path / str(len(parts))
+            af.save_state(ctx, path, {part: other[part] for part in parts})
+            with pytest.raises((CheckpointMismatchError, af.errors.RemoteRankError)) as of_state:
+                af.load_state(ctx, path, {part: run[part] for part in parts})
+            of_states.append(str(of_state.value))
         with pytest.raises(CheckpointMismatchError) as of_model:
             af.load_model(run["model"], tmp_path / "weights")
         assert_equal(tensors(ctx, run), before)
         report = af.load_model(run["model"], tmp_path / "weights", strict=False)
-        return str(of_state.value), str(of_model.value), report
+        return of_states, str(of_model.value), report
 
     third = {f"blocks.2.0.{name}" for name in ("weight", "bias")} | {
         f"blocks.2.1.{name}"
         for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
     }
-    for state, weights, report in run_ranks(work, 2, parallelism_config=CUT.config):
-        assert "blocks.2.0.weight" in state
+    for states, weights, report in run_ranks(work, 2, parallelism_config=CUT.config):
+        assert all("blocks.2.0.weight" in state for state in states)
         assert "blocks.2.0.weight" in weights
         assert {*report.missing} == (third if lacks else set())
         assert {*report.unexpected} == (set() if lacks else third)
