@@ -156,7 +156,7 @@ def _check_replicas(ctx: Context, model: nn.Module) -> None:
     if staged is None and not any(map(is_dtensor, found.values())):
         check_replicas(ctx, found, name="model")
         return
-    first = {} if staged is None else staged.first  # as stages call what they share
+    first: Mapping[str, str] = {} if staged is None else staged.first  # as stages call what they share
     check_copies(ctx, _SAVE, {first.get(name, name): value for name, value in found.items()}, "model")
 
 

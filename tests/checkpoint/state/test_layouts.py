@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import pytest
 import torch
@@ -25,6 +25,7 @@ from tests.parallel.expert_models import SparseGPT
 from tests.parallel.layouts import LAYOUTS, SAVED, SPARSE, Layout
 from tests.parallel.tensor_models import GPT, LENGTH, VOCABULARY
 
+T = TypeVar("T")
 _ROWS = 4  # of a batch over all ranks
 
 DENSE = partial(GPT, num_blocks=4)
@@ -138,7 +139,8 @@ def check_taken_up(ctx: Context, folder: Path, before: list[Seen], run: Run) -> 
     return steps
 
 
-def in_layout(name: str, work: Callable[[Context], Seen]) -> list[Seen]:
+def in_layout(name: str, work: Callable[[Context], T]) -> list[T]:
+    """Run on the ranks of a layout."""
     sizes = PLACES[name]
     return run_ranks(work, sizes.size, "processes", timeout_s=300.0, parallelism_config=sizes.config())
 
@@ -154,7 +156,8 @@ def check_route(folder: Path, route: Sequence[str], make_model: Callable[..., nn
                 steps = check_taken_up(ctx, folder / f"{stop - 1}", before, run)
             else:
                 steps = train(ctx, run)
-                next(steps), next(steps)
+                next(steps)
+                next(steps)
             af.save_state(ctx, folder / f"{stop}", run)
             seen = look(ctx, run, steps)
             # By itself too: then random numbers go on on each rank as they were.
