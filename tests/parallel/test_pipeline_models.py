@@ -196,13 +196,14 @@ def test_a_tensor_without_a_gradient_is_not_sent_in_training() -> None:
         assert "args[1] of the call of layers.1" in said
 
 
-def test_a_model_in_stages_is_freed_without_the_garbage_collector() -> None:
-    def loss_of(model: Any, batch: Any) -> af.Loss:
-        return af.Loss(*summed_loss(model, batch))
+def gpt_loss(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> af.Loss:
+    return af.Loss(*summed_loss(model, batch))
 
+
+def test_a_model_in_stages_is_freed_without_the_garbage_collector() -> None:
     def work(ctx: af.Context) -> list[bool]:
         model: Any = af.prepare(ctx, GPT(num_blocks=4))
-        train(ctx, model, loss_of, make_batch(0))
+        train(ctx, model, gpt_loss, make_batch(0))
         af.forward(ctx, model, make_batch(0)[0])
         held = [weakref.ref(one) for one in (model, *model.parameters())]
         gc.disable()

@@ -400,6 +400,8 @@ class Changed(Net):
     def __init__(self, how: str) -> None:
         super().__init__(2)
         self.how = how
+        if how == "unused":
+            self.layers[1].register_forward_pre_hook(lambda module, args: (args[0], torch.zeros(())))
         if how == "object":
             self.layers[0].register_forward_hook(lambda module, args, output: (output[0], {"no tensor"}))
 
@@ -407,7 +409,7 @@ class Changed(Net):
         x = self.embed(ids)
         first, second = self.layers
         bias = torch.zeros(())
-        if self.how == "condition":
+        if self.how in ("condition", "unused"):
             bias = self.embed(ids.flip(0))
         if self.how == "weight":
             bias = self.embed.weight[0]
@@ -434,7 +436,7 @@ class Changed(Net):
         return self.norm(z + x) if self.how == "beside" else z
 
 
-@pytest.mark.parametrize("how", ["condition", "weight"])
+@pytest.mark.parametrize("how", ["condition", "weight", "unused"])
 def test_what_a_later_block_gets_of_earlier_stages_is_sent(how: str) -> None:
     whole = Changed(how)
     check_equal(whole, plan_stages(read_facts(whole), 2), (IDS,))
