@@ -141,7 +141,8 @@ def _without_memory(batch: Any, device: torch.device) -> Any:
 
     def make(one: torch.Tensor) -> torch.Tensor:
         if id(one) not in made:
-            made[id(one)] = torch.empty(one.shape, dtype=one.dtype, device=device)
+            new = torch.empty(one.shape, dtype=one.dtype, device=device)
+            made[id(one)] = new.requires_grad_(one.requires_grad)
         return made[id(one)]
 
     return map_tensors(make, batch)

@@ -277,11 +277,14 @@ def test_a_batch_of_text_is_that_of_the_model(tmp_path: Path, capsys: pytest.Cap
     config = transformers.LlamaConfig(num_attention_heads=4, **sizes, architectures=["LlamaForCausalLM"])
     config.save_pretrained(tmp_path)
     flags = ("--batch_size", "3", "--sequence_length", "8", "--format", "json")
-    for mesh, size, length in (("dp_shard=2", 2, 8), ("cp=2", 2, 4)):
-        axis = mesh.partition("=")[0]
-        ctx = af.plan_context(size, parallelism_config=af.ParallelismConfig(**{f"{axis}_size": 2}))
+    cases = {
+        "dp_shard=2": (af.ParallelismConfig(dp_shard_size=2), 8),
+        "cp=2": (af.ParallelismConfig(cp_size=2), 4),
+    }
+    for mesh, (sizes_of_mesh, length) in cases.items():
+        ctx = af.plan_context(2, parallelism_config=sizes_of_mesh)
         ids = torch.zeros(3, length, dtype=torch.long)
-        batch = {"input_ids": ids, "labels": ids if axis == "dp_shard" else ids.clone()}
+        batch = {"input_ids": ids, "labels": ids if length == 8 else ids.clone()}
         budget = af.plan_memory(ctx, transformers.LlamaForCausalLM(config), batch=batch)
         assert main(["plan-memory", str(tmp_path), "--mesh", mesh, *flags]) == 0
         said = json.loads(capsys.readouterr().out)["bytes"]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from typing import Any, NamedTuple, cast
+from xml.etree import ElementTree
 
 import hypothesis.strategies as st
 import pytest
@@ -284,3 +285,22 @@ def test_what_can_not_be_planned_is_refused() -> None:
         af.plan_context(9, parallelism_config=ParallelismConfig(dp_shard_size=2))
     with pytest.raises(TypeError, match="the first argument is the Context"):
         af.plan_memory(cast("Any", Odd()), Odd())
+
+
+def test_a_picture_has_a_bar_of_what_is_there_and_one_for_each_axis() -> None:
+    config = ParallelismConfig(dp_shard_size=2, tp_size=2)
+    model = nn.Sequential(nn.Linear(64, 64))
+    model.tp_plan = {"0": "colwise_gather_output"}  # pyright: ignore[reportArgumentType]
+    budget = af.plan_memory(
+        af.plan_context(4, parallelism_config=config), model, batch=torch.zeros(9, 64, requires_grad=True)
+    )
+    image = ElementTree.fromstring(budget.svg())
+    texts = [str(one.text) for one in image.iter() if one.tag.endswith("text")]
+    assert [one for one in texts if one.startswith("along ")] == ["along dp_shard", "along tp"]
+    bars = [float(one.attrib["width"]) for one in image.iter() if one.attrib.get("height") == "18"]
+    sizes = [budget.parameters, budget.gradients, budget.optimizer, budget.gathered, budget.activations]
+    sizes += [budget.moved["dp_shard"], budget.moved["tp"]]
+    assert len(bars) == len(sizes)
+    scale = bars[0] / cast("int", sizes[0])
+    for bar, size in zip(bars, sizes, strict=True):
+        assert bar == pytest.approx(scale * cast("int", size), abs=0.1)

@@ -139,6 +139,21 @@ def test_activations_are_what_autograd_keeps(name: str, precision: str) -> None:
     del result
 
 
+def test_attention_with_dropout_counts_as_fused_kernels_do_it() -> None:
+    x = torch.ones(2, 4, 64, 8, requires_grad=True)
+
+    class Attend(nn.Module):
+        def __init__(self, dropout: float) -> None:
+            super().__init__()
+            self.dropout = dropout
+
+        def forward(self, q: torch.Tensor) -> torch.Tensor:
+            return F.scaled_dot_product_attention(q, q + 1, q + 2, dropout_p=self.dropout)
+
+    found = [af.plan_memory(Context(), Attend(one), batch=x).activations for one in (0.0, 0.1)]
+    assert found == [4 * x.nbytes + 2 * 4 * 64 * 4] * 2
+
+
 def loss_of(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> torch.Tensor:
     ids, labels, positions = batch
     return F.cross_entropy(model(ids, positions).flatten(0, 1), labels.flatten(), reduction="sum")
