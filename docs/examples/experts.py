@@ -31,10 +31,8 @@ class Experts(nn.Module):
 
     def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         # The parameters that are here: of all experts in one process, and of this rank's own when prepared.
-        made = [
-            F.gelu(part @ up) @ down
-            for part, up, down in zip(x.split(counts.tolist()), self.up, self.down, strict=True)
-        ]
+        parts = torch.split(x, [int(count) for count in counts])
+        made = [F.gelu(part @ up) @ down for part, up, down in zip(parts, self.up, self.down, strict=True)]
         return torch.cat(made)
 
 
