@@ -13,7 +13,7 @@ from torch import nn
 
 from accelfn.context import Context, check_context
 from accelfn.errors import ConfigurationError
-from accelfn.parallel.dry_run import StageRun, dry_run
+from accelfn.parallel.dry_run import StageCost, dry_run
 from accelfn.parallel.facts import ModelFacts, owner_of, read_facts
 from accelfn.parallel.model_plan import ModelPlan
 from accelfn.parallel.plan import plan_at
@@ -250,7 +250,7 @@ def _with_batch(
     facts: ModelFacts,
     plan: ModelPlan,
     place: int,
-    runs: Sequence[StageRun],
+    runs: Sequence[StageCost],
     schedule: SchedulePlan | None,
 ) -> Budget:
     """Return a budget with what batches take."""

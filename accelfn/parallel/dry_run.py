@@ -34,10 +34,10 @@ from accelfn.tree import convert_to_fp32, is_dtensor, map_tensors
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-__all__ = ("StageRun", "dry_run")
+__all__ = ("StageCost", "dry_run")
 
 
-class StageRun(NamedTuple):
+class StageCost(NamedTuple):
     """What one stage of a model keeps and receives in the forward and backward pass of a batch, in bytes.
 
     Attributes:
@@ -60,7 +60,7 @@ def dry_run(
     plans: Sequence[ModelPlan],
     batch: Any,
     loss_fn: Callable[[nn.Module, Any], Any] | None,
-) -> tuple[StageRun, ...]:
+) -> tuple[StageCost, ...]:
     """Return what each stage keeps and receives in the forward and backward pass of a batch. Pure.
 
     Ranks: local.
@@ -130,7 +130,7 @@ def dry_run(
                 "calls the model without what depends on them."
             ) from error
     return tuple(
-        StageRun(held, again, received, moved)
+        StageCost(held, again, received, moved)
         for (held, again, received), moved in zip(kept, traffic.moved, strict=True)
     )
 

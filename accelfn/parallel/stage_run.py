@@ -27,7 +27,7 @@ class Outline(NamedTuple):
 
     Attributes:
         receives: Where the call of its first block has the tensors that it receives: paths such as
-            ``args[0]`` or ``kwargs['mask']``. None for the first stage.
+            ``args[0]`` or ``kwargs['mask']``. Empty for the first stage.
         results: What its modules have returned, by name and number of the call.
         offers: The tensors in the call of the first block of the next stage, by path; of the last one none.
     """

@@ -148,6 +148,8 @@ def stand_in_of_parameter(tensor: torch.Tensor, scope: Scope) -> torch.Tensor:
 
 def find_stand_ins(tree: Any) -> list[str]:
     """List where a tree has tensors that stand in for others: paths such as ``[0]['mask']``."""
+    if not any(isinstance(leaf, StandIn) for leaf in _pytree.tree_iter(tree)):
+        return []  # the usual case, for which paths are computed in vain
     return [
         _pytree.keystr(path)
         for path, leaf in _pytree.tree_flatten_with_path(tree)[0]
