@@ -16,7 +16,7 @@ from accelfn.data.batch_key import Draws, draws_of
 from accelfn.data.loader import PreparedDataLoader, passes_of
 from accelfn.data.passes import Passes
 from accelfn.data.reading import EVENED, BatchInfo, EpochPass, rows_of
-from accelfn.data.sequence import shard_sequence
+from accelfn.data.sequence import sequence_sharder
 from accelfn.errors import ConfigurationError, Disagreement, UnevenDataError
 
 __all__ = (
@@ -133,8 +133,9 @@ def microbatches(
     A batch is yielded when it exists. Only where it is unknown how many there are (the data has no length)
     and several make a window, the window is read first, since its first batch has to know its size.
 
-    Ranks along ``"seq"`` read one batch, and get their pieces of its sequences: :func:`shard_sequence`, with
-    the dimensions that ``DataLoaderConfiguration(sequence={...})`` of the context names.
+    Ranks along ``"seq"`` read one batch, and get their shards of its sequences: :func:`shard_sequence`, with
+    the dimensions that ``DataLoaderConfiguration(sequence={...})`` of the context names. A prepared loader
+    shards what it yields in any loop.
 
     Ranks: every rank of ``ctx``. Ranks whose data have lengths compare them when a pass begins; without
     lengths, and unless all read one stream, they compare what they have before each window. Each pass ends
@@ -188,7 +189,7 @@ def _microbatches(ctx: Context, loader: Iterable[T], uneven: Uneven) -> Iterator
     else:
         steps = _counted(ctx, begun, begun.counts, epoch, uneven)
     size = ctx.num_processes
-    dims = whole.loading.sequence if whole.axis_size("seq") > 1 else None
+    shard = sequence_sharder(whole) if passes is None else None  # a prepared loader does it
     # What MicroBatch(...) calls, at a third of its cost, which each batch pays.
     make = cast("Callable[..., MicroBatch]", cast("Any", tuple).__new__)
     rows: int | None = 0
@@ -214,8 +215,8 @@ def _microbatches(ctx: Context, loader: Iterable[T], uneven: Uneven) -> Iterator
             of_step = (own, most, by_all, by_rank, own_valid, consumed or None)
             index += 1
             now.batches = index
-            if dims is not None:
-                batch = shard_sequence(whole, batch, dims, whole.loading.sequence_padding)
+            if shard is not None:
+                batch = shard(batch)
             yield batch, make(MicroBatch, (*known, *of_step, rows, valid, is_full, draws))
         # A source that gave fewer batches than its length has promised is found out here.
         if whole.num_processes > 1 and uneven != "join":

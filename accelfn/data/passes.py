@@ -23,6 +23,7 @@ from accelfn.data.reading import (
     begin_behind,
     start_behind,
 )
+from accelfn.data.sequence import sequence_sharder
 from accelfn.data.states import rewound
 from accelfn.data.workers import naming_dead_workers
 
@@ -277,9 +278,13 @@ class Passes(Generic[T]):
                 yield batch if put is None else put(batch), share
 
     def _put(self) -> Callable[[T], T] | None:
-        """Return what brings a batch to the rank's device; None where batches stay where they are."""
+        """Return what moves a batch to the rank's device and shards its sequences; None for neither."""
         ctx = self.context
-        return placer(ctx.device, ctx.loading.non_blocking) if ctx.device_placement else None
+        place = placer(ctx.device, ctx.loading.non_blocking) if ctx.device_placement else None
+        shard = sequence_sharder(ctx)
+        if place is None or shard is None:
+            return place or shard
+        return lambda batch: shard(place(batch))
 
     def _remembering(self) -> Resumable:
         return cast("Resumable", self.reader)

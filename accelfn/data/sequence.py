@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, TypeVar, cast
 
 import torch
@@ -12,7 +12,7 @@ from accelfn.comm import unshard
 from accelfn.context import Context, MeshPlan, check_context, plan_mesh
 from accelfn.tree import flatten
 
-__all__ = ("gather_sequence", "shard_sequence")
+__all__ = ("gather_sequence", "sequence_sharder", "shard_sequence")
 
 T = TypeVar("T")
 Key = str | int
@@ -25,8 +25,8 @@ def shard_sequence(ctx: Context, batch: T, dims: Dims, padding: Padding | None =
 
     Along ``"cp"`` a sequence is cut into ``2 * P`` chunks, of which rank ``r`` of ``P`` gets chunk ``r`` and
     chunk ``2 * P - 1 - r``: where attention is causal, late tokens are more work than early ones. Along
-    ``"sp"`` rank ``r`` gets chunk ``r`` of ``P``. :func:`microbatches` does it for batches of a loader whose
-    context has ``DataLoaderConfiguration(sequence=dims)``.
+    ``"sp"`` rank ``r`` gets chunk ``r`` of ``P``. :func:`microbatches`, and any loop over a prepared
+    loader, do it where the context has ``DataLoaderConfiguration(sequence=dims)``.
 
     Where a token stands must be in the batch, as positions beside the ids, and labels be shifted before: a
     piece doesn't show what is next to its ends.
@@ -69,6 +69,14 @@ def shard_sequence(ctx: Context, batch: T, dims: Dims, padding: Padding | None =
         return chunks[place].contiguous()
 
     return _map_named("shard_sequence", batch, dims, cut)
+
+
+def sequence_sharder(ctx: Context) -> Callable[[T], T] | None:
+    """Return what shards batches as the context's loading names; None where no sequence is shared."""
+    dims = ctx.loading.sequence if ctx.axis_size("seq") > 1 else None
+    return (
+        None if dims is None else lambda batch: shard_sequence(ctx, batch, dims, ctx.loading.sequence_padding)
+    )
 
 
 def gather_sequence(ctx: Context, tree: T, dims: Dims) -> T:

@@ -97,6 +97,8 @@ def _is_attention(name: str, facts: ModelFacts) -> bool:
     if name in facts.containers or name in facts.layers:
         return False
     own = name.rpartition(".")[2]
+    if "norm" in f"{own} {facts.kinds[name]}".lower():  # such as post_attention_layernorm
+        return False
     states = name in facts.heads and bool(facts.heads[name].counts)
     return states or bool(_NAMED.search(own)) or bool(_NAMED.search(facts.kinds[name]))
 
@@ -212,10 +214,11 @@ class _Sharing:
 
     def _by_heads(self, call: _Call) -> torch.Tensor:
         query, key, value = call[:3]
-        for one in (query, key):
+        for what, one in (("queries", query), ("keys and values", key)):
             if one.shape[1] % self.plan.size:
                 raise self.refusal(
-                    f"ranks exchange heads, and their number must divide them, got {one.shape[1]} heads",
+                    "ranks exchange heads, and their number must divide them, got "
+                    f"{one.shape[1]} heads of {what}",
                     f"Use sp_size of {_divisors(one.shape[1])}, or cp_size.",
                 )
         mask = None if call.attn_mask is None else self._whole_mask(call.attn_mask, query)

@@ -329,6 +329,8 @@ def make_schedule(
         loss_fn=_as_it_is if is_trained else None,
         scale_grads=False,
     )
+    if plan.is_v_shaped and not is_trained:
+        _leave_out_backward(schedule, plan)
     numbers = torch.arange(plan.num_microbatches)
 
     def run(program: PipelineProgram) -> None:
@@ -349,6 +351,23 @@ def make_schedule(
                 stage.clear_runtime_states()  # else it keeps activations until the next batch
 
     return run
+
+
+def _leave_out_backward(schedule: Any, plan: SchedulePlan) -> None:
+    """Let a schedule run forward passes alone: torch can't leave the backward passes out of a V."""
+    from torch.distributed.pipelining import schedules
+
+    torchs = cast("Any", schedules)
+    forward = torchs._ComputationType.FORWARD
+    passes = {
+        rank: [
+            torchs._Action(stage, forward, index)
+            for stage in plan.stages_of(rank)
+            for index in range(plan.num_microbatches)
+        ]
+        for rank in range(plan.num_ranks)
+    }
+    schedule.pipeline_order_with_comms = torchs._add_send_recv(passes, plan.rank_of, plan.num_stages)
 
 
 def _as_it_is(value: torch.Tensor, number: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import warnings
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
@@ -16,7 +17,7 @@ from torch.autograd.graph import Node
 from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage] -- what dropouts share
 from torch.nn.parallel import DistributedDataParallel
 
-from accelfn.comm import Call, check, check_later, verify_structure
+from accelfn.comm import Call, catch, check, check_later, gather_bytes, verify_structure
 from accelfn.comm.agreement import Shared, describe_tree
 from accelfn.comm.wire import as_bytes
 from accelfn.context import Context
@@ -206,6 +207,8 @@ class ForwardAgreement:
         self._ctx = ctx
         self._batches = None if ctx is None else _batches_by_rank(ctx)
         self._drops = False  # whether dropout draws in training
+        # Whether the ranks that share sequences may have whole ones: until a first pass has shown shards.
+        self._is_unsharded = ctx is not None and ctx.axis_size("seq") > 1
         self._is_first = True  # the next pass may compile kernels, on one rank longer than on others
 
     def watch(self, model: nn.Module) -> None:
@@ -221,6 +224,9 @@ class ForwardAgreement:
             return
         if vars(model).get(_UNCHECKED):
             return
+        if self._is_unsharded:
+            self._is_unsharded = False
+            _check_sharded(self._ctx, args, kwargs)
         handle = handle_of(model)
         planned = Communication() if handle is None else handle.communicates()
         if not any(planned[:3]):
@@ -268,12 +274,29 @@ class ForwardAgreement:
 
 
 def _batches_by_rank(ctx: Context) -> tuple[str, tuple[int, ...]] | None:
-    """Name the axes along which ranks work on one batch, and say which; None where each has its own."""
-    if ctx.mesh is None or ctx.along("dp") is ctx:
+    """Return the axes along which ranks have equal inputs, and by rank which; None where each has its own."""
+    if ctx.mesh is None or ctx.along("loss") is ctx:
         return None
     plan = ctx.mesh.plan
-    axes = [axis for axis in plan.active() if axis not in plan.active("dp")]
-    return ", ".join(axes), tuple(plan.coordinate(rank, "dp") for rank in range(plan.num_ranks))
+    axes = [axis for axis in plan.active() if axis not in plan.active("loss")]
+    return ", ".join(axes), tuple(plan.coordinate(rank, "loss") for rank in range(plan.num_ranks))
+
+
+def _check_sharded(ctx: Context, args: Any, kwargs: Any) -> None:
+    """Refuse a first forward pass in which ranks that share sequences have equal inputs: whole ones.
+
+    A model can't tell a sequence from a shard of it, and would compute wrong numbers.
+    """
+    inputs, error = catch(lambda: json.dumps(_describe(args, kwargs, True, None)).encode())
+    found = gather_bytes(ctx.along("seq"), Call("forward", "the first batch"), inputs or b"", error)
+    if flatten((args, kwargs))[0] and len(set(found)) == 1:
+        axes = " and ".join(cast("Any", ctx.mesh).plan.active("seq"))
+        raise ConfigurationError(
+            f"forward: ranks along {axes} share sequences, and all of them called the model with the same "
+            "tensors: whole sequences, which nobody has sharded. Name the tensors to shard, as in "
+            'DataLoaderConfiguration(sequence={"ids": 1, "labels": 1}), and take batches from a prepared '
+            "loader or microbatches; or call shard_sequence."
+        )
 
 
 def _describe(args: Any, kwargs: Any, with_values: bool, drawing: torch.device | None) -> dict[str, str]:

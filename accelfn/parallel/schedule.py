@@ -40,6 +40,11 @@ class SchedulePlan(NamedTuple):
         return self.num_ranks * self.stages_per_rank
 
     @property
+    def is_v_shaped(self) -> bool:
+        """Whether a batch goes through the ranks and back."""
+        return self.name in _IN_A_V
+
+    @property
     def splits_backward(self) -> bool:
         """Whether gradients of inputs and of weights are computed apart."""
         return self.name in _SPLIT_BACKWARD
@@ -58,7 +63,7 @@ class SchedulePlan(NamedTuple):
         >>> SchedulePlan("loopedbfs", 2, 2, 4).stages_of(1), SchedulePlan("dualpipev", 2, 2, 4).stages_of(1)
         ((1, 3), (1, 2))
         """
-        if self.name in _IN_A_V:
+        if self.is_v_shaped:
             return (rank, self.num_stages - 1 - rank)
         return tuple(range(rank, self.num_stages, self.num_ranks))
 

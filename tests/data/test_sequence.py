@@ -120,7 +120,7 @@ def test_what_can_not_be_cut_is_named(batch: Any, dims: Any, error: type[Excepti
         af.shard_sequence(ctx, batch, dims)
 
 
-def test_microbatches_give_each_rank_its_pieces_and_count_whole_rows() -> None:
+def test_loaders_and_microbatches_give_each_rank_its_pieces_and_count_whole_rows() -> None:
     rows = [{"ids": torch.arange(6) + 10 * row, "labels": torch.arange(6), "row": row} for row in range(4)]
     loading = af.DataLoaderConfiguration(
         sequence={"ids": 1, "labels": 1}, sequence_padding={"ids": 0, "labels": -100}
@@ -129,6 +129,8 @@ def test_microbatches_give_each_rank_its_pieces_and_count_whole_rows() -> None:
     def work(ctx: af.Context) -> list[Any]:
         loader: Any = af.prepare_data_loader(ctx, DataLoader[Any](rows, batch_size=2))  # pyright: ignore[reportArgumentType]
         found = list(af.microbatches(ctx, loader))
+        for batch, (expected, _) in zip(loader, found, strict=True):
+            assert batch["ids"].tolist() == expected["ids"].tolist()
         return [(one["ids"].tolist(), one["labels"].tolist(), micro.num_valid) for one, micro in found]
 
     first, second = run_ranks(work, 2, parallelism_config=mesh("cp", 2), dataloader_config=loading)

@@ -190,7 +190,7 @@ def test_a_ring_gives_what_one_process_does_and_refuses_what_it_has_not() -> Non
         compiled = ctx.replace(dynamo_plugin=af.TorchDynamoPlugin(backend="aot_eager"))
         found.append(gradients("gpt", compiled))
         found.extend(outputs(ctx, kv_heads, None) for kv_heads in (4, 2))
-        x = torch.zeros(2, 4, 8)
+        x = torch.full((2, 4, 8), float(ctx.rank))
         found.append(
             [
                 refused(ctx, Around(Attention()), x, torch.ones(4, 4)),
@@ -199,6 +199,7 @@ def test_a_ring_gives_what_one_process_does_and_refuses_what_it_has_not() -> Non
                 refused(ctx, Escaping(Attention()), x),
                 refused(ctx, Around(Softmax()), x),
                 refused(ctx, make_llama(), x[..., 0].long(), attention_mask=torch.ones(2, 4)),
+                refused(ctx, Around(Attention()), torch.zeros(2, 4, 8)),
             ]
         )
         loss = af.prepare_model(ctx, Around(Attention()))(x).mean()
@@ -217,7 +218,15 @@ def test_a_ring_gives_what_one_process_does_and_refuses_what_it_has_not() -> Non
             torch.testing.assert_close(found, outputs(None, kv_heads, None))
         for message, words in zip(
             messages,
-            ("takes no mask", "is causal", "no dropout", "outside of", "never came to", "attention_mask"),
+            (
+                "takes no mask",
+                "is causal",
+                "no dropout",
+                "outside of",
+                "never came to",
+                "attention_mask",
+                "whole sequences, which nobody has sharded",
+            ),
             strict=True,
         ):
             assert words in message
@@ -236,7 +245,7 @@ def test_exchanged_heads_give_what_one_process_does_with_masks_too() -> None:
                 outputs(ctx, 4, af.shard_sequence(ctx, rows, 0), is_causal=False),
             ]
         )
-        x = torch.zeros(2, 4, 8)
+        x = torch.full((2, 4, 8), float(ctx.rank))
         found.append(
             [
                 refused(ctx, Around(Attention(is_causal=False)), x, torch.ones(4, 4)),
@@ -256,7 +265,7 @@ def test_exchanged_heads_give_what_one_process_does_with_masks_too() -> None:
             torch.testing.assert_close(found, outputs(None, 4, whole_mask(), is_causal=False))
         torch.testing.assert_close(by_rows, outputs(None, 4, rows, is_causal=False))
         assert "4 by 4 says nothing" in messages[0]
-        assert "got 1 heads" in messages[1]
+        assert "got 1 heads of keys and values" in messages[1]
 
 
 def test_a_plan_says_who_computes_attention_together() -> None:

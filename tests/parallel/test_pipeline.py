@@ -63,6 +63,8 @@ def plain(batch: Batch, **options: Any) -> tuple[float, dict[str, torch.Tensor]]
 def test_every_schedule_computes_what_one_process_does(schedule: str) -> None:
     def work(ctx: af.Context) -> list[tuple[float, dict[str, torch.Tensor]]]:
         model = af.prepare(ctx, GPT(num_blocks=4))
+        ids = make_batch(8, 8)[0]
+        torch.testing.assert_close(af.forward(ctx, model, ids), GPT(num_blocks=4)(ids).detach())
         found: list[tuple[float, dict[str, torch.Tensor]]] = []
         for rows in (8, 4, 8) if schedule == "dualpipev" else (8, 3, 8):  # also one of another shape
             model.zero_grad()
