@@ -241,7 +241,10 @@ def test_every_layout_trains_as_one_process(
 ) -> None:
     layout = LAYOUTS[name]
     shares_sequence = layout.cp > 1 or layout.sp > 1  # where a mean is refused
-    check(layout, precision, way, [one for one in CASES if one.weighted or not shares_sequence])
+    cases = [one for one in CASES if one.weighted or not shares_sequence]
+    if way is by_shim:  # whose optimizer step is the functions'
+        cases = [one for one in cases if one.optimizer == "SGD"]
+    check(layout, precision, way, cases)
 
 
 @pytest.mark.slow
