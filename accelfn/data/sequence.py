@@ -71,7 +71,7 @@ def shard_sequence(ctx: Context, batch: T, dims: Dims, padding: Padding | None =
     return _map_named("shard_sequence", batch, dims, cut)
 
 
-def sequence_sharder(ctx: Context) -> Callable[[T], T] | None:
+def sequence_sharder(ctx: Context) -> Callable[[Any], Any] | None:
     """Return what shards batches as the context's loading names; None where no sequence is shared."""
     dims = ctx.loading.sequence if ctx.axis_size("seq") > 1 else None
     return (
