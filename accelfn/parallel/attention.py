@@ -157,7 +157,7 @@ class _Sharing:
         self.plan = plan
         self.group = group
         self.ring = ring
-        self.has_answered = False
+        self.has_answered: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Sharing:
         return self

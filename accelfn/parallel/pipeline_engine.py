@@ -141,8 +141,8 @@ class PipelineEngine:
         self._lines = line.lines
         self._line = next(one for one in line.lines if ctx.rank in one)
         self._along = line.along
-        self.rank = line.along.rank
-        self.group = line.group
+        self.rank: int = line.along.rank
+        self.group: dist.ProcessGroup = line.group
         self._waits_inside = waits_inside
         self._call = StageCall(model, plan, around)
         self._known: dict[tuple[int, _Shape], None] = {}  # of all ranks; the latest at the end

@@ -79,12 +79,12 @@ class StageRun:
         self.scope = scope
         self.plan = plan
         self.index = index
-        self.before = outlines[:index]
-        self.outline = outlines[index] if len(outlines) > index else None
-        self.following = outlines[index + 1] if len(outlines) > index + 1 else None
+        self.before: Sequence[Outline] = outlines[:index]
+        self.outline: Outline | None = outlines[index] if len(outlines) > index else None
+        self.following: Outline | None = outlines[index + 1] if len(outlines) > index + 1 else None
         self.received = received
         self.device = device
-        self.has_begun = index == 0
+        self.has_begun: bool = index == 0
         self.called: Counter[str] = Counter()
         self.skipped: dict[str, None] = {}
         self.known: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # what stands in, and what for

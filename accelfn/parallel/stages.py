@@ -59,7 +59,7 @@ class StagedForward(WrappedForward):
                 stages.setdefault(name, []).append(index)
         modules = modules_of(model)
         self._units = [(name, tuple(own), modules[name]) for name, own in stages.items()]
-        self.scope = Scope()
+        self.scope: Scope = Scope()
         self.run: StageRun | None = None  # while run_stage runs
         self._names = tuple(inspect.signature(forward).parameters)
 
