@@ -158,6 +158,7 @@ class _Sharing:
         self.group = group
         self.ring = ring
         self.has_answered: bool = False
+        self.is_checked: bool = False  # a whole forward pass had all its attention answered
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Sharing:
         return self
@@ -341,7 +342,7 @@ class SequenceForward(WrappedForward):
                     "Leave it out of the batch. Pad at the end, where causal attention never looks, and "
                     "leave padding out of the labels; or use sp_size.",
                 )
-        if self._sharing.has_answered or torch.compiler.is_compiling():
+        if self._sharing.is_checked or torch.compiler.is_compiling():
             return self.__wrapped__(*args, **kwargs)
         attention = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
         with _Answered(attention, self._sharing.refuse):
@@ -352,6 +353,7 @@ class SequenceForward(WrappedForward):
                 "their pieces alone",
                 "Compute attention by it.",
             )
+        self._sharing.is_checked = True
         return output
 
 

@@ -225,8 +225,8 @@ class ForwardAgreement:
         if vars(model).get(_UNCHECKED):
             return
         if self._is_unsharded:
-            self._is_unsharded = False
             _check_sharded(self._ctx, args, kwargs)
+            self._is_unsharded = False
         handle = handle_of(model)
         planned = Communication() if handle is None else handle.communicates()
         if not any(planned[:3]):
