@@ -5,98 +5,27 @@ command line can answer without importing torch. Type checkers read ``__init__.p
 """
 
 import opcode
+import re
 import sys
 from importlib import import_module
+from pathlib import Path
 from types import MappingProxyType
 from typing import NoReturn
 
 __version__ = "0.1.0"
 
+# Where each name comes from: type checkers and Python read the same lines.
 _HOMES = MappingProxyType(
     {
-        "accelfn.accelerator": """
-            Accelerator LocalSGD
-        """,
-        "accelfn.bigmodel": """
-            BnbQuantizationConfig DevicePlan OffloadedWeightsLoader TorchaoQuantizationConfig
-            cpu_offload cpu_offload_with_hook disk_offload dispatch_model infer_auto_device_map
-            init_empty_weights init_on_device load_and_quantize_model
-            load_checkpoint_and_dispatch load_checkpoint_in_model plan_device_map
-            prepare_pipeline prepare_pippy
-        """,
-        "accelfn.checkpoint": """
-            Keep SaveHandle find_checkpoints get_state_dict latest_checkpoint load_latest
-            load_model load_state load_tree merge_fsdp_weights preemption prune_checkpoints save_model
-            save_state save_tree verify_checkpoint
-        """,
-        "accelfn.comm": """
-            TriggerState all_gather all_to_all broadcast broadcast_object_list check_replicas check_trigger
-            failing_together gather gather_object local_main_process_first main_process_first
-            on_last_process on_local_main_process on_local_process on_main_process on_process
-            pad_across_processes permute print_once reduce reduce_scatter scatter set_seed set_trigger shard
-            split_between_processes synchronize_rng_states unshard verify_structure wait_for_everyone
-        """,
-        "accelfn.context": """
-            Collectives Context ContextOptions EnvironmentPlan Mesh MeshPlan Precision World
-            close_context detect_environment init_context plan_context plan_mesh
-        """,
-        "accelfn.context.config": """
-            AORecipeKwargs AutocastKwargs CanonicalReduction DataLoaderConfiguration
-            DeepSpeedPlugin DistributedDataParallelKwargs DistributedType DynamoBackend
-            FP8RecipeKwargs FullyShardedDataParallelPlugin GradScalerKwargs
-            GradientAccumulationPlugin Guard InitProcessGroupKwargs KwargsHandler LoggerType
-            MSAMPRecipeKwargs MegatronLMPlugin ParallelismConfig PrecisionType ProfileKwargs
-            ProjectConfiguration RNGType TERecipeKwargs TorchDynamoPlugin
-        """,
-        "accelfn.data": """
-            LoaderState MicroBatch PreparedDataLoader gather_for_metrics
-            gather_objects_for_metrics gather_sequence loader_state microbatches prepare_data_loader
-            restore_loader shard_sequence skip_first_batches
-        """,
-        "accelfn.launch.launchers": """
-            debug_launcher launch_processes notebook_launcher
-        """,
-        "accelfn.parallel": """
-            Budget ModelPlan convert_sync_batchnorm plan_memory plan_model register_forward_method
-        """,
-        "accelfn.tracking": """
-            GeneralTracker Trackers finish get_logger get_tracker init_trackers
-            install_rich_tracebacks log log_images log_table profile tqdm
-        """,
-        "accelfn.training": """
-            LocalSGDState Loss PureOptimizer PureTrainState ScalerState StepMetrics TrainState
-            accumulate autocast average_parameters backward clear_device_cache clip_grad_norm_
-            clip_grad_value_ find_executable_batch_size forward forward_backward init_scaler
-            init_train_state join_uneven_inputs local_sgd_step lomo_backward make_train_step no_sync
-            optimizer_step prepare prepare_model prepare_optimizer prepare_scheduler
-            release_memory scheduler_step step_was_skipped trigger_sync_in_backward
-            unscale_gradients unwrap_model value_and_grad verify_device_map
-        """,
-        "accelfn.tree": """
-            Packed TensorInformation concatenate convert_to_fp32 find_batch_size find_device
-            initialize_tensors listify pack pad_input_tensors send_to_device slice_tensors
-            tree_structure unpack
-        """,
+        name: home
+        for home, name in re.findall(
+            r"^from (\S+) import (\w+) as",
+            Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8"),
+            re.M,
+        )
     }
 )
-_PACKAGES = MappingProxyType(
-    {
-        "accelerator": "accelfn.accelerator",
-        "bigmodel": "accelfn.bigmodel",
-        "checkpoint": "accelfn.checkpoint",
-        "comm": "accelfn.comm",
-        "config": "accelfn.context.config",
-        "context": "accelfn.context",
-        "data": "accelfn.data",
-        "errors": "accelfn.errors",
-        "launch": "accelfn.launch",
-        "parallel": "accelfn.parallel",
-        "testing": "accelfn.testing",
-        "tracking": "accelfn.tracking",
-        "training": "accelfn.training",
-        "tree": "accelfn.tree",
-    }
-)
+_PACKAGES = (*(name for name, home in _HOMES.items() if home == "accelfn"), "config")
 # Names of Accelerate that mean nothing here, by what to use instead.
 _ELSEWHERE = MappingProxyType(
     {
@@ -147,15 +76,13 @@ _ELSEWHERE = MappingProxyType(
 )
 __all__ = (  # pyright: ignore[reportUnsupportedDunderAll] -- pyright reads the stub
     "__version__",
-    *sorted(name for names in _HOMES.values() for name in names.split()),
+    *sorted(name for name in _HOMES if name not in _PACKAGES),
 )
 
 
 def __getattr__(name: str) -> object:
-    home = next((home for home, names in _HOMES.items() if name in names.split()), None)
-    if home is None and name not in _PACKAGES:
-        _refuse(name)
-    value = import_module(_PACKAGES[name]) if home is None else getattr(import_module(home), name)
+    home = _HOMES.get(name) or _refuse(name)
+    value = import_module(f"accelfn.{name}") if home == "accelfn" else getattr(import_module(home), name)
     globals()[name] = value  # found at once from now on
     return value
 

@@ -1,4 +1,4 @@
-"""What type checkers see of the root; a test holds it equal to the table in ``__init__.py``."""
+"""The names of the root: type checkers read them here, and so does ``__init__.py``."""
 
 from accelfn import accelerator as accelerator
 from accelfn import bigmodel as bigmodel
@@ -130,9 +130,9 @@ from accelfn.data import prepare_data_loader as prepare_data_loader
 from accelfn.data import restore_loader as restore_loader
 from accelfn.data import shard_sequence as shard_sequence
 from accelfn.data import skip_first_batches as skip_first_batches
-from accelfn.launch.launchers import debug_launcher as debug_launcher
-from accelfn.launch.launchers import launch_processes as launch_processes
-from accelfn.launch.launchers import notebook_launcher as notebook_launcher
+from accelfn.launch.functions import debug_launcher as debug_launcher
+from accelfn.launch.functions import launch_processes as launch_processes
+from accelfn.launch.functions import notebook_launcher as notebook_launcher
 from accelfn.parallel import Budget as Budget
 from accelfn.parallel import ModelPlan as ModelPlan
 from accelfn.parallel import convert_sync_batchnorm as convert_sync_batchnorm

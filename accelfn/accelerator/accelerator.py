@@ -23,10 +23,7 @@ import accelfn.comm as comm
 import accelfn.data as data
 import accelfn.training as training
 from accelfn.accelerator.extras import Extras
-from accelfn.accelerator.facts import ContextProperties
-from accelfn.accelerator.held import WeakRegistry
-from accelfn.accelerator.hooks import Hooks
-from accelfn.accelerator.naming import class_of, describe_model, list_parameters, optimizers_of
+from accelfn.accelerator.properties import ContextProperties
 from accelfn.accelerator.proxies import (
     AcceleratedDataLoader,
     AcceleratedOptimizer,
@@ -36,9 +33,9 @@ from accelfn.accelerator.proxies import (
     is_loader_of,
     unwrap_optimizer,
 )
-from accelfn.accelerator.saving import Saving
+from accelfn.accelerator.registry import WeakRegistry
+from accelfn.accelerator.saving import Hooks, Saving
 from accelfn.accelerator.scaling import Scaling
-from accelfn.accelerator.tracking import Tracking
 from accelfn.context import Context, ContextOptions, close_context, init_context
 from accelfn.context.config import (
     AutocastKwargs,
@@ -95,7 +92,7 @@ def _check_compat(compat: object) -> None:
         )
 
 
-class Accelerator(ContextProperties, Extras, Saving, Tracking):
+class Accelerator(ContextProperties, Extras, Saving):
     """Train with Accelerate's method names.
 
     Takes the arguments of :func:`accelfn.init_context`; ``context`` builds it over one that exists, such as
@@ -110,7 +107,7 @@ class Accelerator(ContextProperties, Extras, Saving, Tracking):
         last_micro: The current batch; or, if a loop has ended or was left since, the last batch of that one.
         models: Prepared models that somebody holds, in the order in which they came.
         optimizers: The same of optimizers: those inside of what ``prepare`` returned.
-        schedulers: The same of schedules.
+        schedulers: The same of schedules: those inside of what ``prepare`` returned.
         loaders: The same of loaders.
         step: Blocks of ``accumulate`` so far, in a program that has prepared no loader.
         compat: ``"accelerate"`` where Accelerate's arithmetic was asked for, else None.
@@ -182,9 +179,9 @@ class Accelerator(ContextProperties, Extras, Saving, Tracking):
         self.loops: dict[Loop, MicroBatch] = {}
         self.ended: list[MicroBatch] = []
         self.last_micro: MicroBatch | None = None
-        self.models: WeakRegistry[nn.Module] = WeakRegistry(nn.Module.parameters, describe_model)
-        self.optimizers: WeakRegistry[Optimizer] = WeakRegistry(list_parameters, class_of)
-        self.schedulers: WeakRegistry[AcceleratedScheduler] = WeakRegistry(optimizers_of, class_of)
+        self.models: WeakRegistry[nn.Module] = WeakRegistry()
+        self.optimizers: WeakRegistry[Optimizer] = WeakRegistry()
+        self.schedulers: WeakRegistry[LRScheduler] = WeakRegistry()
         self.loaders: WeakRegistry[AcceleratedDataLoader[Any]] = WeakRegistry()
         self.uneven: Uneven = "error"
         self.window: MicroBatch | None = None
@@ -313,9 +310,9 @@ class Accelerator(ContextProperties, Extras, Saving, Tracking):
             if scheduler.belongs_to(self):
                 return scheduler
             scheduler = scheduler.scheduler
-        prepared = AcceleratedScheduler(self, training.prepare_scheduler(self.context, scheduler))
-        self.schedulers.add(prepared)
-        return prepared
+        scheduler = training.prepare_scheduler(self.context, scheduler)
+        self.schedulers.add(scheduler)
+        return AcceleratedScheduler(self, scheduler)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Return a loader without the first batches; see :func:`accelfn.skip_first_batches`."""

@@ -1,9 +1,9 @@
-"""The methods of an Accelerator beside the training step: memory, profiles, LOMO, device maps."""
+"""The methods of an Accelerator beside the training step: memory, profiles, LOMO, trackers."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
@@ -11,16 +11,16 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-import accelfn.parallel as parallel
 import accelfn.tracking as tracking
 import accelfn.training as training
-from accelfn.accelerator.held import WeakRegistry
 from accelfn.accelerator.proxies import Loop
+from accelfn.accelerator.registry import WeakRegistry
 from accelfn.accelerator.scaling import Scaling
 from accelfn.context import Context
 from accelfn.context.config import ProfileKwargs
 from accelfn.data import MicroBatch, shard_sequence
 from accelfn.errors import ConfigurationError
+from accelfn.parallel.handle import syncing
 
 __all__ = ("Extras",)
 
@@ -40,12 +40,8 @@ class Extras:
     window: MicroBatch | None
     sync_gradients: bool
     _scaling: Scaling
-    _has_warned_of_sequences: bool = False
-
-    @property
-    def fp8_backend(self) -> str | None:
-        """Engine of 8-bit matrix products: None, as this version has none."""
-        return None
+    _warned: frozenset[str] = frozenset()
+    _run: tracking.Trackers | None = None
 
     @contextmanager
     def maybe_context_parallel(
@@ -84,13 +80,11 @@ class Extras:
                 "both."
             )
         if self.context.axis_size("cp") == 1:
-            if not self._has_warned_of_sequences:
-                self._has_warned_of_sequences = True
-                warnings.warn(
-                    "maybe_context_parallel does nothing, since no ranks share sequences by context "
-                    "parallelism (said once). They do with ParallelismConfig(cp_size=...).",
-                    stacklevel=3,
-                )
+            self._warn_once(
+                "sequences",
+                "maybe_context_parallel does nothing, since no ranks share sequences by context "
+                "parallelism (said once). They do with ParallelismConfig(cp_size=...).",
+            )
             yield
             return
         if self.context.loading.sequence:
@@ -136,7 +130,7 @@ class Extras:
 
         See :func:`accelfn.trigger_sync_in_backward`.
         """
-        return parallel.trigger_sync_in_backward(model)
+        return syncing(True, model)
 
     def verify_device_map(self, model: nn.Module) -> bool:
         """Check whether a model has a device map; see :func:`accelfn.verify_device_map`."""
@@ -162,6 +156,76 @@ class Extras:
     def clear(self, *objects: Any) -> list[None]:
         """Do what ``free_memory`` does."""
         return self.free_memory(*objects)
+
+    # --- trackers --------------------------------------------------------------------------------
+
+    @property
+    def trackers(self) -> list[tracking.GeneralTracker]:
+        """Trackers that act on this rank: none before ``init_trackers``, and none on most other ranks."""
+        return [] if self._run is None else list(self._run.active)
+
+    def init_trackers(
+        self,
+        project_name: str,
+        config: object = None,
+        init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Start the trackers; see :func:`accelfn.init_trackers`. Those at work are ended first.
+
+        Args:
+            project_name: What the run belongs to.
+            config: Configuration of the run.
+            init_kwargs: Further arguments for the constructors, by the name of the tracker.
+        """
+        self._end_run()
+        self._run = tracking.init_trackers(
+            self.context, project_name, log_with=self.context.log_with, config=config, init_kwargs=init_kwargs
+        )
+
+    def log(
+        self,
+        values: Mapping[str, Any],
+        step: int | None = None,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Log values of a step; see :func:`accelfn.log`."""
+        if self._run is None:
+            self._say_not_started("log")
+        else:
+            tracking.log(self._run, values, step, log_kwargs=log_kwargs)
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """Return a tracker by its name, or what is behind it; see :func:`accelfn.get_tracker`.
+
+        Without trackers it is a stand-in, on which any call does nothing.
+        """
+        if self._run is None or not self.context.log_with:
+            self._say_not_started("get_tracker")
+            return tracking.BlankTracker(name)
+        return tracking.get_tracker(self._run, name, unwrap)
+
+    def _check_trackers(self) -> None:
+        """Refuse what can't be started, before there is anything to lose."""
+        tracking.plan_trackers(self.context.log_with, self.context.project.logging_dir)
+
+    def _say_not_started(self, method: str) -> None:
+        # Programs may start trackers on the main process alone, and log on all.
+        if self.context.log_with and self.context.is_main_process:
+            self._warn_once(
+                "trackers",
+                f"Accelerator.{method}: trackers were asked for by log_with and none is at work, so this "
+                "goes nowhere (said once). Call init_trackers first.",
+            )
+
+    def _warn_once(self, topic: str, text: str) -> None:
+        if topic not in self._warned:
+            self._warned |= {topic}
+            warnings.warn(text, stacklevel=4)
+
+    def _end_run(self) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            tracking.finish(run)
 
 
 @torch.no_grad()

@@ -25,6 +25,7 @@ __all__ = (
     "AccumulateBlock",
     "Loop",
     "is_loader_of",
+    "unwrap",
     "unwrap_optimizer",
 )
 
@@ -253,3 +254,10 @@ def is_loader_of(accelerator: Accelerator, loader: object) -> bool:
 def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
     """Return the torch optimizer behind a proxy."""
     return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+
+
+def unwrap(thing: Any) -> Any:
+    """Return the optimizer or schedule behind a proxy; anything else is returned as it is."""
+    if isinstance(thing, AcceleratedScheduler):
+        return thing.scheduler
+    return unwrap_optimizer(thing) if isinstance(thing, Optimizer) else thing

@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,29 +15,25 @@ from typing import Any, BinaryIO, Literal, cast, overload
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.hooks import RemovableHandle
 
 import accelfn.checkpoint as checkpoint
-from accelfn.accelerator.held import Lost, WeakRegistry
-from accelfn.accelerator.hooks import Hooks, add_hook, run_load_hooks, run_save_hooks
-from accelfn.accelerator.naming import (
-    describe_loader,
-    describe_model,
-    describe_optimizer,
-    describe_scheduler,
-    name_things,
-)
+from accelfn.accelerator.proxies import unwrap
+from accelfn.accelerator.registry import WeakRegistry, name_all
 from accelfn.accelerator.scaling import Scaling
-from accelfn.checkpoint.state.phases import CollectivePhases
+from accelfn.checkpoint.background import CollectivePhases
 from accelfn.comm import catch
 from accelfn.context import Context
-from accelfn.data.loader import passes_of
 from accelfn.errors import ConfigurationError
+from accelfn.training import unwrap_model
 
-__all__ = ("Saving",)
+__all__ = ("Hooks", "Saving")
 
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
 _MAP_LOCATIONS = (None, "cpu", "on_device")
+
+Hooks = OrderedDict[int, Callable[..., None]]
 
 
 class Saving:
@@ -49,7 +46,7 @@ class Saving:
     context: Context
     models: WeakRegistry[nn.Module]
     optimizers: WeakRegistry[Optimizer]
-    schedulers: WeakRegistry[Any]
+    schedulers: WeakRegistry[LRScheduler]
     loaders: WeakRegistry[Any]
     step: int
     _scaling: Scaling
@@ -75,7 +72,7 @@ class Saving:
         """
         found: list[tuple[WeakRegistry[Any], Any, str]] = []
         for name, thing in objects.items():
-            inner = getattr(thing, "optimizer", thing) if isinstance(thing, Optimizer) else thing
+            inner = unwrap(thing)
             held = next((held for held in self._all_held() if inner in held), None)
             if held is None:
                 raise ValueError(
@@ -125,7 +122,7 @@ class Saving:
         Returns:
             A handle; ``remove()`` takes the hook away.
         """
-        return add_hook(self._save_hooks, hook)
+        return _add_hook(self._save_hooks, hook)
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
         """Call ``hook(models, input_dir)`` on every rank before ``load_state`` reads.
@@ -135,7 +132,7 @@ class Saving:
         Returns:
             A handle; ``remove()`` takes the hook away.
         """
-        return add_hook(self._load_hooks, hook)
+        return _add_hook(self._load_hooks, hook)
 
     # --- saving and loading ----------------------------------------------------------------------
 
@@ -165,19 +162,6 @@ class Saving:
         allow_drift: bool = False,
         **save_model_func_kwargs: Any,
     ) -> checkpoint.SaveHandle: ...
-    @overload
-    def save_state(
-        self,
-        output_dir: str | os.PathLike[str] | None = None,
-        safe_serialization: bool = True,
-        *,
-        asynchronous: bool,
-        step: int | None = None,
-        metric: float | None = None,
-        keep: checkpoint.Keep | None = None,
-        allow_drift: bool = False,
-        **save_model_func_kwargs: Any,
-    ) -> Path | checkpoint.SaveHandle: ...
     def save_state(
         self,
         output_dir: str | os.PathLike[str] | None = None,
@@ -308,7 +292,7 @@ class Saving:
         if self._load_hooks:
             place = checkpoint.find_checkpoint(self.context, place)
             models: dict[str, nn.Module] = tree["models"]
-            left, error = catch(lambda: run_load_hooks(self._load_hooks, models, place))
+            left, error = catch(lambda: _run_load_hooks(self._load_hooks, models, place))
             phases.gather("hooks", "", error)
             tree["models"] = left = left or {}
             if partial is not True:
@@ -346,7 +330,11 @@ class Saving:
 
     # --- inside ----------------------------------------------------------------------------------
 
-    def _all_held(self) -> tuple[WeakRegistry[Any], ...]:
+    def _all_held(
+        self,
+    ) -> tuple[
+        WeakRegistry[nn.Module], WeakRegistry[Optimizer], WeakRegistry[LRScheduler], WeakRegistry[Any]
+    ]:
         return self.models, self.optimizers, self.schedulers, self.loaders
 
     def _tree(self, *, is_to_load: bool = False) -> dict[str, Any]:
@@ -358,19 +346,10 @@ class Saving:
             )
         named: dict[str, dict[str, Any]] | None = None
         with suppress(ConfigurationError):
-            named = self._named()
+            named = name_all(*self._all_held())
         if named is None:
             gc.collect()  # objects that nobody holds any more may still wait for it
-            named = self._named()
-        if not is_to_load and self._find_lost():
-            gc.collect()  # what a lost object belonged to may wait for it as well
-            for kind, lost, partner in self._find_lost():
-                raise ConfigurationError(
-                    f"save_state: the {_ordinal(lost.number)} {kind} that was prepared ({lost.label}) is "
-                    f"gone, and {partner} is still in use, so the checkpoint would lack it. Keep what "
-                    "prepare returned; if it is no longer wanted, call free_memory() and prepare again what "
-                    "is."
-                )
+            named = name_all(*self._all_held())
         return {
             **named,
             "objects": dict(self._registered),
@@ -381,44 +360,6 @@ class Saving:
                 "scales_loss": self.context.precision.scales_loss,
             },
         }
-
-    def _find_lost(self) -> list[tuple[str, Lost, str]]:
-        """List what was prepared and is gone while what it belongs to is held: its kind, and what that is."""
-        of_models = {id(part) for one in self.models for part in self.models.parts_of(one)}
-        of_optimizers = {id(part) for one in self.optimizers for part in self.optimizers.parts_of(one)}
-        optimizers = {id(one) for one in self.optimizers}
-        kinds: tuple[tuple[str, WeakRegistry[Any], set[int], str], ...] = (
-            ("model", self.models, of_optimizers, "an optimizer of its parameters"),
-            ("optimizer", self.optimizers, of_models, "a model with its parameters"),
-            ("scheduler", self.schedulers, optimizers, "its optimizer"),
-        )
-        return [
-            (kind, lost, partner)
-            for kind, held, in_use, partner in kinds
-            for lost in held.lost()
-            if any(id(part) in in_use for part in lost.parts)
-        ]
-
-    def _named(self) -> dict[str, dict[str, Any]]:
-        """Return all that was prepared, by kind and name."""
-        models = name_things("model", self.models, self.models.name_of, describe_model)
-        describe = describe_optimizer(models)
-        optimizers = name_things("optimizer", self.optimizers, self.optimizers.name_of, describe)
-        describe = describe_scheduler(optimizers)
-        return {
-            "models": models,
-            "optimizers": optimizers,
-            "schedulers": name_things("scheduler", self.schedulers, self.schedulers.name_of, describe),
-            "loaders": name_things("loader", self._passes(), self.loaders.name_of, describe_loader),
-        }
-
-    def _passes(self) -> list[Any]:
-        """Return a loader for each place in some data: what skips batches of another has that one's place."""
-        found: list[Any] = []
-        for one in self.loaders:
-            if not any(passes_of(one).is_shared_with(passes_of(other)) for other in found):
-                found.append(one)
-        return found
 
     def _folder(self, operation: str) -> Path:
         folder = self.context.project.project_dir
@@ -461,7 +402,7 @@ class Saving:
             return
         phases = CollectivePhases(self.context, "save_state")
         with checkpoint.folder_for_files(self.context, target) as folder:
-            kept, error = catch(lambda: run_save_hooks(self._save_hooks, models, folder))
+            kept, error = catch(lambda: _run_save_hooks(self._save_hooks, models, folder))
             # Many hooks take weights out on the main process alone, where they save them.
             names = json.loads(phases.gather("hooks", json.dumps(kept), error)[0])
             for name in models.keys() - set(names):
@@ -473,9 +414,49 @@ class Saving:
             yield folder
 
 
-def _ordinal(number: int) -> str:
-    ending = "th" if 10 < number % 100 < 14 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
-    return f"{number}{ending}"
+def _add_hook(hooks: Hooks, hook: Callable[..., None]) -> RemovableHandle:
+    """Add a hook behind the others, and return what removes it."""
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle
+
+
+def _run_save_hooks(hooks: Hooks, models: Mapping[str, nn.Module], folder: Path) -> list[str]:
+    """Call ``hook(models, weights, folder)``, and return the names of the models that are left to be saved.
+
+    Raises:
+        ConfigurationError: A hook has changed weights.
+    """
+    if not hooks:
+        return list(models)
+    states = {
+        name: dict(unwrap_model(model, keep_torch_compile=False).state_dict())
+        for name, model in models.items()
+    }
+    before = {name: dict(state) for name, state in states.items()}
+    left = list(states.values())
+    for hook in tuple(hooks.values()):
+        hook(list(models.values()), left, str(folder))
+    kept = [name for name, state in states.items() if any(one is state for one in left)]
+    are_same = all(
+        states[name].keys() == before[name].keys()
+        and all(states[name][key] is value for key, value in before[name].items())
+        for name in kept
+    )
+    if not are_same or len(kept) != len(left):
+        raise ConfigurationError(
+            "save_state: a hook has changed the weights, and what is saved is the model itself. Take the "
+            "whole entry out of weights, and write the weights that you want to output_dir."
+        )
+    return kept
+
+
+def _run_load_hooks(hooks: Hooks, models: Mapping[str, nn.Module], place: Path) -> dict[str, nn.Module]:
+    """Call ``hook(models, place)``, and return the models that are left to be loaded."""
+    left = list(models.values())
+    for hook in tuple(hooks.values()):
+        hook(left, str(place))
+    return {name: model for name, model in models.items() if any(one is model for one in left)}
 
 
 def _refuse_unknown(operation: str, options: Mapping[str, Any]) -> None:

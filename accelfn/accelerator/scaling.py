@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 import accelfn.training as training
-from accelfn.accelerator.held import WeakRegistry
+from accelfn.accelerator.registry import WeakRegistry
 from accelfn.context import Context
 from accelfn.errors import ConfigurationError
 from accelfn.training import ScalerState

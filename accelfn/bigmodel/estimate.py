@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from accelfn.bigmodel.plan.shape import LeafShape, ModelShape, ModuleShape, read_shape
-from accelfn.bigmodel.plan.sizes import AnyDtype, CustomDtype, dtype_byte_size, read_dtype, sizes_of
-
-__all__ = (
-    "ESTIMATED_DTYPES",
-    "DtypeEstimate",
-    "MemoryEstimate",
-    "TrainingEstimate",
-    "estimate_json",
-    "estimate_memory",
+from accelfn.bigmodel.model_info import (
+    AnyDtype,
+    CustomDtype,
+    LeafShape,
+    ModelShape,
+    ModuleShape,
+    dtype_byte_size,
+    read_dtype,
+    read_shape,
+    sizes_of,
 )
 
 ESTIMATED_DTYPES = ("float32", "float16", "bfloat16", "float8", "int8", "int4")
@@ -114,26 +114,12 @@ def estimate_memory(
 
 def estimate_json(estimate: MemoryEstimate) -> dict[str, Any]:
     """Return an estimate as JSON has it: sizes in bytes by dtype, None where nobody trains. Pure."""
-    return {
-        "num_parameters": estimate.num_parameters,
-        "dtypes": {
-            one.dtype: {
-                "total": one.total,
-                "largest_layer": one.largest_layer,
-                "largest_names": list(one.largest_names),
-                "training": None
-                if one.training is None
-                else {
-                    "model": one.training.model,
-                    "gradients": one.training.gradients,
-                    "optimizer": one.training.optimizer,
-                    "step": one.training.step,
-                    "peak": one.training.peak,
-                },
-            }
-            for one in estimate.dtypes
-        },
-    }
+    rows = {one.dtype: asdict(one) for one in estimate.dtypes}
+    for one, row in zip(estimate.dtypes, rows.values(), strict=True):
+        row.pop("dtype")
+        if one.training is not None:
+            row["training"]["peak"] = one.training.peak
+    return {"num_parameters": estimate.num_parameters, "dtypes": rows}
 
 
 def _read_dtypes(dtypes: Iterable[AnyDtype]) -> list[tuple[str, torch.dtype | CustomDtype]]:

@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import os
+import pkgutil
 import re
 import sys
-import sysconfig
-import traceback
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, cast
 
 import torch
 from torch import nn
 
-from accelfn.bigmodel.arguments import require_path
 from accelfn.bigmodel.empty import init_empty_weights
-from accelfn.bigmodel.plan.shape import LeafShape, ModelShape, read_shape, shape_from_leaves
-from accelfn.checkpoint.files.header import Entry
-from accelfn.checkpoint.files.stored_dtype import SAFETENSORS_NAMES
-from accelfn.checkpoint.weights.index import find_weights, read_header
-from accelfn.errors import DamagedCheckpointError, MissingExtraError, NoCheckpointError
+from accelfn.bigmodel.model_info import LeafShape, ModelShape, read_shape, shape_from_leaves
+from accelfn.bigmodel.weight_files import open_checkpoint
+from accelfn.checkpoint.weights_index import find_weights
+from accelfn.errors import MissingExtraError, NoCheckpointError
 
-__all__ = ("build_on_meta", "build_source", "call_on_meta", "importing_from_here", "read_source")
-
-_DTYPES = MappingProxyType({name: dtype for dtype, name in SAFETENSORS_NAMES.items()})
 _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
@@ -52,7 +44,6 @@ def read_source(source: str | os.PathLike[str], *, trust_remote_code: bool = Fal
         NoCheckpointError: The folder has neither a configuration nor weights.
         DamagedCheckpointError: A file of weights isn't sound.
     """
-    require_path("read_source", "source", source)
     text = os.fspath(source)
     path = Path(text)
     if path.exists() and not (path / "config.json").is_file():
@@ -105,71 +96,18 @@ def call_on_meta(source: str) -> object:
     Ranks: local. Effect: imports the module.
 
     Raises:
-        ValueError: There is no such module or function, or it can't be imported or called without arguments.
-            What it raised is the cause.
+        ValueError: There is no such module or function, or the module needs one that isn't there.
+        Exception: What the module or the function raised.
     """
-    module_name, _, function_name = source.partition(":")
     with importing_from_here():
         try:
-            found: Any = importlib.import_module(module_name)
-        except (Exception, SystemExit) as error:
-            raise ValueError(f"{source}: {_tell_import(module_name, error)}") from error
-        for part in function_name.split("."):
-            found = getattr(found, part, None)
-        if not callable(found):
-            raise ValueError(f"{source}: the module {module_name} has no function {function_name!r}.")
-        needed = _needed_arguments(found)
-        if needed:
+            found: Any = pkgutil.resolve_name(source)
+        except (ImportError, AttributeError) as error:
             raise ValueError(
-                f"{source}: the function needs arguments ({', '.join(needed)}), and is called without any. "
-                "Name one that needs none, and calls it."
-            )
-        try:
-            with init_empty_weights(include_buffers=True):
-                return cast("Callable[[], object]", found)()
-        except (Exception, SystemExit) as error:
-            raise ValueError(
-                f"{source}: the function raised {_tell(error)}. It is called without arguments, and while "
-                "new tensors have no values (meta device)."
+                f"{source}: {error}. Modules are looked for in {os.getcwd()} and in installed packages."
             ) from error
-
-
-def _tell_import(module_name: str, error: BaseException) -> str:
-    missing = error.name if isinstance(error, ModuleNotFoundError) else None
-    if missing is None or not f"{module_name}.".startswith(f"{missing}."):
-        return f"importing the module {module_name} raised {_tell(error)}."  # also by what it imports itself
-    if module_name.endswith(".py"):
-        name = module_name.removesuffix(".py")
-        return f"a module is named without .py: write {name}:FUNCTION."
-    return f"there is no module {missing!r} here ({os.getcwd()}) or among the installed ones."
-
-
-def _needed_arguments(function: Callable[..., object]) -> list[str]:
-    """Name the arguments that a function can't be called without."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # some of C say nothing
-        return []
-    bound = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [one.name for one in parameters if one.default is one.empty and one.kind not in bound]
-
-
-def _tell(error: BaseException) -> str:
-    """Return what was raised, and where in the user's own code."""
-    said = f"{type(error).__name__}: {error}".rstrip(": .")
-    frames = [one for one in traceback.extract_tb(error.__traceback__) if not _is_ours(one.filename)]
-    own = [one for one in frames if not _is_installed(one.filename)] or frames
-    return f"{said} ({own[-1].filename}, line {own[-1].lineno}, in {own[-1].name})" if own else said
-
-
-def _is_ours(filename: str) -> bool:
-    ours = (Path(__file__).parents[1], Path(importlib.__file__).parent)  # the latter imports for us
-    return filename.startswith("<") or any(one in Path(filename).parents for one in ours)
-
-
-def _is_installed(filename: str) -> bool:
-    known = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
-    return any(Path(one) in Path(filename).parents for one in known)
+        with init_empty_weights(include_buffers=True):
+            return found()
 
 
 @contextmanager
@@ -217,46 +155,21 @@ def _from_config(folder: Path, trust_remote_code: bool) -> nn.Module:
 
 
 def _from_files(path: Path) -> ModelShape:
-    """Read names and sizes from the heads of safetensors files."""
-    files = find_weights(path)
-    if not files.is_safe:
+    """Read names and sizes from the headers of safetensors files."""
+    if not find_weights(path).is_safe:
         raise ValueError(
             f"{path}: the sizes in a pickled file can't be read without its values. Pass safetensors, a "
             "folder with a config.json, or MODULE:FUNCTION."
         )
-    leaves: dict[str, LeafShape] = {}
-    tied: dict[str, str] = {}
-    for file in files.paths:
-        header = read_header(file)
-        names = header.entries.keys()
-        if files.weight_map is not None:
-            names = {name for name, home in files.weight_map.items() if home == file.name}
-            lost = sorted(names - header.entries.keys())
-            if lost:
-                raise DamagedCheckpointError(
-                    f"{file} lacks {', '.join(lost[:5])}, which the index says is in it: the files are not "
-                    "of one save.",
-                    file.name,
-                )
-        leaves.update({name: _leaf(name, header.entries[name]) for name in names})
-        # Names that aren't stored stand in the metadata, with the stored ones.
-        tied.update({name: first for name, first in header.metadata.items() if first in names})
-    if not leaves:
+    files = open_checkpoint(path)
+    if not files.tensors:
         raise NoCheckpointError(f"{path} has no tensors.")
+    tensors = {**files.tensors, **{name: files.tensors[first] for name, first in files.tied.items()}}
     groups: dict[str, list[str]] = {}
-    for name, first in tied.items():
-        if name not in leaves:
-            leaves[name] = leaves[first]._replace(name=name)
-            groups.setdefault(first, [first]).append(name)
-    return shape_from_leaves(leaves.values(), groups.values())
-
-
-def _leaf(name: str, entry: Entry) -> LeafShape:
-    dtype = torch.float4_e2m1fn_x2 if entry.dtype == "F4" else _DTYPES.get(entry.dtype)
-    size = entry.stop - entry.start
-    numel = 1
-    for length in entry.shape:
-        numel *= length
-    if entry.dtype == "F4":
-        numel //= 2  # torch counts pairs
-    return LeafShape(name, size, numel, dtype, is_plain=dtype is not None)
+    for name, first in files.tied.items():
+        groups.setdefault(first, [first]).append(name)
+    leaves = [
+        LeafShape(name, one.num_bytes, torch.Size(one.shape).numel(), one.dtype)
+        for name, one in tensors.items()
+    ]
+    return shape_from_leaves(leaves, groups.values())

@@ -1,43 +1,34 @@
 """A tree on disk, and when it is time to write it."""
 
-from accelfn.checkpoint.accelerate.reading import AccelerateState, read_accelerate
-from accelfn.checkpoint.accelerate.tree import from_accelerate, to_accelerate
-from accelfn.checkpoint.accelerate.writing import write_accelerate
-from accelfn.checkpoint.conversion.convert import Conversion, convert_checkpoint
-from accelfn.checkpoint.conversion.merge import merge_fsdp_weights
-from accelfn.checkpoint.files.find import find_checkpoints, latest_checkpoint
-from accelfn.checkpoint.files.keep import Keep, plan_retention, prune_checkpoints
-from accelfn.checkpoint.files.verify import CheckpointReport, verify_checkpoint
+from accelfn.checkpoint.accelerate_read import read_accelerate
+from accelfn.checkpoint.accelerate_write import write_accelerate
+from accelfn.checkpoint.attachments import folder_for_files
+from accelfn.checkpoint.background import SaveHandle
+from accelfn.checkpoint.convert import Conversion, convert_checkpoint
+from accelfn.checkpoint.find import CheckpointReport, find_checkpoints, latest_checkpoint, verify_checkpoint
+from accelfn.checkpoint.keep import Keep, plan_retention, prune_checkpoints
+from accelfn.checkpoint.load import find_checkpoint, load_latest, load_state, load_tree
+from accelfn.checkpoint.merge import merge_fsdp_weights
 from accelfn.checkpoint.preemption import EXIT_PREEMPTED, STOP_SIGNALS, PreemptionGuard, preemption
-from accelfn.checkpoint.state.attachments import folder_for_files
-from accelfn.checkpoint.state.background import SaveHandle
-from accelfn.checkpoint.state.load import find_checkpoint, load_latest, load_state, load_tree
-from accelfn.checkpoint.state.save import save_state, save_tree
-from accelfn.checkpoint.weights.index import WeightsFiles, find_weights
-from accelfn.checkpoint.weights.load import LoadReport, load_model
-from accelfn.checkpoint.weights.plan import WeightNames, WeightsPlan, parse_size, plan_weights
-from accelfn.checkpoint.weights.save import save_model, save_object
-from accelfn.checkpoint.weights.state import get_state_dict
+from accelfn.checkpoint.save import save_state, save_tree
+from accelfn.checkpoint.weights import LoadReport, load_model, save_model, save_object
+from accelfn.checkpoint.weights_index import find_weights
+from accelfn.checkpoint.weights_state import get_state_dict
 
 __all__ = (
     "EXIT_PREEMPTED",
     "STOP_SIGNALS",
-    "AccelerateState",
     "CheckpointReport",
     "Conversion",
     "Keep",
     "LoadReport",
     "PreemptionGuard",
     "SaveHandle",
-    "WeightNames",
-    "WeightsFiles",
-    "WeightsPlan",
     "convert_checkpoint",
     "find_checkpoint",
     "find_checkpoints",
     "find_weights",
     "folder_for_files",
-    "from_accelerate",
     "get_state_dict",
     "latest_checkpoint",
     "load_latest",
@@ -45,9 +36,7 @@ __all__ = (
     "load_state",
     "load_tree",
     "merge_fsdp_weights",
-    "parse_size",
     "plan_retention",
-    "plan_weights",
     "preemption",
     "prune_checkpoints",
     "read_accelerate",
@@ -55,7 +44,6 @@ __all__ = (
     "save_object",
     "save_state",
     "save_tree",
-    "to_accelerate",
     "verify_checkpoint",
     "write_accelerate",
 )

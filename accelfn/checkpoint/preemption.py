@@ -16,7 +16,7 @@ import torch
 
 from accelfn.comm import Call, agree, failing_together
 from accelfn.context import Context, check_context
-from accelfn.data.signals import Hold, SignalHolder
+from accelfn.data.workers import Hold, SignalHolder
 
 __all__ = ("EXIT_PREEMPTED", "STOP_SIGNALS", "PreemptionGuard", "preemption")
 

@@ -1,65 +1,49 @@
 """Pytrees across ranks, process control, random state."""
 
-from accelfn.comm.agreement import Call, agree, catch, check, check_later, verify_structure
-from accelfn.comm.objects import broadcast_bytes, broadcast_object_list, gather_bytes, gather_object
+# ruff: noqa: I001 -- a name that is exported is imported "as" itself, all of a module by one statement
+from accelfn.comm.agreement import (
+    Call as Call,
+    agree as agree,
+    catch as catch,
+    check as check,
+    check_later as check_later,
+    verify_structure as verify_structure,
+)
+from accelfn.comm.objects import (
+    broadcast_bytes as broadcast_bytes,
+    broadcast_object_list as broadcast_object_list,
+    gather_bytes as gather_bytes,
+    gather_object as gather_object,
+)
 from accelfn.comm.process_control import (
-    failing_together,
-    local_main_process_first,
-    main_process_first,
-    on_last_process,
-    on_local_main_process,
-    on_local_process,
-    on_main_process,
-    on_process,
-    print_once,
-    wait_for_everyone,
+    TriggerState as TriggerState,
+    check_trigger as check_trigger,
+    failing_together as failing_together,
+    local_main_process_first as local_main_process_first,
+    main_process_first as main_process_first,
+    on_last_process as on_last_process,
+    on_local_main_process as on_local_main_process,
+    on_local_process as on_local_process,
+    on_main_process as on_main_process,
+    on_process as on_process,
+    print_once as print_once,
+    set_trigger as set_trigger,
+    wait_for_everyone as wait_for_everyone,
 )
-from accelfn.comm.random_state import set_seed, synchronize_rng_states
-from accelfn.comm.replicas import check_replicas
-from accelfn.comm.rows import pad_across_processes, scatter
-from accelfn.comm.shards import all_gather, all_to_all, permute, reduce_scatter, shard, unshard
-from accelfn.comm.split import split_between_processes, split_sizes
-from accelfn.comm.tensors import broadcast, gather, reduce
-from accelfn.comm.triggers import TriggerState, check_trigger, set_trigger
-
-__all__ = (
-    "Call",
-    "TriggerState",
-    "agree",
-    "all_gather",
-    "all_to_all",
-    "broadcast",
-    "broadcast_bytes",
-    "broadcast_object_list",
-    "catch",
-    "check",
-    "check_later",
-    "check_replicas",
-    "check_trigger",
-    "failing_together",
-    "gather",
-    "gather_bytes",
-    "gather_object",
-    "local_main_process_first",
-    "main_process_first",
-    "on_last_process",
-    "on_local_main_process",
-    "on_local_process",
-    "on_main_process",
-    "on_process",
-    "pad_across_processes",
-    "permute",
-    "print_once",
-    "reduce",
-    "reduce_scatter",
-    "scatter",
-    "set_seed",
-    "set_trigger",
-    "shard",
-    "split_between_processes",
-    "split_sizes",
-    "synchronize_rng_states",
-    "unshard",
-    "verify_structure",
-    "wait_for_everyone",
+from accelfn.comm.random_state import set_seed as set_seed, synchronize_rng_states as synchronize_rng_states
+from accelfn.comm.replicas import check_replicas as check_replicas
+from accelfn.comm.rows import (
+    pad_across_processes as pad_across_processes,
+    scatter as scatter,
+    split_between_processes as split_between_processes,
+    split_sizes as split_sizes,
 )
+from accelfn.comm.shards import (
+    all_gather as all_gather,
+    all_to_all as all_to_all,
+    permute as permute,
+    reduce_scatter as reduce_scatter,
+    shard as shard,
+    unshard as unshard,
+)
+from accelfn.comm.tensors import broadcast as broadcast, gather as gather, reduce as reduce

@@ -17,24 +17,10 @@ import torch
 from torch.autograd import forward_ad
 
 from accelfn.comm.agreement import Call, check
-from accelfn.comm.arithmetic import REDUCED_HERE, combine
-from accelfn.comm.transfer import ALONE_BYTES, all_gather_rows
+from accelfn.comm.transfer import ALONE_BYTES, REDUCED_HERE, all_gather_rows, combine
 from accelfn.context import Context
 from accelfn.errors import NotAvailableError
 from accelfn.tree import Buffer, flatten, flatten_group, plan_layout
-
-__all__ = (
-    "Cut",
-    "Exchange",
-    "Join",
-    "Move",
-    "Permute",
-    "Pieces",
-    "SumPieces",
-    "apply_move",
-    "beneath_transforms",
-    "is_differentiated",
-)
 
 # Added in float32 and rounded once, on the rank that gets them; or not added by every backend.
 _SUMMED_HERE = REDUCED_HERE | {torch.float16, torch.bfloat16, torch.bool, torch.complex64, torch.complex128}

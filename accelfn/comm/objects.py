@@ -11,11 +11,8 @@ from typing import Any, TypeVar, cast, overload
 
 import torch
 
-from accelfn.comm.agreement import Call, agree, capacity, catch, check_rank
-from accelfn.comm.wire import as_bytes, as_tensor
+from accelfn.comm.agreement import Call, agree, as_bytes, as_tensor, capacity, catch, check_rank
 from accelfn.context import Context, check_context
-
-__all__ = ("broadcast_bytes", "broadcast_object_list", "gather_bytes", "gather_object")
 
 T = TypeVar("T")
 

@@ -7,26 +7,13 @@ import functools
 import pickle
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any, Literal, ParamSpec, Protocol, TypeVar, overload
+from typing import Any, Literal, NamedTuple, ParamSpec, Protocol, TypeVar, overload
+
+import torch
 
 from accelfn.comm.agreement import Call, agree, catch
 from accelfn.comm.objects import gather_bytes
 from accelfn.context import Context, check_context, publish
-
-__all__ = (
-    "Decorator",
-    "SharingDecorator",
-    "failing_together",
-    "local_main_process_first",
-    "main_process_first",
-    "on_last_process",
-    "on_local_main_process",
-    "on_local_process",
-    "on_main_process",
-    "on_process",
-    "print_once",
-    "wait_for_everyone",
-)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -245,3 +232,35 @@ def print_once(ctx: Context, *values: Any, **options: Any) -> None:
     check_context("print_once", ctx)
     if ctx.is_local_main_process:
         builtins.print(*values, **options)
+
+
+class TriggerState(NamedTuple):
+    """Whether this rank has set the flag since the last check."""
+
+    is_set: bool = False
+
+
+def set_trigger(state: TriggerState) -> TriggerState:
+    """Set the flag on this rank. Ranks: any; the others learn of it at the next :func:`check_trigger`."""
+    del state
+    return TriggerState(is_set=True)
+
+
+def check_trigger(ctx: Context, state: TriggerState) -> tuple[TriggerState, bool]:
+    """Ask whether any rank has set the flag, and clear it if so.
+
+    Ranks: every rank of ``ctx``.
+
+    Returns:
+        The next state, and the answer, which is the same on every rank.
+
+    >>> state, stop = check_trigger(Context(), set_trigger(TriggerState()))
+    >>> state.is_set, stop
+    (False, True)
+    """
+    check_context("check_trigger", ctx)
+    rows = [torch.tensor([state.is_set], dtype=torch.uint8)]
+    if ctx.world.size > 1:
+        rows = agree(ctx, Call("check_trigger"), rows[0])
+    fired = any(bool(row[0]) for row in rows)
+    return (TriggerState() if fired else state), fired

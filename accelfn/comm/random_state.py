@@ -10,14 +10,11 @@ from typing import Any
 
 import torch
 
-from accelfn.comm.agreement import Call, catch
+from accelfn.comm.agreement import Call, as_bytes, as_tensor, catch
 from accelfn.comm.objects import broadcast_bytes
-from accelfn.comm.wire import as_bytes, as_tensor
 from accelfn.context import Context, check_context
 from accelfn.context.config import RNGType
 from accelfn.errors import ConfigurationError
-
-__all__ = ("set_seed", "synchronize_rng_states")
 
 
 def set_seed(

@@ -15,10 +15,9 @@ import torch
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from accelfn.comm.agreement import Call, agree, catch
+from accelfn.comm.agreement import Call, agree, as_bytes, catch
 from accelfn.comm.objects import gather_bytes
 from accelfn.comm.transfer import unwrap
-from accelfn.comm.wire import as_bytes
 from accelfn.context import AXES, JOINED, Context, check_context
 from accelfn.errors import Drift, ReplicaDriftError
 from accelfn.tree import (
@@ -32,8 +31,6 @@ from accelfn.tree import (
     require_tensors,
     split_flat,
 )
-
-__all__ = ("check_replicas",)
 
 _OPERATION = "check_replicas"
 _DIGEST_BYTES = 16

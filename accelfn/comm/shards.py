@@ -27,11 +27,9 @@ from accelfn.comm.moves import (
     is_differentiated,
 )
 from accelfn.comm.objects import gather_bytes
-from accelfn.comm.split import split_sizes
+from accelfn.comm.rows import split_sizes
 from accelfn.context import Context, check_context
 from accelfn.tree import TreeSpec, flatten, is_packed_sequence, require_tensors
-
-__all__ = ("all_gather", "all_to_all", "permute", "reduce_scatter", "shard", "unshard")
 
 T = TypeVar("T")
 Axis = str | tuple[str, ...] | None

@@ -11,23 +11,24 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from accelfn.comm.agreement import agree, catch, check_rank, layout_call
-from accelfn.comm.arithmetic import REDUCED_HERE, REDUCTIONS, check_arithmetic, combine, scale_
+from accelfn.comm.agreement import agree, catch, check_rank, layout_call, read_groups
 from accelfn.comm.transfer import (
+    REDUCED_HERE,
+    REDUCTIONS,
     PackedTree,
     all_gather_rows,
+    check_arithmetic,
+    combine,
     exchange_tree,
     fits,
     open_call,
     payload_of,
     prepare_tree,
+    scale_,
     unwrap,
 )
-from accelfn.comm.wire import read_groups
 from accelfn.context import Context, ReduceOp, check_context
 from accelfn.tree import Packed, flatten_group, is_packed_sequence, unpack
-
-__all__ = ("broadcast", "gather", "reduce")
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""How a tree of tensors travels: whole in the opening exchange, or buffer by buffer after it."""
+"""Move and reduce packed trees over the seam's collectives."""
 
 from __future__ import annotations
 
@@ -7,22 +7,18 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from accelfn.comm.agreement import Call, agree, capacity, check, layout_call
-from accelfn.comm.wire import padded_size, read_groups, write_groups
-from accelfn.context import Context
-from accelfn.tree import PackSpec, flatten, plan_layout, require_tensors
-
-__all__ = (
-    "ALONE_BYTES",
-    "PackedTree",
-    "all_gather_rows",
-    "exchange_tree",
-    "fits",
-    "open_call",
-    "payload_of",
-    "prepare_tree",
-    "unwrap",
+from accelfn.comm.agreement import (
+    Call,
+    agree,
+    capacity,
+    check,
+    layout_call,
+    padded_size,
+    read_groups,
+    write_groups,
 )
+from accelfn.context import Context, ReduceOp
+from accelfn.tree import PackSpec, flatten, plan_layout, require_tensors
 
 # From here on a copy into a shared buffer costs more than a message of one's own.
 ALONE_BYTES = 1 << 20
@@ -106,3 +102,77 @@ def all_gather_rows(ctx: Context, buffer: torch.Tensor) -> torch.Tensor:
 
 def _payload_bytes(layout: PackSpec) -> int:
     return sum(padded_size(group.num_bytes) for group in layout.groups)
+
+
+REDUCTIONS = ("sum", "mean", "max", "min", "none")
+
+# Dtypes that not every backend can add, so they are gathered and added here.
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
+REDUCED_HERE = frozenset((torch.int16, torch.uint16, torch.uint32, torch.uint64, *_FLOAT8))
+# Added in float32 and rounded once.
+_NARROW = frozenset((torch.float16, torch.bfloat16, *_FLOAT8))
+
+
+def check_arithmetic(prepared: PackedTree, reduction: str, scale: float) -> None:
+    """Refuse what a dtype can't hold.
+
+    Raises:
+        TypeError: With the path of the leaf.
+    """
+    for index, dtype in enumerate(prepared.layout.dtypes):
+        if dtype.is_floating_point:
+            continue
+        if dtype.is_complex:
+            if reduction in ("max", "min"):
+                path = prepared.layout.structure.paths()[index]
+                raise TypeError(f"reduce: {path} is complex, and complex numbers have no {reduction}.")
+        elif reduction == "mean" or scale != 1.0:
+            path = prepared.layout.structure.paths()[index]
+            raise TypeError(
+                f"reduce: {path} is of dtype {dtype}, which can't hold a mean or a scaled "
+                f"sum (reduction={reduction!r}, scale={scale!r}). "
+                "Convert it with .float(), or reduce it with 'sum'."
+            )
+
+
+def combine(stacked: torch.Tensor, op: ReduceOp, divisor: int = 1, factor: float = 1.0) -> torch.Tensor:
+    """Reduce the buffers of all ranks, shape (P, n), into a new one; the same bits on every rank.
+
+    Narrow floats are summed, divided and scaled in float32, and rounded once.
+    """
+    dtype = stacked.dtype
+    if dtype == torch.bool:
+        return stacked.all(0) if op == "min" else stacked.any(0)
+    if dtype in _NARROW:
+        stacked = stacked.float()
+    elif dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch has hardly any arithmetic for these
+        return _combine_unsigned(stacked, op)
+    if op == "sum":
+        result = stacked.sum(0, dtype=stacked.dtype)
+    else:
+        result = stacked.amax(0) if op == "max" else stacked.amin(0)
+    if divisor != 1:
+        result.div_(divisor)
+    if factor != 1.0:
+        result.mul_(factor)
+    return result.to(dtype)
+
+
+def _combine_unsigned(stacked: torch.Tensor, op: ReduceOp) -> torch.Tensor:
+    dtype = stacked.dtype
+    if dtype != torch.uint64:
+        wide = stacked.to(torch.int64)
+        result = wide.sum(0) if op == "sum" else wide.amax(0) if op == "max" else wide.amin(0)
+        return result.to(dtype)
+    signed = stacked.view(torch.int64)
+    if op == "sum":  # two's complement: the sum of the signed values has the same bits
+        return signed.sum(0).view(dtype)
+    flipped = signed ^ torch.iinfo(torch.int64).min  # keeps the unsigned order
+    result = flipped.amax(0) if op == "max" else flipped.amin(0)
+    return (result ^ torch.iinfo(torch.int64).min).view(dtype)
+
+
+def scale_(buffer: torch.Tensor, factor: float) -> torch.Tensor:
+    """Multiply ``buffer`` in place."""
+    # torch has no arithmetic for float8.
+    return buffer.mul_(factor) if buffer.dtype.itemsize > 1 else buffer.copy_(buffer.float() * factor)

@@ -19,10 +19,8 @@ import torch
 import torch.distributed as dist
 
 from accelfn.context.call_log import CallLog
-from accelfn.context.message_board import MessageBoard
+from accelfn.context.failure import MessageBoard
 from accelfn.context.world import GroupOwner
-
-__all__ = ("MAX_CHUNK_BYTES", "Collectives", "Part", "ReduceOp", "StartedAllGather", "chunk_bytes")
 
 ReduceOp = Literal["sum", "max", "min"]
 

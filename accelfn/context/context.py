@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
+import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from typing_extensions import Self, Unpack
 
-from accelfn.context.close import close
 from accelfn.context.collectives import Collectives
 from accelfn.context.config import (
     CanonicalReduction,
@@ -23,9 +26,9 @@ from accelfn.context.config import (
     ProfileKwargs,
     ProjectConfiguration,
 )
-from accelfn.context.device import read_hardware
-from accelfn.context.failure import publish
-from accelfn.context.handlers import sort_handlers
+from accelfn.context.config.engines import sort_handlers
+from accelfn.context.device import Precision, check_precision, read_hardware
+from accelfn.context.failure import announce_end, publish
 from accelfn.context.mesh import AXES, Mesh, MeshPlan, build_mesh, plan_mesh
 from accelfn.context.options import (
     ContextOptions,
@@ -35,11 +38,8 @@ from accelfn.context.options import (
     settle_parallelism,
     settle_window,
 )
-from accelfn.context.precision import Precision, check_precision
 from accelfn.context.world import World
 from accelfn.errors import ConfigurationError, NotAvailableError
-
-__all__ = ("Context", "check_context", "close_context", "configure", "with_mesh", "with_window")
 
 
 def _no_axes() -> dict[tuple[str, ...], Context]:
@@ -414,3 +414,62 @@ def close_context(ctx: Context) -> None:
         ctx.world.background.settle()
     finally:
         close(ctx)
+
+
+_LET_GO_S = 0.02
+# Ranks that wait in an operation look at the board several times in that time.
+_HOST_S = 1.5
+
+
+def close(ctx: Context) -> None:
+    """Undo what ``init_context`` did for ``ctx``; see :func:`accelfn.close_context`.
+
+    Ranks: every rank of ``ctx``.
+    """
+    made = ctx.world.made
+    if made.opened:
+        if ctx.mesh is not None and not ctx.collectives.call_log.closed:
+            ctx.mesh.leave(tell=True)
+        _leave(ctx)
+    if made.opened and ctx.world.keeper is not None:
+        ctx.world.keeper.let_go()
+    # Another group may be the default one by now, if this context was closed before: it isn't ours to
+    # destroy.
+    group = ctx.world.group_ref
+    if not made.group or group is None or group() is None or group() is not _default_group():
+        return
+    dist.destroy_process_group()
+    if group() is not None:
+        # A wrapped model still holds it, and with it threads that may be about to release a last tensor,
+        # for which they need the interpreter: one left waiting when that ends aborts the process.
+        time.sleep(_LET_GO_S)
+    if made.excepthooks is not None and sys.excepthook is made.excepthooks[1]:
+        sys.excepthook = made.excepthooks[0]
+    if made.previous_device is not None:
+        torch.accelerator.set_device_index(made.previous_device)
+
+
+def _leave(ctx: Context) -> None:
+    """Announce that this rank takes part in no further operation, and release what that needed."""
+    made, board, call_log = ctx.world.made, ctx.collectives.board, ctx.collectives.call_log
+    if call_log.closed:
+        return
+    call_log.closed = True
+    if made.end_watch is not None:
+        made.end_watch()
+    if made.at_exit is not None:
+        atexit.unregister(made.at_exit)
+    if ctx.world.size > 1:
+        announce_end(board, call_log, ctx.rank)
+        board.post(f"gone/{ctx.rank}", "yes")
+        if made.hosts_store:  # others may still have to read what this rank has posted
+            end = time.monotonic() + _HOST_S
+            waiting = set(range(ctx.world.size))
+            while waiting and time.monotonic() < end:
+                waiting = {rank for rank in waiting if not board.read(f"gone/{rank}")}
+                time.sleep(_LET_GO_S if waiting else 0.0)
+    board.close()
+
+
+def _default_group() -> dist.ProcessGroup | None:
+    return dist.group.WORLD if dist.is_initialized() else None

@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from accelfn.errors import EnvironmentPlanError
-
-__all__ = ("EnvironmentPlan", "detect_environment", "first_host", "tasks_on_node")
 
 DEFAULT_PORT = 29500
 
@@ -45,15 +44,37 @@ class EnvironmentPlan:
 
     def __post_init__(self) -> None:
         """Refuse a rank outside its world."""
-        _check_range("rank", self.rank, "world", self.size, self.launcher)
-        _check_range("local rank", self.local_rank, "local world", self.local_size, self.launcher)
-        _check_range("node rank", self.node_rank, "number of nodes", self.num_nodes, self.launcher)
-        if self.local_size + self.num_nodes - 1 > self.size:
+        check_place(self, f" ({self.launcher})")
+
+
+def check_place(place: Any, source: str = "") -> None:
+    """Refuse a rank outside its world, and nodes that don't fit in it.
+
+    Args:
+        place: Has rank, size, local_rank, local_size, node_rank and num_nodes.
+        source: Who says so, for the message.
+
+    Raises:
+        EnvironmentPlanError: With the numbers.
+    """
+    for name, value, size in (
+        ("rank", place.rank, place.size),
+        ("local_rank", place.local_rank, place.local_size),
+        ("node_rank", place.node_rank, place.num_nodes),
+    ):
+        if size < 1:
+            raise EnvironmentPlanError(f"at least one process is needed for a {name}, got {size}{source}")
+        if not 0 <= value < size:
             raise EnvironmentPlanError(
-                f"{self.local_size} processes on this node and at least one on every other of "
-                f"{self.num_nodes} nodes do not fit a world of {self.size} ({self.launcher}). Correct the "
-                "launcher's variables, or unset what is left over from another run."
+                f"the {name} must lie in 0..{size - 1}: got {value}{source}. Correct the launcher's "
+                "variables, or unset what is left over from another run."
             )
+    if place.local_size + place.num_nodes - 1 > place.size:
+        raise EnvironmentPlanError(
+            f"{place.local_size} processes on this node and at least one on every other of {place.num_nodes} "
+            f"nodes do not fit a world of {place.size}{source}. Correct the launcher's variables, or unset "
+            "what is left over from another run."
+        )
 
 
 def detect_environment(env: Mapping[str, str]) -> EnvironmentPlan:
@@ -80,7 +101,7 @@ def detect_environment(env: Mapping[str, str]) -> EnvironmentPlan:
     given = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE") if env.get(name)]
     # LOCAL_RANK=-1 is the old launchers' word for "not distributed"; a world of 1 needs no rank.
     alone = env.get("LOCAL_RANK") == "-1" or given == ["WORLD_SIZE"]
-    if given and not (alone and (_optional(env, "WORLD_SIZE") or 1) <= 1):
+    if given and not (alone and (_number(env, "WORLD_SIZE") or 1) <= 1):
         if env.get("LOCAL_RANK") == "-1":
             raise EnvironmentPlanError(
                 f"LOCAL_RANK=-1 says that this process is alone, WORLD_SIZE={env['WORLD_SIZE']} that it "
@@ -96,136 +117,90 @@ def detect_environment(env: Mapping[str, str]) -> EnvironmentPlan:
 
 
 def _from_torch(env: Mapping[str, str]) -> EnvironmentPlan | None:
-    if not env.get("RANK") or not env.get("WORLD_SIZE") or env.get("LOCAL_RANK") == "-1":
+    rank, size = _number(env, "RANK"), _number(env, "WORLD_SIZE")
+    if rank is None or size is None or env.get("LOCAL_RANK") == "-1":
         return None
-    rank, size = _integer(env, "RANK"), _integer(env, "WORLD_SIZE")
-    addr, port = _master(env)
-    local_rank, local_size = _optional(env, "LOCAL_RANK"), _optional(env, "LOCAL_WORLD_SIZE")
-    node_rank = _optional(env, "GROUP_RANK")
-    if node_rank is None:
-        node_rank = _optional(env, "NODE_RANK")
+    local_rank, local_size = _number(env, "LOCAL_RANK"), _number(env, "LOCAL_WORLD_SIZE")
+    node_rank = _number(env, "GROUP_RANK")
+    node_rank = _number(env, "NODE_RANK") if node_rank is None else node_rank
     nodes_known = local_size is not None and node_rank is not None
     if local_size is None:
-        if addr is None or _is_loopback(addr):  # a world that can't be on several machines
-            local_size, nodes_known = size, True
-        else:
-            # Kubernetes gives one process a pod. Others number the processes of a node and leave out how
-            # many.
-            local_size = (local_rank or 0) + 1
-    if local_size < size and addr is None:
-        raise EnvironmentPlanError(
-            f"WORLD_SIZE={size} with LOCAL_WORLD_SIZE={local_size} means several nodes, and MASTER_ADDR "
-            "does not say where rank 0 is. Export MASTER_ADDR (host of rank 0) and MASTER_PORT to every "
-            "process."
-        )
+        # Kubernetes gives one process a pod. Others number the processes of a node and leave out how many.
+        local_size = size if _is_one_machine(env) else (local_rank or 0) + 1
     return _plan(
+        env,
         "torchrun" if env.get("TORCHELASTIC_RUN_ID") else "env",
         rank,
         size,
         local_rank,
         local_size,
-        addr,
-        port,
         node_rank=node_rank,
-        num_nodes=_optional(env, "GROUP_WORLD_SIZE"),
+        num_nodes=_number(env, "GROUP_WORLD_SIZE"),
         nodes_known=nodes_known,
     )
 
 
-# Launcher; names of rank and size; pairs of names of local rank and local size.
+# Launcher; names of rank, size, local rank and local size. Hydra, the mpiexec of MPICH and Intel MPI, says
+# the place in the third way, Cray's PALS in the last.
 _MPI = (
-    (
-        "openmpi",
-        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-        (("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),),
-    ),
-    (
-        "mvapich",
-        ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"),
-        (("MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),),
-    ),
-    # Hydra, the mpiexec of MPICH and Intel MPI, sets the first pair; Cray's PALS the second.
-    (
-        "mpich",
-        ("PMI_RANK", "PMI_SIZE"),
-        (("MPI_LOCALRANKID", "MPI_LOCALNRANKS"), ("PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")),
-    ),
+    ("openmpi", *(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
+    ("mvapich", *(f"MV2_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))),
+    ("mpich", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ("mpich", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE"),
 )
 
 
 def _from_mpi(env: Mapping[str, str]) -> EnvironmentPlan | None:
-    for launcher, (rank_name, size_name), locals_ in _MPI:
-        if not env.get(rank_name) and not env.get(size_name):
-            continue
-        if not env.get(rank_name) or not env.get(size_name):
-            raise EnvironmentPlanError(
-                f"{rank_name} and {size_name} must be set together: got {rank_name}={env.get(rank_name)!r}, "
-                f"{size_name}={env.get(size_name)!r}. Start with mpirun, or unset it."
-            )
-        rank, size = _integer(env, rank_name), _integer(env, size_name)
-        addr, port = _master(env)
-        place = next((pair for pair in locals_ if all(env.get(name) for name in pair)), None)
-        if place is not None:
-            local_rank, local_size = _integer(env, place[0]), _integer(env, place[1])
-        elif env.get("SLURM_STEP_NUM_TASKS"):  # srun --mpi=pmi2 names the rank, SLURM the place in the node
+    started = [names for names in _MPI if env.get(names[1]) or env.get(names[2])]
+    if not started:
+        return None
+    placed = [names for names in started if env.get(names[3]) and env.get(names[4])]
+    launcher, *names = (placed or started)[0]
+    rank, size, local_rank, local_size = (_number(env, name) for name in names)
+    if rank is None or size is None:
+        raise EnvironmentPlanError(
+            f"{names[0]} and {names[1]} must be set together: got {names[0]}={env.get(names[0])!r}, "
+            f"{names[1]}={env.get(names[1])!r}. Start with mpirun, or unset it."
+        )
+    if not placed:
+        if env.get("SLURM_STEP_NUM_TASKS"):  # srun --mpi=pmi2 names the rank, SLURM the place in the node
             return _from_slurm(env)
-        elif size == 1 or (addr is not None and _is_loopback(addr)):
-            local_rank, local_size = rank, size
-        else:
-            names = " and ".join(locals_[0])
+        if size > 1 and not (env.get("MASTER_ADDR") and _is_one_machine(env)):
             raise EnvironmentPlanError(
-                f"{launcher} started {size} processes, and {names} do not say how they lie on the nodes. "
-                "Export both to every process, or MASTER_ADDR=127.0.0.1 if there is one node only."
+                f"{launcher} started {size} processes, and {names[2]} and {names[3]} do not say how they lie "
+                "on the nodes. Export both to every process, or MASTER_ADDR=127.0.0.1 if there is one node."
             )
-        if local_size < size and addr is None:
-            raise EnvironmentPlanError(
-                f"{launcher} started {size} processes on several nodes, and MASTER_ADDR does not say where "
-                "rank 0 is. Export MASTER_ADDR (host of rank 0) and MASTER_PORT to every process."
-            )
-        # Ranks are dealt to nodes in blocks or in turn (--map-by node), and no variable says which.
-        return _plan(launcher, rank, size, local_rank, local_size, addr, port, nodes_known=False)
-    return None
+        local_rank, local_size = rank, size
+    # Ranks are dealt to nodes in blocks or in turn (--map-by node), and no variable says which.
+    return _plan(env, launcher, rank, size, local_rank, local_size or 0, nodes_known=False)
 
 
 def _from_slurm(env: Mapping[str, str]) -> EnvironmentPlan | None:
     # SLURM_NTASKS and SLURM_PROCID alone also exist in a batch script that srun did not start.
-    if not env.get("SLURM_STEP_NUM_TASKS") or not env.get("SLURM_PROCID"):
+    rank, size = _number(env, "SLURM_PROCID"), _number(env, "SLURM_STEP_NUM_TASKS")
+    if rank is None or size is None or size == 1:
         return None
-    rank, size = _integer(env, "SLURM_PROCID"), _integer(env, "SLURM_STEP_NUM_TASKS")
-    if size == 1:
-        return None
-    _check_range("rank", rank, "world", size, "slurm")
-    node_rank = _optional(env, "SLURM_NODEID") or 0
-    num_nodes = _optional(env, "SLURM_STEP_NUM_NODES") or 1
-    _check_range("node rank", node_rank, "number of nodes", num_nodes, "slurm")
+    node_rank, num_nodes = _number(env, "SLURM_NODEID") or 0, _number(env, "SLURM_STEP_NUM_NODES") or 1
     spread = env.get("SLURM_STEP_TASKS_PER_NODE")
-    local_size = tasks_on_node(spread, node_rank) if spread else max(1, size // num_nodes)
-    local_rank = _optional(env, "SLURM_LOCALID")
-    addr, port = _master(env)
-    if addr is None and num_nodes > 1:
-        hosts = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
-        if not hosts:
-            raise EnvironmentPlanError(
-                f"SLURM started {size} tasks on {num_nodes} nodes, and neither MASTER_ADDR nor "
-                "SLURM_STEP_NODELIST says where rank 0 is. Export MASTER_ADDR to every task."
-            )
+    local_size = tasks_on_node(spread, node_rank) if spread else max(1, size // max(1, num_nodes))
+    addr, port = env.get("MASTER_ADDR"), None
+    hosts = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST")
+    if not addr and num_nodes > 1 and hosts:
         addr = first_host(hosts)
-    if port is None:
+    if not env.get("MASTER_PORT"):
         # The same on every task, and another one for another job or step on the same node.
-        port = (
-            20000
-            + ((_optional(env, "SLURM_JOB_ID") or 0) * 7 + (_optional(env, "SLURM_STEP_ID") or 0)) % 10000
-        )
-    return EnvironmentPlan(
-        launcher="slurm",
-        rank=rank,
-        size=size,
-        local_rank=rank % local_size if local_rank is None else local_rank,
-        local_size=local_size,
+        step = (_number(env, "SLURM_JOB_ID") or 0) * 7 + (_number(env, "SLURM_STEP_ID") or 0)
+        port = str(20000 + step % 10000)
+    return _plan(
+        {**env, "MASTER_ADDR": addr or "", "MASTER_PORT": port or env["MASTER_PORT"]},
+        "slurm",
+        rank,
+        size,
+        _number(env, "SLURM_LOCALID"),
+        local_size,
         node_rank=node_rank,
         num_nodes=num_nodes,
-        master_addr=addr or "127.0.0.1",
-        master_port=port,
+        nodes_known=True,
     )
 
 
@@ -267,30 +242,36 @@ def first_host(hosts: str) -> str:
 
 
 def _plan(
+    env: Mapping[str, str],
     launcher: str,
     rank: int,
     size: int,
     local_rank: int | None,
     local_size: int,
-    addr: str | None,
-    port: int | None,
     *,
     node_rank: int | None = None,
     num_nodes: int | None = None,
     nodes_known: bool,
 ) -> EnvironmentPlan:
-    _check_range("rank", rank, "world", size, launcher)
-    if local_size < 1:
-        raise EnvironmentPlanError(f"a node needs at least one process: got {local_size} ({launcher}).")
+    addr, port = env.get("MASTER_ADDR"), _number(env, "MASTER_PORT")
+    if port is not None and not 0 < port < 1 << 16:
+        raise EnvironmentPlanError(f"MASTER_PORT must lie in 1..{(1 << 16) - 1}: got {port}.")
+    if 0 < local_size < size and not addr:
+        raise EnvironmentPlanError(
+            f"{size} processes, of which {local_size} are on this node, mean several nodes ({launcher}), and "
+            "MASTER_ADDR does not say where rank 0 is. Export MASTER_ADDR (host of rank 0) and MASTER_PORT "
+            "to every process."
+        )
     # Where no variable says the node: as if equal nodes had been filled one after the other.
-    node_rank = rank // local_size if node_rank is None else node_rank
+    per_node = max(1, local_size)
+    node_rank = rank // per_node if node_rank is None else node_rank
     if num_nodes is None:
-        num_nodes = min(size, max(-(-size // local_size), node_rank + 1))
+        num_nodes = min(size, max(-(-size // per_node), node_rank + 1))
     return EnvironmentPlan(
         launcher=launcher,
         rank=rank,
         size=size,
-        local_rank=rank % local_size if local_rank is None else local_rank,
+        local_rank=rank % per_node if local_rank is None else local_rank,
         local_size=local_size,
         node_rank=node_rank,
         num_nodes=num_nodes,
@@ -300,33 +281,15 @@ def _plan(
     )
 
 
-def _integer(env: Mapping[str, str], name: str) -> int:
+def _number(env: Mapping[str, str], name: str) -> int | None:
+    """Return the whole number that a variable is set to; None where it isn't set, or is empty."""
     try:
-        return int(env[name])
+        return int(env[name]) if env.get(name) else None
     except ValueError:
         raise EnvironmentPlanError(f"{name} must be a whole number: got {env[name]!r}.") from None
 
 
-def _optional(env: Mapping[str, str], name: str) -> int | None:
-    return _integer(env, name) if env.get(name) else None
-
-
-def _master(env: Mapping[str, str]) -> tuple[str | None, int | None]:
-    port = _optional(env, "MASTER_PORT")
-    if port is not None and not 0 < port < 1 << 16:
-        raise EnvironmentPlanError(f"MASTER_PORT must lie in 1..{(1 << 16) - 1}: got {port}.")
-    return env.get("MASTER_ADDR") or None, port
-
-
-def _is_loopback(addr: str) -> bool:
+def _is_one_machine(env: Mapping[str, str]) -> bool:
+    """Return whether rank 0 is on this machine, so that all ranks are: its address is local, or isn't set."""
+    addr = env.get("MASTER_ADDR") or "localhost"
     return addr in ("localhost", "::1", "[::1]") or addr.startswith("127.")
-
-
-def _check_range(what: str, value: int, of_what: str, size: int, launcher: str) -> None:
-    if size < 1:
-        raise EnvironmentPlanError(f"the {of_what} must hold at least one: got {size} ({launcher}).")
-    if not 0 <= value < size:
-        raise EnvironmentPlanError(
-            f"the {what} must lie in 0..{size - 1}: got {value} in a {of_what} of {size} ({launcher}). "
-            "Correct the launcher's variables, or unset what is left over from another run."
-        )

@@ -1,4 +1,7 @@
-"""Start a context: read the environment once, plan, then set up what the plan says."""
+"""Start a context: read the environment once, plan, then set up what the plan says.
+
+Ranks find each other by a store at an address, in which all say that they are there.
+"""
 
 from __future__ import annotations
 
@@ -8,51 +11,50 @@ import dataclasses
 import os
 import socket
 import sys
+import threading
+import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store  # torch.distributed re-exports them untyped
+from torch._C._distributed_c10d import (  # torch.distributed re-exports them untyped
+    PrefixStore,
+    Store,
+    TCPStore,
+)  # torch.distributed re-exports them untyped
+from torch.distributed.rendezvous import rendezvous  # pyright: ignore[reportUnknownVariableType]
 from typing_extensions import Unpack
 
-from accelfn.context.arrival import address_of, arrive
-from accelfn.context.callsite import call_site
-from accelfn.context.collectives import Collectives
+from accelfn.context.call_log import call_site
+from accelfn.context.collectives import Collectives, Part
 from accelfn.context.config import (
     Guard,
     InitProcessGroupKwargs,
-    Settings,
     read_settings,
 )
+from accelfn.context.config.engines import sort_handlers
 from accelfn.context.context import Context, close_context, with_mesh, with_window
-from accelfn.context.device import DevicePlan, plan_device, read_hardware
+from accelfn.context.device import DevicePlan, check_precision, plan_device, read_hardware
 from accelfn.context.environment import EnvironmentPlan, detect_environment
-from accelfn.context.failure import announce_end, publish
-from accelfn.context.handlers import sort_handlers
-from accelfn.context.message_board import MessageBoard, store_board
+from accelfn.context.failure import announce_end, publish, store_board
 from accelfn.context.options import ContextOptions, apply_options, merge_settings, said
-from accelfn.context.precision import check_precision
+from accelfn.context.peer_monitor import start_watchdog
 from accelfn.context.process_group import (
-    level_group_counts,
     make_gloo_group,
-    make_group_within,
     process_group_collectives,
 )
-from accelfn.context.watchdog import start_watchdog
 from accelfn.context.world import GroupOwner, Owned, World, WorldIdentity
 from accelfn.errors import ConfigurationError, DistributedError, NotAvailableError
-
-__all__ = ("init_context",)
 
 _HOST_BYTES = 256
 # At an address that nobody has named, the other ranks are soon there, or somewhere else.
 _GUESSED_PATIENCE = timedelta(seconds=60)
-# The guard ends the waiting, with names; what gloo would say is less.
-_NEVER = timedelta(days=30)
 
 
 def init_context(*, group: dist.ProcessGroup | None = None, **options: Unpack[ContextOptions]) -> Context:
@@ -111,7 +113,6 @@ def init_context(*, group: dist.ProcessGroup | None = None, **options: Unpack[Co
     """
     environment = dict(os.environ)
     settings = read_settings(environment)
-    _refuse_settings(settings)
     asked = said(options)
     options = merge_settings(asked, settings)
     base = apply_options(Context(), options)  # refuses bad options before anything is started
@@ -180,19 +181,6 @@ def _watched(world: World, collectives: Collectives, guard: Guard) -> World:
     return dataclasses.replace(world, made=made)
 
 
-def _refuse_settings(settings: Settings) -> None:
-    asked = (
-        ("CPU_AFFINITY", "binding a process to cores", settings.cpu_affinity),
-        ("DOWNCAST_BF16", "casting for TPUs", settings.downcast_bf16),
-    )
-    for name, what, is_asked in asked:
-        if is_asked:
-            raise NotAvailableError(
-                f"ACCELFN_{name} or ACCELERATE_{name} asks for {what}, which accelfn does not "
-                "support yet. Unset the variable."
-            )
-
-
 def _join(
     place: EnvironmentPlan,
     plan: DevicePlan,
@@ -231,18 +219,17 @@ def _join(
     group = dist.group.WORLD
     assert group is not None
     try:
-        side = make_group_within(group, range(place.size), _NEVER, "gloo")
+        side = make_gloo_group(PrefixStore("accelfn/side", store), place.rank, place.size, timeout)
     except BaseException:
         dist.destroy_process_group()
         raise
     made = Owned(
         group=True,
-        side_group=weakref.ref(side),
         previous_device=previous,
         excepthooks=(hook, sys.excepthook),
         hosts_store=place.rank == 0 and place.launcher != "torchrun" and method.startswith(("tcp:", "env:")),
     )
-    world = _world(place, plan, plan.backend, group, made)
+    world = dataclasses.replace(_world(place, plan, plan.backend, group, made), keeper=GroupOwner(side))
     collectives = process_group_collectives(
         group,
         place.rank,
@@ -271,49 +258,33 @@ def _adopt(
     world = _world(place, plan, str(dist.get_backend(group)), group, Owned())
     if place.size == 1:
         return world, Collectives()
-    store = _store_beside(group, place.rank)
-    if store is None:
-        board = MessageBoard()
-        level_group_counts(lambda message: _gathered(group, message.to(plan.device), place.size))
-        side = make_group_within(group, range(place.size), _NEVER, "gloo")
-        world = dataclasses.replace(world, made=Owned(side_group=weakref.ref(side)))
-    else:
-        # Not by torch, which names groups by their ranks: the next context's would meet where this one's has.
-        board = store_board(store)
-        try:
-            side = make_gloo_group(PrefixStore("side", store), place.rank, place.size, timeout)
-        except RuntimeError as error:
-            raise DistributedError(
-                f"rank {place.rank} could not meet the other {place.size - 1} ranks of the group that it "
-                f"adopts: {error}. Every rank of the group must call init_context, equally often."
-            ) from error
-        world = dataclasses.replace(world, keeper=GroupOwner(side))
+    # In a part that no earlier context has written to.
+    try:
+        beside = cast(Store, cast("Any", group).get_group_store())
+        store = PrefixStore(f"accelfn/context/{beside.add(f'accelfn/adopted/{place.rank}', 1)}", beside)
+    except (AttributeError, RuntimeError) as error:  # a backend without a store, such as MPI
+        raise NotAvailableError(
+            "init_context adopts process groups that have a store, by which their ranks meet; this one has "
+            "none. Start the world with init_context, or with a backend that has one (gloo, nccl)."
+        ) from error
+    # Not by torch, which names groups by their ranks: the next context's would meet where this one's has.
+    try:
+        side = make_gloo_group(PrefixStore("side", store), place.rank, place.size, timeout)
+    except RuntimeError as error:
+        raise DistributedError(
+            f"rank {place.rank} could not meet the other {place.size - 1} ranks of the group that it "
+            f"adopts: {error}. Every rank of the group must call init_context, equally often."
+        ) from error
+    world = dataclasses.replace(world, keeper=GroupOwner(side))
     collectives = process_group_collectives(
         group,
         place.rank,
         place.size,
         control=side,
-        board=board,
-        store=None if store is None else PrefixStore("parts", store),
+        board=store_board(store),
+        store=PrefixStore("parts", store),
     )
     return _settle(world, collectives, place.nodes_known, timeout)
-
-
-def _store_beside(group: dist.ProcessGroup, rank: int) -> Store | None:
-    """Use the store of a group that somebody else made, in a part that no earlier context has written to."""
-    try:
-        store = cast(Store, cast("Any", group).get_group_store())
-        number = store.add(f"accelfn/adopted/{rank}", 1)
-    except (AttributeError, RuntimeError):  # a backend without a store, such as MPI
-        return None
-    return PrefixStore(f"accelfn/context/{number}", store)
-
-
-def _gathered(group: dist.ProcessGroup, message: torch.Tensor, size: int) -> list[torch.Tensor]:
-    rows = [torch.empty_like(message) for _ in range(size)]
-    gather = cast("Callable[..., None]", dist.all_gather)  # pyright: ignore[reportUnknownMemberType]
-    gather(rows, message, group=group)
-    return [row.cpu() for row in rows]
 
 
 def _settle(
@@ -364,11 +335,12 @@ def _refuse_other_backend(group: dist.ProcessGroup, joining: InitProcessGroupKwa
     if joining.backend is None:
         return
 
-    def names(text: str) -> set[str]:
-        return {part.rpartition(":")[2].strip().lower() for part in text.split(",")}
-
     has = str(dist.get_backend(group))
-    if not names(joining.backend) <= names(has):
+    asked, there = (
+        {part.rpartition(":")[2].strip().lower() for part in text.split(",")}
+        for text in (joining.backend, has)
+    )
+    if not asked <= there:
         raise ConfigurationError(
             f"InitProcessGroupKwargs(backend={joining.backend!r}) can't be had: torch.distributed is "
             f"initialised with {has!r}, and that group is adopted. Leave the backend out, or initialise "
@@ -407,16 +379,165 @@ def _world(
     group: dist.ProcessGroup | None,
     made: Owned,
 ) -> World:
+    names = ("rank", "size", "local_rank", "local_size", "node_rank", "num_nodes")
     return World(
-        rank=place.rank,
-        size=place.size,
-        local_rank=place.local_rank,
-        local_size=place.local_size,
-        node_rank=place.node_rank,
-        num_nodes=place.num_nodes,
+        **{name: getattr(place, name) for name in names},
         device=plan.device,
         backend=backend,
         group_ref=None if group is None else weakref.ref(group),
         identity=World().identity if group is None else WorldIdentity(),
         made=made,
+    )
+
+
+# Ranks come at different times. When it takes longer than this, somebody may be looking at the terminal.
+_QUIET_S = 5.0
+
+
+def address_of(place: EnvironmentPlan, init_method: str | None = None) -> str:
+    """Return the address of the store in which the ranks of ``place`` find each other. Pure."""
+    if init_method is not None:
+        return init_method
+    # torchrun's agent hosts the store, which env:// knows how to find; others get the address in the call.
+    return "env://" if place.launcher == "torchrun" else f"tcp://{_host_and_port(place)}"
+
+
+def arrive(
+    place: EnvironmentPlan, timeout: timedelta, patience: timedelta, init_method: str | None = None
+) -> Store:
+    """Wait until all ranks are there. What takes long is reported on stderr.
+
+    Ranks: every rank of ``place``.
+
+    Args:
+        place: This rank.
+        timeout: Of the store, once all are there.
+        patience: How long to wait for them.
+        init_method: Address that the user has given.
+
+    Returns:
+        A part of the store that no earlier world of this launch has written to: torchrun's outlives a world,
+        and gloo would find the addresses of the last one in it.
+
+    Raises:
+        RuntimeError: Rank 0 can't be reached, or others did not come in time.
+    """
+    rank, size, where = place.rank, place.size, address_of(place, init_method)
+    end = time.monotonic() + patience.total_seconds()
+    if where == f"tcp://{_host_and_port(place)}":
+        # Without waiting for the others, which would say nothing of how many there are.
+        with _telling(f"rank 0 of {size} ranks at {_host_and_port(place)}, as rank {rank}"):
+            store: Store = TCPStore(
+                place.master_addr or "127.0.0.1",
+                place.master_port or 0,
+                None,
+                rank == 0,
+                patience,
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
+    else:
+        with _telling(f"other ranks of {size} at {where}, as rank {rank}"):
+            store = next(rendezvous(where, rank, size, timeout=patience))[0]
+    store.set_timeout(timeout)
+    part = PrefixStore(f"accelfn/world/{store.add(f'accelfn/joined/{rank}', 1)}", store)
+    if part.add("number here", 1) == size:
+        part.set("all here", "")
+    if not _are_all_here(part, size, min(end, time.monotonic() + _QUIET_S)):
+        if place.local_rank == 0:  # one rank of a machine says it for all
+            _tell(f"{size - part.add('number here', 0)} of {size} ranks at {where.removeprefix('tcp://')}")
+        if not _are_all_here(part, size, end):
+            missing = size - part.add("number here", 0)
+            raise RuntimeError(
+                f"{missing} of {size} ranks did not come within {patience.total_seconds():.0f} s. Start "
+                "them, or look at their output."
+            )
+    return part
+
+
+def _are_all_here(part: Store, size: int, end: float) -> bool:
+    """Wait until all are, or the monotonic clock says ``end``."""
+    # Asked for again and again, 500 times a second by all together: where its own wait comes to an end, torch
+    # fills the terminal.
+    while not part.check(["all here"]):
+        if time.monotonic() >= end:
+            return False
+        time.sleep(min(0.2, size / 500))
+    return True
+
+
+@contextmanager
+def _telling(what: str) -> Generator[None, None, None]:
+    """Print what is waited for if the block takes long."""
+    timer = threading.Timer(_QUIET_S, _tell, (what,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _tell(what: str) -> None:
+    print(f"accelfn: waiting for {what} ...", file=sys.stderr, flush=True)
+
+
+def _host_and_port(place: EnvironmentPlan) -> str:
+    host = place.master_addr or "127.0.0.1"
+    if ":" in host and not host.startswith("["):  # IPv6
+        host = f"[{host}]"
+    return f"{host}:{place.master_port}"
+
+
+def plan_context(num_processes: int, **options: Unpack[ContextOptions]) -> Context:
+    """Return the context that rank 0 of ``num_processes`` ranks would have, to plan with. Pure.
+
+    It answers what is planned: :func:`accelfn.plan_model`, :func:`accelfn.plan_memory`, ``ctx.along(...)``,
+    ``ctx.coordinate(...)``. Nothing is started and the environment isn't read, so there may be any number of
+    ranks. What communicates raises an error.
+
+    Ranks: local.
+
+    Args:
+        num_processes: Ranks to plan for.
+        **options: Keyword arguments of :func:`accelfn.init_context`.
+
+    Raises:
+        ConfigurationError: ``num_processes`` is below 1, an option isn't valid, or the mesh doesn't fit the
+            ranks.
+        NotAvailableError: An option asks for what is not supported yet.
+        TypeError: ``num_processes`` is no int, or an option is unknown or of the wrong type.
+
+    >>> from accelfn import FullyShardedDataParallelPlugin
+    >>> ctx = plan_context(10_000, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    >>> ctx.axis_size("dp_shard"), ctx.along("tp").num_processes
+    (10000, 1)
+    """
+    if not isinstance(cast("object", num_processes), int) or isinstance(num_processes, bool):
+        raise TypeError(f"plan_context: num_processes must be an int, got {num_processes!r}.")
+    if num_processes < 1:
+        raise ConfigurationError(f"plan_context: num_processes must be at least 1, got {num_processes}.")
+    world = World(size=num_processes, local_size=num_processes, identity=WorldIdentity())
+    base = Context(world=world, collectives=_absent())
+    return with_mesh(with_window(apply_options(base, options), num_processes))
+
+
+def _absent() -> Collectives:
+    """Return collectives that refuse to communicate."""
+    calls: dict[str, Any] = {one.name: _refuse_absent for one in fields(Collectives) if callable(one.default)}
+    del calls["while_blocked"], calls["translate_error"]  # of this rank alone
+    calls["split"] = _split_absent
+    return Collectives(**calls)
+
+
+def _split_absent(groups: Sequence[Sequence[int]], timeout: timedelta) -> tuple[Part, ...]:
+    del timeout
+    return tuple(Part(_absent() if len(group) > 1 else Collectives()) for group in groups)
+
+
+def _refuse_absent(*args: object) -> NoReturn:
+    del args
+    raise NotAvailableError(
+        "the ranks of this context aren't there: plan_context made it, to plan with. Use what init_context "
+        "returns, in a program that accelfn launch starts."
     )

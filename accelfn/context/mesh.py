@@ -26,8 +26,6 @@ from accelfn.errors import ConfigurationError, NotAvailableError
 if TYPE_CHECKING:
     from accelfn.context.context import Context
 
-__all__ = ("AXES", "JOINED", "Mesh", "MeshPlan", "build_mesh", "plan_mesh")
-
 AXES: tuple[str, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
 JOINED: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {

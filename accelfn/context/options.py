@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, cast
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 from accelfn.context.config import (
     CanonicalReduction,
@@ -27,27 +28,14 @@ from accelfn.context.config import (
     Settings,
     TorchDynamoPlugin,
 )
+from accelfn.context.config.engines import sort_handlers
 from accelfn.context.config.fsdp import check_fsdp
-from accelfn.context.config.trackers import settle_log_with
-from accelfn.context.handlers import sort_handlers
-from accelfn.context.precision import Precision
+from accelfn.context.config.records import settle_log_with
+from accelfn.context.device import Precision
 from accelfn.errors import ConfigurationError, NotAvailableError
 
 if TYPE_CHECKING:
     from accelfn.context.context import Context
-
-__all__ = (
-    "ContextOptions",
-    "Strategy",
-    "apply_options",
-    "merge_settings",
-    "refuse_inexact_axes",
-    "said",
-    "settle_parallelism",
-    "settle_window",
-)
-
-_T = TypeVar("_T")
 
 
 class ContextOptions(TypedDict, total=False):
@@ -96,55 +84,49 @@ class Strategy:
     bypass_device_map: bool = False
 
 
+# A setting fills the option of its name, unless one of these is passed.
+_RIVALS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "mixed_precision": (),
+        "reduction": (),
+        "gradient_accumulation_steps": ("gradient_accumulation_plugin",),
+        "cpu": (),
+        "dynamo_plugin": ("dynamo_backend",),
+        "fsdp_plugin": (),
+        "parallelism_config": (),
+    }
+)
+
+
 def merge_settings(options: ContextOptions, settings: Settings) -> ContextOptions:
-    """Fill what ``options`` leaves open with what the environment says; an explicit argument wins. Pure."""
+    """Fill what ``options`` leaves open with what the environment says; an explicit argument wins. Pure.
+
+    Raises:
+        NotAvailableError: A variable asks for what is not supported yet.
+    """
+    for name in ("use_deepspeed", "use_megatron_lm", "cpu_affinity", "downcast_bf16"):
+        if getattr(settings, name):
+            raise NotAvailableError(
+                f"ACCELFN_{name.upper()} or ACCELERATE_{name.upper()} asks for what accelfn does not support "
+                "yet. Unset the variable."
+            )
     options = said(options)
-    merged = options.copy()
-    if "mixed_precision" not in options and settings.mixed_precision is not None:
-        merged["mixed_precision"] = settings.mixed_precision
-    if options.get("reduction") is None and settings.reduction is not None:
-        merged["reduction"] = settings.reduction
-    steps = settings.gradient_accumulation_steps
-    reduction = options.get("reduction")
+    reduction, guard = options.get("reduction"), options.get("guard")
     says_window = isinstance(reduction, CanonicalReduction) and reduction.num_microbatches is not None
-    if (
-        steps is not None
-        and not says_window
-        and "gradient_accumulation_steps" not in options
-        and not options.get("gradient_accumulation_plugin")
-    ):
-        merged["gradient_accumulation_steps"] = steps
-    if "cpu" not in options:
-        merged["cpu"] = settings.cpu
-    guard = options.get("guard")
-    says_mode = guard.mode is not None if isinstance(guard, Guard) else guard is not None
-    if not says_mode and options.get("debug") is None:
+    filled = {
+        name: getattr(settings, name)
+        for name, rivals in _RIVALS.items()
+        if not any(one in options for one in (name, *rivals))
+        and not (name == "gradient_accumulation_steps" and says_window)
+    }
+    merged = said(cast("ContextOptions", {**filled, **options}))
+    mode = guard.mode if isinstance(guard, Guard) else guard
+    if mode is None and options.get("debug") is None:
         if settings.debug:
             merged["debug"] = True
         elif settings.guard is not None:
-            merged["guard"] = (
-                dataclasses.replace(guard, mode=settings.guard)
-                if isinstance(guard, Guard)
-                else settings.guard
-            )
-    if (
-        not options.get("dynamo_backend")
-        and not options.get("dynamo_plugin")
-        and settings.dynamo_plugin is not None
-    ):
-        merged["dynamo_plugin"] = settings.dynamo_plugin
-    if not options.get("fsdp_plugin") and settings.fsdp_plugin is not None:
-        merged["fsdp_plugin"] = settings.fsdp_plugin
-    if not options.get("deepspeed_plugin") and settings.deepspeed_plugin is not None:
-        merged["deepspeed_plugin"] = settings.deepspeed_plugin
-    if not options.get("megatron_lm_plugin") and settings.megatron_lm_plugin is not None:
-        merged["megatron_lm_plugin"] = settings.megatron_lm_plugin
-    if not options.get("parallelism_config") and settings.parallelism_config is not None:
-        merged["parallelism_config"] = settings.parallelism_config
-    if merged.get("mixed_precision") == "fp8" and settings.fp8_recipe is not None:
-        handlers = tuple(options.get("kwargs_handlers") or ())
-        if "fp8_recipe" not in sort_handlers(handlers):
-            merged["kwargs_handlers"] = (*handlers, settings.fp8_recipe)
+            given = guard if isinstance(guard, Guard) else Guard()
+            merged["guard"] = dataclasses.replace(given, mode=settings.guard)
     return merged
 
 
@@ -162,37 +144,34 @@ def apply_options(ctx: Context, options: ContextOptions) -> Context:
         TypeError: An unknown option, or one of the wrong type.
     """
     options = said(options)
-    _check_names_and_flags(options)
+    _check_types(options)
     _refuse_unavailable(options)
     handlers = sort_handlers(options.get("kwargs_handlers"))
-    precision = ctx.precision
-    mode = options.get("mixed_precision")
-    recipe = handlers.get("fp8_recipe", precision.fp8_recipe)
-    if mode is not None and mode != "fp8" and "fp8_recipe" not in handlers:
-        recipe = None  # ctx.replace(mixed_precision="bf16") leaves fp8, and with it the recipe
+    before, strategy = ctx.precision, ctx.strategy
+    mode = options.get("mixed_precision") or before.mode
+    # ctx.replace(mixed_precision="bf16") leaves fp8, and with it the recipe.
+    recipe = handlers.get("fp8_recipe", before.fp8_recipe if mode == "fp8" else None)
     reduction = _reduction(ctx.reduction, options.get("reduction"))
-    ddp = handlers.get("ddp", ctx.strategy.ddp)
+    ddp = handlers.get("ddp", strategy.ddp)
     if reduction is not None:
         _refuse_inexact(ddp)
     return dataclasses.replace(
         ctx,
         precision=Precision(
-            mode=precision.mode if mode is None else mode,
-            autocast=handlers.get("autocast", precision.autocast),
-            scaler=handlers.get("scaler", precision.scaler),
+            mode=mode,
+            autocast=handlers.get("autocast", before.autocast),
+            scaler=handlers.get("scaler", before.scaler),
             fp8_recipe=recipe,
         ),
-        accumulation=_accumulation(_given_window(ctx, options), options),
-        loading=_typed("dataloader_config", options.get("dataloader_config"), DataLoaderConfiguration)
-        or ctx.loading,
+        accumulation=_accumulation(ctx, options),
+        loading=options.get("dataloader_config") or ctx.loading,
         project=_project(ctx.project, options),
         strategy=dataclasses.replace(
-            ctx.strategy,
+            strategy,
             ddp=ddp,
-            dynamo=_dynamo(options) or ctx.strategy.dynamo,
-            parallelism=options.get("parallelism_config") or ctx.strategy.parallelism,
-            fsdp=_typed("fsdp_plugin", options.get("fsdp_plugin"), FullyShardedDataParallelPlugin)
-            or ctx.strategy.fsdp,
+            dynamo=_dynamo(strategy.dynamo, options),
+            parallelism=options.get("parallelism_config") or strategy.parallelism,
+            fsdp=options.get("fsdp_plugin") or strategy.fsdp,
         ),
         device_placement=options.get("device_placement", ctx.device_placement),
         step_scheduler_with_optimizer=options.get(
@@ -202,7 +181,7 @@ def apply_options(ctx: Context, options: ContextOptions) -> Context:
         guard=_guard(ctx.guard, options),
         reduction=reduction,
         profiling=handlers.get("profile", ctx.profiling),
-        log_with=_log_with(ctx.log_with, options.get("log_with")),
+        log_with=settle_log_with(options["log_with"]) if "log_with" in options else ctx.log_with,
     )
 
 
@@ -258,8 +237,16 @@ def settle_parallelism(
         config = dataclasses.replace(config, dp_replicate_size=size)
     if fsdp is not None:
         check_fsdp(fsdp, config.dp_replicate_size)
-    # Version 1 of the plugin is run by the engine of version 2.
-    config.validate(size, fsdp_version=None if fsdp is None else 2)
+    config.check_size(size)
+    if (
+        fsdp is not None
+        and config.total_size > 1
+        and config.dp_shard_size * config.cp_size * config.sp_size == 1
+    ):
+        raise ConfigurationError(
+            "fsdp_plugin has nothing to shard over: along dp_shard, cp and sp the mesh has one rank. Set "
+            "dp_shard_size above 1, or leave the plugin out."
+        )
     return config
 
 
@@ -282,45 +269,51 @@ def refuse_inexact_axes(axes: Sequence[str]) -> None:
         )
 
 
-def _check_names_and_flags(options: ContextOptions) -> None:
+# What each of these options has to be. Callers without a type checker pass a "no" from a parsed file, which
+# would count as True.
+_TYPES: Mapping[str, tuple[type, ...]] = MappingProxyType(
+    {
+        **dict.fromkeys(("device_placement", "step_scheduler_with_optimizer", "cpu", "debug"), (bool,)),
+        "dataloader_config": (DataLoaderConfiguration,),
+        "dynamo_plugin": (TorchDynamoPlugin,),
+        "fsdp_plugin": (FullyShardedDataParallelPlugin,),
+        "gradient_accumulation_plugin": (GradientAccumulationPlugin,),
+        "guard": (Guard, str),
+        "parallelism_config": (ParallelismConfig,),
+        "project_config": (ProjectConfiguration,),
+        "reduction": (CanonicalReduction, str),
+        "rng_types": (list, tuple),
+    }
+)
+
+
+def _check_types(options: ContextOptions) -> None:
     unknown = sorted(set(options) - set(ContextOptions.__annotations__))
     if unknown:
         raise TypeError(
             f"unknown option(s) {', '.join(unknown)}. A context has: "
             f"{', '.join(ContextOptions.__annotations__)}."
         )
-    # Callers without a type checker pass a "no" from a parsed file, which would count as True.
-    given = cast("Mapping[str, object]", options)
-    for name in ("device_placement", "step_scheduler_with_optimizer", "cpu", "debug"):
-        if name in given and not isinstance(given[name], bool):
-            raise TypeError(f"{name} must be True or False: got {given[name]!r}.")
+    for name, value in options.items():
+        kinds = _TYPES.get(name, (object,))
+        if not isinstance(value, kinds):
+            names = " or ".join("True or False" if kind is bool else f"a {kind.__name__}" for kind in kinds)
+            raise TypeError(f"{name} must be {names}: got {value!r} of type {type(value).__name__}.")
 
 
-def _accumulation(now: GradientAccumulationPlugin, options: ContextOptions) -> GradientAccumulationPlugin:
-    plugin = _typed(
-        "gradient_accumulation_plugin",
-        options.get("gradient_accumulation_plugin"),
-        GradientAccumulationPlugin,
-    )
-    steps = options.get("gradient_accumulation_steps")
-    if steps is None:
-        return plugin or now
-    if plugin is not None:
-        if steps not in (1, plugin.num_steps):
-            raise ConfigurationError(
-                f"gradient_accumulation_steps={steps} contradicts gradient_accumulation_plugin with "
-                f"num_steps={plugin.num_steps}. Pass one of the two."
-            )
-        return plugin
-    return dataclasses.replace(now, num_steps=steps)
-
-
-def _given_window(ctx: Context, options: ContextOptions) -> GradientAccumulationPlugin:
-    """Return the accumulation before ``options``, without a window that only followed from a reduction."""
-    before = ctx.reduction
-    if options.get("reduction") is None or before is None or before.num_microbatches is None:
-        return ctx.accumulation
-    return dataclasses.replace(ctx.accumulation, num_steps=1)
+def _accumulation(ctx: Context, options: ContextOptions) -> GradientAccumulationPlugin:
+    now, before = ctx.accumulation, ctx.reduction
+    if options.get("reduction") is not None and before is not None and before.num_microbatches is not None:
+        now = dataclasses.replace(now, num_steps=1)  # the window only followed from the reduction
+    plugin, steps = options.get("gradient_accumulation_plugin"), options.get("gradient_accumulation_steps")
+    if plugin is None:
+        return now if steps is None else dataclasses.replace(now, num_steps=steps)
+    if steps not in (None, 1, plugin.num_steps):
+        raise ConfigurationError(
+            f"gradient_accumulation_steps={steps} contradicts gradient_accumulation_plugin with "
+            f"num_steps={plugin.num_steps}. Pass one of the two."
+        )
+    return plugin
 
 
 def _reduction(
@@ -328,15 +321,11 @@ def _reduction(
 ) -> CanonicalReduction | None:
     if asked is None or isinstance(asked, CanonicalReduction):
         return now if asked is None else asked
-    if not isinstance(cast("object", asked), str):
-        raise TypeError(
-            f'reduction must be "mean", "canonical" or a CanonicalReduction: got {type(asked).__name__}.'
-        )
-    if asked not in ("mean", "canonical"):
+    if asked.lower() not in ("mean", "canonical"):
         raise ConfigurationError(
             f'reduction must be "mean", "canonical" or a CanonicalReduction: got {asked!r}.'
         )
-    return None if asked == "mean" else CanonicalReduction()
+    return None if asked.lower() == "mean" else CanonicalReduction()
 
 
 def _refuse_inexact(ddp: DistributedDataParallelKwargs) -> None:
@@ -355,27 +344,21 @@ def _refuse_inexact(ddp: DistributedDataParallelKwargs) -> None:
 
 
 def _guard(now: Guard, options: ContextOptions) -> Guard:
-    asked = options.get("guard")
-    if asked is not None and not isinstance(asked, (Guard, str)):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise TypeError(f"guard must be a Guard or the name of a mode: got {type(asked).__name__}.")
-    said = asked.mode if isinstance(asked, Guard) else asked  # None where nobody names a mode
-    guard = dataclasses.replace(
-        asked if isinstance(asked, Guard) else now, mode=now.mode if said is None else said
-    )
-    debug, is_full = options.get("debug"), guard.mode == GuardMode.FULL
-    if debug is None or debug == is_full:
+    asked, debug = options.get("guard"), options.get("debug")
+    named = asked.mode if isinstance(asked, Guard) else asked  # None where nobody names a mode
+    guard = dataclasses.replace(asked if isinstance(asked, Guard) else now, mode=named or now.mode)
+    if debug is None or debug == (guard.mode == GuardMode.FULL):
         return guard
-    if said is not None:
-        meaning = '"full"' if debug else 'not "full"'
+    if named is not None:
         raise ConfigurationError(
-            f"debug={debug} means that the guard's mode is {meaning}, and guard asks for "
+            f"debug={debug} means that the guard's mode is {'' if debug else 'not '}full, and guard asks for "
             f"{str(guard.mode)!r}. Pass one of the two."
         )
     return dataclasses.replace(guard, mode=GuardMode.FULL if debug else GuardMode.SAMPLED)
 
 
 def _project(now: ProjectConfiguration, options: ContextOptions) -> ProjectConfiguration:
-    project = _typed("project_config", options.get("project_config"), ProjectConfiguration) or now
+    project = options.get("project_config") or now
     directory = options.get("project_dir")
     if directory is None or (project.project_dir is not None and options.get("project_config") is not None):
         return project
@@ -384,48 +367,29 @@ def _project(now: ProjectConfiguration, options: ContextOptions) -> ProjectConfi
     return dataclasses.replace(project, project_dir=os.fspath(directory), logging_dir=logging_dir)
 
 
-def _log_with(now: tuple[Any, ...], asked: Any) -> tuple[Any, ...]:
-    return now if asked is None else settle_log_with(asked)
-
-
 def _rng_types(now: tuple[str, ...], asked: Sequence[str | RNGType] | None) -> tuple[str, ...]:
-    if asked is None:
-        return now
-    if isinstance(asked, str):
-        raise TypeError(f"rng_types takes a list of names, such as [{str(asked)!r}]: got {asked!r}.")
-    known = tuple(item.value for item in RNGType)
-    names = tuple(item.value if isinstance(item, RNGType) else item for item in asked)
-    for name in names:
-        if name not in known:
-            raise ConfigurationError(f"rng_types takes {', '.join(known)}: got {name!r}.")
+    names = now if asked is None else tuple(str(name) for name in asked)
+    unknown = [name for name in names if name not in RNGType.values()]
+    if unknown:
+        raise ConfigurationError(f"rng_types takes {', '.join(RNGType.values())}: got {unknown[0]!r}.")
     return names
 
 
-def _typed(name: str, value: object, kind: type[_T]) -> _T | None:
-    if value is not None and not isinstance(value, kind):
-        raise TypeError(f"{name} must be a {kind.__name__}: got {type(value).__name__}.")
-    return value
-
-
-def _dynamo(options: ContextOptions) -> TorchDynamoPlugin | None:
-    plugin = _typed("dynamo_plugin", options.get("dynamo_plugin"), TorchDynamoPlugin)
-    backend = options.get("dynamo_backend")
+def _dynamo(now: TorchDynamoPlugin, options: ContextOptions) -> TorchDynamoPlugin:
+    plugin, backend = options.get("dynamo_plugin"), options.get("dynamo_backend")
     if plugin is not None and backend is not None:
         raise ConfigurationError(
             "dynamo_backend and dynamo_plugin say the same thing twice. Pass one of the two."
         )
-    return TorchDynamoPlugin(backend=backend) if backend is not None else plugin
+    return plugin or (now if backend is None else TorchDynamoPlugin(backend=backend))
 
 
 def _refuse_unavailable(options: ContextOptions) -> None:
-    _typed("parallelism_config", options.get("parallelism_config"), ParallelismConfig)
-    mode = options.get("mixed_precision")
-    asked = (
-        ("deepspeed_plugin", "DeepSpeed", options.get("deepspeed_plugin") is not None),
-        ("megatron_lm_plugin", "Megatron-LM", options.get("megatron_lm_plugin") is not None),
-        ("mixed_precision", "fp8", mode in ("fp8", PrecisionType.FP8)),
-    )
-    for argument, what, is_asked in asked:
+    for argument, what, is_asked in (
+        ("deepspeed_plugin", "DeepSpeed", "deepspeed_plugin" in options),
+        ("megatron_lm_plugin", "Megatron-LM", "megatron_lm_plugin" in options),
+        ("mixed_precision", "fp8", options.get("mixed_precision") == "fp8"),
+    ):
         if is_asked:
             raise NotAvailableError(
                 f"{argument} asks for {what}, which accelfn does not support yet. "

@@ -22,22 +22,17 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from accelfn.context.call_log import CallLog
 from accelfn.context.collectives import Collectives, Part, ReduceOp, StartedAllGather, chunk_bytes
-from accelfn.context.failure import FAILURE
-from accelfn.context.message_board import MessageBoard, board_within, store_board
+from accelfn.context.failure import FAILURE, MessageBoard, board_within, store_board
 from accelfn.context.peer_monitor import PeerMonitor, late_error
-from accelfn.context.rounds import broadcast_in_rounds, scatter_in_rounds
-from accelfn.context.shared_memory import LostRanksError, SharedRows, share_rows
+from accelfn.context.shared_memory import (
+    LostRanksError,
+    SharedRows,
+    broadcast_in_rounds,
+    scatter_in_rounds,
+    share_rows,
+)
 from accelfn.context.world import GroupOwner
 from accelfn.errors import CollectiveTimeoutError, DistributedError, NotAvailableError
-
-__all__ = (
-    "carries_cpu_tensors",
-    "is_registered",
-    "level_group_counts",
-    "make_gloo_group",
-    "make_group_within",
-    "process_group_collectives",
-)
 
 _CPU = torch.device("cpu")
 # The guard ends the waiting, with names.
@@ -216,8 +211,7 @@ def process_group_collectives(
     def split(groups: Sequence[Sequence[int]], timeout: timedelta) -> tuple[Part, ...]:
         if store is None:
             raise NotAvailableError(
-                "a mesh needs a process group with a store, by which the ranks of an axis meet; this one has "
-                "none. Start the world with init_context, or with a backend that has one (gloo, nccl)."
+                "a mesh within a mesh can't be made: go along the axes of the whole context."
             )
         whole = references[0]()
         if whole is None:
@@ -339,7 +333,6 @@ def make_group_within(
     whole: dist.ProcessGroup,
     members: Sequence[int],
     timeout: timedelta,
-    backend: str | None = None,
 ) -> dist.ProcessGroup:
     """Make a group that torch knows of some ranks of ``whole``; ranks outside of it needn't come here.
 
@@ -351,7 +344,7 @@ def make_group_within(
     # torch sorts the ranks, where it knows another order at all.
     order: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
     make = cast("Callable[..., dist.ProcessGroup]", dist.new_group)  # pyright: ignore[reportUnknownMemberType]
-    backend = str(dist.get_backend(whole)) if backend is None else backend
+    backend = str(dist.get_backend(whole))
     return make(ranks=ranks, backend=backend, timeout=timeout, use_local_synchronization=True, **order)
 
 

@@ -10,9 +10,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from accelfn.errors import ConfigurationError
-
-__all__ = ("Background", "GroupOwner", "Owned", "Settling", "World", "WorldIdentity")
+from accelfn.context.environment import check_place
 
 _CPU = torch.device("cpu")
 
@@ -81,7 +79,6 @@ class Owned:
 
     Attributes:
         group: It initialised torch.distributed.
-        side_group: A gloo group of its own, for what precedes each operation, that torch keeps.
         previous_device: The accelerator that was current before.
         excepthooks: ``sys.excepthook`` before, and the one that torch put around it.
         opened: ``init_context`` opened this world, so that closing it is reported to the other ranks.
@@ -91,7 +88,6 @@ class Owned:
     """
 
     group: bool = False
-    side_group: weakref.ref[dist.ProcessGroup] | None = None
     previous_device: torch.device | None = None
     excepthooks: tuple[Callable[..., object], Callable[..., object]] | None = None
     opened: bool = False
@@ -144,15 +140,4 @@ class World:
 
     def __post_init__(self) -> None:
         """Refuse a rank outside its world, and nodes that don't fit in it."""
-        for name, value, size in (
-            ("rank", self.rank, self.size),
-            ("local_rank", self.local_rank, self.local_size),
-            ("node_rank", self.node_rank, self.num_nodes),
-        ):
-            if size < 1 or not 0 <= value < size:
-                raise ConfigurationError(f"World: {name} must lie in 0..{size - 1}, got {value}.")
-        if self.local_size + self.num_nodes - 1 > self.size:
-            raise ConfigurationError(
-                f"World: {self.local_size} ranks on this node and at least one on every other of "
-                f"{self.num_nodes} nodes do not fit a world of {self.size}."
-            )
+        check_place(self)

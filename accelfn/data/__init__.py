@@ -3,8 +3,7 @@
 from accelfn.data.loader import PreparedDataLoader, next_plan, prepare_data_loader
 from accelfn.data.metrics import gather_for_metrics, gather_objects_for_metrics
 from accelfn.data.microbatch import MicroBatch, Uneven, microbatches, plan_microbatch
-from accelfn.data.order import Order, read_order
-from accelfn.data.permutation import permute
+from accelfn.data.order import Order, permute, read_order
 from accelfn.data.picture import draw_plan, draw_plan_svg
 from accelfn.data.place import LoaderState
 from accelfn.data.plan import DataRank, EpochPlan, data_rank, plan_epoch

@@ -2,239 +2,228 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
-from itertools import accumulate
-from typing import Any, Generic, TypeAlias, TypeVar, cast
+from itertools import accumulate, islice
+from typing import Any, Generic, Protocol, TypeVar, cast
 
+import torch
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader, IterableDataset
 
-from accelfn.comm import broadcast_object_list, failing_together
+from accelfn.comm import failing_together
 from accelfn.context import Context
-from accelfn.data.asked import (
-    BatchSamplerSpec,
-    SamplerSpec,
-    batch_sampler_of,
-    read_asked,
-    share_of_batches,
-)
-from accelfn.data.deal import BatchSplitter, SliceFunction, check_slice_function, hand_out
-from accelfn.data.dispatch_stream import StreamDispatch, dispatch_stream
 from accelfn.data.draws import read_apart
-from accelfn.data.order import draw_here, take_from
-from accelfn.data.parts import BatchScatter
+from accelfn.data.order import IndexFn
 from accelfn.data.plan import EpochPlan
-from accelfn.data.reading import (
-    EVENED,
-    EVENED_OR_DROPPED,
-    BatchInfo,
-    EpochPass,
-    ReadSettings,
-    Resumable,
-    share_of,
-    with_rows,
-)
-from accelfn.data.sampled import Batches, Keyed, rebuild, whole_batches
-from accelfn.data.states import State, sampler_state
+from accelfn.data.reading import EVENED_OR_DROPPED, BatchInfo, EpochPass, share_of
+from accelfn.data.rebuild import Batches, Keyed, batch_sampler_of, rebuild
+from accelfn.data.sampled import batches_of, whole_batches
+from accelfn.data.scatter import BatchScatter
 from accelfn.errors import ConfigurationError
+from accelfn.tree import flatten
 
-__all__ = ("BatchedDispatch", "DispatchReader", "OrderedDispatch", "dispatch")
+__all__ = ("BatchSplitter", "DispatchedSteps", "SliceFunction", "check_slicing", "hand_out")
 
 T = TypeVar("T")
+_SLICE_FN = "slice_fn(batch, rows, *, process_index, num_processes)"
 
 
-# One for each kind of data.
-DispatchReader: TypeAlias = "OrderedDispatch[T] | BatchedDispatch[T] | StreamDispatch[T]"
+class SliceFunction(Protocol):
+    """Cuts the part of one rank out of the batch of a whole step."""
+
+    def __call__(self, batch: Any, part: slice, /, *, process_index: int, num_processes: int) -> Any:
+        """Return rows ``part`` of ``batch``, which are those of rank ``process_index``."""
+        ...
 
 
-def dispatch(
-    ctx: Context,
-    source: DataLoader[T],
-    agree: Callable[[str], int],
-    slice_fn: SliceFunction | None = None,
-) -> DispatchReader[T]:
-    """Choose how rank 0 reads ``source``.
+def check_slicing(ctx: Context, source: DataLoader[Any], slice_fn: SliceFunction | None) -> None:
+    """Refuse a ``slice_fn`` that can't be called as it has to be, or has nothing to cut.
 
     Ranks: every rank of ``ctx``.
 
-    Args:
-        ctx: The world.
-        source: The user's loader.
-        agree: Compares what all ranks are about to read, and gives them one seed.
-        slice_fn: Cuts the batch of a step; None cuts tensors along their first dimension.
-
     Raises:
-        ConfigurationError: The batch can't be split, or the sampler already deals out the samples.
-        TypeError: ``slice_fn`` can't be called as it has to be.
+        ConfigurationError: The loader makes no batches.
+        TypeError: ``slice_fn`` has another signature.
     """
-    if slice_fn is not None:
-        with failing_together(ctx, "prepare_data_loader"):  # that of rank 0 is called, and it may be another
-            check_slice_function(slice_fn)
+    if slice_fn is None:
+        return
+    with failing_together(ctx, "prepare_data_loader"):  # that of rank 0 is called, and it may be another
+        try:
+            inspect.signature(slice_fn).bind(None, slice(0, 1), process_index=0, num_processes=1)
+        except ValueError:  # of a function that isn't written in Python nobody may know
+            pass
+        except TypeError as error:
+            found = getattr(slice_fn, "__qualname__", type(slice_fn).__name__)
+            raise TypeError(
+                f"slice_fn is called as {_SLICE_FN}, where rows is a slice, and gives these rows of the "
+                f"batch. Got {found}, which can't be called so: {error}."
+            ) from error
     is_stream = isinstance(source.dataset, IterableDataset)
-    if slice_fn is not None and (source.batch_size if is_stream else batch_sampler_of(source)) is None:
+    if (source.batch_size if is_stream else batch_sampler_of(source)) is None:
         raise ConfigurationError(
             "slice_fn cuts the batch of a whole step, and with batch_size=None the loader makes no batches. "
             "Leave slice_fn out, or give the loader a batch size."
         )
-    if is_stream:
-        return dispatch_stream(ctx, source, agree, slice_fn)
-    asked = read_asked(ctx.loading, ctx.axis_size("dp"), source)
-    seed = agree(f"dispatched by rank 0: {asked.what}")
-    if isinstance(asked, BatchSamplerSpec):
-        return BatchedDispatch(ctx, source, asked, seed, slice_fn)
-    return OrderedDispatch(ctx, source, asked, seed, slice_fn)
 
 
-class OrderedDispatch(Resumable, Generic[T]):
-    """Rank 0 reads a map-style dataset by an order of its samples."""
+class BatchSplitter:
+    """Makes the parts of each step of what rank 0's loader gives.
 
-    def __init__(
-        self,
-        ctx: Context,
-        source: DataLoader[T],
-        asked: SamplerSpec,
-        seed: int,
-        slice_fn: SliceFunction | None,
-    ) -> None:
-        """Read what ``source`` asks for."""
-        self.length: int | None = asked.order.num_samples
-        self.batch_size: int | None = asked.batch_size
-        self.seed = seed
-        self.setting: ReadSettings = ReadSettings(order=asked.order.kind)
+    Attributes:
+        cuts: A step is one batch, of which each rank gets rows; otherwise each gets a batch of its own.
+    """
+
+    def __init__(self, ctx: Context, slice_fn: SliceFunction | None) -> None:
+        """Split for the ranks of ``ctx``."""
+        self._size = ctx.axis_size("dp")
+        self._slice_fn = slice_fn
+        self.cuts: bool = ctx.loading.split_batches or slice_fn is not None
+
+    def lists(self, plan: EpochPlan, take: IndexFn, key: tuple[int, int]) -> Iterator[Keyed]:
+        """Return the lists of samples that rank 0's loader reads: a step's in one, or one for each rank."""
+        rows = plan.rank_batch
+        # All ranks' pieces of a step lie one after the other: they are the batch of a world of one.
+        for whole in batches_of(replace(plan, rank_batch=plan.global_batch, size=1), 0, take, key):
+            if self.cuts:
+                yield whole
+                continue
+            for first in range(0, len(whole), rows):
+                yield Keyed(whole[first : first + rows], (*whole.key[:-1], whole.key[-1] + first))
+
+    def parts(self, plan: EpochPlan, step: int, batches: Iterator[Any]) -> list[Any]:
+        """Take a step's batches, and return one tree for each rank that has rows."""
+        rows = [plan.num_rows(step, rank) for rank in range(plan.size)]
+        if not self.cuts:
+            return list(islice(batches, sum(number > 0 for number in rows)))
+        return self.cut(next(batches), rows)
+
+    def cut(self, batch: Any, rows: Sequence[int]) -> list[Any]:
+        """Cut ``batch`` into one part for each rank that has rows; ``rows`` by rank."""
+        rows = [number for number in rows if number]
+        ends = list(accumulate(rows))
+        slices = [slice(end - number, end) for number, end in zip(rows, ends, strict=True)]
+        if self._slice_fn is None:
+            return [batch] if self._size == 1 else _cut_rows(batch, ends[-1], slices)
+        parts = [
+            self._slice_fn(batch, part, process_index=rank, num_processes=self._size)
+            for rank, part in enumerate(slices)
+        ]
+        if any(part is None for part in parts):
+            raise TypeError(f"{_SLICE_FN} must return these rows of the batch, and it returned None.")
+        return parts
+
+
+def _cut_rows(batch: Any, rows: int, slices: Sequence[slice]) -> list[Any]:
+    """Cut tensors, and lists with an object for each row; what has other rows would be wrong silently.
+
+    Raises:
+        TypeError: A leaf doesn't have one row for each sample.
+    """
+
+    def is_leaf(value: Any) -> bool:
+        if type(value) not in (list, tuple):
+            return isinstance(value, PackedSequence)
+        return len(value) == rows and not any(
+            isinstance(one, (torch.Tensor, list, tuple, dict, type(None))) for one in value
+        )
+
+    leaves, structure = flatten(batch, is_leaf)
+    has_rows: list[bool] = []
+    for index, leaf in enumerate(leaves):
+        shape = tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else ()
+        has_rows.append(len(shape) > 0 or (type(leaf) in (list, tuple) and len(leaf) > 0))
+        if isinstance(leaf, PackedSequence) or (shape and shape[0] != rows):
+            what = f"of shape {shape}" if shape else "a PackedSequence"
+            raise TypeError(
+                f"dispatch_batches: the batch is to be cut into parts, and {structure.paths()[index]}, "
+                f"{what}, doesn't have one row for each of its {rows} samples. Make tensors of it in "
+                "collate_fn, cut it with slice_fn, or use dispatch_batches=False, with which each rank reads "
+                "its own batches."
+            )
+    return [
+        structure.unflatten([leaf[part] if cut else leaf for leaf, cut in zip(leaves, has_rows, strict=True)])
+        for part in slices
+    ]
+
+
+def hand_out(
+    scatter: BatchScatter, steps: Iterator[tuple[Sequence[Any], Any]] | None
+) -> tuple[Sequence[Any], Any] | None:
+    """Carry out one step.
+
+    Ranks: every rank of the world.
+
+    Args:
+        scatter: Of this pass.
+        steps: On rank 0: gives one part for each rank that has one, and what all ranks are sent beside.
+
+    Returns:
+        This rank's part, if it has one, and what was sent beside; None when there are no more steps.
+    """
+    if steps is None:
+        return scatter.receive()
+    step = next(steps, None)
+    if step is None:
+        scatter.end()
+        return None
+    parts, facts = step
+    scatter.send(parts, facts)
+    return parts[:1], facts
+
+
+class DispatchedSteps(Generic[T]):
+    """Rank 0 reads the batches of all ranks, and sends each its own.
+
+    Attributes:
+        cuts: As of :class:`accelfn.data.sampled.PlannedSteps`.
+    """
+
+    def __init__(self, ctx: Context, source: DataLoader[T], slice_fn: SliceFunction | None) -> None:
+        """Read by a loader like ``source``, on rank 0."""
+        self._splitter = BatchSplitter(ctx, slice_fn)
+        self.cuts: bool = self._splitter.cuts
         self._ctx = ctx
-        self._asked = asked
         self._rank = ctx.coordinate("dp")
-        self._steps = _Steps(ctx, source, slice_fn)
-
-    def plan(self, start: int) -> EpochPlan:
-        """Plan the samples from ``start`` on."""
-        return self._asked.plan(start)
-
-    def count(self, start: int) -> int:
-        """Count this rank's batches from ``start`` on."""
-        return self.plan(start).num_batches(self._rank)
-
-    def begin(self, epoch: int, start: int) -> EpochPass[T]:
-        """Begin a pass.
-
-        Raises:
-            ValueError: The dataset has another length than it had when the loader was prepared.
-        """
-        ctx, asked = self._ctx, self._asked
-        asked.check()
-        plan = self.plan(start)
-        recalled, _ = self._take_recalled()
-        before: State | None = None
-        lists: Callable[[], Iterator[Keyed]] | None = None
-        if ctx.is_main_process:  # a sampler of the user's own is asked here alone
-            drawn: list[Any] | None = None
-            if asked.sampler is not None:
-                drawn, before = draw_here(asked.sampler, epoch, recalled.sampler)
-            take = asked.take(self.seed, epoch, drawn)
-            lists = partial(self._steps.dealer.lists, plan, take, (self.seed, epoch))
-        begun = self._steps.begin(plan, lists, partial(share_of, plan, rank=self._rank), epoch, start)
-        if asked.sampler is not None:
-            told = [before, sampler_state(asked.sampler)] if ctx.is_main_process else []
-            before, self._sampler_after = broadcast_object_list(ctx.tagged("a sampler"), told)
-            begun = begun._replace(sampler=before)
-        return with_rows(begun) if asked.are_items else begun
-
-
-class BatchedDispatch(Resumable, Generic[T]):
-    """Rank 0 reads the batches of the user's own batch sampler, which is asked there alone."""
-
-    def __init__(
-        self,
-        ctx: Context,
-        source: DataLoader[T],
-        asked: BatchSamplerSpec,
-        seed: int,
-        slice_fn: SliceFunction | None,
-    ) -> None:
-        """Read what ``source`` asks for."""
-        self.length: int | None = None
-        self.batch_size: int | None = asked.batch_size
-        self.seed = seed
-        self._ctx = ctx
-        self._asked = asked
-        self._rank = ctx.coordinate("dp")
-        self._steps = _Steps(ctx, source, slice_fn)
-
-    def plan(self, start: int) -> None:
-        """Return None: nothing is known before the batches are drawn."""
-        del start
-
-    def count(self, start: int) -> int | None:
-        """Count this rank's batches, where the batch sampler has a length and nothing is read yet."""
-        return self._asked.count(start, self._rank, self._asked.even_batches)
-
-    def begin(self, epoch: int, start: int) -> EpochPass[T]:
-        """Draw the batches on rank 0, tell all how long they are, and begin a pass."""
-        ctx, asked, dealer = self._ctx, self._asked, self._steps.dealer
-        drawn: list[list[Any]] = []
-        recalled, _ = self._take_recalled()
-        before: State | None = None
-        if ctx.is_main_process:
-            items, before = draw_here(asked.sampler, epoch, recalled.sampler)
-            drawn = [list(batch) for batch in items]
-        # Lengths alone: the samples are rank 0's business. Equal ones as one number.
-        own = [len(batch) for batch in drawn]
-        are_samples = asked.are_samples(drawn)
-        states = before, sampler_state(asked.sampler)
-        told: list[Any] = [are_samples, sum(own), [] if are_samples else own, states]
-        are_samples, number, by_batch, states = broadcast_object_list(ctx.tagged("a batch sampler"), told)
-        before, self._sampler_after = cast("tuple[State | None, State | None]", states)
-        key = (self.seed, epoch)
-        lists: Callable[[], Iterator[Keyed]]
-        if are_samples:
-            plan = asked.plan_samples(number, start)
-            lists = partial(dealer.lists, plan, take_from([index for batch in drawn for index in batch]), key)
-            share_at = partial(share_of, plan, rank=self._rank)
-        else:
-            if dealer.cuts:
-                raise ConfigurationError(
-                    "split_batches and slice_fn cut each batch into equal parts, and the batch sampler "
-                    f"{type(asked.sampler).__name__} gives batches of different sizes. Leave them out."
-                )
-            lengths = cast("list[int]", by_batch)
-            plan = asked.plan_batches(lengths, start)
-            lists = partial(whole_batches, plan, range(plan.size), drawn, key)
-            ends = list(accumulate(lengths))
-            share_at = partial(share_of_batches, plan, rank=self._rank, lengths=lengths, ends=ends)
-        begun = self._steps.begin(plan, lists if ctx.is_main_process else None, share_at, epoch, start)
-        return begun._replace(evened_by=EVENED, sampler=before)
-
-
-class _Steps:
-    """Carries out planned steps: rank 0 reads lists of samples, and hands out what comes of them."""
-
-    def __init__(self, ctx: Context, source: DataLoader[Any], slice_fn: SliceFunction | None) -> None:
-        self.dealer = BatchSplitter(ctx, slice_fn)
-        self._ctx = ctx
         self._batches = Batches()
         self._loader = rebuild(source, self._batches) if ctx.is_main_process else None
 
-    def begin(
+    def samples(self, plan: EpochPlan, take: IndexFn, key: tuple[int, int]) -> EpochPass[T]:
+        """Begin a pass over samples in an order."""
+        lists = partial(self._splitter.lists, plan, take, key)
+        return self._begin(plan, lists, key, partial(share_of, plan, rank=self._rank))
+
+    def batches(
         self,
         plan: EpochPlan,
-        lists: Callable[[], Iterator[Keyed]] | None,
+        drawn: Sequence[Sequence[Any]],
+        key: tuple[int, int],
         share_at: Callable[[int], BatchInfo],
-        epoch: int,
-        start: int,
-    ) -> EpochPass[Any]:
-        """Begin a pass through steps that all ranks know; ``lists`` on rank 0."""
+    ) -> EpochPass[T]:
+        """Begin a pass over batches as they were drawn."""
+        return self._begin(plan, partial(whole_batches, plan, range(plan.size), drawn, key), key, share_at)
+
+    def _begin(
+        self,
+        plan: EpochPlan,
+        lists: Callable[[], Iterator[Keyed]],
+        key: tuple[int, int],
+        share_at: Callable[[int], BatchInfo],
+    ) -> EpochPass[T]:
         steps: Iterator[tuple[list[Any], None]] | None = None
-        if self._loader is not None and lists is not None:
+        if self._loader is not None:
             self._batches.begin(lists)
-            batches = read_apart(self._loader, is_resumed=start > 0)
-            steps = ((self.dealer.parts(plan, step, batches), None) for step in range(plan.num_steps))
-        own = plan.num_batches(self._ctx.coordinate("dp"))
+            batches = read_apart(self._loader, is_resumed=plan.start > 0)
+            steps = ((self._splitter.parts(plan, step, batches), None) for step in range(plan.num_steps))
+        own = plan.num_batches(self._rank)
 
         def read() -> Iterator[tuple[Any, BatchInfo]]:
-            way = BatchScatter(self._ctx, f"epoch {epoch} from sample {start}")
+            scatter = BatchScatter(self._ctx, f"epoch {key[1]} from sample {plan.start}")
             for step in range(plan.num_steps):
-                received = hand_out(way, steps)
-                if received is not None and step < own:
-                    yield received.parts[0], share_at(step)
+                parts, _ = cast("tuple[Sequence[Any], None]", hand_out(scatter, steps))
+                if step < own:
+                    yield parts[0], share_at(step)
 
         return EpochPass(plan.counts, read(), share_at=share_at, evened_by=EVENED_OR_DROPPED)

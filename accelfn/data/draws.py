@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
-from accelfn.data.signals import begin_reading
+from accelfn.data.workers import begin_reading
 
 __all__ = (
     "RandomStates",
@@ -153,5 +153,9 @@ def read_apart(loader: Any, *, is_resumed: bool, goes_on: bool = False) -> Any:
         is_resumed: Whether samples of the epoch have been read before.
         goes_on: As :func:`drawing_apart`.
     """
+    generator: torch.Generator | None = loader.generator
+    before = None if generator is None else generator.get_state()
     batches = begin_reading(loader, goes_on=is_resumed)
+    if generator is not None and before is not None:
+        generator.set_state(before)  # nothing is drawn by the number that torch takes from it
     return batches if loader.num_workers else drawing_apart(batches, goes_on=goes_on)

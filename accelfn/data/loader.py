@@ -5,24 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import asdict
 from functools import partial
-from typing import Any, Generic, TypeVar, cast, overload
+from typing import Any, Generic, Literal, TypeVar, cast, overload
 
-from torch.utils.data import DataLoader
+import torch
+from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import Self
 
+from accelfn.comm import Call, gather_bytes
 from accelfn.context import Context, check_context
-from accelfn.data.choose import Sharding, agree_on_seed, choose_reader
-from accelfn.data.deal import SliceFunction
-from accelfn.data.iterables import loader_over
+from accelfn.data.dispatch import DispatchedSteps, SliceFunction, check_slicing
+from accelfn.data.own import OwnReader
 from accelfn.data.passes import Passes
 from accelfn.data.place import read_state
 from accelfn.data.plan import EpochPlan
+from accelfn.data.reading import Reader
+from accelfn.data.rebuild import check_stateful, sampler_of
+from accelfn.data.sampled import LocalSteps, read_indexed
+from accelfn.data.stream import read_stream
 from accelfn.errors import ConfigurationError
 
-__all__ = ("PreparedDataLoader", "next_plan", "passes_of", "prepare_data_loader", "skipping")
+__all__ = ("PreparedDataLoader", "Sharding", "next_plan", "passes_of", "prepare_data_loader", "skipping")
 
 T = TypeVar("T")
 L = TypeVar("L", bound="PreparedDataLoader[Any]")
+Sharding = Literal["global", "already_sharded", "by_source"]
 
 
 class PreparedDataLoader(Generic[T]):
@@ -238,10 +244,117 @@ def prepare_data_loader(
         return loader
     if sharding not in ("global", "already_sharded", "by_source"):
         raise ValueError(f'sharding must be "global", "already_sharded" or "by_source", got {sharding!r}.')
-    if isinstance(loader, DataLoader):
-        source = cast("DataLoader[T]", loader)
-    else:
-        source = loader_over(loader, ctx.loading.custom_classes)
-    reader = choose_reader(ctx, source, sharding, slice_fn)
-    passes = Passes(ctx, source, reader, partial(agree_on_seed, ctx, source))
+    is_loader = isinstance(loader, DataLoader)
+    source = cast("DataLoader[T]", loader) if is_loader else _loader_over(ctx, loader)
+    reader = _choose_reader(ctx, source, sharding, slice_fn)
+    passes = Passes(ctx, source, reader, partial(_agree_on_seed, ctx, source))
     return PreparedDataLoader(passes, cast("object", loader))
+
+
+def _choose_reader(
+    ctx: Context, loader: DataLoader[T], sharding: Sharding, slice_fn: SliceFunction | None
+) -> Reader[T]:
+    """Choose the way of reading that a loader needs; arguments as ``prepare_data_loader``'s."""
+    agree = partial(_agree_on_seed, ctx)
+    check_stateful(ctx)
+    if ctx.loading.dispatch_batches and sharding != "global":
+        raise ConfigurationError(
+            f'sharding="{sharding}" lets each rank read data of its own, and dispatch_batches=True lets rank '
+            "0 read for all. Use one of the two."
+        )
+    dispatches = ctx.loading.dispatch_batches
+    if dispatches:
+        _refuse_disorder(loader)
+        check_slicing(ctx, loader, slice_fn)
+    elif slice_fn is not None:
+        raise ConfigurationError(
+            "slice_fn cuts the batches that rank 0 reads for all ranks, and here each rank reads its own. "
+            "Use DataLoaderConfiguration(dispatch_batches=True), or leave slice_fn out."
+        )
+    if sharding == "already_sharded":
+        return OwnReader(ctx, loader, agree(loader, "already sharded"))
+    if isinstance(loader.dataset, IterableDataset):
+        return read_stream(ctx, loader, sharding == "by_source", slice_fn, partial(agree, loader))
+    if sharding == "by_source":
+        raise ConfigurationError(
+            'sharding="by_source" is for streams. This dataset is read by its indices, of which each rank '
+            'gets its own: use sharding="global".'
+        )
+    _refuse_disorder(loader)
+    rank, size = ctx.coordinate("dp"), ctx.axis_size("dp")
+    steps = DispatchedSteps(ctx, loader, slice_fn) if dispatches else LocalSteps(ctx, loader, rank)
+    reader = read_indexed(ctx, loader, rank, size, steps)
+    reader.seed = agree(loader, f"dispatched by rank 0: {reader.what}" if dispatches else reader.what)
+    return reader
+
+
+def _refuse_disorder(loader: DataLoader[Any]) -> None:
+    if loader.num_workers > 1 and not getattr(loader, "in_order", True):
+        raise ConfigurationError(
+            "in_order=False yields batches as workers come by them, so it would be unknown which rows are "
+            "padding and where a pass goes on. Use in_order=True, one worker, or "
+            'sharding="already_sharded", where each rank\'s batches are its own.'
+        )
+
+
+def _agree_on_seed(ctx: Context, loader: DataLoader[Any], what: str = "") -> int:
+    """Return the seed of the order, the same on all ranks, after comparing what they will read.
+
+    Ranks that sharded different data would skip samples, or wait for ever.
+    """
+    if ctx.loading.data_seed is not None:
+        own = ctx.loading.data_seed
+    else:
+        # A sampler of the user's own may have one of Python's or numpy's there.
+        generator = getattr(sampler_of(loader), "generator", None)
+        own = generator.initial_seed() if isinstance(generator, torch.Generator) else torch.initial_seed()
+    own %= 1 << 63
+    if ctx.num_processes == 1:
+        return own
+    blobs = gather_bytes(
+        ctx, Call("prepare_data_loader", what, lambda: {"loader": what}), own.to_bytes(8, "little")
+    )
+    return int.from_bytes(blobs[0], "little")
+
+
+class _BatchStream(IterableDataset[Any]):
+    """The batches of an iterable, as a stream. For everything else it is that iterable."""
+
+    def __init__(self, source: Iterable[Any]) -> None:
+        vars(self)["_source"] = source
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._source)
+
+    def __len__(self) -> int:
+        return len(self._source)  # a TypeError where it has none, as everywhere
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_source" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._source, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._source, name, value)
+
+
+def _loader_over(ctx: Context, source: Iterable[T]) -> DataLoader[T]:
+    """Make a loader whose batches are the items of ``source``, as they are."""
+    kind = type(cast("object", source)).__name__
+    if not isinstance(cast("object", source), Iterable) or isinstance(source, (str, bytes, Mapping)):
+        raise TypeError(
+            f"prepare_data_loader takes a torch DataLoader or another iterable of batches, got {kind}."
+        )
+    if isinstance(source, Iterator) and not isinstance(source, ctx.loading.custom_classes):
+        raise TypeError(
+            f"prepare_data_loader: {kind} is an iterator, which can be gone through only once, and a loader "
+            "is gone through once an epoch. Pass what makes it, such as a list, or an object whose __iter__ "
+            "gives a new one; if its own __iter__ begins anew each time, name its class in "
+            "DataLoaderConfiguration(custom_classes=...)."
+        )
+    dataset = source if isinstance(source, IterableDataset) else _BatchStream(source)
+    return DataLoader(cast("Any", dataset), batch_size=None, collate_fn=_as_it_is)
+
+
+def _as_it_is(batch: T) -> T:
+    return batch

@@ -12,7 +12,6 @@ import torch
 from accelfn.comm import Call, check, gather_bytes
 from accelfn.context import Context, check_context
 from accelfn.context.config import GuardMode
-from accelfn.data.batch_key import Draws, draws_of
 from accelfn.data.loader import PreparedDataLoader, passes_of
 from accelfn.data.passes import Passes
 from accelfn.data.reading import EVENED, BatchInfo, EpochPass, rows_of
@@ -20,6 +19,7 @@ from accelfn.data.sequence import sequence_sharder
 from accelfn.errors import ConfigurationError, Disagreement, UnevenDataError
 
 __all__ = (
+    "Draws",
     "MicroBatch",
     "Uneven",
     "check_micro",
@@ -33,6 +33,26 @@ Uneven = Literal["error", "stop_first", "pad", "join"]
 
 # A batch, what is known of it, its place in its window, the window's size, and whether it is the last one.
 _Step: TypeAlias = "tuple[T, BatchInfo, int, int, bool | None]"
+
+
+class Draws:
+    """Names the random numbers of one batch: the same name on whichever rank, and after a resumption.
+
+    Attributes:
+        name: Of the batch's place in the data.
+        blocks: Blocks of code so far that have drawn for the batch; each draws other numbers.
+    """
+
+    __slots__ = ("blocks", "name")
+
+    def __init__(self, name: str) -> None:
+        """Begin with no block."""
+        self.name: str = name
+        self.blocks: int = 0
+
+    def __repr__(self) -> str:
+        """Show the name."""
+        return f"Draws({self.name!r})"
 
 
 class MicroBatch(NamedTuple):
@@ -209,7 +229,7 @@ def _microbatches(ctx: Context, loader: Iterable[T], uneven: Uneven) -> Iterator
                 passes.note(share)
             draws = None
             if ctx.reduction is not None:
-                draws = draws_of(ctx, source, index, share, before, begun.is_own)
+                draws = _draws_of(ctx, source, index, share, before, begun.is_own)
                 before = share.consumed
             known = (index, epoch, place, window, place == window - 1, is_last)
             of_step = (own, most, by_all, by_rank, own_valid, consumed or None)
@@ -390,3 +410,27 @@ def _uneven(counts: Sequence[int], evened_by: Sequence[str]) -> UnevenDataError:
         if count != expected
     ]
     return UnevenDataError("microbatches", rows, _ways_out(counts, evened_by), counts=counts)
+
+
+def _draws_of(ctx: Context, source: str, index: int, share: BatchInfo, before: int, is_own: bool) -> Draws:
+    """Name the random numbers of a batch. Pure.
+
+    Args:
+        ctx: Says the rank.
+        source: What the batch is of, such as ``"epoch 0"``.
+        index: Number of the batch in its pass.
+        share: What is known of it.
+        before: Samples of the epoch that had been read before it.
+        is_own: Each rank has data of its own. Together they count as one order: a batch of each rank in turn.
+    """
+    rank, size, read = ctx.rank, ctx.num_processes, share.consumed - before
+    if not share.consumed:  # nobody counts
+        return Draws(f"batch {index * size + rank} of {source}")
+    if is_own:
+        first = before * size + rank * read
+    elif share.valid_by_rank is not None:
+        first = before + sum(share.valid_by_rank[:rank])
+    else:
+        rows = -(-read // size) if share.max_rows is None else share.max_rows
+        first = before + rank * rows
+    return Draws(f"sample {first} of {source}")

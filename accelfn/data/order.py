@@ -1,33 +1,52 @@
-"""In which order an epoch visits the samples: a function of seed, epoch and position, the same everywhere."""
+"""In which order an epoch visits the samples: a function of seed, epoch and position, the same everywhere.
+
+Shuffling takes no shuffled list: a keyed permutation gives the sample at any position by itself.
+A permutation of ``n`` numbers is a generalised Feistel network over at least ``n`` pairs ``(left, right)``,
+whose rounds add a keyed hash of one half to the other; the few pairs that stand for no number are left by
+walking on along their cycle (J. Black, P. Rogaway: Ciphers with Arbitrary Finite Domains, CT-RSA 2002). The
+hash is the finaliser of SplitMix64. This is for shuffling, and not a cipher.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import math
+import struct
 from collections.abc import Callable, Sequence, Sized
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple, TypeVar, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch.utils.data import DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
 from accelfn.comm import broadcast_object_list
 from accelfn.context import Context
-from accelfn.data.permutation import draw, make_keys, permute
 from accelfn.data.states import State, restore_sampler, sampler_state
 from accelfn.errors import ConfigurationError
 
 __all__ = (
-    "Drawn",
     "IndexFn",
     "Order",
-    "check_length",
-    "draw_here",
+    "draw",
     "draw_together",
+    "make_keys",
+    "permute",
     "read_order",
     "refuse_sharded",
     "take_from",
+    "tell",
 )
 
-P = TypeVar("P")
+# With ideal hashes, the orders of 8 numbers are then 0.03 from equally likely in total variation (0.28 with 8
+# rounds), and those of fewer closer; of more numbers no statistic of one or two places shows a difference.
+ROUNDS = 16
+# Of so many numbers none does with half of the rounds either, and an epoch begins in half the time.
+_MANY, _ROUNDS_OF_MANY = 4096, 8
+_POSITIVE = (1 << 63) - 1
+# The largest domain whose pairs' numbers fit into int64.
+_MOST = 1 << 62
+# The largest width of which twice as much fits into int32, where arithmetic costs half.
+_MOST_LISTED = 1 << 30
 
 # Gives what stands at positions of an epoch.
 IndexFn = Callable[[torch.Tensor], list[Any]]
@@ -120,37 +139,10 @@ def refuse_sharded(sampler: object) -> None:
         )
 
 
-def check_length(dataset: Any, order: Order) -> None:
-    """Refuse a dataset that has changed its length since ``order`` was read.
-
-    Raises:
-        ValueError: It has.
-    """
-    if len(dataset) != order.num_items:
-        raise ValueError(
-            f"the dataset {type(dataset).__name__} had a length of {order.num_items} when its loader was "
-            f"prepared, and now has one of {len(dataset)}. Prepare a new one."
-        )
-
-
-class Drawn(NamedTuple):
-    """An epoch of a sampler of the user's own.
-
-    Attributes:
-        items: What it drew.
-        before: Its state before.
-        after: Its state when the pass had begun, None where it has none.
-    """
-
-    items: list[Any]
-    before: State | None
-    after: State | None
-
-
 def draw_together(
-    ctx: Context, sampler: Any, epoch: int, begin: Callable[[list[Any]], P], state: State | None = None
-) -> tuple[Drawn, P]:
-    """Let rank 0 draw an epoch from a sampler of the user's own, and every rank begin a pass with it.
+    ctx: Context, sampler: Any, epoch: int, state: State | None = None
+) -> tuple[list[Any], State | None, State | None]:
+    """Let rank 0 draw an epoch from a sampler of the user's own, for all.
 
     Ranks: every rank of ``ctx``.
 
@@ -158,39 +150,28 @@ def draw_together(
         ctx: The world.
         sampler: Of samples or of batches; told the epoch, if it has ``set_epoch``, and so are those in it.
         epoch: From 0.
-        begin: Begins the pass over what was drawn, or refuses it, as it does on every rank then.
         state: To bring the sampler to before.
 
     Returns:
-        What was drawn, the same on every rank, and what ``begin`` has given.
+        What was drawn, and the sampler's states before and after, None where it has none.
     """
-    if not ctx.is_main_process:
-        drawn = Drawn(*broadcast_object_list(ctx.tagged("a sampler"), []))
-        return drawn, begin(drawn.items)
-    items, before = draw_here(sampler, epoch, state)
-    try:
-        begun = begin(items)
-    finally:  # all learn of items that are refused
-        # As a loader begins a pass it draws from its generator, which may be the sampler's too.
-        drawn = Drawn(items, before, sampler_state(sampler))
-        drawn = Drawn(*broadcast_object_list(ctx.tagged("a sampler"), list[Any](drawn)))
-    return drawn, begun
+    drawn: list[Any] = []
+    if ctx.is_main_process:
+        for one in (sampler, getattr(sampler, "sampler", None)):
+            tell(one, epoch)
+        if state is not None:
+            restore_sampler(sampler, state)
+        before = sampler_state(sampler)
+        drawn = [list(sampler), before, sampler_state(sampler)]
+    items, before, after = broadcast_object_list(ctx.tagged("a sampler"), drawn)
+    return items, before, after
 
 
-def draw_here(sampler: Any, epoch: int, state: State | None = None) -> tuple[list[Any], State | None]:
-    """Draw an epoch from a sampler on this rank alone; arguments as :func:`draw_together`'s.
-
-    Returns:
-        What was drawn, and the sampler's state before.
-    """
-    for one in (sampler, getattr(sampler, "sampler", None)):
-        set_epoch = getattr(one, "set_epoch", None)
-        if callable(set_epoch):
-            set_epoch(epoch)
-    if state is not None:
-        restore_sampler(sampler, state)
-    before = sampler_state(sampler)
-    return list(sampler), before
+def tell(thing: Any, epoch: int) -> None:
+    """Set the epoch of a dataset or sampler, if it asks for it."""
+    set_epoch = getattr(thing, "set_epoch", None)
+    if callable(set_epoch):
+        set_epoch(epoch)
 
 
 def take_from(drawn: Sequence[Any]) -> IndexFn:
@@ -210,3 +191,125 @@ def _length(thing: Any, what: str) -> int:
             f"prepare_data_loader: the {what} {type(thing).__name__} has no length, so its samples can't be "
             f"shared out. Give it a __len__, or make the dataset an IterableDataset."
         ) from error
+
+
+def make_keys(*parts: int | str) -> tuple[int, ...]:
+    """Derive the keys of all rounds from numbers and words that name an order. Pure.
+
+    >>> make_keys(7, 0)[:2] == make_keys(7, 0)[:2], make_keys(7, 0) == make_keys(7, 1)
+    (True, False)
+    """
+    digest = hashlib.shake_128(repr(parts).encode()).digest(8 * ROUNDS)
+    return struct.unpack(f"<{ROUNDS}q", digest)
+
+
+def permute(keys: tuple[int, ...], size: int, positions: torch.Tensor) -> torch.Tensor:
+    """Return which number stands at each of ``positions`` in the shuffled order of ``range(size)``. Pure.
+
+    Args:
+        keys: From :func:`make_keys`.
+        size: How many numbers there are, at most ``2**62``.
+        positions: int64 of any shape, each in ``range(size)``.
+
+    Returns:
+        int64, of the same shape; a bijection of ``range(size)``.
+
+    >>> sorted(permute(make_keys(1), 5, torch.arange(5)).tolist())
+    [0, 1, 2, 3, 4]
+    """
+    if not 0 < size <= _MOST:
+        raise ValueError(f"permute: size must be in 1..2**62, got {size}.")
+    if size >= _MANY:
+        keys = keys[:_ROUNDS_OF_MANY]
+    width = _width(size)
+    height = -(-size // width)
+    numbers = positions.reshape(-1)
+    # Halves are few where pairs are many: what the rounds add is looked up, instead of hashed at each pair.
+    shifts = _shifts(keys, width, height) if width <= min(numbers.numel(), _MOST_LISTED) else None
+
+    def pass_rounds(numbers: torch.Tensor) -> torch.Tensor:
+        if shifts is None:
+            return _hash_rounds(keys, width, height, numbers)
+        return _look_up_rounds(shifts, width, height, numbers)
+
+    numbers = pass_rounds(numbers)
+    outside = torch.nonzero(numbers >= size).reshape(-1)
+    while outside.numel():
+        walked = pass_rounds(numbers[outside])
+        numbers[outside] = walked
+        outside = outside[walked >= size]
+    return numbers.reshape(positions.shape)
+
+
+def draw(keys: tuple[int, ...], size: int, positions: torch.Tensor) -> torch.Tensor:
+    """Draw a number of ``range(size)`` for each of ``positions``, independently of each other. Pure.
+
+    Args:
+        keys: From :func:`make_keys`.
+        size: At most ``2**32`` for a bias below ``2**-31``.
+        positions: int64 of any shape.
+
+    Returns:
+        int64, of the same shape.
+    """
+    first, second = keys[:2]
+    return _hashed(_hashed(positions, first), second) % size
+
+
+def _width(size: int) -> int:
+    """Choose how many left halves there are: about as many as right ones, with few pairs to spare.
+
+    An even number, since shifts of odd ones are even permutations all: half of the orders would never come.
+    """
+    least = math.isqrt(size - 1) + 1
+    least += least % 2
+    return min(range(least, least + min(least // 4, 64) + 1, 2), key=lambda width: -size % width)
+
+
+def _hash_rounds(keys: tuple[int, ...], width: int, height: int, numbers: torch.Tensor) -> torch.Tensor:
+    left = numbers % width
+    right = torch.div(numbers, width, rounding_mode="floor")
+    for index, key in enumerate(keys):
+        if index % 2:
+            right.add_(_hashed(left, key).remainder_(height)).remainder_(height)
+        else:
+            left.add_(_hashed(right, key).remainder_(width)).remainder_(width)
+    return right.mul_(width).add_(left)
+
+
+def _shifts(keys: tuple[int, ...], width: int, height: int) -> torch.Tensor:
+    """Return by how much each round shifts one half, for every value of the other one.
+
+    Returns:
+        ``(rounds, width)`` int32; what stands behind ``height`` in every other row, from the first, is
+        never asked for.
+    """
+    bounds = torch.tensor([height if index % 2 else width for index in range(len(keys))])
+    return _hashed(torch.arange(width), torch.tensor(keys)[:, None]).remainder_(bounds[:, None]).int()
+
+
+def _look_up_rounds(shifts: torch.Tensor, width: int, height: int, numbers: torch.Tensor) -> torch.Tensor:
+    """Do what :func:`_hash_rounds` does, at a fraction of its cost."""
+    rows = torch.div(numbers, width, rounding_mode="floor")
+    left, right = (numbers - rows * width).int(), rows.int()
+    # A sum of two numbers below a width: looking its remainder up is much cheaper than a division.
+    places = torch.arange(2 * width, dtype=torch.int32)
+    wrap_left, wrap_right = places % width, places % height
+    moved = torch.empty_like(left)
+    for index, shift in enumerate(shifts.unbind()):
+        if index % 2:
+            torch.index_select(shift, 0, left, out=moved)
+            torch.index_select(wrap_right, 0, moved.add_(right), out=right)
+        else:
+            torch.index_select(shift, 0, right, out=moved)
+            torch.index_select(wrap_left, 0, moved.add_(left), out=left)
+    return right.long().mul_(width).add_(left)
+
+
+def _hashed(numbers: torch.Tensor, key: int | torch.Tensor) -> torch.Tensor:
+    """Hash to 63 bits. Products wrap; shifts of int64 keep the sign, which the masks take off."""
+    mixed = (numbers * -7046029254386353131) ^ key  # 0x9E3779B97F4A7C15: neighbours far apart
+    mixed.bitwise_xor_((mixed >> 30).bitwise_and_((1 << 34) - 1)).mul_(-4658895280553007687)
+    mixed.bitwise_xor_((mixed >> 27).bitwise_and_((1 << 37) - 1)).mul_(-7723592293110705685)
+    mixed.bitwise_xor_((mixed >> 31).bitwise_and_((1 << 33) - 1))
+    return mixed.bitwise_and_(_POSITIVE)

@@ -3,34 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sized
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from torch.utils.data import DataLoader, IterableDataset
 
 from accelfn.comm import Call, gather_bytes
 from accelfn.context import Context
-from accelfn.data.asked import batch_sampler_of
-from accelfn.data.cut import begun_once
-from accelfn.data.grouped import tell
-from accelfn.data.reading import BatchInfo, EpochPass, ReadSettings, Resumable, UserState, rows_of
-from accelfn.data.sampled import twin_of
-from accelfn.data.signals import begin_reading
-from accelfn.data.stateful import is_stateful, num_workers_of, remake_stateful
-from accelfn.data.states import State, StatefulIterator, restore_sampler, sampler_state
+from accelfn.data.order import tell
+from accelfn.data.reading import BatchInfo, EpochPass, Reader, ReadSettings, UserState, rows_of
+from accelfn.data.rebuild import batch_sampler_of, is_stateful, num_workers_of, remake, twin_of
+from accelfn.data.states import State, StatefulIterator, begun_once, restore_sampler, sampler_state
+from accelfn.data.workers import begin_reading
 
 __all__ = ("Followed", "OwnReader")
 
 T = TypeVar("T")
 
 
-class OwnReader(Resumable, Generic[T]):
+class OwnReader(Reader[T]):
     """Hands out what the user's loader gives."""
 
     def __init__(self, ctx: Context, source: DataLoader[T], seed: int) -> None:
         """Read ``source``."""
-        self.length: int | None = None
         self.seed = seed
-        self.even_batches = False  # each rank has what it was given
+        self.even_batches: bool | None = False  # each rank has what it was given
         self._ctx = ctx = ctx.along("dp")
         self._sampler: Any = batch_sampler_of(source)
         self._source: Any = source
@@ -45,7 +41,7 @@ class OwnReader(Resumable, Generic[T]):
                 self._followed = Followed(source.dataset)
                 self._source = twin_of(source, dataset=self._followed)
             elif self._is_stateful:
-                self._source = remake_stateful(source, source.dataset, **batching)
+                self._source = remake(source, source.dataset, stateful=True, **batching)
         elif self._sampler is None:
             self._sampler = cast("Any", source).sampler
         num_workers = source.num_workers if isinstance(source.dataset, IterableDataset) else None
@@ -55,14 +51,10 @@ class OwnReader(Resumable, Generic[T]):
         size = getattr(source, "batch_size", None)
         self.batch_size: int | None = None if size is None else size * ctx.num_processes
 
-    def plan(self, start: int) -> None:
-        """Know nothing of how it was shared out."""
-        del start
-
-    def count(self, start: int) -> int | None:
-        """Count this rank's batches, where the loader has a length and nothing is read yet."""
+    def count(self) -> int | None:
+        """Count this rank's batches, where the loader has a length."""
         try:
-            return max(0, len(cast("Sized", self._source)) - start)
+            return len(cast("Sized", self._source))
         except TypeError:
             return None
 
@@ -82,19 +74,18 @@ class OwnReader(Resumable, Generic[T]):
         if self._followed is not None:
             self._followed.follower.rewind()
             tell(self._followed, epoch)
-        number = self.count(start)
-        blobs = [b"" if number is None else str(number).encode()]
-        if self._ctx.num_processes > 1:
-            blobs = gather_bytes(self._ctx, Call("a pass over data"), blobs[0])
-        counts = tuple(int(blob) for blob in blobs if blob)
-        own, at = self._take_recalled()
-        if self._sampler is not None and own.sampler is not None:
-            restore_sampler(self._sampler, own.sampler)
+        number = self.count()
+        own = b"" if number is None else str(max(0, number - start)).encode()
+        blobs = (
+            [own] if self._ctx.num_processes == 1 else gather_bytes(self._ctx, Call("a pass over data"), own)
+        )
+        counts = tuple(int(blob) for blob in blobs) if all(blobs) else None
+        recalled, at = self._take_recalled()
+        if self._sampler is not None and recalled.sampler is not None:
+            restore_sampler(self._sampler, recalled.sampler)
         before = None if self._sampler is None else sampler_state(self._sampler)
-        stream = own.stream if own.stream is not None and self.can_recall(own.stream) else None
-        batches = self._read(start, stream, at)
-        known = counts if len(counts) == len(blobs) else None
-        return EpochPass(known, batches, sampler=before, is_own=True)
+        stream = recalled.stream if recalled.stream is not None and self.can_recall(recalled.stream) else None
+        return EpochPass(counts, self._read(start, stream, at), sampler=before, is_own=True)
 
     def finish(self) -> None:
         """Let the stream see its end, which a loop that knows how many batches there are doesn't ask for."""
@@ -109,7 +100,7 @@ class OwnReader(Resumable, Generic[T]):
         elif stream is not None:
             self._source.load_state_dict(stream)
         batches: Any = begin_reading(self._source, goes_on=start > 0)
-        total = self.count(0)
+        total = self.count()
         for number, batch in enumerate(batches, begin + 1):
             if number <= start:
                 continue

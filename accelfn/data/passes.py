@@ -10,24 +10,16 @@ from torch.utils.data import DataLoader
 
 from accelfn.comm import failing_together, synchronize_rng_states
 from accelfn.context import Context
+from accelfn.data.order import tell
 from accelfn.data.place import LoaderState, check_state
 from accelfn.data.placement import placer
 from accelfn.data.plan import EpochPlan
-from accelfn.data.reading import (
-    BatchInfo,
-    EpochPass,
-    Evening,
-    Reader,
-    Resumable,
-    UserState,
-    begin_behind,
-    start_behind,
-)
+from accelfn.data.reading import BatchInfo, EpochPass, Reader, UserState, start_behind
 from accelfn.data.sequence import sequence_sharder
 from accelfn.data.states import rewound
 from accelfn.data.workers import naming_dead_workers
 
-__all__ = ("Passes", "tell_epoch")
+__all__ = ("Passes",)
 
 T = TypeVar("T")
 
@@ -101,8 +93,8 @@ class Passes(Generic[T]):
 
     def state(self) -> LoaderState:
         """Describe the place; see :func:`accelfn.loader_state`."""
-        place, reader, setting = self._place, self.reader, self._remembering().setting
-        own = place.own if place.is_amid or place.is_recalled else self._remembering().rest()
+        place, reader, setting = self._place, self.reader, self.reader.setting
+        own = place.own if place.is_amid or place.is_recalled else reader.rest()
         return LoaderState(
             epoch=place.epoch,
             consumed=place.latest.consumed,
@@ -119,9 +111,9 @@ class Passes(Generic[T]):
 
     def go_to(self, state: LoaderState) -> None:
         """Let the next pass begin where ``state`` was taken; see :func:`accelfn.restore_loader`."""
-        remembering, stream = self._remembering(), state.stream
-        by_state = stream is not None and remembering.can_recall(stream)
-        if not check_state(state, self.reader.length, remembering.setting, by_state):
+        reader, stream = self.reader, state.stream
+        by_state = stream is not None and reader.can_recall(stream)
+        if not check_state(state, reader.length, reader.setting, by_state):
             stream = None  # the place is reached by reading
         self.move_to(state.epoch, state.consumed, state.seed, UserState(state.sampler, stream))
 
@@ -142,7 +134,9 @@ class Passes(Generic[T]):
         place.is_amid = False
         if place.is_recalled:
             place.own = UserState(place.own.sampler, rewound(place.own.stream))
-        tell_epoch(self.source, epoch)
+        loader = cast("Any", self.source)
+        for thing in (loader.batch_sampler, loader.sampler, loader.dataset):
+            tell(thing, epoch)
 
     def move_to(self, epoch: int, start: int, seed: int | None = None, own: UserState | None = None) -> None:
         """Let the next pass begin at sample ``start`` of ``epoch``.
@@ -164,22 +158,23 @@ class Passes(Generic[T]):
     @property
     def even_batches(self) -> bool | None:
         """Whether the ranks have equally many full batches; None where that isn't the loader's to choose."""
-        return getattr(self.reader, "even_batches", None)
+        return self.reader.even_batches
 
     @property
     def can_choose_even(self) -> bool:
         """Whether :meth:`choose_even` can be called."""
-        return isinstance(self.reader, Evening)
+        # What rank 0 sends to all in step isn't left uneven by the ranks that read it.
+        return self.reader.can_choose_even and not self.context.loading.dispatch_batches
 
     def choose_even(self, even: bool) -> None:
         """Choose ``even_batches`` from the next pass on; every rank has to choose the same."""
-        cast("Evening", self.reader).choose_even(even)
+        self.reader.even_batches = even
 
     # --- what a pass gives -----------------------------------------------------------------------
 
     def count(self) -> int | None:
         """Count this rank's batches in an epoch; None where only reading could say."""
-        count = self.reader.count(0)
+        count = self.reader.count()
         return None if count is None else max(0, count - self._num_skipped)
 
     def plan(self) -> EpochPlan | None:
@@ -205,16 +200,13 @@ class Passes(Generic[T]):
     def finish(self) -> None:
         """End a pass: the next one is the next epoch."""
         with failing_together(self.context, "a data loader"):
-            self._remembering().finish()
+            self.reader.finish()
         self.set_epoch(self._place.epoch + 1)
 
     def __iter__(self) -> Iterator[T]:
-        # As a loop over what begin gives does, in one generator less, which each batch pays for.
-        place, put = self._place, self._put()
-        begun = self._begin()
-        with failing_together(self.context, "a data loader"), naming_dead_workers(self.context.rank):
-            for batch, place.latest in begun.batches:
-                yield batch if put is None else put(batch)
+        place = self._place
+        for batch, place.latest in self.begin().batches:
+            yield batch
         self.finish()
 
     def _begin(self) -> EpochPass[T]:
@@ -242,10 +234,10 @@ class Passes(Generic[T]):
             recalled = UserState(recalled.sampler, rewound(recalled.stream))
             start = 0
         place.start, place.latest = 0, BatchInfo(consumed=first)
-        self._remembering().recall(recalled, start)
+        self.reader.recall(recalled, start)
         with failing_together(self.context, "a data loader"), naming_dead_workers(self.context.rank):
             if skips and plan is None:
-                begun = begin_behind(self.reader, place.epoch, self._num_skipped)
+                begun = self.reader.begin_after(place.epoch, self._num_skipped)
             else:
                 begun = self.reader.begin(place.epoch, first)
         place.own, place.is_amid = UserState(begun.sampler, recalled.stream), True
@@ -270,24 +262,15 @@ class Passes(Generic[T]):
         return rest.num_steps == 0 and whole.num_steps > self._num_skipped
 
     def _placed(self, batches: Iterator[tuple[T, BatchInfo]]) -> Iterator[tuple[T, BatchInfo]]:
-        """Bring batches to the rank's device; what a source raises is every rank's."""
-        put = self._put()
-        # Once around all: what the loop over the batches raises doesn't come in here, where they are made.
-        with failing_together(self.context, "a data loader"), naming_dead_workers(self.context.rank):
-            for batch, share in batches:
-                yield batch if put is None else put(batch), share
-
-    def _put(self) -> Callable[[T], T] | None:
-        """Return what moves a batch to the rank's device and shards its sequences; None for neither."""
+        """Bring batches to the rank's device and shard their sequences; a source's error is every rank's."""
         ctx = self.context
         place = placer(ctx.device, ctx.loading.non_blocking) if ctx.device_placement else None
         shard = sequence_sharder(ctx)
-        if place is None or shard is None:
-            return place or shard
-        return lambda batch: shard(place(batch))
-
-    def _remembering(self) -> Resumable:
-        return cast("Resumable", self.reader)
+        # Once around all: what the loop over the batches raises doesn't come in here, where they are made.
+        with failing_together(ctx, "a data loader"), naming_dead_workers(ctx.rank):
+            for batch, share in batches:
+                batch = batch if place is None else place(batch)
+                yield batch if shard is None else shard(batch), share
 
     def _synchronize(self) -> None:
         """Bring the random states that the context names to rank 0's, as a pass begins."""
@@ -295,12 +278,3 @@ class Passes(Generic[T]):
         types = [name for name in self.context.rng_types if name != "generator" or generator is not None]
         if types:
             synchronize_rng_states(self.context, types, generator)
-
-
-def tell_epoch(source: DataLoader[Any], epoch: int) -> None:
-    """Set the epoch on the parts of a loader that have ``set_epoch``."""
-    loader = cast("Any", source)
-    for thing in (loader.batch_sampler, loader.sampler, loader.dataset):
-        set_epoch = getattr(thing, "set_epoch", None)
-        if callable(set_epoch):
-            set_epoch(epoch)

@@ -58,18 +58,15 @@ class LoaderState:
         """Refuse what can be no place in any data."""
         for one in fields(self):
             value: object = getattr(self, one.name)
-            if value is None and one.default is None:
-                continue
-            if one.name == "order":
-                if not isinstance(value, str):
-                    raise TypeError(f"LoaderState: order must be a text, got {value!r}.")
-                continue
             if one.name in ("sampler", "stream"):
                 check_plain(value, f"the state of the {one.name}")
+            elif value is None and one.default is None:
                 continue
-            if not isinstance(value, int) or isinstance(value, bool):
+            elif one.name == "order" and not isinstance(value, str):
+                raise TypeError(f"LoaderState: order must be a text, got {value!r}.")
+            elif one.name != "order" and (not isinstance(value, int) or isinstance(value, bool)):
                 raise TypeError(f"LoaderState: {one.name} must be a whole number, got {value!r}.")
-            if value < 0:
+            elif isinstance(value, int) and value < 0:
                 raise ValueError(f"LoaderState: {one.name} must not be negative, got {value}.")
         _check_consumed(self.consumed, self.length)
 
@@ -121,7 +118,32 @@ def check_state(state: LoaderState, length: int | None, now: ReadSettings, by_st
             f"{length}. Restore it with the data that it was taken with, or begin anew."
         )
     _check_consumed(state.consumed, length)
-    return _check_setting(state, now, by_state)
+    is_others = state.version > 1 and (state.num_processes, state.rank) != (now.num_processes, now.rank)
+    if not state.consumed:  # all begin an epoch from its start
+        return by_state and not is_others
+    if is_others:
+        raise ConfigurationError(
+            f"restore_loader: the state is of {_whose(state.num_processes, state.rank)}, and the loader of "
+            f"{_whose(now.num_processes, now.rank)}. Where each rank reads data of its own, go on with as "
+            "many ranks, each with the state that it has saved, or restore a state from the end of an epoch."
+        )
+    if None not in (state.order, now.order) and state.order != now.order:
+        raise ConfigurationError(
+            f"restore_loader: the state is of samples in the order {state.order!r}, and the loader reads "
+            f"them in the order {now.order!r}, so what is left is another part of the data. Restore it with "
+            "a loader that orders them alike (shuffle=, sampler=), or begin an epoch anew."
+        )
+    if by_state or state.num_workers is None or now.num_workers is None:
+        return by_state
+    is_same_group = state.group is None or state.group == now.group
+    if max(1, state.num_workers) != max(1, now.num_workers) or not is_same_group:
+        raise ConfigurationError(
+            f"restore_loader: the state is of a stream that {_readers(state.num_workers, state.group)} had "
+            f"read, and the loader's is read by {_readers(now.num_workers, now.group)}, in another order. Go "
+            "on with as many workers, and the same batch size times ranks, or restore a state from the end "
+            "of an epoch. With num_workers=0 or 1, any world goes on."
+        )
+    return False
 
 
 def _check_version(version: int) -> None:
@@ -130,41 +152,6 @@ def _check_version(version: int) -> None:
             f"restore_loader: the state has version {version}, and this accelfn knows versions up to "
             f"{_VERSION}. Use the accelfn that wrote it, or a newer one."
         )
-
-
-def _check_setting(state: LoaderState, now: ReadSettings, by_state: bool) -> bool:
-    """Refuse a place in what is read in another way now; say whether the state of its stream holds.
-
-    Args:
-        state: Taken before.
-        now: How the data is read now.
-        by_state: The stream has a state that can be restored.
-    """
-    if (state.num_processes, state.rank) != (now.num_processes, now.rank) and state.version > 1:
-        if not state.consumed:
-            return False  # all begin an epoch from its start
-        raise ConfigurationError(
-            f"restore_loader: the state is of {_whose(state.num_processes, state.rank)}, and the loader of "
-            f"{_whose(now.num_processes, now.rank)}. Where each rank reads data of its own, go on with as "
-            "many ranks, each with the state that it has saved, or restore a state from the end of an epoch."
-        )
-    if state.consumed and None not in (state.order, now.order) and state.order != now.order:
-        raise ConfigurationError(
-            f"restore_loader: the state is of samples in the order {state.order!r}, and the loader reads "
-            f"them in the order {now.order!r}, so what is left is another part of the data. Restore it with "
-            "a loader that orders them alike (shuffle=, sampler=), or begin an epoch anew."
-        )
-    several = [max(1, number or 0) for number in (state.num_workers, now.num_workers)]
-    if by_state or state.num_workers is None or now.num_workers is None or not state.consumed:
-        return by_state
-    if several[0] != several[1] or (state.group is not None and state.group != now.group):
-        raise ConfigurationError(
-            f"restore_loader: the state is of a stream that {_readers(state.num_workers, state.group)} had "
-            f"read, and the loader's is read by {_readers(now.num_workers, now.group)}, in another order. Go "
-            "on with as many workers, and the same batch size times ranks, or restore a state from the end "
-            "of an epoch. With num_workers=0 or 1, any world goes on."
-        )
-    return False
 
 
 def _whose(num_processes: int | None, rank: int | None) -> str:

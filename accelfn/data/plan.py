@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -11,7 +11,7 @@ from accelfn.context import plan_mesh
 from accelfn.context.config import DataLoaderConfiguration, ParallelismConfig
 from accelfn.errors import ConfigurationError
 
-__all__ = ("DataRank", "EpochPlan", "Planner", "data_rank", "plan_epoch", "planner", "rows_in")
+__all__ = ("DataRank", "EpochPlan", "data_rank", "plan_epoch", "rows_in")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,37 +202,6 @@ def data_rank(parallelism: ParallelismConfig, rank: int) -> DataRank:
     mesh = plan_mesh(parallelism, parallelism.total_size)
     size = mesh.size("dp")
     return DataRank(mesh.coordinate(rank, "dp"), size, mesh.num_ranks // size)
-
-
-class Planner(Protocol):
-    """Plans a number of samples from one of them on, in batches of the user's size."""
-
-    def __call__(self, number: int, start: int, batch_size: int) -> EpochPlan:
-        """Plan."""
-        ...
-
-
-def planner(loading: DataLoaderConfiguration, size: int, drop_last: bool) -> Planner:
-    """Return :func:`plan_epoch` of a number of samples, the one to start at, and a batch size.
-
-    Args:
-        loading: How the user wants data to be shared out.
-        size: Ranks that read different data.
-        drop_last: Leave out an incomplete last step.
-    """
-
-    def make_plan(number: int, start: int, batch_size: int) -> EpochPlan:
-        return plan_epoch(
-            number,
-            batch_size,
-            size,
-            split_batches=loading.split_batches,
-            even_batches=loading.even_batches,
-            drop_last=drop_last,
-            start=start,
-        )
-
-    return make_plan
 
 
 def rows_in(loading: DataLoaderConfiguration, size: int, batch_size: int | None) -> int:

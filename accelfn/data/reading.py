@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
-from typing import Any, Generic, Protocol, TypeVar, cast, runtime_checkable
+from typing import Any, Generic, TypeVar, cast
 
 from typing_extensions import NamedTuple  # of typing, one that is generic needs Python 3.11
 
@@ -18,13 +18,9 @@ __all__ = (
     "EVENED_OR_DROPPED",
     "BatchInfo",
     "EpochPass",
-    "Evening",
     "ReadSettings",
     "Reader",
-    "Resumable",
-    "Stepping",
     "UserState",
-    "begin_behind",
     "rows_of",
     "share_of",
     "shares_of",
@@ -94,38 +90,6 @@ class ReadSettings(NamedTuple):
     order: str | None = None
 
 
-class Resumable:
-    """A reader of data that may have states of the user's own.
-
-    Attributes:
-        setting: What a place in its data holds for.
-    """
-
-    setting: ReadSettings = ReadSettings()
-    _recalled: tuple[UserState, int] | None = None
-    _sampler_after: State | None = None
-
-    def recall(self, own: UserState, start: int) -> None:
-        """Let the next pass be of the epoch of ``own``, whose stream is at sample ``start``."""
-        self._recalled = own, start
-
-    def rest(self) -> UserState:
-        """Return the states between passes, as far as this rank knows them."""
-        return UserState(self._sampler_after)
-
-    def finish(self) -> None:
-        """Note that a pass is over."""
-
-    def can_recall(self, stream: State) -> bool:
-        """Return whether the state of a stream is of use here; otherwise a place is reached by reading."""
-        del stream
-        return False
-
-    def _take_recalled(self) -> tuple[UserState, int]:
-        recalled, self._recalled = self._recalled, None
-        return recalled or (UserState(), 0)
-
-
 class EpochPass(NamedTuple, Generic[T]):
     """One pass over the data.
 
@@ -149,54 +113,72 @@ class EpochPass(NamedTuple, Generic[T]):
     is_own: bool = False
 
 
-class Reader(Protocol[T]):
+class Reader(Generic[T]):
     """One way of reading: by an order of samples, by batches, from a stream, through rank 0.
 
     Attributes:
         length: Samples in an epoch; None where it is unknown.
         batch_size: Samples of all ranks in a step; None where it isn't said.
         seed: Of the order, and of randomness in workers; a restored state brings its own.
+        setting: What a place in the data holds for.
+        even_batches: Whether all ranks have equally many full batches; None where nobody can choose.
+        can_choose_even: Whether ``even_batches`` may be set, from the next pass on.
     """
 
-    length: int | None
-    batch_size: int | None
-    seed: int
+    length: int | None = None
+    batch_size: int | None = None
+    seed: int = 0
+    setting: ReadSettings = ReadSettings()
+    even_batches: bool | None = None
+    can_choose_even: bool = False
+    _recalled: tuple[UserState, int] = (UserState(), 0)
 
     def plan(self, start: int) -> EpochPlan | None:
         """Return how the epoch is shared out from sample ``start`` on, where that is known before a pass."""
-        ...
+        del start
+        return None
 
-    def count(self, start: int) -> int | None:
-        """Count this rank's batches from ``start`` on, where that is known before a pass."""
-        ...
+    def count(self) -> int | None:
+        """Count this rank's batches in an epoch, where that is known before a pass."""
+        return None
 
     def begin(self, epoch: int, start: int) -> EpochPass[T]:
         """Begin a pass at sample ``start`` of ``epoch``; every rank of the world does."""
-        ...
+        raise NotImplementedError
+
+    def begin_after(self, epoch: int, num_steps: int) -> EpochPass[T]:
+        """Begin a pass behind the first steps of an epoch that has no plan."""
+        begun = self.begin(epoch, 0)
+        share_at = begun.share_at
+        return begun._replace(
+            counts=None if begun.counts is None else tuple(max(0, one - num_steps) for one in begun.counts),
+            batches=islice(begun.batches, num_steps, None),
+            share_at=None if share_at is None else partial(_later, share_at, num_steps),
+        )
+
+    def recall(self, own: UserState, start: int) -> None:
+        """Let the next pass be of the epoch of ``own``, whose stream is at sample ``start``."""
+        self._recalled = own, start
+
+    def rest(self) -> UserState:
+        """Return the states between passes, as far as this rank knows them."""
+        return UserState()
+
+    def finish(self) -> None:
+        """Note that a pass is over."""
+
+    def can_recall(self, stream: State) -> bool:
+        """Return whether the state of a stream is of use here; otherwise a place is reached by reading."""
+        del stream
+        return False
+
+    def _take_recalled(self) -> tuple[UserState, int]:
+        recalled, self._recalled = self._recalled, (UserState(), 0)
+        return recalled
 
 
-@runtime_checkable
-class Evening(Protocol):
-    """A reader that can share its data out evenly or not.
-
-    Attributes:
-        even_batches: Whether it does: all ranks have equally many full batches.
-    """
-
-    even_batches: bool
-
-    def choose_even(self, even: bool) -> None:
-        """Choose from the next pass on."""
-        ...
-
-
-@runtime_checkable
-class Stepping(Protocol[T]):
-    """A reader that can leave out batches without reading them, though only a pass tells what they hold."""
-
-    def begin_after(self, epoch: int, start: int, num_steps: int) -> EpochPass[T]:
-        """Begin a pass as ``begin`` does, ``num_steps`` steps behind sample ``start``."""
-        ...
+def _later(share_at: Callable[[int], BatchInfo], num_steps: int, step: int) -> BatchInfo:
+    return share_at(step + num_steps)
 
 
 def start_behind(plan: EpochPlan, num_steps: int) -> int:
@@ -209,26 +191,6 @@ def start_behind(plan: EpochPlan, num_steps: int) -> int:
     if num_steps == 0:
         return plan.start
     return plan.consumed(num_steps - 1) if num_steps < plan.num_steps else plan.num_samples
-
-
-def begin_behind(reader: Reader[T], epoch: int, num_steps: int) -> EpochPass[T]:
-    """Begin a pass behind the first steps of an epoch that nobody can plan.
-
-    Ranks: every rank of the reader's context.
-    """
-    if isinstance(reader, Stepping):
-        return cast("Stepping[T]", reader).begin_after(epoch, 0, num_steps)
-    begun = reader.begin(epoch, 0)
-    share_at = None if begun.share_at is None else _shifted(begun.share_at, num_steps)
-    return begun._replace(
-        counts=None if begun.counts is None else tuple(max(0, count - num_steps) for count in begun.counts),
-        batches=islice(begun.batches, num_steps, None),
-        share_at=share_at,
-    )
-
-
-def _shifted(share_at: Callable[[int], BatchInfo], number: int) -> Callable[[int], BatchInfo]:
-    return lambda step: share_at(step + number)
 
 
 def share_of(plan: EpochPlan, step: int, rank: int) -> BatchInfo:
@@ -280,18 +242,21 @@ def rows_of(batch: Any) -> int | None:
 
 def with_rows(begun: EpochPass[T]) -> EpochPass[T]:
     """Return a pass over batches of the user's own, whose rows only the batches themselves tell."""
-    share_at = None if begun.share_at is None else partial(_place_at, begun.share_at)
-    return begun._replace(batches=_counted(begun.batches), share_at=share_at, evened_by=EVENED)
+    share_at = begun.share_at
+    return begun._replace(
+        batches=map(_counted, begun.batches),
+        share_at=None if share_at is None else partial(_place_at, share_at),
+        evened_by=EVENED,
+    )
 
 
 def _place_at(share_at: Callable[[int], BatchInfo], step: int) -> BatchInfo:
     return BatchInfo(consumed=share_at(step).consumed)
 
 
-def _counted(batches: Iterator[tuple[T, BatchInfo]]) -> Iterator[tuple[T, BatchInfo]]:
-    for batch, share in batches:
-        own_valid = None if share.own_valid else 0
-        known = BatchInfo(
-            num_rows=rows_of(batch), own_valid=own_valid, is_last=share.is_last, consumed=share.consumed
-        )
-        yield batch, known
+def _counted(one: tuple[T, BatchInfo]) -> tuple[T, BatchInfo]:
+    batch, share = one
+    own_valid = None if share.own_valid else 0
+    return batch, BatchInfo(
+        num_rows=rows_of(batch), own_valid=own_valid, is_last=share.is_last, consumed=share.consumed
+    )

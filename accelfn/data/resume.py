@@ -1,20 +1,56 @@
-"""Where a loader is in its data, as a value; and going on from there, in any world."""
+"""Where a loader is in its data, as a value; going on from there, in any world; and leaving out batches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Protocol, TypeVar, cast, overload
+from collections.abc import Iterable, Iterator, Sized
+from itertools import islice
+from typing import Any, Generic, Protocol, TypeVar, cast, overload
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from accelfn.data.loader import PreparedDataLoader, passes_of, skipping
 from accelfn.data.place import LoaderState
-from accelfn.data.skip import Skipped, check_num_batches, skip_of_iterable, skip_of_loader
+from accelfn.data.rebuild import twin_of
 
-__all__ = ("Skipping", "loader_state", "restore_loader", "skip_first_batches")
+__all__ = ("Skipped", "Skipping", "loader_state", "restore_loader", "skip_first_batches")
 
 T = TypeVar("T")
 R_co = TypeVar("R_co", covariant=True)
+
+
+class Skipped(Generic[T]):
+    """An iterable without its first items, which each pass reads and throws away; or a sampler without them.
+
+    Attributes that are not named here are passed through.
+    """
+
+    def __init__(self, source: Iterable[T], number: int) -> None:
+        """Leave out ``number`` items of ``source``."""
+        self._source = source
+        self._number = number
+
+    def __iter__(self) -> Iterator[T]:
+        return islice(iter(self._source), self._number, None)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._source, name)
+
+
+class _SizedSkipped(Skipped[T]):
+    """The same of an iterable that has a length."""
+
+    def __len__(self) -> int:
+        return max(0, len(cast("Sized", self._source)) - self._number)
+
+
+def _skip_items(source: Iterable[T], number: int) -> Skipped[T]:
+    try:
+        len(cast("Sized", source))
+    except TypeError:
+        return Skipped(source, number)
+    return _SizedSkipped(source, number)
 
 
 class Skipping(Protocol[R_co]):
@@ -130,17 +166,23 @@ def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
     >>> list(skip_first_batches(["a", "b", "c"], 2))
     ['c']
     """
-    check_num_batches(num_batches)
+    if not isinstance(cast("object", num_batches), int) or isinstance(num_batches, bool):
+        raise TypeError(f"skip_first_batches: num_batches must be a whole number, got {num_batches!r}.")
+    if num_batches < 0:
+        raise ValueError(f"skip_first_batches: num_batches must not be negative, got {num_batches}.")
+    kind: Any = type(cast("object", loader))
     if isinstance(loader, PreparedDataLoader):
         return skipping(cast("PreparedDataLoader[Any]", loader), num_batches)
     # Of the class: an instance may pass on what it doesn't have itself.
-    own = getattr(type(cast("object", loader)), "skip_first_batches", None)
+    own = getattr(kind, "skip_first_batches", None)
     if own is not None:
         return own(loader, num_batches)
-    if isinstance(loader, DataLoader):
-        return skip_of_loader(cast("DataLoader[Any]", loader), num_batches)
     if not isinstance(loader, Iterable):
-        raise TypeError(
-            f"skip_first_batches takes a loader or another iterable, got {type(loader).__name__}."
-        )
-    return skip_of_iterable(cast("Iterable[Any]", loader), num_batches)
+        raise TypeError(f"skip_first_batches takes a loader or another iterable, got {kind.__name__}.")
+    # A loader that iterates in its own way may not ask its sampler.
+    source, plain = cast("Any", loader), cast("Any", DataLoader)
+    asks_sampler = issubclass(kind, plain) and kind.__iter__ is plain.__iter__
+    if not asks_sampler or isinstance(source.dataset, IterableDataset):
+        return _skip_items(source, num_batches)
+    name = "sampler" if source.batch_sampler is None else "batch_sampler"
+    return twin_of(source, **{name: _SizedSkipped(getattr(source, name), num_batches)})

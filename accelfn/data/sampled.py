@@ -2,42 +2,40 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar
 
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 from accelfn.context import Context
-from accelfn.data.asked import BatchSamplerSpec, SamplerSpec, batch_sampler_of, share_of_batches
-from accelfn.data.draws import read_apart, seed_from
-from accelfn.data.order import IndexFn, draw_together, take_from
-from accelfn.data.plan import EpochPlan
+from accelfn.data.draws import read_apart
+from accelfn.data.order import IndexFn, draw_together, read_order, refuse_sharded, take_from
+from accelfn.data.plan import EpochPlan, plan_epoch, rows_in
 from accelfn.data.reading import (
     EVENED,
     EVENED_OR_DROPPED,
+    BatchInfo,
     EpochPass,
+    Reader,
     ReadSettings,
-    Resumable,
+    UserState,
     share_of,
     shares_of,
     with_rows,
 )
+from accelfn.data.rebuild import Batches, Keyed, batch_sampler_of, rebuild, sampler_of
+from accelfn.data.states import State
 from accelfn.errors import ConfigurationError
 
 __all__ = (
     "BatchedReader",
-    "Batches",
-    "Keyed",
+    "LocalSteps",
+    "PlannedSteps",
     "SampledReader",
-    "Seeded",
     "batches_of",
-    "options_of",
-    "rebuild",
-    "remake",
-    "twin_of",
+    "read_indexed",
     "whole_batches",
 )
 
@@ -48,44 +46,144 @@ T = TypeVar("T")
 _BLOCK = 16_384
 _FIRST_BLOCK = 256
 
-# What a DataLoader was made with, batching apart.
-_OPTIONS = (
-    *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
-    *("generator", "persistent_workers", "in_order", "pin_memory_device"),
-)
 
+class PlannedSteps(Protocol[T]):
+    """A way of carrying out planned steps: each rank reads its own batches, or rank 0 those of all.
 
-class SampledReader(Resumable, Generic[T]):
-    """Reads by an order of samples: any position is reached at once, and no list is held.
-
-    Where the loader makes no batches, each rank gets one item in each step; ``start`` and ``consumed`` count
-    items then.
+    Attributes:
+        cuts: Each step is read as one batch, of which every rank gets rows.
     """
 
-    def __init__(self, ctx: Context, source: DataLoader[T], asked: SamplerSpec, seed: int, rank: int) -> None:
-        """Read what ``source`` asks for; for ``rank`` of those that read different data."""
-        self.length: int | None = asked.order.num_samples
-        self.batch_size: int | None = asked.batch_size
-        self.seed = seed
-        self.setting: ReadSettings = ReadSettings(order=asked.order.kind)
-        self.even_batches: bool = ctx.loading.even_batches
-        self._ctx = ctx
-        self._asked = asked
+    cuts: bool
+
+    def samples(self, plan: EpochPlan, take: IndexFn, key: tuple[int, int]) -> EpochPass[T]:
+        """Begin a pass over samples in an order; ``take`` gives what stands at positions."""
+        ...
+
+    def batches(
+        self,
+        plan: EpochPlan,
+        drawn: Sequence[Sequence[Any]],
+        key: tuple[int, int],
+        share_at: Callable[[int], BatchInfo],
+    ) -> EpochPass[T]:
+        """Begin a pass over batches as they were drawn, one a rank and step; ``share_at`` describes them."""
+        ...
+
+
+class LocalSteps(Generic[T]):
+    """Each rank reads its own batches.
+
+    Attributes:
+        cuts: As of :class:`PlannedSteps`.
+    """
+
+    def __init__(self, ctx: Context, source: DataLoader[T], rank: int) -> None:
+        """Read by a loader like ``source``; for ``rank`` of those that read different data."""
+        self.cuts: bool = ctx.loading.split_batches
         self._rank = rank
         self._batches = Batches()
         self._loader = rebuild(source, self._batches)
 
-    def plan(self, start: int) -> EpochPlan:
+    def samples(self, plan: EpochPlan, take: IndexFn, key: tuple[int, int]) -> EpochPass[T]:
+        """Begin a pass over samples in an order."""
+        rank = self._rank
+        share_at = functools.partial(share_of, plan, rank=rank)
+        self._batches.begin(lambda: batches_of(plan, rank, take, key))
+        return self._begin(plan, share_at, shares_of(plan, rank))
+
+    def batches(
+        self,
+        plan: EpochPlan,
+        drawn: Sequence[Sequence[Any]],
+        key: tuple[int, int],
+        share_at: Callable[[int], BatchInfo],
+    ) -> EpochPass[T]:
+        """Begin a pass over batches as they were drawn."""
+        rank = self._rank
+        self._batches.begin(lambda: whole_batches(plan, (rank,), drawn, key))
+        return self._begin(plan, share_at, map(share_at, range(plan.num_batches(rank))))
+
+    def _begin(
+        self, plan: EpochPlan, share_at: Callable[[int], BatchInfo], shares: Iterator[BatchInfo]
+    ) -> EpochPass[T]:
+        batched = zip(read_apart(self._loader, is_resumed=plan.start > 0), shares, strict=True)
+        return EpochPass(plan.counts, batched, share_at=share_at, evened_by=EVENED_OR_DROPPED)
+
+
+def read_indexed(
+    ctx: Context, source: DataLoader[T], rank: int, size: int, steps: PlannedSteps[T]
+) -> SampledReader[T]:
+    """Return what reads ``source``, a loader over a map-style dataset.
+
+    Args:
+        ctx: The world.
+        source: The user's loader.
+        rank: Of those that read different data.
+        size: Their number.
+        steps: How steps are carried out.
+
+    Raises:
+        ConfigurationError: A sampler already shards the samples, or a batch can't be split.
+        TypeError: The dataset or the sampler has no length.
+    """
+    own = type(batch_sampler_of(source)) not in (BatchSampler, type(None))
+    return (BatchedReader if own else SampledReader)(ctx, source, rank, size, steps)
+
+
+class SampledReader(Reader[T]):
+    """Reads by an order of samples: any position is reached at once, and no list is held.
+
+    Where the loader makes no batches, each rank gets one item in each step; ``start`` and ``consumed`` count
+    items then.
+
+    Attributes:
+        what: All ranks have to ask for alike, as text.
+    """
+
+    can_choose_even = True
+
+    def __init__(
+        self, ctx: Context, source: DataLoader[T], rank: int, size: int, steps: PlannedSteps[T]
+    ) -> None:
+        """Read ``source``, as :func:`read_indexed`."""
+        self.even_batches: bool | None = ctx.loading.even_batches
+        self._ctx, self._rank, self._size, self._steps = ctx, rank, size, steps
+        self._dataset: Any = source.dataset
+        self._batching: Any = batch_sampler_of(source)
+        self._drop_last = bool(getattr(self._batching, "drop_last", False))
+        size_of_batch = getattr(self._batching, "batch_size", None)
+        self._rows: int | None = None if size_of_batch is None else int(size_of_batch)
+        self._sampler_after: State | None = None
+        self.what: str = self._read_source(source)
+
+    def _read_source(self, source: DataLoader[T]) -> str:
+        """Read what the samplers ask for."""
+        if self._rows is None:
+            rows_in(self._ctx.loading, self._size, None)  # refuses what makes batches only
+        sampler = sampler_of(source)
+        self._order = read_order(sampler, source.dataset, 0)
+        self._sampler = sampler if self._order.kind == "sampler" else None
+        self.length: int | None = self._order.num_samples
+        self.setting: ReadSettings = ReadSettings(order=self._order.kind)
+        if self._rows is None:
+            return f"{self._order}, each a batch"
+        plan = self._plan(self.length, 0, self._rows)
+        self.batch_size: int | None = plan.global_batch
+        return repr(plan)
+
+    def plan(self, start: int) -> EpochPlan | None:
         """Plan the samples from ``start`` on."""
-        return self._asked.plan(start).evened(self.even_batches)
+        return self._plan(self._order.num_samples, start, self._rows or 1)
 
-    def choose_even(self, even: bool) -> None:
-        """Fill the last step up from now on, or leave it short."""
-        self.even_batches = even
+    def count(self) -> int | None:
+        """Count this rank's batches."""
+        plan = self.plan(0)
+        return None if plan is None else plan.num_batches(self._rank)
 
-    def count(self, start: int) -> int:
-        """Count this rank's batches from ``start`` on."""
-        return self.plan(start).num_batches(self._rank)
+    def rest(self) -> UserState:
+        """Return the sampler's state behind the latest epoch."""
+        return UserState(self._sampler_after)
 
     def begin(self, epoch: int, start: int) -> EpochPass[T]:
         """Begin a pass.
@@ -94,86 +192,133 @@ class SampledReader(Resumable, Generic[T]):
             ValueError: The dataset has another length than it had when the loader was prepared, or a sampler
                 drew another number of samples than it has promised.
         """
-        self._asked.check()
-        begin = functools.partial(self._begin_with, epoch, self.plan(start))
+        order = self._order
+        if len(self._dataset) != order.num_items:
+            raise ValueError(
+                f"the dataset {type(self._dataset).__name__} had a length of {order.num_items} when its "
+                f"loader was prepared, and now has one of {len(self._dataset)}. Prepare a new one."
+            )
+        if self._sampler is None:
+            before, take = None, order.taker(self.seed, epoch)
+        else:
+            drawn, before = self._draw(self._sampler, epoch)
+            if len(drawn) != order.num_samples:
+                raise ValueError(
+                    f"the sampler {type(self._sampler).__name__} has a length of {order.num_samples}, "
+                    f"and drew {len(drawn)} samples. Its __len__ must count what its __iter__ gives."
+                )
+            take = take_from(drawn)
+        plan = self._plan(order.num_samples, start, self._rows or 1)
+        begun = self._steps.samples(plan, take, (self.seed, epoch))
+        return (with_rows(begun) if self._rows is None else begun)._replace(sampler=before)
+
+    def _draw(self, sampler: Any, epoch: int) -> tuple[list[Any], State | None]:
+        """Draw an epoch from a sampler of the user's own; return it with the sampler's state before."""
         own, _ = self._take_recalled()
-        if self._asked.sampler is None:
-            return begin(None)
-        drawn, begun = draw_together(self._ctx, self._asked.sampler, epoch, begin, own.sampler)
-        self._sampler_after = drawn.after
-        return begun._replace(sampler=drawn.before)
+        drawn, before, self._sampler_after = draw_together(self._ctx, sampler, epoch, own.sampler)
+        return drawn, before
 
-    def _begin_with(self, epoch: int, plan: EpochPlan, drawn: list[Any] | None) -> EpochPass[T]:
-        """Begin a pass over what was drawn."""
-        key = (self.seed, epoch)
-        take = self._asked.take(*key, drawn)
-        begun = _planned_pass(self._loader, self._batches, plan, self._rank, take, key)
-        return with_rows(begun) if self._asked.are_items else begun
+    def _plan(self, number: int, start: int, batch_size: int) -> EpochPlan:
+        return plan_epoch(
+            number,
+            batch_size,
+            self._size,
+            split_batches=self._ctx.loading.split_batches and self._rows is not None,
+            even_batches=bool(self.even_batches),
+            drop_last=self._drop_last,
+            start=start,
+        )
 
 
-class BatchedReader(Resumable, Generic[T]):
-    """Reads the batches of the user's own batch sampler, which rank 0 draws for all."""
+class BatchedReader(SampledReader[T]):
+    """Reads the batches of the user's own batch sampler, which rank 0 draws for all.
 
-    def __init__(self, ctx: Context, source: DataLoader[T], asked: BatchSamplerSpec, seed: int) -> None:
-        """Read what ``source`` asks for."""
-        self.length: int | None = None
-        self.batch_size: int | None = asked.batch_size
-        self.seed = seed
-        self.even_batches: bool = ctx.loading.even_batches
-        self._ctx = ctx
-        self._asked = asked
-        self._rank = ctx.coordinate("dp")
-        self._batches = Batches()
-        self._loader = rebuild(source, self._batches)
+    Batches of the size that it names (the last may be shorter) are samples in an order, and are sharded as
+    such; batches of different sizes are taken as they are, one a rank.
+    """
+
+    def _read_source(self, source: DataLoader[T]) -> str:
+        refuse_sharded(getattr(self._batching, "sampler", None))
+        if self._rows is not None:
+            self.batch_size: int | None = self._plan(
+                0, 0, self._rows
+            ).global_batch  # refuses what can't be split
+        return f"batches of {self._rows}"
 
     def plan(self, start: int) -> None:
         """Return None: nothing is known before the batches are drawn."""
         del start
 
-    def count(self, start: int) -> int | None:
-        """Count this rank's batches, where the batch sampler has a length and nothing is read yet."""
-        return self._asked.count(start, self._rank, self.even_batches)
-
-    def choose_even(self, even: bool) -> None:
-        """Fill the last step up from now on, or leave it short."""
-        self.even_batches = even
+    def count(self) -> int | None:
+        """Count this rank's batches, where the batch sampler has a length."""
+        if not hasattr(self._batching, "__len__"):
+            return None
+        number = len(self._batching)
+        return (
+            number if self._ctx.loading.split_batches else self._by_batch(number, 0).num_batches(self._rank)
+        )
 
     def begin(self, epoch: int, start: int) -> EpochPass[T]:
         """Draw the batches and begin a pass."""
-        return self.begin_after(epoch, start, 0)
+        return self._begin(epoch, start, 0)
 
-    def begin_after(self, epoch: int, start: int, num_steps: int) -> EpochPass[T]:
-        """Begin a pass that leaves out ``num_steps`` steps behind sample ``start``."""
-        own, _ = self._take_recalled()
-        begin = functools.partial(self._begin_with, (self.seed, epoch), start, num_steps)
-        drawn, begun = draw_together(self._ctx, self._asked.sampler, epoch, begin, own.sampler)
-        self._sampler_after = drawn.after
-        return begun._replace(sampler=drawn.before)
+    def begin_after(self, epoch: int, num_steps: int) -> EpochPass[T]:
+        """Begin a pass behind the first steps, of which nothing is read."""
+        return self._begin(epoch, 0, num_steps)
 
-    def _begin_with(self, key: tuple[int, int], start: int, num_steps: int, items: list[Any]) -> EpochPass[T]:
-        """Begin a pass over batches that were drawn."""
-        asked, rank = self._asked, self._rank
-        drawn = [list(batch) for batch in items]
-        if asked.are_samples(drawn):
+    def _begin(self, epoch: int, start: int, num_steps: int) -> EpochPass[T]:
+        items, before = self._draw(self._batching, epoch)
+        drawn, key = [list(batch) for batch in items], (self.seed, epoch)
+        rows = self._rows
+        if rows and all(len(one) == rows for one in drawn[:-1]) and len((drawn or [[]])[-1]) <= rows:
             samples = [index for batch in drawn for index in batch]
-            plan = asked.plan_samples(len(samples), start).evened(self.even_batches)
-            plan = plan.continued(min(len(samples), start + num_steps * plan.global_batch))
-            begun = _planned_pass(self._loader, self._batches, plan, rank, take_from(samples), key)
-            return begun._replace(evened_by=EVENED)
-        if asked.split_batches:
+            if num_steps:
+                start = min(len(samples), num_steps * self._plan(0, 0, rows).global_batch)
+            plan = self._plan(len(samples), start, rows)
+            begun = self._steps.samples(plan, take_from(samples), key)
+        elif self._steps.cuts:
             raise ConfigurationError(
-                "split_batches cuts each batch into equal parts, and the batch sampler "
-                f"{type(asked.sampler).__name__} gives batches of different sizes. Use split_batches=False."
+                "split_batches and slice_fn cut each batch into equal parts, and the batch sampler "
+                f"{type(self._batching).__name__} gives batches of different sizes. Leave them out."
             )
-        lengths = [len(batch) for batch in drawn]
-        plan = asked.plan_batches(lengths, start, num_steps).evened(self.even_batches)
-        self._batches.begin(lambda: whole_batches(plan, (rank,), drawn, key))
-        share_at = functools.partial(
-            share_of_batches, plan, rank=rank, lengths=lengths, ends=list(accumulate(lengths))
+        else:
+            lengths = [len(batch) for batch in drawn]
+            ends = list(accumulate(lengths))
+            # A batch that ``start`` is inside of is read again.
+            first = next((number for number, end in enumerate(ends) if end > start), len(ends))
+            plan = self._by_batch(len(ends), min(len(ends), first + num_steps * self._size))
+            share_at = functools.partial(_share_of_batches, plan, self._rank, lengths, ends)
+            begun = self._steps.batches(plan, drawn, key, share_at)
+        return begun._replace(evened_by=EVENED, sampler=before)
+
+    def _by_batch(self, number: int, start: int) -> EpochPlan:
+        return plan_epoch(
+            number,
+            1,
+            self._size,
+            even_batches=bool(self.even_batches),
+            drop_last=self._drop_last and self._size > 1,
+            start=start,
         )
-        shares = map(share_at, range(plan.num_batches(rank)))
-        batches = zip(read_apart(self._loader, is_resumed=plan.start > 0), shares, strict=True)
-        return EpochPass(plan.counts, batches, share_at=share_at, evened_by=EVENED)
+
+
+def _share_of_batches(
+    plan: EpochPlan, rank: int, lengths: Sequence[int], ends: Sequence[int], step: int
+) -> BatchInfo:
+    """Describe the batch that ``rank`` reads in ``step`` of a plan that counts batches. Pure."""
+    here = [plan.positions(step, one) for one in range(plan.size)]
+    rows = [lengths[positions[0]] if positions else 0 for positions in here]
+    new = plan.num_valid(step)  # in rank order; batches behind it are repeated
+    valid = tuple(number if one < new else 0 for one, number in enumerate(rows))
+    return BatchInfo(
+        num_rows=rows[rank],
+        max_rows=max(rows),
+        num_valid=sum(valid),
+        valid_by_rank=valid,
+        own_valid=valid[rank],
+        is_last=step == plan.num_batches(rank) - 1,
+        consumed=ends[plan.consumed(step) - 1],
+    )
 
 
 def whole_batches(
@@ -191,21 +336,6 @@ def whole_batches(
         for rank in ranks:
             for position in plan.positions(step, rank):
                 yield Keyed(drawn[position], (*key, plan.start + step * plan.size + rank))
-
-
-def _planned_pass(
-    loader: DataLoader[T],
-    batches: Batches,
-    plan: EpochPlan,
-    rank: int,
-    take: IndexFn,
-    key: tuple[int, int],
-) -> EpochPass[T]:
-    batches.begin(lambda: batches_of(plan, rank, take, key))
-    share_at = functools.partial(share_of, plan, rank=rank)
-    shares = shares_of(plan, rank)
-    batched = zip(read_apart(loader, is_resumed=plan.start > 0), shares, strict=True)
-    return EpochPass(plan.counts, batched, share_at=share_at, evened_by=EVENED_OR_DROPPED)
 
 
 def batches_of(plan: EpochPlan, rank: int, take: IndexFn, key: tuple[int, int]) -> Iterator[Keyed]:
@@ -229,113 +359,3 @@ def _lists_of(plan: EpochPlan, rank: int, take: IndexFn) -> Iterator[list[Any]]:
         for begin in range(0, len(items), rows):
             yield items[begin : begin + rows]
         first, samples = last, _BLOCK
-
-
-class Keyed(list[Any]):
-    """Indices of one batch, with what its randomness is derived from."""
-
-    def __init__(self, items: Sequence[Any], key: tuple[int, ...]) -> None:
-        """Hold ``items``."""
-        super().__init__(items)
-        self.key = key
-
-    def __reduce__(self) -> tuple[type[Keyed], tuple[list[Any], tuple[int, ...]]]:
-        """Travel to a worker."""
-        return Keyed, (list(self), self.key)
-
-
-class Batches:
-    """What torch's DataLoader takes for a batch sampler: the batches of the pass that was begun last."""
-
-    def __init__(self) -> None:
-        """Hold no batches."""
-        self._make: Callable[[], Iterator[Any]] = lambda: iter(())
-
-    def begin(self, make: Callable[[], Iterator[Any]]) -> None:
-        """Return these from the next pass on."""
-        self._make = make
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._make()
-
-
-class Seeded:
-    """A dataset that draws the same random numbers for a batch, whichever process reads it.
-
-    So neither the number of workers nor a resumption changes an augmentation, and no two ranks share one.
-    """
-
-    _dataset: Any
-    _one: bool
-
-    def __init__(self, dataset: Any, one: bool = False) -> None:
-        """Read ``dataset``; ``one``: a batch is one item of it."""
-        vars(self).update(_dataset=dataset, _one=one)
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitem__(self, indices: Keyed) -> Any:
-        """Seed the generators for this batch, and ask for it where torch makes none of samples."""
-        seed_from(indices.key)
-        return self._dataset[indices[0] if self._one else list(indices)]
-
-    def __getitems__(self, indices: Keyed) -> Any:
-        """Seed the generators for this batch, and read it as torch would."""
-        seed_from(indices.key)
-        read = getattr(self._dataset, "__getitems__", None)
-        return read(list(indices)) if read else [self._dataset[index] for index in indices]
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self._dataset, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._dataset, name, value)  # as a worker_init_fn does
-
-
-def rebuild(source: DataLoader[T], batches: Any) -> DataLoader[T]:
-    """Make a loader like ``source`` that reads ``batches``.
-
-    Args:
-        source: The user's loader.
-        batches: What it takes for a batch sampler.
-    """
-    if cast("Any", source).batch_sampler is None:
-        dataset: Any = Seeded(source.dataset, one=batch_sampler_of(source) is None)
-        return remake(source, dataset, sampler=batches)
-    return remake(source, Seeded(source.dataset), batch_sampler=batches)
-
-
-def remake(source: DataLoader[Any], dataset: Any, **changes: Any) -> DataLoader[Any]:
-    """Make a loader of the class and with the options of ``source``, over another dataset.
-
-    Args:
-        source: The user's loader.
-        dataset: What the new one reads.
-        **changes: Its ``sampler``, ``batch_sampler`` or ``collate_fn``. Without a batch sampler it makes no
-            batches.
-    """
-    if type(source) is DataLoader:
-        size: dict[str, Any] = {} if "batch_sampler" in changes else {"batch_size": None}
-        options: dict[str, Any] = {**options_of(source), **size, **changes}
-        return DataLoader(dataset, **options)
-    # It is unknown how a class of the user's own is made: a copy keeps what it has.
-    batching = {"batch_size": None, "drop_last": False, "batch_sampler": None}
-    return twin_of(source, **{"dataset": dataset, **batching, **changes})
-
-
-def twin_of(source: DataLoader[Any], **changes: Any) -> DataLoader[Any]:
-    """Copy a loader and change attributes of the copy, which torch lets nobody change in a loader."""
-    twin = copy.copy(source)
-    vars(twin).update({"_iterator": None, **changes})
-    return twin
-
-
-def options_of(source: DataLoader[Any]) -> dict[str, Any]:
-    """Return what ``source`` was made with, dataset and batching apart."""
-    options: dict[str, Any] = {name: getattr(source, name) for name in _OPTIONS if hasattr(source, name)}
-    if source.num_workers > 0:
-        options["prefetch_factor"] = source.prefetch_factor
-    return options

@@ -3,35 +3,39 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import inspect
 from collections.abc import Iterator, Mapping
+from inspect import isfunction
 from itertools import islice
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 
-from accelfn.data.cut import begun_once
-from accelfn.data.sources import forgets_by, has_exact_state
+from accelfn.errors import ConfigurationError
 
 __all__ = (
     "State",
     "StatefulIterator",
+    "begun_once",
     "check_plain",
+    "count_shards",
     "has_state",
     "restore_sampler",
     "rewound",
     "sampler_state",
-    "snapshot",
+    "take_shards",
 )
 
+T = TypeVar("T")
 # Plain values by name; see check_plain.
 State: TypeAlias = "Mapping[str, Any]"
 
 
 def has_state(thing: Any) -> bool:
-    """Return whether something has ``state_dict()`` and ``load_state_dict(state)``."""
+    """Return whether something has ``state_dict()`` and ``load_state_dict(state)``, and goes on exactly."""
     say, take = getattr(thing, "state_dict", None), getattr(thing, "load_state_dict", None)
-    if not callable(say) or not callable(take) or not has_exact_state(thing):
+    if not callable(say) or not callable(take) or (_is_hugging_face(thing) and not _is_exact(thing)):
         return False
     try:
         inspect.signature(say).bind()
@@ -40,19 +44,6 @@ def has_state(thing: Any) -> bool:
     except ValueError:  # it is written in C and has no signature
         pass
     return True
-
-
-def snapshot(value: Any) -> Any:
-    """Copy a state, so that what it is of can go on."""
-    kind = cast("type[Any]", type(value))
-    if kind is dict:
-        return {name: snapshot(one) for name, one in value.items()}
-    if kind is list or kind is tuple:
-        copies = [snapshot(one) for one in value]
-        return copies if kind is list else tuple(copies)
-    if kind in (int, float, str, bool, bytes, type(None)):
-        return value
-    return value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
 def check_plain(value: object, path: str) -> None:
@@ -70,16 +61,68 @@ def check_plain(value: object, path: str) -> None:
     elif isinstance(value, (list, tuple)):
         for place, one in enumerate(cast("list[object]", value)):
             check_plain(one, f"{path}[{place}]")
-    elif not isinstance(value, (int, float, str, bytes, torch.Tensor, type(None))) and not _is_array(value):
+    # An array without an import: whoever has one has imported numpy.
+    elif not isinstance(value, (int, float, str, bytes, torch.Tensor, type(None))) and not (
+        type(value).__module__.partition(".")[0] == "numpy" and hasattr(value, "dtype")
+    ):
         raise TypeError(
             f"{path} is of type {type(value).__name__}, which a checkpoint can't hold. A state_dict of your "
             "own has to give numbers, texts, bytes, tensors or arrays, and lists and dicts of them."
         )
 
 
-def _is_array(value: object) -> bool:
-    # Without an import: whoever has an array has imported numpy.
-    return type(value).__module__.partition(".")[0] == "numpy" and hasattr(value, "dtype")
+def count_shards(dataset: Any) -> int | None:
+    """Count the shards of a dataset; None where it offers none.
+
+    Raises:
+        ConfigurationError: It was split between ranks already.
+    """
+    if _is_hugging_face(dataset) and getattr(dataset, "_distributed", None) is not None:
+        raise ConfigurationError(
+            "the dataset was split by split_dataset_by_node already, and splitting it again would leave out "
+            'samples. Pass sharding="already_sharded", or the dataset as it was before.'
+        )
+    if not callable(getattr(dataset, "shard", None)):
+        return None
+    found = (getattr(dataset, name, None) for name in ("num_shards", "n_shards"))
+    return next((number for number in found if isinstance(number, int)), None)
+
+
+def take_shards(dataset: Any, rank: int, size: int) -> Any:
+    """Return a dataset of the shards of ``rank``; each shard is that of one rank of ``size``."""
+    if not _is_hugging_face(dataset):
+        return dataset.shard(num_shards=size, index=rank)
+    split: Any = importlib.import_module("datasets.distributed").split_dataset_by_node
+    # Where the shards can't be dealt out equally, it would let every rank read all and skip most.
+    options = {"strategy": "shards"} if "strategy" in inspect.signature(split).parameters else {}
+    return split(dataset, rank=rank, world_size=size, **options)
+
+
+def _is_hugging_face(dataset: Any) -> bool:
+    # Without an import: whoever has such a dataset has imported its package.
+    return any(base.__module__.partition(".")[0] == "datasets" for base in type(dataset).__mro__)
+
+
+def _is_exact(dataset: Any) -> bool:
+    """Return whether a dataset of Hugging Face gives what it would have given, after its state was restored.
+
+    Its state leaves out what waits in a shuffle buffer, and may leave out a batch where batches of tables are
+    mapped. Nothing public says whether there is such a part.
+    """
+    is_table = bool(getattr(getattr(dataset, "_formatting", None), "is_table", False))
+    waiting: list[Any] = [getattr(dataset, "_ex_iterable", None)]
+    while waiting:
+        part = waiting.pop()
+        if (
+            part is None
+            or "Shuffled" in type(part).__name__
+            or (is_table and getattr(part, "batched", False))
+        ):
+            return False
+        for child in cast("dict[str, Any]", vars(part)).values():
+            children = cast("list[Any]", child if isinstance(child, list) else [child])
+            waiting += [one for one in children if hasattr(one, "_init_state_dict")]
+    return True
 
 
 def sampler_state(sampler: Any) -> State | None:
@@ -94,7 +137,7 @@ def sampler_state(sampler: Any) -> State | None:
     found: dict[str, Any] = {}
     for name, thing in _parts_of(sampler):
         if has_state(thing):
-            found[name] = snapshot(thing.state_dict())
+            found[name] = copy.deepcopy(thing.state_dict())
         generator = getattr(thing, "generator", None)
         if isinstance(generator, torch.Generator):
             # As a text: it compares, and JSON can hold it.
@@ -106,7 +149,7 @@ def restore_sampler(sampler: Any, state: State) -> None:
     """Set a sampler to a state that :func:`sampler_state` returned."""
     for name, thing in _parts_of(sampler):
         if name in state and has_state(thing):
-            thing.load_state_dict(snapshot(state[name]))
+            thing.load_state_dict(copy.deepcopy(state[name]))
         generator, numbers = getattr(thing, "generator", None), state.get(f"{name}.generator")
         if numbers is not None and isinstance(generator, torch.Generator):
             generator.set_state(torch.tensor(list(bytes.fromhex(numbers)), dtype=torch.uint8))
@@ -129,6 +172,23 @@ def _stream_state(
     begin: Any, dataset: Any, iterator: Any = None, *, begun: bool = False, ended: bool = False
 ) -> State:
     return {"begin": begin, "dataset": dataset, "iterator": iterator, "begun": begun, "ended": ended}
+
+
+def begun_once(samples: Iterator[T]) -> Iterator[T]:
+    """Return what ``samples`` gives, without asking it for an iterator again.
+
+    One of the user's own may begin anew whenever it is asked.
+    """
+    return _stepped(samples) if isfunction(getattr(type(samples), "__iter__", None)) else samples
+
+
+def _stepped(samples: Iterator[T]) -> Iterator[T]:
+    while True:
+        try:
+            sample = next(samples)
+        except StopIteration:
+            return
+        yield sample
 
 
 class StatefulIterator:
@@ -170,7 +230,7 @@ class StatefulIterator:
         if self.has_state:
             if state is not None and state["dataset"] is not None:
                 self._begin = state["begin"]
-                dataset.load_state_dict(snapshot(state["dataset"]))
+                dataset.load_state_dict(copy.deepcopy(state["dataset"]))
             else:
                 self.rewind()
                 self._begin = self._fresh()
@@ -182,29 +242,31 @@ class StatefulIterator:
         if has_state(samples) and cast("object", samples) is not dataset:
             self._iterator = samples
             if state is not None and state["iterator"] is not None:
-                self._iterator.load_state_dict(snapshot(state["iterator"]))
+                self._iterator.load_state_dict(copy.deepcopy(state["iterator"]))
         elif self.has_state and isinstance(dataset, Iterator) and state is not None and state["begun"]:
-            cast("Any", dataset).load_state_dict(snapshot(state["dataset"]))  # beginning may have reset it
+            cast("Any", dataset).load_state_dict(
+                copy.deepcopy(state["dataset"])
+            )  # beginning may have reset it
         return samples
 
     def first(self, number: int) -> list[Any]:
         """Read the first samples of a pass again, behind its end."""
         if self.has_state:
-            self._final = snapshot(self._dataset.state_dict())
-            self._dataset.load_state_dict(snapshot(self._begin))
+            self._final = copy.deepcopy(self._dataset.state_dict())
+            self._dataset.load_state_dict(copy.deepcopy(self._begin))
         samples: Iterator[Any] = iter(self._dataset)
         found = list(islice(begun_once(samples), number))
         close = getattr(samples, "close", None)
         if callable(close):
             close()
         if self.has_state:
-            self._dataset.load_state_dict(snapshot(self._final))
+            self._dataset.load_state_dict(copy.deepcopy(self._final))
         return found
 
     def end(self) -> None:
         """Note that the pass is over."""
         # What was loaded may come back in the next pass, and is forgotten then.
-        self.is_amid = self.is_amid and forgets_by(self._dataset) is not None
+        self.is_amid = self.is_amid and _is_hugging_face(self._dataset)
 
     def state(self, ended: bool) -> State | None:
         """Return where the pass is; ``ended``: nothing is left in it."""
@@ -212,23 +274,23 @@ class StatefulIterator:
             return None
         own = self._final
         if self.has_state and own is None:
-            own = snapshot(self._dataset.state_dict())
-        of_iterator = None if self._iterator is None or ended else snapshot(self._iterator.state_dict())
+            own = copy.deepcopy(self._dataset.state_dict())
+        of_iterator = None if self._iterator is None or ended else copy.deepcopy(self._iterator.state_dict())
         return _stream_state(self._begin, own, of_iterator, begun=True, ended=ended)
 
     def rest(self) -> State | None:
         """Return the state between passes."""
-        if not self.has_state or forgets_by(self._dataset) is not None:
+        if not self.has_state or _is_hugging_face(self._dataset):
             return None  # a pass begins alike after any other
-        own = self._begin if self.is_amid else snapshot(self._dataset.state_dict())
+        own = self._begin if self.is_amid else copy.deepcopy(self._dataset.state_dict())
         return _stream_state(own, own)
 
     def _fresh(self) -> Any:
-        fresh = forgets_by(self._dataset)
-        return snapshot(self._dataset.state_dict()) if fresh is None else fresh
+        # A dataset of Hugging Face begins anew in any epoch with an empty state.
+        return {} if _is_hugging_face(self._dataset) else copy.deepcopy(self._dataset.state_dict())
 
     def rewind(self) -> None:
         """Let a pass begin where the latest one did, if that one wasn't gone through."""
         if self.is_amid:
-            self._dataset.load_state_dict(snapshot(self._begin))
+            self._dataset.load_state_dict(copy.deepcopy(self._begin))
             self.is_amid = False

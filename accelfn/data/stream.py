@@ -1,49 +1,221 @@
-"""Read a stream, that is an iterable dataset: all ranks the same one, or each rank its own shards."""
+"""Read a stream (an iterable dataset): all ranks the same one, rank 0 for all, or each its own shards."""
 
 from __future__ import annotations
 
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Generator, Iterator, Sized
-from typing import Any, Generic, TypeVar, cast
+from collections.abc import Callable, Generator, Iterator, Sequence, Sized
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.utils.data import DataLoader
 
 from accelfn.context import Context
-from accelfn.data.cut import Piece, StreamPlan
+from accelfn.data.dispatch import BatchSplitter, SliceFunction, hand_out
 from accelfn.data.draws import read_apart
-from accelfn.data.grouped import CollatePiece, GroupedStream, tell
+from accelfn.data.groups import CollatePiece, GroupedStream, Piece, StreamPlan
+from accelfn.data.order import tell
 from accelfn.data.plan import EpochPlan, rows_in
 from accelfn.data.reading import (
     EVENED,
     EVENED_OR_DROPPED,
     BatchInfo,
     EpochPass,
+    Reader,
     ReadSettings,
-    Resumable,
     UserState,
     rows_of,
     share_of,
 )
-from accelfn.data.sampled import remake
-from accelfn.data.signals import begin_reading
-from accelfn.data.sources import count_shards, take_shards
-from accelfn.data.stateful import is_stateful, num_workers_of, remake_stateful
-from accelfn.data.states import State, StatefulIterator
+from accelfn.data.rebuild import is_stateful, num_workers_of, remake
+from accelfn.data.scatter import BatchScatter
+from accelfn.data.states import State, StatefulIterator, count_shards, take_shards
+from accelfn.data.workers import begin_reading
 from accelfn.errors import ConfigurationError
 
-__all__ = ("Seen", "StreamReader", "length_of", "pass_of", "read_stream", "setting_of")
+__all__ = ("StreamDispatch", "StreamReader", "read_stream")
 
 T = TypeVar("T")
 
 
-class StreamReader(Resumable, Generic[T]):
-    """Reads the stream in groups, a piece of each for every rank, or this rank's own stream.
+def read_stream(
+    ctx: Context,
+    source: DataLoader[T],
+    by_source: bool,
+    slice_fn: SliceFunction | None,
+    agree: Callable[[str], int],
+) -> Reader[T]:
+    """Choose how ``source``, a loader over an iterable dataset, is sharded.
 
-    ``start`` and ``consumed`` count samples of the stream; of an own stream, those of this rank.
+    Ranks: every rank of ``ctx``.
+
+    Args:
+        ctx: The world.
+        source: The user's loader.
+        by_source: Each rank must get its own shards; otherwise it does where there are enough.
+        slice_fn: As for :func:`accelfn.prepare_data_loader`.
+        agree: Compares what all ranks are about to read, and returns one seed.
+
+    Raises:
+        ConfigurationError: Too few shards, the dataset was split already, the batch can't be split, or the
+            workers don't keep to an order.
     """
+    rank, size, dispatches = ctx.coordinate("dp"), ctx.axis_size("dp"), ctx.loading.dispatch_batches
+    rows = rows_in(ctx.loading, size, source.batch_size)
+    dataset: Any = source.dataset
+    num_shards = count_shards(dataset)
+    kind = "batches as they are" if source.batch_size is None else f"batches of {rows} a rank"
+    what = f"{kind}{', the last one dropped' if source.drop_last else ''}, by {source.num_workers} workers"
+    if by_source and (num_shards is None or num_shards < size):
+        have = "offers none" if num_shards is None else f"has {num_shards}"
+        raise ConfigurationError(
+            f'sharding="by_source" gives each of {size} ranks its own shards of the dataset, and '
+            f"{type(dataset).__name__} {have}. It needs num_shards, at least as many as ranks, and "
+            'shard(num_shards, index); otherwise use sharding="global".'
+        )
+    if size > 1 and num_shards is not None and num_shards >= size and not dispatches:
+        seed = agree(f"{num_shards} shards, {what}")
+        cut = StreamPlan(rows=rows, drop_last=source.drop_last)
+        return StreamReader(ctx, source, take_shards(dataset, rank, size), cut, True, seed)
+    even = ctx.loading.even_batches and size > 1  # alone, there is nobody to keep in step with
+    cut = StreamPlan(rows=rows, rank=rank, size=size, even=even, drop_last=source.drop_last)
+    if dispatches:
+        length = _length_of(dataset, source.num_workers)
+        return StreamDispatch(
+            ctx, source, cut, agree(f"a stream of {length} samples, dispatched by rank 0: {what}"), slice_fn
+        )
+    if size > 1 and source.num_workers > 1 and not getattr(source, "in_order", True):
+        raise ConfigurationError(
+            "in_order=False yields batches as workers come by them, and ranks that read one stream must "
+            "hand them out in the same order. Use in_order=True, or num_workers=1."
+        )
+    seed = agree(f"a stream of {_length_of(dataset)} samples, {what}")
+    if size > 1 and ctx.is_main_process:
+        warnings.warn(
+            f"each of {size} ranks reads the whole stream and keeps its part, so the data is read {size} "
+            f"times. A dataset that offers num_shards, at least {size}, and shard(num_shards, index) is read "
+            'once; one that gives each rank its own part goes with sharding="already_sharded".',
+            stacklevel=4,
+        )
+    return StreamReader(ctx, source, dataset, cut, False, seed)
+
+
+class _Seen:
+    """What was known last of what is read.
+
+    Attributes:
+        share: How far the ranks have come together, whether this one has a batch there or not.
+        stream: State of the stream, on the rank that reads it for all.
+    """
+
+    def __init__(self) -> None:
+        self.share: BatchInfo = BatchInfo()
+        self.stream: State | None = None
+
+
+class _Stream(Reader[T]):
+    """What readers of a stream have in common. ``start`` and ``consumed`` count samples of it."""
+
+    def __init__(
+        self, ctx: Context, source: DataLoader[T], dataset: Any, cut: StreamPlan, is_own: bool, seed: int
+    ) -> None:
+        self.seed = seed
+        self._dataset = dataset
+        self._cut = cut
+        self._is_own = is_own
+        self._is_whole = source.batch_size is None
+        self._num_workers = source.num_workers
+        self.length: int | None = self._length()
+        self.setting: ReadSettings = ReadSettings(
+            num_workers=source.num_workers,
+            group=cut.group if source.num_workers > 1 else None,
+            num_processes=ctx.axis_size("dp") if is_own else None,
+            rank=ctx.coordinate("dp") if is_own else None,
+        )
+
+    def plan(self, start: int) -> EpochPlan | None:
+        """Plan the samples from ``start`` on, where the stream has a length.
+
+        Raises:
+            ValueError: ``start`` is behind its end.
+        """
+        number = self._length()
+        return None if number is None else self._cut.plan(number, start)
+
+    def count(self) -> int | None:
+        """Count this rank's batches, where the stream has a length."""
+        plan = self.plan(0)
+        return None if plan is None else plan.num_batches(self._cut.rank)
+
+    def _length(self) -> int | None:
+        """Count the samples that all ranks read."""
+        return None if self._is_own else _length_of(self._dataset, self._num_workers)
+
+    def _pass(
+        self, batches: Iterator[tuple[T, BatchInfo]], plan: EpochPlan | None, seen: _Seen
+    ) -> EpochPass[T]:
+        """Make a pass of the batches of a stream that all ranks read."""
+        return EpochPass(
+            None if plan is None else plan.counts,
+            batches,
+            in_step=self._cut.in_step,
+            share_at=functools.partial(_share_at, plan, self._cut.rank, self._is_whole, seen),
+            evened_by=EVENED if self._is_whole else EVENED_OR_DROPPED,
+        )
+
+    def _share(
+        self,
+        content: Any,
+        num_valid: int,
+        is_last: bool | None,
+        consumed: int,
+        step: int,
+        plan: EpochPlan | None,
+    ) -> BatchInfo:
+        """Describe this rank's batch of a group of ``num_valid`` samples."""
+        cut = self._cut
+        if plan is not None:
+            is_last = step == plan.num_batches(cut.rank) - 1
+        own_valid = max(0, min(cut.rows, num_valid - cut.rank * cut.rows))
+        rows = cut.rows if cut.even else own_valid
+        if self._is_whole:  # how many rows a batch of the user's own has shows in the batch only
+            share = BatchInfo(num_rows=rows_of(content), own_valid=None if own_valid else 0)
+        elif self._is_own:
+            share = BatchInfo(num_rows=rows)
+        else:
+            # Where ranks may end apart, those that have no piece of the last group don't learn of it.
+            planned = plan is not None or cut.in_step
+            share = BatchInfo(
+                num_rows=rows,
+                max_rows=cut.rows if cut.even else min(cut.rows, num_valid),
+                num_valid=num_valid if planned else None,
+                own_valid=own_valid,
+            )
+        # That a rank with a stream of its own has no more doesn't say that of the others.
+        return share._replace(is_last=None if self._is_own else is_last, consumed=consumed)
+
+
+def _share_at(plan: EpochPlan | None, rank: int, is_whole: bool, seen: _Seen, step: int) -> BatchInfo:
+    """Describe a step in which a rank may have no batch."""
+    if plan is None:
+        return seen.share
+    share = BatchInfo(consumed=plan.consumed(step)) if is_whole else share_of(plan, step, rank)
+    return share._replace(stream=seen.share.stream)
+
+
+def _length_of(dataset: Any, num_workers: int = 0) -> int | None:
+    """Count the samples of a stream; None where nobody can say: several workers may each cut theirs short."""
+    if num_workers > 1:
+        return None
+    try:
+        return len(cast("Sized", dataset))
+    except (TypeError, NotImplementedError):
+        return None
+
+
+class StreamReader(_Stream[T]):
+    """Reads the stream in groups, a piece of each for every rank, or this rank's own stream."""
 
     def __init__(
         self,
@@ -66,48 +238,29 @@ class StreamReader(Resumable, Generic[T]):
             seed: Of randomness in workers.
             collate: Makes a batch of the samples of a piece; None: as ``source`` does.
         """
-        self.seed = seed
-        self._dataset = dataset
-        self._cut = cut
-        self._is_own = is_own
+        super().__init__(ctx, source, dataset, cut, is_own, seed)
         self._is_whole = source.batch_size is None and collate is None
-        self._num_workers = source.num_workers
-        self.length: int | None = self._length()
-        self.batch_size: int | None = None
         if not self._is_whole:
-            self.batch_size = cut.rows * (ctx.axis_size("dp") if is_own else cut.size)
+            self.batch_size: int | None = cut.rows * (ctx.axis_size("dp") if is_own else cut.size)
         # In shared memory for workers that outlive a pass: they learn of the next one by it.
         self._place = torch.zeros(3, dtype=torch.int64)
         if source.persistent_workers:
             self._place.share_memory_()
         # Weak: what is left of a pass, and its workers with it, ends when nobody goes through it.
         self._to_end: weakref.ref[Generator[Piece, None, None]] | None = None
-        rank = ctx.coordinate("dp") if is_own else None
-        self.setting: ReadSettings = setting_of(ctx, source, cut.group, is_own)
         # Workers read ahead, so of theirs only torchdata knows which state belongs to a batch.
         self._is_stateful = source.num_workers > 0 and is_stateful(ctx, source)
         follows = source.num_workers == 0 or self._is_stateful
         self._follower = StatefulIterator(dataset) if follows else None
+        rank = ctx.coordinate("dp") if is_own else None
         self._grouped = GroupedStream(dataset, cut, self._place, rank, self._follower)
-        self._loader: Any = (remake_stateful if self._is_stateful else remake)(
+        collate = collate or cast("Any", source).collate_fn
+        self._loader: Any = remake(
             source,
             self._grouped,
-            collate_fn=CollatePiece(collate or cast("Any", source).collate_fn, self._is_whole),
+            stateful=self._is_stateful,
+            collate_fn=CollatePiece(cast("Any", collate), self._is_whole),
         )
-
-    def plan(self, start: int) -> EpochPlan | None:
-        """Plan the samples from ``start`` on, where the stream has a length.
-
-        Raises:
-            ValueError: ``start`` is behind its end.
-        """
-        number = self._length()
-        return None if number is None else self._cut.plan(number, start)
-
-    def count(self, start: int) -> int | None:
-        """Count this rank's batches from ``start`` on, where the stream has a length."""
-        plan = self.plan(start)
-        return None if plan is None else plan.num_batches(self._cut.rank)
 
     def begin(self, epoch: int, start: int) -> EpochPass[T]:
         """Begin a pass."""
@@ -115,11 +268,11 @@ class StreamReader(Resumable, Generic[T]):
             self._follower.rewind()
         tell(self._dataset, epoch)  # shards are another object than the dataset that the loader tells
         self._place.copy_(torch.tensor([self.seed, epoch, start]))
-        self.length = self._length()
+        self.length: int | None = self._length()
         plan = self.plan(start)
         own, at = self._take_recalled()
         recalled = own.stream if own.stream is not None and self.can_recall(own.stream) else None
-        seen = Seen()
+        seen = _Seen()
         pieces = self._pieces(recalled, at, start > 0)
         self._to_end = None if self._is_own else weakref.ref(pieces)
         first = start
@@ -128,9 +281,7 @@ class StreamReader(Resumable, Generic[T]):
         elif self._num_workers > 1:  # they have read from the stream's start, and say how long each group was
             first = 0
         batches = self._read(pieces, first, start, plan, seen)
-        if self._is_own:
-            return EpochPass(None, batches, is_own=True)
-        return pass_of(batches, self._cut, plan, self._is_whole, seen)
+        return EpochPass(None, batches, is_own=True) if self._is_own else self._pass(batches, plan, seen)
 
     def can_recall(self, stream: State) -> bool:
         """Return whether the state of a stream is of this kind of loader."""
@@ -167,7 +318,7 @@ class StreamReader(Resumable, Generic[T]):
             yield piece._replace(stream=pieces.state_dict())
 
     def _read(
-        self, pieces: Iterator[Piece], first: int, start: int, plan: EpochPlan | None, seen: Seen
+        self, pieces: Iterator[Piece], first: int, start: int, plan: EpochPlan | None, seen: _Seen
     ) -> Iterator[tuple[T, BatchInfo]]:
         """Return the batches of ``pieces``, which begin at sample ``first``, from sample ``start`` on."""
         consumed = first
@@ -189,7 +340,9 @@ class StreamReader(Resumable, Generic[T]):
             if not piece.num_rows:
                 seen.share = seen.share._replace(consumed=consumed, stream=piece.stream)
                 continue
-            share = seen.share = self._share(piece, step, plan, consumed)
+            is_last = True if piece.at_end and self._num_workers <= 1 else None
+            share = self._share(piece.content, piece.num_valid, is_last, consumed, step, plan)
+            seen.share = share = share._replace(stream=piece.stream)
             yield cast("T", piece.content), share
             step += 1
         if plan is not None and step < plan.num_batches(self._cut.rank):
@@ -200,36 +353,6 @@ class StreamReader(Resumable, Generic[T]):
                 "stream that the position was taken from?"
             )
 
-    def _share(self, piece: Piece, step: int, plan: EpochPlan | None, consumed: int) -> BatchInfo:
-        cut = self._cut
-        # Where ranks may end apart, those that have no piece of the last group don't learn of it.
-        planned = plan is not None or cut.in_step
-        is_last = None
-        if plan is not None:
-            is_last = step == plan.num_batches(cut.rank) - 1
-        elif piece.at_end and self._num_workers <= 1:
-            is_last = True
-        own_valid = max(0, min(cut.rows, piece.num_valid - cut.rank * cut.rows))
-        if self._is_whole:  # how many rows a batch of the user's own has shows in the batch only
-            rows = rows_of(piece.content)
-            share = BatchInfo(num_rows=rows, own_valid=None if own_valid else 0)
-        elif self._is_own:
-            share = BatchInfo(num_rows=piece.num_rows)
-        else:
-            share = BatchInfo(
-                num_rows=piece.num_rows,
-                max_rows=cut.rows if cut.even else min(cut.rows, piece.num_valid),
-                num_valid=piece.num_valid if planned else None,
-                own_valid=own_valid,
-            )
-        if self._is_own:  # that this rank has no more doesn't say that of the others
-            is_last = None
-        return share._replace(is_last=is_last, consumed=consumed, stream=piece.stream)
-
-    def _length(self) -> int | None:
-        """Count the samples that all ranks read."""
-        return None if self._is_own else length_of(self._dataset, self._num_workers)
-
     def _wrong_length(self, plan: EpochPlan, what: str) -> ValueError:
         return ValueError(
             f"the dataset {type(self._dataset).__name__} has a length of {plan.num_samples}, and {what}. Its "
@@ -237,134 +360,95 @@ class StreamReader(Resumable, Generic[T]):
         )
 
 
-class Seen:
-    """What was known last of what is read.
+class StreamDispatch(_Stream[T]):
+    """Rank 0 reads the stream in groups, and each rank receives its part of each."""
 
-    Attributes:
-        share: How far the ranks have come together, whether this one has a batch there or not.
-        stream: State of the stream, on the rank that reads it for all.
-    """
+    def __init__(
+        self, ctx: Context, source: DataLoader[T], cut: StreamPlan, seed: int, slice_fn: SliceFunction | None
+    ) -> None:
+        """Read ``source``; ``cut`` says what each rank gets of it."""
+        super().__init__(ctx, source, source.dataset, cut, False, seed)
+        self.batch_size: int | None = None if self._is_whole else cut.group
+        self._ctx = ctx
+        self._splitter = BatchSplitter(ctx, slice_fn)
+        self._reader: Reader[Any] = Reader()  # which reads nothing
+        if ctx.is_main_process:
+            # To the reader, a group is one batch of a world of one.
+            whole = cut._replace(rows=cut.group, rank=0, size=1)
+            collate: Any = cast("Any", source).collate_fn
+            if not self._splitter.cuts:
+                collate = functools.partial(_collate_parts, collate, cut.rows, self._is_whole)
+            self._reader = StreamReader(ctx, source, source.dataset, whole, False, seed, collate=collate)
 
-    def __init__(self) -> None:
-        """Know nothing yet."""
-        self.share: BatchInfo = BatchInfo()
-        self.stream: State | None = None
+    def begin(self, epoch: int, start: int) -> EpochPass[T]:
+        """Begin a pass."""
+        self.length: int | None = self._length()
+        plan, seen = self.plan(start), _Seen()
+        own, at = self._take_recalled()
+        steps: Iterator[tuple[list[Any], Any]] | None = None
+        if self._ctx.is_main_process:
+            self._reader.seed = self.seed
+            self._reader.recall(own, at)
+            steps = self._steps(self._reader.begin(epoch, start).batches, seen)
+        scatter = BatchScatter(self._ctx, f"epoch {epoch} from sample {start}")
+        return self._pass(self._read(scatter, steps, plan, seen), plan, seen)
 
-    def share_at(self, step: int) -> BatchInfo:
-        """Report it in a step behind this rank's last."""
-        del step
-        return self.share
+    def can_recall(self, stream: State) -> bool:
+        """Return whether the state of a stream is of this kind of loader; rank 0 alone has one."""
+        return self._reader.can_recall(stream)
 
+    def rest(self) -> UserState:
+        """Return the state of the stream between passes; on rank 0."""
+        return self._reader.rest()
 
-def setting_of(ctx: Context, source: DataLoader[Any], group: int | None, is_own: bool) -> ReadSettings:
-    """Return what a place in a stream holds for.
+    def finish(self) -> None:
+        """Let the dataset see its end; on rank 0."""
+        self._reader.finish()
 
-    Args:
-        ctx: The world.
-        source: The user's loader.
-        group: Samples of all that read the stream together, in a step.
-        is_own: Each rank has data of its own.
-    """
-    return ReadSettings(
-        num_workers=source.num_workers,
-        group=group if source.num_workers > 1 else None,
-        num_processes=ctx.axis_size("dp") if is_own else None,
-        rank=ctx.coordinate("dp") if is_own else None,
-    )
+    def _read(
+        self,
+        scatter: BatchScatter,
+        steps: Iterator[tuple[list[Any], Any]] | None,
+        plan: EpochPlan | None,
+        seen: _Seen,
+    ) -> Iterator[tuple[T, BatchInfo]]:
+        step = 0
+        while plan is None or step < plan.num_steps:
+            received = hand_out(scatter, steps)
+            if received is None:
+                return
+            parts, (num_valid, is_last, consumed) = received
+            if parts:
+                share = self._share(parts[0], num_valid, is_last, consumed, step, plan)
+                seen.share = share = share._replace(stream=seen.stream)
+                yield parts[0], share
+            else:
+                seen.share = seen.share._replace(consumed=consumed)
+            if is_last and plan is None:
+                return
+            step += 1
 
-
-def read_stream(
-    ctx: Context, source: DataLoader[T], by_source: bool, agree: Callable[[str], int]
-) -> StreamReader[T]:
-    """Choose how ``source``, a loader over an iterable dataset, is shared out.
-
-    Ranks: every rank of ``ctx``.
-
-    Args:
-        ctx: The world.
-        source: The user's loader.
-        by_source: Each rank must get its own shards; otherwise it does where there are enough.
-        agree: Compares what all ranks are about to read, and gives them one seed.
-
-    Raises:
-        ConfigurationError: Too few shards, the dataset was split already, the batch can't be split, or the
-            workers don't keep to an order.
-    """
-    rank, size = ctx.coordinate("dp"), ctx.axis_size("dp")
-    rows = rows_in(ctx.loading, size, source.batch_size)
-    dataset: Any = source.dataset
-    num_shards = count_shards(dataset)
-    if by_source and (num_shards is None or num_shards < size):
-        have = "offers none" if num_shards is None else f"has {num_shards}"
-        raise ConfigurationError(
-            f'sharding="by_source" gives each of {size} ranks its own shards of the dataset, and '
-            f"{type(dataset).__name__} {have}. It needs num_shards, at least as many as ranks, and "
-            'shard(num_shards, index); otherwise use sharding="global".'
-        )
-    is_own = size > 1 and num_shards is not None and num_shards >= size
-    drop_last = source.drop_last
-    if is_own:
-        seed = agree(f"{num_shards} shards, {_batches_of(rows, source)}")
-        cut = StreamPlan(rows=rows, drop_last=drop_last)
-        return StreamReader(ctx, source, take_shards(dataset, rank, size), cut, True, seed)
-    if size > 1 and source.num_workers > 1 and not getattr(source, "in_order", True):
-        raise ConfigurationError(
-            "in_order=False yields batches as workers come by them, and ranks that read one stream must "
-            "hand them out in the same order. Use in_order=True, or num_workers=1."
-        )
-    seed = agree(f"a stream of {length_of(dataset)} samples, {_batches_of(rows, source)}")
-    if size > 1 and ctx.is_main_process:
-        warnings.warn(
-            f"each of {size} ranks reads the whole stream and keeps its part, so the data is read {size} "
-            f"times. A dataset that offers num_shards, at least {size}, and shard(num_shards, index) is read "
-            'once; one that gives each rank its own part goes with sharding="already_sharded".',
-            stacklevel=4,
-        )
-    even = ctx.loading.even_batches and size > 1  # alone, there is nobody to keep in step with
-    cut = StreamPlan(rows=rows, rank=rank, size=size, even=even, drop_last=drop_last)
-    return StreamReader(ctx, source, dataset, cut, False, seed)
+    def _steps(
+        self, groups: Iterator[tuple[Any, BatchInfo]], seen: _Seen
+    ) -> Iterator[tuple[list[Any], tuple[int, bool | None, int]]]:
+        """Return the parts of each group, and what the other ranks can't know of it; on rank 0."""
+        for content, share in groups:
+            parts: list[Any] = content
+            if self._splitter.cuts:
+                whole = self._cut.plan(share.num_rows or 0)
+                parts = self._splitter.cut(content, [whole.num_rows(0, rank) for rank in range(whole.size)])
+            seen.stream = share.stream
+            if share.is_last:
+                # Sees that the stream doesn't go on where its length says that it ends.
+                for _ in groups:
+                    pass
+            yield parts, (share.num_valid or 0, share.is_last, share.consumed)
 
 
-def _batches_of(rows: int, source: DataLoader[Any]) -> str:
-    kind = "batches as they are" if source.batch_size is None else f"batches of {rows} a rank"
-    last = ", the last one dropped" if source.drop_last else ""
-    return f"{kind}{last}, by {source.num_workers} workers"
-
-
-def pass_of(
-    batches: Iterator[tuple[T, BatchInfo]],
-    cut: StreamPlan,
-    plan: EpochPlan | None,
-    is_whole: bool,
-    seen: Seen,
-) -> EpochPass[T]:
-    """Make a pass of the batches of a stream that all ranks read.
-
-    Args:
-        batches: Of the rank of ``cut``.
-        cut: How the stream is cut.
-        plan: Where the stream has a length.
-        is_whole: Each sample is a batch, whose rows nobody has planned.
-        seen: Kept up as the batches are read.
-    """
-    counts = None if plan is None else plan.counts
-    evened_by = EVENED if is_whole else EVENED_OR_DROPPED
-    share_at = seen.share_at
-    if plan is not None:
-        share_at = functools.partial(_planned_share, plan, cut.rank, is_whole, seen)
-    return EpochPass(counts, batches, in_step=cut.in_step, share_at=share_at, evened_by=evened_by)
-
-
-def _planned_share(plan: EpochPlan, rank: int, is_whole: bool, seen: Seen, step: int) -> BatchInfo:
-    share = BatchInfo(consumed=plan.consumed(step)) if is_whole else share_of(plan, step, rank)
-    return share._replace(stream=seen.share.stream)
-
-
-def length_of(dataset: Any, num_workers: int = 0) -> int | None:
-    """Count the samples of a stream; None where nobody can say: several workers may each cut theirs short."""
-    if num_workers > 1:
-        return None
-    try:
-        return len(cast("Sized", dataset))
-    except (TypeError, NotImplementedError):
-        return None
+def _collate_parts(
+    collate: Callable[[Any], Any], rows: int, is_whole: bool, samples: Sequence[Any]
+) -> list[Any]:
+    """Collate a group to one batch for each rank."""
+    if is_whole:
+        return [collate(sample) for sample in samples]
+    return [collate(samples[start : start + rows]) for start in range(0, len(samples), rows)]

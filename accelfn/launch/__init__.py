@@ -6,7 +6,7 @@ Nothing here imports torch, so ``accelfn --help``, ``--dry_run`` and bad input a
 from accelfn.launch.config import LaunchConfig, Resolved, resolve
 from accelfn.launch.flags import parse_flags
 from accelfn.launch.plan import LaunchPlan, Machine, Script, format_plan, plan_launch
-from accelfn.launch.run_curves import draw_runs_html, draw_runs_svg
+from accelfn.launch.run_curves import draw_runs_svg
 from accelfn.launch.run_files import Curve, RunRecord, RunTable, find_runs, read_run
 
 __all__ = (
@@ -18,7 +18,6 @@ __all__ = (
     "RunRecord",
     "RunTable",
     "Script",
-    "draw_runs_html",
     "draw_runs_svg",
     "find_runs",
     "format_plan",

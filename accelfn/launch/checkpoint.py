@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 
 from accelfn.launch.arguments import CommandParser, read_arguments
 
-__all__ = ("checkpoint_parser", "run_checkpoint")
-
 
 def run_checkpoint(argv: Sequence[str]) -> int:
     """Run one of ``verify``, ``list``, ``show``, ``prune`` and ``convert``.
@@ -50,7 +48,7 @@ def _said(error: Exception, action: str) -> str:
     if name is not None and reason is not None:
         return f"{name}: {reason}."
     told = str(error)
-    flags = {"like=": "like is --model", "names=": "names is --name", "leave_out": "leave_out is --leave_out"}
+    flags = {"names=": "names is --name", "leave_out": "leave_out is --leave_out"}
     hints = [hint for word, hint in flags.items() if word in told] if action == "convert" else []
     return f"{told} On the command line {', '.join(hints)}." if hints else told
 
@@ -78,10 +76,6 @@ def _check_options(options: argparse.Namespace, refuse: Callable[[str], None]) -
         for pair in options.name:
             if not all(pair.partition("=")):
                 refuse(f"--name must be OLD=NEW, such as model=unet: got {pair!r}.")
-        for given in options.model:
-            module, colon, factory = given.rpartition("=")[2].partition(":")
-            if not (module and colon and factory):
-                refuse(f"--model must be [NAME=]MODULE:FUNCTION, such as train:build_model: got {given!r}.")
 
 
 def checkpoint_parser() -> CommandParser:
@@ -129,11 +123,9 @@ def checkpoint_parser() -> CommandParser:
     convert.add_argument("target", metavar="TARGET", help="the directory to make")
     forms = ("accelfn", "accelerate", "safetensors")
     convert.add_argument("--to", required=True, choices=forms, help="what it shall be")
-    built = "a module, or a dict of modules and optimizers by name"
     for flag, metavar, about in (
         ("--name", "OLD=NEW", "what a part of Accelerate is called in the tree, such as model=models/unet"),
         ("--leave_out", "PATH", "a part that isn't converted"),
-        ("--model", "[NAME=]MODULE:FUNCTION", f"gives {built}, for the order of an optimizer's parameters"),
     ):
         said = f"{about}; may be repeated"
         convert.add_argument(flag, metavar=metavar, action="append", default=[], help=said)

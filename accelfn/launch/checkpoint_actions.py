@@ -4,32 +4,27 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import importlib
 import json
 import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
-import torch
-
-from accelfn.bigmodel.source import importing_from_here
 from accelfn.checkpoint import Keep, convert_checkpoint, prune_checkpoints
-from accelfn.checkpoint.conversion.parts import find_part
-from accelfn.checkpoint.files.commit import find_leftovers, is_dead, is_leftover, read_head
-from accelfn.checkpoint.files.disk import REAL_DISK
-from accelfn.checkpoint.files.find import read_checkpoint, resolve, scan
-from accelfn.checkpoint.files.keep import plan_prune
-from accelfn.checkpoint.files.manifest import MANIFEST
-from accelfn.checkpoint.files.verify import verify_files
+from accelfn.checkpoint.commit import find_leftovers, is_dead, is_leftover, read_head
+from accelfn.checkpoint.disk import REAL_DISK
+from accelfn.checkpoint.find import read_checkpoint, resolve, scan, verify_files
+from accelfn.checkpoint.keep import plan_prune
+from accelfn.checkpoint.manifest import MANIFEST
 from accelfn.errors import DamagedCheckpointError, NoCheckpointError
-from accelfn.launch.outline import draw_rows, outline, random_kinds, row_leaves
-from accelfn.launch.output import print_table
-from accelfn.tree.sizes import size_text
+from accelfn.launch.outline import list_leaves, random_kinds
+from accelfn.launch.output import format_table, print_table
+from accelfn.tree.structure import size_text
 
-__all__ = ("ACTIONS",)
+_MOST_ROWS = 24  # of a part, without --all
+_MOST_CHARACTERS = 60
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -50,86 +45,75 @@ def _verify_one(directory: str) -> int:
         print(f"{directory}\n  DAMAGED: {error}")
         return 1
     print(_shown(place, directory))
-    width = max(len(one.name) for one in files)
-    sizes = [size_text(one.size) for one in files]
-    for one, size in zip(files, sizes, strict=True):
+    rows: list[tuple[str, ...]] = []
+    for one in files:
         said = f"DAMAGED: {one.error}" if one.error else "OK"
         if one.is_extra:
             said = "not part of the checkpoint, not checked"
         elif one.node is not None:
             said = f"on the disk of node {one.node}, not checked"
-        print(f"  {one.name:<{width}}  {size:>{max(map(len, sizes))}}  {said}")
+        rows.append((f"  {one.name}", size_text(one.size), said))
+    print(format_table((), rows, right=(1,)))
     return int(any(one.error for one in files))
 
 
 def _list(options: argparse.Namespace) -> int:
-    directory: str = os.path.abspath(cast("str", options.directory))
+    directory: str = os.path.abspath(options.directory)
     found, broken = scan(REAL_DISK, directory)
     listed = {os.path.basename(one.path) for one in (*found, *broken)}
     others = sorted(name for name in os.listdir(directory) if name not in listed and not is_leftover(name))
-    rows: list[dict[str, Any]] = []
-    for one in found:
-        head = read_head(REAL_DISK, one.resolved)
-        if head is not None:  # otherwise it was removed meanwhile
-            rows.append(
-                {
-                    "name": os.path.basename(one.path),
-                    "step": head.step,
-                    "metric": head.metric,
-                    "world_size": head.world_size,
-                    "num_bytes": head.num_bytes,
-                    "modified_s": one.modified_s,
-                }
-            )
-    unfinished: list[dict[str, Any]] = [
-        {"name": os.path.basename(one.path), "kind": one.kind, "dead": is_dead(REAL_DISK, one)}
-        for one in find_leftovers(REAL_DISK, directory)
-    ]
-    if options.json:
-        told: dict[str, Any] = {
-            "directory": directory,
-            "checkpoints": rows,
-            "damaged": [{"name": os.path.basename(one.path), "error": str(one.error)} for one in broken],
-            "leftovers": unfinished,
-            "others": [{"name": name, "what": _what(os.path.join(directory, name))} for name in others],
+    heads = [(one, read_head(REAL_DISK, one.resolved)) for one in found]
+    rows: list[dict[str, Any]] = [
+        {
+            "name": os.path.basename(one.path),
+            "step": head.step,
+            "metric": head.metric,
+            "world_size": head.world_size,
+            "num_bytes": head.num_bytes,
+            "modified_s": one.modified_s,
         }
+        for one, head in heads
+        if head is not None  # otherwise it was removed meanwhile
+    ]
+    told: dict[str, Any] = {
+        "directory": directory,
+        "checkpoints": rows,
+        "damaged": [{"name": os.path.basename(one.path), "error": str(one.error)} for one in broken],
+        "leftovers": [
+            {"name": os.path.basename(one.path), "kind": one.kind, "dead": is_dead(REAL_DISK, one)}
+            for one in find_leftovers(REAL_DISK, directory)
+        ],
+        "others": [{"name": name, "what": _what(os.path.join(directory, name))} for name in others],
+    }
+    if options.json:
         print(json.dumps(told, indent=2))
         return 0
     if rows:
-        print_table(
-            ("name", "step", "metric", "ranks", "size", "written"),
-            [
-                (
-                    row["name"],
-                    _or_dash(row["step"]),
-                    _or_dash(row["metric"]),
-                    str(row["world_size"]),
-                    size_text(row["num_bytes"]),
-                    f"{datetime.datetime.fromtimestamp(row['modified_s']):%Y-%m-%d %H:%M:%S}",
-                )
-                for row in rows
-            ],
-            right=(1, 2, 3, 4),
-        )
+        table = [
+            (
+                row["name"],
+                *("-" if row[key] is None else f"{row[key]:g}" for key in ("step", "metric", "world_size")),
+                size_text(row["num_bytes"]),
+                f"{datetime.datetime.fromtimestamp(row['modified_s']):%Y-%m-%d %H:%M:%S}",
+            )
+            for row in rows
+        ]
+        print_table(("name", "step", "metric", "ranks", "size", "written"), table, right=(1, 2, 3, 4))
     else:
         print(f"no checkpoint in {options.directory}")
-    for one in broken:
-        print(f"damaged: {os.path.basename(one.path)}: {one.error}")
-    for one in unfinished:
+    for one in told["damaged"]:
+        print(f"damaged: {one['name']}: {one['error']}")
+    for one in told["leftovers"]:
         said = "left by a dead save" if one["dead"] else "a save at work, or its disk is another machine's"
         print(f"unfinished: {one['name']} ({said})")
-    for name in others:
-        print(f"no checkpoint: {name} ({_what(os.path.join(directory, name))})")
+    for one in told["others"]:
+        print(f"no checkpoint: {one['name']} ({one['what']})")
     return 0
 
 
 def _shown(path: str | os.PathLike[str], given: str) -> str:
     """Write a path as the user writes such paths: from the root, or from the working directory."""
     return os.fspath(path) if os.path.isabs(given) else os.path.relpath(path)
-
-
-def _or_dash(value: object) -> str:
-    return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _what(path: str) -> str:
@@ -145,11 +129,13 @@ def _what(path: str) -> str:
 
 def _show(options: argparse.Namespace) -> int:
     path, manifest = read_checkpoint(REAL_DISK, options.directory, lambda found: (found.path, found.manifest))
-    part = find_part(manifest.tree, options.path)
-    if part is None:
-        tops = ", ".join(one.name for one in outline(manifest, manifest.tree, "").children)
+    every = list(list_leaves(manifest))
+    wanted = f"{options.path.strip('/').replace('~1', '/')}/".lstrip("/")
+    leaves = [one for one in every if f"{one['path'].replace('~1', '/')}/".startswith(wanted)]
+    if not leaves and wanted:
+        tops = ", ".join(dict.fromkeys(_top(one) for one in every))
         raise ValueError(f"there is no {options.path!r} in {path}. At the top it has {tops}.")
-    row = outline(manifest, part.node, part.path, part.path)
+    kinds = random_kinds(manifest)
     if options.json:
         told: dict[str, Any] = {
             "path": path,
@@ -157,28 +143,51 @@ def _show(options: argparse.Namespace) -> int:
             "metric": manifest.metric,
             "world_size": manifest.world_size,
             "num_nodes": manifest.num_nodes,
-            "generation": manifest.generation,
             "created_by": manifest.created_by,
             "files": {name: file.size for name, file in sorted(manifest.files.items())},
-            "random": random_kinds(manifest),
-            "leaves": list(row_leaves(row)),
+            "random": kinds,
+            "leaves": leaves,
         }
         print(json.dumps(told, indent=2))
         return 0
-    if not part.path:
+    if not wanted:
         ranks = "1 rank" if manifest.world_size == 1 else f"{manifest.world_size} ranks"
         files = "1 file" if len(manifest.files) == 1 else f"{len(manifest.files)} files"
         facts = [f"step {manifest.step}"] if manifest.step is not None else []
         facts += [f"metric {manifest.metric:g}"] if manifest.metric is not None else []
         facts += [f"saved by {ranks} of {manifest.created_by}"]
         facts += [f"{files} of tensors, {size_text(manifest.num_bytes)}"]
-        kinds = ", ".join(random_kinds(manifest))
         print(f"{_shown(path, options.directory)}\n{'; '.join(facts)}")
-        print(f"random states of {ranks}: {kinds}" if kinds else "no random states")
-    holder = row._replace(children=(row._replace(name=part.path),)) if part.path or not row.children else row
-    for line in draw_rows(holder, everything=options.all):
-        print(line)
+        print(f"random states of {ranks}: {', '.join(kinds)}" if kinds else "no random states")
+    rows: list[tuple[str, str]] = []
+    by_part: dict[str, list[dict[str, Any]]] = {}
+    for one in leaves:
+        by_part.setdefault(_top(one), []).append(one)
+    for part, inside in by_part.items():
+        cut = len(inside) if options.all or wanted or len(inside) <= _MOST_ROWS + 1 else _MOST_ROWS
+        rows += map(_row, inside[:cut])
+        if cut < len(inside):
+            rest = sum(one.get("bytes", 0) for one in inside[cut:])
+            rows.append((f"... and {len(inside) - cut} more in {part}", size_text(rest)))
+    if rows:
+        print_table((), rows)
     return 0
+
+
+def _top(leaf: Mapping[str, Any]) -> str:
+    return leaf["path"].partition("/")[0]
+
+
+def _row(leaf: Mapping[str, Any]) -> tuple[str, str]:
+    ranks = ",".join(map(str, leaf.get("ranks", ())))
+    name = f"{leaf['path']}{f' (rank {ranks})' if ranks else ''}"
+    if "dtype" in leaf:
+        what = "" if leaf["kind"] == "tensor" else f"{leaf['kind']} "
+        return name, f"{what}{leaf['dtype']} {leaf['shape']}, {size_text(leaf['bytes'])}"
+    if "same_as" in leaf:
+        return name, f"same as {leaf['same_as']}"
+    text = str(leaf["value"])
+    return name, text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 3]}..."
 
 
 def _prune(options: argparse.Namespace) -> int:
@@ -208,16 +217,11 @@ def _prune(options: argparse.Namespace) -> int:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    names = dict(pair.split("=", 1) for pair in options.name)
-    like: dict[str, Any] = {}
-    for given in options.model:
-        like.update(_build(given))
     made = convert_checkpoint(
         options.source,
         options.target,
         to=options.to,
-        names=names,
-        like=like,
+        names=dict(pair.split("=", 1) for pair in options.name),
         leave_out=options.leave_out,
         leaf=options.leaf,
         step=options.step,
@@ -228,35 +232,6 @@ def _convert(options: argparse.Namespace) -> int:
     for note in made.notes:
         print(f"note: {note}")
     return 0
-
-
-def _build(given: str) -> Mapping[str, Any]:
-    """Call the user's own function for a module, or for modules and optimizers by name."""
-    name, _, spelled = given.rpartition("=")
-    module_name, _, function_name = spelled.partition(":")
-    with importing_from_here():
-        try:
-            module = importlib.import_module(module_name)
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-                raise  # of what the user's module imports
-            raise ValueError(
-                f"--model {given}: there is no module {error.name!r} here ({os.getcwd()}) or among the "
-                "installed ones."
-            ) from error
-        function = getattr(module, function_name, None)
-        if not callable(function):
-            raise ValueError(f"--model {given}: the module {module_name} has no function {function_name!r}.")
-        with torch.device("meta"):
-            built: Any = function()
-    if isinstance(built, torch.nn.Module):
-        return {name or "model": built}
-    if name or not isinstance(built, Mapping):
-        raise ValueError(
-            f"--model {given}: the function gave {type(built).__name__}, and must give a module"
-            + ("." if name else ", or a dict of modules and optimizers by name.")
-        )
-    return cast("Mapping[str, Any]", built)
 
 
 ACTIONS: Mapping[str, Callable[[argparse.Namespace], int]] = MappingProxyType(

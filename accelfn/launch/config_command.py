@@ -1,4 +1,4 @@
-"""``accelfn config``: write, show, renew and take over configuration files."""
+"""``accelfn config``: create, show, update and import config files."""
 
 from __future__ import annotations
 
@@ -26,8 +26,6 @@ from accelfn.launch.config.files import (
 from accelfn.launch.config.sources import resolve
 from accelfn.launch.output import print_origins
 from accelfn.launch.plan.machine import Machine, read_machine
-
-__all__ = ("accelerate_path", "config_parser", "default_values", "run_config")
 
 
 def run_config(argv: Sequence[str]) -> int:
@@ -187,10 +185,10 @@ def config_parser() -> CommandParser:
     """Describe the arguments of the command."""
     parser = CommandParser(
         prog="accelfn config",
-        description="Write, show, renew and take over configuration files of accelfn launch. Without a "
-        "command: ask for what to write.",
+        description="Create, show, update and import config files of accelfn launch. Without a command: ask "
+        "for what to write.",
     )
-    parser.add_argument("--config_file", metavar="FILE", help="which file (the one in its usual place)")
+    parser.add_argument("--config_file", metavar="FILE", help="config file to use instead of the default")
     actions = parser.add_subparsers(dest="action", metavar="command")
 
     def add(name: str, about: str) -> argparse.ArgumentParser:
@@ -200,7 +198,7 @@ def config_parser() -> CommandParser:
             "--config_file",
             metavar="FILE",
             default=argparse.SUPPRESS,
-            help="which file (the one in its usual place)",
+            help="config file to use instead of the default",
         )
         return one
 

@@ -1,12 +1,9 @@
 """``accelfn data-plan``: draw which rank reads which samples."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from accelfn.launch.arguments import CommandParser, read_arguments
-from accelfn.launch.output import print_drawn
-
-__all__ = ("data_plan_parser", "run_data_plan")
+from accelfn.launch.output import show_text
 
 
 def run_data_plan(argv: Sequence[str]) -> int:
@@ -65,12 +62,9 @@ def run_data_plan(argv: Sequence[str]) -> int:
         )
     except ConfigurationError as error:
         parser.error(str(error))
-    print_drawn(draw_plan(plan, sharing=options.sharing))
+    print(draw_plan(plan, sharing=options.sharing).removesuffix("\n"))
     if options.svg is not None:
-        try:
-            Path(options.svg).write_text(draw_plan_svg(plan, sharing=options.sharing), encoding="utf-8")
-        except OSError as error:
-            parser.error(f"can't write {options.svg!r}: {error.strerror}. Check --svg.")
+        show_text(parser, draw_plan_svg(plan, sharing=options.sharing), options.svg, flag="--svg")
     return 0
 
 

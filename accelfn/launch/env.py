@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import json
 import os
@@ -9,25 +10,15 @@ import platform
 import re
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from accelfn import __version__
 from accelfn.errors import ConfigurationError, MissingExtraError
 from accelfn.launch.arguments import CommandParser, read_arguments
 from accelfn.launch.config.files import Entry, find_config_file, parse_config, read_text, read_tree
 from accelfn.launch.config.secrets import hide_in_text, is_secret
-from accelfn.launch.output import is_terminal, print_table
-
-__all__ = (
-    "describe_environment",
-    "env_parser",
-    "format_report",
-    "relevant_variables",
-    "report_rows",
-    "run_env",
-)
 
 # What accelfn needs, and what it works with where it is installed.
 _PACKAGES = ("torch", "optree", "safetensors", "typing-extensions")
@@ -68,8 +59,6 @@ def run_env(argv: Sequence[str]) -> int:
     report = describe_environment(os.environ, options.config_file)
     if options.json:
         print(json.dumps(report, indent=2))
-    elif is_terminal():
-        print_table((), list(report_rows(report)))
     else:
         print(format_report(report))
     return 0
@@ -105,8 +94,8 @@ def describe_environment(env: Mapping[str, str], config_file: str | None = None)
         "packages": _versions(),
         "cpu": _describe_cpu(),
         "memory": _describe_memory(),
-        "torch": _describe_torch(),
-        "launcher": _describe_launcher(env),
+        "torch": _tried(describe_torch),
+        "launcher": _tried(lambda: _describe_launcher(env)),
         "variables": relevant_variables(env),
         "configuration": _describe_configuration(env, config_file),
     }
@@ -158,28 +147,6 @@ def format_report(report: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def report_rows(report: Mapping[str, Any], depth: int = 0) -> Iterator[tuple[str, str]]:
-    """Yield a report as rows of names and values, what is inside of something indented. Pure.
-
-    Args:
-        report: From :func:`describe_environment`.
-        depth: How deep it stands.
-
-    >>> list(report_rows({"accelfn": "0.1.0", "packages": {"torch": "2.13.0"}, "devices": []}))
-    [('accelfn', '0.1.0'), ('packages', ''), ('  torch', '2.13.0'), ('devices', 'none')]
-    """
-    for name, value in report.items():
-        key = f"{'  ' * depth}{name}"
-        if isinstance(value, Mapping) and value:
-            yield key, ""
-            yield from report_rows(cast("Mapping[str, Any]", value), depth + 1)
-        elif isinstance(value, (Mapping, list)):
-            parts = cast("Sequence[object]", value if isinstance(value, list) else ())
-            yield key, "\n".join(map(str, parts)) or "none"
-        else:
-            yield key, str(value)
-
-
 def _versions() -> dict[str, str]:
     found: dict[str, str] = {}
     for name in (*_PACKAGES, *_OPTIONAL):
@@ -228,24 +195,67 @@ def _describe_memory() -> str:
     return f"{total:.1f} GiB, {free:.1f} GiB free"
 
 
-def _describe_torch() -> dict[str, Any]:
-    """Ask torch for what it was built with, and what it sees."""
+def describe_torch() -> dict[str, Any]:
+    """Ask torch for what it was built with and what it sees. Effect: may set up the accelerator's driver."""
     # Not at the top: torch takes seconds to load, which --help does without.
-    try:
-        from accelfn.launch.env_torch import describe_torch
+    import torch
+    import torch.distributed as dist
 
-        return describe_torch()
+    from accelfn.context import read_hardware
+
+    hardware = read_hardware()
+    kind = hardware.devices[0]
+    facts: dict[str, Any] = {
+        "version": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "backends": sorted(hardware.backends),
+        "distributed": "there" if dist.is_available() else "this build has none",
+    }
+    for name in ("cuda", "hip", "xpu"):
+        if getattr(torch.version, name, None):
+            facts[f"built for {name}"] = getattr(torch.version, name)
+    if torch.cuda.is_available():
+        facts["NCCL"] = ".".join(map(str, importlib.import_module("torch.cuda.nccl").version()))
+        facts["cuDNN"] = torch.backends.cudnn.version()
+    count = 0 if kind.type == "cpu" else kind.count
+    facts["accelerators"] = [_describe_device(kind.type, index) for index in range(count)]
+    if count:
+        facts["autocast"] = sorted(kind.precisions)
+    if kind.type == "cuda" and count > 1:
+        reach = torch.cuda.can_device_access_peer
+        reached = {
+            one: [str(two) for two in range(count) if two != one and reach(one, two)] for one in range(count)
+        }
+        facts["reach each other directly"] = [
+            f"cuda:{one} to {', '.join(others) or 'none'}" for one, others in reached.items()
+        ]
+    return facts
+
+
+def _describe_device(kind: str, index: int) -> str:
+    import torch
+
+    read: Any = getattr(torch.get_device_module(kind), "get_device_properties", None)
+    properties: Any = None if read is None else read(index)
+    parts = [f"{kind}:{index} {getattr(properties, 'name', '')}".strip()]
+    if getattr(properties, "total_memory", None):
+        parts.append(f"{properties.total_memory / 2**30:.1f} GiB")
+    if getattr(properties, "major", None) is not None:
+        parts.append(f"capability {properties.major}.{properties.minor}")
+    return ", ".join(parts)
+
+
+def _tried(describe: Callable[[], Any]) -> Any:
+    try:
+        return describe()
     except Exception as error:  # noqa: BLE001 -- a torch that doesn't load is what the report is for
         return {"failure": f"{type(error).__name__}: {error}"}
 
 
 def _describe_launcher(env: Mapping[str, str]) -> str:
-    try:
-        from accelfn.context.environment import detect_environment
+    from accelfn.context.environment import detect_environment
 
-        plan = detect_environment(env)
-    except Exception as error:  # noqa: BLE001 -- as above
-        return f"{type(error).__name__}: {error}"
+    plan = detect_environment(env)
     if plan.launcher == "none":
         return "none: this process is alone"
     return f"{plan.launcher}: rank {plan.rank} of {plan.size}, node {plan.node_rank} of {plan.num_nodes}"

@@ -6,22 +6,18 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accelfn.launch.arguments import CommandParser, read_arguments
 from accelfn.launch.output import (
     FORMATS,
     choose_format,
-    print_drawn,
     refuse_missing_model,
-    refuse_unknown_dtype,
+    show_text,
 )
 
 if TYPE_CHECKING:
-    from accelfn.bigmodel.plan.shape import ModelShape
-
-__all__ = ("estimate_parser", "run_estimate")
+    from accelfn.bigmodel.model_info import ModelShape
 
 
 def run_estimate(argv: Sequence[str]) -> int:
@@ -42,8 +38,6 @@ def run_estimate(argv: Sequence[str]) -> int:
     options = read_arguments(parser, argv)
     form = choose_format(parser, options.format, options.output)
     refuse_missing_model(parser, options.model, options.output, is_name=options.library_name == "timm")
-    for name in _dtypes(options):
-        refuse_unknown_dtype(parser, "--dtypes", name)
     # Not at the top: accelfn.bigmodel loads torch, which --help and bad input do without.
     from accelfn.errors import AccelfnError, DamagedCheckpointError
 
@@ -53,22 +47,15 @@ def run_estimate(argv: Sequence[str]) -> int:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         is_of_disk = isinstance(error, OSError) and not isinstance(error, AccelfnError)
         return 1 if is_of_disk or isinstance(error, DamagedCheckpointError) else 2
-    if options.output is None:
-        show = print_drawn if form == "table" else print
-        show(text.removesuffix("\n"))
-        return 0
-    try:
-        Path(options.output).write_text(text if text.endswith("\n") else f"{text}\n", encoding="utf-8")
-    except OSError as error:
-        parser.error(f"can't write {options.output!r}: {error.strerror}. Check --output.")
+    show_text(parser, text, options.output)
     return 0
 
 
 def _drawn(options: argparse.Namespace, form: str) -> str:
     import json
 
+    from accelfn.bigmodel.drawing import draw_estimate, draw_estimate_html, draw_estimate_svg
     from accelfn.bigmodel.estimate import ESTIMATED_DTYPES, estimate_json, estimate_memory
-    from accelfn.bigmodel.estimate_picture import draw_estimate, draw_estimate_html, draw_estimate_svg
 
     title = os.path.basename(os.path.normpath(options.model)) or options.model
     estimate = estimate_memory(_shape(options), _dtypes(options) or ESTIMATED_DTYPES)
@@ -84,7 +71,7 @@ def _dtypes(options: argparse.Namespace) -> list[str]:
 
 
 def _shape(options: argparse.Namespace) -> ModelShape:
-    from accelfn.bigmodel.plan.shape import read_shape
+    from accelfn.bigmodel.model_info import read_shape
     from accelfn.bigmodel.source import read_source
 
     if options.library_name != "timm":

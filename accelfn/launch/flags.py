@@ -8,11 +8,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from accelfn.errors import ConfigurationError
-from accelfn.launch.config.fields import FIELDS, Field, suggest
-from accelfn.launch.config.renamed import RENAMED
+from accelfn.launch.config.fields import FIELDS, RENAMED, Field, suggest
 from accelfn.launch.config.sources import Given
-
-__all__ = ("ACTIONS", "Action", "Parsed", "flag_rows", "format_help", "parse_flags", "spell")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +31,7 @@ class Action:
 
 ACTIONS: tuple[Action, ...] = (
     Action(name="help", about="show this and stop", aliases=("-h",)),
-    Action(name="config_file", metavar="FILE", about="configuration to read, for the one in its usual place"),
+    Action(name="config_file", metavar="FILE", about="config file to use instead of the default"),
     Action(name="print_config", about="print every value and where it came from, and stop"),
     Action(name="dry_run", about="print the exact command and its variables, and stop"),
     Action(name="sbatch", metavar="FILE", about="write a script for SLURM's sbatch that does this, and stop"),

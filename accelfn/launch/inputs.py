@@ -7,8 +7,8 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Sequence
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 
 from accelfn.errors import ConfigurationError
@@ -17,8 +17,6 @@ from accelfn.launch.config.kinds import FILE
 from accelfn.launch.config.record import LaunchConfig
 from accelfn.launch.config.sources import Resolved
 from accelfn.launch.plan.record import Script
-
-__all__ = ("find_missing_module", "refuse_missing")
 
 
 def refuse_missing(script: Script, resolved: Resolved) -> None:
@@ -80,82 +78,22 @@ def _refuse_absent_script(name: str) -> None:
 
 
 def _refuse_absent_module(name: str) -> None:
-    path = list(sys.path)
-    if not getattr(sys.flags, "safe_path", False):
-        path.insert(0, os.getcwd())  # as python -m does
-    missing = find_missing_module(name, path)
-    if missing is None:
-        return
-    package = missing.removesuffix(".__main__")
-    if package == name and package != missing:
-        raise ConfigurationError(
-            f"the package {name!r} can't be run: it has no __main__. Name a module in it."
-        )
-    looked = list(dict.fromkeys(os.path.abspath(part) for part in path if part))
-    shown = ", ".join(looked[:4]) + (f" and {len(looked) - 4} more folders" if len(looked) > 4 else "")
-    hint = "Check the name, the current folder and PYTHONPATH"
-    if name.endswith(".py"):
-        hint = "For a file leave -m out; for a module give its dotted name"
-    raise ConfigurationError(f"there is no module {missing!r} to run: looked in {shown}. {hint}.")
-
-
-def find_missing_module(name: str, path: Sequence[str]) -> str | None:
-    """Name the first part of a dotted name that ``python -m`` wouldn't find. Effect: reads the disk.
-
-    No package is imported for it, as ``importlib.util.find_spec`` would do. A package that may find its own
-    parts in another way (it speaks of ``__path__`` or ``sys.modules``) counts as having them.
-
-    Args:
-        name: Of the module or package.
-        path: Folders in which to look.
-
-    Returns:
-        The name of what is missing, or None.
-
-    >>> find_missing_module("json.tool", sys.path), find_missing_module("json.tools", sys.path)
-    (None, 'json.tools')
-    """
-    parts = name.split(".")
-    if not all(parts):
-        return name
-    spec: ModuleSpec | None = None
-    for number in range(1, len(parts) + 1):
-        whole = ".".join(parts[:number])
-        parent, spec = spec, _find(whole, path if spec is None else spec.submodule_search_locations)
-        if spec is None:
-            return None if parent is not None and _finds_by_itself(parent) else whole
-    if spec is not None and spec.submodule_search_locations is not None:
-        main = f"{name}.__main__"  # what is run of a package
-        if _find(main, spec.submodule_search_locations) is None and not _finds_by_itself(spec):
-            return main
-    return None
-
-
-def _find(name: str, path: Sequence[str] | None) -> ModuleSpec | None:
-    if path is None:  # a module, which has no parts
-        return None
-    for finder in sys.meta_path:  # packages that are installed to be edited have finders of their own
-        look = getattr(finder, "find_spec", None)
-        if look is None:
-            continue
-        try:
-            spec = look(name, path if finder is PathFinder or "." in name else None)
-        except Exception:  # noqa: BLE001 -- of a namespace inside of another one, or of someone else's finder
-            return ModuleSpec(name, None, origin="unknown")
-        if spec is not None:
-            return spec
-    return None
-
-
-def _finds_by_itself(spec: ModuleSpec) -> bool:
-    """Whether a package may make more importable than lies in its folder, or can't be read."""
-    if spec.origin is None:  # a namespace: only its folders count
-        return False
+    # Only the first part: to find the others Python would have to import it.
+    first = name.partition(".")[0]
+    here = first and PathFinder.find_spec(first, [os.getcwd()])  # where python -m looks first
     try:
-        source = Path(spec.origin).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return True
-    return "__path__" in source or "sys.modules" in source or "meta_path" in source
+        found = here or find_spec(first)
+    except (ImportError, ValueError):
+        found = None
+    if name.endswith(".py"):
+        raise ConfigurationError(
+            f"there is no module {name!r} to run. For a file leave -m out; for a module pass its dotted name."
+        )
+    if found is None or not first:
+        raise ConfigurationError(
+            f"there is no module {first!r} to run: looked in {os.getcwd()} and {len(sys.path)} more folders. "
+            "Check the name, the current folder and PYTHONPATH."
+        )
 
 
 def _refuse_absent_file(field: Field, path: str, resolved: Resolved) -> None:
@@ -184,7 +122,9 @@ def _refuse_deepspeed_config(field: Field, given: str, resolved: Resolved) -> No
     try:
         found = json.loads(Path(given).expanduser().read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ConfigurationError(f"{field.flags[0]} {given} is no JSON: {error}. Mend the file.") from None
+        raise ConfigurationError(
+            f"{field.flags[0]} {given} is not valid JSON: {error}. Fix the file."
+        ) from None
     if not isinstance(found, dict):
         raise ConfigurationError(
             f"{field.flags[0]} {given} must hold an object, {{...}}, and holds {type(found).__name__}."

@@ -22,14 +22,11 @@ from accelfn.launch.config.sources import Resolved, refuse_not_yet, resolve
 from accelfn.launch.flags import Parsed, format_help, parse_flags, spell
 from accelfn.launch.inputs import refuse_missing
 from accelfn.launch.output import print_origins
-from accelfn.launch.plan.choose import count_processes, plan_launch
+from accelfn.launch.plan.choose import plan_launch
 from accelfn.launch.plan.machine import read_machine
-from accelfn.launch.plan.mpirun import read_mpi
+from accelfn.launch.plan.platforms import read_mpi, read_step, write_sbatch
 from accelfn.launch.plan.record import Script, format_plan
-from accelfn.launch.plan.slurm import read_step, write_sbatch
 from accelfn.launch.run import run_plan
-
-__all__ = ("load_config", "run_launch")
 
 
 def run_launch(argv: Sequence[str]) -> int:
@@ -107,14 +104,7 @@ def _launch(parsed: Parsed, environment: Mapping[str, str]) -> int:
     if "dry_run" in parsed.actions:
         print(format_plan(plan))
         return 0
-    return run_plan(
-        plan,
-        environment,
-        num_processes=count_processes(config, machine),
-        log_dir=config.log_dir,
-        quiet=config.quiet,
-        script=script.name,
-    )
+    return run_plan(plan, environment, log_dir=config.log_dir, quiet=config.quiet, script=script.name)
 
 
 # Stands in every script that --sbatch has written.

@@ -1,42 +1,41 @@
 """Entry point of the ``accelfn`` command. Imports nothing heavy, so that it answers at once."""
 
 import argparse
+import errno
+import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from accelfn import __version__
-from accelfn.launch.arguments import CommandParser, CommandWords, describe_arguments, read_arguments
+from accelfn.launch.arguments import CommandParser, flags_of, read_arguments
 from accelfn.launch.checkpoint import checkpoint_parser, run_checkpoint
-from accelfn.launch.completion import completion_parser, launch_words, run_completion, self_test_words
+from accelfn.launch.config.fields import FIELDS
 from accelfn.launch.config_command import config_parser, run_config
 from accelfn.launch.data_plan import data_plan_parser, run_data_plan
 from accelfn.launch.env import env_parser, run_env
 from accelfn.launch.estimate import estimate_parser, run_estimate
+from accelfn.launch.flags import ACTIONS
 from accelfn.launch.launch import run_launch
 from accelfn.launch.merge_weights import merge_weights_parser, run_merge_weights
-from accelfn.launch.output import (
-    CLOSED_PIPE,
-    OutputError,
-    guarded_output,
-    is_closed_pipe,
-    open_missing_streams,
-)
 from accelfn.launch.plan_memory import plan_memory_parser, run_plan_memory
 from accelfn.launch.runs import run_runs, runs_parser
-from accelfn.launch.self_test import run_self_test
+from accelfn.launch.self_test import run_self_test, self_test_parser
 from accelfn.launch.to_fsdp2 import run_to_fsdp2, to_fsdp2_parser
 from accelfn.launch.tpu_config import run_tpu_config, tpu_config_parser
 
-__all__ = ("main",)
+#: Exit status after the reader of a pipe has gone: 128 + SIGPIPE, what a shell reports of ``cat`` there.
+_CLOSED_PIPE = 141
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class _Command:
     name: str
     about: str
     run: Callable[[Sequence[str]], int]
-    words: Callable[[], CommandWords]
+    parser: Callable[[], CommandParser]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,18 +53,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: 0 after ``--help`` or ``--version``; 2 after one sentence on what is wrong.
     """
     arguments = tuple(sys.argv[1:] if argv is None else argv)
-    open_missing_streams()
     try:
-        with guarded_output(sys.stdout):
+        try:
             return _run(arguments)
-    except OutputError as error:
-        if is_closed_pipe(error):
-            return CLOSED_PIPE  # who reads has read enough, and nothing is wrong
-        command = [word for word in arguments[:1] if not word.startswith("-")]
-        print(f"{' '.join(('accelfn', *command))}: error: {error}", file=sys.stderr)
-        return 1
+        finally:
+            print(end="", flush=True)
+    except BrokenPipeError:
+        status = _CLOSED_PIPE  # whoever reads has read enough, and nothing is wrong
+    except OSError as error:
+        if error.errno != errno.ENOSPC:  # of a module that a command imports, for example
+            raise
+        print(f"accelfn: error: what it prints can't be written: {error.strerror}.", file=sys.stderr)
+        status = 1
     except KeyboardInterrupt:
         return 130
+    # Else Python tries once more when it ends, and complains.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return status
 
 
 def _run(arguments: Sequence[str]) -> int:
@@ -95,92 +99,101 @@ def _parser() -> CommandParser:
 
 
 def _complete(argv: Sequence[str]) -> int:
-    return run_completion(
-        argv,
-        CommandWords(
-            flags=describe_arguments(_parser()).flags,
-            commands={command.name: command.words() for command in _COMMANDS},
-            about={command.name: command.about for command in _COMMANDS},
-        ),
+    parser = argparse.ArgumentParser(prog="accelfn")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers()
+    for command in _COMMANDS:
+        commands.add_parser(command.name, help=command.about)
+        commands.choices[command.name] = command.parser()
+    return run_completion(argv, parser)
+
+
+def run_completion(argv: Sequence[str], parser: argparse.ArgumentParser) -> int:
+    """Print the script for one shell.
+
+    Args:
+        argv: Arguments after ``completion``.
+        parser: Of ``accelfn``, with those of its commands.
+
+    Returns:
+        The exit status: 0, or 2 where shtab isn't installed.
+
+    Raises:
+        SystemExit: 0 after ``--help``; 2 after one sentence on what is wrong.
+    """
+    options = read_arguments(completion_parser(), argv)
+    try:
+        shtab: Any = importlib.import_module("shtab")
+    except ImportError:
+        missing = "it needs shtab, which is not installed. Run: pip install 'accelfn[cli]'"
+        print(f"accelfn completion: error: {missing}", file=sys.stderr)
+        return 2
+    print(shtab.complete(parser, options.shell))
+    return 0
+
+
+def completion_parser() -> CommandParser:
+    """Describe the arguments of the command."""
+    parser = CommandParser(
+        prog="accelfn completion",
+        description="Print a script by which a shell completes the accelfn command.",
+        epilog='bash: eval "$(accelfn completion bash)" in ~/.bashrc. zsh: the same, after compinit, in '
+        "~/.zshrc. fish: accelfn completion fish > ~/.config/fish/completions/accelfn.fish",
     )
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="for which shell")
+    return parser
 
 
-def _words(parser: Callable[[], CommandParser]) -> Callable[[], CommandWords]:
-    return lambda: describe_arguments(parser())
+def launch_parser() -> CommandParser:
+    """Describe the arguments of ``accelfn launch``."""
+    parser = CommandParser(prog="accelfn launch", add_help=False)
+    _add_launch_flags(parser)
+    script: Any = parser.add_argument("script", nargs=argparse.REMAINDER, help="script, and its arguments")
+    script.complete = {"bash": "_shtab_compgen_files", "zsh": "_files"}
+    return parser
+
+
+def parser_of_test() -> CommandParser:
+    """Describe the arguments of ``accelfn test``: its own flags and those of ``accelfn launch``."""
+    parser = self_test_parser()
+    _add_launch_flags(parser)
+    return parser
+
+
+def _add_launch_flags(parser: CommandParser) -> None:
+    taken = set(flags_of(parser))
+
+    def add(names: tuple[str, ...], about: str, choices: tuple[str, ...], *, is_alone: bool) -> None:
+        more: dict[str, Any] = {"action": "store_true"} if is_alone else {"choices": choices or None}
+        if taken.isdisjoint(names):
+            parser.add_argument(*names, help=about.replace("%", "%%"), **more)
+
+    for action in ACTIONS:
+        add((f"--{action.name}", *action.aliases), action.about, (), is_alone=not action.metavar)
+    for field in FIELDS:
+        # A yes or no may stand alone, and what follows it may be the script.
+        names = (*field.flags, *((field.no_flag,) if field.no_flag else ()))
+        add(names, field.about, field.kind.choices, is_alone=field.kind.is_bool)
 
 
 _COMMANDS = (
+    _Command("launch", "start a training script on one or more processes", run_launch, launch_parser),
+    _Command("config", "create, show, update and import config files", run_config, config_parser),
+    _Command("env", "print system information for a bug report", run_env, env_parser),
+    _Command("test", "try the configured setup, and report what works", run_self_test, parser_of_test),
+    _Command("data-plan", "draw which rank reads which samples", run_data_plan, data_plan_parser),
+    _Command("estimate-memory", "estimate how much memory a model takes", run_estimate, estimate_parser),
     _Command(
-        name="launch",
-        about="start a training script on one or more processes",
-        run=run_launch,
-        words=launch_words,
+        "checkpoint", "verify, list, show, prune, convert checkpoints", run_checkpoint, checkpoint_parser
     ),
     _Command(
-        name="config",
-        about="write, show, renew and take over configurations",
-        run=run_config,
-        words=_words(config_parser),
+        "plan-memory", "show where parts of a model would be placed", run_plan_memory, plan_memory_parser
     ),
-    _Command(name="env", about="print what a report of a fault needs", run=run_env, words=_words(env_parser)),
+    _Command("runs", "list, show and draw runs that were logged", run_runs, runs_parser),
     _Command(
-        name="test",
-        about="try the configured setup, and say what works",
-        run=run_self_test,
-        words=self_test_words,
+        "merge-weights", "merge FSDP's sharded weights into one file", run_merge_weights, merge_weights_parser
     ),
-    _Command(
-        name="data-plan",
-        about="draw which rank reads which samples",
-        run=run_data_plan,
-        words=_words(data_plan_parser),
-    ),
-    _Command(
-        name="estimate-memory",
-        about="say how much memory a model takes",
-        run=run_estimate,
-        words=_words(estimate_parser),
-    ),
-    _Command(
-        name="checkpoint",
-        about="verify, list, show, prune and convert checkpoints",
-        run=run_checkpoint,
-        words=_words(checkpoint_parser),
-    ),
-    _Command(
-        name="plan-memory",
-        about="say where each part of a model would lie",
-        run=run_plan_memory,
-        words=_words(plan_memory_parser),
-    ),
-    _Command(
-        name="runs",
-        about="list, show and draw runs that were logged",
-        run=run_runs,
-        words=_words(runs_parser),
-    ),
-    _Command(
-        name="merge-weights",
-        about="make one file of FSDP's sharded weights",
-        run=run_merge_weights,
-        words=_words(merge_weights_parser),
-    ),
-    _Command(
-        name="to-fsdp2",
-        about="rewrite a configuration of FSDP for FSDP2",
-        run=run_to_fsdp2,
-        words=_words(to_fsdp2_parser),
-    ),
-    _Command(
-        name="tpu-config",
-        about="run commands on every machine of a TPU",
-        run=run_tpu_config,
-        words=_words(tpu_config_parser),
-    ),
-    _Command(
-        name="completion",
-        about="complete commands and flags in a shell",
-        run=_complete,
-        words=_words(completion_parser),
-    ),
+    _Command("to-fsdp2", "rewrite a configuration of FSDP for FSDP2", run_to_fsdp2, to_fsdp2_parser),
+    _Command("tpu-config", "run commands on every machine of a TPU", run_tpu_config, tpu_config_parser),
+    _Command("completion", "complete commands and flags in a shell", _complete, completion_parser),
 )

@@ -6,8 +6,6 @@ from pathlib import Path
 
 from accelfn.launch.arguments import CommandParser, read_arguments
 
-__all__ = ("merge_weights_parser", "run_merge_weights")
-
 
 def run_merge_weights(argv: Sequence[str]) -> int:
     """Run ``accelfn merge-weights``. Effect: writes the file, and says where it is.

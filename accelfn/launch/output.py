@@ -1,51 +1,20 @@
-"""How a command writes what it has to say: in which form, as tables, and what if nobody takes it."""
+"""How a command writes what it has to print: in which form, as tables, and where to."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import errno
-import importlib
-import importlib.util
 import os
 import re
-import sys
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, TextIO, cast
 
 from accelfn.launch.config.sources import Resolved, origin_rows
 
-__all__ = (
-    "CLOSED_PIPE",
-    "FORMATS",
-    "OutputError",
-    "choose_format",
-    "format_table",
-    "guarded_output",
-    "is_closed_pipe",
-    "is_terminal",
-    "open_missing_streams",
-    "print_drawn",
-    "print_origins",
-    "print_table",
-    "refuse_missing_model",
-    "refuse_unknown_dtype",
-)
-
 FORMATS = ("table", "json", "svg", "html")
-#: Exit status after the reader of a pipe has gone: what a shell reports of ``cat`` and ``git`` there
-#: (128 + SIGPIPE), so that scripts which allow for the one allow for the other.
-CLOSED_PIPE = 141
 
 _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-# Of this torch and of later ones: the model tells what of it is a dtype of weights.
-_DTYPE = re.compile(
-    r"(torch\.)?(bf(loat)?16|fp(8|16|32|64)|float((4|6|8|16|32|64)(_\w+)?)?|double|half|c(double|float|half)"
-    r"|complex(32|64|128)|u?int([1-8]|16|32|64)?|qu?int\d+(x\d+)?|bits?\w*|bool|long|short)"
-)
 _BY_ENDING = MappingProxyType(
     {"": "table", ".txt": "table", ".json": "json", ".svg": "svg", ".html": "html", ".htm": "html"}
 )
@@ -99,25 +68,34 @@ def refuse_missing_model(
     )
 
 
-def refuse_unknown_dtype(parser: argparse.ArgumentParser, flag: str, name: str) -> None:
-    """Report that a name is that of no dtype, before torch is loaded to find out.
+def show_text(
+    parser: argparse.ArgumentParser, text: str, output: str | None, *, flag: str = "--output"
+) -> None:
+    """Print a text, or write it to a file. Effect: one of the two.
+
+    Args:
+        parser: That has read the arguments.
+        text: What to show.
+        output: The file; None to print it.
+        flag: The flag that names the file.
 
     Raises:
-        SystemExit: 2 after one sentence, where no torch has such a dtype.
+        SystemExit: 2 after one sentence, where the file can't be written.
     """
-    if not _DTYPE.fullmatch(name):
-        parser.error(f"{flag}: {name!r} is no dtype. Use such as float32, bfloat16, float8, int8 or int4.")
-
-
-def is_terminal() -> bool:
-    """Whether what is printed goes to a terminal, and rich is there to draw on it."""
-    return sys.stdout.isatty() and importlib.util.find_spec("rich") is not None
+    whole = text.removesuffix("\n") + "\n"
+    if output is None:
+        print(whole, end="")
+        return
+    try:
+        Path(output).write_text(whole, encoding="utf-8")
+    except OSError as error:
+        parser.error(f"can't write {output!r}: {error.strerror}. Check {flag}.")
 
 
 def print_table(
     head: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = (), title: str = ""
 ) -> None:
-    """Print a table: drawn by rich on a terminal, plain text elsewhere.
+    """Print a table as plain text.
 
     Args:
         head: Names of the columns; empty for a table without.
@@ -125,31 +103,9 @@ def print_table(
         right: Columns of numbers, from 0.
         title: Printed above it, where there is one.
     """
-    if not is_terminal():
-        if title:
-            print(title)
-        print(format_table(head, rows, right=right))
-        return
-    # Only here: loading rich takes longer than all the rest of most commands.
-    box: Any = importlib.import_module("rich.box")
-    text: Any = importlib.import_module("rich.text").Text  # so that no bracket is taken for a style
-    table: Any = importlib.import_module("rich.table").Table(
-        title=text(title) if title else None,
-        title_justify="left",
-        show_header=bool(head),
-        box=box.SIMPLE_HEAD if head else None,
-        header_style="bold",
-    )
-    for column in range(max(map(len, (head, *rows)))):
-        table.add_column(
-            text(head[column]) if head else None,
-            justify="right" if column in right else "left",
-            style="cyan" if column == 0 else None,
-            overflow="fold",
-        )
-    for row in rows:
-        table.add_row(*map(text, row))
-    importlib.import_module("rich.console").Console(file=sys.stdout).print(table)
+    if title:
+        print(title)
+    print(format_table(head, rows, right=right))
 
 
 def format_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> str:
@@ -185,155 +141,4 @@ def print_origins(resolved: Resolved, *, everything: bool = True) -> None:
     """
     rows = origin_rows(resolved, everything=everything)
     if rows:
-        print_table(("field", "value", "from") if is_terminal() else (), rows)
-
-
-def print_drawn(text: str) -> None:
-    """Print a text with tables in it: as it is, or with the tables drawn by rich on a terminal.
-
-    Args:
-        text: Columns of its tables are two spaces apart; the first table has a line of names, others don't.
-    """
-    if not is_terminal():
-        print(text.removesuffix("\n"))
-        return
-    lines = text.splitlines()
-    tables = 0
-    place = 0
-    while place < len(lines):
-        columns = _columns(lines[place:])
-        if columns.num_lines < 2:
-            print(lines[place])
-            place += 1
-            continue
-        cells = [
-            tuple(line[start:end].strip() for start, end in columns.spans)
-            for line in lines[place : place + columns.num_lines]
-        ]
-        head, rows = ((), cells) if tables else (cells[0], cells[1:])
-        print_table(head, rows, right=columns.right)
-        place += columns.num_lines
-        tables += 1
-
-
-class _Columns(NamedTuple):
-    """Where the columns of a table stand that a text begins with."""
-
-    num_lines: int
-    spans: tuple[tuple[int, int], ...]
-    right: tuple[int, ...]
-
-
-def _columns(lines: Sequence[str]) -> _Columns:
-    found = _Columns(0, (), ())
-    for num_lines in range(1, len(lines) + 1):
-        if not lines[num_lines - 1].strip():
-            break
-        block = lines[:num_lines]
-        width = max(map(len, block))
-        filled = "".join(
-            " " if all(line[place : place + 1] in ("", " ") for line in block) else "x"
-            for place in range(width)
-        )
-        spans = tuple(match.span() for match in re.finditer(r"x+(?: x+)*", filled))
-        # A line that closes gaps is of no table.
-        if len(spans) < 2 or len(spans) < len(found.spans) - (num_lines == 2):
-            break
-        right = tuple(
-            column
-            for column, (start, end) in enumerate(spans)
-            if all(line[end - 1 : end].strip() for line in block)
-            and not all(line[start : start + 1].strip() for line in block)
-        )
-        found = _Columns(num_lines, spans, right)
-    return found
-
-
-class OutputError(Exception):
-    """What a command prints can't be written. Not an OSError, which commands take for one of their files'.
-
-    Attributes:
-        reason: What the system says.
-    """
-
-    def __init__(self, reason: OSError) -> None:
-        """Keep the reason."""
-        super().__init__(f"what it prints can't be written: {reason.strerror}.")
-        self.reason = reason
-
-
-class _Guarded:
-    """Standard output whose failures are told from those of other files. All else is the real one's."""
-
-    def __init__(self, real: TextIO) -> None:
-        self._real = real
-
-    def write(self, text: str) -> int:
-        with _told():
-            return self._real.write(text)
-
-    def flush(self) -> None:
-        with _told():
-            self._real.flush()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._real, name)
-
-
-@contextlib.contextmanager
-def _told() -> Generator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise OutputError(error) from None
-
-
-@contextlib.contextmanager
-def guarded_output(real: TextIO) -> Generator[None]:
-    """Run a command whose output may find no taker. Effect: puts another ``sys.stdout`` in its place.
-
-    Everything is written when the block ends; what fails then fails here and not at the interpreter's end.
-
-    Args:
-        real: Standard output.
-
-    Raises:
-        OutputError: Something could not be written. The rest is thrown away.
-    """
-    try:
-        with contextlib.redirect_stdout(cast("TextIO", _Guarded(real))):
-            try:
-                yield
-            finally:
-                sys.stdout.flush()
-    except OutputError:
-        # Else Python tries once more when it ends, and complains.
-        with contextlib.suppress(OSError, ValueError):
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, real.fileno())
-            os.close(nowhere)
-        raise
-
-
-def open_missing_streams() -> None:
-    """Open the null device in place of standard streams that are closed. Effect: sets them in ``sys``.
-
-    Else the next file that is opened would be standard output for every program that is started.
-    """
-    for descriptor, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
-        if getattr(sys, name) is not None:
-            continue
-        nowhere = os.open(os.devnull, os.O_RDWR)
-        try:
-            os.fstat(descriptor)
-        except OSError:
-            os.dup2(nowhere, descriptor)
-        if nowhere == descriptor:
-            os.set_inheritable(nowhere, True)
-        setattr(sys, name, os.fdopen(nowhere, mode, encoding="utf-8", closefd=False))
-
-
-def is_closed_pipe(error: OutputError) -> bool:
-    """Whether whoever read the output has read enough."""
-    # Windows says EINVAL of a pipe whose reader has gone.
-    return error.reason.errno in (errno.EPIPE, errno.EINVAL)
+        print_table((), rows)

@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -14,16 +13,13 @@ from accelfn.launch.arguments import CommandParser, read_arguments
 from accelfn.launch.output import (
     FORMATS,
     choose_format,
-    print_drawn,
     refuse_missing_model,
-    refuse_unknown_dtype,
+    show_text,
 )
 from accelfn.launch.plan_ranks import draw_ranks
 
 if TYPE_CHECKING:
     from accelfn.bigmodel import DevicePlan
-
-__all__ = ("plan_memory_parser", "run_plan_memory")
 
 _MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 _OF_PLACES = ("max_memory", "device_map", "no_split", "offload_buffers", "fallback_allocation")
@@ -58,15 +54,14 @@ def run_plan_memory(argv: Sequence[str]) -> int:
     is_of_ranks = options.mesh is not None or options.config_file is not None
     _refuse_mixtures(parser, options, form, is_of_ranks=is_of_ranks)
     refuse_missing_model(parser, options.source, options.output)
-    if options.dtype is not None:
-        refuse_unknown_dtype(parser, "--dtype", options.dtype)
     # Not at the top: accelfn.bigmodel loads torch, which --help and bad input do without.
     from accelfn.bigmodel import PlanOptions, plan_named_map, read_source
     from accelfn.errors import AccelfnError, DamagedCheckpointError
 
     try:
         if is_of_ranks:
-            return _tell(parser, options.output, form, draw_ranks(options, form))
+            show_text(parser, draw_ranks(options, form), options.output)
+            return 0
         shape = read_source(options.source)
         made = PlanOptions(
             no_split_module_classes=shape.no_split_classes if options.no_split is None else options.no_split,
@@ -81,19 +76,7 @@ def run_plan_memory(argv: Sequence[str]) -> int:
     except (AccelfnError, ValueError, TypeError) as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 2
-    return _tell(parser, options.output, form, _FORMS[form](plan, options.source))
-
-
-def _tell(parser: CommandParser, output: str | None, form: str, text: str) -> int:
-    """Print a plan, or write it to a file."""
-    if output is None:
-        show = print_drawn if form == "table" else print
-        show(text.removesuffix("\n"))
-        return 0
-    try:
-        Path(output).write_text(text if text.endswith("\n") else f"{text}\n", encoding="utf-8")
-    except OSError as error:
-        parser.error(f"can't write {output!r}: {error.strerror}. Check --output.")
+    show_text(parser, _FORMS[form](plan, options.source), options.output)
     return 0
 
 

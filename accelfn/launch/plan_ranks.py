@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
     from accelfn.context import Context, ContextOptions
 
-__all__ = ("draw_ranks", "read_mesh")
-
 _AXES = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp", "ep")
 
 
@@ -35,7 +33,7 @@ def draw_ranks(options: argparse.Namespace, form: str) -> str:
     """
     import torch
 
-    from accelfn.bigmodel.plan.sizes import read_dtype
+    from accelfn.bigmodel.model_info import read_dtype
     from accelfn.bigmodel.source import build_source
     from accelfn.parallel import plan_memory, plan_model
 

@@ -5,14 +5,11 @@ The other pictures of accelfn stand beside what they draw, behind torch, which t
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from html import escape
 
 from accelfn.launch.run_files import Curve, RunRecord
-
-__all__ = ("draw_runs_html", "draw_runs_svg", "draw_runs_text", "names_of", "number_text")
 
 # Of the drawing, in its own units.
 _WIDTH, _HEIGHT, _LEFT, _TOP, _BELOW, _RIGHT = 360, 200, 70, 34, 30, 20
@@ -127,45 +124,6 @@ def _sampled(values: Sequence[float]) -> Sequence[float]:
     return [values[number * (len(values) - 1) // (most - 1)] for number in range(most)]
 
 
-def draw_runs_html(runs: Sequence[RunRecord], names: Sequence[str], *, log_scale: bool = False) -> str:
-    """Draw runs as a page: their curves, their last values, and where their configurations differ. Pure.
-
-    Args:
-        runs: As for :func:`draw_runs_svg`.
-        names: The same.
-        log_scale: The same.
-
-    Returns:
-        A whole HTML document that needs nothing else.
-    """
-    title = ", ".join(_title(run) for run in runs)
-    heads = "".join(f"<th>{escape(_title(run))}</th>" for run in runs)
-    values = [
-        (name, [_last(run.curves[name]) if name in run.curves else "" for run in runs]) for name in names
-    ]
-    settings = list(dict.fromkeys(name for run in runs for name in run.config))
-    configs = [
-        (name, [json.dumps(run.config[name]) if name in run.config else "" for run in runs])
-        for name in settings
-    ]
-    style = (
-        "body{font-family:sans-serif;margin:2em}svg{max-width:100%;height:auto}"
-        "th,td{text-align:left;padding:.1em 1.5em .1em 0}tr.differs td{background:#fff3c4}"
-    )
-    return "\n".join(
-        [
-            '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
-            f"<title>{escape(title)}</title>\n<style>{style}</style>\n</head>\n<body>",
-            draw_runs_svg(runs, names, log_scale=log_scale).rstrip(),
-            f"<h2>Last values</h2>\n<table>\n<tr><th></th>{heads}</tr>",
-            *_rows(values, marked=False),
-            f"</table>\n<h2>Configuration</h2>\n<table>\n<tr><th></th>{heads}</tr>",
-            *_rows(configs, marked=len(runs) > 1),
-            "</table>\n</body>\n</html>\n",
-        ]
-    )
-
-
 def number_text(value: float) -> str:
     """Write a number briefly.
 
@@ -268,17 +226,6 @@ def _ticks(low: float, high: float) -> list[float]:
     step = next((power * part for part in (1, 2, 5, 10) if power * part >= rough), power * 20)
     begin, end = math.floor(low / step), math.ceil(high / step)
     return [number * step for number in range(begin, end + 1)]
-
-
-def _rows(rows: Sequence[tuple[str, list[str]]], *, marked: bool) -> Iterator[str]:
-    for name, cells in rows:
-        mark = ' class="differs"' if marked and len(set(cells)) > 1 else ""
-        inside = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
-        yield f"<tr{mark}><td>{escape(name)}</td>{inside}</tr>"
-
-
-def _last(curve: Curve) -> str:
-    return f"{number_text(curve.values[-1])} (step {curve.steps[-1]})"
 
 
 def _title(run: RunRecord) -> str:

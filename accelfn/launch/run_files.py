@@ -12,8 +12,6 @@ from typing import Any, NamedTuple, cast
 
 from accelfn.errors import ConfigurationError
 
-__all__ = ("Curve", "RunRecord", "RunTable", "find_runs", "read_run")
-
 _FORMAT = 1
 _FILE = "events.jsonl"
 # What JSON has no number for.

@@ -9,19 +9,15 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from accelfn.errors import ConfigurationError
 from accelfn.launch.arguments import CommandParser, read_arguments
 from accelfn.launch.output import print_table
-from accelfn.launch.run_curves import draw_runs_html, draw_runs_svg, draw_runs_text, names_of, number_text
+from accelfn.launch.run_curves import draw_runs_svg, draw_runs_text, names_of, number_text
 from accelfn.launch.run_files import RunRecord, find_runs, read_run
 
-__all__ = ("run_runs", "runs_parser")
-
 _MOST_VALUES = 3
-_FORMS = MappingProxyType({"": "svg", ".svg": "svg", ".html": "html", ".htm": "html"})
 
 
 def run_runs(argv: Sequence[str]) -> int:
@@ -117,18 +113,13 @@ def _plot(options: argparse.Namespace) -> None:
     names = names_of(runs, options.names or ())
     if not names:
         raise ValueError("there is nothing to draw: no numbers have been logged yet.")
-    suffix = Path(options.output or "").suffix
-    form = options.format or _FORMS.get(suffix.lower())
-    if form is None:
-        raise ValueError(f"--output {options.output!r} ends in none of .svg, .html. Say --format too.")
-    if options.output is None and options.format is None and sys.stdout.isatty():
+    if options.output is None and sys.stdout.isatty():
         is_ascii = "utf" not in (sys.stdout.encoding or "").lower()
         for line in draw_runs_text(runs, names, is_ascii=is_ascii).splitlines():
             print(_clean(line))
-        print("--output FILE.svg or FILE.html draws a picture.")
+        print("--output FILE.svg draws a picture.")
         return
-    draw = draw_runs_html if form == "html" else draw_runs_svg
-    text = draw(runs, names, log_scale=options.log_scale)
+    text = draw_runs_svg(runs, names, log_scale=options.log_scale)
     if options.output is None:
         print(text.rstrip("\n"))
         return
@@ -240,10 +231,7 @@ def runs_parser() -> CommandParser:
     plotting.add_argument(
         "--names", metavar="NAME", nargs="+", help="what to draw, such as loss (all numbers)"
     )
-    plotting.add_argument(
-        "--format", choices=("svg", "html"), help="an image, or a page with tables (by the end of --output)"
-    )
-    plotting.add_argument("--output", metavar="FILE", help="write a picture to this file instead of printing")
+    plotting.add_argument("--output", metavar="FILE", help="write an SVG image to this file")
     plotting.add_argument("--log_scale", action="store_true", help="draw values by their logarithm")
     for one in (listing, showing):
         one.add_argument("--json", action="store_true", help="for programs")

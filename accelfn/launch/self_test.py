@@ -17,8 +17,6 @@ from accelfn.launch.arguments import CommandParser
 from accelfn.launch.flags import parse_flags, spell
 from accelfn.launch.selftest.table import CHECK_NAMES, FAULTS, add_missing, print_results, read_results
 
-__all__ = ("run_self_test", "self_test_command", "self_test_parser")
-
 _MODULE = "accelfn.launch.selftest"
 
 

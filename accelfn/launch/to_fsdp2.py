@@ -9,10 +9,8 @@ from typing import Any, NamedTuple, cast
 
 from accelfn.errors import ConfigurationError, MissingExtraError
 from accelfn.launch.arguments import CommandParser, read_arguments
-from accelfn.launch.config.plain import format_plain, read_plain
-from accelfn.launch.config.renamed import RENAMED
-
-__all__ = ("Rewritten", "rewrite_for_fsdp2", "run_to_fsdp2", "to_fsdp2_parser")
+from accelfn.launch.config.fields import RENAMED
+from accelfn.launch.config.files import format_plain, read_plain
 
 # Section of a file, and what stands before its keys: Accelerate's, and ours.
 _SECTIONS = (("fsdp_config", "fsdp_"), ("fsdp", ""))

@@ -12,11 +12,8 @@ from typing import Any, cast
 
 from accelfn.errors import ConfigurationError, MissingExtraError
 from accelfn.launch.arguments import CommandParser, read_arguments
-from accelfn.launch.config.files import find_config_file
-from accelfn.launch.config.plain import read_plain
+from accelfn.launch.config.files import find_config_file, read_plain
 from accelfn.launch.config.secrets import hide_in_words
-
-__all__ = ("run_tpu_config", "tpu_command", "tpu_config_parser")
 
 # A directory of every machine in which nothing of the user's hides an installed package.
 _WHERE = "/usr/share"

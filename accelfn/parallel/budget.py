@@ -15,15 +15,12 @@ from accelfn.context import Context, check_context
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.dry_run import StageCost, dry_run
 from accelfn.parallel.facts import ModelFacts, owner_of, read_facts
-from accelfn.parallel.model_plan import ModelPlan
-from accelfn.parallel.plan import plan_at
-from accelfn.parallel.schedule import SchedulePlan
+from accelfn.parallel.pipeline_plan import SchedulePlan
+from accelfn.parallel.plan import ModelPlan, plan_at
 from accelfn.parallel.shard import ShardPlan
 from accelfn.tree import count_rows, slice_tensors
 from accelfn.tree.bars import Bar, draw_bars_svg
-from accelfn.tree.sizes import size_text
-
-__all__ = ("OPTIMIZERS", "Budget", "plan_memory")
+from accelfn.tree.structure import size_text
 
 
 class _States(NamedTuple):
@@ -326,7 +323,7 @@ def _whole_units(plan: ShardPlan, facts: ModelFacts) -> dict[str, int]:
     units = frozenset(plan.units)
     sizes = dict.fromkeys(plan.units, 0)
     for name in facts.own_names:
-        if name not in plan.ignored:
+        if name not in plan.left_out:
             dtype = plan.param_dtype or facts.dtypes[name]
             owner = cast("str", owner_of(name, units))
             sizes[owner] += plan.shards_of(name) * plan.shard_numel(facts, name) * dtype.itemsize
@@ -355,7 +352,7 @@ def _moved(ctx: Context, plan: ModelPlan, facts: ModelFacts, gradients: int) -> 
         reduced = sum(
             shards * shard.shard_numel(facts, name) * (dtype or facts.dtypes[name]).itemsize
             for name in facts.own_names
-            if name in facts.trainable and name not in shard.ignored
+            if name in facts.trainable and name not in shard.left_out
             if (name in shard.expert_dims) == are_experts
         )
         own = {name: size for name, size in units.items() if (name in shard.expert_units) == are_experts}

@@ -24,17 +24,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from accelfn.context import Context
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.attention import apply_attention
-from accelfn.parallel.model_plan import ModelPlan
-from accelfn.parallel.pointers import named, retie
-from accelfn.parallel.stage_plan import PipelinePlan
-from accelfn.parallel.tensor import apply_tensor
-from accelfn.parallel.tensor_plans import TensorPlan
+from accelfn.parallel.parameters import named, retie
+from accelfn.parallel.pipeline_plan import PipelinePlan
+from accelfn.parallel.plan import ModelPlan
+from accelfn.parallel.tensor import TensorPlan, apply_tensor
 from accelfn.tree import convert_to_fp32, is_dtensor, map_tensors
 
 if TYPE_CHECKING:
     import torch.distributed as dist
-
-__all__ = ("StageCost", "dry_run")
 
 
 class StageCost(NamedTuple):
@@ -299,7 +296,7 @@ class _Traffic(TorchDispatchMode):
     def attend_in_ring(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: Any, **options: Any
     ) -> torch.Tensor:
-        """Stand in for :func:`accelfn.parallel.ring.ring_attention`, which needs processes."""
+        """Stand in for :func:`accelfn.parallel.attention.ring_attention`, which needs processes."""
         return cast("torch.Tensor", cast("Any", _Ring).apply(query, key, value, self, group.size()))
 
 

@@ -11,7 +11,7 @@ microbatch ``r * window + p``, so all are added where the window closes.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
@@ -21,15 +21,141 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage] -- every norm with statistics
 from torch.nn.parallel import DistributedDataParallel
 
-from accelfn.comm import Call, catch, check
+from accelfn.comm import Call, catch, check, gather_bytes
 from accelfn.context import Context
 from accelfn.errors import ConfigurationError
-from accelfn.parallel.ordered_sum import OrderedSum
-from accelfn.parallel.thread_ddp import REPLICA, ThreadDDP
+from accelfn.parallel.ddp import REPLICA, ThreadDDP
+from accelfn.tree import Buffer, flatten, flatten_tensor, plan_layout
 
-__all__ = ("ExactReplica", "exact_backward", "exact_batch", "scale_open_sums")
+_Microbatch = Sequence[torch.Tensor | None]
 
-Gradients = list[torch.Tensor | None]  # of all parameters, by index
+
+class OrderedSum:
+    """Sums of tensors over microbatches, formed in one order; between two calls, this rank's part of them.
+
+    All tensors are end to end in one buffer for each dtype and device, which is cut into one part for each
+    rank. What a microbatch gave is sent in parts to the ranks that sum them, and the sums come together when
+    they are closed. What a microbatch has no tensor for is left out: minus zero, which changes no sum.
+    """
+
+    def __init__(self, ctx: Context, tensors: Sequence[torch.Tensor]) -> None:
+        """Begin with no sums, of tensors like ``tensors``, which are of the same kinds on all ranks."""
+        self._ctx = ctx
+        self._tensors = list(tensors)
+        self._groups = plan_layout(self._tensors, flatten(self._tensors)[1]).groups
+        self.drop()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether something was added and not closed."""
+        return bool(self._touched)
+
+    def add(
+        self,
+        call: Call,
+        microbatches: Sequence[_Microbatch],
+        before: Callable[[int], torch.Tensor | None] = lambda index: None,
+        error: Exception | None = None,
+    ) -> frozenset[int]:
+        """Add this rank's microbatches: those of rank 0 in their order, then those of rank 1, and so on.
+
+        Ranks: every rank of the context, with equally many microbatches.
+
+        Args:
+            call: What is compared between the ranks.
+            microbatches: Of this rank; left as they are.
+            before: Gives what the sum of a tensor without one begins with; None for nothing. Equal on all
+                ranks.
+            error: Why this rank has no microbatches.
+
+        Returns:
+            Indices of the tensors that some rank's microbatch has given something for.
+
+        Raises:
+            Exception: ``error`` itself, and RemoteRankError on the other ranks; nothing has changed then.
+            MismatchError: ``call`` differs between ranks.
+        """
+        size, number = self._ctx.num_processes, len(self._tensors)
+        flats: list[torch.Tensor] | None = None
+        if error is None:
+            flats, error = catch(lambda: [self._pack(group, microbatches) for group in self._groups])
+        given = bytes([any(one[index] is not None for one in microbatches) for index in range(number)])
+        if size > 1:
+            masks = gather_bytes(self._ctx, call, given, error)
+        elif error is not None:
+            raise error
+        else:
+            masks = [given]
+        found = frozenset(index for index in range(number) if any(mask[index] for mask in masks))
+        first = [before(index) if index in found - self._touched else None for index in range(number)]
+        for place, (group, flat) in enumerate(zip(self._groups, flats or (), strict=True)):
+            rows = flat
+            if size > 1:  # each rank gets its part of the microbatches of all
+                sent = flat.view(size, len(microbatches), -1).reshape(-1).view(torch.uint8)
+                rows = self._ctx.collectives.all_to_all(sent).view(flat.dtype)
+            rest = list(rows.view(size * len(microbatches), -1).unbind())
+            if any(first[index] is not None for index in group.leaves):
+                rest.insert(0, self._pack(group, [first])[self._ctx.rank, 0])
+            total = self._parts[place]
+            if total is None:
+                total = self._parts[place] = rest.pop(0).clone()
+            for row in rest:  # never torch.sum over the rows, whose order isn't said
+                total.add_(row)
+        self._touched |= found
+        return found
+
+    def _pack(self, group: Buffer, microbatches: Sequence[_Microbatch]) -> torch.Tensor:
+        """Return what microbatches hold of a group, of shape ``(ranks, microbatches, length)``."""
+        size, total = self._ctx.num_processes, sum(group.sizes)
+        nothing = self._tensors[group.leaves[0]].detach().new_zeros(max(size, *group.sizes)).neg_()
+        flats: list[torch.Tensor] = []
+        for microbatch in microbatches:
+            given = [microbatch[index] for index in group.leaves]
+            parts = [
+                nothing[:number] if one is None else flatten_tensor(one)
+                for one, number in zip(given, group.sizes, strict=True)
+            ]
+            flats.append(torch.cat([*parts, nothing[: -total % size]]).view(size, -1))
+        return torch.stack(flats, 1)
+
+    def close(self) -> list[torch.Tensor | None]:
+        """Gather the sums, and start again.
+
+        Ranks: every rank of the context.
+
+        Returns:
+            Of each tensor its sum, laid out in memory as the tensor is; None where nothing was added.
+        """
+        result: list[torch.Tensor | None] = [None] * len(self._tensors)
+        for group, part in zip(self._groups, self._parts, strict=True) if self._touched else ():
+            joined = cast("torch.Tensor", part)
+            if self._ctx.num_processes > 1:
+                joined = self._ctx.collectives.all_gather(joined.view(torch.uint8)).view(joined.dtype)
+            flats = torch.split(joined[: sum(group.sizes)], list(group.sizes))
+            for index, flat in zip(group.leaves, flats, strict=True):
+                if index in self._touched:
+                    # A tensor of its own, laid out as torch would: what is computed from a gradient, such as
+                    # its norm, may depend on where it is.
+                    like = self._tensors[index]
+                    result[index] = torch.empty_like(like, requires_grad=False).copy_(flat.view(like.shape))
+        self.drop()
+        return result
+
+    def drop(self) -> None:
+        """Forget what was added."""
+        self._touched: frozenset[int] = frozenset()
+        self._parts: list[torch.Tensor | None] = [None] * len(self._groups)
+
+    def scale(self, tensors: Iterable[torch.Tensor], factor: torch.Tensor) -> None:
+        """Multiply the sums of some of the tensors."""
+        wanted = {id(tensor) for tensor in tensors}
+        factors = [
+            (factor if id(one) in wanted else torch.ones(())).to(one).expand(one.shape)
+            for one in self._tensors
+        ]
+        for group, part in zip(self._groups, self._parts, strict=True):
+            if part is not None:
+                part.mul_(self._pack(group, [factors])[self._ctx.rank, 0])
 
 
 class ExactReplica(ThreadDDP):
@@ -51,15 +177,14 @@ class ExactReplica(ThreadDDP):
         super().__init__(ctx, model)
 
     def _watch(self) -> None:
-        ctx = self._ctx
         self._items = list(self._parameters.values())
-        self._sum = OrderedSum(ctx, self._items)  # of the window that is open
+        self._sum = OrderedSum(self._ctx, self._items)  # of the window that is open
         self._pass: list[Callable[[], None]] | None = None  # by which a backward pass is told from others
         self._got: set[int] = set()  # what got a gradient in it
         self._kept: dict[int, torch.Tensor] = {}  # what was in .grad before it
         self._batch: object = None  # the current batch
         self._seen: set[int] | None = None  # what got a gradient from it; None outside of `accumulate`
-        self._held: list[Gradients] | None = None  # of the batches of a train step so far
+        self._held: list[list[torch.Tensor | None]] | None = None  # of the batches of a train step so far
         self._forms = {
             name: f"{str(item.dtype).removeprefix('torch.')} {tuple(item.shape)}"
             for name, item in self._parameters.items()
@@ -94,10 +219,9 @@ class ExactReplica(ThreadDDP):
         try:
             yield
             if self._held is not None and place == window - 1:
-                with torch.no_grad():
-                    held, self._held = self._held, None
-                    self._add("make_train_step", held)
-                    self._close()
+                held, self._held = self._held, None
+                self._add("make_train_step", held)
+                self._close()
         except BaseException:
             self._held = None  # what a window that failed has held goes with it
             raise
@@ -108,19 +232,15 @@ class ExactReplica(ThreadDDP):
         """Multiply the sums that ``parameters`` have in a window that is open."""
         self._sum.scale(parameters, factor)
 
-    def _begin_pass(self, pending: list[Callable[[], None]]) -> None:
-        # What a pass that failed has left is dropped with it.
-        self._pass, self._got, self._kept = pending, set(), {}
-        pending.append(self._finish_pass)
-
     def _before_gradient(self, index: int, gradient: torch.Tensor) -> None:
         """Hook before a gradient is added to ``.grad``: put away what is there, so that it comes alone."""
         del gradient
         pending = self._ctx.collectives.call_log.after_backward
         if pending is None:  # torch.autograd.grad, which adds nothing
             return
-        if pending is not self._pass:
-            self._begin_pass(pending)
+        if pending is not self._pass:  # what a pass that failed has left is dropped with it
+            self._pass, self._got, self._kept = pending, set(), {}
+            pending.append(self._finish_pass)
         item = self._items[index]
         if item.grad is not None and index not in self._got:
             self._kept[index], item.grad = item.grad, None
@@ -140,67 +260,55 @@ class ExactReplica(ThreadDDP):
         """Add what a backward pass has given to the sums."""
         got, kept = self._got, self._kept
         self._pass, self._got, self._kept = None, set(), {}
-        for index in [index for index in kept if index not in got]:  # asked for by torch.autograd.grad
-            self._items[index].grad = kept.pop(index)
+        given: dict[int, torch.Tensor] = {index: cast("Any", self._items[index].grad) for index in got}
+        for index in (*got, *kept):  # what was put away and got nothing, torch.autograd.grad has asked for
+            self._items[index].grad = kept.get(index)
         if not got:
             return
-        _, error = catch(lambda: self._check(got))
+        _, error = catch(lambda: self._check(given))
         if self._seen is not None:
             self._seen |= got
-        with torch.no_grad():
-            if self._ctx.num_processes == 1:
-                self._add_alone(kept, error)
-            else:
-                self._add_together(got, kept, error)
-
-    def _check(self, got: set[int]) -> None:
-        """Refuse gradients that can't be summed."""
-        again = sorted(got & (self._seen or set()))
-        if again:
-            raise ConfigurationError(
-                f"the parameter {list(self._parameters)[again[0]]} got a second gradient from one batch. "
-                'With reduction="canonical" the order of sums would depend on the number of ranks: add the '
-                "losses of a batch up, and call backward once."
-            )
-        for index in sorted(got):
-            item, grad = self._items[index], self._items[index].grad
-            assert grad is not None  # it was just given
-            if grad.layout != torch.strided or grad.dtype != item.dtype:
-                raise ConfigurationError(
-                    f"the gradient of {list(self._parameters)[index]} is of layout {grad.layout} and "
-                    f'{grad.dtype}. With reduction="canonical" it must be dense and of the dtype of its '
-                    f"parameter ({item.dtype}): use no sparse embeddings."
-                )
-
-    def _add_alone(self, kept: dict[int, torch.Tensor], error: Exception | None) -> None:
-        if kept and error is None:
-            gradients = [cast("torch.Tensor", self._items[index].grad) for index in kept]
-            torch._foreach_add_(list(kept.values()), gradients)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-        for index, old in kept.items():
-            self._items[index].grad = old
-        if error is not None:
-            raise error
-
-    def _add_together(self, got: set[int], kept: dict[int, torch.Tensor], error: Exception | None) -> None:
-        gradients: Gradients = [None] * len(self._items)
-        for index in got:
-            gradients[index], self._items[index].grad = self._items[index].grad, None
-        for index, old in kept.items():
-            self._items[index].grad = old
+        if self._ctx.num_processes == 1:
+            if error is not None:
+                raise error
+            both = [index for index in got if index in kept]
+            if both:
+                torch._foreach_add_([kept[index] for index in both], [given[index] for index in both])  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+            for index in got - kept.keys():
+                self._items[index].grad = given[index]
+            return
+        gradients = [given.get(index) for index in range(len(self._items))]
         if self._held is not None:
             if error is not None:
                 check(self._ctx, Call("backward"), error)  # the others learn of it where the window closes
-            self._held[-1] = [
-                new if old is None else old for old, new in zip(self._held[-1], gradients, strict=True)
-            ]
+            before = self._held[-1]
+            self._held[-1] = [new if old is None else old for old, new in zip(before, gradients, strict=True)]
             return
         for index in self._add("backward", [gradients], error):
             self._items[index].grad = None
         if self._syncs:
             self._close()
 
+    def _check(self, given: Mapping[int, torch.Tensor]) -> None:
+        """Refuse gradients that can't be summed."""
+        for index, gradient in sorted(given.items()):
+            name, item = [*self._parameters.items()][index]
+            if index in (self._seen or ()):
+                raise ConfigurationError(
+                    f"the parameter {name} got a second gradient from one batch. With "
+                    'reduction="canonical" the order of sums would depend on the number of ranks: add the '
+                    "losses of a batch up, and call backward once."
+                )
+            if gradient.layout != torch.strided or gradient.dtype != item.dtype:
+                raise ConfigurationError(
+                    f"the gradient of {name} is of layout {gradient.layout} and {gradient.dtype}. With "
+                    'reduction="canonical" it must be dense and of the dtype of its parameter '
+                    f"({item.dtype}): use no sparse embeddings."
+                )
+
+    @torch.no_grad()
     def _add(
-        self, operation: str, microbatches: Sequence[Gradients], error: Exception | None = None
+        self, operation: str, microbatches: Sequence[_Microbatch], error: Exception | None = None
     ) -> frozenset[int]:
         """Add gradients to the sums, which begin with what is in ``.grad``."""
         window = f"closes={self._syncs} open={self._sum.is_open}"
@@ -208,6 +316,7 @@ class ExactReplica(ThreadDDP):
         call = Call(operation, text, lambda: {"window": window, **self._forms})
         return self._sum.add(call, microbatches, lambda index: self._items[index].grad, error)
 
+    @torch.no_grad()
     def _close(self) -> None:
         """Gather the sums of all ranks in ``.grad``."""
         for item, total in zip(self._items, self._sum.close(), strict=True):

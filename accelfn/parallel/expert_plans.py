@@ -10,8 +10,6 @@ from accelfn.context.config import ExpertParallelConfig
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.facts import ModelFacts, owner_of
 
-__all__ = ("ExpertPlan", "HeldExperts", "plan_experts")
-
 _PROTOCOL = (
     "A module of experts has parameters of its own, each with a row for each expert (num_experts, ...), and "
     "its forward is (x, counts), where rows of x are sorted by expert and counts says how many each of "

@@ -20,8 +20,6 @@ from accelfn.parallel.tensor import StyledForward
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ("Exchange", "Route", "apply_experts", "combine", "dispatch", "plan_route")
-
 Exchange = Callable[[torch.Tensor, "list[int] | None", "list[int] | None"], torch.Tensor]
 """``exchange(rows, receive, send)`` sends each rank its rows, in the order of ranks, and gives those that
 came, in the same order: so many as the lists say, by rank; as many to each where they are None."""

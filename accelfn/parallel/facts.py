@@ -7,12 +7,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from inspect import Parameter, getsource, signature
 from math import prod
 from textwrap import dedent
+from threading import Lock
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import nn
 
-__all__ = ("Experts", "Heads", "ModelFacts", "modules_of", "owner_of", "read_facts", "repeated_blocks")
+# CPython counts the depth of parses for all threads together: a SystemError where two overlap.
+_PARSING = Lock()
 
 # What modules of attention call their counts of heads, and the features of one head.
 _COUNTS = (
@@ -228,7 +230,9 @@ def _order(model: nn.Module, blocks: tuple[str, ...]) -> tuple[str, ...]:
 def _places_of_calls(kind: type[nn.Module]) -> dict[str, tuple[int, int]]:
     """Return line and column where a class's ``forward`` calls a child, or loops over it, if in one place."""
     try:
-        tree = ast.parse(dedent(getsource(kind.forward)))
+        source = dedent(getsource(kind.forward))
+        with _PARSING:
+            tree = ast.parse(source)
     except (OSError, TypeError, SyntaxError):  # there is no source
         return {}
     places: dict[str, set[tuple[int, int]]] = {}

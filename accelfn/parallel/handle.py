@@ -6,7 +6,7 @@ import copy
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, ClassVar, Generic, Literal, NamedTuple, TypeVar, cast
 
 import torch
@@ -15,27 +15,8 @@ from torch.optim import Optimizer
 
 from accelfn.context import Context
 from accelfn.errors import ConfigurationError
-from accelfn.parallel.pointers import repoint
+from accelfn.parallel.parameters import repoint
 from accelfn.tree import is_dtensor
-
-__all__ = (
-    "BY_HAND",
-    "HANDLE",
-    "IN_NO_SYNC",
-    "BatchRun",
-    "Communication",
-    "Handle",
-    "LocalHandle",
-    "check_reduced",
-    "follow_optimizers",
-    "handle_of",
-    "has_engine",
-    "is_kept_equal",
-    "is_replicated",
-    "local_steps",
-    "register",
-    "uncompiled",
-)
 
 L = TypeVar("L")
 
@@ -244,17 +225,43 @@ def register(handle: Handle, parameters: Iterable[torch.Tensor], *, instead_of: 
 
 
 @contextmanager
-def local_steps(*models: nn.Module) -> Generator[None, None, None]:
-    """Let steps inside be on the gradients of each rank, as local SGD has them."""
-    handles = [one for one in map(handle_of, models) if one is not None]
-    before = [one.is_local for one in handles]
-    for one in handles:
-        one.is_local = True
+def swapped(name: str, value: object, owners: Iterable[object]) -> Generator[None, None, None]:
+    """Let objects have another value of an attribute of their own inside, and then what they had before."""
+    states = [vars(one) for one in owners]
+    before = [{name: one[name]} if name in one else {} for one in states]
+    for one in states:
+        one[name] = value
     try:
         yield
     finally:
-        for one, was in zip(handles, before, strict=True):
-            one.is_local = was
+        for one, was in zip(states, before, strict=True):
+            del one[name]
+            one.update(was)
+
+
+def local_steps(*models: nn.Module) -> AbstractContextManager[None]:
+    """Let steps inside be on the gradients of each rank, as local SGD has them."""
+    return swapped("is_local", True, [one for one in map(handle_of, models) if one is not None])
+
+
+@contextmanager
+def syncing(syncs: bool, *models: nn.Module) -> Generator[None, None, None]:
+    """Let backward passes inside average the gradients of ``models``, or leave them as each rank has them.
+
+    Averaged are also what forward passes that were not to be averaged lead to, and what has added up before.
+    Models that nobody averages are let through.
+
+    Ranks: all in the same way; doesn't communicate by itself.
+
+    Raises:
+        ConfigurationError: DistributedDataParallel looks for unused parameters, or has a static graph: both
+            take what they know from a forward pass that is going to be averaged.
+    """
+    with ExitStack() as stack:
+        for one in map(handle_of, models):
+            if one is not None:
+                stack.enter_context(one.trigger_sync() if syncs else one.without_sync())
+        yield
 
 
 def check_reduced(operation: str, ctx: Context, parameters: Iterable[torch.Tensor]) -> None:

@@ -16,8 +16,6 @@ from accelfn.comm import reduce
 from accelfn.context import Context
 from accelfn.tree import is_dtensor, local_of
 
-__all__ = ("clip_norm_", "clip_tensors_", "clip_value_", "count_stages", "gradient_norm")
-
 # Where a parameter keeps how many ranks of a pipeline hold it, each for a stage of its own.
 _STAGES = "_accelfn_stages"
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import warnings
-from collections.abc import Generator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -14,36 +13,75 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import Node
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage] -- what dropouts share
 from torch.nn.parallel import DistributedDataParallel
 
 from accelfn.comm import Call, catch, check, check_later, gather_bytes, verify_structure
-from accelfn.comm.agreement import Shared, describe_tree
-from accelfn.comm.wire import as_bytes
-from accelfn.context import Context
+from accelfn.comm.agreement import Shared, as_bytes, describe_tree
+from accelfn.context import Context, check_context
 from accelfn.context.config import DistributedDataParallelKwargs, GuardMode
-from accelfn.errors import ConfigurationError
-from accelfn.parallel.comm_hook import choose_comm_hook, register_comm_hook
-from accelfn.parallel.ddp_handle import DDPHandle
+from accelfn.errors import ConfigurationError, NotAvailableError
+from accelfn.parallel.ddp import DDPHandle, ThreadDDP, choose_comm_hook, register_comm_hook
 from accelfn.parallel.exact import ExactReplica
 from accelfn.parallel.facts import modules_of
-from accelfn.parallel.handle import Communication, handle_of, uncompiled
-from accelfn.parallel.thread_ddp import ThreadDDP, is_made_of_others
+from accelfn.parallel.handle import (
+    Communication,
+    handle_of,
+    swapped,
+    uncompiled,
+)
+from accelfn.parallel.parameters import is_made_of_others
 from accelfn.tree import digest_tensors, flatten, is_dtensor
 
-__all__ = (
-    "DataParallel",
-    "ForwardAgreement",
-    "at_place",
-    "check_each_forward",
-    "check_wrapped",
-    "no_sync",
-    "replicate",
-    "trigger_sync_in_backward",
-    "unchecked",
-)
-
 M = TypeVar("M", bound=nn.Module)
+
+
+def convert_sync_batchnorm(ctx: Context, model: M) -> M:
+    """Let batch normalisation take mean and variance over the batches of all ranks: torch's SyncBatchNorm.
+
+    Call it before ``prepare``, and make the optimizer from what it returns. Names and values of the state
+    dict stay as they are.
+
+    Ranks: every rank of ``ctx``, in the same way; doesn't communicate.
+
+    Args:
+        ctx: The world, whose process group the layers will use.
+        model: Its BatchNorm layers are replaced in place.
+
+    Returns:
+        The model; another module where it is a BatchNorm layer itself. With one process, and without such
+        layers, it comes back as it is.
+
+    Raises:
+        NotAvailableError: Torch has no SyncBatchNorm on the CPU, nor for ranks that are threads.
+        ConfigurationError: The model was prepared already.
+
+    >>> model = nn.BatchNorm1d(3)
+    >>> convert_sync_batchnorm(Context(), model) is model
+    True
+    """
+    check_context("convert_sync_batchnorm", ctx)
+    if ctx.num_processes == 1 or not any(isinstance(one, _BatchNorm) for one in model.modules()):
+        return model
+    if ctx.world.group is None:
+        raise NotAvailableError(
+            "convert_sync_batchnorm: ranks that are threads have no process group, which torch's "
+            "SyncBatchNorm needs. Leave BatchNorm as it is there, or use processes with an accelerator each."
+        )
+    if ctx.device.type == "cpu":
+        raise NotAvailableError(
+            "convert_sync_batchnorm: torch's SyncBatchNorm does not compute on the CPU. Leave BatchNorm as "
+            "it is there, or take a norm that looks at one sample, such as GroupNorm."
+        )
+    if isinstance(model, DistributedDataParallel):
+        raise ConfigurationError(
+            "convert_sync_batchnorm: the model was prepared already, and DistributedDataParallel holds on to "
+            "its layers. Convert it first, and prepare what comes back."
+        )
+    converter = cast("Any", nn.SyncBatchNorm)
+    return cast("M", converter.convert_sync_batchnorm(model, ctx.world.group))
+
 
 # What says of a module that its forward passes are not compared now.
 _UNCHECKED = "_accelfn_unchecked"
@@ -352,68 +390,19 @@ def check_each_forward(ctx: Context, model: nn.Module) -> None:
         ForwardAgreement(ctx).watch(model)
 
 
-@contextmanager
-def unchecked(*models: nn.Module) -> Generator[None, None, None]:
+def unchecked(*models: nn.Module) -> AbstractContextManager[None]:
     """Don't compare the forward passes of ``models`` between ranks inside.
 
     For what lets ranks make different numbers of them, and keeps their reductions in step by itself.
 
     Ranks: all in the same way; doesn't communicate.
     """
-    before = [bool(vars(model).get(_UNCHECKED)) for model in models]
-    for model in models:
-        setattr(model, _UNCHECKED, True)
-    try:
-        yield
-    finally:
-        for model, was in zip(models, before, strict=True):
-            setattr(model, _UNCHECKED, was)
+    return swapped(_UNCHECKED, True, models)
 
 
-@contextmanager
-def at_place(place: str, *models: nn.Module) -> Generator[None, None, None]:
+def at_place(place: str, *models: nn.Module) -> AbstractContextManager[None]:
     """Let ranks compare inside where in their data they are, in forward passes of ``models`` they agree on.
 
     Ranks: any; doesn't communicate.
     """
-    found = [uncompiled(model) for model in models]
-    before = [vars(model).get(_PLACE, "") for model in found]
-    for model in found:
-        vars(model)[_PLACE] = place
-    try:
-        yield
-    finally:
-        for model, was in zip(found, before, strict=True):
-            vars(model)[_PLACE] = was
-
-
-@contextmanager
-def no_sync(*models: nn.Module) -> Generator[None, None, None]:
-    """Leave the gradients of ``models`` unaveraged in backward passes inside; they add up on each rank.
-
-    Ranks: any, but all in the same way; doesn't communicate. Models that nobody averages are let through.
-    """
-    if not models:
-        yield
-        return
-    handle = handle_of(models[0])
-    with nullcontext() if handle is None else handle.without_sync(), no_sync(*models[1:]):
-        yield
-
-
-@contextmanager
-def trigger_sync_in_backward(model: nn.Module) -> Generator[None, None, None]:
-    """Average the gradients of ``model`` in a backward pass inside, whose forward pass was under no_sync.
-
-    What earlier backward passes have added to the gradients is averaged with it. A model that nobody
-    averages is let through.
-
-    Ranks: every rank that the model is replicated over.
-
-    Raises:
-        ConfigurationError: DistributedDataParallel looks for unused parameters, or has a static graph: both
-            take what they know from a forward pass that is going to be averaged.
-    """
-    handle = handle_of(model)
-    with nullcontext() if handle is None else handle.trigger_sync():
-        yield
+    return swapped(_PLACE, place, map(uncompiled, models))

@@ -22,8 +22,6 @@ from accelfn.parallel.shard_handle import ShardHandle
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ("ShardPlan", "apply_shard", "plan_shard", "register_forward_method")
-
 _DTYPES = (("fp32", torch.float32), ("fp16", torch.float16), ("bf16", torch.bfloat16))
 
 
@@ -44,13 +42,15 @@ class ShardPlan(NamedTuple):
         offload: Whether shards and their gradients rest in host memory.
         prefetch: Whether a unit's forward asks for the next unit.
         ignored: Names of the parameters that every rank keeps whole.
+        unshared: Names of the parameters of experts that no other rank has, and that FSDP has nothing to do
+            for: it leaves them out.
         shard_bytes: That this rank keeps of the parameters, the padding of uneven ones included.
         gathered_bytes: Of the largest unit while it computes.
         unreduced_bytes: Of the gradients that each rank holds whole in an accumulation window, until its
             last batch; with ``sync_each_batch`` it holds ``shard_bytes`` of them.
         num_expert_shards: Ranks that share each expert.
-        expert_dims: The dim along which each parameter of experts is sharded over these, by its name; empty
-            where no experts are spread over ranks. Their modules are units.
+        expert_dims: The dim along which each parameter of experts is sharded over these, by its name. Their
+            modules are units. Empty where no experts are spread over ranks, or FSDP leaves them out.
     """
 
     num_replicas: int
@@ -64,6 +64,7 @@ class ShardPlan(NamedTuple):
     offload: bool
     prefetch: bool
     ignored: tuple[str, ...]
+    unshared: tuple[str, ...]
     shard_bytes: int
     gathered_bytes: int
     unreduced_bytes: int
@@ -85,9 +86,14 @@ class ShardPlan(NamedTuple):
         """Names of the units that hold experts."""
         return frozenset(name.rpartition(".")[0] for name in self.expert_dims)
 
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Names of the parameters that FSDP has nothing to do with."""
+        return self.ignored + self.unshared
+
     def shards_of(self, name: str) -> int:
         """Return how many ranks share a parameter."""
-        if name in self.ignored:
+        if name in self.left_out:
             return 1
         return self.num_expert_shards if name in self.expert_dims else self.num_shards
 
@@ -121,39 +127,49 @@ def plan_shard(
             and compute in it, and gradients are averaged in float32.
         ignored: Names of the parameters that every rank keeps whole.
         experts: Those that are spread over ranks. Their modules become units, sharded over the ranks that
-            have the same ones.
+            have the same ones. Where there are none, and neither dtypes nor offloading are asked for, FSDP
+            leaves them out.
 
     Raises:
         ConfigurationError: A parameter can't be sharded.
     """
-    chosen = {*units, *(() if experts is None else experts.modules)} - {""}
+    num_replicas, num_expert_shards = mesh_plan.size("dp_replicate"), mesh_plan.size("eshard")
+    param_dtype, reduce_dtype, output_dtype, cast_inputs = _dtypes(plugin, mixed_precision)
+    grad_dtype = reduce_dtype or param_dtype
+    ignored, unshared = tuple(ignored), tuple[str, ...]()
+    chosen = set(units) - {""}
+    if experts is not None:
+        has_work = num_replicas * num_expert_shards > 1 or plugin.offloads_params or grad_dtype is not None
+        if has_work:
+            chosen |= set(experts.modules)
+        else:
+            unshared = tuple(name for name in experts.names if name not in ignored)
+            chosen -= set(experts.modules)
+            experts = None
     units = (*(name for name in reversed(tuple(facts.kinds)) if name in chosen), "")
-    left_out = frozenset(ignored)
+    left_out = frozenset((*ignored, *unshared))
     sharded = tuple(name for name in facts.own_names if name not in left_out)
     of_unit: dict[str, list[str]] = {name: [] for name in units}
     for name in sharded:
         of_unit[cast("str", owner_of(name, frozenset(units)))].append(name)
     _check_parameters(facts, of_unit)
-    num_shards = mesh_plan.size("shard")
-    param_dtype, reduce_dtype, output_dtype, cast_inputs = _dtypes(plugin, mixed_precision)
-    grad_dtype = reduce_dtype or param_dtype
 
     def width(name: str) -> int:
         return (param_dtype or facts.dtypes[name]).itemsize
 
-    num_expert_shards = mesh_plan.size("eshard")
     plan = ShardPlan(
-        num_replicas=mesh_plan.size("dp_replicate"),
-        num_shards=num_shards,
+        num_replicas=num_replicas,
+        num_shards=mesh_plan.size("shard"),
         units=units,
-        reshard=_reshards(plugin),
+        reshard=plugin.reshards,
         param_dtype=param_dtype,
         reduce_dtype=reduce_dtype,
         output_dtype=output_dtype,
         cast_inputs=cast_inputs,
         offload=plugin.offloads_params,
         prefetch=bool(plugin.forward_prefetch),
-        ignored=tuple(ignored),
+        ignored=ignored,
+        unshared=unshared,
         shard_bytes=0,
         gathered_bytes=max(sum(facts.numel(one) * width(one) for one in names) for names in of_unit.values()),
         unreduced_bytes=sum(
@@ -164,7 +180,7 @@ def plan_shard(
         num_expert_shards=num_expert_shards,
         expert_dims={} if experts is None else _expert_dims(experts, facts, num_expert_shards),
     )
-    kept = sum(plan.shard_numel(facts, name) * facts.dtypes[name].itemsize for name in sharded)
+    kept = sum(plan.shard_numel(facts, name) * facts.dtypes[name].itemsize for name in (*sharded, *unshared))
     return plan._replace(shard_bytes=kept)
 
 
@@ -203,12 +219,6 @@ def _check_parameters(facts: ModelFacts, of_unit: Mapping[str, list[str]]) -> No
                     f"fsdp_plugin: {name} is a single number, of shape (), and can't be sharded. Give it "
                     "shape (1,), or make it a buffer if it isn't trained."
                 )
-
-
-def _reshards(plugin: FullyShardedDataParallelPlugin) -> bool:
-    if plugin.fsdp_version == 2:
-        return bool(plugin.reshard_after_forward)
-    return str(plugin.sharding_strategy) in ("FULL_SHARD", "HYBRID_SHARD")
 
 
 def _dtypes(
@@ -263,7 +273,7 @@ def apply_shard(
     pin = device.type != "cpu"  # pinning is for copies to a device, and needs one
     offload = CPUOffloadPolicy(pin_memory=pin) if plan.offload else OffloadPolicy()
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    ignored = {parameters[name] for name in plan.ignored}
+    ignored = {parameters[name] for name in plan.left_out}
     expert_units = plan.expert_units
     placements = {parameters[name]: Shard(dim) for name, dim in plan.expert_dims.items()}
     units: list[nn.Module] = []

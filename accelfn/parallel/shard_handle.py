@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from typing import Any, ClassVar, Literal, cast
 
 import torch
@@ -13,8 +13,6 @@ from torch import nn
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.handle import HANDLE, IN_NO_SYNC, Communication, Handle
 from accelfn.tree import is_dtensor
-
-__all__ = ("ShardHandle", "with_named_errors")
 
 
 class ShardHandle(Handle):
@@ -28,20 +26,27 @@ class ShardHandle(Handle):
     has_whole_parameters: ClassVar[bool] = False
     holds_gradients: ClassVar[bool] = True
 
-    def __init__(self, model: nn.Module, units: Sequence[nn.Module], device: torch.device) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[nn.Module],
+        device: torch.device,
+        unshared: Collection[str] = (),
+    ) -> None:
         """Watch the shards of ``model``, whose units (the model is the last one) are sharded.
 
         Args:
             model: Sharded.
             units: Its sharded modules.
             device: Where it computes.
+            unshared: Names of the parameters of experts that FSDP leaves out: their gradients are autograd's.
         """
         super().__init__(model, model.parameters())
         self._waits = device.type == "cpu"  # else a forward pass goes on, and its streams wait
         self._units = [weakref.ref(unit) for unit in units]
         self._depth = 0  # of calls inside of each other: a registered method may call the model
         for name, parameter in model.named_parameters():
-            if parameter.requires_grad and is_dtensor(parameter):
+            if parameter.requires_grad and is_dtensor(parameter) and name not in unshared:
                 cast("Any", parameter).register_hook(_refusal_of(name))
 
     def _set_syncs(self, syncs: bool) -> None:

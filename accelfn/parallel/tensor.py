@@ -2,20 +2,405 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import nn
 
-from accelfn.parallel.facts import modules_of
-from accelfn.parallel.tensor_plans import TensorPlan
+from accelfn.context.config import TorchTensorParallelConfig
+from accelfn.errors import ConfigurationError
+from accelfn.parallel.facts import ModelFacts, modules_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ("StyledForward", "apply_tensor")
+
+STYLE_OF_WORD: Mapping[str, str] = MappingProxyType(
+    {
+        "colwise": "colwise",
+        "rowwise": "rowwise",
+        "embedding": "embedding",
+        "gather": "gather",
+        "sequence": "sequence",
+        "heads": "heads",
+        "whole": "whole",
+        # What authors of transformers write in a model's tp_plan.
+        "colwise_gather_output": "gather",
+        "colwise_rep": "gather",
+        "embedding_colwise": "gather",
+        "embedding_rowwise": "embedding",
+        "replicate": "whole",
+        "replicated_with_grad_allreduce": "heads",
+        "rowwise_rep": "embedding",
+        "rowwise_split_input": "embedding",
+        "sequence_parallel": "sequence",
+    }
+)
+"""Style of each word that a plan may use."""
+
+# Dim of the weight that a style splits, by the kind of layer.
+_SPLIT_DIM = MappingProxyType(
+    {
+        ("colwise", "linear"): 0,
+        ("gather", "linear"): 0,
+        ("gather", "embedding"): 1,
+        ("rowwise", "linear"): 1,
+        ("embedding", "linear"): 1,
+        ("embedding", "embedding"): 0,
+    }
+)
+_SPLITTING = frozenset(style for style, _ in _SPLIT_DIM)
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
+
+
+class TensorPlan(NamedTuple):
+    """How tensor parallelism lays out a model. Prints as a table.
+
+    Attributes:
+        size: Ranks that share each layer.
+        styles: Style of each module that has parameters of its own, by its name.
+
+            ========= =============================== ================ =================
+            style     parameters                      takes            gives
+            ========= =============================== ================ =================
+            colwise   outputs split                   whole            its features
+            rowwise   inputs split                    its features     whole
+            embedding vocabulary (or inputs) split    whole            whole
+            gather    outputs split                   whole            whole
+            sequence  whole                           its positions    whole
+            heads     whole                           its heads        its heads
+            whole     whole                           whole            whole
+            ========= =============================== ================ =================
+        heads: Counts of heads that modules view their tensors by, and what each rank sets them to, by the
+            module's name and the attribute's.
+        logits: Names of the layers whose outputs stay split over the vocabulary for ``loss_parallel``.
+        dims: The dim of each parameter that ranks share, by its name; the others are whole on each rank.
+        follows: Parameters of modules that aren't split, tied to one of a layer that is, by their names: they
+            are laid out as that one.
+    """
+
+    size: int
+    styles: Mapping[str, str]
+    heads: Mapping[str, Mapping[str, tuple[int, int]]]
+    logits: frozenset[str]
+    dims: Mapping[str, int]
+    follows: Mapping[str, str]
+
+    @property
+    def splits_sequence(self) -> bool:
+        """Whether what runs from block to block is split along the sequence, dim 1."""
+        return "sequence" in self.styles.values()
+
+    def local(self, facts: ModelFacts) -> ModelFacts:
+        """Return the facts of what one rank holds: shapes of its part of each parameter."""
+        shapes = {
+            name: tuple(
+                size // self.size if dim == self.dims.get(name) else size for dim, size in enumerate(shape)
+            )
+            for name, shape in facts.shapes.items()
+        }
+        return facts._replace(shapes=shapes)
+
+    def only(self, facts: ModelFacts) -> TensorPlan:
+        """Return the plan of those modules that ``facts`` have: a stage's.
+
+        Raises:
+            ConfigurationError: A parameter is laid out as one that it is tied to, which another stage has.
+        """
+        here = facts.kinds
+        follows = {name: leader for name, leader in self.follows.items() if name in facts.shapes}
+        for name, leader in follows.items():
+            if leader not in facts.shapes:
+                raise ConfigurationError(
+                    f"{name} is tied to {leader}, which is split over ranks and belongs to another stage of "
+                    f"the pipeline. Give {name.rpartition('.')[0]} a style of the same layout, or untie them."
+                )
+        return self._replace(
+            styles={name: style for name, style in self.styles.items() if name in here},
+            heads={name: counts for name, counts in self.heads.items() if name in here},
+            logits=frozenset(name for name in self.logits if name in here),
+            follows=follows,
+        )
+
+    def rows(self) -> dict[str, str]:
+        """Return the lines of a table: modules by style, with stars for numbers."""
+        rows = {"layers": f"shared by {self.size} ranks; whole where no style is named"}
+        for style in dict.fromkeys(STYLE_OF_WORD.values()):
+            names = dict.fromkeys(_generic(name) for name, one in self.styles.items() if one == style)
+            if names and style != "whole":
+                rows[style] = ", ".join(names)
+        if self.heads:
+            changes = dict.fromkeys(
+                f"{_generic(name)}.{key} {before} -> {now}"
+                for name, counts in self.heads.items()
+                for key, (before, now) in counts.items()
+            )
+            rows["attributes"] = ", ".join(changes)
+        if self.logits:
+            rows["logits"] = f"of {', '.join(sorted(self.logits))} stay split for the loss"
+        return rows
+
+    def __str__(self) -> str:
+        """Return the plan as a table."""
+        rows = self.rows()
+        width = max(map(len, rows))
+        return "\n".join(f"{title.ljust(width)}  {text}" for title, text in rows.items())
+
+
+def plan_tensor(record: TorchTensorParallelConfig, facts: ModelFacts, tp_size: int) -> TensorPlan:
+    """Choose a style for each module that has parameters. Pure: no model, no device, no process.
+
+    The patterns are those of ``record.plan``, else the model's own (``facts.tp_plan``). A pattern is a
+    module's name, in which ``*`` stands for one part between dots: ``"layers.*.attn.q"``. A pattern of the
+    user's must match something; one of the model's need not, since a class has one plan for all its
+    configurations. What no pattern matches stays whole.
+
+    Args:
+        record: Holds the plan, and whether the logits stay split for the loss.
+        facts: Of the model, from :func:`accelfn.parallel.read_facts`.
+        tp_size: Ranks that share each layer.
+
+    Raises:
+        ConfigurationError: There is no plan, or it doesn't fit the model: the message lists every unknown
+            word, pattern without a match, layer that can't be split, dim or number of heads that
+            ``tp_size`` doesn't divide, and tied parameters that would be laid out differently.
+    """
+    is_users = record.plan is not None
+    patterns = record.plan if record.plan is not None else facts.tp_plan
+    if not patterns:
+        raise ConfigurationError(
+            f"tp_size={tp_size}: nothing says how to split {facts.kinds.get('', 'the model')}, which has no "
+            "tp_plan of its own. In the program, pass ParallelismConfig(tp_handler=TorchTensorParallelConfig("
+            'plan={"layers.*.attn.q": "colwise", "layers.*.attn.o": "rowwise"})), with the names of your '
+            "modules."
+        )
+    owners = tuple(dict.fromkeys(name.rpartition(".")[0] for name in facts.shapes))
+    styles, problems = _match(patterns, facts, owners, is_users)
+    problems += _unsplittable(styles, facts, tp_size)
+    if is_users:
+        problems += _unclear(styles, owners)
+    heads, more = _heads(styles, facts, tp_size, is_users)
+    problems += more
+    full = {name: styles.get(name, "whole") for name in facts.kinds if name in owners or name in styles}
+    follows, more = _ties(full, facts)
+    problems += more
+    logits: frozenset[str] = frozenset()
+    if record.loss_parallel:
+        inside = facts.blocks
+        logits = frozenset(
+            name
+            for name, style in full.items()
+            if style == "gather" and facts.layers.get(name) == "linear" and not _is_inside(name, inside)
+        )
+        if not logits:
+            problems.append(
+                'loss_parallel=True: no linear layer outside of the blocks has the style "gather". Give it '
+                "to the one that computes the logits."
+            )
+    if problems:
+        whose = "TorchTensorParallelConfig.plan" if is_users else "the model's own tp_plan"
+        raise ConfigurationError(
+            f"{whose} doesn't fit {facts.kinds.get('', 'the model')} with tp_size={tp_size}:\n"
+            + "\n".join(f"  - {one}" for one in problems)
+        )
+    found = {name: _split_dim(follows.get(name, name), full, facts) for name in facts.shapes}
+    dims = {name: dim for name, dim in found.items() if dim is not None}
+    return TensorPlan(tp_size, full, heads, logits, dims, follows)
+
+
+def _match(
+    patterns: Mapping[str, str], facts: ModelFacts, owners: Sequence[str], is_users: bool
+) -> tuple[dict[str, str], list[str]]:
+    """Return the style of each module that a pattern matches, and what is wrong with the patterns."""
+    styles: dict[str, str] = {}
+    chosen_by: dict[str, str] = {}
+    problems: list[str] = []
+    matched = False
+    for pattern, word in patterns.items():
+        found = [name for name in facts.kinds if _matches(name, pattern)]
+        matched = matched or bool(found)
+        if word not in STYLE_OF_WORD and (found or is_users or _names_parameter(pattern, facts)):
+            problems.append(
+                f"{pattern!r}: unknown style {word!r}. Use one of {', '.join(sorted(STYLE_OF_WORD))}."
+            )
+            continue
+        if not found:
+            if is_users:
+                problems.append(f"{pattern!r} matches no module.{_suggest(pattern, facts)}")
+            elif _names_parameter(pattern, facts):
+                problems.append(f"{pattern!r} names a parameter; this version splits layers.")
+            continue
+        style = STYLE_OF_WORD[word]
+        empty = [name for name in found if name not in owners]
+        if empty and style in _SPLITTING:
+            problems.append(
+                f"{pattern!r} matches {_shown(empty, facts)}, which has no parameters of its own. "
+                f"Name the layers inside.{_suggest(f'{pattern}.*', facts)}"
+            )
+            continue
+        if style != "sequence":  # a norm without parameters has its positions too
+            found = [name for name in found if name in owners]
+        for name in found:
+            if styles.setdefault(name, style) != style:
+                problems.append(
+                    f"{pattern!r} and {chosen_by[name]!r} both match {name}, with the styles {style!r} and "
+                    f"{styles[name]!r}. Keep one."
+                )
+            chosen_by.setdefault(name, pattern)
+    if not matched and not is_users:
+        problems.append(f"none of its patterns matches a module: {', '.join(patterns)}.")
+    return styles, problems
+
+
+def _unsplittable(styles: Mapping[str, str], facts: ModelFacts, tp_size: int) -> Iterator[str]:
+    """Return which layers can't be split as asked, and which dims ``tp_size`` doesn't divide."""
+    for name, style in styles.items():
+        if style not in _SPLITTING:
+            continue
+        kind = facts.layers.get(name)
+        dim = None if kind is None else _SPLIT_DIM.get((style, kind))
+        if dim is None:
+            fits = [one for one, of in _SPLIT_DIM if of == kind]
+            yield f"{name} is {_a(facts.kinds[name])}, which can't be {style!r}. " + (
+                f"Use one of {', '.join(fits)}."
+                if fits
+                else "torch splits nn.Linear and nn.Embedding; leave others whole."
+            )
+            continue
+        shape = facts.shapes[f"{name}.weight" if name else "weight"]
+        if shape[dim] % tp_size:
+            what = {("linear", 0): "output", ("linear", 1): "input", ("embedding", 0): "row"}.get(
+                (str(kind), dim), "column"
+            )
+            more = tp_size - shape[dim] % tp_size
+            yield (
+                f"{name} ({style}): {shape[dim]} {what}s aren't divisible by tp_size={tp_size}. Pad it by "
+                f"{more}, or use a size that divides."
+            )
+
+
+def _unclear(styles: Mapping[str, str], owners: Sequence[str]) -> Iterator[str]:
+    """Return which modules stand between layers that split and join, and don't say on which side they are.
+
+    A norm over each head (as ``q_norm``) sees this rank's heads, one before the projections sees the whole
+    input: its gradient is summed over ranks in the first case alone, and nothing fails where that is missed.
+    """
+    by_parent: dict[str, set[str]] = {}
+    for name, style in styles.items():
+        by_parent.setdefault(name.rpartition(".")[0], set()).add(style)
+    for name in owners:
+        parent, dot, _ = name.rpartition(".")
+        if dot and name not in styles and {"colwise", "rowwise"} <= by_parent.get(parent, set()):
+            yield (
+                f"{name} stands beside colwise and rowwise layers, and the plan doesn't name it. Say "
+                '"heads" if it sees only this rank\'s heads (or features), "whole" if it sees all of them.'
+            )
+
+
+def _heads(
+    styles: Mapping[str, str], facts: ModelFacts, tp_size: int, is_users: bool
+) -> tuple[dict[str, dict[str, tuple[int, int]]], list[str]]:
+    """Return each rank's counts of heads, and which counts ``tp_size`` doesn't divide.
+
+    The modules of a model that comes with a plan need no other counts: they view by -1.
+    """
+    split: dict[str, list[str]] = {}
+    for name, style in styles.items():
+        if style == "colwise" and facts.layers.get(name) == "linear":
+            split.setdefault(name.rpartition(".")[0], []).append(name)
+    heads: dict[str, dict[str, tuple[int, int]]] = {}
+    problems: list[str] = []
+    for module, layers in split.items():
+        stated = facts.heads.get(module)
+        if stated is None:
+            continue
+        for key, count in stated.counts.items():
+            if count % tp_size:
+                problems.append(f"{module}.{key}={count} isn't divisible by tp_size={tp_size}.")
+            elif is_users:
+                heads.setdefault(module, {})[key] = (count, count // tp_size)
+        if stated.dim is None:
+            continue
+        for layer in layers:
+            outputs = facts.shapes[f"{layer}.weight"][0]
+            num_heads, rest = divmod(outputs, stated.dim)
+            if not rest and num_heads % tp_size and outputs % tp_size == 0:  # else it was named already
+                problems.append(
+                    f"{layer} has {num_heads} heads of {stated.dim}, which tp_size={tp_size} doesn't divide."
+                )
+    return heads, problems
+
+
+def _ties(styles: Mapping[str, str], facts: ModelFacts) -> tuple[dict[str, str], list[str]]:
+    """Return which tied parameters follow others, and which ones the styles lay out differently."""
+    follows: dict[str, str] = {}
+    problems: list[str] = []
+    for names in facts.ties:
+        dims = {name: _split_dim(name, styles, facts) for name in names}
+        split = [name for name, dim in dims.items() if dim is not None]
+        # A bias that a head's parent holds too, say; a table of vectors is to be split on purpose.
+        loose = [name for name in names if dims[name] is None and _owner(name) not in facts.layers]
+        if split:
+            follows.update(dict.fromkeys(loose, split[0]))
+        if len({dim for name, dim in dims.items() if name not in follows}) > 1:
+            shown = ", ".join(f"{name} is {styles[_owner(name)]}" for name in names)
+            problems.append(
+                f"{' and '.join(names)} are one tied parameter, and the plan lays them out differently: "
+                f'{shown}. An embedding that is "embedding" fits a head that is "gather"; else untie them.'
+            )
+    return follows, problems
+
+
+def _split_dim(name: str, styles: Mapping[str, str], facts: ModelFacts) -> int | None:
+    """Return the dim of a parameter that ranks share; None where each has all of it."""
+    module, _, leaf = name.rpartition(".")
+    dim = _SPLIT_DIM.get((styles[module], facts.layers.get(module, "")))
+    return dim if leaf == "weight" or dim == 0 else None
+
+
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _matches(name: str, pattern: str) -> bool:
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
+
+
+def _names_parameter(pattern: str, facts: ModelFacts) -> bool:
+    return any(_matches(name, pattern) for name in facts.shapes)
+
+
+def _is_inside(name: str, blocks: Sequence[str]) -> bool:
+    return any(name == block or name.startswith(f"{block}.") for block in blocks)
+
+
+def _generic(name: str) -> str:
+    """Return a name with a star for each number, as patterns have it."""
+    return _NUMBER.sub("*", name)
+
+
+def _suggest(pattern: str, facts: ModelFacts) -> str:
+    """Return a sentence with the layers that a pattern may have meant; "" where none is near."""
+    known = list(dict.fromkeys(_generic(name) for name in facts.layers))
+    last = pattern.rpartition(".")[2]
+    near = get_close_matches(_generic(pattern), known, n=3, cutoff=0.6)
+    near += [one for one in known if last != "*" and one.rpartition(".")[2] == last and one not in near]
+    return f" Did you mean {' or '.join(map(repr, near[:3]))}?" if near else ""
+
+
+def _shown(names: Sequence[str], facts: ModelFacts) -> str:
+    return f"{names[0] or 'the model itself'} ({facts.kinds[names[0]]})"
+
+
+def _a(kind: str) -> str:
+    return f"{'an' if kind[:1] in 'AEIOU' else 'a'} {kind}"
 
 
 def apply_tensor(model: nn.Module, plan: TensorPlan, device_mesh: DeviceMesh) -> None:

@@ -14,8 +14,6 @@ from accelfn.context.config import AutoWrapPolicy, FullyShardedDataParallelPlugi
 from accelfn.errors import ConfigurationError
 from accelfn.parallel.facts import ModelFacts, modules_of, owner_of
 
-__all__ = ("choose_units", "names_of_ignored", "names_of_wrapped")
-
 
 def choose_units(
     plugin: FullyShardedDataParallelPlugin, facts: ModelFacts, wrapped: Iterable[str] | None = None

@@ -13,8 +13,6 @@ import torch
 from accelfn.context import Collectives
 from accelfn.errors import AccelfnError
 
-__all__ = ("Fault", "InjectedFaultError", "RankDeath", "inject")
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -12,8 +12,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar, get_args
+from typing import Protocol, TypeVar, cast, get_args
 
 from typing_extensions import Unpack
 
@@ -28,8 +29,6 @@ except ImportError as _error:
     raise MissingExtraError(
         "accelfn.testing.plugin needs pytest. Install it: pip install 'accelfn[testing]'"
     ) from _error
-
-__all__ = ("Ranks", "ranks")
 
 T = TypeVar("T")
 
@@ -58,17 +57,4 @@ def ranks(request: pytest.FixtureRequest) -> Ranks:
     if on not in get_args(Where):
         raise ValueError(f"ranks: a world is one of {', '.join(get_args(Where))}; got {on!r}.")
 
-    def run(
-        fn: Callable[[Context], T],
-        world_size: int,
-        *,
-        timeout_s: float | None = 30.0,
-        faults: Sequence[Fault] = (),
-        num_nodes: int = 1,
-        **options: Unpack[ContextOptions],
-    ) -> list[T]:
-        return run_ranks(
-            fn, world_size, on, timeout_s=timeout_s, faults=faults, num_nodes=num_nodes, **options
-        )
-
-    return run
+    return cast("Ranks", functools.partial(run_ranks, on=on))

@@ -39,11 +39,8 @@ from accelfn.errors import (
     RemoteTraceback,
 )
 from accelfn.testing.faults import Fault, inject
-from accelfn.testing.memory import memory_world
-from accelfn.testing.outcome import Outcome, conclude
-from accelfn.testing.part import taking_part
-
-__all__ = ("run_on_processes",)
+from accelfn.testing.part import Outcome, conclude, taking_part
+from accelfn.testing.threads import memory_world
 
 T = TypeVar("T")
 Connection = Any  # multiprocessing's connections are generic in stubs only

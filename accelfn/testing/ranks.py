@@ -14,8 +14,6 @@ from accelfn.testing.faults import Fault
 from accelfn.testing.processes import run_on_processes
 from accelfn.testing.threads import run_on_gloo_threads, run_on_memory
 
-__all__ = ("Where", "run_ranks")
-
 T = TypeVar("T")
 Where = Literal["memory", "gloo", "processes"]
 

@@ -24,21 +24,6 @@ except ImportError as _error:
         "accelfn.testing.strategies needs hypothesis. Install it: pip install 'accelfn[testing]'"
     ) from _error
 
-__all__ = (
-    "DTYPES",
-    "FLOAT8",
-    "Mismatched",
-    "Pair",
-    "Sample",
-    "dtypes",
-    "mismatched_trees",
-    "rank_trees",
-    "shapes",
-    "tensors",
-    "trees",
-    "worlds",
-)
-
 DTYPES = (
     *(torch.float32, torch.int64, torch.bool, torch.float64, torch.float16, torch.bfloat16),
     *(torch.int8, torch.uint8, torch.int16, torch.int32, torch.complex64),

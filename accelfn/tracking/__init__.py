@@ -1,27 +1,24 @@
 """What a run shows and leaves to look at: experiment trackers, logs, progress, profiles."""
 
-from accelfn.tracking.built_in import (
+from accelfn.tracking.adapters import (
     AimTracker,
     BuiltInTracker,
     ClearMLTracker,
     CometMLTracker,
     DVCLiveTracker,
-    JSONLTracker,
     MLflowTracker,
     SwanLabTracker,
     TensorBoardTracker,
     TrackioTracker,
     WandBTracker,
 )
-from accelfn.tracking.choose import TrackerPlan, plan_trackers
-from accelfn.tracking.logger import RankLogger, get_logger
+from accelfn.tracking.jsonl import JSONLTracker
+from accelfn.tracking.logs import ProgressBar, RankLogger, get_logger, install_rich_tracebacks, tqdm
 from accelfn.tracking.profiling import profile
-from accelfn.tracking.progress import ProgressBar, tqdm
-from accelfn.tracking.tracebacks import install_rich_tracebacks
 from accelfn.tracking.tracker import BlankTracker, GeneralTracker
 from accelfn.tracking.trackers import (
     OnError,
-    TrackerHistory,
+    TrackerPlan,
     Trackers,
     finish,
     get_tracker,
@@ -29,6 +26,7 @@ from accelfn.tracking.trackers import (
     log,
     log_images,
     log_table,
+    plan_trackers,
 )
 from accelfn.tracking.values import plain_config, read_numbers
 
@@ -47,7 +45,6 @@ __all__ = (
     "RankLogger",
     "SwanLabTracker",
     "TensorBoardTracker",
-    "TrackerHistory",
     "TrackerPlan",
     "Trackers",
     "TrackioTracker",

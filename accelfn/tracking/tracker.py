@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import os
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,15 +12,16 @@ from typing_extensions import Self
 
 from accelfn.errors import NotAvailableError
 
-__all__ = ("BlankTracker", "GeneralTracker", "check_tracker")
+__all__ = ("BlankTracker", "GeneralTracker", "check_tracker", "warn_caller")
 
 _REQUIRED = ("name", "requires_logging_directory", "tracker")
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 class GeneralTracker:
     """Base of trackers: where values go that a run logs.
 
-    A tracker of your own says ``name`` and ``requires_logging_directory`` as class attributes, has a property
+    A tracker of your own has ``name`` and ``requires_logging_directory`` as class attributes, has a property
     ``tracker`` (the object behind it), and does in the methods below what it can::
 
         class Printer(GeneralTracker):
@@ -112,14 +115,13 @@ class GeneralTracker:
         """End the run: what was logged is safe when it returns."""
 
 
-class BlankTracker(GeneralTracker):
+class BlankTracker:
     """Stands for a tracker where it doesn't act: on the other ranks, or when it couldn't be started.
 
     Whatever is called, set, looked up or entered on it does nothing, and so does what is behind it, so that
     one program text fits all ranks. It is false, empty, and has nothing to iterate over.
 
     >>> blank = BlankTracker("wandb")
-    >>> blank.log({"loss": 0.5})
     >>> blank.tracker.log_artifact("model").wait()
     BlankTracker('wandb')
     >>> blank.tracker.summary["best"] = 0.5
@@ -129,55 +131,41 @@ class BlankTracker(GeneralTracker):
     """
 
     requires_logging_directory = False
+    main_process_only = True
 
     def __init__(self, name: str) -> None:
         """Take the name of the one that it stands for."""
         self.__dict__["name"] = name
 
-    @property
-    def tracker(self) -> BlankTracker:
-        """Itself."""
-        return self
-
-    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Do nothing."""
-
-    def log_table(
-        self,
-        table_name: str,
-        columns: Sequence[str] | None = None,
-        data: Sequence[Sequence[Any]] | None = None,
-        dataframe: Any = None,
-        step: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Do nothing."""
-
-    def __getattr__(self, name: str) -> BlankTracker:
+    def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # what Python asks for, such as in copy and pickle
             raise AttributeError(f"BlankTracker has no attribute {name!r}.")
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Self:
+        """Do nothing."""
+        return self
+
+    def __enter__(self) -> Self:
+        """Do nothing."""
+        return self
+
+    def __getitem__(self, key: Any) -> Self:
+        """Do nothing."""
+        return self
+
+    def __truediv__(self, name: Any) -> Self:
+        """Do nothing: a path, such as the folder of JSONLTracker, is a stand-in too."""
         return self
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Do nothing."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> BlankTracker:
-        """Do nothing."""
-        return self
-
-    def __getitem__(self, key: Any) -> BlankTracker:
-        """Return itself, whatever is looked up."""
-        return self
-
     def __setitem__(self, key: Any, value: Any) -> None:
         """Do nothing."""
 
-    def __delitem__(self, key: Any) -> None:
-        """Do nothing."""
-
-    def __contains__(self, key: Any) -> bool:
-        """Return False."""
-        return False
+    def __exit__(self, *raised: object) -> None:
+        """Do nothing; what was raised goes on."""
 
     def __iter__(self) -> Iterator[Any]:
         """Have nothing to iterate over."""
@@ -186,29 +174,6 @@ class BlankTracker(GeneralTracker):
     def __len__(self) -> int:
         """Be empty, and false."""
         return 0
-
-    def __enter__(self) -> Self:
-        """Do nothing."""
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        """Do nothing; what was raised goes on."""
-
-    def __truediv__(self, part: Any) -> BlankTracker:
-        """Stand for a path too, such as the folder of :class:`JSONLTracker`."""
-        return self
-
-    def __int__(self) -> int:
-        """Be 0."""
-        return 0
-
-    def __float__(self) -> float:
-        """Be 0."""
-        return 0.0
-
-    def __format__(self, spec: str) -> str:
-        """Format its text, of whatever type ``spec`` is meant for."""
-        return repr(self)
 
     def __repr__(self) -> str:
         return f"BlankTracker({self.__dict__.get('name')!r})"
@@ -228,3 +193,12 @@ def check_tracker(tracker: GeneralTracker | type[GeneralTracker]) -> None:
             f"the tracker {cls.__name__} has no {' and no '.join(missing)}. A tracker has the class "
             "attributes name and requires_logging_directory, and a property tracker: the object behind it."
         )
+
+
+def warn_caller(message: str) -> None:
+    """Warn, and name the nearest line outside of accelfn as the place."""
+    depth = 1
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame, depth = frame.f_back, depth + 1
+    warnings.warn(message, stacklevel=depth)

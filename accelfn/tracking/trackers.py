@@ -1,4 +1,4 @@
-"""Experiment trackers as functions: start them, log to them, end them.
+"""Experiment trackers as functions: choose them, start them, log to them, end them.
 
 Every rank may call these, and a tracker acts on the main process alone, or on every rank if its
 ``main_process_only`` is False. Nothing here communicates, so it does no harm if only some ranks call.
@@ -9,19 +9,32 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from operator import index
+from typing import Any, Literal
 
 from accelfn.comm import catch, failing_together
 from accelfn.context import Context, check_context
+from accelfn.context.config.records import settle_log_with
 from accelfn.errors import ConfigurationError, MissingExtraError
-from accelfn.tracking.choose import TrackerPlan, plan_trackers
-from accelfn.tracking.tracker import BlankTracker, GeneralTracker
-from accelfn.tracking.values import plain_config, read_numbers, read_step
-from accelfn.tracking.warned import warn_caller
+from accelfn.tracking.adapters import (
+    AimTracker,
+    BuiltInTracker,
+    ClearMLTracker,
+    CometMLTracker,
+    DVCLiveTracker,
+    MLflowTracker,
+    SwanLabTracker,
+    TensorBoardTracker,
+    TrackioTracker,
+    WandBTracker,
+)
+from accelfn.tracking.jsonl import JSONLTracker
+from accelfn.tracking.tracker import BlankTracker, GeneralTracker, check_tracker, warn_caller
+from accelfn.tracking.values import plain_config, read_numbers
 
 __all__ = (
     "OnError",
-    "TrackerHistory",
+    "TrackerPlan",
     "Trackers",
     "finish",
     "get_tracker",
@@ -29,43 +42,149 @@ __all__ = (
     "log",
     "log_images",
     "log_table",
+    "plan_trackers",
 )
 
 OnError = Literal["warn", "raise"]
 
-
-class TrackerHistory:
-    """What has become of the trackers of a run: the one thing of them that changes.
-
-    Attributes:
-        failures: How often each tracker has failed, by name.
-        is_finished: Whether the run has ended.
-    """
-
-    def __init__(self) -> None:
-        """Begin with nothing."""
-        self.failures: dict[str, int] = {}
-        self.is_finished = False
+_BUILT_IN: tuple[type[BuiltInTracker], ...] = (
+    JSONLTracker,
+    AimTracker,
+    TensorBoardTracker,
+    WandBTracker,
+    TrackioTracker,
+    CometMLTracker,
+    MLflowTracker,
+    ClearMLTracker,
+    DVCLiveTracker,
+    SwanLabTracker,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TrackerPlan:
+    """Which trackers a run gets. Nothing has been started, and no package imported.
+
+    Attributes:
+        chosen: Trackers, and classes that are built when they are started, in order; names differ.
+        skipped: Notes on those that ``"all"`` leaves out although they are installed.
+        logging_dir: Where those write that require a directory.
+    """
+
+    chosen: tuple[GeneralTracker | type[GeneralTracker], ...] = ()
+    skipped: tuple[str, ...] = ()
+    logging_dir: str | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the chosen ones."""
+        return tuple(one.name for one in self.chosen)
+
+
+# Classes go into log_with themselves: a register that a class is entered in by a call would be a global,
+# which two programs in one process would share. So there is nothing like register_tracker_class.
+def plan_trackers(
+    log_with: Any,
+    logging_dir: str | os.PathLike[str] | None = None,
+    *,
+    installed: Callable[[type[BuiltInTracker]], bool] = lambda one: one.is_installed(),
+) -> TrackerPlan:
+    """Return which trackers a run gets. Pure, but for a look at which packages are installed.
+
+    Args:
+        log_with: A name, a :class:`GeneralTracker` or a class of these, or a list; ``"all"`` stands for each
+            built-in one that is installed. What a class or an instance is called wins over a built-in one of
+            that name, if that was only meant by ``"all"``.
+        logging_dir: Where those write that require a directory.
+        installed: Whether the package of a built-in tracker is there.
+
+    Raises:
+        ConfigurationError: There is no tracker of a name, two have one name, or one requires a directory and
+            none is given. (Under ``"all"`` such a one is skipped.)
+        MissingExtraError: The package of one that was named isn't installed.
+        TypeError: Something isn't a tracker.
+        NotImplementedError: A tracker lacks attributes.
+
+    >>> plan_trackers("all", installed=lambda one: one.name in ("tensorboard", "wandb", "jsonl")).names
+    ('jsonl', 'wandb')
+    """
+    asked = settle_log_with(log_with)
+    chosen = [_find(one, installed) for one in asked if one != "all"]
+    names = [one.name for one in chosen]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigurationError(
+            f"log_with names {', '.join(twice)} twice. Give each tracker a name of its own, by which "
+            "get_tracker finds it."
+        )
+    directory = None if logging_dir is None else os.fspath(logging_dir)
+    for one in chosen:
+        if not _has_directory(one, directory):
+            raise ConfigurationError(
+                f"the tracker {one.name!r} writes to a directory, and none is given. Pass logging_dir, or "
+                "project_dir for all that the run writes."
+            )
+    skipped: list[str] = []
+    if "all" in asked:
+        for one in _BUILT_IN:
+            if one.name in names or not installed(one):
+                continue
+            if _has_directory(one, directory):
+                chosen.append(one)
+            else:
+                skipped.append(
+                    f"{one.name} writes to a directory, and no logging_dir or project_dir is given"
+                )
+    return TrackerPlan(chosen=tuple(chosen), skipped=tuple(skipped), logging_dir=directory)
+
+
+def _has_directory(one: GeneralTracker | type[GeneralTracker], directory: str | None) -> bool:
+    if isinstance(one, GeneralTracker) or not one.requires_logging_directory:  # an instance has its own
+        return True
+    return directory is not None or getattr(one, "default_directory", None) is not None
+
+
+def _find(
+    asked: Any, installed: Callable[[type[BuiltInTracker]], bool]
+) -> GeneralTracker | type[GeneralTracker]:
+    if isinstance(asked, str):
+        found = next(one for one in _BUILT_IN if one.name == asked)
+        if not installed(found):
+            raise MissingExtraError(
+                f"log_with asks for {asked!r}, which needs {' or '.join(found.modules)}, and that isn't "
+                f"installed: pip install {found.install}"
+            )
+        return found
+    cls = asked if isinstance(asked, type) else type(asked)
+    if not issubclass(cls, GeneralTracker):
+        raise TypeError(
+            f"log_with takes names, trackers and classes of these, which extend accelfn.GeneralTracker: got "
+            f"{cls.__name__}."
+        )
+    check_tracker(asked)
+    return asked
+
+
+@dataclass(kw_only=True, eq=False)
 class Trackers:
-    """Trackers of a run, made by :func:`init_trackers`.
+    """Trackers of a run, made by :func:`init_trackers`. The functions below count in it what has failed.
 
     Attributes:
         ctx: Who this rank is.
         names: Of all that were chosen; the same on every rank.
         active: Those that act on this rank.
-        on_error: What happens when a tracker fails: ``"warn"`` says so once for each tracker, and the run
-            goes on; ``"raise"`` raises, on every rank.
-        history: What has become of them.
+        on_error: What happens when a tracker fails: ``"warn"`` warns once for each tracker, and the run goes
+            on; ``"raise"`` raises, on every rank.
+        failures: How often each tracker has failed, by name.
+        is_finished: Whether the run has ended.
     """
 
     ctx: Context = field(default_factory=Context)
     names: tuple[str, ...] = ()
     active: tuple[GeneralTracker, ...] = ()
     on_error: OnError = "warn"
-    history: TrackerHistory = field(default_factory=TrackerHistory, compare=False, repr=False)
+    failures: dict[str, int] = field(default_factory=dict[str, int])
+    is_finished: bool = False
 
 
 def init_trackers(
@@ -103,8 +222,7 @@ def init_trackers(
         ConfigurationError: As :func:`plan_trackers`; ``init_kwargs`` name a tracker that isn't chosen, or a
             tracker refuses them.
         MissingExtraError: The package of a tracker that was named isn't installed.
-        TypeError: An argument is of another kind, or a tracker's constructor doesn't take its
-            ``init_kwargs``.
+        TypeError: A tracker's constructor doesn't take its ``init_kwargs``.
         Exception: With ``on_error="raise"``, what a tracker raised; ``RemoteRankError`` on other ranks.
 
     >>> import tempfile
@@ -118,7 +236,6 @@ def init_trackers(
     check_context("init_trackers", ctx)
     if on_error not in ("warn", "raise"):
         raise ValueError(f'init_trackers: on_error must be "warn" or "raise", got {on_error!r}.')
-    _check_arguments(project_name, init_kwargs, logging_dir)
     asked = log_with if log_with is not None else ctx.log_with or "jsonl"
     directory = logging_dir if logging_dir is not None else ctx.project.logging_dir
     plan = plan_trackers(asked, directory)
@@ -135,10 +252,9 @@ def init_trackers(
     if ctx.is_main_process:
         for note in plan.skipped:
             warn_caller(f'log_with="all": {note}, so it is left out.')
-    active = _started(trackers, plan, project_name, options)
-    trackers = Trackers(
-        ctx=ctx, names=plan.names, active=tuple(active), on_error=on_error, history=trackers.history
-    )
+    for one in plan.chosen:
+        if ctx.is_main_process or not one.main_process_only:
+            _start(trackers, one, plan, project_name, options.get(one.name, {}))
     if values is not None:
         _each(trackers, "store_init_configuration", lambda one: one.store_init_configuration(dict(values)))
     return trackers
@@ -153,9 +269,10 @@ def log(
 ) -> None:
     """Log values of a step. Effect: the trackers that act on this rank keep them.
 
-    Tensors become numbers, with one copy to the host for all of them, and only on ranks on which a tracker
-    acts: elsewhere this returns at once. They are this rank's: reduce over ranks first what is to be a mean
-    over them. What a tracker can't show (None, most lists) it leaves out.
+    Tensors become numbers, only on ranks on which a tracker acts: elsewhere this returns at once. They are
+    this rank's: reduce over ranks first what is to be a mean over them. What a tracker can't show (None, most
+    lists) it leaves out. A value that can't be read, such as a sharded tensor, is skipped with a warning that
+    names it.
 
     Ranks: any; doesn't communicate.
 
@@ -167,18 +284,21 @@ def log(
 
     Raises:
         ConfigurationError: The trackers have ended, or ``log_kwargs`` name one that isn't there.
-        TypeError: ``values`` is no mapping, or ``step`` is no whole number.
+        TypeError: ``step`` is no whole number.
         Exception: With ``on_error="raise"``, what a tracker raised; ``RemoteRankError`` on other ranks.
     """
     options = _options(trackers, "log", log_kwargs)
-    _check_mapping(values, "log", "values")
     if not trackers.active:
         return
-    at = read_step(step, "log")
-    numbers: list[dict[str, Any]] = []
-    _guarded(trackers, "values", "log", lambda: numbers.append(read_numbers(values)))
-    if numbers:
-        _each(trackers, "log", lambda one: one.log(dict(numbers[0]), step=at, **options.get(one.name, {})))
+    at = None if step is None else index(step)
+    numbers: dict[str, Any] = {}
+
+    def read(name: str) -> None:
+        numbers.update(read_numbers({name: values[name]}))
+
+    problems = [_attempt(trackers, f"value {name!r}", "log", lambda name=name: read(name)) for name in values]
+    _raise_first(trackers, "log", problems)
+    _each(trackers, "log", lambda one: one.log(dict(numbers), step=at, **options.get(one.name, {})))
 
 
 def log_images(
@@ -207,10 +327,7 @@ def log_images(
         Exception: As :func:`log`.
     """
     options = _options(trackers, "log_images", log_kwargs)
-    _check_mapping(values, "log_images", "values")
-    if not trackers.active:
-        return
-    at = read_step(step, "log_images")
+    at = None if step is None else index(step)
     _each(
         trackers,
         "log_images",
@@ -260,11 +377,8 @@ def log_table(
     options = _options(trackers, "log_table", log_kwargs)
     if not trackers.active:
         return
-    at = read_step(step, "log_table")
-    rows: list[list[Any]] | None = None
-    if given is not None:
-        cells: dict[str, Any] = read_numbers({"rows": given})
-        rows = cells["rows"]
+    at = None if step is None else index(step)
+    rows: list[list[Any]] | None = None if given is None else read_numbers({"rows": given})["rows"]
 
     def keep(one: GeneralTracker) -> None:
         one.log_table(name, columns, rows, dataframe, at, **options.get(one.name, {}))
@@ -280,9 +394,9 @@ def finish(trackers: Trackers) -> None:
     Raises:
         Exception: With ``on_error="raise"``, what a tracker raised, after all have been ended.
     """
-    if trackers.history.is_finished:
+    if trackers.is_finished:
         return
-    trackers.history.is_finished = True
+    trackers.is_finished = True
     _each(trackers, "finish", lambda one: one.finish())
 
 
@@ -294,7 +408,7 @@ def get_tracker(trackers: Trackers, name: str, unwrap: bool = False) -> Any:
     Args:
         trackers: From :func:`init_trackers`.
         name: Of the tracker.
-        unwrap: Give the object behind it, such as the run.
+        unwrap: Return the object behind it, such as the run.
 
     Returns:
         The tracker, or what is behind it. Where it doesn't act, or couldn't be started, a stand-in on which
@@ -315,71 +429,40 @@ def get_tracker(trackers: Trackers, name: str, unwrap: bool = False) -> Any:
     return found.tracker if unwrap else found
 
 
-def _check_arguments(project_name: object, init_kwargs: object, logging_dir: object) -> None:
-    if not isinstance(project_name, str) or not project_name:
-        raise TypeError(f"init_trackers: project_name must be a text: got {project_name!r}.")
-    if logging_dir is not None and not isinstance(logging_dir, (str, os.PathLike)):
-        raise TypeError(f"init_trackers: logging_dir must be a path: got {logging_dir!r}.")
-    if init_kwargs is None:
-        return
-    _check_mapping(init_kwargs, "init_trackers", "init_kwargs")
-    for name, options in cast("Mapping[str, object]", init_kwargs).items():
-        _check_mapping(options, "init_trackers", f"init_kwargs[{name!r}]")
-
-
-def _check_mapping(value: object, operation: str, argument: str) -> None:
-    if not isinstance(value, Mapping):
-        raise TypeError(
-            f"{operation}: {argument} must be a mapping of names: got {type(value).__name__} {value!r}."
-        )
-
-
-def _started(
+def _start(
     trackers: Trackers,
-    plan: TrackerPlan,
-    project_name: str,
-    options: Mapping[str, Mapping[str, Any]],
-) -> list[GeneralTracker]:
-    active: list[GeneralTracker] = []
-    for one in plan.chosen:
-        if one.main_process_only and not trackers.ctx.is_main_process:
-            continue
-
-        with failing_together(trackers.ctx, "init_trackers"):
-            tracker = _built(one, plan, project_name, options.get(one.name, {}))
-
-        def start(tracker: GeneralTracker = tracker) -> None:
-            tracker.start()
-            active.append(tracker)
-
-        _guarded(trackers, one.name, "start", start)
-    return active
-
-
-def _built(
     one: GeneralTracker | type[GeneralTracker],
     plan: TrackerPlan,
     project_name: str,
     options: Mapping[str, Any],
-) -> GeneralTracker:
-    if isinstance(one, GeneralTracker):
-        if options:
-            raise ConfigurationError(
-                f"init_trackers: init_kwargs has arguments for {one.name!r}, which was passed as it is. Pass "
-                "its class instead, or give them to its constructor."
-            )
-        return one
-    build: Any = one  # what constructors take, the contract says
-    if not one.requires_logging_directory:
-        return build(project_name, **options)
-    directory = plan.logging_dir if plan.logging_dir is not None else getattr(one, "default_directory", None)
-    return build(project_name, **{"logging_dir": directory, **options})
+) -> None:
+    """Build and start a tracker, and make it an active one."""
+    with failing_together(trackers.ctx, "init_trackers"):
+        if isinstance(one, GeneralTracker):
+            if options:
+                raise ConfigurationError(
+                    f"init_trackers: init_kwargs has arguments for {one.name!r}, which was passed as an "
+                    "instance. Pass its class instead, or the arguments to its constructor."
+                )
+            tracker = one
+        else:
+            build: Any = one  # what constructors take, the contract says
+            if one.requires_logging_directory:
+                directory = plan.logging_dir or getattr(one, "default_directory", None)
+                options = {"logging_dir": directory, **options}
+            tracker = build(project_name, **options)
+
+    def start() -> None:
+        tracker.start()
+        trackers.active = (*trackers.active, tracker)
+
+    _raise_first(trackers, "start", [_attempt(trackers, tracker.name, "start", start)])
 
 
 def _options(
     trackers: Trackers, operation: str, log_kwargs: Mapping[str, Mapping[str, Any]] | None
 ) -> Mapping[str, Mapping[str, Any]]:
-    if trackers.history.is_finished:
+    if trackers.is_finished:
         raise ConfigurationError(
             f"{operation}: these trackers have ended. Log before finish, or start them again."
         )
@@ -395,42 +478,34 @@ def _options(
 
 def _each(trackers: Trackers, doing: str, action: Callable[[GeneralTracker], None]) -> None:
     """Do something with each tracker; what the first raised is raised after the last, if that is wanted."""
-    problems: list[Exception] = []
-    for one in trackers.active:
-        _, error = catch(lambda one=one: action(one))
-        if error is not None:
-            problems.append(error)
-            _failed(trackers, one.name, doing, error)
-    if problems and trackers.on_error == "raise":
-        with failing_together(trackers.ctx, f"tracker.{doing}"):
-            raise problems[0]
+    problems = [_attempt(trackers, one.name, doing, lambda one=one: action(one)) for one in trackers.active]
+    _raise_first(trackers, doing, problems)
 
 
-def _guarded(trackers: Trackers, name: str, doing: str, action: Callable[[], None]) -> None:
+def _attempt(trackers: Trackers, name: str, doing: str, action: Callable[[], None]) -> Exception | None:
+    """Do something; return what is to be raised, or else count a failure and warn of the first."""
     _, error = catch(action)
     if error is None:
-        return
-    _failed(trackers, name, doing, error)
-    if _is_raised(trackers, doing, error):
-        with failing_together(trackers.ctx, f"tracker.{doing}"):
-            raise error
-
-
-def _failed(trackers: Trackers, name: str, doing: str, error: Exception) -> None:
-    """Count a failure, and say it if it is the first of this tracker."""
-    failures = trackers.history.failures
-    failures[name] = failures.get(name, 0) + 1
-    if failures[name] > 1 or _is_raised(trackers, doing, error):
-        return
-    what = "is left out of this run" if doing == "start" else "may lack what is logged"
-    warn_caller(
-        f"the tracker {name!r} failed in {doing}: {type(error).__name__}: {str(error).rstrip('.')}. "
-        "The run goes on, and the "
-        f'tracker {what} (said once). With on_error="raise" this would stop the run.'
-    )
-
-
-def _is_raised(trackers: Trackers, doing: str, error: Exception) -> bool:
+        return None
+    trackers.failures[name] = trackers.failures.get(name, 0) + 1
     # What the caller has asked for wrongly would be wrong on every day, unlike a network that is down.
     is_mistake = doing == "start" and isinstance(error, (ConfigurationError, MissingExtraError))
-    return trackers.on_error == "raise" or is_mistake
+    if trackers.on_error == "raise" or is_mistake:
+        return error
+    if trackers.failures[name] == 1:
+        what = f"the tracker {name!r}" if name in trackers.names else f"the {name}"
+        end = "it is left out of this run" if doing == "start" else "it may lack what is logged"
+        if name not in trackers.names:
+            end = "it is skipped"
+        warn_caller(
+            f"{what} failed in {doing}: {type(error).__name__}: {str(error).rstrip('.')}. The run goes on, "
+            f'and {end} (warned once). With on_error="raise" this would stop the run.'
+        )
+    return None
+
+
+def _raise_first(trackers: Trackers, doing: str, problems: Sequence[Exception | None]) -> None:
+    for error in problems:
+        if error is not None:
+            with failing_together(trackers.ctx, f"tracker.{doing}"):
+                raise error

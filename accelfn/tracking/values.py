@@ -1,30 +1,32 @@
-"""What is logged, as plain values: numbers, texts, lists and mappings of these."""
+"""What is logged, made plain: numbers, texts, lists and mappings of these; and images as pixels."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import enum
-import operator
+import importlib
 import os
+import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any, cast
 
 import torch
 
-from accelfn.errors import ConfigurationError, NotAvailableError
+from accelfn.errors import MissingExtraError, NotAvailableError
 from accelfn.tree import is_dtensor, local_of
 
-__all__ = ("flatten_names", "plain_config", "read_numbers", "read_step")
+__all__ = ("as_array", "as_pillow", "flatten_names", "plain_config", "read_numbers", "read_pixels")
+
+_CHANNELS = (1, 3, 4)
 
 
 def read_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``values`` with numbers in place of tensors and arrays.
 
     What has one element becomes a number, all else a list of numbers, at any depth of mappings and lists.
-    Everything that lies on one device is fetched at once, so the host waits for it once, however many tensors
-    there are. All that is no tensor or array stays what it is.
+    All that is no tensor or array stays what it is.
 
     Ranks: local.
 
@@ -32,14 +34,33 @@ def read_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
         values: Names and values.
 
     Raises:
-        NotAvailableError: A tensor is spread over ranks.
+        NotAvailableError: A tensor is sharded over ranks.
 
     >>> read_numbers({"loss": torch.tensor(0.5), "by_layer": [torch.ones(1), torch.zeros(2)], "lr": 1e-3})
     {'loss': 0.5, 'by_layer': [1.0, [0.0, 0.0]], 'lr': 0.001}
     """
-    tensors: list[torch.Tensor] = []
-    _collect(values, tensors, "")
-    return _replace(values, iter(_fetch(tensors)))
+    return {str(name): _read(value, str(name)) for name, value in values.items()}
+
+
+def _read(value: Any, path: str) -> Any:
+    if isinstance(value, Mapping):
+        items = cast("Mapping[Any, Any]", value).items()
+        return {str(name): _read(one, f"{path}/{name}") for name, one in items}
+    if isinstance(value, (list, tuple)):
+        items = enumerate(cast("Sequence[Any]", value))
+        return [_read(one, f"{path}/{place}") for place, one in items]
+    if isinstance(value, torch.Tensor):
+        if is_dtensor(value) and not all(one.is_replicate() for one in cast("Any", value).placements):
+            raise NotAvailableError(
+                f"{path!r} is a tensor that is sharded over ranks, and what is logged is read on one of "
+                "them. Log .full_tensor() of it, which every rank must call."
+            )
+        local: Any = local_of(value).detach()
+        return local.item() if local.numel() == 1 else local.tolist()
+    # Arrays and numbers of numpy, without importing it.
+    if all(hasattr(value, name) for name in ("tolist", "dtype", "shape")):
+        return value.item() if value.size == 1 else value.tolist()
+    return value
 
 
 def plain_config(config: object) -> dict[str, Any]:
@@ -51,29 +72,38 @@ def plain_config(config: object) -> dict[str, Any]:
 
     Raises:
         TypeError: It is nothing of these.
-        ConfigurationError: It contains itself.
 
     >>> plain_config({"dtype": torch.bfloat16, "sizes": (64, 10), "seed": None})
     {'dtype': 'torch.bfloat16', 'sizes': [64, 10], 'seed': None}
     """
-    return _plain_mapping(config, ())
+    plain = _plain(config)
+    if not isinstance(plain, dict):
+        raise TypeError(
+            f"config must be a mapping, a dataclass or an argparse.Namespace: got {type(config).__name__}."
+        )
+    return cast("dict[str, Any]", plain)
 
 
-def read_step(step: Any, operation: str) -> int | None:
-    """Return the number of a step as an int: of an integer, of torch's and numpy's kinds too.
-
-    Raises:
-        TypeError: It is no whole number.
-
-    >>> read_step(torch.tensor(3), "log")
-    3
-    """
-    if step is None or type(step) is int:
-        return step
-    try:
-        return operator.index(step)
-    except TypeError:
-        raise TypeError(f"{operation}: step must be a whole number or None: got {step!r}.") from None
+def _plain(value: Any) -> Any:
+    if isinstance(value, enum.Enum):
+        return _plain(value.value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, argparse.Namespace):
+        value = vars(value)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {one.name: getattr(value, one.name) for one in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        items = cast("Mapping[object, object]", value).items()
+        return {str(name): _plain(one) for name, one in items}
+    if isinstance(value, AbstractSet):
+        return sorted(map(_plain, cast("AbstractSet[Any]", value)), key=str)
+    if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
+        return [_plain(one) for one in cast("Sequence[Any]", value)]
+    read = _read(value, "config")
+    if read is not value:
+        return read
+    return os.fspath(value) if isinstance(value, pathlib.PurePath) else str(cast("object", value))
 
 
 def flatten_names(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
@@ -90,109 +120,88 @@ def flatten_names(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[
             yield path, value
 
 
-def _plain_mapping(config: object, above: tuple[int, ...]) -> dict[str, Any]:
-    if isinstance(config, argparse.Namespace):
-        inside: object = vars(config)
-    elif dataclasses.is_dataclass(config) and not isinstance(config, type):
-        inside = {one.name: getattr(config, one.name) for one in dataclasses.fields(config)}
+def read_pixels(images: Any, name: str = "image") -> list[torch.Tensor]:
+    """Return images as pixels.
+
+    Args:
+        images: One image, a batch of them as one array or tensor of four dimensions, or a list. An image is
+            an array or tensor ``(H, W)``, ``(H, W, C)`` or ``(C, H, W)`` with 1, 3 or 4 channels, or an image
+            of Pillow with 8 bits a channel. Where both could be channels, the last dimension is. Floats are
+            in 0..1, integers in 0..255; what is outside is clamped.
+        name: What they are called, for messages.
+
+    Returns:
+        uint8 on the CPU, ``(H, W, C)`` each.
+
+    Raises:
+        ValueError: Something has another shape.
+        TypeError: Something isn't an image.
+
+    >>> [tuple(one.shape) for one in read_pixels(torch.zeros(2, 3, 8, 9))]
+    [(8, 9, 3), (8, 9, 3)]
+    """
+    if isinstance(images, (list, tuple)):
+        return [pixels for one in cast("Sequence[Any]", images) for pixels in read_pixels(one, name)]
+    if isinstance(images, torch.Tensor):
+        tensor = images.detach().cpu()
+    elif hasattr(images, "convert") and images.mode.startswith(("I", "F")):
+        raise ValueError(  # Pillow's own conversion would clamp what is above 255
+            f"{name!r} has an image of Pillow with more than 8 bits a channel (mode {images.mode}). Scale "
+            "it, and convert it to L or RGB."
+        )
+    elif hasattr(images, "__array__") or hasattr(images, "__array_interface__"):
+        import numpy as np
+
+        is_other = hasattr(images, "convert") and images.mode not in ("L", "RGB", "RGBA")
+        tensor = torch.as_tensor(np.array(images.convert("RGB") if is_other else images))
     else:
-        inside = config
-    if not isinstance(inside, Mapping):
         raise TypeError(
-            f"config must be a mapping, a dataclass or an argparse.Namespace: got {type(config).__name__}."
+            f"{name!r} must be images: arrays, tensors or images of Pillow, got {type(images).__name__}."
         )
-    items = cast("Mapping[object, object]", inside).items()
-    return {str(name): _plain(value, _within(config, above, str(name))) for name, value in items}
+    return [_one(image, name) for image in (tensor if tensor.dim() == 4 else [tensor])]
 
 
-def _within(container: object, above: tuple[int, ...], name: str) -> tuple[int, ...]:
-    """Return what ``name`` lies in, unless that lies in itself."""
-    if id(container) in above:
-        raise ConfigurationError(
-            f"config contains itself: the {type(container).__name__} that {name!r} is in lies inside of "
-            "itself. Leave that entry out."
+def _one(image: torch.Tensor, name: str) -> torch.Tensor:
+    shape = tuple(image.shape)
+    if image.dim() == 2:
+        image = image.unsqueeze(-1)
+    elif image.dim() == 3 and shape[-1] not in _CHANNELS and shape[0] in _CHANNELS:
+        image = image.permute(1, 2, 0)
+    if image.dim() != 3 or image.shape[-1] not in _CHANNELS or not image.numel():
+        raise ValueError(
+            f"an image is of shape (H, W), (H, W, C) or (C, H, W), with 1, 3 or 4 channels and at least one "
+            f"pixel: {name!r} has one of shape {shape}."
         )
-    return (*above, id(container))
+    if image.dtype == torch.bool:
+        return image.to(torch.uint8) * 255
+    if image.is_floating_point():
+        return (image.float().nan_to_num().clamp(0, 1) * 255).round().to(torch.uint8)
+    return image.clamp(0, 255).to(torch.uint8)
 
 
-def _plain(value: Any, above: tuple[int, ...]) -> Any:
-    if isinstance(value, enum.Enum):
-        return _plain(value.value, above)
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    if isinstance(value, (Mapping, argparse.Namespace)) or (
-        dataclasses.is_dataclass(value) and not isinstance(value, type)
-    ):
-        return _plain_mapping(cast("object", value), above)
-    if isinstance(value, AbstractSet):
-        inside = _within(cast("object", value), above, "")
-        return sorted((_plain(one, inside) for one in cast("AbstractSet[Any]", value)), key=str)
-    if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray)):
-        values = cast("Sequence[Any]", value)
-        return [_plain(one, _within(values, above, str(place))) for place, one in enumerate(values)]
-    if isinstance(value, torch.Tensor) or _is_array(value):
-        return read_numbers({"": value})[""]
-    return str(os.fspath(cast("os.PathLike[str]", value)) if isinstance(value, os.PathLike) else value)
+def as_array(pixels: torch.Tensor) -> Any:
+    """Return pixels as an array of numpy, as most packages take them: ``(H, W)`` where there is one channel.
+
+    Args:
+        pixels: uint8 on the CPU, ``(H, W, C)``.
+
+    >>> as_array(torch.zeros(8, 9, 1, dtype=torch.uint8)).shape
+    (8, 9)
+    """
+    return (pixels[:, :, 0] if pixels.shape[2] == 1 else pixels).numpy()
 
 
-def _is_array(value: Any) -> bool:
-    # Arrays and numbers of numpy, without importing it.
-    return hasattr(value, "tolist") and hasattr(value, "dtype") and hasattr(value, "shape")
+def as_pillow(pixels: torch.Tensor) -> Any:
+    """Return pixels as an image of Pillow.
 
+    Args:
+        pixels: uint8 on the CPU, ``(H, W, C)``.
 
-def _collect(value: Any, into: list[torch.Tensor], path: str) -> None:
-    if isinstance(value, torch.Tensor):
-        into.append(_local(value, path))
-    elif isinstance(value, Mapping):
-        for name, one in cast("Mapping[str, Any]", value).items():
-            _collect(one, into, f"{path}/{name}" if path else str(name))
-    elif isinstance(value, (list, tuple)):
-        for number, one in enumerate(cast("Sequence[Any]", value)):
-            _collect(one, into, f"{path}/{number}")
-
-
-def _local(tensor: torch.Tensor, path: str) -> torch.Tensor:
-    """Return what this rank has of a tensor, if that is all of it."""
-    if is_dtensor(tensor) and not all(one.is_replicate() for one in cast("Any", tensor).placements):
-        raise NotAvailableError(
-            f"{path!r} is a tensor that is spread over ranks, and what is logged is read on one of them. "
-            "Log .full_tensor() of it, which every rank must call."
-        )
-    return local_of(tensor).detach()
-
-
-def _fetch(tensors: Sequence[torch.Tensor]) -> list[Any]:
-    """Return the numbers in each tensor; one copy to the host for each device."""
-    on_host = list(tensors)
-    devices = {one.device for one in tensors if one.device.type != "cpu"}
-    for device in devices:
-        places = [place for place, one in enumerate(tensors) if one.device == device]
-        for place, fetched in zip(places, _through_bytes([tensors[one] for one in places]), strict=True):
-            on_host[place] = fetched
-    return [one.item() if one.numel() == 1 else cast("Any", one).tolist() for one in on_host]
-
-
-def _through_bytes(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copy tensors of one device to the host, all dtypes in one buffer of bytes, so none is rounded."""
-    parts = [one.resolve_conj().contiguous().reshape(-1).view(torch.uint8) for one in tensors]
-    buffer = torch.cat(parts).cpu()
-    fetched: list[torch.Tensor] = []
-    start = 0
-    for part, one in zip(parts, tensors, strict=True):
-        # clone: a part may lie where numbers of its dtype can't begin.
-        fetched.append(buffer[start : start + len(part)].clone().view(one.dtype).reshape(one.shape))
-        start += len(part)
-    return fetched
-
-
-def _replace(value: Any, numbers: Iterator[Any]) -> Any:
-    if isinstance(value, torch.Tensor):
-        return next(numbers)
-    if isinstance(value, Mapping):
-        items = cast("Mapping[Any, Any]", value).items()
-        return {str(name): _replace(one, numbers) for name, one in items}
-    if isinstance(value, (list, tuple)):
-        return [_replace(one, numbers) for one in cast("Sequence[Any]", value)]
-    if _is_array(value):
-        return value.item() if value.size == 1 else value.tolist()
-    return value
+    Raises:
+        MissingExtraError: Pillow isn't installed.
+    """
+    try:
+        pillow: Any = importlib.import_module("PIL.Image")
+    except ImportError as error:
+        raise MissingExtraError("images need Pillow, which isn't installed: pip install pillow") from error
+    return pillow.fromarray(as_array(pixels))

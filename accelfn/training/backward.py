@@ -5,43 +5,117 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from accelfn.context import Context, check_context
 from accelfn.data import MicroBatch
 from accelfn.data.microbatch import check_micro
-from accelfn.errors import ConfigurationError
-from accelfn.parallel import (
-    BatchRun,
-    Handle,
-    at_place,
-    exact_backward,
-    exact_batch,
-    handle_of,
-    local_steps,
-)
-from accelfn.parallel import no_sync as replicas_without_sync
-from accelfn.parallel import trigger_sync_in_backward as replicas_triggered
+from accelfn.errors import ConfigurationError, NotAvailableError
+from accelfn.parallel.exact import exact_backward, exact_batch
+from accelfn.parallel.handle import BatchRun, Handle, handle_of, local_steps, syncing
+from accelfn.parallel.pipeline import PipelineHandle
+from accelfn.parallel.replicate import at_place
 from accelfn.training.exact import draw_for, num_microbatches
-from accelfn.training.loss import Loss, join_losses, read_loss
 from accelfn.training.prepare import is_averaged
 from accelfn.training.scaler import ScalerState, check_newest, supersede
 from accelfn.tree import flatten
 
-__all__ = (
-    "accumulate",
-    "accumulate_block",
-    "backward",
-    "differentiate",
-    "forward_backward",
-    "modules_in",
-    "no_sync",
-    "run_batch",
-    "trigger_sync_in_backward",
-)
+
+class Loss(NamedTuple):
+    """What a loss function returns that has more to say than a mean.
+
+    Attributes:
+        value: Shape ``()``, with a gradient: a mean over the rows, or with ``weight`` a sum.
+        weight: What the sum is to be divided by once all of the window and of all ranks are known, such as
+            the number of tokens; at least 0, and shape ``()`` where it is a tensor.
+        aux: A tree of tensors and numbers to be averaged as the loss is: of means, or with ``weight`` of
+            sums. None for nothing.
+    """
+
+    value: torch.Tensor
+    weight: torch.Tensor | float | None = None
+    aux: Any = None
+
+
+def check_means(ctx: Context, operation: str) -> None:
+    """Refuse a mean where ranks share sequences: nobody can tell how many tokens it is of.
+
+    Labels that are left out, and padding, are on some ranks more than on others.
+
+    Raises:
+        ConfigurationError: There are ranks along "cp" or "sp".
+    """
+    if ctx.mesh is not None and ctx.mesh.plan.size("seq") > 1:
+        raise ConfigurationError(
+            f"{operation}: ranks along {' x '.join(ctx.mesh.plan.active('seq'))} share sequences, and have "
+            "different numbers of labels that count, so that a mean over each rank's would be wrong. Give "
+            'the sum, as of cross_entropy(..., reduction="sum"), and its weight, (labels != -100).sum(): to '
+            "backward, or as accelfn.Loss(total, weight=count) in forward_backward or make_train_step."
+        )
+
+
+def read_loss(ctx: Context, operation: str, given: object, *, needs_gradient: bool = True) -> Loss:
+    """Return a loss that can be differentiated in one form, with ``value`` of shape ``()``.
+
+    Raises:
+        ConfigurationError: It is a mean, and ranks share sequences.
+        TypeError: It is neither a tensor nor a :class:`Loss` with one.
+        ValueError: The loss or its weight is no single number, the weight is negative or NaN, or the loss
+            has no gradient.
+    """
+    loss = given if isinstance(given, Loss) else Loss(cast("torch.Tensor", given))
+    value, weight, aux = loss
+    if not isinstance(cast("object", value), torch.Tensor):
+        raise TypeError(
+            f"{operation}: the loss must be a tensor, got {type(value).__name__}. Pass the mean of a batch. "
+            "In a train step loss_fn may also return accelfn.Loss(total, weight=count) or Loss(mean, "
+            "aux={...}); what is in a pair would be a guess."
+        )
+    for name, one in (("loss", value), ("weight", weight)):
+        if isinstance(one, torch.Tensor) and one.numel() != 1:
+            raise ValueError(
+                f"{operation}: the {name} must be one number, got a tensor of shape {tuple(one.shape)}. Take "
+                "the mean of losses, or their sum and give its weight."
+            )
+    if not isinstance(weight, torch.Tensor) and weight is not None and not weight >= 0:
+        raise ValueError(f"{operation}: the weight must be at least 0, got {weight}.")
+    if needs_gradient and not value.requires_grad:
+        raise ValueError(
+            f"{operation}: the loss depends on no parameter that is trained, so it has no gradient. It was "
+            "detached, computed under torch.no_grad(), or all parameters are frozen."
+        )
+    if weight is None:
+        check_means(ctx, operation)
+    return loss if not value.dim() and loss is given else Loss(value.reshape(()), weight, aux)
+
+
+def join_losses(parts: Sequence[Loss]) -> Loss:
+    """Return the loss of a batch of those of its parts, of equally many rows, without gradients: as tensors.
+
+    Raises:
+        ValueError: One has a weight and another none, or their ``aux`` differ in structure.
+    """
+    leaves, structure = flatten(parts[0])
+    columns: list[list[Any]] = [[] for _ in leaves]
+    for part in parts:
+        own, other = flatten(part)
+        if other != structure:
+            raise ValueError(
+                "forward_backward: the loss function gave a weight, or an aux of another structure, for one "
+                "microbatch and not for another. Give each loss the same."
+            )
+        for column, leaf in zip(columns, own, strict=True):
+            column.append(leaf.detach() if isinstance(leaf, torch.Tensor) else torch.tensor(leaf))
+    device = parts[0].value.device
+    sums = [torch.stack([leaf.to(device) for leaf in column]).sum(0) for column in columns]
+    if parts[0].weight is None:
+        sums = [leaf / len(parts) for leaf in sums]
+    return cast("Loss", structure.unflatten(sums))
+
 
 Model = TypeVar("Model")
 Batch = TypeVar("Batch")
@@ -296,7 +370,7 @@ def no_sync(ctx: Context, *models: nn.Module) -> Generator[None, None, None]:
     """
     check_context("no_sync", ctx)
     del ctx
-    with replicas_without_sync(*models), local_steps(*models):
+    with syncing(False, *models), local_steps(*models):
         yield
 
 
@@ -319,7 +393,7 @@ def trigger_sync_in_backward(ctx: Context, model: nn.Module) -> Generator[None, 
     """
     check_context("trigger_sync_in_backward", ctx)
     del ctx
-    with replicas_triggered(model):
+    with syncing(True, model):
         yield
 
 
@@ -369,5 +443,104 @@ def accumulate_block(
                 stack.enter_context(exact_batch(model, micro, micro.place, micro.window, is_held))
             stack.enter_context(draw_for(ctx, micro))
         if not micro.sync and not ctx.accumulation.sync_each_batch:
-            stack.enter_context(replicas_without_sync(*models))
+            stack.enter_context(syncing(False, *models))
         yield
+
+
+def forward(ctx: Context, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Return ``model(*args, **kwargs)``, also of a model that is cut into stages.
+
+    Such a model can't be called, since no rank has all of it. Here a batch goes through its stages in
+    microbatches, without gradients, and every rank along "pp" gets the output. Any other model is called as
+    it is.
+
+    Ranks: every rank of ``ctx``, where the model is cut into stages, and those along "pp" with the same
+    arguments.
+
+    Args:
+        ctx: The world.
+        model: As :func:`accelfn.prepare_model` gave it.
+        *args: Of its call. In a pipeline tensors with as many rows as the first one are cut into
+            microbatches, and all else comes whole to each of them.
+        **kwargs: As ``args``.
+
+    Returns:
+        The model's output. In a pipeline its tensors have a row for each sample.
+
+    Raises:
+        ValueError: In a pipeline: arguments or output can't be cut along their rows.
+        ConfigurationError: In a pipeline: ranks along "pp" have different batches, or the model can't run in
+            these stages.
+
+    >>> import torch
+    >>> forward(Context(), nn.Identity(), torch.ones(1))
+    tensor([1.])
+    """
+    check_context("forward", ctx)
+    handle = handle_of(model)
+    if isinstance(handle, PipelineHandle):
+        return handle.forward(args, kwargs)
+    return model(*args, **kwargs)
+
+
+def is_lomo(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer steps inside of backward, as ``Lomo`` and ``AdaLomo`` do."""
+    return callable(getattr(optimizer, "fused_backward", None))
+
+
+def lomo_backward(
+    ctx: Context,
+    loss: torch.Tensor,
+    learning_rate: float,
+    optimizer: Optimizer,
+    micro: MicroBatch | None = None,
+) -> None:
+    """Compute gradients of ``loss`` and let a LOMO optimizer change the parameters with them, in one pass.
+
+    Writes into the parameters. There is nothing left for an optimizer step to do.
+
+    Ranks: a world of one.
+
+    Args:
+        ctx: Says the precision.
+        loss: A mean over the batch, shape ``()``.
+        learning_rate: Of this pass.
+        optimizer: ``Lomo`` or ``AdaLomo`` of the package lomo-optim (``pip install 'accelfn[lomo]'``).
+        micro: Of the batch; the loss is divided by the length of its window.
+
+    Raises:
+        TypeError: ``loss`` is no tensor, or ``optimizer`` no LOMO optimizer.
+        ValueError: ``learning_rate`` is None.
+        NotAvailableError: There are several ranks: each parameter is changed before its gradient could be
+            averaged.
+        ConfigurationError: The context scales losses for float16, which LOMO does by itself; or it is in
+            exact mode, which sums gradients before a step.
+    """
+    check_context("lomo_backward", ctx)
+    check_micro("lomo_backward", micro)
+    loss = read_loss(ctx, "lomo_backward", loss).value
+    if cast("object", learning_rate) is None:
+        raise ValueError("lomo_backward: got no learning rate. LOMO steps at once, so it must be given here.")
+    if not is_lomo(optimizer):
+        raise TypeError(
+            f"lomo_backward: {type(optimizer).__name__} has no fused_backward. Pass Lomo or AdaLomo of the "
+            "package lomo-optim: pip install 'accelfn[lomo]'."
+        )
+    if ctx.num_processes > 1:
+        raise NotAvailableError(
+            f"lomo_backward: LOMO changes each parameter before the {ctx.num_processes} ranks could average "
+            "its gradient, so their models would drift apart. Run one process, or use another optimizer."
+        )
+    if ctx.precision.scales_loss:
+        raise ConfigurationError(
+            "lomo_backward: the context scales losses for float16, and LOMO never sees the scale. Use bf16, "
+            "or float16 parameters without mixed precision, for which LOMO has a scaler of its own."
+        )
+    if ctx.reduction is not None:
+        raise ConfigurationError(
+            'lomo_backward: this context has reduction="canonical", which sums the gradients of a window '
+            "before a step, and LOMO steps with each of them. Use another optimizer."
+        )
+    if micro is not None and micro.window > 1:
+        loss = loss / micro.window
+    cast("Any", optimizer).fused_backward(loss, learning_rate)

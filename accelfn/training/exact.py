@@ -13,16 +13,14 @@ from accelfn.comm import Call, agree
 from accelfn.comm.agreement import layout_call
 from accelfn.context import Context
 from accelfn.data import MicroBatch
-from accelfn.data.batch_key import Draws
-from accelfn.parallel import OrderedSum
+from accelfn.data.microbatch import Draws
+from accelfn.parallel.exact import OrderedSum
 from accelfn.tree import (
     find_batch_size,
     flatten,
     map_tensors,
     plan_layout,
 )
-
-__all__ = ("cut_into_microbatches", "draw_for", "mean_of_microbatches", "num_microbatches")
 
 # Sums of these are formed in float32 and rounded once.
 _NARROW = (torch.float16, torch.bfloat16)

@@ -16,9 +16,8 @@ from accelfn.context import Context, check_context
 from accelfn.data import PreparedDataLoader
 from accelfn.data.loader import passes_of
 from accelfn.errors import ConfigurationError, NotAvailableError
-from accelfn.parallel import unchecked, uncompiled
-
-__all__ = ("join_uneven_inputs",)
+from accelfn.parallel.handle import uncompiled
+from accelfn.parallel.replicate import unchecked
 
 
 @contextmanager

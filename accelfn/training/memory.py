@@ -14,14 +14,6 @@ from accelfn.comm import Call, agree
 from accelfn.context import Context
 from accelfn.errors import RemoteRankError
 
-__all__ = (
-    "BatchTooLarge",
-    "clear_device_cache",
-    "find_executable_batch_size",
-    "is_out_of_memory",
-    "release_memory",
-)
-
 T = TypeVar("T")
 
 # What allocators and libraries say when memory is short and their error is a mere RuntimeError.

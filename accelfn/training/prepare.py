@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, TypeVar, cast, overload
 
 import torch
@@ -10,49 +11,231 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.data import DataLoader
 from typing_extensions import TypeVarTuple, Unpack
 
-from accelfn.comm import Call, agree, catch
+from accelfn.comm import Call, agree, catch, check_replicas
 from accelfn.context import Context, Precision, WorldIdentity, check_context
+from accelfn.context.config import AutocastKwargs
 from accelfn.data import PreparedDataLoader, prepare_data_loader
 from accelfn.errors import ConfigurationError
-from accelfn.parallel import (
-    ModelPlan,
-    apply_model,
-    check_wrapped,
-    has_engine,
-    newest,
-    plan_model,
-    read_facts,
-    replicate,
-    repoint,
-    uncompiled,
-)
-from accelfn.parallel.compile import compile_, without_compile
-from accelfn.parallel.forward import WrappedForward, plain_forward
-from accelfn.parallel.materialize import materialize, names_on_meta, refuse_unfilled
-from accelfn.parallel.plan import modules_to_compile, share_attention
-from accelfn.training.device_map import check_devices, check_packed, is_placed
-from accelfn.training.precision import with_precision, without_precision
-from accelfn.tree import is_dtensor, send_to_device
+from accelfn.parallel import ModelPlan, plan_model, read_facts
+from accelfn.parallel.forward import WrappedForward, compile_, copied_without, plain_forward, without_compile
+from accelfn.parallel.handle import has_engine, uncompiled
+from accelfn.parallel.parameters import materialize, names_on_meta, newest, refuse_unfilled, repoint
+from accelfn.parallel.plan import apply_model, modules_to_compile, share_attention
+from accelfn.parallel.replicate import check_wrapped, replicate
+from accelfn.tree import convert_to_fp32, is_dtensor, send_to_device
 
-__all__ = (
-    "Mark",
-    "check_parameters",
-    "is_averaged",
-    "mark_of",
-    "parameters_of",
-    "prepare",
-    "prepare_model",
-    "prepare_optimizer",
-    "prepare_scheduler",
-    "unwrap_model",
-)
+M = TypeVar("M", bound=nn.Module)
+
+
+def autocast(ctx: Context, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+    """Compute in the context's precision inside a ``with`` block.
+
+    Prepared models do so by themselves in ``forward``; this is for what is computed outside of them, and for
+    islands of full precision.
+
+    Ranks: local.
+
+    Args:
+        ctx: Says precision and device.
+        autocast_handler: Used instead of the context's, such as ``AutocastKwargs(enabled=False)``.
+
+    >>> with autocast(Context().replace(mixed_precision="bf16")):
+    ...     (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+    torch.bfloat16
+    """
+    check_context("autocast", ctx)
+    return _autocast(ctx.precision, ctx.device.type, autocast_handler)
+
+
+def _autocast(
+    precision: Precision, device_type: str, handler: AutocastKwargs | None = None
+) -> AbstractContextManager[Any]:
+    if precision.mode == "no":
+        return nullcontext()
+    options = precision.autocast if handler is None else handler
+    return torch.autocast(
+        device_type,
+        dtype=torch.float16 if precision.mode == "fp16" else torch.bfloat16,
+        enabled=options.enabled,
+        cache_enabled=options.cache_enabled,
+    )
+
+
+class MixedPrecisionForward(WrappedForward):
+    """A module's ``forward`` under autocast, with float32 results.
+
+    It stands in for the method on the instance, so that the module keeps its class and the keys of its state
+    dict.
+    """
+
+    def __init__(self, forward: Callable[..., Any], precision: Precision, device_type: str) -> None:
+        """Keep what to call, and how."""
+        super().__init__(forward)
+        self._precision = precision
+        self._device_type = device_type
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call ``forward`` in mixed precision."""
+        with _autocast(self._precision, self._device_type):
+            result = self.__wrapped__(*args, **kwargs)
+        return convert_to_fp32(result)
+
+
+def with_precision(ctx: Context, model: M) -> M:
+    """Let ``model.forward`` compute in the context's precision from now on. Writes into the module."""
+    if ctx.precision.mode != "no":
+        model.forward = MixedPrecisionForward(model.forward, ctx.precision, ctx.device.type)
+    return model
+
+
+def without_precision(model: M) -> M:
+    """Return a module that shares everything with ``model`` but computes in full precision."""
+    if not isinstance(model.__dict__.get("forward"), MixedPrecisionForward):
+        return model
+    return copied_without(model, MixedPrecisionForward)
+
+
+# What dispatch_model and its like hang on a model: its weights stay where they put them.
+_DISPATCHED = "_accelfn_dispatched"
+
+
+def verify_device_map(model: nn.Module) -> bool:
+    """Return whether a device map has spread a model, or a module inside of it, over several devices.
+
+    Ranks: local.
+
+    Args:
+        model: Whatever loaded it left its map in ``hf_device_map``.
+
+    >>> model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    >>> verify_device_map(model)
+    False
+    >>> model.hf_device_map = {"0": "cpu", "1": "disk"}
+    >>> verify_device_map(model)
+    True
+    """
+    return any(len(_device_map_of(module)) > 1 for module in model.modules())
+
+
+def is_placed(model: nn.Module) -> bool:
+    """Return whether the weights of a model are where something has put them that brings them to its forward.
+
+    Such a model isn't moved: a device map has spread it, or it is offloaded.
+
+    Ranks: local.
+    """
+    return verify_device_map(model) or any(_DISPATCHED in vars(module) for module in model.modules())
+
+
+def check_devices(ctx: Context, model: nn.Module, *, is_spread: bool = False) -> None:
+    """Refuse a model on several devices where every rank has one of its own, and one quantised elsewhere.
+
+    Ranks: local.
+
+    Args:
+        ctx: The world.
+        model: Not prepared yet.
+        is_spread: Whether ranks share it: then parameters may be on the meta device beside real buffers.
+
+    Raises:
+        ConfigurationError: It is on several devices, and there are several ranks, and the variable
+            ``ACCELFN_BYPASS_DEVICE_MAP`` isn't true. Or it is quantised, and its device map says another
+            device than the context's.
+    """
+    _check_quantised(ctx, model)
+    if ctx.num_processes == 1 or ctx.strategy.bypass_device_map:
+        return
+    places: dict[str, str] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if not (is_spread and tensor.is_meta):  # which gets memory on this rank's device
+            places.setdefault(str(tensor.device), name)
+    if verify_device_map(model):
+        found = "a device map has spread it over several"
+    elif len(places) > 1:
+        found = ", ".join(f"{name} is on {device}" for device, name in places.items())
+    else:
+        return
+    raise ConfigurationError(
+        f"prepare_model: each of the {ctx.num_processes} ranks holds the whole model on one device, and this "
+        f"model is on several: {found}. Load it without a device map (device_map=None) and move it to one "
+        "device, or run a single process. If each rank has devices of its own for it, set the variable "
+        "ACCELFN_BYPASS_DEVICE_MAP=true."
+    )
+
+
+def _check_quantised(ctx: Context, model: nn.Module) -> None:
+    """Refuse quantised weights that couldn't be trained where they are: they can't be moved any more."""
+    places = {_device_of(place) for place in _device_map_of(model).values()}
+    if not is_quantized(model):
+        return
+    wrong = sorted(place for place in places if place != _device_of(ctx.device))
+    if wrong and (len(places) == 1 or {"cpu", "disk"} & set(wrong)):
+        raise ConfigurationError(
+            f"prepare_model: the model is quantised, and its device map puts weights on "
+            f"{', '.join(wrong)}, while this rank trains on {ctx.device}. Load it with "
+            f"device_map={{'': {str(ctx.device)!r}}}."
+        )
+
+
+def _device_of(place: object) -> str:
+    """Write a device in one way: ``0``, ``"cuda"`` and ``"cuda:0"`` are the same."""
+    text = str(place)
+    return text if text in ("cpu", "disk", "mps") else text.rpartition(":")[2] if text[-1:].isdigit() else "0"
+
+
+def is_quantized(model: nn.Module) -> bool:
+    """Return whether a model, or one inside of it, was loaded in 8 or 4 bits."""
+    return any(
+        bool(vars(module).get("is_loaded_in_8bit") or vars(module).get("is_loaded_in_4bit"))
+        for module in model.modules()
+    )
+
+
+def check_packed(ctx: Context, model: nn.Module) -> None:
+    """Refuse quantised weights that the ranks don't have alike, since nobody brings them to the same values.
+
+    Engines that keep replicas equal send tensors, and of quantised weights the scales are none of a module's
+    own: ranks would have one rank's numbers with scales of another. What is spread over ranks isn't compared.
+
+    Ranks: every rank of ``ctx``; one digest of each such tensor is compared. All other models cost nothing.
+
+    Raises:
+        ReplicaDriftError: They differ; with names and ranks.
+    """
+    if ctx.num_processes == 1 or not is_quantized(model):
+        return
+    plain = {
+        name
+        for name, one in (*model.named_parameters(), *model.named_buffers())
+        if type(one) in (torch.Tensor, nn.Parameter)
+    }
+    packed = {
+        name: _parts_of(one)
+        for name, one in cast("Mapping[str, object]", model.state_dict(keep_vars=True)).items()
+        if name not in plain and isinstance(one, torch.Tensor) and not is_dtensor(one)
+    }
+    check_replicas(ctx, packed, name="quantized")
+
+
+def _parts_of(tensor: torch.Tensor) -> Any:
+    """Return the tensors that one is made of, by name; or itself."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return tensor.detach()
+    names, _ = cast("tuple[list[str], object]", tensor.__tensor_flatten__())
+    return {name: _parts_of(getattr(tensor, name)) for name in names}
+
+
+def _device_map_of(module: nn.Module) -> Mapping[str, Any]:
+    found = getattr(module, "hf_device_map", None)
+    return cast("Mapping[str, Any]", found) if isinstance(found, Mapping) else {}
+
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
-M = TypeVar("M", bound=nn.Module)
 O = TypeVar("O", bound=Optimizer)  # noqa: E741 -- beside M for modules
 S = TypeVar("S", bound=LRScheduler)
 
@@ -118,15 +301,19 @@ def prepare(ctx: Context, /, *objects: Any) -> Any:
         raise TypeError("prepare: got nothing to prepare. Pass a model, an optimizer, a loader, ...")
     check_parameters(objects)
     # An optimizer goes on with what its model has become, and a schedule may be of an optimizer behind it.
-    made: dict[int, Any] = {}
-    for wanted in (nn.Module, Optimizer, object):
-        for index, item in enumerate(objects):
-            if index not in made and isinstance(item, wanted) and not isinstance(item, LRScheduler):
-                made[index] = _prepare_one(ctx, item)
-    prepared = tuple(
-        made[index] if index in made else _prepare_one(ctx, item) for index, item in enumerate(objects)
-    )
+    turns = [_turn(item) for item in objects]
+    order = sorted(range(len(turns)), key=turns.__getitem__)
+    made = {index: _prepare_one(ctx, objects[index]) for index in order}
+    prepared = tuple(made[index] for index in range(len(turns)))
     return prepared[0] if len(prepared) == 1 else prepared
+
+
+def _turn(item: object) -> int:
+    if isinstance(item, nn.Module):
+        return 0
+    if isinstance(item, Optimizer):
+        return 1
+    return 3 if isinstance(item, LRScheduler) else 2
 
 
 def check_parameters(objects: Sequence[object]) -> None:

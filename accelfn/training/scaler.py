@@ -18,26 +18,9 @@ from torch.optim import Optimizer
 
 from accelfn.comm import Call, catch, check
 from accelfn.context import Context, check_context
-from accelfn.parallel import follow_optimizers, scale_open_sums
+from accelfn.parallel.exact import scale_open_sums
+from accelfn.parallel.handle import follow_optimizers
 from accelfn.tree import local_of
-
-__all__ = (
-    "ScalerState",
-    "check_closed",
-    "check_newest",
-    "check_state",
-    "check_weight",
-    "divide_",
-    "init_scaler",
-    "inverse_of_weight",
-    "list_optimizers",
-    "parameters_in",
-    "rescale_gradients",
-    "step_was_skipped",
-    "supersede",
-    "unscale_gradients",
-    "update_scaler",
-)
 
 
 class _Fields(NamedTuple):
@@ -82,15 +65,15 @@ class ScalerState(_Fields):
         return bool(self.unscaled)
 
 
-def check_state(operation: str, given: object) -> None:
-    """Refuse what was passed instead of the scaler's state.
+def check_state(operation: str, scaler_state: ScalerState) -> None:
+    """Refuse what isn't a state.
 
     Raises:
-        TypeError: ``given`` is none.
+        TypeError: It isn't.
     """
-    if not isinstance(given, ScalerState):
+    if not isinstance(cast("object", scaler_state), ScalerState):
         raise TypeError(
-            f"{operation}: scaler_state must be a ScalerState, got {type(given).__name__}. Pass what "
+            f"{operation}: scaler_state must be a ScalerState, got {type(scaler_state).__name__}. Pass what "
             "init_scaler, or the last backward or optimizer_step, returned."
         )
 
@@ -117,30 +100,31 @@ def check_newest(operation: str, scaler_state: ScalerState) -> None:
         )
 
 
-def check_weight(operation: str, scaler_state: ScalerState) -> None:
-    """Refuse a state whose weight went with an earlier step, for gradients that nothing would divide.
+def check_usable(operation: str, scaler_state: ScalerState, *, divides: bool = False) -> None:
+    """Refuse a state that was used already, or of gradients that are neither whole nor averaged.
+
+    Args:
+        operation: What errors call it.
+        scaler_state: The state.
+        divides: Whether gradients are divided by the state's weight, which must not have gone with an earlier
+            step then.
 
     Raises:
-        ValueError: A step has used the weight of the latest losses.
+        TypeError: It is no state.
+        ValueError: Another function has returned a newer one, the latest batch doesn't close the window, or a
+            step has used the weight of the latest losses.
     """
-    if scaler_state.weight_is_used:
-        raise ValueError(
-            f"{operation}: the latest losses had weights, and an earlier optimizer_step has divided its own "
-            "optimizer's gradients by them, and no others. Pass optimizers that step on the same losses "
-            "together: optimizer_step(ctx, [first, second], scaler)."
-        )
-
-
-def check_closed(operation: str, scaler_state: ScalerState) -> None:
-    """Refuse the state of a window that goes on, whose gradients are neither whole nor averaged.
-
-    Raises:
-        ValueError: The latest batch doesn't close the window.
-    """
+    check_newest(operation, scaler_state)
     if scaler_state.is_open:
         raise ValueError(
             f"{operation}: the accumulation window is still open, so the current gradients are neither whole "
             "nor averaged over the ranks. Put it under `if micro.sync:`."
+        )
+    if divides and scaler_state.weight_is_used:
+        raise ValueError(
+            f"{operation}: the latest losses had weights, and an earlier optimizer_step has divided its own "
+            "optimizer's gradients by them, and no others. Pass optimizers that step on the same losses "
+            "together: optimizer_step(ctx, [first, second], scaler)."
         )
 
 
@@ -192,9 +176,7 @@ def unscale_gradients(
         MismatchError: Some ranks have weights and some have none.
     """
     check_context("unscale_gradients", ctx)
-    check_newest("unscale_gradients", scaler_state)
-    check_closed("unscale_gradients", scaler_state)
-    check_weight("unscale_gradients", scaler_state)
+    check_usable("unscale_gradients", scaler_state, divides=True)
     unscaled = _unscaled(ctx, optimizer, scaler_state)
     supersede("unscale_gradients", scaler_state)
     return unscaled
@@ -349,9 +331,7 @@ def rescale_gradients(optimizers: Iterable[Optimizer], before: ScalerState, afte
 
     Writes into the gradients. For optimizers that share a scale and step at different times.
     """
-    parameters: list[torch.Tensor] = [
-        parameter for one in optimizers for group in one.param_groups for parameter in group["params"]
-    ]
+    parameters = parameters_in(optimizers)
     ratio = after.scale / before.scale
     with torch.no_grad():
         for grad in [parameter.grad for parameter in parameters if parameter.grad is not None]:

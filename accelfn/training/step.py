@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from accelfn.comm import check_replicas, reduce
+from accelfn.comm import check_replicas, gather_object, reduce
 from accelfn.context import Context, check_context
-from accelfn.parallel import check_reduced, clip_norm_, follow_optimizers
-from accelfn.training.clip import check_bound
-from accelfn.training.finite import check_gradients, named_parameters
+from accelfn.errors import ConfigurationError, NonFiniteGradientError
+from accelfn.parallel.handle import check_reduced, follow_optimizers
+from accelfn.parallel.norm import clip_norm_, clip_value_
+from accelfn.parallel.parameters import follow
 from accelfn.training.scaler import (
     ScalerState,
-    check_closed,
     check_newest,
-    check_weight,
+    check_usable,
     list_optimizers,
     parameters_in,
     step_was_skipped,
@@ -26,8 +27,164 @@ from accelfn.training.scaler import (
     unscale_gradients,
     update_scaler,
 )
+from accelfn.tree import flatten
 
-__all__ = ("optimizer_step", "scheduler_step")
+
+class NamedParameters(NamedTuple):
+    """The parameters of an optimizer.
+
+    Attributes:
+        tree: With the best paths there are: their names, or groups and places in them.
+        name: What the tree is called in paths.
+    """
+
+    tree: Any
+    name: str
+
+
+def named_parameters(optimizer: Optimizer) -> NamedParameters:
+    """Return the parameters of an optimizer, by name where it was made from ``model.named_parameters()``."""
+    groups = optimizer.param_groups
+    names = [name for group in groups for name in group.get("param_names", ())]
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    if len(set(names)) == len(parameters):
+        return NamedParameters(dict(zip(names, parameters, strict=True)), "parameters")
+    return NamedParameters([{"params": group["params"]} for group in groups], "param_groups")
+
+
+def check_gradients(ctx: Context, optimizers: Sequence[Optimizer]) -> None:
+    """Refuse gradients that are not finite, by name. Waits for the device.
+
+    Ranks: every rank of ``ctx``.
+
+    Raises:
+        NonFiniteGradientError: On every rank, with what each has found.
+    """
+    all_paths: list[str] = []
+    gradients: list[torch.Tensor | None] = []
+    for optimizer in optimizers:
+        tree, name = named_parameters(optimizer)
+        parameters, structure = flatten(tree)
+        all_paths += structure.paths(name)
+        gradients += [parameter.grad for parameter in parameters]
+    check_tensors(ctx, all_paths, gradients)
+
+
+def check_tensors(ctx: Context, paths: Sequence[str], gradients: Sequence[torch.Tensor | None]) -> None:
+    """Refuse gradients that are not finite, by the path of each. Waits for the device.
+
+    Ranks: every rank of ``ctx``.
+
+    Raises:
+        NonFiniteGradientError: On every rank, with what each has found.
+    """
+    found = [
+        path
+        for path, gradient in zip(paths, gradients, strict=True)
+        if gradient is not None and not _is_finite(gradient)
+    ]
+    by_rank = gather_object(ctx.tagged("check_gradients"), tuple(found))
+    if any(by_rank):
+        raise NonFiniteGradientError(tuple(by_rank))
+
+
+def _is_finite(gradient: torch.Tensor) -> bool:
+    return bool(torch.isfinite(gradient._values() if gradient.is_sparse else gradient).all())
+
+
+def clip_grad_norm_(
+    ctx: Context,
+    parameters: Iterable[torch.Tensor] | torch.Tensor,
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    scaler_state: ScalerState,
+) -> torch.Tensor:
+    """Scale the gradients so that their norm, taken over all of them, is at most ``max_norm``.
+
+    Writes into the gradients. Nothing waits for the device.
+
+    Ranks: every rank of ``ctx`` where parameters are sharded or layers are on several stages: one number is
+    summed. Local where each rank holds whole parameters, whose gradients are equal once they are averaged.
+
+    Args:
+        ctx: The world.
+        parameters: Whose gradients are meant; those without one are left out. A list from before the
+            model was sharded leads to the shards.
+        max_norm: Upper bound, positive.
+        norm_type: Of the norm; ``inf`` for the largest entry.
+        scaler_state: The newest one: what :func:`accelfn.unscale_gradients` returned, or
+            :func:`accelfn.backward` where there is neither float16 nor a weight.
+
+    Returns:
+        The norm before scaling, shape ``()``, on the gradients' device; no DTensor, and the same on every
+        rank. Zero without gradients.
+
+    Raises:
+        ValueError: ``max_norm`` isn't positive, or the gradients are not divided by loss scale and weight
+            yet; or the state was superseded, or its window is still open.
+        ConfigurationError: There are several ranks, and the gradients were not averaged over them.
+    """
+    found = _ready("clip_grad_norm_", ctx, parameters, scaler_state)
+    check_bound("clip_grad_norm_", "max_norm", max_norm)
+    return clip_norm_(ctx, found, max_norm, norm_type)
+
+
+def clip_grad_value_(
+    ctx: Context,
+    parameters: Iterable[torch.Tensor] | torch.Tensor,
+    clip_value: float,
+    *,
+    scaler_state: ScalerState,
+) -> None:
+    """Cut each entry of the gradients to the range ``-clip_value..clip_value``.
+
+    Writes into the gradients. Nothing waits for the device.
+
+    Ranks: every rank of ``ctx`` where parameters are sharded; else local.
+
+    Args:
+        ctx: The world.
+        parameters: Whose gradients are meant.
+        clip_value: Bound, positive.
+        scaler_state: The newest one: what :func:`accelfn.unscale_gradients` returned, or
+            :func:`accelfn.backward` where there is neither float16 nor a weight.
+
+    Raises:
+        ValueError: ``clip_value`` isn't positive, or the gradients are not divided by loss scale and weight
+            yet; or the state was superseded, or its window is still open.
+        ConfigurationError: There are several ranks, and the gradients were not averaged over them.
+    """
+    found = _ready("clip_grad_value_", ctx, parameters, scaler_state)
+    check_bound("clip_grad_value_", "clip_value", clip_value)
+    clip_value_(ctx, found, clip_value)
+
+
+def check_bound(operation: str, name: str, bound: float) -> None:
+    """Refuse a bound that isn't positive.
+
+    Raises:
+        ValueError: It isn't.
+    """
+    if not bound > 0:
+        raise ValueError(f"{operation}: {name} must be positive, got {bound!r}. Leave it out to not clip.")
+
+
+def _ready(
+    operation: str, ctx: Context, parameters: Iterable[torch.Tensor] | torch.Tensor, scaler_state: ScalerState
+) -> list[torch.Tensor]:
+    """Return the newest parameters, whose gradients are whole, averaged and divided."""
+    check_context(operation, ctx)
+    check_usable(operation, scaler_state)
+    found = follow([parameters] if isinstance(parameters, torch.Tensor) else parameters)
+    check_reduced(operation, ctx, found)
+    if not scaler_state.is_unscaled and (scaler_state.weight is not None or ctx.precision.scales_loss):
+        raise ValueError(
+            f"{operation}: the gradients are not divided by loss scale and weight yet, so the bound would be "
+            "another one. Call unscale_gradients before, and pass the state that it returns."
+        )
+    return found
+
 
 # Where an optimizer keeps the number of its steps, for `Guard.check_replicas_every`.
 _STEPS = "_accelfn_steps"
@@ -81,13 +238,11 @@ def optimizer_step(
     >>> scaler = af.optimizer_step(ctx, optimizer, scaler, max_norm=1.0)
     """
     check_context("optimizer_step", ctx)
-    check_newest("optimizer_step", scaler_state)
+    check_usable("optimizer_step", scaler_state, divides=True)
     optimizers = list_optimizers("optimizer_step", optimizer)
-    schedulers = _steppable(scheduler)
+    schedulers = list_schedulers("optimizer_step", scheduler)
     if max_norm is not None:
         check_bound("optimizer_step", "max_norm", max_norm)
-    check_closed("optimizer_step", scaler_state)
-    check_weight("optimizer_step", scaler_state)
     if ctx.num_processes > 1:
         follow_optimizers("optimizer_step", ctx, optimizers)
         check_reduced("optimizer_step", ctx, parameters_in(optimizers))
@@ -128,15 +283,25 @@ def _count_step(optimizer: Optimizer) -> int:
     return number
 
 
-def _steppable(scheduler: LRScheduler | Sequence[LRScheduler] | None) -> tuple[LRScheduler, ...]:
+def list_schedulers(
+    operation: str, scheduler: LRScheduler | Sequence[LRScheduler] | None
+) -> tuple[LRScheduler, ...]:
+    """Return one scheduler, several or none as a tuple.
+
+    Raises:
+        TypeError: One moves by a metric, and not by steps, or is no scheduler of torch's.
+    """
     if scheduler is None:
         return ()
     schedulers = tuple(scheduler) if isinstance(scheduler, Sequence) else (scheduler,)
-    if any(isinstance(one, ReduceLROnPlateau) for one in schedulers):
-        raise TypeError(
-            "optimizer_step: ReduceLROnPlateau moves by what you measure, and not by steps. Leave it out, "
-            "and call scheduler_step(ctx, scheduler, metric=...) after each measurement."
-        )
+    for one in schedulers:
+        if isinstance(one, ReduceLROnPlateau):
+            raise TypeError(
+                f"{operation}: ReduceLROnPlateau moves by what you measure, and not by steps. Leave it out, "
+                "and call scheduler_step(ctx, scheduler, metric=...) after each measurement."
+            )
+        if not isinstance(cast("object", one), LRScheduler):
+            raise TypeError(f"{operation}: scheduler= takes torch's schedulers, got {type(one).__name__}.")
     return schedulers
 
 
@@ -198,3 +363,78 @@ def scheduler_step(
         )
     if scaler_state is None or not step_was_skipped(ctx, scaler_state):
         scheduler.step()
+
+
+class LocalSGDState(NamedTuple):
+    """How many optimizer steps the ranks have made by themselves since they last averaged."""
+
+    num_steps: int = 0
+
+
+def average_parameters(ctx: Context, model: nn.Module) -> None:
+    """Set the trainable parameters of ``model`` to their mean over all ranks. Writes into them.
+
+    Buffers and the state of optimizers stay each rank's own.
+
+    Ranks: every rank of ``ctx``.
+
+    Args:
+        ctx: The world.
+        model: Prepared or not; the same on every rank but for its values.
+
+    Raises:
+        MismatchError: The parameters differ in a name, shape or dtype.
+    """
+    check_context("average_parameters", ctx)
+    if ctx.num_processes == 1:
+        return
+    parameters = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    values = {name: one.detach() for name, one in parameters.items()}
+    with torch.no_grad():
+        for name, mean in reduce(ctx.tagged("average_parameters"), values, "mean").items():
+            parameters[name].copy_(mean)
+
+
+def local_sgd_step(ctx: Context, model: nn.Module, state: LocalSGDState, *, every: int = 8) -> LocalSGDState:
+    """Count an optimizer step, and average the parameters over all ranks after each ``every`` of them.
+
+    The forward and backward passes between stand under :func:`accelfn.no_sync`. At the end of training call
+    :func:`average_parameters`. Optimizers keep their own state on each rank. A check of replicas
+    (``Guard.check_replicas_every``) would find that they differ, as they are meant to.
+
+    Ranks: every rank of ``ctx``.
+
+    Args:
+        ctx: The world.
+        model: What was stepped.
+        state: ``LocalSGDState()`` first, and then what the last call returned.
+        every: Optimizer steps between two averages, at least 1. With 1 and plain SGD the parameters are what
+            averaged gradients would give.
+
+    Returns:
+        The next state.
+
+    Raises:
+        ValueError: ``every`` is below 1.
+        ConfigurationError: The context is in exact mode, where ranks never train independently.
+        MismatchError: The parameters differ between ranks in a name, shape or dtype.
+
+    >>> model = nn.Linear(1, 1)
+    >>> state = local_sgd_step(Context(), model, LocalSGDState(), every=2)
+    >>> state
+    LocalSGDState(num_steps=1)
+    >>> local_sgd_step(Context(), model, state, every=2)
+    LocalSGDState(num_steps=0)
+    """
+    check_context("local_sgd_step", ctx)
+    if every < 1:
+        raise ValueError(f"local_sgd_step: every must be at least 1 step, got {every}.")
+    if ctx.reduction is not None:
+        raise ConfigurationError(
+            'local_sgd_step: this context has reduction="canonical", which sums the gradients of all ranks '
+            "in each step, and Local SGD lets ranks train independently. Use one of the two."
+        )
+    if state.num_steps + 1 < every:
+        return LocalSGDState(state.num_steps + 1)
+    average_parameters(ctx, model)
+    return LocalSGDState()

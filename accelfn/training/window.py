@@ -9,24 +9,10 @@ import torch
 
 from accelfn.comm import catch, reduce
 from accelfn.context import Context
+from accelfn.training.backward import Loss
 from accelfn.training.exact import mean_of_microbatches
-from accelfn.training.loss import Loss
 from accelfn.training.scaler import inverse_of_weight
 from accelfn.tree import TreeSpec, count_rows, flatten, slice_tensors
-
-__all__ = (
-    "Piece",
-    "StepMetrics",
-    "Terms",
-    "add_terms",
-    "average",
-    "average_in_order",
-    "cut_window",
-    "equal_pieces",
-    "not_compiled",
-    "terms_of",
-)
-
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -68,14 +54,15 @@ class Terms(NamedTuple):
     aux: Any
 
 
-def cut_window(batch: Any, num_steps: int) -> list[Piece]:
+def cut_window(batch: Any, num_steps: int, *, equally: bool = False) -> list[Piece]:
     """Cut the batch of a window along the first dimension of its tensors. The pieces are views.
 
     They differ by at most one row, and a batch of fewer rows than ``num_steps`` gives fewer pieces. 0-d
     tensors go to each of them. One piece is the batch itself, whatever it is.
 
     Raises:
-        ValueError: A leaf is no tensor, the tensors have different numbers of rows, or there is no row.
+        ValueError: A leaf is no tensor, the tensors have different numbers of rows, or there is no row; or
+            the pieces have different numbers of rows, and are to be cut ``equally``.
     """
     if num_steps == 1:
         return [Piece(batch, 1.0)]
@@ -83,6 +70,11 @@ def cut_window(batch: Any, num_steps: int) -> list[Piece]:
     rows = count_rows(batch, "batch", reason)
     count = min(num_steps, rows)
     least, longer = divmod(rows, count)
+    if equally and (longer or count < num_steps):
+        raise ValueError(
+            f"make_train_step: in exact mode the rows of a batch are cut into {num_steps} equal microbatches "
+            "on each rank, and these can't be. Pass a multiple of as many rows, or drop the last batch."
+        )
     pieces: list[Piece] = []
     start = 0
     for index in range(count):
@@ -90,22 +82,6 @@ def cut_window(batch: Any, num_steps: int) -> list[Piece]:
         share = 1.0 if longer == 0 else size * count / rows
         pieces.append(Piece(slice_tensors(batch, slice(start, start + size)), share))
         start += size
-    return pieces
-
-
-def equal_pieces(ctx: Context, batch: Any) -> list[Piece]:
-    """Cut the batch of a window into the pieces that exact mode asks for, of equal size.
-
-    Raises:
-        ValueError: It can't be cut into equal ones.
-    """
-    number = ctx.gradient_accumulation_steps
-    pieces = cut_window(batch, number)
-    if len(pieces) != number or any(piece.share != 1.0 for piece in pieces):
-        raise ValueError(
-            f"make_train_step: in exact mode the rows of a batch are cut into {number} equal microbatches on "
-            "each rank, and these can't be. Pass a multiple of as many rows, or drop the last batch."
-        )
     return pieces
 
 

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
 
-from accelfn.tree.sizes import size_text
-
-__all__ = ("Bar", "draw_bars_svg")
+from accelfn.tree.structure import size_text
 
 # Of the drawing, in its own units.
 _CHAR, _ROW, _BAR, _EDGE, _WIDTH = 8, 26, 18, 12, 460

@@ -33,8 +33,6 @@ from torch import _utils
 
 from accelfn.tree.pack import flatten_tensor
 
-__all__ = ("digest_tensors", "split_flat")
-
 _ROW_WORDS = 128
 _ROW_BYTES = 8 * _ROW_WORDS
 # Rows taken at a time, which bounds temporary memory: few enough for a cache, many enough for a large device.

@@ -14,19 +14,6 @@ import torch
 
 from accelfn.tree.structure import flatten, is_packed_sequence
 
-__all__ = (
-    "concatenate",
-    "convert_to_fp32",
-    "count_rows",
-    "find_batch_size",
-    "find_device",
-    "listify",
-    "map_tensors",
-    "pad_input_tensors",
-    "send_to_device",
-    "slice_tensors",
-)
-
 T = TypeVar("T")
 
 

@@ -11,18 +11,6 @@ from torch import _utils
 
 from accelfn.tree.structure import TreeSpec, flatten
 
-__all__ = (
-    "Buffer",
-    "PackSpec",
-    "Packed",
-    "flatten_group",
-    "flatten_tensor",
-    "pack",
-    "plan_layout",
-    "require_tensors",
-    "unpack",
-)
-
 
 class Buffer(NamedTuple):
     """The leaves that share one buffer.

@@ -13,16 +13,15 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
+import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import optree
 import torch
 from torch.nn.utils.rnn import PackedSequence
-
-__all__ = ("TreeSpec", "flatten", "is_packed_sequence", "leaf_paths")
 
 # Never containers: spares the checks for the most common leaves.
 _PLAIN = (
@@ -241,3 +240,84 @@ def _enter(entries: tuple[str, ...], path: str) -> str:
     """Replace the leading list index of ``path`` by the entry that it stands for."""
     index, _, rest = path[1:].partition("]")
     return entries[int(index)] + rest
+
+
+class TensorInformation(NamedTuple):
+    """What is known of a tensor without its values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def tree_structure(tree: Any) -> Any:
+    """Replace each tensor by its :class:`TensorInformation`; other leaves and a ``PackedSequence`` stay.
+
+    >>> tree_structure({"x": torch.zeros(2)})
+    {'x': TensorInformation(shape=(2,), dtype=torch.float32)}
+    """
+    leaves, structure = flatten(tree, is_packed_sequence)
+    return structure.unflatten(
+        [
+            TensorInformation(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
+            for leaf in leaves
+        ]
+    )
+
+
+def initialize_tensors(tree: Any, device: torch.device | str = "cpu") -> Any:
+    """Replace each :class:`TensorInformation` by an uninitialised tensor of its shape and dtype.
+
+    >>> initialize_tensors(tree_structure(torch.zeros(2, 3))).shape
+    torch.Size([2, 3])
+    """
+    leaves, structure = flatten(tree, _stays_whole)
+    return structure.unflatten(
+        [
+            torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
+            if isinstance(leaf, TensorInformation)
+            else leaf
+            for leaf in leaves
+        ]
+    )
+
+
+def _stays_whole(value: Any) -> bool:
+    return isinstance(value, TensorInformation) or is_packed_sequence(value)
+
+
+def is_dtensor(value: object) -> bool:
+    """Return whether ``value`` is a ``DTensor``, of which ranks may hold parts.
+
+    Ranks: local.
+    """
+    # To import the module takes half a second; where nobody has loaded it, there is no DTensor.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what of a tensor is on this rank: of a ``DTensor`` its part, without gradient; else itself.
+
+    It is the very part, so that torch counts what is written into it as a write into the tensor.
+
+    Ranks: local.
+    """
+    if not is_dtensor(tensor):
+        return tensor
+    with torch.no_grad():
+        return cast("Any", tensor).to_local()
+
+
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+
+
+def size_text(num_bytes: int) -> str:
+    """Write a size in powers of 1000.
+
+    >>> size_text(999), size_text(1234), size_text(56_700_000), size_text(999_960)
+    ('999 B', '1.2 kB', '56.7 MB', '1.0 MB')
+    """
+    size, unit = float(num_bytes), 0
+    while unit + 1 < len(_UNITS) and round(size, 1) >= 1000:
+        size, unit = size / 1000, unit + 1
+    return f"{size:.1f} {_UNITS[unit]}" if unit else f"{num_bytes} B"

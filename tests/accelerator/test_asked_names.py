@@ -1,16 +1,15 @@
-"""Every name that the documents ask for is there with its parameters, or says what it waits for."""
+"""Every name of docs/pages/names.md is there with its parameters, or says what it waits for."""
 
 # pyright: reportUnknownMemberType=false
 
+import ast
 import inspect
-from collections.abc import Iterable
+import re
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
-import torch
-from torch import nn
 
 import accelfn
 from accelfn import (
@@ -27,12 +26,12 @@ from accelfn import (
     TorchDynamoPlugin,
 )
 from accelfn.context.config import VARIABLES
-from accelfn.errors import ConfigurationError, NotAvailableError
+from accelfn.errors import NotAvailableError
 from accelfn.launch.flags import parse_flags
 from accelfn.launch.main import main
-from tests.accelerator.asked_names import ASKED, NO_DEFAULT, AskedName, parameters_of, tables
 
 PAGE = Path(__file__).parents[2] / "docs" / "pages" / "names.md"
+NO_DEFAULT = inspect.Parameter.empty
 
 # Something else than the default for each argument of the constructor.
 EXAMPLES: dict[str, Any] = {
@@ -60,157 +59,109 @@ EXAMPLES: dict[str, Any] = {
     "use_seedable_sampler": True,
 }
 
-# Arguments for each method that waits for a part.
-CALLS: dict[str, tuple[Any, ...]] = {
-    "save": (torch.ones(1), "file"),
-    "save_state": ("folder",),
-    "load_state": ("folder",),
-    "register_for_checkpointing": (nn.Linear(1, 1), nn.Linear(1, 1)),
-    "register_save_state_pre_hook": (print,),
-    "register_load_state_pre_hook": (print,),
-    "get_state_dict": (nn.Linear(1, 1),),
-}
+
+class Row(NamedTuple):
+    kind: str  # first word of the table's title
+    form: str  # how it is written here
+    here: str
+
+    @property
+    def name(self) -> str:
+        return re.split(r"[(=]", self.form)[0]
+
+
+def rows() -> list[Row]:
+    found: list[Row] = []
+    kind = ""
+    for line in PAGE.read_text().splitlines():
+        if line.startswith("## "):
+            kind = line.split()[1].rstrip(",")
+        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+        if line.startswith("| `"):
+            form = cells[1] if cells[1].startswith("`") else cells[0]
+            found.append(Row(kind, form.strip("`"), cells[1]))
+    return found
+
+
+def documented(form: str) -> list[tuple[str, Any]]:
+    """Names and defaults of the parameters in ``name(...)``, or of the argument ``name=default``."""
+    inside = form.partition("(")[2].removesuffix(")") if "(" in form else form
+    (function,) = ast.parse(f"def _({inside}): ...").body
+    assert isinstance(function, ast.FunctionDef)
+    names = function.args
+    defaults = [NO_DEFAULT] * (len(names.args) - len(names.defaults)) + list(
+        map(ast.literal_eval, names.defaults)
+    )
+    found = [(one.arg, default) for one, default in zip(names.args, defaults, strict=True)]
+    found += [(f"*{names.vararg.arg}", NO_DEFAULT)] if names.vararg else []
+    for one, default in zip(names.kwonlyargs, names.kw_defaults, strict=True):
+        found.append((one.arg, NO_DEFAULT if default is None else ast.literal_eval(default)))
+    return found + ([(f"**{names.kwarg.arg}", NO_DEFAULT)] if names.kwarg else [])
 
 
 def given(value: Any) -> list[tuple[str, Any]]:
-    """Names and defaults of what ``value`` takes, as in :func:`parameters_of`."""
     stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
     return [
-        (stars.get(one.kind, "") + name, NO_DEFAULT if one.default is one.empty else one.default)
+        (stars.get(one.kind, "") + name, one.default)
         for name, one in inspect.signature(value).parameters.items()
         if name != "self"
     ]
 
 
-def difference(documented: Iterable[tuple[str, Any]], found: list[tuple[str, Any]]) -> str:
-    """Say what of the documented parameters isn't found, in their order; further ones may be between."""
-    rest = iter(found)
-    for name, default in documented:
-        here = next((value for other, value in rest if other == name), found)
-        if here is found:
-            return f"no parameter {name}"
-        if here is NO_DEFAULT and default is not NO_DEFAULT:
-            return f"no default of {name}"
-        if here != default:
-            return f"the default of {name} is {here!r}"
-    return ""
+def check_parameters(form: str, value: Any, in_order: bool = True) -> None:
+    """What is documented is there with its default, in its order; further parameters may follow."""
+    wanted, found = documented(form), given(value)
+    defaults = dict(found)
+    assert {name: defaults.get(name, "missing") for name, _ in wanted} == dict(wanted)
+    if in_order and "*" not in form:
+        assert found[: len(wanted)] == wanted
 
 
-def owner(asked: AskedName) -> Any:
-    if asked.home.startswith("accelfn"):
-        return import_module(asked.home)
-    return getattr(accelfn, asked.home)
-
-
-def found_missing(asked: AskedName) -> str:
-    """Say what is wrong with the name today; "" when it is as documented."""
-    if asked.kind == "argument":
-        return wrong_argument(asked)
-    if asked.kind == "command":
-        return wrong_command(asked)
-    if asked.kind == "variable":
-        names = {name for variable in VARIABLES for name in variable.names}
-        return "" if asked.name in names else "not read"
-    if asked.kind in ("property", "attribute"):
-        return "" if hasattr(Accelerator(context=Context()), asked.name) else f"no {asked.kind}"
-    value = getattr(owner(asked), asked.name, None)
-    if value is None:
-        return f"no {asked.kind}"
-    form = asked.written_here
-    if "(" not in form:
-        return ""
-    documented, found = parameters_of(form), given(value)
-    if asked.kind != "class":  # whose fields are given by name
-        positional = [name for name, _ in documented if "*" not in name]
-        if "*" not in form and [name for name, _ in found][: len(positional)] != positional:
-            return difference(documented, found) or "another order"
-    return difference(documented, found)
-
-
-def wrong_argument(asked: AskedName) -> str:
-    if asked.name not in inspect.signature(Accelerator).parameters:
-        return f"no argument {asked.name}"
-    wrong = difference(parameters_of(asked.written_here), given(Accelerator))
-    if wrong:
-        return wrong
-    options: dict[str, Any] = {"cpu": True, asked.name: EXAMPLES[asked.name]}
-    try:
-        Accelerator(**options).close()
-    except NotAvailableError as error:
-        return "refused: " + str(error).partition(" asks for ")[2].partition(", and")[0]
-    return ""
-
-
-def wrong_command(asked: AskedName) -> str:
-    command, *words = asked.written_here.removeprefix("accelfn ").split()
-    try:
+@pytest.mark.parametrize("row", rows(), ids=lambda row: f"{row.kind}: {row.name}")
+def test_a_name_is_there_as_documented(row: Row) -> None:
+    if row.kind == "Arguments":
+        check_parameters(row.form, Accelerator, in_order=False)
+        options: dict[str, Any] = {"cpu": True, row.name: EXAMPLES[row.name]}
+        waits_for = row.here.partition("waits for ")[2]
+        if waits_for:
+            with pytest.raises(NotAvailableError, match=waits_for):
+                Accelerator(**options)
+        else:
+            Accelerator(**options).close()
+    elif row.kind in ("Properties", "Attributes"):
+        assert hasattr(Accelerator(context=Context()), row.name)
+    elif row.kind == "Variables":
+        assert row.name in {name for variable in VARIABLES for name in variable.names}
+    elif row.kind == "Commands":
+        command, *words = row.form.removeprefix("accelfn ").split()
         if command == "launch":
             parse_flags(words)
         else:
-            main([command, *words, "--help"])
-    except ConfigurationError:
-        return "not a command"
-    except SystemExit as stopped:
-        return "not a command" if stopped.code else ""
-    return ""
-
-
-def identify(asked: AskedName) -> str:
-    return f"{asked.kind}: {asked.documented.partition('(')[0]}"
-
-
-@pytest.mark.parametrize("asked", [one for one in ASKED if not one.part], ids=identify)
-def test_a_name_is_there_as_documented(asked: AskedName) -> None:
-    found = found_missing(asked)
-    assert found == asked.missing, (
-        f"{asked.documented}: found {found!r}, the table says {asked.missing!r}. If it has been built, take "
-        "the mark out of tests/accelerator/asked_names.py."
-    )
-
-
-@pytest.mark.parametrize("asked", [one for one in ASKED if one.part], ids=identify)
-def test_what_waits_for_a_part_says_so(asked: AskedName) -> None:
-    if asked.kind == "argument":
-        assert f"refused: {asked.part}" in found_missing(asked).replace("sharding by ", "")
-    elif asked.kind == "command":
-        assert found_missing(asked) == "not a command"
-    elif asked.home == "accelfn":
-        assert found_missing(asked) == f"no {asked.kind}"
+            with pytest.raises(SystemExit) as stopped:
+                main([command, *words, "--help"])
+            assert not stopped.value.code
     else:
-        accelerator = Accelerator(context=Context())
-        with pytest.raises(NotAvailableError, match=rf"^Accelerator\.{asked.name} needs {asked.part}, and"):
-            getattr(accelerator, asked.name)(*CALLS[asked.name])
-        if asked.kind == "method":
-            assert found_missing(asked) == ""
+        home = row.here.partition("in `")[2].strip("`")
+        owner, _, name = row.name.rpartition(".")
+        holder: Any = import_module(home) if home else accelfn
+        if row.kind == "Methods":
+            holder = getattr(accelfn, owner) if owner else Accelerator
+            assert hasattr(accelfn, name) or "as a function" not in row.here
+        value = getattr(holder, name)
+        if "(" in row.form:  # the fields of classes are given by name
+            check_parameters(row.form, value, in_order=row.kind != "Handlers")
 
 
 def test_arguments_of_the_constructor_are_in_the_documented_order() -> None:
-    documented = [one.name for one in ASKED if one.kind == "argument" and "no argument" not in one.missing]
-    assert list(inspect.signature(Accelerator).parameters)[: len(documented)] == documented
-    assert set(EXAMPLES) == {one.name for one in ASKED if one.kind == "argument"}
+    names = [row.name for row in rows() if row.kind == "Arguments"]
+    assert list(inspect.signature(Accelerator).parameters)[: len(names)] == names
+    assert set(EXAMPLES) == set(names)
 
 
-@pytest.mark.parametrize(
-    ("form", "found", "said"),
-    [
-        ("f(a, b=1)", [("a", NO_DEFAULT), ("b", 1)], ""),
-        ("f(a, b=1)", [("a", NO_DEFAULT), ("b", 1), ("c", 2)], ""),
-        ("f(a, b=1)", [("a", NO_DEFAULT), ("b", 2)], "the default of b is 2"),
-        ("f(a, b=1)", [("b", 1), ("a", NO_DEFAULT)], "no parameter b"),
-        ("f(*a, b=None, **c)", [("*a", NO_DEFAULT), ("b", None)], "no parameter **c"),
-        ("f()", [], ""),
-    ],
-)
-def test_the_comparison_can_fail(form: str, found: list[tuple[str, Any]], said: str) -> None:
-    assert difference(parameters_of(form), found) == said
+def test_the_comparison_can_fail() -> None:
+    def function(a: int, b: int = 1) -> None: ...
 
-
-def test_no_name_stands_twice_in_the_table() -> None:
-    names = [(one.kind, one.home, one.documented) for one in ASKED]
-    assert len(set(names)) == len(names)
-
-
-def test_the_page_has_these_tables() -> None:
-    assert tables() in PAGE.read_text(), (
-        f"{PAGE} is out of date: put the output of python -m tests.accelerator.asked_names in it"
-    )
+    check_parameters("f(a, b=1)", function)
+    for form in ("f(a, b=2)", "f(b=1, a=2)", "f(a, *b)", "f(a, c)"):
+        with pytest.raises(AssertionError):
+            check_parameters(form, function)

@@ -164,7 +164,7 @@ def test_what_is_written_is_what_the_functions_write(tmp_path: Path) -> None:
         tree = {
             "models": {"model": one.model},
             "optimizers": {"optimizer": one.optimizer.optimizer},
-            "schedulers": {"scheduler": one.scheduler},
+            "schedulers": {"scheduler": one.scheduler.scheduler},
             "loaders": {"loader": one.loader},
             "objects": {"Counter": one.counter},
             "scaler": af.init_scaler(ctx),

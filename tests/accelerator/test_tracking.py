@@ -125,7 +125,7 @@ def test_a_missing_package_and_a_missing_directory_are_said_by_the_constructor(
     def is_there(name: str) -> bool:
         return name == "tensorboard"
 
-    monkeypatch.setattr("accelfn.tracking.built_in.base._is_there", is_there)
+    monkeypatch.setattr("accelfn.tracking.adapters._is_there", is_there)
     with pytest.raises(MissingExtraError, match="pip install wandb"):
         Accelerator(cpu=True, log_with="wandb")
     with pytest.raises(ConfigurationError, match="Pass logging_dir, or project_dir"):

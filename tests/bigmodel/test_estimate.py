@@ -11,11 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from accelfn.bigmodel.drawing import draw_estimate, draw_estimate_html, draw_estimate_svg
 from accelfn.bigmodel.empty import init_empty_weights
 from accelfn.bigmodel.estimate import ESTIMATED_DTYPES, estimate_json, estimate_memory
-from accelfn.bigmodel.estimate_picture import draw_estimate, draw_estimate_html, draw_estimate_svg
-from accelfn.bigmodel.plan.shape import LeafShape, read_shape, shape_from_leaves
-from accelfn.bigmodel.plan.sizes import CustomDtype
+from accelfn.bigmodel.model_info import CustomDtype, LeafShape, read_shape, shape_from_leaves
 
 
 class Block(nn.Module):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from accelfn.bigmodel.places import (
+from accelfn.bigmodel.devices import (
     Place,
     check_device,
     current_place,

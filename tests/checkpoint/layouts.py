@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import accelfn as af
 from accelfn.context import Context
-from accelfn.parallel import whole_of
+from accelfn.parallel.parameters import whole_of
 
 # Worlds of processes fork from here, and each of them would import these by itself.
 for _module in ("torch._dynamo", "torch.distributed.checkpoint"):

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from accelfn.checkpoint.files.disk import Disk, Folder, Status
+from accelfn.checkpoint.disk import Disk, Folder, Status
 
 ROOT = 1
 
@@ -77,14 +77,11 @@ class Model:
             remove_file=self.remove_file,
             remove_folder=self.remove_folder,
             open_folder=self.open_folder,
-            close_folder=lambda folder: None,
             names=lambda folder: list(self.names[folder.descriptor or 0]),
             open_file=self.open_file,
-            open_to_sync=self.open_file,
             status=lambda path: self.status_of(self.find(path)),
             status_of=self.status_of,
             read=self.read,
-            free_bytes=lambda path: 1 << 40,
         )
 
     def find(self, path: str) -> int:

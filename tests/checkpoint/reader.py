@@ -6,20 +6,13 @@ malformed document makes Python raise.
 
 import base64
 import collections
-import datetime
-import decimal
-import fractions
 import hashlib
 import json
 import math
 import os
 import pathlib
 import re
-import struct
-import time
-import uuid
 import zlib
-import zoneinfo
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
@@ -51,16 +44,10 @@ SAFETENSORS = {
     "float8_e8m0fnu": "F8_E8M0",
 }
 FACTORIES: dict[str, Any] = {
-    **{kind.__name__: kind for kind in (list, dict, set, tuple, frozenset, int, float, complex, bool, str)},
-    "bytes": bytes,
+    **{kind.__name__: kind for kind in (list, dict, set, tuple, int, float, bool, str)},
     "OrderedDict": collections.OrderedDict,
     "deque": collections.deque,
-    "None": None,
-}
-SPARSE = {
-    "torch.sparse_coo": ("indices", "values"),
-    **dict.fromkeys(("torch.sparse_csr", "torch.sparse_bsr"), ("crow_indices", "col_indices", "values")),
-    **dict.fromkeys(("torch.sparse_csc", "torch.sparse_bsc"), ("ccol_indices", "row_indices", "values")),
+    "none": None,
 }
 
 
@@ -244,15 +231,14 @@ def _of_rank(node: Any, rank: int) -> Any:
 
 
 class _Document:
-    """One document, read in its order."""
+    """One document."""
 
     def __init__(
         self, tensors: Mapping[str, torch.Tensor], classes: Mapping[str, Callable[..., Any]]
     ) -> None:
         self.tensors = dict(tensors)
         self.classes = classes
-        self.known: dict[int, Any] = {}
-        self.laid: set[str] = set()
+        self.made: dict[Any, Any] = {}
 
     def value(self, node: Any) -> Any:
         if _is(node, list):
@@ -261,13 +247,7 @@ class _Document:
             return node
         if "$" not in node:
             return {key: self.value(one) for key, one in node.items()}
-        kind = node["$"]
-        if kind == "again":
-            return self.known[node["id"]]
-        made = getattr(self, f"{kind}_")(node)
-        if "id" in node:
-            self.known[node["id"]] = made
-        return made
+        return getattr(self, f"{node['$']}_")(node)
 
     def make(self, of: str, *content: Any) -> Any:
         return self.classes[of](*content) if of in self.classes else Foreign(of, content)
@@ -275,76 +255,55 @@ class _Document:
     # tensors
 
     def tensor_(self, node: Any) -> torch.Tensor:
-        name, shape, dtype = node["name"], node["shape"], getattr(torch, node["dtype"])
-        tensor = self.tensors[name]
-        if "offset" in node:
-            stride = node.get("stride", [math.prod(shape[at + 1 :]) for at in range(len(shape))])
-            flat = tensor.reshape(-1).view(torch.uint8)
-            flat = flat[: len(flat) // dtype.itemsize * dtype.itemsize].view(dtype)
-            tensor = flat.as_strided(shape, stride, node["offset"] // dtype.itemsize)
-        elif "stride" in node and name not in self.laid:
-            # Laid out by bytes, as not every dtype can be copied.
-            laid = torch.zeros((tensor.numel(), tensor.itemsize), dtype=torch.uint8)
-            inside = laid.as_strided(
-                (*shape, tensor.itemsize), [*(step * tensor.itemsize for step in node["stride"]), 1]
-            )
+        key = node["name"], node.get("parameter"), node.get("requires_grad")
+        if key not in self.made:
+            tensor = self.laid(node)
+            if node.get("parameter"):
+                tensor = torch.nn.Parameter(tensor, requires_grad=node.get("requires_grad", False))
+            elif node.get("requires_grad"):
+                tensor = tensor.detach().requires_grad_()
+            self.made[key] = tensor
+        return self.made[key]
+
+    def laid(self, node: Any) -> torch.Tensor:
+        tensor = self.tensors[node["name"]]
+        if "stride" in node and tensor.is_contiguous():
+            # By bytes, as not every dtype can be copied.
+            size, stride = tensor.itemsize, node["stride"]
+            laid = torch.zeros((tensor.numel(), size), dtype=torch.uint8)
+            inside = laid.as_strided((*tensor.shape, size), [*(step * size for step in stride), 1])
             inside.copy_(tensor.unsqueeze(-1).view(torch.uint8))
-            tensor = self.tensors[name] = laid.view(-1).view(dtype).as_strided(shape, node["stride"])
-            self.laid.add(name)
-        return self.finish(tensor, node)
-
-    def finish(self, tensor: torch.Tensor, node: Any) -> torch.Tensor:
-        if node.get("parameter"):
-            return torch.nn.Parameter(tensor, requires_grad=node.get("requires_grad", False))
-        tensor = tensor.detach()
-        return tensor.requires_grad_() if node.get("requires_grad") else tensor
-
-    def sparse_(self, node: Any) -> torch.Tensor:
-        parts = [self.value(node["fields"][name]) for name in SPARSE[node["layout"]]]
-        make = cast("Any", torch)  # its constructors aren't fully typed
-        if node["layout"] == "torch.sparse_coo":
-            coalesced = node.get("coalesced", False)
-            made = make.sparse_coo_tensor(
-                *parts, node["shape"], is_coalesced=coalesced, check_invariants=True
-            )
-        else:
-            layout = getattr(torch, node["layout"].removeprefix("torch."))
-            made = make.sparse_compressed_tensor(*parts, node["shape"], layout=layout, check_invariants=True)
-        return self.finish(made, node)
+            tensor = laid.view(-1).view(tensor.dtype).as_strided(tensor.shape, stride)
+            self.tensors[node["name"]] = tensor
+        return tensor
 
     def array_(self, node: Any) -> Any:
-        array = self.tensor_(node).numpy()
-        if not node.get("writeable", True):
-            array.flags.writeable = False
-        return array
-
-    def raw_(self, node: Any) -> Any:
-        content = _bytes(self.tensor_(node))
-        array: Any = numpy.empty(node["sides"], _numpy_dtype(node["numpy"]), order=node.get("order", "C"))
-        if content:
-            array = numpy.ndarray(node["sides"], array.dtype, content, order=node.get("order", "C"))
-        if not node.get("writeable", True):
-            array.flags.writeable = False
-        return array
+        return self.laid(node).numpy()
 
     def generator_(self, node: Any) -> torch.Generator:
         generator = torch.Generator(node["device"])
-        generator.set_state(self.tensor_(node))
+        generator.set_state(self.laid(node))
         return generator
 
     # containers
+
+    def pairs(self, node: Any) -> Any:
+        return zip(map(self.value, node["keys"]), self.value(node["items"]), strict=True)
 
     def tuple_(self, node: Any) -> tuple[Any, ...]:
         return tuple(self.value(node["items"]))
 
     def dict_(self, node: Any) -> dict[Any, Any]:
-        return dict(zip(self.value(node["keys"]), self.value(node["values"]), strict=True))
+        return dict(self.pairs(node))
 
     def ordereddict_(self, node: Any) -> Any:
-        return collections.OrderedDict(self.value(node["items"]))
+        return collections.OrderedDict(self.pairs(node))
+
+    def counter_(self, node: Any) -> Any:
+        return collections.Counter(dict(self.pairs(node)))
 
     def defaultdict_(self, node: Any) -> Any:
-        return collections.defaultdict(FACTORIES[node["factory"]], self.value(node["items"]))
+        return collections.defaultdict(FACTORIES[node["factory"]], self.pairs(node))
 
     def deque_(self, node: Any) -> Any:
         return collections.deque(self.value(node["items"]), node.get("maxlen"))
@@ -356,116 +315,42 @@ class _Document:
         return frozenset(self.value(node["items"]))
 
     def namedtuple_(self, node: Any) -> Any:
-        return self.make(node["of"], *self.value(node["fields"]).values())
-
-    def structseq_(self, node: Any) -> Any:
-        hidden = self.value(node.get("hidden", {}))
-        if node["of"] == "time:struct_time":
-            return time.struct_time(self.value(node["items"]), hidden)
-        return self.make(node["of"], self.value(node["items"]), hidden)
+        return self.make(node["of"], *self.value(node["items"]))
 
     def node_(self, node: Any) -> Any:
-        return self.make(node["of"], self.value(node["metadata"]), self.value(node["children"]))
+        return self.make(node["of"], self.value(node["metadata"]), self.value(node["items"]))
 
     def object_(self, node: Any) -> Any:
         return self.value(node["state"])
 
     # plain values
 
-    def int_(self, node: Any) -> int:
-        return int(node["hex"], 16)
-
     def float_(self, node: Any) -> float:
-        return struct.unpack(">d", bytes.fromhex(node["bits"]))[0]
-
-    def str_(self, node: Any) -> str:
-        return base64.b64decode(node["base64"]).decode("utf-8", "surrogatepass")
+        return float(node["value"])
 
     def complex_(self, node: Any) -> complex:
-        return complex(*self.value(node["parts"]))
+        return complex(*map(float, node["value"]))
 
     def bytes_(self, node: Any) -> bytes:
-        return base64.b64decode(node["base64"])
+        return base64.b64decode(node["value"])
 
     def bytearray_(self, node: Any) -> bytearray:
-        return bytearray(base64.b64decode(node["base64"]))
+        return bytearray(base64.b64decode(node["value"]))
 
-    def decimal_(self, node: Any) -> decimal.Decimal:
-        return decimal.Decimal(node["text"])
-
-    def fraction_(self, node: Any) -> fractions.Fraction:
-        return fractions.Fraction(*self.value(node["parts"]))
-
-    def range_(self, node: Any) -> range:
-        return range(*self.value(node["parts"]))
-
-    def slice_(self, node: Any) -> slice:
-        return slice(*self.value(node["parts"]))
-
-    def uuid_(self, node: Any) -> uuid.UUID:
-        return uuid.UUID(node["text"])
-
-    def path_(self, node: Any) -> pathlib.PurePath:
-        return getattr(pathlib, node["of"])(self.value(node["text"]))
-
-    def date_(self, node: Any) -> datetime.date:
-        return datetime.date.fromisoformat(node["text"])
-
-    def time_(self, node: Any) -> datetime.time:
-        moment = datetime.time.fromisoformat(node["text"])
-        return moment.replace(fold=node.get("fold", 0), tzinfo=self.value(node.get("zone")))
-
-    def datetime_(self, node: Any) -> datetime.datetime:
-        moment = datetime.datetime.fromisoformat(node["text"])
-        return moment.replace(fold=node.get("fold", 0), tzinfo=self.value(node.get("zone")))
-
-    def timedelta_(self, node: Any) -> datetime.timedelta:
-        return datetime.timedelta(*node["parts"])
-
-    def timezone_(self, node: Any) -> datetime.timezone:
-        return datetime.timezone(datetime.timedelta(*node["parts"]), *node["name"])
-
-    def zoneinfo_(self, node: Any) -> zoneinfo.ZoneInfo:
-        return zoneinfo.ZoneInfo(node["key"])
+    def path_(self, node: Any) -> pathlib.Path:
+        return pathlib.Path(node["value"])
 
     def enum_(self, node: Any) -> Any:
-        return self.make(node["of"], node["name"] if "name" in node else self.value(node["value"]))
+        return self.make(node["of"], node["value"])
 
     def dtype_(self, node: Any) -> torch.dtype:
-        return getattr(torch, node["text"])
+        return getattr(torch, node["value"])
 
     def device_(self, node: Any) -> torch.device:
-        return torch.device(node["text"])
+        return torch.device(node["value"])
 
     def size_(self, node: Any) -> torch.Size:
-        return torch.Size(node["parts"])
-
-    def layout_(self, node: Any) -> Any:
-        return getattr(torch, node["text"].removeprefix("torch."))
-
-    def memory_format_(self, node: Any) -> Any:
-        return getattr(torch, node["text"].removeprefix("torch."))
+        return torch.Size(node["value"])
 
     def numpy_(self, node: Any) -> Any:
-        if "text" in node:
-            text = self.value(node["text"])
-            return numpy.str_(text) if isinstance(text, str) else numpy.bytes_(text)
-        dtype = _numpy_dtype(node["dtype"])
-        content = base64.b64decode(node["base64"])
-        return numpy.ndarray((), dtype, content)[()] if content else numpy.empty((), dtype)[()]
-
-
-def _numpy_dtype(described: Any) -> Any:
-    return numpy.lib.format.descr_to_dtype(_tuples(described, are_fields=True))
-
-
-def _tuples(described: Any, *, are_fields: bool) -> Any:
-    """Bring back the tuples: a list of lists is one of fields, and all else was a tuple."""
-    if not _is(described, list):
-        return described
-    if are_fields and all(_is(one, list) for one in described):
-        return [
-            (name, _tuples(kind, are_fields=True), *(tuple(sides) for sides in shape))
-            for name, kind, *shape in described
-        ]
-    return tuple(_tuples(one, are_fields=at == 0) for at, one in enumerate(described))
+        return numpy.frombuffer(base64.b64decode(node["value"]), node["dtype"])[0]

@@ -6,13 +6,12 @@ from collections.abc import Mapping
 
 import torch
 
-from accelfn.checkpoint.files.commit import abandon, begin_stage, make_nonce, publish, write_manifest
-from accelfn.checkpoint.files.disk import REAL_DISK, Disk
-from accelfn.checkpoint.files.find import OpenCheckpoint, read_checkpoint
-from accelfn.checkpoint.files.manifest import Manifest, Piece, StoredFile, StoredTensor
-from accelfn.checkpoint.files.tensor_file import new_entry, write_tensors
-from accelfn.checkpoint.files.tensor_reader import Box, read_boxes
-from accelfn.checkpoint.state.attachments import find_attachments, take_attachments
+from accelfn.checkpoint.attachments import find_attachments, take_attachments
+from accelfn.checkpoint.commit import abandon, begin_stage, make_nonce, publish, write_manifest
+from accelfn.checkpoint.disk import REAL_DISK, Disk
+from accelfn.checkpoint.files import Box, new_entry, read_boxes, write_tensors
+from accelfn.checkpoint.find import OpenCheckpoint, read_checkpoint
+from accelfn.checkpoint.manifest import Manifest, Piece, StoredFile, StoredTensor
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -58,9 +57,7 @@ def save_small(
     publish(disk, stage)
 
 
-def load_small(
-    directory: str | os.PathLike[str], *, disk: Disk = REAL_DISK, num_threads: int | None = None
-) -> dict[str, torch.Tensor]:
+def load_small(directory: str | os.PathLike[str], *, disk: Disk = REAL_DISK) -> dict[str, torch.Tensor]:
     """Read all tensors of a checkpoint."""
 
     def read(checkpoint: OpenCheckpoint) -> dict[str, torch.Tensor]:
@@ -69,7 +66,7 @@ def load_small(
             for name, one in checkpoint.manifest.tensors.items()
             for piece in one.pieces
         ]
-        found = read_boxes(disk, checkpoint.folder, checkpoint.manifest, boxes, num_threads=num_threads)
+        found = read_boxes(disk, checkpoint.folder, checkpoint.manifest, boxes)
         return {box.name: tensor for box, tensor in zip(boxes, found, strict=True)}
 
     return read_checkpoint(disk, directory, read)

@@ -25,10 +25,7 @@ from tests.checkpoint.golden.make_golden import (
 from tests.checkpoint.reader import read, verify
 from tests.checkpoint.trees import same
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state"),
-    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 PLACES = sorted(path.parent for path in CURRENT.parent.glob("v*/*/manifest.json"))
 
 
@@ -61,12 +58,10 @@ def test_the_tree_loads_to_the_known_values() -> None:
     assert list(known) == list(found)
     memory = found["memory"]
     memory["base"][1, 2] = 50.0
-    assert memory["row"][2] == memory["turned"][2, 1] == 50.0
+    assert memory["row"][2] == memory["turned"][2, 1] == 5.0  # other views are stored by their values
     assert memory["turned"].stride() == (1, 3)
     assert memory["permuted"].stride() == (1, 3)
     assert memory["again"] is memory["twice"]
-    memory["overlapping"][0][2] = 9
-    assert memory["overlapping"][1][0] == 9
 
 
 def test_the_tree_loads_into_another_one() -> None:
@@ -114,10 +109,7 @@ def test_the_run_brings_the_random_numbers_back() -> None:
 
 def test_the_same_run_gives_the_same_bytes(tmp_path: Path) -> None:
     make_run(tmp_path / "run")
-    found = contents(tmp_path / "run")
-    # The golden run is older than this field, and loads all the same.
-    found["manifest.json"] = found["manifest.json"].replace(b',"is_open":null', b"", 1)
-    assert found == contents(CURRENT / "run")
+    assert contents(tmp_path / "run") == contents(CURRENT / "run")
 
 
 def test_the_reader_that_knows_only_the_page_reads_them() -> None:

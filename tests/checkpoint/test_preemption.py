@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 from accelfn import Context, preemption, wait_for_everyone
 from accelfn.checkpoint import EXIT_PREEMPTED, STOP_SIGNALS, PreemptionGuard
 from accelfn.data import microbatches, prepare_data_loader
-from accelfn.data.signals import begin_reading
+from accelfn.data.workers import begin_reading
 from accelfn.errors import MismatchError
 from accelfn.testing import Where, run_ranks
 

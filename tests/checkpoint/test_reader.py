@@ -20,19 +20,12 @@ from tests.checkpoint import trees
 from tests.checkpoint.reader import Damaged, Foreign, read, verify
 from tests.checkpoint.trees import NAMESPACE, same
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state"),
-    pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
 
 def make_pair(metadata: Any, children: list[Any]) -> trees.Pair:
     left, right = children
     return trees.Pair(left, right, metadata)
-
-
-def make_rights(said: str | int) -> trees.Rights:
-    return trees.Rights[said] if isinstance(said, str) else trees.Rights(said)
 
 
 CLASSES: dict[str, Callable[..., Any]] = {
@@ -41,7 +34,6 @@ CLASSES: dict[str, Callable[..., Any]] = {
     "tests.checkpoint.trees:Color": trees.Color.__members__.__getitem__,
     "tests.checkpoint.trees:Number": trees.Number.__members__.__getitem__,
     "tests.checkpoint.trees:Word": trees.Word.__members__.__getitem__,
-    "tests.checkpoint.trees:Rights": make_rights,
 }
 
 
@@ -78,26 +70,16 @@ def test_each_rank_has_its_own(ranks: list[Any]) -> None:
         assert same(own[0], af.load_tree(place))
 
 
-def test_tensors_that_share_memory_share_it_again(tmp_path: Path) -> None:
-    base = torch.arange(12.0).reshape(3, 4)
-    turned = torch.arange(6).reshape(2, 3).t()
-    tree = {
-        "base": base,
-        "row": base[1],
-        "columns": base.t()[1:3],
-        "again": base,
-        "left": torch.arange(9)[:6],
-        "turned": turned,
-        "same": turned.view_as(turned),
-        "bytes": base.view(torch.uint8),
-    }
+def test_the_same_tensor_comes_back_as_one(tmp_path: Path) -> None:
+    base, turned = torch.arange(12.0).reshape(3, 4), torch.arange(6).reshape(2, 3).t()
+    tree = {"base": base, "row": base[1], "again": base, "turned": turned, "same": turned.view_as(turned)}
     read_back = read(af.save_tree(tmp_path / "at", tree))
     for name, tensor in tree.items():
         assert torch.equal(read_back[name], tensor), name
         assert read_back[name].stride() == tensor.stride(), name
     read_back["base"][1, 1] = 77.0
-    assert read_back["row"][1] == read_back["columns"][0, 1] == read_back["again"][1, 1] == 77.0
-    assert read_back["turned"].stride() == (1, 3)
+    assert read_back["again"][1, 1] == 77.0
+    assert read_back["row"][1] == 5.0
     read_back["turned"][0, 0] = 5
     assert read_back["same"][0, 0] == 5
 
@@ -107,18 +89,6 @@ def test_a_tree_without_tensors(tmp_path: Path, tree: Any) -> None:
     place = af.save_tree(tmp_path / "at", tree)
     assert [path.name for path in place.iterdir()] == ["manifest.json"]
     assert same(af.load_tree(place), read(place))
-
-
-def test_sparse_tensors(tmp_path: Path) -> None:
-    dense = torch.tensor([[1.0, 0.0], [0.0, 2.0]])
-    tree = {
-        "coo": dense.to_sparse_coo(),
-        "csr": dense.to_sparse_csr(),
-        "csc": dense.to_sparse_csc(),
-        "bsr": dense.to_sparse_bsr((1, 1)),
-        "trained": dense.to_sparse_coo().requires_grad_(),
-    }
-    assert same(tree, read(af.save_tree(tmp_path / "at", tree)))
 
 
 def test_the_states_of_objects_and_of_generators(tmp_path: Path) -> None:

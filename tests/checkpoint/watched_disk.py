@@ -1,6 +1,6 @@
 """The real disk, with somebody who is told of every operation before it happens, and may stop it.
 
-Saves take the disk from ``accelfn.checkpoint.state.save``, where :func:`installed` puts another one for this
+Saves take the disk from ``accelfn.checkpoint.save``, where :func:`installed` puts another one for this
 process.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from accelfn.checkpoint.files.disk import REAL_DISK, Disk, Folder
+from accelfn.checkpoint.disk import REAL_DISK, Disk, Folder
 
 __all__ = ("CHANGES", "Watcher", "installed", "watched")
 
@@ -79,5 +79,5 @@ def watched(watcher: Watcher) -> Disk:
 def installed(disk: Disk) -> Generator[None, None, None]:
     """Let the saves of this process use ``disk``."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("accelfn.checkpoint.state.save.REAL_DISK", disk)
+        patch.setattr("accelfn.checkpoint.save.REAL_DISK", disk)
         yield

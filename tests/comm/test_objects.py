@@ -1,5 +1,4 @@
 import dataclasses
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 import pytest
@@ -10,6 +9,7 @@ from accelfn.comm import broadcast_object_list, gather_object
 from accelfn.context import Context
 from accelfn.errors import MismatchError, RemoteRankError
 from accelfn.testing import Where, run_ranks
+from tests.comm.seam import failure
 
 KINDS: tuple[Where, ...] = ("memory", "gloo", "processes")
 
@@ -17,16 +17,6 @@ KINDS: tuple[Where, ...] = ("memory", "gloo", "processes")
 class Unpicklable:
     def __reduce__(self) -> NoReturn:
         raise TypeError("this object stays at home")
-
-
-def failure(work: Callable[[Context], Any]) -> Callable[[Context], Any]:
-    def caught(ctx: Context) -> Any:
-        try:
-            return work(ctx)
-        except Exception as error:  # noqa: BLE001 -- it is the result
-            return error
-
-    return caught
 
 
 def tiny(ctx: Context) -> Context:

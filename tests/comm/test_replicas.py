@@ -1,10 +1,7 @@
 """Replicas that are equal pass; of others every rank names the same leaves, ranks and amounts."""
 
-import dataclasses
 import functools
 import math
-import re
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -14,30 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import accelfn
 from accelfn.comm import check_replicas, gather
-from accelfn.comm.agreement import HEADER_BYTES
 from accelfn.context import Context
 from accelfn.context.config import ParallelismConfig
 from accelfn.errors import Drift, MismatchError, RemoteRankError, ReplicaDriftError
 from accelfn.testing import Where, run_ranks
 from accelfn.testing.strategies import Mismatched, dtypes, mismatched_trees, shapes, tensors, trees
-from accelfn.tree import digest_tensors, flatten, listify, map_tensors
+from accelfn.tree import flatten, listify, map_tensors
+from tests.comm.seam import counted, failure, split_up
 
 KINDS: tuple[Where, ...] = ("memory", "gloo", "processes")
 Work = Callable[[Context], Any]
-
-
-def failure(work: Work) -> Work:
-    """Return what a rank raises instead of raising it."""
-
-    def caught(ctx: Context) -> Any:
-        try:
-            return work(ctx)
-        except Exception as error:  # noqa: BLE001 -- it is the result
-            return error
-
-    return caught
 
 
 def drift(work: Work, size: int, on: Where = "memory") -> ReplicaDriftError:
@@ -47,11 +31,6 @@ def drift(work: Work, size: int, on: Where = "memory") -> ReplicaDriftError:
     assert len({str(error) for error in errors}) == 1
     assert len({repr(error.rows) for error in errors}) == 1  # as text, since no NaN equals another
     return errors[0]
-
-
-def split_up(ctx: Context) -> Context:
-    """Let next to nothing fit into the opening exchange."""
-    return dataclasses.replace(ctx, collectives=dataclasses.replace(ctx.collectives, chunk=HEADER_BYTES + 8))
 
 
 def copies(tree: Any, size: int) -> list[Any]:
@@ -153,14 +132,6 @@ def test_most_ranks_are_the_reference_and_of_equally_many_the_lowest(
     assert {(row.num_differing, row.num_elements, row.position) for row in rows} == {(6, 6, (0, 0))}
 
 
-def test_each_leaf_has_its_own_reference() -> None:
-    def work(ctx: Context) -> Any:
-        check_replicas(ctx, [torch.tensor(ctx.rank == 0), torch.zeros(2), torch.tensor(ctx.rank == 2)])
-
-    rows = drift(work, 3).rows
-    assert [(row.rank, row.path, row.reference) for row in rows] == [(0, "tree[0]", 1), (2, "tree[2]", 0)]
-
-
 NAN = math.nan
 AMOUNTS: tuple[tuple[Any, Any, torch.dtype, tuple[int, float, tuple[int, ...]]], ...] = (
     ([0.0, 1.0], [-0.0, 1.0], torch.float32, (1, 0.0, (0,))),
@@ -186,15 +157,6 @@ def test_amounts_are_exact(
 
     (row,) = drift(work, 3).rows
     assert repr((row.num_differing, row.largest, row.position)) == repr(expected)
-
-
-def test_a_dtype_that_can_only_be_stored_is_compared_too() -> None:
-    def work(ctx: Context) -> Any:
-        data = torch.zeros(5, dtype=torch.uint8)
-        data[3] = ctx.rank
-        check_replicas(ctx, data.view(torch.float4_e2m1fn_x2))
-
-    assert repr(drift(work, 2).rows[0][3:]) == "(5, 1, None, (3,))"
 
 
 @pytest.mark.parametrize("turned", [False, True])
@@ -277,14 +239,6 @@ def test_of_a_module_or_an_optimizer_the_tensor_is_named(
         assert row.largest == pytest.approx(1)
 
 
-def test_options_of_an_optimizer_that_are_no_tensors_are_left_out() -> None:
-    def work(ctx: Context) -> Any:
-        parameter = torch.nn.Parameter(torch.ones(2))
-        check_replicas(ctx, torch.optim.SGD([parameter], lr=1.0 + ctx.rank, foreach=bool(ctx.rank)))
-
-    assert run_ranks(work, 2) == [None] * 2
-
-
 def dtensor(ctx: Context, *, sharded: bool) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -326,26 +280,6 @@ def test_the_table_of_one_leaf() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("right", "wrong", "said"),
-    [
-        ([0.0, 1.0], [-0.0, 1.0], "1 of 2 elements differ from rank 0, in the sign of zero, at [0]"),
-        ([2.0, 1.0], [8.0, NAN], "2 of 2 elements differ from rank 0, NaN among them, at [1]"),
-        ([0.0, 1.0], [-0.0, 3.0], "2 of 2 elements differ from rank 0, by at most 2, at [1]"),
-    ],
-)
-def test_zeros_and_what_is_no_number_are_called_so(right: list[float], wrong: list[float], said: str) -> None:
-    error = drift(lambda ctx: check_replicas(ctx, torch.tensor(wrong if ctx.rank == 1 else right)), 3)
-    assert str(error).endswith(said)
-
-
-def test_where_amounts_can_not_be_had_the_table_has_none() -> None:
-    def work(ctx: Context) -> Any:
-        check_replicas(ctx, torch.tensor([0, ctx.rank], dtype=torch.uint8).view(torch.float4_e2m1fn_x2))
-
-    assert str(drift(work, 2)).endswith("1 of 2 elements differ from rank 0, at [1]")
-
-
 def test_the_table_has_twenty_rows_of_which_eight_leaves_are_compared() -> None:
     def work(ctx: Context) -> Any:
         check_replicas(ctx, [torch.tensor(float(ctx.rank)) for _ in range(13)])
@@ -360,29 +294,7 @@ def test_the_table_has_twenty_rows_of_which_eight_leaves_are_compared() -> None:
     assert error.rows[16] == Drift(1, "tree[8]", 0, 1, None, None, None)
 
 
-def test_the_root_has_it() -> None:
-    assert accelfn.check_replicas is check_replicas
-
-
 # --- how much it speaks --------------------------------------------------------------------------
-
-
-def counted(ctx: Context) -> tuple[Context, Counter[str]]:
-    """Count the calls of the seam."""
-    calls: Counter[str] = Counter()
-
-    def count(name: str) -> Any:
-        function = getattr(ctx.collectives, name)
-
-        def wrapper(*args: Any) -> Any:
-            calls[name] += 1
-            return function(*args)
-
-        return wrapper
-
-    names = ("all_gather_bytes", "all_gather", "all_reduce", "broadcast", "scatter", "all_to_all", "barrier")
-    seam = dataclasses.replace(ctx.collectives, **{name: count(name) for name in names})
-    return dataclasses.replace(ctx, collectives=seam), calls
 
 
 def test_equal_replicas_take_one_exchange_whatever_their_size() -> None:
@@ -437,13 +349,6 @@ def test_a_failure_on_one_rank_is_told_to_all_and_nobody_waits(operation: Any) -
     for error in (here, third):
         assert isinstance(error, RemoteRankError)
         assert (error.rank, error.cause, error.message) == (1, "MemoryError", "no room")
-
-
-def test_one_process_takes_no_digests() -> None:
-    with Without(torch.ops.aten.mul.Tensor):
-        check_replicas(Context(), torch.ones(3))
-        with pytest.raises(MemoryError):
-            digest_tensors([torch.ones(3)])
 
 
 # --- the same on every kind of world -------------------------------------------------------------
@@ -508,15 +413,6 @@ def test_a_leaf_that_is_no_dense_tensor_is_named_on_every_rank(make: Callable[[]
     assert (here.rank, here.cause, here.message) == (1, "TypeError", str(there))
 
 
-def test_a_mismatch_bears_the_name_that_was_given() -> None:
-    def work(ctx: Context) -> Any:
-        check_replicas(ctx, [torch.zeros(1 + ctx.rank)], name="state")
-
-    for error in run_ranks(failure(work), 2):
-        assert isinstance(error, MismatchError)
-        assert [(row.path, row.found) for row in error.rows] == [("state[0]", "float32 (2,)")]
-
-
 def test_the_name_is_a_string_and_the_same_on_all_ranks() -> None:
     def work(ctx: Context, name: Any) -> Any:
         check_replicas(ctx, (), name=name if ctx.rank else "model")
@@ -527,12 +423,6 @@ def test_the_name_is_a_string_and_the_same_on_all_ranks() -> None:
     _, there = run_ranks(failure(functools.partial(work, name=5)), 2)
     assert isinstance(there, TypeError)
     assert str(there) == "check_replicas: name must be a string, got 5."
-
-
-def test_one_process_checks_what_it_was_given() -> None:
-    check_replicas(Context(), {"x": torch.ones(2), "n": None, "m": torch.nn.Linear(1, 1)})
-    with pytest.raises(TypeError, match=re.escape("check_replicas: tree['x'] must be a tensor, got str")):
-        check_replicas(Context(), {"x": "text"})
 
 
 def test_shards_are_compared_along_the_axes_that_replicate_them() -> None:

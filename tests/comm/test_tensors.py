@@ -1,9 +1,6 @@
 """Laws of the operations on trees across ranks, against a reference that needs no ranks."""
 
-import dataclasses
 import functools
-import re
-from collections import Counter
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -14,9 +11,8 @@ from hypothesis import strategies as st
 from transformers import BatchEncoding
 
 from accelfn.comm import broadcast, gather, pad_across_processes, reduce, scatter, split_sizes
-from accelfn.comm.agreement import HEADER_BYTES
 from accelfn.context import Context
-from accelfn.errors import MismatchError, MissingRankError, RemoteRankError
+from accelfn.errors import MismatchError, RemoteRankError
 from accelfn.testing import Where, run_ranks
 from accelfn.testing.strategies import (
     DTYPES,
@@ -32,32 +28,10 @@ from accelfn.testing.strategies import (
     worlds,
 )
 from accelfn.tree import flatten, listify, map_tensors
+from tests.comm.seam import counted, failure, split_up
 
 KINDS: tuple[Where, ...] = ("memory", "gloo", "processes")
 MEBI = 1 << 20
-
-
-def split_up(ctx: Context) -> Context:
-    """Let no tree with data fit into the opening exchange, only the length of a blob."""
-    return dataclasses.replace(ctx, collectives=dataclasses.replace(ctx.collectives, chunk=HEADER_BYTES + 8))
-
-
-def counted(ctx: Context) -> tuple[Context, Counter[str]]:
-    """Count the calls of the seam."""
-    calls: Counter[str] = Counter()
-
-    def count(name: str) -> Any:
-        function = getattr(ctx.collectives, name)
-
-        def wrapper(*args: Any) -> Any:
-            calls[name] += 1
-            return function(*args)
-
-        return wrapper
-
-    names = ("all_gather_bytes", "all_gather", "all_reduce", "broadcast", "scatter", "all_to_all", "barrier")
-    seam = dataclasses.replace(ctx.collectives, **{name: count(name) for name in names})
-    return dataclasses.replace(ctx, collectives=seam), calls
 
 
 def bits(tree: Any) -> list[Any]:
@@ -297,21 +271,6 @@ def test_padding_can_be_cut_off_again(
             assert missing or leaf is old
 
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=2, max_size=4))
-def test_several_dimensions_are_padded_one_after_the_other(sizes: list[tuple[int, int]]) -> None:
-    def work(ctx: Context) -> torch.Tensor:
-        tensor = torch.full(sizes[ctx.rank], ctx.rank + 1)
-        return gather(ctx, pad_across_processes(ctx, pad_across_processes(ctx, tensor, 0), 1))
-
-    rows, columns = (max(lengths) for lengths in zip(*sizes, strict=True))
-    for gathered in run_ranks(work, len(sizes)):
-        assert gathered.shape == (len(sizes) * rows, columns)
-        for rank, (own_rows, own_columns) in enumerate(sizes):
-            block = gathered[rank * rows : (rank + 1) * rows]
-            assert bool((block[:own_rows, :own_columns] == rank + 1).all())
-            assert int(block.sum()) == (rank + 1) * own_rows * own_columns
-
-
 OPERATIONS: tuple[Callable[[Context, Any], Any], ...] = (
     gather,
     reduce,
@@ -322,18 +281,6 @@ OPERATIONS: tuple[Callable[[Context, Any], Any], ...] = (
 )
 NAMES = ("gather", "reduce", "reduce max", "broadcast", "scatter", "pad")
 each_operation = pytest.mark.parametrize("operation", OPERATIONS, ids=NAMES)
-
-
-def failure(work: Callable[[Context], Any]) -> Callable[[Context], Any]:
-    """Return what a rank raises instead of raising it."""
-
-    def caught(ctx: Context) -> Any:
-        try:
-            return work(ctx)
-        except Exception as error:  # noqa: BLE001 -- it is the result
-            return error
-
-    return caught
 
 
 # Padding is for trees that differ in length, and scatter takes the tree of one rank.
@@ -605,30 +552,6 @@ def test_a_bad_argument_is_refused_on_every_rank(
         assert said in str(error)
 
 
-def test_a_tensor_without_rows_is_not_scattered() -> None:
-    here, there = run_ranks(failure(lambda ctx: scatter(ctx, {"x": torch.tensor(1)})), 2)
-    assert isinstance(here, ValueError)
-    assert "scatter: tree['x'] has no first dimension to split" in str(here)
-    assert isinstance(there, RemoteRankError)
-
-
-@on_each_world
-@pytest.mark.parametrize("split", [False, True], ids=("whole", "split"))
-def test_another_operation_is_an_error_on_every_rank(on: Where, split: bool) -> None:
-    tree = torch.zeros(100)
-
-    def work(ctx: Context) -> Any:
-        ctx = split_up(ctx) if split else ctx
-        return gather(ctx, tree) if ctx.rank else reduce(ctx, tree)
-
-    errors = run_ranks(failure(work), 3, on, timeout_s=10)
-    assert [type(error) for error in errors] == [MismatchError] * 3
-    assert len({error.rows for error in errors}) == 1
-    assert [(row.rank, row.found, row.expected) for row in errors[0].rows] == [
-        (0, "a call of reduce", "a call of gather")
-    ]
-
-
 OPTIONS: tuple[tuple[Callable[[Context, bool], Any], str], ...] = (
     (
         lambda ctx, odd: reduce(ctx, torch.zeros(1), "max" if odd else "sum"),
@@ -651,42 +574,6 @@ OPTIONS: tuple[tuple[Callable[[Context, bool], Any], str], ...] = (
 )
 
 
-@pytest.mark.parametrize("debug", [False, True])
-@pytest.mark.parametrize(
-    ("call", "said"),
-    OPTIONS,
-)
-def test_another_option_is_an_error_on_every_rank(call: Any, said: str, debug: bool) -> None:
-    errors = run_ranks(failure(lambda ctx: call(ctx, ctx.rank == 1)), 3, debug=debug, timeout_s=10)
-    assert [type(error) for error in errors] == [MismatchError] * 3
-    assert len({str(error) for error in errors}) == 1
-    assert {row.rank for row in errors[0].rows} == {1}
-    assert any(said in row.found and said not in row.expected for row in errors[0].rows)
-    assert re.search(rf"\n  1 .*{re.escape(said)}", str(errors[0]))
-
-
-@on_each_world
-def test_swapped_order_is_an_error_on_every_rank(on: Where) -> None:
-    def work(ctx: Context) -> Any:
-        calls: list[Callable[[], Any]] = [
-            lambda: gather(ctx, torch.zeros(1)),
-            lambda: reduce(ctx, torch.zeros(1)),
-        ]
-        return [call() for call in (reversed(calls) if ctx.rank else calls)]
-
-    assert [type(error) for error in run_ranks(failure(work), 2, on, timeout_s=10)] == [MismatchError] * 2
-
-
-@on_each_world
-def test_a_skipped_call_is_an_error_not_a_hang(on: Where) -> None:
-    def work(ctx: Context) -> Any:
-        gather(ctx, torch.zeros(1))
-        return gather(ctx, torch.zeros(1)) if ctx.rank else None
-
-    with pytest.raises(MissingRankError):
-        run_ranks(work, 2, on, timeout_s=10)
-
-
 @pytest.mark.parametrize("elements", [2, 1 << 20], ids=("small", "large"))
 def test_a_mean_or_scale_of_halves_is_not_cut_off_by_its_sum(elements: int) -> None:
     large = torch.full((elements,), 60000.0, dtype=torch.float16)
@@ -696,13 +583,6 @@ def test_a_mean_or_scale_of_halves_is_not_cut_off_by_its_sum(elements: int) -> N
         wide = torch.full((2,), 288.0)
         eighth = wide.to(torch.float8_e4m3fn)
         assert run_ranks(lambda ctx: bool((reduce(ctx, eighth, "mean").float() == wide).all()), 2)[0]
-
-
-def test_a_packed_sequence_is_not_reduced_into_nonsense() -> None:
-    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
-    for operation in (gather, reduce, pad_across_processes):
-        with pytest.raises(TypeError, match="PackedSequence"):
-            cast("Any", operation)(Context(), packed)
 
 
 @pytest.mark.parametrize(
@@ -722,17 +602,3 @@ def test_arguments_of_a_wrong_kind_are_refused_by_all(operation: Any, arguments:
         return str(caught.value).partition(":")[0]
 
     assert run_ranks(attempt, 2) == [operation.__name__] * 2
-
-
-def test_differing_options_are_named_alike_on_all_ranks() -> None:
-    def call(ctx: Context) -> str:
-        with pytest.raises(MismatchError) as caught:
-            reduce(ctx, torch.ones(2), "sum" if ctx.rank else "mean") if ctx.rank < 2 else gather(
-                ctx, torch.ones(2)
-            )
-        return str(caught.value)
-
-    first, second = run_ranks(call, 2)
-    assert first == second
-    assert re.search(r"\n  1 .*  reduction='sum' scale=1\.0 +reduction='mean' scale=1\.0\n", first)
-    assert len(set(run_ranks(call, 3))) == 1

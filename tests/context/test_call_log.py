@@ -1,14 +1,19 @@
 """What a rank remembers of its calls: equal fingerprints for equal histories, and for no others."""
 
+import contextlib
 import copy
 import pickle
-from typing import NamedTuple
+import textwrap
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accelfn.context import CallLog, Entry, Unsettled
+import accelfn.context.call_log
+from accelfn.context import CallLog, Entry, Unsettled, call_site
 
 NAMES = st.sampled_from(["gather", "reduce", "gathe", "rgather"])
 TEXTS = st.text("ab\0", max_size=4)
@@ -70,14 +75,6 @@ def test_ranks_that_resume_alike_are_equal_again(
     assert journal_of(after).chain != journals[0].chain
 
 
-@given(st.integers(0, 99), st.integers(0, 99))
-def test_ranks_that_resume_at_other_calls_differ(one: int, other: int) -> None:
-    first, second = CallLog(), CallLog()
-    first.resume(one)
-    second.resume(other)
-    assert (first.chain == second.chain) == (one == other)
-
-
 @given(CALLS)
 def test_calls_are_counted_and_found_by_their_number(calls: list[Begun]) -> None:
     call_log = journal_of(calls)
@@ -114,13 +111,6 @@ def test_memory_is_bounded() -> None:
     assert call_log.find(937) is not None
 
 
-def test_a_call_says_how_long_it_may_take_and_the_seam_has_time_before_the_first() -> None:
-    call_log = CallLog()
-    assert call_log.patience_s == 300.0
-    call_log.begin("gather", "", None, 7.0)
-    assert call_log.patience_s == 7.0
-
-
 def test_passes_are_listed_while_they_are_open_in_any_order_of_their_ends() -> None:
     call_log = journal_of([Begun("gather", "", "a")])
     first, second = call_log.open_pass(), call_log.open_pass()
@@ -153,15 +143,6 @@ def opened(told: list[str], error: Exception | None = None) -> CallLog:
     return call_log
 
 
-def test_an_open_agreement_is_heard_once() -> None:
-    told: list[str] = []
-    call_log = opened(told)
-    call_log.settle()
-    call_log.settle()
-    call_log.abandon()
-    assert told == ["heard"]
-
-
 def test_an_agreement_that_is_let_go_is_not_heard() -> None:
     told: list[str] = []
     call_log = opened(told)
@@ -181,19 +162,6 @@ def test_a_disagreement_is_raised_once() -> None:
     assert told == ["heard"]
 
 
-def test_an_agreement_is_closed_before_it_is_heard() -> None:
-    call_log = CallLog()
-    open_then: list[bool] = []
-    call_log.unsettled = Unsettled(lambda: open_then.append(call_log.unsettled is not None), lambda: None)
-    call_log.settle()
-    assert open_then == [False]
-
-
-def test_a_pickle_leaves_an_open_agreement_behind() -> None:
-    call_log = opened([])
-    assert pickle.loads(pickle.dumps(call_log)).unsettled is None
-
-
 def test_the_first_line_of_each_form_is_known_until_the_count_resumes() -> None:
     call_log = CallLog()
     found = [call_log.first_site(1, "a"), call_log.first_site(2, "b"), call_log.first_site(1, "b")]
@@ -202,9 +170,102 @@ def test_the_first_line_of_each_form_is_known_until_the_count_resumes() -> None:
     assert call_log.first_site(1, "b") == "b"
 
 
-def test_only_so_many_forms_are_remembered() -> None:
-    call_log = CallLog()
-    for form in range(10_000):
-        assert call_log.first_site(form, str(form)) == str(form)
-    assert call_log.first_site(9_999, "other") == "9999"
-    assert call_log.first_site(0, "other") == "other"
+SITE = call_site
+PACKAGE = Path(accelfn.context.call_log.__file__).parents[1]
+
+
+def program(path: Path, source: str, **names: Any) -> dict[str, Any]:
+    """Run a module that is said to stand at ``path``, and give its names."""
+    made = {**names, "call_site": SITE}
+    exec(compile(textwrap.dedent(source), str(path), "exec"), made)
+    return made
+
+
+def test_it_is_the_line_of_the_caller_without_the_folder(tmp_path: Path) -> None:
+    found = program(
+        tmp_path / "deep" / "train.py",
+        """
+        def main():
+            return (
+                call_site()
+            )
+        def again():
+            return [call_site(), call_site(),
+                    call_site()]
+        class Trainer:
+            def fit(self):
+                return call_site()
+        """,
+    )
+    assert found["main"]() == "train.py:4 in main"
+    assert found["again"]() == ["train.py:7 in again", "train.py:7 in again", "train.py:8 in again"]
+    assert found["Trainer"]().fit() == "train.py:11 in fit"
+
+
+def test_it_is_the_same_wherever_the_program_lies(tmp_path: Path) -> None:
+    source = "def main():\n    return call_site()\n"
+    sites = {program(tmp_path / name / "train.py", source)["main"]() for name in ("a", "b")}
+    assert sites == {"train.py:2 in main"}
+
+
+def test_frames_of_this_package_are_not_the_users(tmp_path: Path) -> None:
+    inner = program(PACKAGE / "comm" / "tensors.py", "def gather():\n    return call_site()\n")["gather"]
+    outer = program(tmp_path / "train.py", "def main(call):\n    return call()\n")["main"]
+    assert outer(inner) == "train.py:2 in main"
+    # A neighbour whose name only begins alike is no part of the package.
+    beside = PACKAGE.with_name(PACKAGE.name + "_extra") / "loop.py"
+    assert program(beside, "def loop():\n    return call_site()\n")["loop"]() == "loop.py:2 in loop"
+
+
+@pytest.mark.parametrize("installed", ["site-packages", "dist-packages"])
+def test_frames_of_installed_packages_are_passed_over(tmp_path: Path, installed: str) -> None:
+    bar = program(
+        tmp_path / "lib" / installed / "bar" / "std.py",
+        """
+        def bar(items):
+            for item in items:
+                yield item
+        """,
+    )["bar"]
+    batches = program(PACKAGE / "data" / "loader.py", "def batches():\n    yield call_site()\n")["batches"]
+    main = program(
+        tmp_path / "train.py",
+        """
+        def main(shown):
+            for site in bar(batches()) if shown else batches():
+                return site
+        def own():
+            yield call_site()
+        def through():
+            return next(bar(own()))
+        """,
+        bar=bar,
+        batches=batches,
+    )
+    # A progress bar may be shown on the first rank alone.
+    assert main["main"](True) == main["main"](False) == "train.py:3 in main"
+    assert main["through"]() == "train.py:6 in own"
+
+
+def test_frames_of_the_standard_library_are_passed_over(tmp_path: Path) -> None:
+    first = program(PACKAGE / "comm" / "process_control.py", "def first():\n    yield call_site()\n")["first"]
+    main = program(
+        tmp_path / "train.py",
+        """
+        def main():
+            with first() as site:
+                return site
+        """,
+        first=contextlib.contextmanager(first),
+    )["main"]
+    assert main() == "train.py:3 in main"
+
+
+def test_a_program_that_is_installed_gives_its_nearest_line(tmp_path: Path) -> None:
+    inner = program(
+        tmp_path / "site-packages" / "trainer" / "loop.py", "def loop():\n    return call_site()\n"
+    )["loop"]
+    # On a thread of a pool there is no other frame than those of threading and of the pool.
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(inner).result(20) == "loop.py:2 in loop"
+        assert pool.submit(SITE).result(20).startswith("thread.py:")

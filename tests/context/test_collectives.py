@@ -1,7 +1,5 @@
 """The seam's default, a world of one, obeys the laws of a larger world."""
 
-import dataclasses
-
 import pytest
 import torch
 from hypothesis import given
@@ -40,13 +38,6 @@ def test_reducing_alone_changes_nothing(op: ReduceOp, buffer: torch.Tensor) -> N
     assert torch.equal(buffer, before)
 
 
-@given(buffer=buffers)
-def test_scattering_alone_fills_the_output(buffer: torch.Tensor) -> None:
-    output = torch.zeros_like(buffer)
-    Collectives().scatter(output, buffer, 0)
-    assert torch.equal(output, buffer)
-
-
 @given(size=st.integers(1, 1_000_000))
 def test_chunks_are_bounded_and_shrink(size: int) -> None:
     chunk = chunk_bytes(size)
@@ -54,16 +45,3 @@ def test_chunks_are_bounded_and_shrink(size: int) -> None:
     assert chunk % 16 == 0
     assert chunk_bytes(size + 1) <= chunk
     assert chunk == 1024 or chunk * size <= 1 << 20
-
-
-def test_the_record_is_frozen_and_equal_by_its_callables() -> None:
-    alone = Collectives()
-    assert alone == Collectives()
-    assert hash(alone) == hash(Collectives())
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        alone.chunk = 1  # pyright: ignore[reportAttributeAccessIssue]
-
-    def double(buffer: torch.Tensor, op: ReduceOp) -> None:
-        buffer.mul_(2 if op == "sum" else 1)
-
-    assert dataclasses.replace(alone, all_reduce=double) != alone

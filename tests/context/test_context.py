@@ -3,13 +3,12 @@
 import copy
 import dataclasses
 import sys
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from accelfn.context import Context, Owned, World, close_context, configure, init_context
+from accelfn.context import Context, Owned, World, close_context, init_context
 from accelfn.context.config import (
     AORecipeKwargs,
     AutocastKwargs,
@@ -17,9 +16,8 @@ from accelfn.context.config import (
     Guard,
     InitProcessGroupKwargs,
 )
-from accelfn.context.options import ContextOptions
-from accelfn.context.precision import Precision
-from accelfn.errors import ConfigurationError, NotAvailableError
+from accelfn.context.device import Precision
+from accelfn.errors import ConfigurationError
 from accelfn.testing import run_ranks
 
 
@@ -71,12 +69,6 @@ def test_who_is_main(rank: int, main: bool, local_main: bool, last: bool) -> Non
 def test_the_kind_of_world_in_the_words_of_accelerate(device: str, kind: DistributedType) -> None:
     world = World(size=2, local_size=2, device=torch.device(device))
     assert Context(world=world).distributed_type == kind
-
-
-def test_a_kind_of_world_without_a_word_says_so() -> None:
-    ctx = Context(world=World(size=2, local_size=2, device=torch.device("mps")))
-    with pytest.raises(NotAvailableError, match="no word for several ranks on 'mps'"):
-        _ = ctx.distributed_type
 
 
 # --- variants ------------------------------------------------------------------------------------
@@ -146,13 +138,6 @@ def test_a_tag_is_on_the_variant_alone() -> None:
     assert tagged.tagged("") == ctx.replace()
 
 
-def test_configure_is_pure() -> None:
-    ctx, options = Context(), ContextOptions(debug=True, mixed_precision="bf16")
-    asked: dict[str, Any] = {**options}
-    assert configure(ctx, options) == configure(ctx, options) != ctx
-    assert (ctx, {**options}) == (Context(), asked)
-
-
 # --- the end -------------------------------------------------------------------------------------
 
 
@@ -172,3 +157,21 @@ def test_closing_a_context_that_made_nothing_does_nothing_any_number_of_times() 
     assert sys.excepthook is hook
     # Nor does one that says it made a group that is gone.
     close_context(Context(world=World(made=Owned(group=True, previous_device=torch.device("cuda:3")))))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"rank": 1}, r"rank must lie in 0\.\.0: got 1"),
+        ({"rank": -1, "size": 2}, r"rank must lie in 0\.\.1: got -1"),
+        ({"size": 0}, "at least one process is needed"),
+        ({"size": 4, "local_rank": 2, "local_size": 2}, r"local_rank must lie in 0\.\.1: got 2"),
+        ({"size": 4, "node_rank": 2, "num_nodes": 2}, r"node_rank must lie in 0\.\.1: got 2"),
+        ({"size": 2, "local_size": 3}, "do not fit a world of 2"),
+        ({"size": 2, "num_nodes": 3}, "do not fit a world of 2"),
+        ({"size": 4, "local_size": 4, "num_nodes": 2}, "do not fit a world of 4"),
+    ],
+)
+def test_an_impossible_place_is_refused(fields: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        World(**fields)  # pyright: ignore[reportArgumentType]

@@ -15,6 +15,7 @@ from accelfn.context import (
     plan_device,
     read_hardware,
 )
+from accelfn.context.config import AORecipeKwargs, PrecisionType
 from accelfn.errors import ConfigurationError
 
 CPU = DeviceFacts(type="cpu")
@@ -145,12 +146,6 @@ def test_more_ranks_than_devices_is_an_error_and_not_a_shared_device(count: int,
     assert str(alone.device) == "cuda:0"
 
 
-def test_a_backend_that_is_asked_for_must_exist_in_a_world_of_one_too() -> None:
-    with pytest.raises(ConfigurationError, match="unknown backend"):
-        plan_device(ALONE, PLAIN, backend="nccl")
-    assert plan_device(ALONE, PLAIN, backend="gloo").backend is None
-
-
 def test_this_machine_has_a_cpu_and_gloo_and_no_backend_that_moves_nothing() -> None:
     hardware = read_hardware()
     assert hardware.devices[-1] == CPU
@@ -181,10 +176,34 @@ def test_a_precision_runs_where_the_device_has_it(mode: str, offered: tuple[str,
         check_precision(Precision(mode=mode), facts)
 
 
-@pytest.mark.parametrize("mode", ["fp16", "bf16"])
-def test_reduced_precision_on_the_cpu_is_real(mode: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "dtype", "scales"),
+    [("no", None, False), ("fp16", torch.float16, True), ("bf16", torch.bfloat16, False)],
+)
+def test_each_mode_has_its_dtype_and_only_fp16_scales(
+    mode: str, dtype: torch.dtype | None, scales: bool
+) -> None:
     precision = Precision(mode=mode)
-    check_precision(precision, read_hardware().devices[-1])
-    layer = torch.nn.Linear(4, 4)
-    with torch.autocast("cpu", dtype=precision.compute_dtype):
-        assert layer(torch.ones(2, 4)).dtype == precision.compute_dtype
+    assert (precision.compute_dtype, precision.scales_loss) == (dtype, scales)
+
+
+@pytest.mark.parametrize("item", list(PrecisionType))
+def test_a_mode_may_be_an_enum_and_is_kept_as_plain_text(item: PrecisionType) -> None:
+    precision = Precision(mode=item)
+    assert type(precision.mode) is str
+    assert precision == Precision(mode=item.value)
+
+
+@pytest.mark.parametrize("mode", ["fp32", "BF16", "", None, 16])
+def test_an_unknown_mode_is_refused(mode: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"mixed_precision must be one of no, fp8, fp16, bf16: got"):
+        Precision(mode=mode)
+
+
+def test_an_fp8_recipe_without_fp8_is_refused() -> None:
+    recipe = AORecipeKwargs()
+    assert Precision(mode="fp8", fp8_recipe=recipe).fp8_recipe == recipe
+    with pytest.raises(
+        ConfigurationError, match="AORecipeKwargs has an effect only with mixed_precision='fp8'"
+    ):
+        Precision(mode="bf16", fp8_recipe=recipe)

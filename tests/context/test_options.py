@@ -35,7 +35,7 @@ from accelfn.context.config import (
     Settings,
     TorchDynamoPlugin,
 )
-from accelfn.context.handlers import sort_handlers
+from accelfn.context.config.engines import sort_handlers
 from accelfn.context.options import merge_settings, settle_window
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.testing import run_ranks
@@ -74,36 +74,28 @@ def test_unknown_options_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        (name, value)
-        for name in ("device_placement", "step_scheduler_with_optimizer", "cpu", "debug")
-        for value in ("no", 0, 1)
-    ],
-)
-def test_a_flag_is_true_or_false_and_nothing_else(name: str, value: object) -> None:
-    with pytest.raises(TypeError, match=f"{name} must be True or False: got {value!r}"):
-        applied(**{name: value})
-
-
-@pytest.mark.parametrize(
     ("name", "value", "kind"),
     [
-        ("dataloader_config", {"split_batches": True}, "DataLoaderConfiguration"),
-        ("project_config", "out", "ProjectConfiguration"),
-        ("gradient_accumulation_plugin", 4, "GradientAccumulationPlugin"),
-        ("dynamo_plugin", "INDUCTOR", "TorchDynamoPlugin"),
-        ("parallelism_config", 2, "ParallelismConfig"),
+        *(
+            (name, "no", "True or False")
+            for name in ("device_placement", "step_scheduler_with_optimizer", "cpu")
+        ),
+        ("debug", 1, "True or False"),
+        ("dataloader_config", {"split_batches": True}, "a DataLoaderConfiguration"),
+        ("project_config", "out", "a ProjectConfiguration"),
+        ("gradient_accumulation_plugin", 4, "a GradientAccumulationPlugin"),
+        ("dynamo_plugin", "INDUCTOR", "a TorchDynamoPlugin"),
+        ("parallelism_config", 2, "a ParallelismConfig"),
+        ("guard", True, "a Guard or a str"),
+        ("reduction", 12, "a CanonicalReduction or a str"),
+        ("rng_types", "generator", "a list or a tuple"),
     ],
 )
-def test_a_record_of_another_type_is_refused(name: str, value: object, kind: str) -> None:
-    with pytest.raises(TypeError, match=f"{name} must be a {kind}: got {type(value).__name__}"):
+def test_an_option_of_another_type_is_refused(name: str, value: object, kind: str) -> None:
+    with pytest.raises(
+        TypeError, match=f"{name} must be {kind}: got {value!r} of type {type(value).__name__}"
+    ):
         applied(**{name: value})
-
-
-def test_nothing_asked_changes_nothing() -> None:
-    ctx = Context()
-    assert configure(ctx, ContextOptions()) == ctx
 
 
 def test_every_field_can_be_asked_for(tmp_path: Path) -> None:
@@ -145,14 +137,6 @@ def test_accumulation_by_number_or_by_plugin() -> None:
         applied(gradient_accumulation_plugin=plugin, gradient_accumulation_steps=2)
 
 
-@pytest.mark.parametrize(
-    ("steps", "error"), [(0, ConfigurationError), (-1, ConfigurationError), (1.5, TypeError)]
-)
-def test_a_wrong_number_of_steps_is_refused(steps: int, error: type[Exception]) -> None:
-    with pytest.raises(error, match="num_steps"):
-        applied(gradient_accumulation_steps=steps)
-
-
 def test_the_project_record_wins_where_it_names_a_directory(tmp_path: Path) -> None:
     named = ProjectConfiguration(project_dir="record", total_limit=3)
     assert applied(project_config=named, project_dir=tmp_path).project == named
@@ -175,9 +159,6 @@ def test_random_states_are_named_in_a_list() -> None:
     assert applied(rng_types=[]).rng_types == ()
     with pytest.raises(ConfigurationError, match=r"rng_types takes torch, .*generator: got 'numpy'"):
         applied(rng_types=["numpy"])
-    for text in ("generator", RNGType.GENERATOR):
-        with pytest.raises(TypeError, match="rng_types takes a list of names"):
-            applied(rng_types=text)
 
 
 # --- handlers ------------------------------------------------------------------------------------
@@ -199,16 +180,10 @@ def test_handlers_find_their_places_in_any_order() -> None:
     assert sort_handlers(None) == sort_handlers(()) == {}
 
 
-@pytest.mark.parametrize(("place", "handler"), HANDLERS)
-def test_two_records_for_one_place_are_refused(place: str, handler: KwargsHandler) -> None:
-    kind = type(handler).__name__
-    with pytest.raises(ConfigurationError, match=f"two records for one thing: {kind} and {kind}"):
-        sort_handlers([handler, handler])
-    assert place in sort_handlers([handler])
-
-
-def test_two_recipes_of_different_engines_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="FP8RecipeKwargs and AORecipeKwargs"):
+def test_two_records_for_one_place_are_refused() -> None:
+    with pytest.raises(
+        ConfigurationError, match="two records for one thing: FP8RecipeKwargs and AORecipeKwargs"
+    ):
         sort_handlers([FP8RecipeKwargs(backend="TE"), AORecipeKwargs()])
 
 
@@ -247,19 +222,6 @@ def test_a_record_of_what_is_not_supported_yet_is_refused_by_its_argument(name: 
         init_context(**asked)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("dynamo_plugin", TorchDynamoPlugin(backend="NO")),
-        ("dynamo_backend", "no"),
-        ("log_with", None),
-        ("kwargs_handlers", []),
-    ],
-)
-def test_asking_for_nothing_is_available(name: str, value: Any) -> None:
-    assert applied(**{name: value}) == Context()
-
-
 def test_how_to_compile_and_to_profile_is_kept() -> None:
     plugin = TorchDynamoPlugin(backend="EAGER", fullgraph=True)
     assert applied(dynamo_backend="eager").strategy.dynamo == TorchDynamoPlugin(backend="EAGER")
@@ -274,13 +236,6 @@ def test_how_to_compile_and_to_profile_is_kept() -> None:
 def test_compiling_is_asked_for_once() -> None:
     with pytest.raises(ConfigurationError, match="dynamo_backend and dynamo_plugin say the same thing twice"):
         applied(dynamo_backend="eager", dynamo_plugin=TorchDynamoPlugin(backend="EAGER"))
-
-
-def test_a_recipe_without_fp8_is_refused() -> None:
-    with pytest.raises(
-        ConfigurationError, match="AORecipeKwargs has an effect only with mixed_precision='fp8'"
-    ):
-        applied(mixed_precision="bf16", kwargs_handlers=[AORecipeKwargs()])
 
 
 # --- the guard ------------------------------------------------------------------------------------
@@ -320,46 +275,27 @@ def test_debug_is_the_full_mode_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "mode"),
-    [
-        ({"guard": "full", "debug": True}, "full"),
-        ({"guard": Guard(mode="full"), "debug": True}, "full"),
-        ({"guard": "off", "debug": False}, "off"),
-        ({"guard": "sampled", "debug": False}, "sampled"),
-        ({"guard": "full", "debug": None}, "full"),
-        ({"guard": UNSAID, "debug": True}, "full"),
-        ({"guard": UNSAID, "debug": False}, "sampled"),
-    ],
-)
-def test_debug_and_guard_may_say_the_same(options: dict[str, Any], mode: str) -> None:
-    assert applied(**options).guard.mode == mode
-
-
-@pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"guard": "off", "debug": True}, "debug=True means .* mode is \"full\", and guard asks for 'off'"),
+        ({"guard": "off", "debug": True}, "debug=True means .* mode is full, and guard asks for 'off'"),
         ({"guard": OWN, "debug": True}, "debug=True means .* guard asks for 'sampled'"),
-        ({"guard": "full", "debug": False}, "debug=False means .* not \"full\", and guard asks for 'full'"),
+        ({"guard": "full", "debug": False}, "debug=False means .* not full, and guard asks for 'full'"),
+        ({"guard": "strict"}, "'strict'"),
     ],
 )
 def test_debug_and_guard_may_not_contradict_each_other(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigurationError, match=f"{said}. Pass one of the two"):
+    with pytest.raises(ConfigurationError, match=said):
         applied(**options)
-
-
-def test_what_is_no_guard_is_refused() -> None:
-    with pytest.raises(TypeError, match="guard must be a Guard or the name of a mode: got bool"):
-        applied(guard=True)
-    with pytest.raises(ConfigurationError, match="'strict'"):
-        applied(guard="strict")
 
 
 @pytest.mark.parametrize(
     ("options", "settings", "mode"),
     [
+        ({"guard": "full", "debug": True}, Settings(), "full"),
+        ({"guard": Guard(mode="full"), "debug": True}, Settings(), "full"),
+        ({"guard": "off", "debug": False}, Settings(), "off"),
+        ({"guard": UNSAID, "debug": True}, Settings(), "full"),
         ({}, Settings(guard="off"), "off"),
-        ({}, Settings(debug=True), "full"),
         ({}, Settings(debug=True, guard="off"), "full"),
         ({"guard": "sampled"}, Settings(debug=True, guard="off"), "sampled"),
         ({"guard": OWN}, Settings(guard="off"), "sampled"),
@@ -379,25 +315,6 @@ def test_variables_choose_the_mode_where_no_argument_does(
 ) -> None:
     merged = merge_settings(ContextOptions(**options), settings)
     assert configure(Context(), merged).guard.mode == mode
-
-
-@pytest.mark.parametrize(
-    ("variables", "mode"),
-    [
-        ({"ACCELFN_GUARD": "off"}, "off"),
-        ({"ACCELFN_GUARD": "off", "ACCELFN_DEBUG": "1"}, "full"),
-        ({"ACCELFN_GUARD": "off", "ACCELERATE_DEBUG_MODE": "1"}, "full"),
-        ({"ACCELFN_DEBUG": "0", "ACCELERATE_DEBUG_MODE": "1"}, "sampled"),
-    ],
-)
-def test_init_context_reads_the_guards_variables(
-    variables: dict[str, str], mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert init_context(cpu=True).guard == Guard(mode=mode)
-    assert init_context(cpu=True, guard=OWN).guard == OWN
-    assert init_context(cpu=True, guard=UNSAID).guard == dataclasses.replace(OWN, mode=mode)
 
 
 def test_the_timeout_of_the_process_group_is_the_guards_too() -> None:
@@ -428,8 +345,6 @@ def test_a_reduction_is_a_word_or_a_record() -> None:
     assert applied(reduction=CanonicalReduction(seed=3)).reduction == CanonicalReduction(seed=3)
     with pytest.raises(ConfigurationError, match="'sum'"):
         applied(reduction="sum")
-    with pytest.raises(TypeError, match="or a CanonicalReduction: got int"):
-        applied(reduction=12)
 
 
 @given(st.integers(1, 60), st.integers(1, 12))
@@ -501,7 +416,6 @@ def test_settings_fill_only_what_is_left_open() -> None:
         gradient_accumulation_steps=4,
         fsdp_plugin=FullyShardedDataParallelPlugin(),
         dynamo_plugin=TorchDynamoPlugin(backend="EAGER"),
-        fp8_recipe=AORecipeKwargs(),
     )
     nothing = ContextOptions()
     filled = merge_settings(nothing, settings)
@@ -533,14 +447,6 @@ def test_a_plugin_for_accumulation_beats_the_environment() -> None:
     assert configure(Context(), merged).accumulation == plugin
 
 
-def test_the_recipe_of_the_environment_comes_with_fp8_only() -> None:
-    settings = Settings(fp8_recipe=AORecipeKwargs(), mixed_precision="fp8")
-    assert merge_settings(ContextOptions(), settings).get("kwargs_handlers") == (settings.fp8_recipe,)
-    own = ContextOptions(kwargs_handlers=[FP8RecipeKwargs(backend="TE")])
-    assert merge_settings(own, settings).get("kwargs_handlers") == own.get("kwargs_handlers")
-    assert "kwargs_handlers" not in merge_settings(ContextOptions(mixed_precision="no"), settings)
-
-
 def test_arguments_then_our_variables_then_those_of_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
     def found() -> tuple[str, int, bool]:
         ctx = init_context()
@@ -563,7 +469,7 @@ def test_arguments_then_our_variables_then_those_of_accelerate(monkeypatch: pyte
 @pytest.mark.parametrize(
     ("variables", "error", "message"),
     [
-        ({"ACCELERATE_USE_DEEPSPEED": "true"}, NotAvailableError, "deepspeed_plugin asks for"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, NotAvailableError, "ACCELERATE_USE_DEEPSPEED asks for"),
         ({"ACCELERATE_MIXED_PRECISION": "fp8"}, NotAvailableError, "mixed_precision asks for"),
         ({"ACCELERATE_CPU_AFFINITY": "1"}, NotAvailableError, "ACCELERATE_CPU_AFFINITY asks for"),
         ({"ACCELFN_DOWNCAST_BF16": "1"}, NotAvailableError, "ACCELERATE_DOWNCAST_BF16 asks for"),

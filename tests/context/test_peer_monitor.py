@@ -3,21 +3,26 @@
 import dataclasses
 import json
 import threading
-import time
 from collections.abc import Callable, Generator
+from datetime import timedelta
 from typing import Any
 
 import pytest
 
+from accelfn.comm import wait_for_everyone
 from accelfn.context import (
     CallLog,
+    Context,
     MessageBoard,
     PeerMonitor,
     announce_end,
     late_error,
     peer_monitor,
     publish,
+    start_watchdog,
 )
+from accelfn.context.config import Guard
+from accelfn.context.peer_monitor import print_all_stacks
 from accelfn.errors import (
     Caller,
     CollectiveTimeoutError,
@@ -25,6 +30,8 @@ from accelfn.errors import (
     MissingRankError,
     RemoteRankError,
 )
+from accelfn.testing import Where, run_ranks
+from accelfn.testing.threads import Rendezvous
 
 
 class Notes:
@@ -92,18 +99,6 @@ def no_thread_stays() -> Generator[None]:
 # --- coming back ---------------------------------------------------------------------------------
 
 
-def test_who_comes_at_once_costs_no_look() -> None:
-    notes, asked = Notes(), list[float]()
-
-    def arrived(seconds: float) -> bool:
-        asked.append(seconds)
-        return True
-
-    lookout_of(notes, "gather").wait(arrived)
-    assert len(asked) == 1
-    assert notes.words == {}
-
-
 def test_who_comes_late_is_waited_for_and_the_board_is_left_clean() -> None:
     notes, there = Notes(), threading.Event()
 
@@ -127,14 +122,6 @@ def test_it_never_waits_longer_than_is_left() -> None:
         lookout_of(Notes(), "gather", patience_s=0.3).wait(arrived)
     assert asked[0] == 0.2
     assert all(0 < seconds < 0.11 for seconds in asked[1:])
-
-
-def test_what_the_wait_itself_raises_goes_through() -> None:
-    def broken(seconds: float) -> bool:
-        raise RuntimeError("connection reset")
-
-    with pytest.raises(RuntimeError, match="connection reset"):
-        lookout_of(Notes(), "gather").wait(broken)
 
 
 # --- news ----------------------------------------------------------------------------------------
@@ -194,13 +181,6 @@ def test_positions_that_were_reached_otherwise_are_a_disagreement() -> None:
     assert str(again.value) == str(caught.value)
 
 
-def test_an_older_position_is_compared_with_what_this_rank_did_then() -> None:
-    notes = Notes()
-    notes.post("at/2", position("scatter"))
-    with pytest.raises(MismatchError, match="call 1: scatter at"):
-        lookout_of(notes, "gather", "reduce", size=3, patience_s=30).wait(never)
-
-
 @pytest.mark.parametrize("theirs", [("gather",), ("gather", "reduce"), ("gather", "reduce", "scatter")])
 def test_positions_on_one_way_are_no_disagreement(theirs: tuple[str, ...]) -> None:
     notes = Notes()
@@ -230,13 +210,6 @@ def test_a_timeout_names_the_missing_and_where_they_are() -> None:
     with pytest.raises(CollectiveTimeoutError) as there:  # the others needn't wait for as long
         lookout_of(notes, "gather", "reduce", rank=3, size=5, patience_s=30).wait(never)
     assert str(there.value) == str(caught.value)
-
-
-def test_of_many_that_are_missing_only_some_are_described() -> None:
-    lines = str(late_error(journal_of("gather"), 0, 1.5, range(1, 30))).splitlines()
-    assert lines[1:-1] == [f"  rank {rank} has called no operation across ranks yet" for rank in range(1, 9)]
-    assert "waited 1.5 s" in lines[0]
-    assert "for ranks 1, 2, 3," in lines[0]
 
 
 def test_a_rank_that_was_seen_in_a_forward_pass_may_wait_in_its_backward_pass() -> None:
@@ -305,11 +278,6 @@ def test_of_several_those_that_answer_are_not_the_lost() -> None:
     assert "lost its connection to rank 2 in call 1" in str(error)
 
 
-def test_whoever_is_known_to_be_lost_is_not_asked_for() -> None:
-    monitor = lookout_of(Notes(), "gather", rank=1, size=4)
-    assert "lost its connection to ranks 0, 3 in" in str(monitor.explain_loss("Ended.", [0, 3]))
-
-
 def test_a_connection_lost_to_a_rank_that_says_so_a_moment_later_is_explained() -> None:
     notes = Notes()
 
@@ -354,8 +322,82 @@ def test_a_process_that_is_gone_is_not_waited_for_though_its_connections_live() 
         monitor.wait(never)
 
 
-def test_what_a_rank_has_sent_before_it_ended_may_still_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_monitor, "_LAST_SENDS_S", 60.0)
-    waiting = dataclasses.replace(lookout_of(Notes(), "gather", patience_s=20.0), has_ended=(1).__eq__)
-    start = time.monotonic()
-    waiting.wait(lambda seconds: never(seconds) or time.monotonic() - start > 0.7)
+KINDS: tuple[Where, ...] = ("memory", "gloo", "processes")
+
+
+def board_of() -> MessageBoard:
+    return Rendezvous(1).board
+
+
+def busy_elsewhere(started: threading.Event, done: threading.Event) -> None:
+    """Stand on the stack of a rank that doesn't come."""
+    started.set()
+    done.wait(60)
+
+
+@pytest.mark.parametrize("on", KINDS)
+def test_a_timeout_prints_where_every_rank_is(on: Where, capfd: pytest.CaptureFixture[str]) -> None:
+    done = threading.Event()
+
+    def work(ctx: Context) -> None:
+        if ctx.rank == 1:
+            busy_elsewhere(threading.Event(), done)
+        else:
+            waiting_for_the_others(ctx)
+
+    def waiting_for_the_others(ctx: Context) -> None:
+        try:
+            wait_for_everyone(ctx)
+        finally:
+            done.set()
+
+    guard = Guard(watchdog=True, timeout=timedelta(seconds=1), long_timeout=timedelta(seconds=1))
+    with pytest.raises(CollectiveTimeoutError, match="rank 0 waited 1 s"):
+        run_ranks(work, 2, on, guard=guard)
+    printed = capfd.readouterr().err
+    first, _, second = printed.partition("--- rank 1 ---")
+    assert "Where each rank is:\n--- rank 0 ---" in first
+    assert "in waiting_for_the_others" in first
+    assert "in busy_elsewhere" not in first
+    assert "in busy_elsewhere" in second
+    assert "in waiting_for_the_others" not in second
+    assert printed.count("Where each rank is:") == 1
+
+
+def test_of_several_that_give_up_one_prints(capfd: pytest.CaptureFixture[str]) -> None:
+    board = board_of()
+    stop = start_watchdog(board, 0, whole_process=True)
+    for rank in (0, 1):
+        print_all_stacks(board, rank, 2)
+    stop()
+    assert capfd.readouterr().err.count("accelfn: ") == 1
+
+
+def test_a_process_shows_all_its_threads_but_the_watchdogs(capfd: pytest.CaptureFixture[str]) -> None:
+    board, started, done = board_of(), threading.Event(), threading.Event()
+    other = threading.Thread(target=busy_elsewhere, args=(started, done), name="loader")
+    other.start()
+    assert started.wait(20)
+    stop = start_watchdog(board, 0, whole_process=True)
+    print_all_stacks(board, 0, 1)
+    done.set()
+    stop()
+    other.join(20)
+    printed = capfd.readouterr().err
+    assert "thread loader:\n" in printed
+    assert "in busy_elsewhere" in printed
+    assert "in test_a_process_shows_all_its_threads_but_the_watchdogs" in printed
+    assert "in _watch" not in printed
+
+
+def test_who_does_not_answer_is_named(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_monitor, "_ANSWERS_S", 0.2)
+    board = board_of()
+    board.post("watched/1", "yes")
+    print_all_stacks(board, 0, 3)
+    assert capfd.readouterr().err.splitlines()[1:] == [
+        "--- rank 1 ---",
+        "did not answer: it is stopped, or its process has ended",
+    ]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accelfn.data import plan_epoch
-from accelfn.data.cut import Piece, StreamPlan, cut_stream
+from accelfn.data.groups import Piece, StreamPlan, cut_stream
 
 Batches = list[list[int]]
 
@@ -82,13 +82,9 @@ def test_no_more_is_read_than_the_group_at_hand() -> None:
     assert next(source) == 6
 
 
-def test_groups_are_passed_without_a_batch_and_are_counted() -> None:
-    pieces = list(cut_stream(iter(range(5)), StreamPlan(rows=1, size=2), num_passed=2))
-    assert pieces == [Piece(None, 0, 2, False), Piece(None, 0, 2, False), Piece([4], 1, 1, True, (0, 4))]
-
-
 def test_of_a_group_without_a_piece_for_this_rank_the_length_is_told() -> None:
-    assert list(cut_stream(iter([7]), StreamPlan(rows=1, rank=1, size=2))) == [Piece(None, 0, 1, True)]
+    (piece,) = cut_stream(iter([7]), StreamPlan(rows=1, rank=1, size=2))
+    assert piece == Piece(None, 0, 1, True, (1, 0))
 
 
 def test_what_a_collate_function_takes_out_of_a_sample_is_there_when_it_is_repeated() -> None:

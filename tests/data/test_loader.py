@@ -66,7 +66,7 @@ def test_worker_processes_and_the_loaders_options_are_kept(persistent: bool) -> 
         rows = [row for batch in loader for row in batch]
         order = Order(kind="shuffled", num_samples=8, num_items=8, seed=5).at(epoch, torch.arange(8)).tolist()
         assert rows == [(index, 0) for index in order]
-    inner = cast("DataLoader[Any]", vars(passes_of(loader).reader)["_loader"])
+    inner = cast("DataLoader[Any]", vars(vars(passes_of(loader).reader)["_steps"])["_loader"])
     for name in (
         "num_workers",
         "persistent_workers",

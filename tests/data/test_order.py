@@ -23,7 +23,7 @@ from torch.utils.data import (
 
 from accelfn import Context, DataLoaderConfiguration
 from accelfn.data import Order, gather_for_metrics, microbatches, prepare_data_loader, read_order
-from accelfn.data.order import draw_together, take_from
+from accelfn.data.order import draw_together
 from accelfn.errors import ConfigurationError
 from accelfn.testing import run_ranks
 
@@ -273,13 +273,7 @@ def test_a_sampler_inside_of_a_batch_sampler_is_told_the_epoch() -> None:
         def __iter__(self) -> Iterator[list[int]]:
             return iter([[index] for index in self.sampler])
 
-    drawn, begun = draw_together(Context(), Outer(), 1, tuple)
-    assert drawn.items == list(begun) == [[6], [4], [2], [0]]
-    assert drawn.before is drawn.after is None
-
-
-def test_a_list_is_taken_from_by_position() -> None:
-    assert take_from(["a", "b", "c"])(torch.tensor([2, 0, 2])) == ["c", "a", "c"]
+    assert draw_together(Context(), Outer(), 1) == ([[6], [4], [2], [0]], None, None)
 
 
 def test_a_sampler_that_draws_another_number_than_it_says_is_refused_on_every_rank() -> None:

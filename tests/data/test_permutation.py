@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accelfn.data.permutation import draw, make_keys, permute
+from accelfn.data.order import draw, make_keys, permute
 
 # Below this a deviation is no accident.
 MOST_UNLIKELY = 1e-4

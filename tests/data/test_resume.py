@@ -35,7 +35,6 @@ from accelfn.data import (
     skip_first_batches,
 )
 from accelfn.data.loader import passes_of
-from accelfn.data.reading import BatchInfo, EpochPass, begin_behind
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.testing import run_ranks
 
@@ -613,32 +612,6 @@ def test_data_that_was_sharded_already_is_skipped_too() -> None:
         return [len(rest), *((batch.tolist(), micro.own_valid) for batch, micro in micros)]
 
     assert run_ranks(run, 2) == [[1, ([4], None), ([4], 0)], [2, ([4, 5], None), ([6], None)]]
-
-
-class Planless:
-    """A reader that tells nothing before a pass, and cannot leave out a batch."""
-
-    length = batch_size = None
-    seed = 0
-
-    def plan(self, start: int) -> None: ...
-
-    def count(self, start: int) -> int | None:
-        return None if start else 4
-
-    def begin(self, epoch: int, start: int) -> EpochPass[int]:
-        def share_at(step: int) -> BatchInfo:
-            return BatchInfo(num_rows=step)
-
-        return EpochPass((4, 3), ((step, share_at(step)) for step in range(4)), share_at=share_at)
-
-
-def test_what_a_reader_can_not_leave_out_is_read_and_thrown_away() -> None:
-    begun = begin_behind(cast("Any", Planless()), 0, 3)
-    assert begun.counts == (1, 0)
-    assert [batch for batch, _ in begun.batches] == [3]
-    assert begun.share_at is not None
-    assert begun.share_at(0).num_rows == 3
 
 
 class Sized(Stream):

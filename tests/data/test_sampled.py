@@ -31,7 +31,7 @@ from accelfn.data import (
     prepare_data_loader,
 )
 from accelfn.data.loader import passes_of
-from accelfn.data.sampled import Keyed, Seeded
+from accelfn.data.rebuild import Keyed, Seeded
 from accelfn.errors import ConfigurationError, RemoteRankError
 from accelfn.testing import run_ranks
 
@@ -265,7 +265,7 @@ def augment(ctx: Context, epochs: int = 1, **options: Any) -> list[list[Any]]:
     source = DataLoader(Augmented(), batch_size=2, collate_fn=list, **options)
     loader = prepare_data_loader(ctx, source)
     passes = [[row for batch in loader for row in batch] for _ in range(epochs)]
-    inner = vars(passes_of(loader).reader)["_loader"]
+    inner = vars(vars(passes_of(loader).reader)["_steps"])["_loader"]
     if options.get("persistent_workers"):
         inner._iterator._shutdown_workers()
     return passes
@@ -376,7 +376,7 @@ def test_all_options_of_the_loader_are_kept() -> None:
         persistent_workers=True,
         in_order=False,
     )
-    inner = vars(passes_of(prepare_data_loader(Context(), source)).reader)["_loader"]
+    inner = vars(vars(passes_of(prepare_data_loader(Context(), source)).reader)["_steps"])["_loader"]
     names = (
         *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
         *("generator", "prefetch_factor", "persistent_workers", "in_order"),
@@ -384,7 +384,7 @@ def test_all_options_of_the_loader_are_kept() -> None:
     for name in names:
         assert getattr(inner, name) is getattr(source, name), name
     pinned = prepare_data_loader(Context(), numbers(8, pin_memory=True))
-    assert vars(passes_of(pinned).reader)["_loader"].pin_memory is True
+    assert vars(vars(passes_of(pinned).reader)["_steps"])["_loader"].pin_memory is True
 
 
 def test_a_loader_class_of_ones_own_and_its_attributes_are_kept() -> None:

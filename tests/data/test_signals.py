@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from accelfn import Context
 from accelfn.data import prepare_data_loader
-from accelfn.data.signals import Hold, SignalHolder, StartWorker, begin_reading, held_signals
+from accelfn.data.workers import Hold, SignalHolder, StartWorker, begin_reading, held_signals
 
 FORKING = multiprocessing.get_context("fork")
 

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from accelfn.data.sources import count_shards, take_shards
+from accelfn.data.states import count_shards, take_shards
 from accelfn.errors import ConfigurationError
 
 

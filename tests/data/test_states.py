@@ -36,7 +36,7 @@ from accelfn.data import (
     restore_loader,
     skip_first_batches,
 )
-from accelfn.data.states import check_plain, has_state, snapshot
+from accelfn.data.states import check_plain, has_state
 from accelfn.errors import ConfigurationError, MissingExtraError, NotAvailableError
 from accelfn.testing import run_ranks
 
@@ -817,20 +817,6 @@ def test_streams_of_ones_own_are_restored_by_their_own_rank_in_their_own_world()
 
 
 # --- plain values ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "value",
-    [None, True, 1, 2.5, "a", b"a", torch.zeros(2), [1, (2, None)], {"a": {1: [{"b": torch.ones(1)}]}}],
-    ids=repr,
-)
-def test_a_snapshot_of_a_plain_value_is_equal_and_plain(value: Any) -> None:
-    copied = snapshot(value)
-    check_plain(copied, "it")
-    assert repr(copied) == repr(value)
-    if isinstance(value, torch.Tensor):
-        value += 1
-        assert not torch.equal(copied, value)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ import pytest
 from accelfn.launch.config import build_config, format_config, resolve
 from accelfn.launch.config.ask import ask_questions, format_launch, format_prompt
 from accelfn.launch.config.files import parse_config
-from accelfn.launch.config.question import Question
-from accelfn.launch.config.questions import first_answers, values_of
+from accelfn.launch.config.questions import Question, first_answers, values_of
 from accelfn.launch.main import main
 
 ROOT = Path(__file__).parents[2]

@@ -23,8 +23,8 @@ def directives() -> frozenset[str]:
 
 def table_row(variable: Variable) -> str:
     first, *others = (f"`{name}`" for name in variable.names)
-    field = f"{variable.record}.{variable.field}" if variable.field else variable.record
-    return f"| {first} | {', '.join(others)} | `{field}` | {variable.form.accepts} |"
+    field = ".".join(filter(None, (variable.record.__name__, variable.field)))
+    return f"| {first} | {', '.join(others)} | `{field}` | {variable.accepts} |"
 
 
 @pytest.mark.parametrize("name", accelfn.__all__)

@@ -11,8 +11,15 @@ import torch
 from accelfn import Context
 from accelfn.context.config import LoggerType
 from accelfn.launch.main import main
-from accelfn.tracking import finish, init_trackers, log, log_images, log_table, plan_trackers
-from accelfn.tracking.built_in import BuiltInTracker
+from accelfn.tracking import (
+    BuiltInTracker,
+    finish,
+    init_trackers,
+    log,
+    log_images,
+    log_table,
+    plan_trackers,
+)
 
 GUIDE = Path(__file__).parents[2] / "docs" / "pages" / "guide"
 PAGE = (GUIDE / "tracking.md").read_text()
@@ -52,7 +59,7 @@ def test_the_commands_of_the_page_are_ones(capsys: pytest.CaptureFixture[str]) -
         for line in section("Runs on the disk").splitlines()
         if line[:12] == "accelfn runs"
     ]
-    assert [words[2] for words in commands] == ["list", "show", "plot", "plot", "plot"]
+    assert [words[2] for words in commands] == ["list", "show", "plot", "plot"]
     for words in commands:
         assert main([*words[1:3], "--dir", "nowhere", *words[3:]]) == 2
         assert "there is no folder" in capsys.readouterr().err

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accelfn import __version__
-from accelfn.launch import env_torch
+from accelfn.launch import env
 from accelfn.launch.config.secrets import hide_in_text
 from accelfn.launch.env import describe_environment, format_report, relevant_variables
 from accelfn.launch.main import main
@@ -68,7 +68,7 @@ def test_the_report_names_versions_variables_and_the_configuration(
 def test_no_secret_of_a_configuration_is_shown(
     name: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(env_torch, "describe_torch", dict[str, Any])
+    monkeypatch.setattr(env, "describe_torch", dict[str, Any])
     (tmp_path / name).write_text(text)
     report = describe_environment({}, str(tmp_path / name))
     assert "hush" not in format_report(report)
@@ -81,11 +81,11 @@ def test_what_is_broken_is_told_and_the_rest_still_comes(
     def fail() -> dict[str, Any]:
         raise OSError("libcuda.so.1: cannot open shared object file")
 
-    monkeypatch.setattr(env_torch, "describe_torch", fail)
+    monkeypatch.setattr(env, "describe_torch", fail)
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe")
     report = describe_environment({"WORLD_SIZE": "2"}, str(tmp_path / "binary.yaml"))
     assert report["torch"] == {"failure": "OSError: libcuda.so.1: cannot open shared object file"}
-    assert "WORLD_SIZE" in report["launcher"]
+    assert "WORLD_SIZE" in str(report["launcher"])
     assert "can't be read" in report["configuration"]
     assert describe_environment({}, str(tmp_path / "absent.yaml"))["configuration"].startswith("none (")
     assert format_report(report)
@@ -126,7 +126,7 @@ def test_devices_are_described_as_torch_tells(monkeypatch: pytest.MonkeyPatch) -
             return Properties()
 
     hardware = Hardware(devices=(DeviceFacts(type="cuda", count=2), DeviceFacts(type="cpu")))
-    monkeypatch.setattr(env_torch, "read_hardware", lambda: hardware)
+    monkeypatch.setattr("accelfn.context.read_hardware", lambda: hardware)
 
     def module_of(kind: str) -> type[Module]:
         return Module
@@ -136,7 +136,7 @@ def test_devices_are_described_as_torch_tells(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(torch, "get_device_module", module_of)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", reaches)
-    facts = env_torch.describe_torch()
+    facts = env.describe_torch()
     assert facts["accelerators"][1] == "cuda:1 Stand-in, 8.0 GiB, capability 9.0"
     assert facts["reach each other directly"] == ["cuda:0 to 1", "cuda:1 to none"]
 

@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import accelfn as af
+from accelfn.bigmodel.drawing import draw_estimate, draw_estimate_html, draw_estimate_svg
 from accelfn.bigmodel.estimate import estimate_memory
-from accelfn.bigmodel.estimate_picture import draw_estimate, draw_estimate_html, draw_estimate_svg
 from accelfn.launch.main import main
 
 
@@ -87,8 +87,8 @@ def test_a_function_that_builds_the_model(
         assert told("made_here:Made.build")["num_parameters"] == 50_000**2 + 3 * 50_000
         for source, said in (
             ("made_here:nothing", "the function gave int, and must give a module"),
-            ("made_here:absent", "has no function 'absent'"),
-            ("absent_module:build", "there is no module 'absent_module' here"),
+            ("made_here:absent", "has no attribute 'absent'"),
+            ("absent_module:build", "No module named 'absent_module'"),
         ):
             assert main(["estimate-memory", source]) == 2
             errors = capsys.readouterr().err

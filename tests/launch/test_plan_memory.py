@@ -147,7 +147,7 @@ def test_a_file_of_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     ("argv", "said"),
     [
         ((), "SOURCE"),
-        (("absent:build",), "there is no module 'absent'"),
+        (("absent:build",), "No module named 'absent'"),
         (("no/such",), "there is no file or folder 'no/such'"),
         (
             ("{source}", "--max_memory", "0"),
@@ -335,7 +335,7 @@ def test_ranks_of_a_configuration_file_are_planned_for(
         ),
         ((*TEXT, "--mesh", "tp=2"), "Model says nothing of input_ids. Use --batch MODULE:FUNCTION"),
         (TEXT, "--batch_size is for ranks that train the model. Add --mesh"),
-        (("--mesh", "tp=2", "--batch", "absent_module:batch"), "there is no module 'absent_module'"),
+        (("--mesh", "tp=2", "--batch", "absent_module:batch"), "No module named 'absent_module'"),
         (("--mesh", "tp=2", "--max_memory", "0=1GB"), "--max_memory is for a model that is spread"),
         (("--optimizer", "sgd"), "--optimizer is for ranks that train the model. Add --mesh"),
         (("--config_file", "absent.yaml"), "absent.yaml"),

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from accelfn import Context
 from accelfn.errors import ConfigurationError
-from accelfn.launch import Curve, RunRecord, draw_runs_html, draw_runs_svg, find_runs, read_run
+from accelfn.launch import Curve, RunRecord, draw_runs_svg, find_runs, read_run
 from accelfn.launch.main import main
 from accelfn.launch.run_curves import _thinned, _ticks  # pyright: ignore[reportPrivateUsage]
 from accelfn.tracking import JSONLTracker, finish, init_trackers, log, log_images, log_table
@@ -149,7 +149,6 @@ def test_any_curves_make_a_picture(curves: list[list[tuple[int, float]]], log_sc
             x, y = map(float, point.split(","))
             assert 0 <= x <= width
             assert 0 <= y <= height
-    assert draw_runs_html(runs, ["a"], log_scale=log_scale).count("<svg") == 1
 
 
 def test_every_run_has_a_line_of_its_own_look() -> None:
@@ -186,16 +185,6 @@ def test_gaps_points_and_names_are_drawn_as_they_are() -> None:
     assert "a&lt;b" in picture
     assert "&lt;one&gt;" in picture
     assert "nothing to draw" in picture
-
-
-def test_a_page_marks_settings_that_differ() -> None:
-    one, other = run_of(a=Curve((0,), (1.0,))), run_of(a=Curve((0,), (2.0,)))
-    same = draw_runs_html([one, one], ["a"])
-    other = RunRecord(folder=Path(), config={"lr": 0.2}, curves=other.curves, texts={}, images={})
-    differs = draw_runs_html([one, other], ["a"])
-    assert 'class="differs"' in differs
-    assert 'class="differs"' not in same
-    assert "2 (step 0)" in differs
 
 
 # --- the command ---------------------------------------------------------------------------------
@@ -275,8 +264,8 @@ def test_curves_are_drawn_to_a_file_or_printed(tmp_path: Path, capsys: pytest.Ca
     printed = said(capsys, "plot", "second", "first", "--names", "loss")
     assert ElementTree.fromstring(printed).tag.endswith("svg")
     assert printed.count("<polyline") == 1
-    assert said(capsys, "plot", "latest", "--output", "page.html", "--log-scale") == ""
-    assert "<!doctype html>" in (tmp_path / "page.html").read_text()
+    assert said(capsys, "plot", "latest", "--output", "curves.svg", "--log-scale") == ""
+    assert (tmp_path / "curves.svg").read_text().startswith("<svg")
 
 
 @pytest.mark.parametrize(
@@ -287,7 +276,6 @@ def test_curves_are_drawn_to_a_file_or_printed(tmp_path: Path, capsys: pytest.Ca
         (("plot", "first"), "there is nothing to draw: no numbers have been logged yet."),
         (("plot", "second", "--names", "los"), "no run has numbers called 'los'. There are: loss, b, c, d."),
         (("plot", "second", "--output", "no/x.svg"), "can't write 'no/x.svg'"),
-        (("plot", "second", "--output", "x.png"), "--output 'x.png' ends in none of .svg, .html."),
         (("list", "nowhere"), "there is no folder 'nowhere'. Runs lie where logging_dir said."),
     ],
 )
@@ -319,8 +307,6 @@ def test_on_a_terminal_curves_are_lines_of_text(
     assert "<svg" not in shown
     assert "loss" in shown
     assert "--output" in shown.splitlines()[-1]
-    assert main(["runs", "plot", "latest", "--format", "svg", "--dir", str(runs)]) == 0
-    assert capsys.readouterr().out.startswith("<svg")
 
 
 @pytest.mark.parametrize("arguments", [("list",), ("show", "second"), ("plot", "second"), ("--help",)])

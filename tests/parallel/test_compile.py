@@ -16,8 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import accelfn as af
 from accelfn import Context, TorchDynamoPlugin
+from accelfn.parallel.forward import CompiledForward, is_compiled, plan_regions
 from accelfn.testing import run_ranks
-from accelfn.training import CompiledForward, MixedPrecisionForward, is_compiled, plan_regions
+from accelfn.training import MixedPrecisionForward
 
 dynamo = cast("Any", importlib.import_module("torch._dynamo"))
 dynamo_utils = cast("Any", importlib.import_module("torch._dynamo.utils"))

@@ -119,6 +119,18 @@ def test_a_model_s_plan_says_where_experts_are() -> None:
     assert af.plan_model(sparse_context(8), SparseGPT(), engine="ddp").experts is None
 
 
+def test_experts_that_no_other_rank_has_are_left_out_of_fsdp_unless_it_casts_them() -> None:
+    model = SparseGPT()
+    experts = tuple(name for name, _ in model.named_parameters() if ".experts." in name)
+    plan = af.plan_model(sparse_context(2), model).shard
+    assert plan is not None
+    assert (plan.units, plan.unshared) == (("blocks.1", "blocks.0", ""), experts)
+    plan = af.plan_model(sparse_context(2).replace(mixed_precision="bf16"), model).shard
+    assert plan is not None
+    assert "blocks.1.experts" in plan.units
+    assert plan.unshared == ()
+
+
 def test_stages_have_plans_of_their_own_experts() -> None:
     model: Any = SparseGPT()
     model.blocks[0] = Block(views_by_count=False, norms_heads=False, dropout=0.0)

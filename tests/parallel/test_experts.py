@@ -19,8 +19,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import accelfn as af
 from accelfn import Context
 from accelfn.errors import ConfigurationError
-from accelfn.parallel import gradient_norm
 from accelfn.parallel.experts import Exchange, combine, dispatch, plan_route
+from accelfn.parallel.norm import gradient_norm
 from accelfn.testing import run_ranks
 from tests.parallel.expert_models import WIDTH, Experts, SparseGPT
 from tests.parallel.layouts import LAYOUTS
@@ -245,3 +245,17 @@ def test_a_rank_whose_experts_see_no_row_takes_part() -> None:
         )
 
     assert max(run_ranks(work, 2, "processes", parallelism_config=LAYOUTS["ep2"].config())) < 1e-4
+
+
+def test_a_loss_may_use_experts_outside_of_the_forward_pass() -> None:
+    def penalty(model: nn.Module) -> torch.Tensor:
+        return torch.stack([whole(one).square().sum() for one in model.parameters()]).sum()
+
+    def work(ctx: Context) -> float:
+        x, counts = torch.rand(6, WIDTH, generator=torch.Generator().manual_seed(0)), [1, 2, 2, 1]
+        plain, model = Skewed(), af.prepare_model(ctx, Skewed())
+        for one in (plain, model):
+            (one(x, counts).square().sum() + penalty(one)).backward()
+        return furthest(gradients_of(model), gradients_of(plain))
+
+    assert max(run_ranks(work, 2, "processes", parallelism_config=LAYOUTS["ep2"].config())) < 1e-5

@@ -1,9 +1,13 @@
 """What a plan knows of a model: the same from real and from meta parameters."""
 
+import gc
+from concurrent.futures import ThreadPoolExecutor
+from time import sleep
+
 import torch
 from torch import nn
 
-from accelfn.parallel.facts import owner_of, read_facts, repeated_blocks
+from accelfn.parallel.facts import ModelFacts, owner_of, read_facts, repeated_blocks
 
 
 class Block(nn.Module):
@@ -79,3 +83,25 @@ def test_a_parameter_belongs_to_the_innermost_module_by_whole_parts_of_its_name(
     assert owner_of("layers.1.down.weight", units) == "layers.1"
     assert owner_of("layers.10.up.weight", units) == ""
     assert owner_of("layers.10.up.weight", {"layers.1"}) is None
+
+
+def test_threads_read_models_at_once() -> None:
+    model = nn.TransformerEncoderLayer(4, 2)
+
+    def switch_threads(phase: str, info: dict[str, int]) -> None:
+        sleep(0.00001)
+
+    def read(depth: int) -> list[ModelFacts]:
+        # CPython compares the depth of the stack before a parse and after it.
+        return read(depth - 1) if depth else [read_facts(model) for _ in range(3)]
+
+    threshold = gc.get_threshold()
+    gc.callbacks.append(switch_threads)
+    gc.set_threshold(50)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            found = list(threads.map(read, range(0, 20, 5)))
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(switch_threads)
+    assert found == [[read_facts(model)] * 3] * 4

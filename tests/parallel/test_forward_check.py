@@ -19,7 +19,7 @@ from torch import nn
 import accelfn as af
 from accelfn import Context, DistributedDataParallelKwargs
 from accelfn.context import StartedAllGather
-from accelfn.parallel import no_sync
+from accelfn.parallel.handle import syncing
 from accelfn.testing import Where, run_ranks
 from tests.seen import Seen, look
 
@@ -144,7 +144,7 @@ def meets(rank: int, action: Callable[[Context], object]) -> Callable[[Context],
         step(ctx, model, WARM + 1)
 
         def other() -> None:
-            with no_sync(model):
+            with syncing(False, model):
                 step(ctx, model)
             action(ctx)
 
@@ -468,7 +468,7 @@ def test_a_model_from_a_pickle_belongs_to_no_world(on: Where, way: Callable[[nn.
 
         def alone() -> None:
             loaded(batch(ctx)).sum().backward()
-            with no_sync(loaded):
+            with syncing(False, loaded):
                 loaded(batch(ctx)).sum().backward()
 
         count = counted.during(alone)
@@ -491,7 +491,7 @@ def without_gradients(model: nn.Module, ctx: Context) -> None:
 
 
 def under_no_sync(model: nn.Module, ctx: Context) -> None:
-    with no_sync(model):
+    with syncing(False, model):
         step(ctx, model)
 
 

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from accelfn import Context, ParallelismConfig
-from accelfn.parallel import clip_norm_, clip_value_, gradient_norm
+from accelfn.parallel.norm import clip_norm_, clip_value_, gradient_norm
 from accelfn.testing import run_ranks
 
 KINDS = (2.0, 1.0, 3.0, 0.0, math.inf, -math.inf)

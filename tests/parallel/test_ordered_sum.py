@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from accelfn import Context
 from accelfn.comm import Call
 from accelfn.errors import RemoteRankError
-from accelfn.parallel import OrderedSum
+from accelfn.parallel.exact import OrderedSum
 from accelfn.testing import run_ranks
 
 SHAPES = ((3, 5), (7,), (), (0,), (2, 2))

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import accelfn as af
 from accelfn import Context, FullyShardedDataParallelPlugin
 from accelfn.errors import ConfigurationError
-from accelfn.parallel.pointers import follow, leave_pointers, named, newest, repoint, retie
+from accelfn.parallel.parameters import follow, leave_pointers, named, newest, repoint, retie
 from accelfn.testing import run_ranks
 from tests.parallel import shard_models as lm
 

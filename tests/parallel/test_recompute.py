@@ -16,7 +16,7 @@ from accelfn import Context, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelfn.context.config import DynamoBackend, TorchDynamoPlugin
 from accelfn.errors import ConfigurationError
 from accelfn.parallel import read_facts
-from accelfn.parallel.recompute import plan_recompute
+from accelfn.parallel.forward import plan_recompute
 from accelfn.testing import run_ranks
 from accelfn.tree import local_of
 from tests.parallel import tensor_models as tm

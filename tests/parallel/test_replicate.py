@@ -16,7 +16,8 @@ from torch import nn
 import accelfn as af
 from accelfn import Context, DistributedDataParallelKwargs
 from accelfn.errors import ConfigurationError, MismatchError, NotAvailableError
-from accelfn.parallel import no_sync, replicate, trigger_sync_in_backward, unchecked
+from accelfn.parallel.handle import syncing
+from accelfn.parallel.replicate import replicate, unchecked
 from accelfn.testing import Where, run_ranks
 
 Rows = tuple[torch.Tensor, torch.Tensor]
@@ -107,9 +108,9 @@ def test_any_way_that_a_gradient_arises_is_averaged(on: Where, way: str) -> None
 def test_without_sync_gradients_stay_local_and_come_together_later() -> None:
     def run(ctx: Context) -> tuple[torch.Tensor, torch.Tensor]:
         model = cast("Twice", replicate(ctx, Twice()))
-        with pytest.raises(RuntimeError, match="out"), no_sync(model):
+        with pytest.raises(RuntimeError, match="out"), syncing(False, model):
             raise RuntimeError("out")
-        with no_sync(model, nn.Linear(1, 1)):
+        with syncing(False, model, nn.Linear(1, 1)):
             (model.inner.bias.sum() * (ctx.rank + 1)).backward()
         local = grads(model)[0]
         (model.inner.bias.sum() * 0).backward()
@@ -332,11 +333,11 @@ def test_a_backward_is_averaged_although_its_forward_was_not_to_be(on: Where) ->
     def run(ctx: Context) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
         model = replicate(ctx, Twice())
         both = [rows(2, 2 * number + ctx.rank) for number in range(3)]
-        with no_sync(model):
+        with syncing(False, model):
             losses = [loss_of(model, data) for data in both[:2]]
             losses[0].backward()
             local = grads(model)
-            with trigger_sync_in_backward(model):
+            with syncing(True, model):
                 losses[1].backward()
         shared = grads(model)
         model.zero_grad()
@@ -355,7 +356,7 @@ def test_a_backward_is_averaged_although_its_forward_was_not_to_be(on: Where) ->
 
 
 def test_what_nobody_averages_is_let_through_and_what_ddp_cannot_do_is_refused() -> None:
-    with trigger_sync_in_backward(nn.Linear(1, 1)):
+    with syncing(True, nn.Linear(1, 1)):
         pass
 
     def run(ctx: Context) -> None:
@@ -367,7 +368,7 @@ def test_what_nobody_averages_is_let_through_and_what_ddp_cannot_do_is_refused()
             model = replicate(ctx.replace(kwargs_handlers=[handler]), Twice())
             with (
                 pytest.raises(ConfigurationError, match=f"with {name} Dist"),
-                trigger_sync_in_backward(model),
+                syncing(True, model),
             ):
                 raise AssertionError
 

@@ -20,8 +20,9 @@ import accelfn as af
 from accelfn import Context, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelfn.data import plan_microbatch
 from accelfn.errors import ConfigurationError, DistributedError, MismatchError, NotAvailableError
-from accelfn.parallel import handle_of, plan_model, register_forward_method
+from accelfn.parallel import plan_model, register_forward_method
 from accelfn.parallel.facts import read_facts
+from accelfn.parallel.handle import handle_of
 from accelfn.parallel.wrap import choose_units, names_of_ignored, names_of_wrapped
 from accelfn.testing import run_ranks
 from tests.parallel import shard_models as lm

@@ -20,16 +20,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from accelfn.errors import ConfigurationError
-from accelfn.parallel import (
-    Outline,
-    PipelinePlan,
-    apply_stages,
-    outline_stage,
-    plan_stages,
-    read_facts,
-    run_stage,
-)
+from accelfn.parallel import PipelinePlan, plan_stages, read_facts
 from accelfn.parallel.facts import modules_of
+from accelfn.parallel.stages import Outline, apply_stages, outline_stage, run_stage
 from tests.parallel.tensor_models import GPT, make_batch
 
 WIDTH = 8

@@ -18,9 +18,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from accelfn import Context
 from accelfn.context.config import TorchTensorParallelConfig
 from accelfn.parallel.facts import read_facts
-from accelfn.parallel.pointers import named, retie
-from accelfn.parallel.tensor import apply_tensor
-from accelfn.parallel.tensor_plans import plan_tensor
+from accelfn.parallel.parameters import named, retie
+from accelfn.parallel.tensor import apply_tensor, plan_tensor
 from accelfn.testing import run_ranks
 from tests.parallel.tensor_models import GPT, PLAN, SEQUENCE, VOCABULARY, make_batch, summed_loss
 

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from accelfn.comm import Call, check_later, gather, reduce
 from accelfn.context import CallLog, Collectives, Context, StartedAllGather
-from accelfn.context.config import Guard
 from accelfn.errors import CollectiveTimeoutError, MismatchError, MissingRankError
 from accelfn.testing import Fault, InjectedFaultError, Where, run_ranks
 from accelfn.testing.faults import inject
@@ -51,11 +50,6 @@ def test_the_kth_call_of_any_kind_raises(at: int) -> None:
     with pytest.raises(InjectedFaultError, match=f"rank 1 raises at its collective {at}"):
         faulty.barrier()
     call_all(faulty, 3)
-
-
-def test_faults_of_others_do_nothing() -> None:
-    collectives = Collectives()
-    assert inject(collectives, 0, 2, [Fault(kind="raise", rank=1)], never) is collectives
 
 
 def test_a_rank_with_faults_starts_no_exchange_past_them() -> None:
@@ -144,24 +138,6 @@ def test_a_swapped_operation_comes_after_the_next_one() -> None:
     ]
 
 
-def test_what_is_not_called_gives_what_this_rank_brought() -> None:
-    world = Recorded()
-    seam = world.faulty(Fault(kind="skip", rank=0, at=0))
-    row, long = torch.tensor([1, 2]), torch.tensor([3, 4, 5, 6])
-    assert listify(seam.all_gather_bytes(row)) == ([1, 2], [1, 2])
-    assert listify(seam.all_gather(row)) == [1, 2, 1, 2]
-    assert listify(seam.all_to_all(long)) == [3, 4, 5, 6]
-    seam.all_reduce(row, "sum")
-    seam.broadcast(row, 1)
-    assert listify(row) == [1, 2]
-    seam.scatter(row, None, 1)
-    assert listify(row) == [1, 2]
-    seam.scatter(row, long, 0)
-    assert listify(row) == [3, 4]
-    seam.barrier()
-    assert world.calls == []
-
-
 def three_operations(ctx: Context) -> Any:
     own = torch.tensor([float(ctx.rank + 1)])
     first = gather(ctx, own)
@@ -238,14 +214,6 @@ def test_a_fault_happens_where_other_ranks_go_on_meanwhile(
     assert not (tmp_path / "1").exists() if kind == "die" else (tmp_path / "1").read_text() == ends[kind]
 
 
-@on_each_world
-@pytest.mark.parametrize("kind", ["skip", "swap"])
-def test_a_last_call_that_does_not_come_is_missed(on: Where, kind: Literal["skip", "swap"]) -> None:
-    fault = Fault(kind=kind, rank=1, at=2)
-    with pytest.raises(MissingRankError):
-        run_ranks(three_operations, 3, on, faults=[fault], timeout_s=20)
-
-
 @pytest.mark.parametrize("on", ["memory", "gloo"])
 @pytest.mark.parametrize("at", [0, 1, 2])
 @pytest.mark.parametrize("kind", ["skip", "swap"])
@@ -259,18 +227,3 @@ def test_without_a_guard_nothing_is_found_and_nobody_waits_for_ever(
     with contextlib.suppress(CollectiveTimeoutError, MissingRankError):
         found = run_ranks(program, 2, on, faults=[fault], guard="off", timeout_s=2)
     assert found != right
-
-
-def test_without_call_sites_equal_calls_are_not_told_apart() -> None:
-    def work(ctx: Context) -> Any:
-        return (
-            three_alike(ctx)
-            if ctx.rank == 0
-            else listify([gather(ctx, torch.tensor([value])) for value in (1, 11, 21)])
-        )
-
-    guard = Guard(call_sites=False)
-    here, there = run_ranks(work, 2, guard=guard)
-    assert here == tuple(there)
-    with pytest.raises(MismatchError, match="come from different lines"):
-        run_ranks(work, 2)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from accelfn.context import CallLog, MessageBoard, announce_end, publish
 from accelfn.errors import CollectiveTimeoutError, MismatchError, MissingRankError, RemoteRankError
-from accelfn.testing.rendezvous import Rendezvous
+from accelfn.testing.threads import Rendezvous
 
 
 def together(rendezvous: Rendezvous, size: int, work: Callable[[int], Any]) -> list[Any]:

@@ -11,8 +11,6 @@ from accelfn.testing.strategies import (
     DTYPES,
     FLOAT8,
     Mismatched,
-    Pair,
-    Sample,
     dtypes,
     mismatched_trees,
     rank_trees,
@@ -20,7 +18,7 @@ from accelfn.testing.strategies import (
     trees,
     worlds,
 )
-from accelfn.tree import flatten, listify
+from accelfn.tree import flatten
 
 FAST = settings(max_examples=2000, database=None)
 
@@ -51,27 +49,12 @@ def test_odd_tensors_can_be_drawn() -> None:
     assert find(tensors(), lambda one: one.storage_offset() > 0, settings=FAST).storage_offset()
 
 
-@given(tensors(torch.int8, (2, 3), contiguous=True))
-def test_what_is_asked_for_is_drawn(tensor: torch.Tensor) -> None:
-    assert (tensor.dtype, tuple(tensor.shape), tensor.is_contiguous()) == (torch.int8, (2, 3), True)
-
-
 @pytest.mark.parametrize(
     "kind",
     ["dict", "list", "tuple", "Pair", "OrderedDict", "defaultdict", "deque", "Sample", "NoneType", "Tensor"],
 )
 def test_every_container_can_be_drawn(kind: str) -> None:
     assert type(find(trees(), lambda tree: type(tree).__name__ == kind, settings=FAST)).__name__ == kind
-
-
-def test_simple_things_come_first() -> None:
-    assert listify(find(tensors(), lambda _: True, settings=FAST)) == 0
-    assert find(worlds(), lambda _: True, settings=FAST) == 1
-
-
-@given(st.integers(1, 7).flatmap(lambda top: st.tuples(st.just(top), worlds(top))))
-def test_worlds_have_a_size(drawn: tuple[int, int]) -> None:
-    assert 1 <= drawn[1] <= drawn[0]
 
 
 @given(worlds(), st.data())
@@ -98,16 +81,6 @@ def test_exactly_one_tree_is_the_odd_one(drawn: Mismatched) -> None:
     assert others == [others[0]] * len(others)
     assert forms[drawn.rank] != others[0]
     assert drawn.paths
-
-
-def test_a_mismatch_needs_two() -> None:
-    with pytest.raises(ValueError, match="world_size must be at least 2, got 1"):
-        mismatched_trees(1)
-
-
-def test_its_containers_are_plain_records() -> None:
-    assert Pair(1, 2).second == 2
-    assert Sample(1).label is None
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ def test_comet_ml(begin: str, put: Any, tmp_path: Any, monkeypatch: pytest.Monke
 
 def test_aim(put: Any, tmp_path: Any) -> None:
     package, pillow = put("aim"), put("PIL.Image")
-    with pytest.warns(UserWarning, match="aim shows no dict, so 'both' is left out"):
+    with pytest.warns(UserWarning, match="aim can't log a value of type dict; skipping 'both'"):
         tracker = run("aim", tmp_path, tables=False, experiment="one")
     assert package.of("Run") == [((), {"repo": str(tmp_path), "experiment": "one"})]
     assert tracker.tracker.name == "digits"
@@ -178,7 +178,7 @@ def test_mlflow(put: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     package = put("mlflow", get_experiment_by_name=missing.append)
     put("mlflow.utils")
     put("mlflow.utils.validation", MAX_PARAM_VAL_LENGTH=500)
-    with pytest.warns(UserWarning, match="mlflow shows no str, so 'note' is left out"):
+    with pytest.warns(UserWarning, match="mlflow can't log a value of type str; skipping 'note'"):
         run("mlflow", tmp_path, logging_dir="files", tags={"a": "b"}, run_name="one")
     assert missing == ["digits"]
     made = package.of("create_experiment")
@@ -222,7 +222,7 @@ def test_clearml(put: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> No
     task: Any = Recorder(package.calls, "Task")
     task.current_task = lambda: None
     package.Task = task
-    with pytest.warns(UserWarning, match="clearml shows no str, so 'note' is left out"):
+    with pytest.warns(UserWarning, match="clearml can't log a value of type str; skipping 'note'"):
         tracker = run("clearml", tmp_path, output_uri=False)
     named = {"project_name": "digits", "task_name": "task of the variable", "output_uri": False}
     assert package.of("Task.init") == [((), named)]
@@ -244,7 +244,7 @@ def test_clearml(put: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_task_of_clearml_that_is_at_work_stays_open(put: Any, tmp_path: Any) -> None:
     package = put("clearml")
-    with pytest.warns(UserWarning, match="clearml shows no str"):
+    with pytest.warns(UserWarning, match="clearml can't log a value of type str"):
         run("clearml", tmp_path)
     assert package.of("Task.init") == []
     assert package.of("Task.current_task().close") == []

@@ -26,6 +26,7 @@ from accelfn.tracking import (
     MLflowTracker,
     TensorBoardTracker,
     Trackers,
+    WandBTracker,
     finish,
     get_tracker,
     init_trackers,
@@ -107,11 +108,12 @@ def test_tensorboard_leaves_out_lists_and_none(tmp_path: Path, recwarn: pytest.W
     for step in range(2):
         log(trackers, {"list": [1, 2], "none": None, "many": torch.ones(3), "loss": 1}, step=step)
     finish(trackers)
-    said = [str(one.message) for one in recwarn if "shows no" in str(one.message)]
+    said = [str(one.message) for one in recwarn if "can't log" in str(one.message)]
     assert said == [
-        f"tensorboard shows no list, so {name!r} is left out there (said once)." for name in ("list", "many")
+        f"tensorboard can't log a value of type list; skipping {name!r} (warned once)."
+        for name in ("list", "many")
     ]
-    assert Path(next(one.filename for one in recwarn if "shows no" in str(one.message))) == Path(__file__)
+    assert Path(next(one.filename for one in recwarn if "can't log" in str(one.message))) == Path(__file__)
     assert len(events(tmp_path / "digits").Scalars("loss")) == 2
 
 
@@ -194,7 +196,7 @@ def test_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run.config["model"] == CONFIG["model"]
     log(trackers, {"loss": torch.tensor(0.75)}, step=0)
     log_table(trackers, "mixed", data=[[1, "x"], ["y", 2.5]], step=0)
-    with pytest.warns(UserWarning, match="wandb shows no object, so 'odd' is left out"):
+    with pytest.warns(UserWarning, match="wandb can't log a value of type object; skipping 'odd'"):
         log(trackers, {"odd": object(), "even": 2}, step=0)
     log_steps(trackers)
     # The end of a run doesn't wait for its file, the end of the package does.
@@ -406,9 +408,7 @@ def test_a_package_that_is_gone_when_it_is_needed_is_said(monkeypatch: pytest.Mo
 
 
 def test_a_folder_that_a_run_left_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from accelfn.tracking.built_in import WandBTracker, is_installed
-
     (tmp_path / "left_by_a_run").mkdir()
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.setattr(WandBTracker, "modules", ("left_by_a_run",))
-    assert not is_installed(WandBTracker)
+    assert not WandBTracker.is_installed()

@@ -3,13 +3,13 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # torch leaves open what tolist gives.
 
+import io
 import json
 import math
 import os
 import signal
 import subprocess
 import sys
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accelfn import Context
-from accelfn.errors import ConfigurationError
+from accelfn.errors import ConfigurationError, MissingExtraError
 from accelfn.launch import find_runs, read_run
 from accelfn.tracking import JSONLTracker, finish, get_tracker, init_trackers, log, log_images, log_table
-from accelfn.tracking.pictures import encode_png, read_pixels
+from accelfn.tracking.values import as_pillow, read_pixels
 
 ROOT = Path(__file__).parents[2]
 
@@ -220,31 +220,20 @@ def test_a_program_that_is_killed_leaves_whole_lines(tmp_path: Path) -> None:
 # --- images --------------------------------------------------------------------------------------
 
 
-def decode_png(data: bytes) -> tuple[int, int, int, bytes]:
-    """Read what encode_png writes: height, width, colour type, and the bytes of the pixels."""
-    assert data[:8] == b"\x89PNG\r\n\x1a\n"
-    place, found = 8, dict[bytes, bytes]()
-    while place < len(data):
-        size = int.from_bytes(data[place : place + 4], "big")
-        kind, body = data[place + 4 : place + 8], data[place + 8 : place + 8 + size]
-        check = int.from_bytes(data[place + 8 + size : place + 12 + size], "big")
-        assert check == zlib.crc32(kind + body)
-        found[kind] = body
-        place += 12 + size
-    width, height = (int.from_bytes(found[b"IHDR"][part : part + 4], "big") for part in (0, 4))
-    raw = zlib.decompress(found[b"IDAT"])
-    row = len(raw) // height
-    assert all(raw[start] == 0 for start in range(0, len(raw), row))
-    pixels = b"".join(raw[start + 1 : start + row] for start in range(0, len(raw), row))
-    return height, width, found[b"IHDR"][9], pixels
-
-
 @given(st.integers(1, 5), st.integers(1, 5), st.sampled_from([1, 3, 4]), st.integers(0, 99))
 def test_a_png_file_has_the_pixels(height: int, width: int, channels: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     pixels = torch.randint(0, 256, (height, width, channels), generator=generator, dtype=torch.uint8)
-    found = decode_png(encode_png(pixels))
-    assert found == (height, width, {1: 0, 3: 2, 4: 6}[channels], bytes(pixels.flatten().tolist()))
+    buffer = io.BytesIO()
+    as_pillow(pixels).save(buffer, "PNG")
+    (found,) = read_pixels(pytest.importorskip("PIL.Image").open(buffer))
+    assert torch.equal(found, pixels)
+
+
+def test_without_pillow_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    with pytest.raises(MissingExtraError, match=r"images need Pillow.*pip install pillow"):
+        as_pillow(torch.zeros(1, 1, 3, dtype=torch.uint8))
 
 
 def test_images_of_every_form_are_pixels() -> None:

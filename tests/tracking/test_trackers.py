@@ -22,10 +22,8 @@ from accelfn.errors import ConfigurationError, MissingExtraError, NotAvailableEr
 from accelfn.testing import run_ranks
 from accelfn.tracking import (
     BlankTracker,
-    BuiltInTracker,
     GeneralTracker,
     TrackerPlan,
-    Trackers,
     finish,
     get_tracker,
     init_trackers,
@@ -236,31 +234,20 @@ def test_logging_after_the_end_is_an_error() -> None:
         log(trackers, {"a": 1})
 
 
-def test_a_stand_in_takes_any_call() -> None:
-    blank = BlankTracker("wandb")
-    blank.start()
-    blank.log_images({})
-    blank.log_table("t")
-    assert blank.tracker.config.update({"a": 1}) is blank
-    assert blank.name == "wandb"
-    with pytest.raises(AttributeError):
-        blank.__wrapped__  # noqa: B018 -- what inspect looks for
-
-
 def test_a_stand_in_takes_what_runs_of_packages_take_beside_calls() -> None:
     blank = BlankTracker("wandb")
     run = blank.tracker
     run.summary["best"] = 1
     run.name = "renamed"
-    del run.summary["best"]
     with run.context("validation") as inside:
         assert inside["loss"] is blank
     assert list(run.scan_history()) == []
     assert "best" not in run.summary
     assert not run
     assert run.dir / "images" is blank
-    assert (int(run.step), float(run.step)) == (0, 0.0)
-    assert f"{run.id:>5} {run.lr:.3f}" == "BlankTracker('wandb') BlankTracker('wandb')"
+    assert blank.log_images({}) is blank.log_table("t")
+    with pytest.raises(AttributeError):
+        blank.__wrapped__  # noqa: B018 -- what inspect looks for
     with pytest.raises(ValueError, match="of the user"), run.context():
         raise ValueError("of the user")
 
@@ -315,7 +302,7 @@ def test_a_class_of_a_built_in_name_takes_its_place_under_all() -> None:
         ("aim", MissingExtraError, r"pip install 'aim<4'"),
         ([Memory, Memory()], ConfigurationError, "names memory twice"),
         (3, TypeError, "which extend accelfn.GeneralTracker: got int"),
-        (dict, TypeError, "got the class dict"),
+        (dict, TypeError, "got dict"),
     ],
 )
 def test_what_is_wrong_with_log_with_is_said(log_with: Any, error: type[Exception], message: str) -> None:
@@ -360,27 +347,6 @@ def test_arguments_for_a_tracker_that_is_not_chosen_are_an_error() -> None:
         init_trackers(Context(), "project", log_with=Memory, on_error="ignore")  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"project_name": None}, "project_name must be a text: got None"),
-        ({"project_name": ""}, "project_name must be a text: got ''"),
-        ({"project_name": Path("x")}, "project_name must be a text"),
-        ({"logging_dir": 3}, "logging_dir must be a path: got 3"),
-        ({"init_kwargs": [1]}, r"init_kwargs must be a mapping of names: got list \[1\]"),
-        ({"init_kwargs": {"memory": 1}}, r"init_kwargs\['memory'\] must be a mapping of names: got int 1"),
-    ],
-)
-def test_arguments_of_another_kind_are_an_error_before_anything_starts(
-    arguments: dict[str, Any], message: str
-) -> None:
-    memory = Memory()
-    given: dict[str, Any] = {"project_name": "project", "log_with": memory, **arguments}
-    with pytest.raises(TypeError, match=f"init_trackers: {message}"):
-        init_trackers(Context(), **given)
-    assert kinds(memory) == ["built"]
-
-
 @pytest.mark.parametrize("step", [torch.tensor(7), torch.tensor([7]), True])
 def test_a_step_of_another_package_is_a_number(step: Any) -> None:
     memory = Memory()
@@ -390,32 +356,8 @@ def test_a_step_of_another_package_is_a_number(step: Any) -> None:
     log_table(trackers, "t", data=[[1]], step=step)
     steps = [memory.calls[-3][2], memory.calls[-2][2], memory.calls[-1][4]]
     assert steps == [int(step)] * 3
-    assert type(steps[0]) is int or step is True
-
-
-@pytest.mark.parametrize("step", [2.5, "7", torch.tensor(2.0), [1]])
-def test_a_step_that_is_no_whole_number_is_an_error(step: Any) -> None:
-    memory = Memory()
-    trackers = init_trackers(Context(), "project", log_with=memory)
-    for name, call in {
-        "log": lambda: log(trackers, {}, step=step),
-        "log_images": lambda: log_images(trackers, {}, step=step),
-        "log_table": lambda: log_table(trackers, "t", data=[], step=step),
-    }.items():
-        with pytest.raises(TypeError, match=f"{name}: step must be a whole number or None: got "):
-            call()
-    with pytest.raises(TypeError, match="log: values must be a mapping of names: got list"):
-        log(trackers, cast("Any", [1]))
-    assert kinds(memory) == ["built", "start"]
-
-
-def test_a_configuration_that_contains_itself_is_an_error() -> None:
-    inner: dict[str, Any] = {}
-    inner["again"] = [inner]
-    with pytest.raises(ConfigurationError, match="config contains itself: the dict that 'again' is in"):
-        init_trackers(Context(), "project", log_with=Memory, config={"deep": inner})
-    both = {"a": 1}
-    assert plain_config({"x": both, "y": [both, both]}) == {"x": both, "y": [both, both]}
+    with pytest.raises(TypeError):
+        log(trackers, {}, step=cast("Any", 2.5))
 
 
 def test_a_table_has_rows_that_fit_its_columns() -> None:
@@ -446,7 +388,7 @@ def test_a_tracker_that_fails_is_said_once_and_the_others_go_on() -> None:
         finish(trackers)
     assert len(caught) == 1
     assert Path(caught[0].filename).name == Path(__file__).name
-    assert trackers.history.failures == {"broken": 5}
+    assert trackers.failures == {"broken": 5}
     assert kinds(memory) == ["built", "start", "config", "log", "log", "log", "finish"]
 
 
@@ -497,9 +439,11 @@ def test_a_value_that_can_not_be_read_does_not_stop_the_run() -> None:
         def item(self) -> Any:
             raise ValueError("not today")
 
-    trackers = init_trackers(Context(), "project", log_with=Memory)
-    with pytest.warns(UserWarning, match="'values' failed in log: ValueError: not today"):
-        log(trackers, {"a": Unreadable()})
+    memory = Memory()
+    trackers = init_trackers(Context(), "project", log_with=memory)
+    with pytest.warns(UserWarning, match="the value 'a' failed in log: ValueError: not today.*it is skipped"):
+        log(trackers, {"a": Unreadable(), "b": 2}, step=1)
+    assert memory.calls[-1] == ("log", {"b": 2}, 1, {})
 
 
 def test_what_a_tracker_does_not_keep_is_said_once() -> None:
@@ -532,15 +476,6 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
     return (torch.randn(shape, generator=generator, dtype=torch.float64) * 100).to(dtype)
 
 
-@given(st.lists(tensors(), min_size=1, max_size=6))
-def test_numbers_through_bytes_are_those_of_each_tensor(values: list[torch.Tensor]) -> None:
-    from accelfn.tracking.values import _through_bytes  # pyright: ignore[reportPrivateUsage]
-
-    fetched = _through_bytes(values)
-    assert [one.dtype for one in fetched] == [one.dtype for one in values]
-    assert [one.tolist() for one in fetched] == [one.tolist() for one in values]
-
-
 @given(st.dictionaries(st.text(max_size=3), tensors(), max_size=4))
 def test_a_tensor_of_one_element_is_a_number_and_others_are_lists(values: dict[str, torch.Tensor]) -> None:
     for name, number in af.tracking.read_numbers({"deep": values})["deep"].items():
@@ -556,15 +491,21 @@ def test_what_is_no_tensor_stays_what_it_is() -> None:
     assert type(found["d"]) is float
 
 
-def test_a_tensor_that_is_spread_over_ranks_is_refused_by_its_name() -> None:
+def test_a_sharded_tensor_is_refused_by_its_name_and_the_rest_of_the_step_is_logged() -> None:
     def run(ctx: af.Context) -> list[float]:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
         mesh = init_device_mesh("cpu", (ctx.num_processes,))
         spread = distribute_tensor(torch.ones(2), mesh, [Shard(0)])
-        with pytest.raises(NotAvailableError, match=r"'norms/0' is a tensor that is spread.*full_tensor"):
+        with pytest.raises(NotAvailableError, match=r"'norms/0' is a tensor that is sharded.*full_tensor"):
             af.tracking.read_numbers({"norms": [spread]})
+        memory = Memory()
+        trackers = init_trackers(ctx, "project", log_with=memory)
+        if ctx.is_main_process:
+            with pytest.warns(UserWarning, match="the value 'norms' failed in log"):
+                log(trackers, {"norms": [spread], "loss": 0.5}, step=1)
+            assert memory.calls[-1] == ("log", {"loss": 0.5}, 1, {})
         return af.tracking.read_numbers({"norms": distribute_tensor(torch.ones(2), mesh, [Replicate()])})[
             "norms"
         ]
@@ -627,8 +568,3 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield
-
-
-def test_records_print_without_their_history() -> None:
-    assert "history" not in repr(Trackers())
-    assert issubclass(af.tracking.JSONLTracker, BuiltInTracker)

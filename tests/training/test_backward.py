@@ -11,8 +11,7 @@ from torch import nn
 import accelfn as af
 from accelfn import Context, Loss
 from accelfn.errors import ConfigurationError
-from accelfn.parallel import BatchRun
-from accelfn.parallel.handle import LocalHandle
+from accelfn.parallel.handle import BatchRun, LocalHandle
 from accelfn.testing import run_ranks
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import accelfn as af
 from accelfn import Accelerator, Context
-from accelfn.bigmodel.offload.dispatch import cpu_offload, dispatch_model
+from accelfn.bigmodel.dispatch import cpu_offload, dispatch_model
 from accelfn.errors import ConfigurationError, RemoteRankError
 from accelfn.testing import Where, run_ranks
 

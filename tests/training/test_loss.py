@@ -10,7 +10,7 @@ import accelfn as af
 from accelfn import Context, Loss
 from accelfn.errors import ConfigurationError
 from accelfn.testing import run_ranks
-from accelfn.training.loss import read_loss
+from accelfn.training.backward import read_loss
 from tests.training.optimizers import Sgd
 
 

@@ -145,14 +145,6 @@ def test_slices_concatenate_to_the_whole(tree: Any, cut: int) -> None:
     )
 
 
-def test_concatenate_along_another_dimension() -> None:
-    assert concatenate([[torch.ones(2, 1)], [torch.zeros(2, 2)]], dim=-1)[0].shape == (2, 3)
-
-
-def test_concatenate_keeps_equal_values_that_are_no_tensors() -> None:
-    assert concatenate([{"name": "a", "n": 1}, {"name": "a", "n": 1}]) == {"name": "a", "n": 1}
-
-
 class Undecided:
     """Compares like an array of several elements."""
 
@@ -213,12 +205,6 @@ def test_fp32_conversion_touches_halves_alone(tree: Any) -> None:
             assert leaf is old
 
 
-def test_fp32_conversion_is_differentiable() -> None:
-    half = torch.ones(2, dtype=torch.bfloat16, requires_grad=True)
-    loss = convert_to_fp32({"x": half})["x"].sum()
-    assert listify(torch.autograd.grad(loss, half)[0]) == [1, 1]
-
-
 @given(trees(tensors(shape=shapes(min_dims=1))), st.integers(1, 4), st.integers(1, 5))
 def test_padding_repeats_the_last_row_and_can_be_undone(tree: Any, batch_size: int, ranks: int) -> None:
     result = pure(lambda tree: pad_input_tensors(tree, batch_size, ranks), tree)
@@ -231,13 +217,6 @@ def test_padding_repeats_the_last_row_and_can_be_undone(tree: Any, batch_size: i
             )
         else:
             assert leaf is old
-
-
-def test_padding_refuses_sizes_below_one() -> None:
-    with pytest.raises(ValueError, match="must be positive, got 0 and 2"):
-        pad_input_tensors(torch.zeros(1), 0, 2)
-    with pytest.raises(ValueError, match="must be positive, got 2 and 0"):
-        pad_input_tensors(torch.zeros(1), 2, 0)
 
 
 @given(trees(tensors(dtypes(float8=True)) | st.text(max_size=2)))

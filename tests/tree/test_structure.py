@@ -14,8 +14,19 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from transformers import BatchEncoding
 from transformers.modeling_outputs import SequenceClassifierOutput
 
+from accelfn import Context
+from accelfn.testing import run_ranks
 from accelfn.testing.strategies import trees
-from accelfn.tree import flatten, leaf_paths, map_tensors
+from accelfn.tree import (
+    TensorInformation,
+    flatten,
+    initialize_tensors,
+    is_dtensor,
+    leaf_paths,
+    local_of,
+    map_tensors,
+    tree_structure,
+)
 
 
 class Listed(list[Any]):
@@ -201,10 +212,6 @@ def test_bounds_of_a_deque_and_factory_of_a_defaultdict_are_kept() -> None:
     assert map_tensors(torch.clone, defaultdict[str, Any](list, a=one())).default_factory is list
 
 
-def test_the_constructor_of_a_dataclass_is_not_called_again() -> None:
-    assert map_tensors(torch.clone, Checked(one())).calls == ["made"]
-
-
 def test_unset_fields_of_a_model_output_are_no_leaves() -> None:
     tree = SequenceClassifierOutput(logits=cast("Any", one()))
     assert leaf_paths(tree) == ["tree['logits']"]
@@ -268,15 +275,6 @@ def test_is_leaf_also_stops_at_containers_that_are_opened_here() -> None:
     assert flatten(Mapped(a=inner, b=2), lambda value: isinstance(value, Record))[0] == [inner, 2]
 
 
-def test_deep_paths() -> None:
-    tree = BatchEncoding({"x": {"y": [FrozenRecord(1, Point(2, Mapped(z=3)))]}})
-    assert leaf_paths(tree) == [
-        "tree['x']['y'][0].a",
-        "tree['x']['y'][0].b.x",
-        "tree['x']['y'][0].b.y['z']",
-    ]
-
-
 def test_the_tree_functions_import_no_framework() -> None:
     probe = (
         "import sys, accelfn.tree\n"
@@ -286,3 +284,56 @@ def test_the_tree_functions_import_no_framework() -> None:
     )
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+@given(trees())
+def test_structure_then_initialize_keeps_shapes_and_dtypes(tree: Any) -> None:
+    again = initialize_tensors(tree_structure(tree))
+    leaves, structure = flatten(tree)
+    others, other_structure = flatten(again)
+    assert other_structure == structure
+    assert [(leaf.shape, leaf.dtype) for leaf in others] == [(leaf.shape, leaf.dtype) for leaf in leaves]
+
+
+def test_other_leaves_stay() -> None:
+    tree = {"x": torch.zeros(2, dtype=torch.int8), "name": "a", "none": None}
+    assert tree_structure(tree) == {"x": TensorInformation((2,), torch.int8), "name": "a", "none": None}
+    assert initialize_tensors({"name": "a", "n": 1}) == {"name": "a", "n": 1}
+
+
+def test_the_device_can_be_chosen() -> None:
+    info = [TensorInformation((), torch.float32), TensorInformation((0, 2), torch.bool)]
+    assert [leaf.is_meta for leaf in initialize_tensors(info, "meta")] == [True, True]
+
+
+def test_a_plain_tensor_is_all_here_and_a_dtensor_is_not() -> None:
+    plain = torch.ones(2, requires_grad=True)
+    assert not is_dtensor(plain)
+    assert not is_dtensor(None)
+    assert local_of(plain) is plain
+
+    def run(ctx: Context) -> list[float]:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        mesh = init_device_mesh("cpu", (ctx.num_processes,))
+        spread = torch.nn.Parameter(distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]))
+        assert is_dtensor(spread)
+        local = local_of(spread)
+        assert not is_dtensor(local)
+        assert not local.requires_grad
+        writes = local_of(spread)._version
+        local.mul_(2)  # the very part
+        assert local_of(spread)._version == writes + 1
+        return cast("Any", local_of(spread)).tolist()
+
+    assert run_ranks(run, 2, on="processes") == [[0, 2], [4, 6]]
+
+
+def test_to_ask_does_not_load_the_module() -> None:
+    code = (
+        "import sys, torch; from accelfn.tree import is_dtensor, local_of; "
+        "assert not is_dtensor(local_of(torch.ones(2))); "
+        "assert 'torch.distributed.tensor' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

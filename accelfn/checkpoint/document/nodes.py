@@ -1,4 +1,4 @@
-"""The form of a document: which nodes have children, and how a path names them.
+"""The form of trees and of their documents: what is in a container, and how a path names it.
 
 A path is a JSON pointer (RFC 6901) without its first slash, such as ``model/0.weight``: the keys and indices
 from the root, with ``~`` and ``/`` in a key written as ``~0`` and ``~1``.
@@ -8,37 +8,106 @@ from __future__ import annotations
 
 import enum
 import functools
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterator, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
-from accelfn.checkpoint.document.keys import read_key
-from accelfn.checkpoint.document.plain import PLAIN_KINDS
-from accelfn.checkpoint.files.manifest import Json
-from accelfn.errors import AccelfnError, DamagedCheckpointError
+import optree
+import torch
 
-__all__ = ("LEAVES", "MAX_DEPTH", "Children", "below", "children_of", "damaged", "key_text", "shown", "step")
+from accelfn.checkpoint.document.values import PLAIN_KINDS, class_of, is_plain, read_plain
+from accelfn.checkpoint.manifest import Json
+from accelfn.errors import AccelfnError, DamagedCheckpointError
 
 # Of containers in containers. A document nests up to four times as deep, and json recurses.
 MAX_DEPTH = 64
 
 # Kinds whose value is a tensor among the stored ones.
-LEAVES = frozenset({"tensor", "array", "raw", "generator"})
-# Kinds of one value that isn't a tensor.
-_VALUES = PLAIN_KINDS | {"again", "numpy", "set", "frozenset"}
-_SEQUENCES = frozenset({"tuple", "deque", "structseq"})
-_SAME_PLACE = MappingProxyType({"object": "state", "ordereddict": "items", "defaultdict": "items"})
+LEAVES = frozenset({"tensor", "array", "generator"})
+KINDS = MappingProxyType(
+    {
+        list: "list",
+        tuple: "tuple",
+        deque: "deque",
+        dict: "dict",
+        OrderedDict: "ordereddict",
+        defaultdict: "defaultdict",
+        Counter: "counter",
+    }
+)
+_CONTAINERS = frozenset({*KINDS.values(), "namedtuple", "node"} - {"list"})
 
 
-class Children(NamedTuple):
-    """What is inside of a node.
+class Parts(NamedTuple):
+    """What is in a container of a tree.
 
     Attributes:
-        keys: By which each is reached; None: it stands at the same place as the node.
-        nodes: One for each key.
+        kind: As its document has it.
+        keys: By which each child is reached.
+        children: One for each key.
+        metadata: What a class that is registered with optree keeps beside its children.
     """
 
-    keys: list[Any]
-    nodes: list[Json]
+    kind: str
+    keys: Sequence[Any]
+    children: Sequence[Any]
+    metadata: Any = None
+
+
+def parts_of(value: Any, namespace: str = "") -> Parts | None:
+    """List what is in a container: one of Python, or registered with optree; None for any other value."""
+    of = class_of(value)
+    kind = KINDS.get(of)
+    if kind is not None:
+        if isinstance(value, dict):
+            items = cast("dict[Any, Any]", value)
+            return Parts(kind, list(items), list(items.values()))
+        return Parts(kind, range(len(value)), value)
+    if value is None or isinstance(value, torch.Tensor):
+        return None
+    if isinstance(value, tuple):
+        named = cast("Any", value) if optree.is_namedtuple_class(of) else None
+        return None if named is None else Parts("namedtuple", named._fields, named)
+    entry = registry_entry(of, namespace)
+    if entry is None:
+        return None
+    children, metadata, *names = entry.flatten_func(value)
+    children = list(children)
+    keys = list(names[0]) if names and names[0] is not None else range(len(children))
+    return Parts("node", keys, children, metadata)
+
+
+def registry_entry(kind: type, namespace: str) -> Any:
+    """Return how optree flattens and unflattens a class registered with it; None for another one."""
+    return cast("Any", optree).register_pytree_node.get(kind, namespace=namespace)
+
+
+def is_array(value: Any) -> bool:
+    """Return whether ``value`` is an array of numpy, and of no subclass."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and type(value) is numpy.ndarray
+
+
+def is_leaf(value: Any) -> bool:
+    """Return whether a value of a tree is stored as a tensor."""
+    return isinstance(value, (torch.Tensor, torch.Generator)) or is_array(value)
+
+
+def is_object(value: Any, namespace: str = "") -> bool:
+    """Return whether a value of a tree is stored by its state: no leaf, plain value or container."""
+    return not (is_leaf(value) or is_plain(value) or parts_of(value, namespace) is not None)
+
+
+def leaves_of(tree: Any, path: str = "", namespace: str = "") -> Iterator[tuple[str, Any]]:
+    """List the leaves and objects of a tree with their paths."""
+    parts = parts_of(tree, namespace)
+    if parts is not None:
+        for key, child in zip(parts.keys, parts.children, strict=True):
+            yield from leaves_of(child, step(path, key), namespace)
+    elif not is_plain(tree):
+        yield path[1:], tree
 
 
 def step(path: str, key: Any) -> str:
@@ -69,12 +138,7 @@ def shown(path: str) -> str:
 
 def key_text(key: Any) -> str:
     """Name a key of a dict in paths."""
-    if isinstance(key, enum.Enum):
-        return f"{type(key).__name__}.{key.name}"
-    try:
-        return str(key)
-    except ValueError:  # Python writes no int of thousands of digits
-        return type(key).__name__
+    return f"{type(key).__name__}.{key.name}" if isinstance(key, enum.Enum) else str(key)
 
 
 def damaged(path: str, why: str) -> DamagedCheckpointError:
@@ -84,67 +148,50 @@ def damaged(path: str, why: str) -> DamagedCheckpointError:
     )
 
 
-def children_of(node: Json, path: str) -> Children | None:
-    """List what is inside of a node; None where it is a leaf or a plain value.
+def children_of(node: Json, path: str) -> list[tuple[Any, Json]] | None:
+    """List what is inside of a node of a document, by key; None where it is a leaf or a plain value.
+
+    What stands at the same place as the node, as the state of an object does, has the key None.
 
     Raises:
         DamagedCheckpointError: The node is malformed.
     """
     if isinstance(node, list):
-        return Children(list(range(len(node))), node)
+        return list(enumerate(node))
     if not isinstance(node, dict):
         return None
     kind = node.get("$")
     if kind is None:
-        if any(key[:1] == "$" for key in node):
-            raise damaged(path, "a key begins with '$'")
-        return Children(list(node), list(node.values()))
-    if type(kind) is not str:
-        raise damaged(path, "a node has no kind")
-    if kind in LEAVES or kind in _VALUES:
-        return None
-    if kind in _SEQUENCES:
-        items = _list(node, "items", path)
-        return Children(list(range(len(items))), items)
-    if kind in _SAME_PLACE:
-        return Children([None], [node[_SAME_PLACE[kind]]]) if _SAME_PLACE[kind] in node else Children([], [])
-    if kind == "dict":
-        keys = [_key(key, path) for key in _list(node, "keys", path)]
-        return Children(keys, _same_length(keys, _list(node, "values", path), path))
-    if kind in ("namedtuple", "sparse"):
-        parts = node.get("fields")
-        if not isinstance(parts, dict):
-            raise damaged(path, f"a {kind} has no fields")
-        fields = cast("dict[str, Any]", parts)
-        return Children(list(fields), list(fields.values()))
-    if kind == "node":
-        items = _list(node, "children", path)
-        names = _list(node, "names", path) if "names" in node else list(range(len(items)))
-        if not all(type(name) in (str, int) for name in names):
-            raise damaged(path, "a name of a child is no text")
-        return Children(names, _same_length(names, items, path))
-    raise damaged(path, f"there is no kind {kind!r}")
-
-
-def _key(node: Json, path: str) -> Any:
+        return list(node.items())
     try:
-        key = read_key(node)
-        hash(key)
+        if kind in LEAVES or kind in PLAIN_KINDS:
+            return None
+        if kind == "object":
+            return [(None, node["state"])]
+        if kind in _CONTAINERS:
+            items = node["items"]
+            if "keys" not in node:
+                return list(enumerate(cast("list[Json]", items)))
+            keys = [read_plain(key) for key in node["keys"]]
+            if len(set(keys)) != len(items):
+                raise ValueError(f"{len(keys)} keys for {len(items)} values")
+            return list(zip(keys, items, strict=True))
     except AccelfnError:
         raise
     except Exception as error:  # whatever a constructor says to the content of a file
-        raise damaged(path, f"a key can't be read ({error})") from error
-    return key
+        raise damaged(path, f"a {kind} can't be read ({error!r})") from error
+    raise damaged(path, f"there is no kind {kind!r}")
 
 
-def _list(node: dict[str, Any], field: str, path: str) -> list[Any]:
-    items = node.get(field)
-    if not isinstance(items, list):
-        raise damaged(path, f"a {node['$']} has no {field}")
-    return cast("list[Any]", items)
-
-
-def _same_length(keys: list[Any], nodes: list[Any], path: str) -> list[Any]:
-    if len(keys) != len(nodes):
-        raise damaged(path, f"{len(keys)} keys for {len(nodes)} values")
-    return nodes
+def stored_names(document: Json) -> Iterator[str]:
+    """List the names of the stored tensors that a document has need of; several times if it has."""
+    if isinstance(document, list):
+        for one in document:
+            yield from stored_names(one)
+    elif isinstance(document, dict):
+        name = document.get("name")
+        if isinstance(name, str) and document.get("$") in LEAVES:
+            yield name
+        else:
+            for one in document.values():
+                yield from stored_names(one)

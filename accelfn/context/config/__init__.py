@@ -1,139 +1,65 @@
 """Configuration: frozen records that cannot be invalid, and the environment that gives their defaults."""
 
-from accelfn.context.config.accumulation import (
-    GradientAccumulationPlugin,
-)
-from accelfn.context.config.deepspeed import (
-    DeepSpeedPlugin,
-)
-from accelfn.context.config.dynamo import (
-    TorchDynamoPlugin,
+# ruff: noqa: I001 -- a name that is exported is imported "as" itself, all of a module by one statement
+from accelfn.context.config.checks import FrozenOptions as FrozenOptions
+from accelfn.context.config.engines import (
+    AORecipeKwargs as AORecipeKwargs,
+    DeepSpeedPlugin as DeepSpeedPlugin,
+    FP8RecipeKwargs as FP8RecipeKwargs,
+    MSAMPRecipeKwargs as MSAMPRecipeKwargs,
+    MegatronLMPlugin as MegatronLMPlugin,
+    TERecipeKwargs as TERecipeKwargs,
 )
 from accelfn.context.config.enums import (
-    AutoWrapPolicy,
-    BackwardPrefetch,
-    ContextParallelStrategy,
-    DDPCommunicationHookType,
-    DistributedType,
-    DynamoBackend,
-    DynamoMode,
-    FP8AmaxAlgorithm,
-    FP8Backend,
-    FP8Format,
-    FP8OptLevel,
-    GuardMode,
-    LoggerType,
-    LogLevel,
-    OffloadDevice,
-    PrecisionType,
-    ProfileActivity,
-    RNGType,
-    ShardingStrategy,
-    StateDictType,
-    StringEnum,
+    AutoWrapPolicy as AutoWrapPolicy,
+    BackwardPrefetch as BackwardPrefetch,
+    ContextParallelStrategy as ContextParallelStrategy,
+    DDPCommunicationHookType as DDPCommunicationHookType,
+    DistributedType as DistributedType,
+    DynamoBackend as DynamoBackend,
+    DynamoMode as DynamoMode,
+    FP8AmaxAlgorithm as FP8AmaxAlgorithm,
+    FP8Backend as FP8Backend,
+    FP8Format as FP8Format,
+    FP8OptLevel as FP8OptLevel,
+    GuardMode as GuardMode,
+    LogLevel as LogLevel,
+    LoggerType as LoggerType,
+    OffloadDevice as OffloadDevice,
+    PrecisionType as PrecisionType,
+    ProfileActivity as ProfileActivity,
+    RNGType as RNGType,
+    ShardingStrategy as ShardingStrategy,
+    StateDictType as StateDictType,
+    StringEnum as StringEnum,
 )
-from accelfn.context.config.fp8 import (
-    AORecipeKwargs,
-    FP8RecipeKwargs,
-    MSAMPRecipeKwargs,
-    TERecipeKwargs,
-)
-from accelfn.context.config.fsdp import (
-    FullyShardedDataParallelPlugin,
-)
-from accelfn.context.config.guard import (
-    Guard,
-)
+from accelfn.context.config.fsdp import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from accelfn.context.config.handlers import (
-    AutocastKwargs,
-    DistributedDataParallelKwargs,
-    GradScalerKwargs,
-    InitProcessGroupKwargs,
-    KwargsHandler,
-    ProfileKwargs,
-)
-from accelfn.context.config.loading import (
-    DataLoaderConfiguration,
-)
-from accelfn.context.config.megatron import (
-    MegatronLMPlugin,
-)
-from accelfn.context.config.options import (
-    FrozenOptions,
-    thaw,
+    AutocastKwargs as AutocastKwargs,
+    DistributedDataParallelKwargs as DistributedDataParallelKwargs,
+    GradScalerKwargs as GradScalerKwargs,
+    InitProcessGroupKwargs as InitProcessGroupKwargs,
+    KwargsHandler as KwargsHandler,
+    ProfileKwargs as ProfileKwargs,
+    TorchDynamoPlugin as TorchDynamoPlugin,
 )
 from accelfn.context.config.parallelism import (
-    DeepSpeedSequenceParallelConfig,
-    ExpertParallelConfig,
-    ParallelismConfig,
-    PipelineParallelConfig,
-    TorchContextParallelConfig,
-    TorchTensorParallelConfig,
+    ExpertParallelConfig as ExpertParallelConfig,
+    ParallelismConfig as ParallelismConfig,
+    PipelineParallelConfig as PipelineParallelConfig,
+    TorchContextParallelConfig as TorchContextParallelConfig,
+    TorchTensorParallelConfig as TorchTensorParallelConfig,
 )
-from accelfn.context.config.project import (
-    ProjectConfiguration,
-)
-from accelfn.context.config.reduction import (
-    CanonicalReduction,
+from accelfn.context.config.records import (
+    CanonicalReduction as CanonicalReduction,
+    DataLoaderConfiguration as DataLoaderConfiguration,
+    GradientAccumulationPlugin as GradientAccumulationPlugin,
+    Guard as Guard,
+    ProjectConfiguration as ProjectConfiguration,
 )
 from accelfn.context.config.settings import (
-    VARIABLES,
-    Settings,
-    Variable,
-    read_settings,
-)
-
-__all__ = (
-    "VARIABLES",
-    "AORecipeKwargs",
-    "AutoWrapPolicy",
-    "AutocastKwargs",
-    "BackwardPrefetch",
-    "CanonicalReduction",
-    "ContextParallelStrategy",
-    "DDPCommunicationHookType",
-    "DataLoaderConfiguration",
-    "DeepSpeedPlugin",
-    "DeepSpeedSequenceParallelConfig",
-    "DistributedDataParallelKwargs",
-    "DistributedType",
-    "DynamoBackend",
-    "DynamoMode",
-    "ExpertParallelConfig",
-    "FP8AmaxAlgorithm",
-    "FP8Backend",
-    "FP8Format",
-    "FP8OptLevel",
-    "FP8RecipeKwargs",
-    "FrozenOptions",
-    "FullyShardedDataParallelPlugin",
-    "GradScalerKwargs",
-    "GradientAccumulationPlugin",
-    "Guard",
-    "GuardMode",
-    "InitProcessGroupKwargs",
-    "KwargsHandler",
-    "LogLevel",
-    "LoggerType",
-    "MSAMPRecipeKwargs",
-    "MegatronLMPlugin",
-    "OffloadDevice",
-    "ParallelismConfig",
-    "PipelineParallelConfig",
-    "PrecisionType",
-    "ProfileActivity",
-    "ProfileKwargs",
-    "ProjectConfiguration",
-    "RNGType",
-    "Settings",
-    "ShardingStrategy",
-    "StateDictType",
-    "StringEnum",
-    "TERecipeKwargs",
-    "TorchContextParallelConfig",
-    "TorchDynamoPlugin",
-    "TorchTensorParallelConfig",
-    "Variable",
-    "read_settings",
-    "thaw",
+    Settings as Settings,
+    VARIABLES as VARIABLES,
+    Variable as Variable,
+    read_settings as read_settings,
 )

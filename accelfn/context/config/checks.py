@@ -1,40 +1,75 @@
-"""Checks that the configuration records share.
+"""Checks that the configuration records share, and mappings that can't be changed.
 
-Each one looks at fields of a record by name, and raises a ``TypeError`` for a value of the wrong type and a
-``ConfigurationError`` for a value that is out of range. Those called ``settle_*`` also write the normalised
-value back: they are for ``__post_init__``, before anybody else holds the record.
+A value of the wrong type is a ``TypeError``, one out of range a ``ConfigurationError``; both name the field.
+Those called ``settle_*`` also write the normalised value back: they are for ``__post_init__``, before anybody
+else holds the record.
 """
 
+from __future__ import annotations
+
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
+from datetime import timedelta
 from enum import Enum
 from os import PathLike, fspath
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from accelfn.context.config import enums
 from accelfn.context.config.enums import StringEnum
-from accelfn.context.config.options import FrozenOptions
 from accelfn.errors import ConfigurationError
 
-__all__ = (
-    "as_choice",
-    "check_bools",
-    "check_callables",
-    "check_ints",
-    "check_reals",
-    "check_texts",
-    "find_member",
-    "settle",
-    "settle_choice",
-    "settle_classes",
-    "settle_names",
-    "settle_options",
-    "settle_path",
-    "unchecked",
-    "where",
-    "wrong_type",
-)
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 E = TypeVar("E", bound=StringEnum)
+
+POSITIVE = (1, math.inf)
+_NATURAL = (0, math.inf)
+# What a field takes by the first word of its annotation, and what messages call it.
+_KINDS: tuple[tuple[str, tuple[type, ...], str], ...] = (
+    ("bool", (bool,), "True or False"),
+    ("int", (int,), "an int"),
+    ("float", (int, float), "a number"),
+    ("str", (str,), "a str"),
+    ("timedelta", (timedelta,), "a datetime.timedelta such as timedelta(seconds=600)"),
+    ("Mapping[str, Any]", (Mapping,), "a mapping"),
+    *((f"Mapping[str, {kind}]", (Mapping,), "a mapping") for kind in ("int", "float", "str")),
+)
+
+
+class FrozenOptions(Mapping[str, Any]):
+    """An immutable copy of a mapping, equal to any mapping with the same items. Can be pickled and hashed.
+
+    >>> FrozenOptions({"wait": 1}) == {"wait": 1}
+    True
+    """
+
+    __slots__ = ("_items",)
+
+    def __init__(self, items: Mapping[str, Any] | None = None) -> None:
+        """Copy ``items``."""
+        self._items: dict[str, Any] = dict(items or {})
+
+    def __getitem__(self, key: str) -> Any:
+        """Return one value."""
+        return self._items[key]
+
+    def __iter__(self) -> Iterator[str]:
+        """Walk over the keys."""
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        """Return the number of options."""
+        return len(self._items)
+
+    def __hash__(self) -> int:
+        """Hash without regard to order, as equality has none."""
+        return hash(frozenset(self._items.items()))
+
+    def __repr__(self) -> str:
+        """Show the items."""
+        return f"FrozenOptions({self._items!r})"
 
 
 def where(record: object, name: str) -> str:
@@ -50,9 +85,12 @@ def unchecked(record: object, name: str) -> object:
 
 def wrong_type(record: object, name: str, expected: str) -> TypeError:
     """Return the error for a field that holds a value of the wrong type."""
-    value = getattr(record, name)
+    return _wrong_type(where(record, name), getattr(record, name), expected)
+
+
+def _wrong_type(place: str, value: object, expected: str) -> TypeError:
     return TypeError(
-        f"{where(record, name)} must be {expected}, got {value!r} of type {type(value).__name__}. "
+        f"{place} must be {expected}, got {value!r} of type {type(value).__name__}. "
         f"Pass {expected} or leave the field out."
     )
 
@@ -63,91 +101,51 @@ def settle(record: object, **values: object) -> None:
         object.__setattr__(record, name, value)
 
 
-def check_bools(record: object, *names: str, optional: bool = False) -> None:
-    """Require ``True`` or ``False`` (or ``None`` if ``optional``)."""
-    for name in names:
-        value = getattr(record, name)
-        if not (isinstance(value, bool) or (optional and value is None)):
-            raise wrong_type(record, name, "True, False or None" if optional else "True or False")
+def settle_fields(record: DataclassInstance, /, **bounds: tuple[float, float]) -> None:
+    """Check and normalise every field by its annotation, so that none is forgotten.
+
+    Flags are bools, texts aren't empty, names of an enum become its members (``| int``: also their positions
+    from 1), mappings become immutable copies, and iterables of texts or comma-separated texts tuples. Numbers
+    (``| str``: or "auto") are finite and at least 0 where ``bounds`` doesn't say otherwise, durations are
+    positive. Other annotations are left to the record itself.
+    """
+    for item in fields(record):
+        words = str(item.type).split(" | ")
+        value = getattr(record, item.name)
+        if not ((value is None and "None" in words) or (value == "auto" and words[0] in ("int", "float"))):
+            settled = _settled(where(record, item.name), value, words, bounds.get(item.name, _NATURAL))
+            settle(record, **{item.name: settled})
 
 
-def check_ints(
-    record: object, *names: str, minimum: int, maximum: int | None = None, optional: bool = False
-) -> None:
-    """Require whole numbers in ``minimum..maximum`` (or ``None`` if ``optional``)."""
-    for name in names:
-        value = getattr(record, name)
-        if optional and value is None:
-            continue
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise wrong_type(record, name, "an int or None" if optional else "an int")
-        if value < minimum or (maximum is not None and value > maximum):
-            span = f"at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
-            raise ConfigurationError(
-                f"{where(record, name)} must be {span}, got {value}. Pass a number in that range."
-            )
-
-
-def check_reals(
-    record: object,
-    *names: str,
-    minimum: float | None = None,
-    above: float | None = None,
-    maximum: float | None = None,
-    below: float | None = None,
-    optional: bool = False,
-) -> None:
-    """Require finite numbers within the given bounds (or ``None`` if ``optional``)."""
-    for name in names:
-        value = getattr(record, name)
-        if optional and value is None:
-            continue
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise wrong_type(record, name, "a number or None" if optional else "a number")
-        bounds = (
-            ("at least", minimum, minimum is None or value >= minimum),
-            ("greater than", above, above is None or value > above),
-            ("at most", maximum, maximum is None or value <= maximum),
-            ("less than", below, below is None or value < below),
+def _settled(place: str, value: Any, words: list[str], bounds: tuple[float, float]) -> object:
+    choices = next((getattr(enums, word) for word in words if hasattr(enums, word)), None)
+    if choices is not None:
+        is_flag = words[0] == "bool" and isinstance(value, bool)
+        is_function = "Callable" in str(words) and callable(value)
+        return value if is_flag or is_function else as_choice(place, value, choices, numbered="int" in words)
+    or_none = " or None" if "None" in words else ""
+    if words[0] in ("Iterable[str]", "Sequence[str]"):
+        given = cast("object", value)
+        if isinstance(given, str):
+            return tuple(part.strip() for part in given.split(",") if part.strip())
+        names = tuple(cast("Iterable[object]", given)) if isinstance(given, Iterable) else (None,)
+        if not all(isinstance(name, str) for name in names):
+            raise _wrong_type(place, value, f"an iterable of str, a comma-separated str{or_none}")
+        return names
+    _, kinds, expected = next((kind for kind in _KINDS if kind[0] == words[0]), ("", (object,), ""))
+    is_number = words[0] in ("int", "float")
+    if not isinstance(value, kinds) or (is_number and type(cast("object", value)) is bool):
+        raise _wrong_type(place, value, expected + or_none)
+    if is_number and not (bounds[0] <= value <= bounds[1] and math.isfinite(value)):
+        most = f" and at most {bounds[1]}" if math.isfinite(bounds[1]) else ""
+        raise ConfigurationError(f"{place} must be at least {bounds[0]}{most}, got {value!r}.")
+    if words[0] == "str" and not value.strip():
+        raise ConfigurationError(f"{place} must not be empty, got {value!r}. Pass a text{or_none}.")
+    if words[0] == "timedelta" and value <= timedelta(0):
+        raise ConfigurationError(
+            f"{place} must be longer than zero, got {value!r}. Pass a positive timedelta."
         )
-        if not (math.isfinite(value) and all(holds for _, _, holds in bounds)):
-            wanted = " and ".join(f"{words} {bound}" for words, bound, _ in bounds if bound is not None)
-            raise ConfigurationError(
-                f"{where(record, name)} must be a finite number {wanted}".rstrip()
-                + f", got {value!r}. Pass a number in that range."
-            )
-
-
-def check_texts(record: object, *names: str, optional: bool = False) -> None:
-    """Require non-empty text (or ``None`` if ``optional``)."""
-    for name in names:
-        value = getattr(record, name)
-        if optional and value is None:
-            continue
-        if not isinstance(value, str):
-            raise wrong_type(record, name, "a str or None" if optional else "a str")
-        if not value.strip():
-            raise ConfigurationError(
-                f"{where(record, name)} must not be empty, got {value!r}. Pass a text"
-                + (" or None." if optional else ".")
-            )
-
-
-def check_callables(record: object, *names: str) -> None:
-    """Require something that can be called, or ``None``."""
-    for name in names:
-        value = getattr(record, name)
-        if value is not None and not callable(value):
-            raise wrong_type(record, name, "a callable or None")
-
-
-def find_member(choices: type[E], value: str, *, numbered: bool = False) -> E | None:
-    """Find a member by value, whatever its case, or by position from 1 if ``numbered``."""
-    text = value.strip().lower()
-    for number, member in enumerate(choices, start=1):
-        if text == member.value.lower() or (numbered and text == str(number)):
-            return member
-    return None
+    return FrozenOptions(value) if kinds == (Mapping,) else value
 
 
 def as_choice(
@@ -168,70 +166,16 @@ def as_choice(
         ConfigurationError: ``value`` names none of the accepted members.
     """
     text = value.name.lstrip("_") if isinstance(value, Enum) and not isinstance(value, str) else value
-    if numbered and isinstance(text, int) and not isinstance(text, bool):
-        text = str(text)
-    if not isinstance(text, str):
+    if not isinstance(text, str) and not (numbered and type(text) is int):
         raise TypeError(
             f"{place} must be a {choices.__name__} or a str, got {value!r} of type {type(value).__name__}. "
             f"Pass one of {', '.join(choices.values())}."
         )
-    member = find_member(choices, text, numbered=numbered)
-    accepted = allowed or tuple(choices)
-    if member is None or member not in accepted:
-        names = ", ".join(item.value for item in accepted)
-        raise ConfigurationError(f"{place} does not know {value!r}. Use one of {names}.")
-    return member
-
-
-def settle_choice(
-    record: object,
-    name: str,
-    choices: type[E],
-    *,
-    numbered: bool = False,
-    optional: bool = False,
-    allowed: tuple[E, ...] = (),
-) -> None:
-    """Turn a field into a member of ``choices``, see :func:`as_choice`."""
-    value = getattr(record, name)
-    if optional and value is None:
-        return
-    settle(
-        record, **{name: as_choice(where(record, name), value, choices, numbered=numbered, allowed=allowed)}
-    )
-
-
-def settle_options(record: object, *names: str, optional: bool = False) -> None:
-    """Replace mappings by immutable copies, so that the caller's dict is not part of the record."""
-    for name in names:
-        value = getattr(record, name)
-        if optional and value is None:
-            continue
-        if not isinstance(value, Mapping):
-            raise wrong_type(record, name, "a mapping or None" if optional else "a mapping")
-        options = cast("Mapping[Any, Any]", value)
-        if not all(isinstance(key, str) for key in options):
-            raise TypeError(
-                f"{where(record, name)} must have text keys, got {list(options)!r}. "
-                "Name each option by a str."
-            )
-        settle(record, **{name: FrozenOptions(options)})
-
-
-def settle_names(record: object, *names: str) -> None:
-    """Turn a comma-separated text or an iterable of texts into a tuple; ``None`` stays."""
-    for name in names:
-        value = getattr(record, name)
-        if value is None:
-            continue
-        if isinstance(value, str):
-            value = tuple(part.strip() for part in value.split(",") if part.strip())
-        if not isinstance(value, Iterable):
-            raise wrong_type(record, name, "an iterable of str, a comma-separated str or None")
-        items = tuple(cast("Iterable[object]", value))
-        if not all(isinstance(item, str) for item in items):
-            raise wrong_type(record, name, "an iterable of str, a comma-separated str or None")
-        settle(record, **{name: items})
+    word, accepted = str(text).strip().lower(), allowed or tuple(choices)
+    for number, member in enumerate(choices, start=1):
+        if (word == member.value.lower() or (numbered and word == str(number))) and member in accepted:
+            return member
+    raise ConfigurationError(f"{place} does not know {value!r}. Use one of {', '.join(accepted)}.")
 
 
 def settle_path(record: object, *names: str) -> None:
@@ -246,15 +190,3 @@ def settle_path(record: object, *names: str) -> None:
         if not path:
             raise ConfigurationError(f"{where(record, name)} must not be empty. Pass a path or None.")
         settle(record, **{name: path})
-
-
-def settle_classes(record: object, *names: str) -> None:
-    """Turn an iterable of classes into a tuple; ``None`` is none."""
-    for name in names:
-        value = getattr(record, name)
-        items = () if value is None else (value,)
-        if isinstance(value, Iterable) and not isinstance(value, type):
-            items = tuple(cast("Iterable[object]", value))
-        if isinstance(value, type) or not all(isinstance(item, type) for item in items):
-            raise wrong_type(record, name, "a tuple of classes, such as (MyLoader,)")
-        settle(record, **{name: items})

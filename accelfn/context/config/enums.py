@@ -8,30 +8,6 @@ from collections.abc import Iterable
 from enum import Enum, EnumMeta
 from typing import cast
 
-__all__ = (
-    "AutoWrapPolicy",
-    "BackwardPrefetch",
-    "ContextParallelStrategy",
-    "DDPCommunicationHookType",
-    "DistributedType",
-    "DynamoBackend",
-    "DynamoMode",
-    "FP8AmaxAlgorithm",
-    "FP8Backend",
-    "FP8Format",
-    "FP8OptLevel",
-    "GuardMode",
-    "LogLevel",
-    "LoggerType",
-    "OffloadDevice",
-    "PrecisionType",
-    "ProfileActivity",
-    "RNGType",
-    "ShardingStrategy",
-    "StateDictType",
-    "StringEnum",
-)
-
 
 class _MembershipByValue(EnumMeta):
     # Python before 3.12 raises TypeError for `"fp16" in PrecisionType`.

@@ -10,36 +10,26 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 from accelfn.context.config.checks import (
+    POSITIVE,
+    FrozenOptions,
     as_choice,
-    check_bools,
-    check_callables,
-    check_ints,
-    check_reals,
-    check_texts,
     settle,
-    settle_choice,
-    settle_options,
+    settle_fields,
     settle_path,
     unchecked,
     where,
     wrong_type,
 )
-from accelfn.context.config.enums import DDPCommunicationHookType, ProfileActivity
-from accelfn.context.config.options import FrozenOptions, thaw
+from accelfn.context.config.enums import (
+    DDPCommunicationHookType,
+    DynamoBackend,
+    DynamoMode,
+    ProfileActivity,
+)
 from accelfn.errors import ConfigurationError, NotAvailableError
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = (
-    "NOT_PASSED_ON",
-    "AutocastKwargs",
-    "DistributedDataParallelKwargs",
-    "GradScalerKwargs",
-    "InitProcessGroupKwargs",
-    "KwargsHandler",
-    "ProfileKwargs",
-)
 
 # Marks a field that accelfn itself reads and that the customised torch object does not know.
 NOT_PASSED_ON: Mapping[str, bool] = MappingProxyType({"passed_on": False})
@@ -55,9 +45,13 @@ class KwargsHandler:
     A handler never looks at the environment. Every field has a default.
     """
 
+    def __post_init__(self) -> None:
+        """Check and normalise the fields."""
+        settle_fields(self)
+
     def to_dict(self) -> dict[str, Any]:
         """Return all fields by name, as a deep copy with plain dicts for options."""
-        return {item.name: copy.deepcopy(thaw(getattr(self, item.name))) for item in fields(self)}
+        return {item.name: copy.deepcopy(_plain(getattr(self, item.name))) for item in fields(self)}
 
     def to_kwargs(self) -> dict[str, Any]:
         """Return the fields that differ from the default of the class and are meant for the other side.
@@ -66,11 +60,15 @@ class KwargsHandler:
         """
         default = type(self)()
         return {
-            item.name: thaw(getattr(self, item.name))
+            item.name: _plain(getattr(self, item.name))
             for item in fields(self)
             if item.metadata.get("passed_on", True)
             and getattr(self, item.name) != getattr(default, item.name)
         }
+
+
+def _plain(value: Any) -> Any:
+    return dict(value) if isinstance(value, FrozenOptions) else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +82,6 @@ class AutocastKwargs(KwargsHandler):
 
     enabled: bool = True
     cache_enabled: bool | None = None
-
-    def __post_init__(self) -> None:
-        """Check the fields."""
-        check_bools(self, "enabled")
-        check_bools(self, "cache_enabled", optional=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,20 +120,9 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
     def __post_init__(self) -> None:
         """Check and normalise the fields."""
-        check_ints(self, "dim", minimum=0)
-        check_ints(self, "bucket_cap_mb", minimum=1)
-        check_bools(
-            self,
-            "broadcast_buffers",
-            "find_unused_parameters",
-            "check_reduction",
-            "gradient_as_bucket_view",
-            "static_graph",
-        )
-        settle_choice(self, "comm_hook", DDPCommunicationHookType)
+        settle_fields(self, bucket_cap_mb=POSITIVE)
         wrappers = (_NO_HOOK, DDPCommunicationHookType.FP16, DDPCommunicationHookType.BF16)
-        settle_choice(self, "comm_wrapper", DDPCommunicationHookType, allowed=wrappers)
-        settle_options(self, "comm_state_option")
+        as_choice(where(self, "comm_wrapper"), self.comm_wrapper, DDPCommunicationHookType, allowed=wrappers)
         if self.comm_wrapper != _NO_HOOK and self.comm_hook == _NO_HOOK:
             raise ConfigurationError(
                 f"{where(self, 'comm_wrapper')} wraps a hook, got {self.comm_wrapper!s} without a comm_hook. "
@@ -149,7 +131,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         if self.comm_state_option and self.comm_hook not in _POWER_SGD:
             raise ConfigurationError(
                 f"{where(self, 'comm_state_option')} belongs to the hooks power_sgd and batched_power_sgd, "
-                f"got {thaw(self.comm_state_option)!r} with comm_hook={self.comm_hook!s}. "
+                f"got {dict(self.comm_state_option)!r} with comm_hook={self.comm_hook!s}. "
                 "Choose one of them, or leave comm_state_option out."
             )
 
@@ -174,11 +156,12 @@ class GradScalerKwargs(KwargsHandler):
 
     def __post_init__(self) -> None:
         """Check the fields."""
-        check_reals(self, "init_scale", above=0.0)
-        check_reals(self, "growth_factor", above=1.0)
-        check_reals(self, "backoff_factor", above=0.0, below=1.0)
-        check_ints(self, "growth_interval", minimum=1)
-        check_bools(self, "enabled")
+        settle_fields(self, growth_interval=POSITIVE)
+        if not (self.init_scale > 0 and self.growth_factor > 1 and 0 < self.backoff_factor < 1):
+            raise ConfigurationError(
+                "GradScalerKwargs: init_scale must be above 0, growth_factor above 1 and backoff_factor "
+                f"between 0 and 1, got {self.init_scale}, {self.growth_factor} and {self.backoff_factor}."
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,20 +179,6 @@ class InitProcessGroupKwargs(KwargsHandler):
     backend: str | None = None
     init_method: str | None = None
     timeout: timedelta | None = None
-
-    def __post_init__(self) -> None:
-        """Check the fields."""
-        check_texts(self, "backend", "init_method", optional=True)
-        timeout = unchecked(self, "timeout")
-        if timeout is None:
-            return
-        if not isinstance(timeout, timedelta):
-            raise wrong_type(self, "timeout", "a datetime.timedelta such as timedelta(seconds=600), or None")
-        if timeout <= timedelta(0):
-            raise ConfigurationError(
-                f"{where(self, 'timeout')} must be longer than zero, got {timeout!r}. "
-                "Pass a positive timedelta, or None for the guard's."
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,19 +211,14 @@ class ProfileKwargs(KwargsHandler):
 
     def __post_init__(self) -> None:
         """Check and normalise the fields."""
-        check_bools(self, "record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules")
-        check_callables(self, "on_trace_ready")
         settle_path(self, "output_trace_dir")
-        settle_options(self, "schedule_option", optional=True)
+        settle_fields(self)
         activities = unchecked(self, "activities")
+        if isinstance(activities, str):
+            raise wrong_type(self, "activities", "a list of names such as ['cpu', 'cuda'], or None")
         if activities is not None:
-            if isinstance(activities, str) or not isinstance(activities, Iterable):
-                raise wrong_type(self, "activities", "a list of names such as ['cpu', 'cuda'], or None")
-            place = where(self, "activities")
-            names = tuple(cast("Iterable[object]", activities))
+            place, names = where(self, "activities"), cast("Iterable[object]", activities)
             settle(self, activities=tuple(as_choice(place, name, ProfileActivity) for name in names))
-        if self.schedule_option is not None:
-            self._check_schedule(self.schedule_option)
 
     def build(self) -> torch.profiler.profile:
         """Return torch's profiler with these options, to be used as a context manager.
@@ -286,21 +250,45 @@ class ProfileKwargs(KwargsHandler):
             with_modules=self.with_modules,
         )
 
-    def _check_schedule(self, schedule: Mapping[str, object]) -> None:
-        required = ("wait", "warmup", "active")
-        known = (*required, "repeat", "skip_first", "skip_first_wait")
-        place = where(self, "schedule_option")
-        unknown = [key for key in schedule if key not in known]
-        missing = [key for key in required if key not in schedule]
-        if unknown or missing:
+
+@dataclass(frozen=True, slots=True)
+class TorchDynamoPlugin(KwargsHandler):
+    """How models are compiled.
+
+    Attributes:
+        backend: A ``DynamoBackend`` or its name in any case; "no" compiles nothing. Default NO.
+        mode: default, reduce-overhead, max-autotune or max-autotune-no-cudagraphs. Default default.
+        fullgraph: Whether a graph break is an error. Default False.
+        dynamic: True traces with sizes as symbols, False compiles per shape, ``None`` lets torch decide.
+            Default None.
+        options: Options of the backend, instead of a ``mode``. Default None.
+        disable: Whether ``torch.compile`` does nothing, for a test. Default False.
+        use_regional_compilation: Whether repeated blocks are compiled one by one instead of the whole
+            model; not an argument of ``torch.compile``, so not part of ``to_kwargs()``. Default False.
+    """
+
+    backend: DynamoBackend | str = DynamoBackend.NO
+    mode: DynamoMode | str = DynamoMode.DEFAULT
+    fullgraph: bool = False
+    dynamic: bool | None = None
+    options: Mapping[str, Any] | None = None
+    disable: bool = False
+    use_regional_compilation: bool = field(default=False, metadata=NOT_PASSED_ON)
+
+    def __post_init__(self) -> None:
+        """Check and normalise the fields."""
+        settle_fields(self)
+        if self.options is not None and self.mode != DynamoMode.DEFAULT:
             raise ConfigurationError(
-                f"{place} must have {', '.join(required)} and may have {', '.join(known[3:])}: "
-                f"got {list(schedule)}. Add {missing}, remove {unknown}."
+                f"{where(self, 'mode')} and options exclude each other, got mode={self.mode!s} and "
+                f"options={dict(self.options)!r}. torch.compile takes one of the two: leave the other out."
             )
-        for key, value in schedule.items():
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"{place}[{key!r}] must be an int, got {value!r}. Pass a number of steps.")
-            if value < 0:
-                raise ConfigurationError(
-                    f"{place}[{key!r}] must be at least 0, got {value}. Pass a number of steps."
-                )
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """Return what differs from the default, with the backend and mode in torch's spelling."""
+        # A slots dataclass is a second class object, which super() without arguments does not know.
+        kwargs = KwargsHandler.to_kwargs(self)
+        for name in ("backend", "mode"):
+            if name in kwargs:
+                kwargs[name] = str(kwargs[name]).lower()
+        return kwargs

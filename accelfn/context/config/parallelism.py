@@ -6,32 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from math import prod
 from types import MappingProxyType
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
-from accelfn.context.config.checks import (
-    check_bools,
-    check_ints,
-    check_texts,
-    settle,
-    settle_choice,
-    settle_names,
-    settle_options,
-    where,
-)
+from accelfn.context.config.checks import POSITIVE, settle, settle_fields, where, wrong_type
 from accelfn.context.config.enums import ContextParallelStrategy
 from accelfn.errors import ConfigurationError, NotAvailableError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-__all__ = (
-    "DeepSpeedSequenceParallelConfig",
-    "ExpertParallelConfig",
-    "ParallelismConfig",
-    "PipelineParallelConfig",
-    "TorchContextParallelConfig",
-    "TorchTensorParallelConfig",
-)
 
 _MESH_ORDER = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
 # By torch's names in lower case; with the stages that each rank has where nobody says.
@@ -46,7 +28,6 @@ _SCHEDULES: Mapping[str, int] = MappingProxyType(
         "dualpipev": 2,
     }
 )
-_ATTENTION = ("sdpa", "flash_attention_2", "flash_attention_3")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +51,7 @@ class TorchTensorParallelConfig:
 
     def __post_init__(self) -> None:
         """Check the fields."""
-        check_bools(self, "enable_async_tp", "loss_parallel")
-        settle_options(self, "plan", optional=True)
-        words = tuple(cast("Mapping[str, object]", self.plan or {}).values())
-        if not all(isinstance(word, str) for word in words):
-            raise TypeError(
-                f"{where(self, 'plan')} must have a style for each pattern, got {words!r}. "
-                'Pass texts such as "colwise".'
-            )
+        settle_fields(self)
         if self.enable_async_tp:
             raise NotAvailableError(
                 f"{where(self, 'enable_async_tp')} asks for overlapped tensor parallelism, which this "
@@ -97,40 +71,7 @@ class TorchContextParallelConfig:
 
     def __post_init__(self) -> None:
         """Normalise the field."""
-        settle_choice(self, "cp_comm_strategy", ContextParallelStrategy)
-
-
-@dataclass(frozen=True, slots=True)
-class DeepSpeedSequenceParallelConfig:
-    """Options of DeepSpeed's sequence parallelism.
-
-    Attributes:
-        sp_seq_length: Tokens in a sequence over all ranks; needed if the length is fixed. Default None.
-        sp_seq_length_is_variable: Whether batches differ in length. Default True.
-        sp_attn_implementation: "sdpa", "flash_attention_2", "flash_attention_3", or the name of a kernel on
-            the hub that contains "/" and "flash-attn"; ``None`` keeps that of the model. Default None.
-    """
-
-    sp_seq_length: int | None = None
-    sp_seq_length_is_variable: bool = True
-    sp_attn_implementation: str | None = None
-
-    def __post_init__(self) -> None:
-        """Check the fields."""
-        check_bools(self, "sp_seq_length_is_variable")
-        check_ints(self, "sp_seq_length", minimum=1, optional=True)
-        check_texts(self, "sp_attn_implementation", optional=True)
-        if not self.sp_seq_length_is_variable and self.sp_seq_length is None:
-            raise ConfigurationError(
-                f"{where(self, 'sp_seq_length')} is needed when the length is fixed, got None with "
-                "sp_seq_length_is_variable=False. Pass the length, or let it vary."
-            )
-        name = self.sp_attn_implementation
-        if name is not None and name not in _ATTENTION and not ("/" in name and "flash-attn" in name):
-            raise ConfigurationError(
-                f"{where(self, 'sp_attn_implementation')} cannot split the sequence with {name!r}. "
-                f"Use one of {', '.join(_ATTENTION)} or a flash-attn kernel of the hub."
-            )
+        settle_fields(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +100,7 @@ class PipelineParallelConfig:
 
     def __post_init__(self) -> None:
         """Check the fields."""
-        check_ints(self, "num_microbatches", "stages_per_rank", minimum=1, optional=True)
-        check_texts(self, "schedule")
+        settle_fields(self, num_microbatches=POSITIVE, stages_per_rank=POSITIVE)
         schedule = self.schedule.lower()
         if schedule not in _SCHEDULES:
             raise ConfigurationError(
@@ -174,7 +114,6 @@ class PipelineParallelConfig:
                 "Leave it out, or use an interleaved schedule."
             )
         settle(self, schedule=schedule, stages_per_rank=given)
-        settle_names(self, "split", "last")
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +129,7 @@ class ExpertParallelConfig:
 
     def __post_init__(self) -> None:
         """Check the field."""
-        check_texts(self, "experts", optional=True)
+        settle_fields(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,10 +146,9 @@ class ParallelismConfig:
         ep_size: Ranks that experts are spread over; divides ``dp_shard_size``, of which it is a part.
             Default 1.
         cp_backend: "torch" is the only one. Default torch.
-        sp_backend: "torch", or "deepspeed" where DeepSpeed is in use. Default torch.
+        sp_backend: "torch" is the only one. Default torch.
         tp_handler: Options used if ``tp_size`` > 1; made if ``None`` then. Default None.
         cp_handler: Options used if ``cp_size`` > 1; made if ``None`` then. Default None.
-        sp_handler: Options used if ``sp_size`` > 1 with DeepSpeed; made if ``None`` then. Default None.
         pp_handler: Options used if ``pp_size`` > 1; made if ``None`` then. Default None.
         ep_handler: Options used if ``ep_size`` > 1; made if ``None`` then. Default None.
         device_mesh: Torch's mesh over all ranks that already exists, with the dims and sizes of the axes of
@@ -229,60 +167,53 @@ class ParallelismConfig:
     sp_backend: str = "torch"
     tp_handler: TorchTensorParallelConfig | None = None
     cp_handler: TorchContextParallelConfig | None = None
-    sp_handler: DeepSpeedSequenceParallelConfig | None = None
     pp_handler: PipelineParallelConfig | None = None
     ep_handler: ExpertParallelConfig | None = None
     device_mesh: DeviceMesh | None = None
 
     def __post_init__(self) -> None:
         """Check the fields and make the options of the axes in use."""
-        check_ints(self, *(f"{axis}_size" for axis in (*_MESH_ORDER, "ep")), minimum=1)
-        for name, known in (("cp_backend", ("torch",)), ("sp_backend", ("torch", "deepspeed"))):
-            if getattr(self, name) not in known:
-                raise ConfigurationError(
-                    f"{where(self, name)} does not know {getattr(self, name)!r}. Use "
-                    f"{' or '.join(map(repr, known))}."
+        settle_fields(self, **{f"{axis}_size": POSITIVE for axis in (*_MESH_ORDER, "ep")})
+        for name in ("cp_backend", "sp_backend"):
+            if getattr(self, name) != "torch":
+                raise NotAvailableError(
+                    f"{where(self, name)} asks for {getattr(self, name)!r}, which is not supported yet. "
+                    "Use 'torch'."
                 )
-        for axis, kind, is_used in (
-            ("tp", TorchTensorParallelConfig, self.tp_enabled),
-            ("cp", TorchContextParallelConfig, self.cp_enabled),
-            ("sp", DeepSpeedSequenceParallelConfig, self.sp_enabled and self.sp_backend == "deepspeed"),
-            ("pp", PipelineParallelConfig, self.pp_enabled),
-            ("ep", ExpertParallelConfig, self.ep_enabled),
+        for axis, kind in (
+            ("tp", TorchTensorParallelConfig),
+            ("cp", TorchContextParallelConfig),
+            ("pp", PipelineParallelConfig),
+            ("ep", ExpertParallelConfig),
         ):
             handler = getattr(self, f"{axis}_handler")
-            if handler is None and is_used:
+            if handler is None and self._size(axis) > 1:
                 settle(self, **{f"{axis}_handler": kind()})
             elif handler is not None and not isinstance(handler, kind):
-                raise TypeError(
-                    f"{where(self, axis + '_handler')} must be a {kind.__name__} or None, got {handler!r}. "
-                    "Pass that record, or leave it out for its defaults."
-                )
-        _raise_all(self._contradictions())
-
-    def _contradictions(self) -> list[str]:
-        found: list[str] = []
+                raise wrong_type(self, f"{axis}_handler", f"a {kind.__name__} or None")
         if self.cp_enabled and self.sp_enabled:
-            found.append(
+            raise self._misfit(
                 f"it splits the sequence twice: got cp_size={self.cp_size}, sp_size={self.sp_size}. Set one "
                 "of them to 1."
             )
         if self.dp_shard_size % self.ep_size:
-            found.append(
+            raise self._misfit(
                 f"experts are spread over a part of dp_shard, so ep_size must divide it: got "
-                f"ep_size={self.ep_size}, dp_shard_size={self.dp_shard_size}. Fitting: "
-                f"{_listed(_divisors(self.dp_shard_size))}."
+                f"ep_size={self.ep_size}, dp_shard_size={self.dp_shard_size}."
             )
         mesh = self.device_mesh
-        dims = {} if mesh is None else dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
-        own = dict(zip(self.mesh_dim_names, self.mesh_shape, strict=True))
-        if mesh is not None and [*dims.items()] != [*own.items()]:
-            found.append(
-                f"device_mesh has the dims {dims or 'of no name'}, and the sizes say {own or 'one rank'}. "
+        dims = () if mesh is None else tuple(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
+        own = tuple(zip(self.mesh_dim_names, self.mesh_shape, strict=True))
+        if mesh is not None and dims != own:
+            raise self._misfit(
+                f"device_mesh has the dims {dict(dims) or 'of no name'}, and the sizes say "
+                f"{dict(own) or 'one rank'}. "
                 "Make it by init_device_mesh(kind, config.mesh_shape, mesh_dim_names=config.mesh_dim_names), "
                 "of a config that has no mesh yet."
             )
-        return found
+
+    def _misfit(self, why: str) -> ConfigurationError:
+        return ConfigurationError(f"ParallelismConfig does not fit: {why}")
 
     def _size(self, axis: str) -> int:
         size: int = getattr(self, f"{axis}_size")
@@ -337,11 +268,6 @@ class ParallelismConfig:
         return tuple(self._size(axis) for axis in self.mesh_dim_names)
 
     @property
-    def needs_mesh(self) -> bool:
-        """Whether torch needs a mesh; DeepSpeed's sequence parallelism makes its own groups."""
-        return self.total_size > 1 and not (self.sp_enabled and self.sp_backend == "deepspeed")
-
-    @property
     def dp_dim_names(self) -> tuple[str, ...]:
         """Axes along which ranks read different batches; together they are the axis "dp"."""
         return self._enabled("dp_replicate", "dp_shard")
@@ -391,43 +317,8 @@ class ParallelismConfig:
         Raises:
             ConfigurationError: They don't; says which would.
         """
-        _raise_all(self._misfits(num_processes))
-
-    def validate(
-        self, num_processes: int, *, fsdp_version: int | None = None, deepspeed: bool = False
-    ) -> None:
-        """Check the mesh against a world. Pure: nothing is built or changed.
-
-        Args:
-            num_processes: Ranks in the world.
-            fsdp_version: Version of FSDP in use, ``None`` for none.
-            deepspeed: Whether DeepSpeed is in use.
-
-        Raises:
-            ConfigurationError: The mesh does not fit the world or the engine: one error that lists all that
-                is wrong.
-        """
-        if self.total_size == 1:
-            return
-        if self.sp_enabled and self.sp_backend == "deepspeed":
-            _raise_all(self._misfits_of_deepspeed(num_processes, deepspeed))
-            return
-        found = self._misfits(num_processes)
-        if fsdp_version == 1:
-            found.append(
-                f"a mesh needs FSDP2, got fsdp_version=1 with {self._sizes()}. "
-                "Pass FullyShardedDataParallelPlugin(fsdp_version=2)."
-            )
-        if fsdp_version == 2 and not self._enabled("dp_shard", "cp", "sp"):
-            found.append(
-                f"FSDP2 has nothing to shard over: got {self._sizes()}. "
-                "Set dp_shard_size above 1, or leave the FSDP plugin out."
-            )
-        _raise_all(found)
-
-    def _misfits(self, num_processes: int) -> list[str]:
         if self.total_size == num_processes:
-            return []
+            return
         fitting: list[str] = []
         for axis in _MESH_ORDER:
             size, rest = divmod(num_processes, self.total_size // self._size(axis))
@@ -438,39 +329,8 @@ class ParallelismConfig:
         advice = (
             f"Fitting would be {' or '.join(data or fitting)}" if fitting else "No single size mends that"
         )
-        given = f"it covers {self.total_size} ranks ({self._sizes()}), but num_processes={num_processes}"
-        return [f"{given}. {advice}; or start {self.total_size} processes."]
-
-    def _misfits_of_deepspeed(self, num_processes: int, deepspeed: bool) -> list[str]:
-        found: list[str] = []
-        if not deepspeed:
-            found.append(
-                f"sp_backend='deepspeed' needs DeepSpeed: got sp_size={self.sp_size} without a "
-                "DeepSpeedPlugin. Pass one, or take sp_backend='torch'."
-            )
-        # DeepSpeed derives the data-parallel size itself, so only divisibility is ours to check.
-        if num_processes % self.sp_size:
-            found.append(
-                f"sp_size must divide the number of processes: got sp_size={self.sp_size}, "
-                f"num_processes={num_processes}. Fitting: {_listed(_divisors(num_processes))}."
-            )
-        return found
-
-    def _sizes(self) -> str:
-        return ", ".join(f"{axis}_size={self._size(axis)}" for axis in _MESH_ORDER if self._size(axis) > 1)
-
-
-def _raise_all(conflicts: Sequence[str]) -> None:
-    if len(conflicts) == 1:
-        raise ConfigurationError(f"ParallelismConfig does not fit: {conflicts[0]}")
-    if conflicts:
-        lines = "\n".join(f"  - {conflict}" for conflict in conflicts)
-        raise ConfigurationError(f"ParallelismConfig does not fit, for {len(conflicts)} reasons:\n{lines}")
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers))
+        sizes = ", ".join(f"{axis}_size={self._size(axis)}" for axis in self.mesh_dim_names)
+        raise self._misfit(
+            f"it covers {self.total_size} ranks ({sizes}), but num_processes={num_processes}. {advice}; "
+            f"or start {self.total_size} processes."
+        )

@@ -11,7 +11,7 @@ from accelfn.launch.config.files import (
     read_config,
 )
 from accelfn.launch.config.record import LaunchConfig
-from accelfn.launch.config.sources import Given, Origin, Resolved, format_origins, resolve
+from accelfn.launch.config.sources import Given, Origin, Resolved, origin_rows, resolve
 
 __all__ = (
     "CONFIG_VERSION",
@@ -29,7 +29,7 @@ __all__ = (
     "default_path",
     "find_config_file",
     "format_config",
-    "format_origins",
+    "origin_rows",
     "parse_config",
     "read_config",
     "resolve",

@@ -7,12 +7,9 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from accelfn.errors import ConfigurationError
-from accelfn.launch.config.fields import FIELD_OF, Field, build_config, read_value, suggest
+from accelfn.launch.config.fields import FIELD_OF, RENAMED, Field, build_config, read_value, suggest
 from accelfn.launch.config.files import Entry
 from accelfn.launch.config.record import LaunchConfig
-from accelfn.launch.config.renamed import RENAMED
-
-__all__ = ("Imported", "import_accelerate")
 
 
 class Imported(NamedTuple):

@@ -14,11 +14,17 @@ from typing import Any
 from accelfn.errors import ConfigurationError, MissingExtraError
 from accelfn.launch.config.fields import build_config
 from accelfn.launch.config.files import read_config
-from accelfn.launch.config.question import Answers, Question
-from accelfn.launch.config.questions import default_of, first_answers, next_question, read_answer, values_of
+from accelfn.launch.config.kinds import FILE
+from accelfn.launch.config.questions import (
+    Answers,
+    Question,
+    default_of,
+    first_answers,
+    next_question,
+    read_answer,
+    values_of,
+)
 from accelfn.launch.plan.machine import Machine
-
-__all__ = ("Put", "ask_questions", "ask_values", "format_launch", "format_prompt")
 
 #: Puts a question to the user: question, choices, and the default offered. Gives the text of the answer; an
 #: empty one takes the default.
@@ -76,21 +82,22 @@ def ask_questions(
         answers: From ``first_answers``.
         saved: Values of a file that is there already; they are the defaults.
         put: Puts one question.
-        say: Told why an answer won't do, before the question is put again.
+        say: Called with why an answer is invalid, before the question is put again.
     """
     question = next_question(answers)
     while question is not None:
         default = default_of(question, answers, saved)
         text = put(question, question.choices(answers), default)
-        if question.is_path and text.strip() and text.strip().lower() != "none":
+        is_path = question.kind is FILE
+        if is_path and text.strip() and text.strip().lower() != "none":
             text = os.path.abspath(os.path.expanduser(text.strip()))  # the file is read from any folder
         try:
             takes_default = not text.strip() and (default is not None or question.optional)
             value = default if takes_default else read_answer(question, answers, text)
-            if question.is_path and isinstance(value, str) and not os.path.isfile(value):
+            if is_path and isinstance(value, str) and not os.path.isfile(value):
                 raise ValueError(f"there is no file {value!r}. Make it first, or check the path.")
         except ValueError as error:
-            say(f"  That won't do: {error}")
+            say(f"  Invalid answer: {error}")
             continue
         answers = {**answers, question.name: value}
         question = next_question(answers)
@@ -126,8 +133,7 @@ def format_prompt(question: Question, default: object) -> str:
     'How many machines? [2]:'
     """
     if default is not None:
-        shown = question.kind.write(default).replace("\n", "; ")
-        return f"{question.text} [{shown}{', or none' if question.optional else ''}]:"
+        return f"{question.text} [{question.kind.write(default)}{', or none' if question.optional else ''}]:"
     if question.optional:
         return f"{question.text} [none]:"
     return f"{question.text} (such as {question.example}):"
@@ -174,10 +180,4 @@ def _put(questionary: Any, question: Question, few: tuple[str, ...], default: ob
             default=None if default is None else str(default),
             use_shortcuts=len(few) < 10,
         ).unsafe_ask()
-    if not question.kind.repeats:
-        return questionary.text(format_prompt(question, default)).unsafe_ask()
-    lines = [questionary.text(format_prompt(question, default)).unsafe_ask()]
-    if lines[0].strip().lower() not in ("", "none"):
-        while line := questionary.text("Another one [no more]:").unsafe_ask().strip():
-            lines.append(line)
-    return "\n".join(lines)
+    return questionary.text(format_prompt(question, default)).unsafe_ask()

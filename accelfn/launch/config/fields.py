@@ -9,28 +9,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from accelfn.launch.config.kinds import Kind
-from accelfn.launch.config.option import Option
+from accelfn.launch.config.kinds import Kind, Option
 from accelfn.launch.config.record import LaunchConfig
 from accelfn.launch.config.secrets import hide_in_text
 
-__all__ = (
-    "FIELDS",
-    "FIELD_OF",
-    "SECTIONS",
-    "Field",
-    "Section",
-    "build_config",
-    "is_active",
-    "list_not_yet",
-    "read_value",
-    "section_of",
-    "suggest",
-    "value_of",
-)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Section:
     """A part of the configuration that is a record of its own.
 
@@ -41,6 +25,7 @@ class Section:
         switch: Field that makes the section active; ``"sbatch"`` for the flag of that name; empty if the
             section always is.
         on: The switch's value that does; None for any but ``no``.
+        exports: Prefix of its options' names in the variables of Accelerate; empty if there are none.
     """
 
     name: str
@@ -48,6 +33,7 @@ class Section:
     title: str
     switch: str = ""
     on: object = True
+    exports: str = ""
 
     @property
     def needs(self) -> str:
@@ -56,6 +42,30 @@ class Section:
             return f"--{self.switch}"
         return f"--{self.switch} {'NAME' if self.on is None else self.on}"
 
+
+#: Keys of Accelerate, of any version, that are called otherwise here.
+RENAMED: Mapping[str, str] = MappingProxyType(
+    {
+        "use_cpu": "cpu",
+        "tpu_use_cluster": "tpu_cluster",
+        "tpu_env": "env",
+        "tpu_vm": "vm",
+        "fp8_amax_history_length": "fp8_amax_history_len",
+        "fp8_amax_compute_algorithm": "fp8_amax_compute_algo",
+        "fp8_optimization_level": "fp8_opt_level",
+        "fsdp_backward_prefetch_policy": "fsdp_backward_prefetch",
+        "fsdp_transformer_cls_to_wrap": "fsdp_transformer_layer_cls_to_wrap",
+        "profile": "sagemaker_profile",
+        "region": "sagemaker_region",
+        "ec2_instance_type": "sagemaker_ec2_instance_type",
+        "iam_role_name": "sagemaker_iam_role_name",
+        "image_uri": "sagemaker_image_uri",
+        "base_job_name": "sagemaker_base_job_name",
+        "pytorch_version": "sagemaker_pytorch_version",
+        "transformers_version": "sagemaker_transformers_version",
+        "py_version": "sagemaker_py_version",
+    }
+)
 
 #: What the table has for engines to come: the field, the value that asks for one (None: any but the default),
 #: and its name. A launch refuses it, and the questionnaire does not ask.
@@ -67,28 +77,29 @@ NOT_YET: Mapping[str, tuple[object, str]] = MappingProxyType(
     }
 )
 _ENGINES_TO_COME = frozenset((name, on) for name, (on, _) in NOT_YET.items())
+# Where the variable of scripts isn't called as Accelerate's.
+_OWN_NAMES: Mapping[str, str] = MappingProxyType({"debug": "ACCELFN_DEBUG"})
 _LATER = " (not supported yet)"
 
 #: Sections in the order of the help.
 SECTIONS: tuple[Section, ...] = (
-    Section(name="fsdp", prefix="fsdp_", title="FSDP", switch="use_fsdp"),
-    Section(name="deepspeed", prefix="deepspeed_", title="DeepSpeed", switch="use_deepspeed"),
-    Section(name="megatron_lm", prefix="megatron_lm_", title="Megatron-LM", switch="use_megatron_lm"),
+    Section("fsdp", "fsdp_", "FSDP", "use_fsdp", True, "FSDP_"),
+    Section("deepspeed", "deepspeed_", "DeepSpeed", "use_deepspeed", True, "ACCELERATE_DEEPSPEED_"),
+    Section("megatron_lm", "megatron_lm_", "Megatron-LM", "use_megatron_lm", True, "MEGATRON_LM_"),
     Section(
-        name="parallelism", prefix="parallelism_config_", title="Parallelism", switch="use_parallelism_config"
+        "parallelism",
+        "parallelism_config_",
+        "Parallelism",
+        "use_parallelism_config",
+        True,
+        "PARALLELISM_CONFIG_",
     ),
-    Section(name="dynamo", prefix="dynamo_", title="torch.compile", switch="dynamo_backend", on=None),
-    Section(name="fp8", prefix="fp8_", title="FP8", switch="mixed_precision", on="fp8"),
-    Section(name="mpirun", prefix="mpirun_", title="MPI"),
-    Section(name="tpu_options", prefix="tpu_", title="TPU", switch="tpu"),
-    Section(name="slurm", prefix="slurm_", title="SLURM", switch="sbatch", on="FILE"),
-    Section(
-        name="sagemaker",
-        prefix="sagemaker_",
-        title="Amazon SageMaker",
-        switch="compute_environment",
-        on="AMAZON_SAGEMAKER",
-    ),
+    Section("dynamo", "dynamo_", "torch.compile", "dynamo_backend", None, "ACCELERATE_DYNAMO_"),
+    Section("fp8", "fp8_", "FP8", "mixed_precision", "fp8", "ACCELERATE_FP8_"),
+    Section("mpirun", "mpirun_", "MPI", "", True, ""),
+    Section("tpu_options", "tpu_", "TPU", "tpu", True, ""),
+    Section("slurm", "slurm_", "SLURM", "sbatch", "FILE", ""),
+    Section("sagemaker", "sagemaker_", "Amazon SageMaker", "compute_environment", "AMAZON_SAGEMAKER", ""),
 )
 
 
@@ -131,17 +142,23 @@ class Field:
 
 
 def _fields_of(record: type[Any], section: Section | None) -> Iterable[Field]:
+    group = ""
+    if section is not None:
+        group = section.title + _LATER * ((section.switch, section.on) in _ENGINES_TO_COME)
     for one in dataclasses.fields(record):
         if "option" not in one.metadata:
             continue
         option: Option = one.metadata["option"]
         name = option.flag or (section.prefix if section else "") + one.name
+        group = option.group or group
         is_later = NOT_YET.get(name, ("", ""))[0] in (True, None)
-        is_section_later = section is not None and (section.switch, section.on) in _ENGINES_TO_COME
-        own = [
+        theirs = option.exports
+        if theirs is None:
+            theirs = section.exports + one.name.upper() if section and section.exports else ""
+        own, ours = (
             f"ACCELFN_{name.upper()}",
-            *(export for export in option.exports if export.startswith("ACCELFN_")),
-        ]
+            _OWN_NAMES.get(name, f"ACCELFN_{theirs.removeprefix('ACCELERATE_')}"),
+        )
         yield Field(
             name=name,
             section=section.name if section else "",
@@ -149,11 +166,11 @@ def _fields_of(record: type[Any], section: Section | None) -> Iterable[Field]:
             kind=option.kind,
             default=one.default,
             about=option.about + _LATER if is_later else option.about,
-            group=option.group if section is None else section.title + _LATER * is_section_later,
+            group=group,
             flags=(f"--{name}", *option.aliases),
             no_flag=f"--no_{name}" if option.kind.is_bool else "",
-            variables=tuple(dict.fromkeys(own)),
-            exports=option.exports,
+            variables=tuple(dict.fromkeys((own, ours) if theirs else (own,))),
+            exports=(ours, theirs) if theirs else (),
             secret=option.secret,
         )
 

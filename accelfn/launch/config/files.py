@@ -12,29 +12,11 @@ from types import MappingProxyType
 from typing import Any, cast
 
 from accelfn.errors import ConfigurationError, MissingExtraError
-from accelfn.launch.config.fields import FIELDS, SECTIONS, Field, read_value, suggest, value_of
+from accelfn.launch.config.fields import FIELDS, RENAMED, SECTIONS, Field, read_value, suggest, value_of
 from accelfn.launch.config.record import LaunchConfig
-from accelfn.launch.config.renamed import RENAMED
-
-__all__ = (
-    "CONFIG_VERSION",
-    "ConfigFile",
-    "Entry",
-    "default_path",
-    "find_config_file",
-    "format_config",
-    "is_of_accelerate",
-    "parse_config",
-    "read_config",
-    "read_text",
-    "read_tree",
-    "require_reader",
-)
 
 #: The layout that this version writes.
 CONFIG_VERSION = 1
-
-_MOST_VALUES = 100_000
 
 # Keys that only files of Accelerate have at the top.
 _OF_ACCELERATE = (
@@ -143,9 +125,6 @@ def read_text(path: str) -> str:
         ConfigurationError: It can't be read.
     """
     try:
-        # One without a writer would wait for ever; what a shell hands over, as <(...), has one.
-        if Path(path).is_fifo() and not os.path.abspath(path).startswith(("/dev/", "/proc/")):
-            raise ConfigurationError(f"{path!r} is a named pipe, and a configuration must be a file.")
         return Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise
@@ -275,7 +254,6 @@ def read_tree(text: str, path: str) -> Mapping[str, Entry]:
     """
     try:
         entry = _read_json(text, path) if PurePath(path).suffix == ".json" else _read_yaml(text, path)
-        _count(entry, 0)
     except RecursionError:
         raise ConfigurationError(
             f"{path}: this is nested too deeply, or contains itself; a configuration has sections, and keys "
@@ -288,45 +266,20 @@ def read_tree(text: str, path: str) -> Mapping[str, Entry]:
     return entry.value
 
 
-def _count(entry: Entry, before: int) -> int:
-    """Count the values of a tree, to refuse one whose aliases make it grow without end."""
-    before += 1
-    if before > _MOST_VALUES:
-        raise RecursionError
-    if not isinstance(entry.value, str):
-        for one in entry.value if isinstance(entry.value, tuple) else entry.value.values():
-            before = _count(one, before)
-    return before
-
-
 def _read_json(text: str, path: str) -> Entry:
-    def pairs(items: list[tuple[str, object]]) -> dict[str, object]:
-        seen: dict[str, object] = {}
-        for key, value in items:
-            if key in seen:
-                raise ConfigurationError(f"{path}: the key {key!r} stands there twice. Remove one.")
-            seen[key] = value
-        return seen
-
     try:
-        return _json_entry(json.loads(text, object_pairs_hook=pairs))
-    except json.JSONDecodeError as error:
-        raise ConfigurationError(
-            f"{path}, line {error.lineno}, column {error.colno}: this is not valid JSON: {error.msg}."
-        ) from error
-    except ValueError as error:  # a number of thousands of digits
-        raise ConfigurationError(f"{path}: a number in it can't be read: {error}.") from error
+        return _json_entry(json.loads(text))
+    except ValueError as error:
+        raise ConfigurationError(f"{path}: this is not valid JSON: {error}.") from error
 
 
 def _json_entry(value: object) -> Entry:
     if isinstance(value, dict):
         items = cast("dict[str, object]", value)
-        return Entry(MappingProxyType({key: _json_entry(one) for key, one in items.items()}), "")
+        return Entry({key: _json_entry(one) for key, one in items.items()}, "")
     if isinstance(value, list):
         return Entry(tuple(_json_entry(one) for one in cast("list[object]", value)), "")
-    if isinstance(value, bool):
-        return Entry("true" if value else "false", "")
-    return Entry("" if value is None else str(value), "")
+    return Entry("" if value is None else value if isinstance(value, str) else json.dumps(value), "")
 
 
 def require_reader(path: str) -> None:
@@ -353,30 +306,23 @@ def _read_yaml(text: str, path: str) -> Entry:
         where = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
         said = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise ConfigurationError(f"{path}{where}: this is not valid YAML: {said}.") from error
-    return Entry(MappingProxyType({}), "") if node is None else _yaml_entry(node, path, {})
+    return Entry(MappingProxyType({}), "") if node is None else _yaml_entry(node, path)
 
 
-def _yaml_entry(node: Any, path: str, made: dict[int, Entry]) -> Entry:
-    """Make the entry of a node. One that stands in several places by an alias is made once."""
-    if id(node) not in made:
-        made[id(node)] = _new_yaml_entry(node, path, made)
-    return made[id(node)]
-
-
-def _new_yaml_entry(node: Any, path: str, made: dict[int, Entry]) -> Entry:
+def _yaml_entry(node: Any, path: str) -> Entry:
     where = f"line {node.start_mark.line + 1}, column {node.start_mark.column + 1}"
     if node.id == "scalar":
         plain = node.style is None  # only without quotes do these words mean: no value
         return Entry("" if plain and node.value in ("~", "null", "Null", "NULL") else str(node.value), where)
     if node.id == "sequence":
-        return Entry(tuple(_yaml_entry(one, path, made) for one in node.value), where)
+        return Entry(tuple(_yaml_entry(one, path) for one in node.value), where)
     found: dict[str, Entry] = {}
     for key_node, value_node in node.value:
         key = str(key_node.value)
         at = f"line {key_node.start_mark.line + 1}, column {key_node.start_mark.column + 1}"
         if key in found:
             raise ConfigurationError(f"{path}, {at}: the key {key!r} stands there twice. Remove one.")
-        found[key] = Entry(_yaml_entry(value_node, path, made).value, at)
+        found[key] = Entry(_yaml_entry(value_node, path).value, at)
     return Entry(MappingProxyType(found), where)
 
 
@@ -422,3 +368,57 @@ def _yaml_text(value: object) -> str:
         plain = value.lower() not in ("null", "true", "false", "yes", "no", "on", "off", "y", "n")
         return value if plain and not value[0].isdigit() and value[0] != "-" else json.dumps(value)
     return json.dumps(value)
+
+
+def read_plain(path: str) -> dict[str, Any]:
+    """Read a YAML or JSON file of names and values. Effect: reads the disk.
+
+    Args:
+        path: JSON where it ends in ``.json``.
+
+    Raises:
+        ConfigurationError: It isn't there, is empty, or is no such file; with line and column where known.
+        MissingExtraError: It is YAML, and PyYAML isn't installed.
+    """
+    if not path.strip():
+        raise ConfigurationError(f"--config_file needs the name of a file, got {path!r}.")
+    try:
+        text = read_text(path)
+    except FileNotFoundError:
+        raise ConfigurationError(f"there is no configuration file {path!r}. Check the path.") from None
+    read_tree(text, path)  # says what is wrong, and where
+    try:
+        tree: object = json.loads(text) if path.endswith(".json") else _yaml().safe_load(text)
+    except (ValueError, *_yaml_errors()) as error:
+        raise ConfigurationError(f"{path}: a value can't be read: {str(error).splitlines()[0]}.") from None
+    if not isinstance(tree, dict) or not tree:
+        what = "is empty" if not tree else "has no names with values at its top"
+        raise ConfigurationError(f"{path} {what}. Make a new file, or give another one.")
+    return {str(key): value for key, value in cast("dict[Any, Any]", tree).items()}
+
+
+def _yaml() -> Any:
+    try:
+        return importlib.import_module("yaml")
+    except ImportError:
+        raise MissingExtraError(
+            "configuration files in YAML take PyYAML: pip install 'accelfn[cli]'. Or write it as .json."
+        ) from None
+
+
+def _yaml_errors() -> tuple[type[Exception], ...]:
+    try:
+        return (importlib.import_module("yaml").YAMLError,)
+    except ImportError:
+        return ()
+
+
+def format_plain(path: str, tree: Mapping[str, Any]) -> str:
+    """Write names and values as text: JSON where ``path`` ends in ``.json``, else YAML. Pure.
+
+    Raises:
+        MissingExtraError: It is to be YAML, and PyYAML isn't installed.
+    """
+    if os.fspath(path).endswith(".json"):
+        return json.dumps(dict(tree), indent=2, sort_keys=True) + "\n"
+    return str(_yaml().safe_dump(dict(tree), sort_keys=True))

@@ -5,29 +5,11 @@ A :class:`Kind` says in words what it accepts, so that help, errors and document
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-
-__all__ = (
-    "BOOL",
-    "COUNT",
-    "DEVICES",
-    "ENDPOINT",
-    "FILE",
-    "FLAGS_3",
-    "HOST",
-    "NAMES",
-    "PORT",
-    "SIZE",
-    "SWITCH",
-    "TEXT",
-    "TEXTS",
-    "Kind",
-    "choice",
-    "integer",
-    "real",
-)
+from typing import Any
 
 _TRUE = ("y", "yes", "t", "true", "on", "1")
 _FALSE = ("n", "no", "f", "false", "off", "0")
@@ -223,3 +205,32 @@ def choice(*choices: str) -> Kind:
 
 COUNT: Kind = integer(1)
 PORT: Kind = integer(0, 65535)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """The part of an option that its name, type and default do not declare.
+
+    Attributes:
+        kind: How the value is written.
+        about: Help in a few words; the default is added where it is shown.
+        flag: Name of the flag without dashes, where it isn't the section's prefix and the field's name.
+        aliases: Further spellings of the flag, such as ``-m``.
+        exports: Variable that scripts of Accelerate read the value from; None for what the section's rule
+            makes of the name, "" for none.
+        secret: Never printed.
+        group: Heading in the help of this option and those after it, for options that aren't in a section.
+    """
+
+    kind: Kind
+    about: str
+    flag: str = ""
+    aliases: tuple[str, ...] = ()
+    exports: str | None = None
+    secret: bool = False
+    group: str = ""
+
+
+def row(kind: Kind, default: object, about: str, **options: Any) -> Any:
+    """Declare a field of a record; ``options`` are the further ones of :class:`Option`."""
+    return dataclasses.field(default=default, metadata={"option": Option(kind=kind, about=about, **options)})

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from accelfn.errors import ConfigurationError
-from accelfn.launch.config.engines import DeepSpeedSection, FsdpSection, MegatronSection
 from accelfn.launch.config.kinds import (
     COUNT,
     DEVICES,
@@ -15,22 +14,24 @@ from accelfn.launch.config.kinds import (
     PORT,
     SWITCH,
     TEXT,
+    Option,
     choice,
     integer,
     real,
+    row,
 )
-from accelfn.launch.config.option import Option, accelerate_names, option
 from accelfn.launch.config.sections import (
+    DeepSpeedSection,
     DynamoSection,
     Fp8Section,
+    FsdpSection,
+    MegatronSection,
     MpirunSection,
     ParallelismSection,
     SageMakerSection,
     SlurmSection,
     TpuSection,
 )
-
-__all__ = ("EXCLUSIVE", "LaunchConfig")
 
 #: Fields of which at most one may be true; one from a stronger source puts out those of weaker ones.
 EXCLUSIVE: tuple[tuple[str, ...], ...] = (
@@ -56,227 +57,98 @@ class LaunchConfig:
 it: got 3 processes on 2 machines. Use 2 or 4 processes.
     """
 
-    module: bool = field(
-        default=False,
-        metadata=option(SWITCH, "the script is a module, as in python -m", group="General", aliases=("-m",)),
+    module: bool = row(
+        SWITCH, False, "the script is a module, as in python -m", aliases=("-m",), group="General"
     )
-    no_python: bool = field(
-        default=False,
-        metadata=option(SWITCH, "the script is a program of its own", group="General"),
+    no_python: bool = row(SWITCH, False, "the script is a program of its own")
+    debug: bool = row(
+        SWITCH,
+        False,
+        "compare calls in full before each operation across ranks",
+        exports="ACCELERATE_DEBUG_MODE",
     )
-    debug: bool = field(
-        default=False,
-        metadata=option(
-            SWITCH,
-            "compare calls in full before each operation across ranks",
-            group="General",
-            exports=("ACCELFN_DEBUG", "ACCELERATE_DEBUG_MODE"),
-        ),
+    quiet: bool = row(SWITCH, False, "no line at the start, no report after a failure", aliases=("-q",))
+    compute_environment: str = row(
+        choice("LOCAL_MACHINE", "AMAZON_SAGEMAKER"), "LOCAL_MACHINE", "where the script runs"
     )
-    quiet: bool = field(
-        default=False,
-        metadata=option(
-            SWITCH, "no line at the start, no report after a failure", group="General", aliases=("-q",)
-        ),
+    cpu: bool = row(
+        SWITCH,
+        False,
+        "use the CPU even where there is an accelerator",
+        exports="ACCELERATE_USE_CPU",
+        group="Hardware",
     )
-    compute_environment: str = field(
-        default="LOCAL_MACHINE",
-        metadata=option(
-            choice("LOCAL_MACHINE", "AMAZON_SAGEMAKER"), "where the script runs", group="General"
-        ),
+    multi_gpu: bool = row(SWITCH, False, "use several accelerators")
+    tpu: bool = row(SWITCH, False, "use TPUs, through torch_xla")
+    mixed_precision: str | None = row(
+        choice("no", "fp16", "bf16", "fp8"),
+        None,
+        "precision of contexts that are not given one",
+        exports="ACCELERATE_MIXED_PRECISION",
+        group="Resources",
     )
-    cpu: bool = field(
-        default=False,
-        metadata=option(
-            SWITCH,
-            "use the CPU even where there is an accelerator",
-            group="Hardware",
-            exports=accelerate_names("USE_CPU"),
-        ),
+    gradient_accumulation_steps: int | None = row(
+        COUNT,
+        None,
+        "accumulation of contexts that are not given one",
+        exports="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
     )
-    multi_gpu: bool = field(
-        default=False,
-        metadata=option(SWITCH, "use several accelerators", group="Hardware"),
+    num_processes: int | None = row(
+        COUNT,
+        None,
+        "processes on all machines together (one for each accelerator; 1 on a CPU)",
+        aliases=("-n",),
     )
-    tpu: bool = field(
-        default=False,
-        metadata=option(SWITCH, "use TPUs, through torch_xla", group="Hardware"),
+    num_machines: int = row(COUNT, 1, "machines that take part")
+    num_cpu_threads_per_process: int | None = row(
+        COUNT, None, "OMP_NUM_THREADS (cores / processes if the variable is not set)"
     )
-    mixed_precision: str | None = field(
-        default=None,
-        metadata=option(
-            choice("no", "fp16", "bf16", "fp8"),
-            "precision of contexts that are not given one",
-            group="Resources",
-            exports=accelerate_names("MIXED_PRECISION"),
-        ),
+    enable_cpu_affinity: bool = row(SWITCH, False, "bind each process to cores near its accelerator")
+    use_deepspeed: bool = row(
+        SWITCH, False, "train with DeepSpeed", exports="ACCELERATE_USE_DEEPSPEED", group="Paradigm"
     )
-    gradient_accumulation_steps: int | None = field(
-        default=None,
-        metadata=option(
-            COUNT,
-            "accumulation of contexts that are not given one",
-            group="Resources",
-            exports=accelerate_names("GRADIENT_ACCUMULATION_STEPS"),
-        ),
+    use_fsdp: bool = row(SWITCH, False, "train with FSDP", exports="ACCELERATE_USE_FSDP")
+    use_megatron_lm: bool = row(SWITCH, False, "train with Megatron-LM", exports="ACCELERATE_USE_MEGATRON_LM")
+    use_parallelism_config: bool = row(
+        SWITCH, False, "lay the processes out as a mesh", exports="ACCELERATE_USE_PARALLELISM_CONFIG"
     )
-    num_processes: int | None = field(
-        default=None,
-        metadata=option(
-            COUNT,
-            "processes on all machines together (one for each accelerator; 1 on a CPU)",
-            group="Resources",
-            aliases=("-n",),
-        ),
+    gpu_ids: str = row(DEVICES, "all", "accelerators of this machine to use", group="Machines")
+    machine_rank: int | None = row(integer(0), None, "index of this machine, from 0")
+    main_process_ip: str | None = row(HOST, None, "address of machine 0")
+    main_process_port: int | None = row(PORT, None, "port on machine 0 (29500; on one machine any free port)")
+    same_network: bool = row(SWITCH, True, "the machines are in one network; the plan is the same either way")
+    rdzv_backend: str | None = row(
+        choice("static", "c10d"),
+        None,
+        "how machines meet: by machine_rank (static), or ranks are given out (c10d)",
     )
-    num_machines: int = field(
-        default=1,
-        metadata=option(COUNT, "machines that take part", group="Resources"),
+    rdzv_endpoint: str | None = row(
+        ENDPOINT, None, "HOST:PORT to meet at, for main_process_ip and main_process_port"
     )
-    num_cpu_threads_per_process: int | None = field(
-        default=None,
-        metadata=option(
-            COUNT, "OMP_NUM_THREADS (cores / processes if the variable is not set)", group="Resources"
-        ),
+    rdzv_id: str | None = row(TEXT, None, "rendezvous ID, the same on every machine")
+    rdzv_conf: str | None = row(TEXT, None, "further options of the rendezvous, as key=value,...")
+    preflight: bool = row(
+        SWITCH, True, "compare the machines before anything starts, and tell them of failures"
     )
-    enable_cpu_affinity: bool = field(
-        default=False,
-        metadata=option(SWITCH, "bind each process to cores near its accelerator", group="Resources"),
+    preflight_timeout: float = row(real(0, above=True), 60.0, "seconds to wait for the other machines there")
+    max_restarts: int = row(
+        integer(0), 0, "start all processes again so many times after one failed", group="Elastic"
     )
-    use_deepspeed: bool = field(
-        default=False,
-        metadata=option(
-            SWITCH, "train with DeepSpeed", group="Paradigm", exports=accelerate_names("USE_DEEPSPEED")
-        ),
+    monitor_interval: float = row(real(0, above=True), 0.1, "seconds between looks at the processes")
+    shutdown_timeout: int | None = row(
+        COUNT, None, "seconds that processes have to end after a signal, before they are killed (30)"
     )
-    use_fsdp: bool = field(
-        default=False,
-        metadata=option(SWITCH, "train with FSDP", group="Paradigm", exports=accelerate_names("USE_FSDP")),
+    role: str = row(TEXT, "default", "name of the processes in messages")
+    log_dir: str | None = row(TEXT, None, "folder where the output of each process is kept")
+    tee: str = row(
+        TEXT, "0", "streams to show and keep: 3 is both, 0:1,1:2 differs by process", aliases=("-t",)
     )
-    use_megatron_lm: bool = field(
-        default=False,
-        metadata=option(
-            SWITCH, "train with Megatron-LM", group="Paradigm", exports=accelerate_names("USE_MEGATRON_LM")
-        ),
+    redirects: str = row(TEXT, "0", "streams to keep and not to show, as with tee", aliases=("-r",))
+    main_training_function: str = row(
+        TEXT, "main", "function of the script that each process of a TPU runs", group="TPU"
     )
-    use_parallelism_config: bool = field(
-        default=False,
-        metadata=option(
-            SWITCH,
-            "lay the processes out as a mesh",
-            group="Paradigm",
-            exports=accelerate_names("USE_PARALLELISM_CONFIG"),
-        ),
-    )
-    gpu_ids: str = field(
-        default="all",
-        metadata=option(DEVICES, "accelerators of this machine to use", group="Machines"),
-    )
-    machine_rank: int | None = field(
-        default=None,
-        metadata=option(integer(0), "index of this machine, from 0", group="Machines"),
-    )
-    main_process_ip: str | None = field(
-        default=None,
-        metadata=option(HOST, "address of machine 0", group="Machines"),
-    )
-    main_process_port: int | None = field(
-        default=None,
-        metadata=option(PORT, "port on machine 0 (29500; on one machine any free port)", group="Machines"),
-    )
-    same_network: bool = field(
-        default=True,
-        metadata=option(
-            SWITCH, "the machines are in one network; the plan is the same either way", group="Machines"
-        ),
-    )
-    rdzv_backend: str | None = field(
-        default=None,
-        metadata=option(
-            choice("static", "c10d"),
-            "how machines meet: by machine_rank (static), or ranks are given out (c10d)",
-            group="Machines",
-        ),
-    )
-    rdzv_endpoint: str | None = field(
-        default=None,
-        metadata=option(
-            ENDPOINT, "HOST:PORT to meet at, for main_process_ip and main_process_port", group="Machines"
-        ),
-    )
-    rdzv_id: str | None = field(
-        default=None,
-        metadata=option(TEXT, "name of the meeting, the same on all machines", group="Machines"),
-    )
-    rdzv_conf: str | None = field(
-        default=None,
-        metadata=option(TEXT, "further options of the meeting, as key=value,...", group="Machines"),
-    )
-    preflight: bool = field(
-        default=True,
-        metadata=option(
-            SWITCH, "compare the machines before anything starts, and tell them of failures", group="Machines"
-        ),
-    )
-    preflight_timeout: float = field(
-        default=60.0,
-        metadata=option(
-            real(0, above=True), "seconds to wait for the other machines there", group="Machines"
-        ),
-    )
-    max_restarts: int = field(
-        default=0,
-        metadata=option(
-            integer(0), "start all processes again so many times after one failed", group="Elastic"
-        ),
-    )
-    monitor_interval: float = field(
-        default=0.1,
-        metadata=option(real(0, above=True), "seconds between looks at the processes", group="Elastic"),
-    )
-    shutdown_timeout: int | None = field(
-        default=None,
-        metadata=option(
-            COUNT,
-            "seconds that processes have to end after a signal, before they are killed (30)",
-            group="Elastic",
-        ),
-    )
-    role: str = field(
-        default="default",
-        metadata=option(TEXT, "name of the processes in messages", group="Elastic"),
-    )
-    log_dir: str | None = field(
-        default=None,
-        metadata=option(TEXT, "folder where the output of each process is kept", group="Elastic"),
-    )
-    tee: str = field(
-        default="0",
-        metadata=option(
-            TEXT,
-            "streams to show and keep: 3 is both, 0:1,1:2 differs by process",
-            group="Elastic",
-            aliases=("-t",),
-        ),
-    )
-    redirects: str = field(
-        default="0",
-        metadata=option(
-            TEXT, "streams to keep and not to show, as with tee", group="Elastic", aliases=("-r",)
-        ),
-    )
-    main_training_function: str = field(
-        default="main",
-        metadata=option(TEXT, "function of the script that each process of a TPU runs", group="TPU"),
-    )
-    downcast_bf16: bool = field(
-        default=False,
-        metadata=option(
-            SWITCH,
-            "with bf16 on a TPU, double means fp32",
-            group="TPU",
-            exports=accelerate_names("DOWNCAST_BF16"),
-        ),
+    downcast_bf16: bool = row(
+        SWITCH, False, "with bf16 on a TPU, double means fp32", exports="ACCELERATE_DOWNCAST_BF16"
     )
     fsdp: FsdpSection = field(default_factory=FsdpSection)
     deepspeed: DeepSpeedSection = field(default_factory=DeepSpeedSection)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-__all__ = ("HIDDEN", "hide_in_text", "hide_in_words", "is_secret")
-
 #: Stands for what is not shown.
 HIDDEN = "***"
 

@@ -22,8 +22,6 @@ from accelfn.launch.config.files import ConfigFile
 from accelfn.launch.config.record import EXCLUSIVE, LaunchConfig
 from accelfn.launch.config.secrets import HIDDEN, hide_in_text
 
-__all__ = ("Given", "Origin", "Resolved", "format_origins", "origin_rows", "refuse_not_yet", "resolve")
-
 
 @dataclass(frozen=True, slots=True)
 class Given:
@@ -232,24 +230,16 @@ yet. Leave it out.
         )
 
 
-def format_origins(resolved: Resolved, *, everything: bool = True) -> str:
-    """Write each field's value, and where it came from, one a line. Secrets are hidden.
-
-    >>> found = resolve({"cpu": Given("true", "--cpu")}, {})
-    >>> print(format_origins(found, everything=False))
-    cpu  true  flag --cpu
-    """
-    rows = origin_rows(resolved, everything=everything)
-    widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
-    return "\n".join(f"{path:<{widths[0]}}  {text:<{widths[1]}}  {origin}" for path, text, origin in rows)
-
-
 def origin_rows(resolved: Resolved, *, everything: bool = True) -> list[tuple[str, str, str]]:
     """List each field's place in a file, its value as text, and where that came from. Secrets are hidden.
 
     Args:
         resolved: From :func:`resolve`.
         everything: Defaults too.
+
+    >>> found = resolve({"cpu": Given("true", "--cpu")}, {})
+    >>> origin_rows(found, everything=False)
+    [('cpu', 'true', 'flag --cpu')]
     """
     rows: list[tuple[str, str, str]] = []
     for field in FIELDS:

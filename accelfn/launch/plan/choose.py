@@ -7,22 +7,16 @@ import re
 from collections.abc import Mapping
 from math import prod
 
-from accelfn.errors import ConfigurationError
+from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.launch.config.fields import FIELDS, Field, value_of
 from accelfn.launch.config.record import LaunchConfig
 from accelfn.launch.config.secrets import hide_in_text
 from accelfn.launch.config.sources import Resolved
-from accelfn.launch.plan.affinity import plan_affinity
-from accelfn.launch.plan.deepspeed import plan_deepspeed
-from accelfn.launch.plan.machine import Machine, write_cpu_list
-from accelfn.launch.plan.mpirun import plan_mpirun
+from accelfn.launch.plan.machine import Machine, plan_affinity, write_cpu_list
+from accelfn.launch.plan.platforms import plan_mpirun, plan_pod, plan_xla
 from accelfn.launch.plan.record import LOOPBACK, LaunchPlan, Meeting, Script
-from accelfn.launch.plan.sagemaker import plan_sagemaker
 from accelfn.launch.plan.torchrun import endpoint_of, plan_torchrun
 from accelfn.launch.plan.variables import plan_variables
-from accelfn.launch.plan.xla import plan_pod, plan_xla
-
-__all__ = ("count_processes", "plan_launch", "plan_single")
 
 _AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
 # What may differ between machines without harm.
@@ -54,6 +48,7 @@ def plan_launch(
 
     Raises:
         ConfigurationError: The machine can't do what the configuration asks for.
+        NotAvailableError: It asks for a job of SageMaker.
 
     >>> from accelfn.launch.config import Given, resolve
     >>> two = resolve({"num_processes": Given("2", "--num_processes")}, {})
@@ -63,7 +58,10 @@ def plan_launch(
     """
     config = resolved.config
     if config.compute_environment == "AMAZON_SAGEMAKER":
-        return dataclasses.replace(plan_sagemaker(resolved, script, machine), needs=("sagemaker",))
+        raise NotAvailableError(
+            "compute_environment AMAZON_SAGEMAKER: accelfn doesn't start SageMaker's jobs. Start one with "
+            "the estimator of the sagemaker package, whose entry point runs accelfn launch."
+        )
     if config.tpu and config.tpu_options.use_cluster:
         return plan_pod(config, script)
     total = count_processes(config, machine)
@@ -76,40 +74,29 @@ def plan_launch(
     config = dataclasses.replace(config, num_processes=total)
     resolved = dataclasses.replace(resolved, config=config)
     variables = plan_variables(resolved, machine, environment, local_size)
+    cpus = _cpus(config, machine, {**environment, **variables}, local_size)
+    bound = {"ACCELFN_WORKER_CPUS": ";".join(write_cpu_list(one) for one in cpus)} if cpus else {}
     if config.tpu:
         plan = plan_xla(config, script, machine)
     elif config.mpirun.hostfile is not None:
-        plan = plan_mpirun(
-            config, script, machine, worker, {**variables, **_affinity(config, machine, local_size)}
-        )
-    elif _deepspeed_starts(config):
-        plan = plan_deepspeed(config, script, machine)
+        variables |= bound
+        plan = plan_mpirun(config, script, machine, worker, variables)
     elif total == 1 and not _wants_agent(config):
-        plan = plan_single(config, script, machine)
+        plan = plan_single(config, script, machine, cpus)
     else:
+        variables |= bound
         plan = plan_torchrun(config, script, machine, worker)
         if config.num_machines > 1 and config.preflight:
             plan = dataclasses.replace(plan, meeting=_plan_meeting(config, script))
     if plan.way not in ("single", "torchrun"):
         _refuse_agent_flags(resolved, plan.way)
-    variables = {**variables, **_affinity(config, machine, local_size), **dict(plan.env_changes)}
+    variables |= dict(plan.env_changes)
     return dataclasses.replace(
         plan,
         env_changes=tuple(sorted(variables.items())),
         local_size=local_size,
-        patience_s=_patience_s(config, environment),
-        needs=_needs(config),
         notes=(f"{local_size} processes on this machine, one for each accelerator",) if assumed else (),
     )
-
-
-def _patience_s(config: LaunchConfig, environment: Mapping[str, str]) -> float:
-    """Return how long torchrun may take to end: what it gives its processes, and a little more."""
-    given = config.shutdown_timeout
-    for name in ("PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"):
-        if given is None and environment.get(name, "").isdecimal():
-            given = int(environment[name])
-    return (30 if given is None else given) + 15.0
 
 
 def count_processes(config: LaunchConfig, machine: Machine) -> int:
@@ -132,7 +119,9 @@ def count_processes(config: LaunchConfig, machine: Machine) -> int:
     return here * config.num_machines
 
 
-def plan_single(config: LaunchConfig, script: Script, machine: Machine) -> LaunchPlan:
+def plan_single(
+    config: LaunchConfig, script: Script, machine: Machine, cpus: tuple[tuple[int, ...], ...] = ()
+) -> LaunchPlan:
     """Run a script by itself, as Python would. Pure.
 
     Its variables are those of a world of one, so that a script which joins a process group on its own can.
@@ -144,7 +133,7 @@ def plan_single(config: LaunchConfig, script: Script, machine: Machine) -> Launc
         argv=(*python, script.name, *script.args),
         env_changes=tuple((name, str(value)) for name, value in world.items()),
         fills_port="MASTER_PORT",
-        cpus=plan_affinity(machine.numa, 1, machine.device_numa) if config.enable_cpu_affinity else (),
+        cpus=cpus,
     )
 
 
@@ -175,31 +164,18 @@ def _refuse_agent_flags(resolved: Resolved, way: str) -> None:
             )
 
 
-def _deepspeed_starts(config: LaunchConfig) -> bool:
-    return (
-        config.use_deepspeed
-        and config.num_machines > 1
-        and not config.cpu
-        and config.deepspeed.multinode_launcher != "standard"
-    )
-
-
-def _needs(config: LaunchConfig) -> tuple[str, ...]:
-    """Name the packages without which every process would fail."""
-    if config.no_python:
-        return ()  # another interpreter may have them
-    return ("torch_xla",) if config.tpu else ()
-
-
-def _affinity(config: LaunchConfig, machine: Machine, local_size: int) -> dict[str, str]:
+def _cpus(
+    config: LaunchConfig, machine: Machine, environment: Mapping[str, str], local_size: int
+) -> tuple[tuple[int, ...], ...]:
+    """Choose the cores of each process, by the accelerators that ``environment`` leaves it."""
     if not config.enable_cpu_affinity:
-        return {}
+        return ()
     nodes = () if config.cpu else machine.device_numa
-    if config.gpu_ids != "all" and nodes:
-        ids = [int(one) for one in config.gpu_ids.split(",") if one.isdecimal()]
+    shown = environment.get(machine.device_variable)
+    if shown is not None and nodes:
+        ids = [int(one) if one.strip().isdecimal() else len(nodes) for one in shown.split(",")]
         nodes = tuple(nodes[one] if one < len(nodes) else -1 for one in ids)
-    cpus = plan_affinity(machine.numa, local_size, nodes)
-    return {"ACCELFN_WORKER_CPUS": ";".join(write_cpu_list(one) for one in cpus)} if cpus else {}
+    return plan_affinity(machine.numa, local_size, nodes)
 
 
 def _check_devices(

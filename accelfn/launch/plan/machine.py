@@ -1,4 +1,4 @@
-"""Facts about this machine that a plan needs; found without torch."""
+"""Facts about this machine that a plan needs, found without torch; and which cores each process gets."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-
-__all__ = ("Machine", "NumaNode", "count_devices", "read_cpu_list", "read_machine", "write_cpu_list")
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,3 +213,40 @@ def _is_open_mpi(program: str) -> bool:
     except (OSError, subprocess.TimeoutExpired):
         return False
     return "Open MPI" in done.stdout or "OpenRTE" in done.stdout or "PRRTE" in done.stdout
+
+
+def plan_affinity(
+    nodes: Sequence[NumaNode], local_size: int, device_nodes: Sequence[int] = ()
+) -> tuple[tuple[int, ...], ...]:
+    """Share the cores of a machine out. Pure.
+
+    A process goes to the memory node of its accelerator; without that, processes are spread over the nodes in
+    blocks. The processes of a node share its cores in equal parts; if it has fewer cores than processes, each
+    may use all of them.
+
+    Args:
+        nodes: Memory nodes with the cores that may be used.
+        local_size: Processes on this machine.
+        device_nodes: Memory node of each process's accelerator, -1 where that isn't known.
+
+    Returns:
+        The cores of each process, in the order of local ranks; empty without nodes.
+
+    >>> nodes = (NumaNode(0, (0, 1, 2, 3)), NumaNode(1, (4, 5, 6, 7)))
+    >>> plan_affinity(nodes, 2), plan_affinity(nodes, 4, (1, 1, 0, 0))
+    (((0, 1, 2, 3), (4, 5, 6, 7)), ((4, 5), (6, 7), (0, 1), (2, 3)))
+    """
+    if not nodes or local_size < 1:
+        return ()
+    known = {node.number: node for node in nodes}
+    homes: list[NumaNode] = []
+    for rank in range(local_size):
+        number = device_nodes[rank] if rank < len(device_nodes) else -1
+        homes.append(known.get(number) or nodes[rank * len(nodes) // local_size])
+    plan: list[tuple[int, ...]] = []
+    for rank, home in enumerate(homes):
+        together = [one for one in range(local_size) if homes[one] is home]
+        share = len(home.cpus) // len(together)
+        place = together.index(rank)
+        plan.append(home.cpus[place * share : (place + 1) * share] if share else home.cpus)
+    return tuple(plan)

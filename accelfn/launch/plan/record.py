@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from accelfn.launch.config.secrets import HIDDEN, hide_in_text, hide_in_words, is_secret
 
-__all__ = ("LOOPBACK", "PORT", "LaunchPlan", "Meeting", "Script", "format_plan")
-
 LOOPBACK = "127.0.0.1"
 #: torch's own default, so firewalls that let torchrun through need no new rule.
 PORT = 29500
@@ -50,8 +48,7 @@ class LaunchPlan:
     """What starts the processes of one machine.
 
     Attributes:
-        way: ``"single"``, ``"torchrun"``, ``"mpirun"``, ``"deepspeed"``, ``"xla"``, ``"tpu_pod"`` or
-            ``"sagemaker"``.
+        way: ``"single"``, ``"torchrun"``, ``"mpirun"``, ``"xla"`` or ``"tpu_pod"``.
         argv: The whole command, its program first.
         env_changes: Variables to set for the command, as pairs sorted by name. The rest is inherited.
         hosts_port: Port that this machine must have free, because processes will look for it here.
@@ -59,9 +56,7 @@ class LaunchPlan:
         meeting: Where the machines compare themselves first.
         local_size: Processes on this machine.
         cpus: Cores of each of them; empty to let the system choose.
-        patience_s: How long the command has to end after a signal.
         notes: What the user may want to know.
-        needs: Packages that must be installed here, as the names by which they are imported.
     """
 
     way: str
@@ -72,9 +67,7 @@ class LaunchPlan:
     meeting: Meeting | None = None
     local_size: int = 1
     cpus: tuple[tuple[int, ...], ...] = ()
-    patience_s: float = 45.0
     notes: tuple[str, ...] = ()
-    needs: tuple[str, ...] = ()
 
 
 def format_plan(plan: LaunchPlan) -> str:

@@ -9,8 +9,6 @@ from accelfn.launch.config.record import LaunchConfig
 from accelfn.launch.plan.machine import Machine
 from accelfn.launch.plan.record import LOOPBACK, PORT, LaunchPlan, Script
 
-__all__ = ("AGENT", "endpoint_of", "plan_torchrun")
-
 #: torchrun itself, but for what it says at the end. Started by its path: as a module it would first load what
 #: this package's planning needs, a tenth of a second of every launch.
 AGENT = str(Path(__file__).parents[1] / "run" / "agent.py")

@@ -8,8 +8,6 @@ from accelfn.launch.config.fields import FIELD_OF, FIELDS, Field, is_active, val
 from accelfn.launch.config.sources import Resolved
 from accelfn.launch.plan.machine import Machine
 
-__all__ = ("plan_variables",)
-
 # Sections whose values are all handed on, because the launcher's defaults aren't the record's.
 _WHOLE = ("fsdp", "megatron_lm")
 # How NCCL is told to go through the host's memory.

@@ -1,61 +1,52 @@
-"""One function for every way: look before the leap, then become the command or stay beside it."""
+"""One function for every way: look before the leap, then become the command."""
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
-import importlib.util
+import json
 import os
 import platform
 import shutil
 import socket
 import sys
-from collections.abc import Iterable, Mapping
-from types import MappingProxyType
+from collections.abc import Mapping
+from dataclasses import asdict
+from importlib.util import find_spec
 
 from accelfn import __version__
 from accelfn.errors import ConfigurationError, MissingExtraError
 from accelfn.launch.plan.record import LOOPBACK, LaunchPlan
-from accelfn.launch.run.preflight import hold_meeting, is_port_free
-from accelfn.launch.run.supervise import supervise
-
-__all__ = ("run_plan",)
-
-_ALONE = (
-    "accelfn launch: the launcher on the machine that hosts the meeting can't be reached at its second port. "
-    "If a machine fails, this one will know it when its processes next wait for the others."
-)
+from accelfn.launch.plan.torchrun import AGENT
 
 
 def run_plan(
     plan: LaunchPlan,
     environment: Mapping[str, str],
     *,
-    num_processes: int | None = None,
     log_dir: str | None = None,
     quiet: bool = False,
     script: str = "the script",
 ) -> int:
-    """Start what a plan says. Effect: starts processes; a single one takes this process's place.
+    """Start what a plan says. Effect: the command takes this process's place, so nothing returns.
 
     Args:
         plan: From ``plan_launch``.
         environment: What is inherited; the plan's changes are laid over a copy.
-        num_processes: Of the whole world, for the report after a failure.
-        log_dir: Where torchrun keeps output, for that report.
-        quiet: Whether to leave that report out, and what a terminal is told at the start.
+        log_dir: Where torchrun keeps output.
+        quiet: Whether to leave the report of a failure out, and what a terminal is told at the start.
         script: What is started, for the line that a terminal gets.
 
-    Returns:
-        The exit status.
-
     Raises:
-        ConfigurationError: A port is in use, a program is missing, or the machines can't meet or differ.
+        ConfigurationError: A port is in use, or a program is missing.
         MissingExtraError: A package is missing that the processes need.
     """
     for note in plan.notes:
         print(f"accelfn launch: {note}", file=sys.stderr)
-    _refuse_missing_packages(plan.needs)
+    if plan.way == "xla" and find_spec("torch_xla") is None:
+        raise MissingExtraError(
+            f"--tpu needs the package torch_xla, which isn't installed for {sys.executable}. Get it: pip "
+            "install 'torch_xla[tpu]'"
+        )
     if shutil.which(plan.argv[0]) is None:
         raise ConfigurationError(f"there is no program {plan.argv[0]!r} to start. Check the PATH.")
     if log_dir is not None:
@@ -75,50 +66,42 @@ def run_plan(
         # Until torch has been loaded, which may take seconds, nothing else would be seen.
         several = f"{plan.local_size} processes of " if plan.local_size > 1 else ""
         print(f"accelfn launch: starting {several}{script}; loading torch may take a while.", file=sys.stderr)
+    changes = dict(plan.env_changes)
+    argv = plan.argv
     if plan.meeting is not None:
-        with contextlib.closing(hold_meeting(plan.meeting, _versions())) as news:
-            if news.is_alone:
-                print(_ALONE, file=sys.stderr)
-            return supervise(
-                plan, environment, num_processes=num_processes, log_dir=log_dir, quiet=quiet, news=news
-            )
-    if plan.way == "single":
-        changes = dict(plan.env_changes)
-        if plan.fills_port is not None:
-            changes[plan.fills_port] = str(_free_port())
-        if plan.cpus and sys.platform == "linux":
-            os.sched_setaffinity(0, plan.cpus[0])
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # Signals, the terminal and the exit status are then the script's own.
-        os.execvpe(plan.argv[0], plan.argv, {**environment, **changes})
-    return supervise(plan, environment, num_processes=num_processes, log_dir=log_dir, quiet=quiet)
+        compare = (*plan.meeting.compare, *_versions())
+        changes["ACCELFN_AGENT_MEETING"] = json.dumps({**asdict(plan.meeting), "compare": compare})
+    if quiet:
+        changes["ACCELFN_AGENT_QUIET"] = "1"
+    if plan.fills_port is not None:
+        changes[plan.fills_port] = str(_free_port())
+    if plan.way == "single" and plan.cpus and sys.platform == "linux":
+        os.sched_setaffinity(0, plan.cpus[0])
+    if plan.way == "mpirun":
+        argv = (sys.executable, AGENT, "--command", *argv)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Signals, the terminal and the exit status are then the command's own.
+    os.execvpe(argv[0], argv, {**environment, **changes})
 
 
-# How each package that a plan may need is got, and what asks for it.
-_SOURCES = MappingProxyType(
-    {
-        "torch_xla": ("--tpu", "pip install 'torch_xla[tpu]'"),
-        "sagemaker": ("SageMaker", "pip install sagemaker"),
-    }
-)
+def is_port_free(port: int) -> bool:
+    """Return whether this machine can listen on a port. Effect: binds it for an instant."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        # As torch's store does: a port in TIME_WAIT after the last run is free.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
 
 
-def _refuse_missing_packages(needs: Iterable[str]) -> None:
-    for name in needs:
-        if importlib.util.find_spec(name) is None:
-            asks, how = _SOURCES[name]
-            raise MissingExtraError(
-                f"{asks} needs the package {name}, which isn't installed for {sys.executable}. Get it: {how}"
-            )
-
-
-def _versions() -> dict[str, str]:
+def _versions() -> list[tuple[str, str]]:
     """Look up versions without importing what they are of."""
     found = {"accelfn": __version__, "Python": ".".join(platform.python_version_tuple()[:2])}
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        found["torch"] = importlib.metadata.version("torch").partition("+")[0]
-    return {f"the version of {name}": version for name, version in found.items()}
+    found["torch"] = importlib.metadata.version("torch").partition("+")[0]
+    return [(f"the version of {name}", version) for name, version in found.items()]
 
 
 def _free_port() -> int:

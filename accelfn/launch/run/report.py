@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-__all__ = ("Failure", "first_failure", "format_report", "read_failures", "read_pids")
-
 _MAX_FRAMES = 5
 _MAX_LINES = 6
 # What ranks raise because another one has failed.
@@ -89,11 +87,6 @@ def read_failures(folder: str) -> tuple[Failure, ...]:
     return tuple(found[rank] for rank in sorted(found))
 
 
-def read_pids(folder: str) -> tuple[int, ...]:
-    """List the processes that said they started. Effect: reads the disk."""
-    return tuple(int(one["pid"]) for path in Path(folder).glob("started.*.json") if (one := _read(path)))
-
-
 def _read(path: Path) -> Mapping[str, Any]:
     try:
         return cast("dict[str, Any]", json.loads(path.read_text(encoding="utf-8")))
@@ -141,7 +134,7 @@ def format_report(
     if first.kind == "lost":
         return (
             "accelfn launch: this machine has lost the others, and its processes were ended:\n"
-            f"  {first.text}\n  why, stands in the report of the machine that ended first"
+            f"  {first.text}\n  see the report on the machine that failed first"
         )
     if first.rank is None:
         return f"accelfn launch: the processes could not be started:\n  {first.text}"

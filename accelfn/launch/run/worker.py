@@ -11,8 +11,6 @@ import sys
 import time
 from types import CodeType, ModuleType, TracebackType
 
-__all__ = ("main",)
-
 _MAX_FRAMES = 40
 _MAX_TEXT = 4000
 _LET_GO_S = 0.05

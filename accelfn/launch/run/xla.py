@@ -12,8 +12,6 @@ import sys
 from collections.abc import Callable
 from types import ModuleType
 
-__all__ = ("find_function", "main")
-
 
 def find_function(name: str, script: str, *, is_module: bool) -> Callable[[int], object]:
     """Import a script as a module, and give its function. Effect: runs the module's top level.

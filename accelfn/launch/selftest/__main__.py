@@ -4,7 +4,5 @@ import sys
 
 from accelfn.launch.selftest.program import run_selftest
 
-__all__ = ()
-
 if __name__ == "__main__":
     sys.exit(run_selftest())

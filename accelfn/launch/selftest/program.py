@@ -15,11 +15,8 @@ from accelfn.comm import failing_together, wait_for_everyone
 from accelfn.context import Context, close_context, init_context, text_of
 from accelfn.context.config import Guard, InitProcessGroupKwargs
 from accelfn.errors import AccelfnError, RemoteRankError
-from accelfn.launch.selftest.checks import CHECKS
+from accelfn.launch.selftest.checks import CHECKS, Check, Trial
 from accelfn.launch.selftest.table import FAULTS, JOINING, Result, print_results, write_result
-from accelfn.launch.selftest.trial import Check, Trial
-
-__all__ = ("run_checks", "run_selftest")
 
 
 def run_selftest(argv: Sequence[str] | None = None) -> int:

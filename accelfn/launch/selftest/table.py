@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple
-
-__all__ = (
-    "CHECK_NAMES",
-    "FAULTS",
-    "JOINING",
-    "Result",
-    "add_missing",
-    "print_results",
-    "read_results",
-    "write_result",
-)
+from typing import IO, Literal, NamedTuple
 
 Verdict = Literal["pass", "FAIL", "cut off", "not run"]
 _WIDTH = 100
@@ -102,7 +90,7 @@ def add_missing(results: Sequence[Result], asked: Sequence[str]) -> tuple[Result
 
 
 def print_results(results: Sequence[Result], title: str, out: IO[str] | None = None) -> None:
-    """Print a table: with colours on a terminal, where rich is installed; plain otherwise.
+    """Print a table.
 
     Args:
         results: In their order.
@@ -113,13 +101,6 @@ def print_results(results: Sequence[Result], title: str, out: IO[str] | None = N
     failed = [result for result in results if result.verdict != "pass"]
     total_s = sum(result.seconds for result in results)
     verdict = f"{len(results) - len(failed)} of {len(results)} checks passed in {total_s:.1f} s"
-    try:
-        rich: Any = importlib.import_module("rich.console") if file.isatty() else None
-    except ImportError:
-        rich = None
-    if rich is not None:
-        _print_rich(rich.Console(file=file), results, title, verdict, bool(failed))
-        return
     width = max([len(result.name) for result in results], default=0)
     print(title, file=file)
     for result in results:
@@ -135,21 +116,6 @@ def print_results(results: Sequence[Result], title: str, out: IO[str] | None = N
         shown = names if len(names) < 5 else [*names[:3], f"and {len(names) - 3} more"]
         print(f"\n{', '.join(shown)}:", file=file)
         print(_wrapped(remark), file=file)
-
-
-def _print_rich(console: Any, results: Sequence[Result], title: str, verdict: str, failed: bool) -> None:
-    table_module: Any = importlib.import_module("rich.table")
-    text: Any = importlib.import_module("rich.text").Text  # so that no bracket is taken for a style
-    table = table_module.Table(title=title)
-    for column, justify in (("check", "left"), ("result", "left"), ("seconds", "right"), ("remark", "left")):
-        table.add_column(column, justify=justify)
-    for result in results:
-        style = "green" if result.verdict == "pass" else "bold red"
-        table.add_row(
-            text(result.name), text(result.verdict, style=style), f"{result.seconds:.2f}", text(result.remark)
-        )
-    console.print(table)
-    console.print(text(verdict, style="bold red" if failed else "bold green"))
 
 
 def _wrapped(message: str) -> str:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from accelfn.bigmodel.hooks.attach import attach_align_device_hook, attach_align_device_hook_on_blocks
-from accelfn.bigmodel.hooks.cpu_offload import cpu_offload_with_hook
+from accelfn.bigmodel.align_hooks import attach_align_device_hook, attach_align_device_hook_on_blocks
+from accelfn.bigmodel.hooks import cpu_offload_with_hook
 
 transformers: Any = pytest.importorskip("transformers")
 

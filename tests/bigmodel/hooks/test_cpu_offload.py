@@ -11,9 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from accelfn.bigmodel.hooks.cpu_offload import CpuOffload, UserCpuOffloadHook, cpu_offload_with_hook
-from accelfn.bigmodel.hooks.model_hook import ModelHook, SequentialHook, add_hook_to_module, hook_of
-from accelfn.bigmodel.places import Place
+from accelfn.bigmodel.devices import Place
+from accelfn.bigmodel.hooks import (
+    CpuOffload,
+    ModelHook,
+    SequentialHook,
+    UserCpuOffloadHook,
+    add_hook_to_module,
+    cpu_offload_with_hook,
+    hook_of,
+)
 
 X = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
 

@@ -19,8 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from accelfn.bigmodel.hooks import model_hook
-from accelfn.bigmodel.hooks.model_hook import (
+from accelfn.bigmodel import hooks as model_hook
+from accelfn.bigmodel.hooks import (
     ModelHook,
     SequentialHook,
     add_hook_to_module,
@@ -537,7 +537,7 @@ def test_a_hook_reaches_a_new_process(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 IMPORTABLE = """
-from accelfn.bigmodel.hooks.model_hook import ModelHook
+from accelfn.bigmodel.hooks import ModelHook
 
 class Tripling(ModelHook):
     def post_forward(self, module, output):

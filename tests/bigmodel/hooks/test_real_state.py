@@ -1,6 +1,6 @@
 # pyright: reportUnknownMemberType=false
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,13 @@ from torch import nn
 
 import accelfn as af
 from accelfn import Accelerator, Context
-from accelfn.bigmodel.hooks.attach import attach_align_device_hook
-from accelfn.bigmodel.hooks.cpu_offload import cpu_offload_with_hook
-from accelfn.bigmodel.hooks.model_hook import hook_of, remove_hook_from_submodules
-from accelfn.bigmodel.hooks.real_state import get_state_dict_from_offload, get_state_dict_offloaded_model
-from accelfn.bigmodel.offload.dispatch import cpu_offload, disk_offload, dispatch_model
+from accelfn.bigmodel.align_hooks import (
+    attach_align_device_hook,
+    get_state_dict_from_offload,
+    get_state_dict_offloaded_model,
+)
+from accelfn.bigmodel.dispatch import cpu_offload, disk_offload, dispatch_model
+from accelfn.bigmodel.hooks import cpu_offload_with_hook, hook_of, remove_hook_from_submodules
 
 X = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
 
@@ -32,22 +34,6 @@ class Model(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.blocks(x) * self.scale + self.offset
-
-
-class Anew(Mapping[str, torch.Tensor]):
-    """Gives its tensors anew each time."""
-
-    def __init__(self, values: Mapping[str, torch.Tensor]) -> None:
-        self.held = dict(values)
-
-    def __getitem__(self, key: str) -> torch.Tensor:
-        return self.held[key].clone()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.held)
-
-    def __len__(self) -> int:
-        return len(self.held)
 
 
 def on_cpu(model: Model, folder: Path) -> None:
@@ -71,10 +57,6 @@ def as_a_whole(model: Model, folder: Path) -> None:
     cpu_offload_with_hook(model, "cpu:0")
 
 
-def fetched(model: Model, folder: Path) -> None:
-    attach_align_device_hook(model, "cpu", offload=True, weights_map=Anew(Model().state_dict()))
-
-
 OFFLOADS = [on_cpu, on_disk, spread, hooked, as_a_whole]
 
 
@@ -82,7 +64,7 @@ def equal(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return [*one] == [*other] and all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("offload", [*OFFLOADS, fetched])
+@pytest.mark.parametrize("offload", OFFLOADS)
 def test_the_state_dict_is_real(offload: Callable[[Model, Path], None], tmp_path: Path) -> None:
     model, plain = Model(), Model()
     offload(model, tmp_path)
@@ -90,9 +72,6 @@ def test_the_state_dict_is_real(offload: Callable[[Model, Path], None], tmp_path
         assert torch.equal(model(X), plain(X))
     state = plain.state_dict()
     assert equal(get_state_dict_offloaded_model(model), state)
-    if offload is fetched:
-        assert all(one.is_meta for one in model.parameters())
-        return
     assert equal(model.state_dict(), state)
     remove_hook_from_submodules(model)
     assert not hasattr(model, "hf_device_map")
@@ -122,16 +101,12 @@ def test_offloaded_models_are_saved(
         assert torch.equal(model(X), Model()(X))
 
 
-def test_what_is_fetched_anew_is_not_saved_as_nothing(tmp_path: Path) -> None:
-    model = Model()
-    fetched(model, tmp_path)
-    with pytest.raises(ValueError, match="have no data"):
-        af.save_model(Context(), model, tmp_path / "saved")
+def test_what_has_no_values_is_not_saved_as_nothing() -> None:
     with pytest.raises(ValueError, match=r"'0\.weight', '0\.bias' have no values"):
         get_state_dict_offloaded_model(nn.Sequential(nn.Linear(3, 3, device="meta")))
 
 
-@pytest.mark.parametrize("offload", [*OFFLOADS, fetched])
+@pytest.mark.parametrize("offload", OFFLOADS)
 def test_named_entries_get_their_values(offload: Callable[[Model, Path], None], tmp_path: Path) -> None:
     model, state = Model(), Model().state_dict()
     offload(model, tmp_path)

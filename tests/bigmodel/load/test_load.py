@@ -22,12 +22,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from accelfn.bigmodel.load.checkpoint import (
-    load_checkpoint_and_dispatch,
-    load_checkpoint_in_model,
-    load_state_dict,
-)
-from accelfn.bigmodel.load.mapped import mapped_from
+from accelfn.bigmodel.load import load_checkpoint_and_dispatch, load_checkpoint_in_model, load_state_dict
+from accelfn.bigmodel.weight_files import mapped_from
 from accelfn.errors import (
     CheckpointError,
     CheckpointMismatchError,
@@ -553,7 +549,7 @@ def test_the_format_of_old_torch_is_named(name: str, protocol: int, tmp_path: Pa
 
 def test_another_pickle_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "m.bin").write_bytes(pickle.dumps({"weight": [1.0]}))
-    with pytest.raises(DamagedCheckpointError, match=r"isn't what torch\.save wrote"):
+    with pytest.raises(DamagedCheckpointError, match=r"was not written by torch\.save"):
         load_state_dict(tmp_path / "m.bin")
 
 
@@ -669,11 +665,9 @@ def test_kinds_of_dtypes(stored: torch.dtype, wanted: torch.dtype, fits: bool, t
         ({"dtype": "int8"}, ValueError, "must be one of floating-point"),
         ({"dtype": "float99"}, ValueError, "none called 'float99'"),
         ({"dtype": 16}, TypeError, "takes a dtype"),
-        ({"device_map": 5}, TypeError, "device_map takes a mapping of names to places, got 5"),
-        ({"offload_folder": 5}, TypeError, "offload_folder takes a path, .*: got 5"),
+        ({"device_map": 5}, TypeError, "device_map takes places by names of modules.* got 5"),
         ({"special_dtypes": {"wieght": "float16"}}, ValueError, "have: 'wieght' .near it: 'weight'"),
         ({"special_dtypes": {"weight": "float99"}}, ValueError, "none called 'float99'"),
-        ({"special_dtypes": ["weight"]}, TypeError, "special_dtypes takes dtypes by names .* got .'weight'"),
     ],
 )
 def test_arguments(options: dict[str, Any], error: type[Exception], said: str, tmp_path: Path) -> None:
@@ -694,14 +688,3 @@ def test_what_has_no_shape_or_is_no_module_is_refused(tmp_path: Path) -> None:
     for load in (load_checkpoint_in_model, load_checkpoint_and_dispatch):
         with pytest.raises(TypeError, match=f"{load.__name__}: takes a module, got dict"):
             load(cast("Any", {}), path)
-
-
-def test_what_is_no_path_is_refused() -> None:
-    for given_, said in ((5, "5"), (None, "NoneType"), (b"/tmp", "b'/tmp'"), ({}, r"dict\. .*assign=True")):
-        for load in (load_checkpoint_in_model, load_checkpoint_and_dispatch):
-            model = nn.Linear(2, 2, device="meta")
-            with pytest.raises(TypeError, match=f"{load.__name__}: checkpoint takes a path, .*: got {said}"):
-                load(model, cast("Any", given_))
-            assert model.weight.is_meta
-        with pytest.raises(TypeError, match="load_state_dict: file takes a path"):
-            load_state_dict(cast("Any", given_))

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn.bigmodel.load import apply
-from accelfn.bigmodel.load.mapped import mapped_from
+from accelfn.bigmodel import load as apply
+from accelfn.bigmodel.weight_files import mapped_from
 from accelfn.errors import CheckpointMismatchError
 from tests.bigmodel.load.layouts import on_meta, save
 
@@ -154,8 +154,6 @@ def test_what_is_wrong_names_the_function_that_was_called(tmp_path: Path) -> Non
         load = getattr(af, name)
         with pytest.raises(ValueError, match=f"^{name}: dtype must be one of floating-point"):
             load(on_meta(Small()), checkpoint, {"": "cpu"}, dtype="int8")
-        with pytest.raises(TypeError, match=f"^{name}: special_dtypes takes dtypes by names"):
-            load(on_meta(Small()), checkpoint, {"": "cpu"}, special_dtypes=["float32"])
 
 
 def test_short_names_of_dtypes_are_known(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from accelfn.bigmodel.load.checkpoint import load_checkpoint_in_model
+from accelfn.bigmodel.load import load_checkpoint_in_model
 from accelfn.context import Context
 from accelfn.errors import CheckpointMismatchError
 from accelfn.testing import run_ranks
@@ -166,7 +166,7 @@ def fail(ctx: Context, folder: str, kind: str) -> tuple[Seen, bool]:
     options: dict[str, Any] = {"device_map": {"": "disk"}} if kind == "disk" else {}
     if kind == "late" and ctx.is_main_process:
         # Between its head and its tensors the file is cut: other ranks are on their way to receive.
-        from accelfn.bigmodel.load import broadcast
+        from accelfn.bigmodel import load as broadcast
 
         true_read: Any = broadcast.read_tensors
 

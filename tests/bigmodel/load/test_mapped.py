@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from accelfn.bigmodel.load.mapped import (
+from accelfn.bigmodel.weight_files import (
     STORED_DTYPES,
     drop_pages,
     is_mappable,
@@ -26,10 +26,10 @@ from accelfn.bigmodel.load.mapped import (
     mapped_from,
     read_ahead,
 )
-from accelfn.checkpoint.files.disk import REAL_DISK
-from accelfn.checkpoint.files.header import Entry
-from accelfn.checkpoint.files.tensor_file import new_entry, write_tensors
-from accelfn.checkpoint.weights.index import read_header
+from accelfn.checkpoint.disk import REAL_DISK
+from accelfn.checkpoint.files import new_entry, write_tensors
+from accelfn.checkpoint.header import Entry
+from accelfn.checkpoint.weights_index import read_header
 from accelfn.context import Context
 from accelfn.errors import DamagedCheckpointError
 from accelfn.testing import run_ranks

@@ -23,9 +23,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from accelfn.bigmodel.load.checkpoint import load_checkpoint_in_model
-from accelfn.bigmodel.load.mapped import STORED_DTYPES, mapped_from
-from accelfn.bigmodel.load.offload_files import (
+from accelfn.bigmodel.load import load_checkpoint_in_model
+from accelfn.bigmodel.offload_folder import (
     OffloadedWeightsLoader,
     PrefixedDataset,
     extract_submodules_state_dict,
@@ -35,6 +34,7 @@ from accelfn.bigmodel.load.offload_files import (
     offload_weight,
     save_offload_index,
 )
+from accelfn.bigmodel.weight_files import STORED_DTYPES, mapped_from
 from accelfn.context import Context
 from accelfn.errors import DamagedCheckpointError, NoCheckpointError
 from accelfn.testing import run_ranks
@@ -298,7 +298,7 @@ def test_without_numpy(tmp_path: Path) -> None:
         import sys
         sys.modules["numpy"] = None
         import torch
-        from accelfn.bigmodel.load.offload_files import OffloadedWeightsLoader, offload_state_dict
+        from accelfn.bigmodel.offload_folder import OffloadedWeightsLoader, offload_state_dict
         tensors = {{"a": torch.arange(3).bfloat16(), "b": torch.tensor(True)}}
         offload_state_dict({str(tmp_path)!r}, tensors)
         found = OffloadedWeightsLoader(save_folder={str(tmp_path)!r})

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accelfn.bigmodel.load import read
-from accelfn.bigmodel.load.read import Reading, read_tensors
-from accelfn.bigmodel.load.source import open_checkpoint
+from accelfn.bigmodel import reading as read
+from accelfn.bigmodel.reading import Reading, read_tensors
+from accelfn.bigmodel.weight_files import open_checkpoint
 from accelfn.errors import DamagedCheckpointError
 from tests.bigmodel.load import program
 from tests.bigmodel.load.layouts import write

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import accelfn as af
-from accelfn.bigmodel.load.checkpoint import load_checkpoint_in_model, load_state_dict
-from accelfn.bigmodel.load.mapped import mapped_from
+from accelfn.bigmodel.load import load_checkpoint_in_model, load_state_dict
+from accelfn.bigmodel.weight_files import mapped_from
 from accelfn.context import Context
 from accelfn.errors import CheckpointMismatchError
 from accelfn.testing import run_ranks

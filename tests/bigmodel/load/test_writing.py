@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from accelfn.bigmodel.load.writing import check_folder, writing_to
+from accelfn.bigmodel.offload_folder import check_folder, writing_to
 
 
 def test_a_folder_is_made_and_given(tmp_path: Path) -> None:

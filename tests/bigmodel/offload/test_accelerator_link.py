@@ -10,14 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from accelfn.bigmodel.load.mapped import mapped_from
-from accelfn.bigmodel.offload import accelerator_link as module
-from accelfn.bigmodel.offload import pinning
-from accelfn.bigmodel.offload.accelerator_link import accelerator_link
-from accelfn.bigmodel.offload.blocks import BlockNames, read_block
-from accelfn.bigmodel.offload.dispatch import cpu_offload, disk_offload, dispatch_model, read_offload
-from accelfn.bigmodel.offload.folder import write_mapped
-from accelfn.bigmodel.offload.packing import is_packed, pack, plan_packing, unpack
+from accelfn.bigmodel import transfer as module
+from accelfn.bigmodel.blocks import BlockNames, read_block
+from accelfn.bigmodel.dispatch import cpu_offload, disk_offload, dispatch_model, read_offload
+from accelfn.bigmodel.offload_folder import write_mapped
+from accelfn.bigmodel.transfer import accelerator_link, is_packed, pack, plan_packing, unpack
+from accelfn.bigmodel.weight_files import mapped_from
 from tests.bigmodel.offload.trees import gradients
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -79,7 +77,6 @@ class StandIn:
         monkeypatch.setattr(torch.Tensor, "record_stream", record_stream)
         monkeypatch.setattr(torch.Tensor, "is_pinned", is_pinned)
         monkeypatch.setattr(module, "torch", self)
-        monkeypatch.setattr(pinning, "torch", self)
         self._kept: list[torch.Tensor] = []
 
     def empty(self, *size: Any, pin_memory: bool = False, **options: Any) -> torch.Tensor:
@@ -180,21 +177,21 @@ def test_weights_are_laid_side_by_side_in_pinned_memory(stand: StandIn, tmp_path
     expected = model.weight.detach().clone()
     weight = model.weight
     block = read_block(model, BlockNames("", ("weight", "tied", "some")))
-    pinning.pin(block)
+    module.pin(slot.peek() for slot in block.slots)
     tensors = [model.weight, model.some]
     assert model.weight is model.tied is weight
     assert is_packed(tensors, plan_packing(tensors))
     assert torch.equal(model.weight, expected)
     assert torch.equal(model.some, torch.arange(3))
     assert stand.num_pinned == 1
-    pinning.pin(block)
+    module.pin(slot.peek() for slot in block.slots)
     assert stand.num_pinned == 1
 
 
 def test_what_is_mapped_stays_on_the_disk(stand: StandIn, tmp_path: Path) -> None:
     model: Any = Two()
     model.weight.data = write_mapped(tmp_path, {"w": model.weight})["w"]
-    pinning.pin(read_block(model, BlockNames("", ("weight", "tied"))))
+    module.pin((model.weight, model.tied))
     assert mapped_from(model.weight) is not None
     assert stand.num_pinned == 0
 

@@ -10,14 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from accelfn.bigmodel.offload.blocks import (
-    BlockNames,
-    Slot,
-    has_forward,
-    plan_blocks,
-    read_block,
-    slots_of,
-)
+from accelfn.bigmodel.assign import Slot, has_forward, slots_of
+from accelfn.bigmodel.blocks import plan_blocks, read_block
 from tests.bigmodel.offload.trees import WIDTH, Namespace, Tree, build, trees
 
 
@@ -102,56 +96,8 @@ def test_what_is_shared_travels_under_its_first_name() -> None:
     assert "3.0.weight" not in names
 
 
-def test_no_leaves_no_blocks() -> None:
-    assert plan_blocks(layered(2), ()) == ()
-    assert plan_blocks(nn.Identity(), ()) == ()
-
-
-@pytest.mark.parametrize(
-    ("module", "expected"),
-    [
-        (nn.Linear(1, 1), True),
-        (nn.Sequential(), True),
-        (nn.ModuleList(), False),
-        (nn.ModuleDict(), False),
-        (nn.ParameterList(), False),
-        (nn.Module(), False),
-    ],
-)
-def test_what_can_be_called(module: nn.Module, expected: bool) -> None:
-    assert has_forward(module) == expected
-
-
-def test_a_module_that_is_given_a_forward_can_be_called() -> None:
-    module: Any = nn.Module()
-    module.forward = torch.relu
-    assert has_forward(module)
-
-
-def test_slots_read_and_write_what_hangs_there() -> None:
-    model: Any = build(Tree("bare"))
-    slots = dict(slots_of(model))
-    assert set(slots) == {"scale", "shift", "mask"}
-    assert {name for name, slot in slots.items() if slot.is_parameter} == {"scale"}
-    assert {name for name, slot in slots.items() if not slot.is_saved} == {"mask"}
-    other = torch.zeros(WIDTH)
-    slots["scale"].write(other)
-    assert model.scale is other
-    assert slots["scale"].read() is other
-    model.shift = None
-    assert slots["shift"].peek() is None
-    del model.shift
-    assert slots["shift"].peek() is None
-
-
 def test_recurrent_modules_use_what_was_written() -> None:
     module: Any = nn.LSTM(2, 2)
     other = torch.zeros(8, 2)
     Slot(module, "weight_ih_l0", True).write(other)
     assert module._flat_weights[0] is other
-
-
-def test_a_block_of_names() -> None:
-    model = layered(1)
-    block = read_block(model, BlockNames("1.0", ("1.0.up.weight",)))
-    assert (block.name, len(block.slots), block.slots[0].key) == ("1.0", 1, "weight")

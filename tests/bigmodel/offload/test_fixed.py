@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from accelfn.bigmodel.offload.fixed import fix, unfix
+from accelfn.bigmodel.dispatch import fix, unfix
 
 
 class Mine(nn.Linear):

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from accelfn.bigmodel.load.mapped import mapped_from
-from accelfn.bigmodel.offload import folder as module
-from accelfn.bigmodel.offload.folder import write_mapped
+from accelfn.bigmodel import offload_folder as module
+from accelfn.bigmodel.offload_folder import write_mapped
+from accelfn.bigmodel.weight_files import mapped_from
 
 
 def test_values_shapes_and_strides_are_kept(tmp_path: Path) -> None:

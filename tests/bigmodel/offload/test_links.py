@@ -10,12 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from accelfn.bigmodel.load.mapped import mapped_from, read_in
-from accelfn.bigmodel.offload import links
-from accelfn.bigmodel.offload.folder import write_mapped
-from accelfn.bigmodel.offload.link import Link, Worker, let_pages_go
-from accelfn.bigmodel.offload.links import mapped_link, open_link, thread_link
-from accelfn.bigmodel.offload.packing import plan_packing, unpack
+from accelfn.bigmodel import transfer as links
+from accelfn.bigmodel.offload_folder import write_mapped
+from accelfn.bigmodel.transfer import (
+    Link,
+    Worker,
+    let_pages_go,
+    mapped_link,
+    open_link,
+    plan_packing,
+    thread_link,
+    unpack,
+)
+from accelfn.bigmodel.weight_files import mapped_from, read_in
 
 on_linux = pytest.mark.skipif(sys.platform != "linux", reason="pages are only let go on Linux")
 

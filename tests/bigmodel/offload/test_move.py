@@ -9,7 +9,7 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 from torch.overrides import TorchFunctionMode
 
-from accelfn.bigmodel.offload.move import input_device, moved
+from accelfn.bigmodel.block_hooks import input_device, moved
 
 META, CPU = torch.device("meta"), torch.device("cpu")
 

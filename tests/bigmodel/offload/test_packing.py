@@ -7,14 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accelfn.bigmodel.offload.packing import (
-    is_dense,
-    is_packable,
-    is_packed,
-    pack,
-    plan_packing,
-    unpack,
-)
+from accelfn.bigmodel.assign import is_packable
+from accelfn.bigmodel.transfer import is_dense, is_packed, pack, plan_packing, unpack
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64)
 
@@ -90,19 +84,3 @@ class Own(torch.Tensor):
 )
 def test_only_plain_tensors_are_packed(tensor: torch.Tensor, expected: bool) -> None:
     assert is_packable(tensor) == expected
-
-
-@pytest.mark.parametrize(
-    ("tensor", "expected"),
-    [
-        (torch.zeros(2, 3), True),
-        (torch.zeros(2, 3).T, True),
-        (torch.zeros(()), True),
-        (torch.zeros(2, 1, 3).transpose(0, 1), True),
-        (torch.zeros(2, 3)[:, :2], False),
-        (torch.zeros(2, 1).expand(2, 3), False),
-        (torch.zeros(4)[::2], False),
-    ],
-)
-def test_dense_is_what_fills_its_memory(tensor: torch.Tensor, expected: bool) -> None:
-    assert is_dense(tensor) == expected

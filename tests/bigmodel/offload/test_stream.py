@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Generator, Sequence
@@ -19,13 +18,11 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils import checkpoint as checkpoints
 
-from accelfn.bigmodel.offload.attach import attach_stream
-from accelfn.bigmodel.offload.blocks import Block, BlockNames, Slot, read_block
-from accelfn.bigmodel.offload.folder import write_mapped
-from accelfn.bigmodel.offload.link import Arrival, Link
-from accelfn.bigmodel.offload.links import open_link, thread_link
-from accelfn.bigmodel.offload.packing import Packing
-from accelfn.bigmodel.offload.stream import Stream, check_options
+from accelfn.bigmodel.block_hooks import attach_stream
+from accelfn.bigmodel.block_stream import Stream, check_options
+from accelfn.bigmodel.blocks import BlockNames, read_block
+from accelfn.bigmodel.offload_folder import write_mapped
+from accelfn.bigmodel.transfer import Arrival, Link, Packing, open_link, thread_link
 from tests.bigmodel.offload.trees import (
     WIDTH,
     Complex,
@@ -738,59 +735,6 @@ def test_a_single_block_that_was_interrupted_uses_new_weights_in_the_next_pass(g
     assert stream.resident == ()
 
 
-class InterruptAt:
-    """Raises a KeyboardInterrupt at one of the lines of offloading that are run, as a signal may."""
-
-    def __init__(self, number: int) -> None:
-        self.left = number
-
-    def __call__(self, frame: Any, event: str, arg: object) -> Any:
-        if "bigmodel/offload" not in frame.f_code.co_filename.replace("\\", "/"):
-            return None
-        if event == "line":
-            self.left -= 1
-            if self.left == 0:
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return self
-
-
-# An interrupt in a __del__ is one that Python itself swallows.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("part", range(4))
-def test_an_interrupt_at_any_line_is_made_good_by_the_next_pass(part: int) -> None:
-    plain = layers(3)
-    model = copy.deepcopy(plain)
-    stream = by_layers(model)
-
-    def run(one: nn.Module) -> torch.Tensor:
-        out = one(inputs())
-        out.sum().backward()
-        return out
-
-    expected = run(plain)
-    number, is_through = part + 1, False
-    while not is_through:
-        interrupt = InterruptAt(number)
-        try:
-            sys.settrace(interrupt)
-            run(model)
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.settrace(None)
-        is_through = interrupt.left > 0
-        with torch.no_grad():
-            model(inputs())
-        model.zero_grad()
-        assert torch.equal(run(model), expected), number
-        assert same(gradients(model), gradients(plain)), number
-        assert at_rest(model), number
-        assert stream.resident == (), number
-        number += 4 * 3  # the other parts have those between, of which a third is enough
-    assert number > 300
-
-
 def test_an_interrupt_that_the_model_itself_catches() -> None:
     class Catching(nn.Sequential):
         def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - its name
@@ -916,24 +860,6 @@ def test_weights_without_values_are_named() -> None:
     stream = by_layers(model)
     with pytest.raises(RuntimeError, match=r"'weight' of block '1' has no values.*load_checkpoint_in_model"):
         model(inputs())
-    assert stream.resident == ()
-
-
-def test_values_that_come_anew_cannot_keep_gradients() -> None:
-    linear = nn.Linear(WIDTH, WIDTH)
-    weight = linear.weight.detach().clone()
-    bias = linear.bias.detach().clone()
-    expected = linear(inputs())
-    linear.to("meta")
-    slots = (Slot(linear, "weight", True), Slot(linear, "bias", True))
-    block = Block(name="it", module=linear, slots=slots, sources={0: lambda: weight, 1: lambda: bias})
-    stream = Stream([block], "cpu:0")
-    attach_stream(linear, stream)
-    with pytest.raises(RuntimeError, match=r"'weight' of block 'it' requires a gradient.*no_grad"):
-        linear(inputs())
-    with torch.no_grad():
-        assert torch.equal(linear(inputs()), expected)
-    assert linear.weight.is_meta
     assert stream.resident == ()
 
 

@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from accelfn.bigmodel.offload.attach import attach_stream
-from accelfn.bigmodel.offload.dispatch import cpu_offload, disk_offload, undispatch
-from accelfn.bigmodel.offload.uncompiled import uncompiled
+from accelfn.bigmodel.block_hooks import attach_stream, uncompiled
+from accelfn.bigmodel.dispatch import cpu_offload, disk_offload, undispatch
 from tests.bigmodel.offload.trees import WIDTH, doubling, gradients, inputs, stream_of
 
 # The compiler takes seconds to load, and a test of it longer than others.

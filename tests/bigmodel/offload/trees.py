@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import parametrize
 
-from accelfn.bigmodel.offload.blocks import plan_blocks, read_block, slots_of
-from accelfn.bigmodel.offload.link import Arrival, Link
-from accelfn.bigmodel.offload.links import open_link
-from accelfn.bigmodel.offload.packing import Packing, unpack
-from accelfn.bigmodel.offload.stream import Stream
+from accelfn.bigmodel.assign import slots_of
+from accelfn.bigmodel.block_stream import Stream
+from accelfn.bigmodel.blocks import plan_blocks, read_block
+from accelfn.bigmodel.transfer import Arrival, Link, Packing, open_link, unpack
 
 WIDTH = 4
 

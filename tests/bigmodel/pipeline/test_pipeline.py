@@ -17,8 +17,8 @@ from torch.distributed.pipelining import ScheduleGPipe
 import accelfn as af
 from accelfn import Context
 from accelfn.bigmodel import Pipeline, plan_pipeline
+from accelfn.bigmodel import load as applying
 from accelfn.bigmodel.empty import init_empty_weights
-from accelfn.bigmodel.load import apply as applying
 from accelfn.comm import catch
 from accelfn.errors import CheckpointMismatchError, MismatchError, MissingRankError, RemoteRankError
 from accelfn.testing import run_ranks

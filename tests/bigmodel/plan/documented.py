@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, TypeAlias
 
-from accelfn.bigmodel.places import Place
-from accelfn.bigmodel.plan.shape import LeafShape, ModelShape, ModuleShape
+from accelfn.bigmodel.devices import Place
+from accelfn.bigmodel.model_info import LeafShape, ModelShape, ModuleShape
 
 __all__ = ("Odd", "documented_map", "sizes_of_names")
 

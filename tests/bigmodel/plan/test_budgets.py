@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from accelfn.bigmodel import convert_file_size_to_int, get_balanced_memory, get_max_memory, read_shape
-from accelfn.bigmodel.places import Place
-from accelfn.bigmodel.plan.budgets import available_memory
+from accelfn.bigmodel.devices import Place, available_memory
 from accelfn.errors import MissingExtraError
 from tests.bigmodel.plan.trees import M3, Tree, build, trees
 
@@ -106,9 +105,7 @@ def test_budgets_that_can_not_be_are_refused(given_: Any, said: str) -> None:
         get_max_memory(given_)
 
 
-def test_what_is_no_mapping_is_refused() -> None:
-    with pytest.raises(TypeError, match="takes sizes by place"):
-        get_max_memory("10GB")  # pyright: ignore[reportArgumentType]
+def test_sizes_that_are_none_are_refused() -> None:
     with pytest.raises(TypeError, match=r"max_memory\[0\]: a size is"):
         get_max_memory({0: None})  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match=r"max_memory\[0\]: a size is .* got True"):
@@ -218,7 +215,7 @@ def test_accelerators_say_what_they_have_free(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     accelerator(monkeypatch, "cuda")
-    with caplog.at_level(logging.INFO, "accelfn.bigmodel.plan.budgets"):
+    with caplog.at_level(logging.INFO, "accelfn.bigmodel.devices"):
         found = get_max_memory()
     assert list(found) == [0, "cpu"]
     assert found[0] == 1000

@@ -20,7 +20,7 @@ from accelfn.bigmodel import (
     read_shape,
     shape_from_leaves,
 )
-from accelfn.tree.sizes import size_text
+from accelfn.tree.structure import size_text
 from tests.bigmodel.plan.trees import M3, build, trees
 
 SVG = "{http://www.w3.org/2000/svg}"

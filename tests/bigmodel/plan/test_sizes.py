@@ -19,7 +19,6 @@ from accelfn.bigmodel import (
     get_non_persistent_buffers,
     read_shape,
 )
-from accelfn.bigmodel.plan.sizes import read_class_names
 from tests.bigmodel.plan.documented import sizes_of_names
 from tests.bigmodel.plan.trees import M3, Tree, build, trees
 
@@ -121,12 +120,3 @@ def test_what_a_model_says_of_its_blocks_is_a_layer() -> None:
     assert calculate_maximum_sizes(model) == (456, (236, ["0"]))
     model._no_split_modules = None
     assert calculate_maximum_sizes(model) == (456, (220, ["1"]))
-
-
-def test_names_of_classes() -> None:
-    assert read_class_names(None) == ()
-    assert read_class_names("A") == ("A",)
-    assert read_class_names(("A", "B")) == ("A", "B")
-    assert set(read_class_names({"A", "B"})) == {"A", "B"}
-    with pytest.raises(TypeError, match=r"takes names of classes, such as .*: got 5"):
-        read_class_names([5])  # pyright: ignore[reportArgumentType]

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from accelfn.bigmodel import BnbQuantizationConfig, TorchaoQuantizationConfig
-from accelfn.bigmodel.quantize.config import QuantizationConfig
+from accelfn.bigmodel.quantize_config import QuantizationConfig
 
 __all__ = ("CONFIGS", "IDS", "QUANTIZED", "Net", "made")
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from accelfn.bigmodel import BnbQuantizationConfig, TorchaoQuantizationConfig
-from accelfn.bigmodel.quantize.choose import default_skip_modules, kept_dtype, plan_quantization
+from accelfn.bigmodel.quantize import default_skip_modules, kept_dtype, plan_quantization
 from tests.bigmodel.quantize.models import QUANTIZED, Net
 
 
@@ -48,7 +48,6 @@ def test_all_linear_layers_but_the_last_are_quantised() -> None:
         plan = plan_quantization(Net(), config())
     assert plan.layers == QUANTIZED
     assert plan.skipped == ("head",)
-    assert str(plan).splitlines()[:2] == ["4 layers are quantised:", "  blocks.0.up"]
 
 
 def test_a_base_model_is_quantised_whole_unless_it_shares_weights() -> None:

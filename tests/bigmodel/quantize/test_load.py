@@ -24,8 +24,8 @@ from accelfn.bigmodel import (
     compute_module_sizes,
     has_4bit_bnb_layers,
 )
-from accelfn.bigmodel.quantize import load as loading
-from accelfn.bigmodel.quantize.config import QuantizationConfig
+from accelfn.bigmodel import quantize as loading
+from accelfn.bigmodel.quantize_config import QuantizationConfig
 from accelfn.errors import CheckpointMismatchError, ConfigurationError, MissingExtraError, ReplicaDriftError
 from accelfn.testing import run_ranks
 from tests.bigmodel.quantize import program

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from accelfn.checkpoint.files.disk import (
+from accelfn.checkpoint.disk import (
     REAL_DISK,
     is_there,
     make_folders,

@@ -18,7 +18,7 @@ from accelfn.checkpoint import (
     save_state,
     verify_checkpoint,
 )
-from accelfn.checkpoint.files.commit import make_nonce
+from accelfn.checkpoint.commit import make_nonce
 from accelfn.context import Context
 from accelfn.errors import ConfigurationError
 from tests.checkpoint.small import save_small

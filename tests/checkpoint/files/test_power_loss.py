@@ -7,11 +7,10 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from accelfn.checkpoint.files.commit import clean
-from accelfn.checkpoint.files.disk import make_folders
-from accelfn.checkpoint.files.find import find_checkpoints
-from accelfn.checkpoint.files.keep import Keep, prune_checkpoints
-from accelfn.checkpoint.files.verify import verify_checkpoint
+from accelfn.checkpoint.commit import clean
+from accelfn.checkpoint.disk import make_folders
+from accelfn.checkpoint.find import find_checkpoints, verify_checkpoint
+from accelfn.checkpoint.keep import Keep, prune_checkpoints
 from accelfn.errors import DamagedCheckpointError, NoCheckpointError
 from tests.checkpoint.model_disk import Killed, Model, Operation, crashes, settled
 from tests.checkpoint.small import save_small

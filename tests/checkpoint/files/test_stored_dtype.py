@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from accelfn.checkpoint.files.stored_dtype import (
+from accelfn.checkpoint.header import (
     SAFETENSORS_NAMES,
     contiguous_copy,
     copyable,
@@ -14,7 +14,7 @@ from accelfn.checkpoint.files.stored_dtype import (
     is_storable,
     stored_form,
 )
-from accelfn.comm.wire import as_bytes
+from accelfn.comm.agreement import as_bytes
 
 ALL = tuple(dict.fromkeys(value for value in vars(torch).values() if type(value) is torch.dtype))
 STORABLE = tuple(dtype for dtype in ALL if is_storable(dtype))

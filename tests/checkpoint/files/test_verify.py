@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accelfn.checkpoint import verify_checkpoint
-from accelfn.checkpoint.files.commit import Stage, publish, write_manifest
-from accelfn.checkpoint.files.disk import REAL_DISK
-from accelfn.checkpoint.files.manifest import StoredFile
+from accelfn.checkpoint.commit import Stage, publish, write_manifest
+from accelfn.checkpoint.disk import REAL_DISK
+from accelfn.checkpoint.manifest import StoredFile
 from accelfn.errors import CheckpointError, DamagedCheckpointError, NoCheckpointError, NotAvailableError
 from tests.checkpoint.small import load_small, save_small, write_stage
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 import accelfn as af
 from accelfn import ProjectConfiguration
 from accelfn.checkpoint import find_checkpoint, folder_for_files
-from accelfn.checkpoint.files.commit import clean, leftover_path
-from accelfn.checkpoint.files.disk import REAL_DISK
-from accelfn.checkpoint.files.manifest import Attachment, Manifest, format_manifest, parse_manifest
+from accelfn.checkpoint.commit import clean, leftover_path
+from accelfn.checkpoint.disk import REAL_DISK
+from accelfn.checkpoint.manifest import Attachment, Manifest, format_manifest, parse_manifest
 from accelfn.context import Context
 from accelfn.errors import CheckpointError, DamagedCheckpointError, RemoteRankError
 from accelfn.testing import run_ranks

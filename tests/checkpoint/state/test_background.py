@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import accelfn as af
-from accelfn.checkpoint.state.background import HostMemory, SaveHandle
+from accelfn.checkpoint.background import HostMemory, SaveHandle
 from accelfn.context import Context
 from accelfn.errors import RemoteRankError
 from accelfn.testing import run_ranks

@@ -16,8 +16,8 @@ from torch import nn
 
 import accelfn as af
 from accelfn.checkpoint import Keep
-from accelfn.checkpoint.files.commit import begin_stage, leftover_path, make_nonce, write_manifest
-from accelfn.checkpoint.files.disk import REAL_DISK
+from accelfn.checkpoint.commit import begin_stage, leftover_path, make_nonce, write_manifest
+from accelfn.checkpoint.disk import REAL_DISK
 from accelfn.context import Context
 from accelfn.errors import (
     CheckpointError,
@@ -277,11 +277,8 @@ HARMFUL: dict[str, Change] = {
     "step": field("step", value="1"),
     "metric": field("metric", value="1"),
     "unknown kind": field("tree", "own", value={"$": "evil"}),
-    "class": field(
-        "tree", "own", value={"$": "node", "of": "os:system", "metadata": None, "children": ["x"]}
-    ),
-    "enum": field("tree", "own", value={"$": "enum", "of": "subprocess:Popen", "name": "x"}),
-    "nothing before it": field("tree", "own", value={"$": "again", "id": 7}),
+    "class": field("tree", "own", value={"$": "node", "of": "os:system", "metadata": None, "items": ["x"]}),
+    "enum": field("tree", "own", value={"$": "enum", "of": "subprocess:Popen", "value": "x"}),
     "no such tensor": field("tree", "own", "name", value="other"),
     "by rank": field("tree", "own", value={"$": "by_rank", "values": [], "of": []}),
     "by rank, negative": field("tree", "own", value={"$": "by_rank", "values": [1], "of": [-1]}),

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accelfn.checkpoint.state.by_rank import document_of, join_documents, renamed
+from accelfn.checkpoint.by_rank import document_of, join_documents, renamed
 from accelfn.errors import DamagedCheckpointError
 
 DOCUMENTS = st.recursive(

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.checkpoint.files.disk import REAL_DISK
-from accelfn.checkpoint.state.each_node import common, parts_at, parts_below
+from accelfn.checkpoint.disk import REAL_DISK
+from accelfn.checkpoint.find import common, parts_at, parts_below
 from accelfn.context import Context
 from accelfn.context.config import ProjectConfiguration
 from accelfn.errors import DamagedCheckpointError, NoCheckpointError
@@ -70,7 +70,7 @@ def test_a_node_that_did_not_commit_leaves_the_old_one_for_all(tmp_path: Path, b
                             raise OSError(5, "no more renames", source)
                         real(source, target)
 
-                    patch.setattr("accelfn.checkpoint.state.save.REAL_DISK", _disk(rename))
+                    patch.setattr("accelfn.checkpoint.save.REAL_DISK", _disk(rename))
                 af.save_state(ctx, disk / "at", tree_of(ctx, step))
 
         run_ranks(run, 2, on="processes", num_nodes=2)

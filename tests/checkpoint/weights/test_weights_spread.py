@@ -187,7 +187,7 @@ def test_an_error_amid_gathering_reaches_all_ranks(what: str, tmp_path: Path) ->
         if what == "state" and ctx.rank == 1:
             model.register_state_dict_post_hook(fails)
         if what == "full" and ctx.is_main_process:
-            files: Any = importlib.import_module("accelfn.checkpoint.weights.files")
+            files: Any = importlib.import_module("accelfn.checkpoint.weights_files")
             written: list[Any] = []
 
             def full(file: Any, value: Any) -> None:

@@ -1,6 +1,5 @@
 """The questionnaire as a plan: every path ends in a configuration that holds and survives its file."""
 
-import dataclasses
 from collections.abc import Mapping
 
 import pytest
@@ -16,9 +15,10 @@ from accelfn.launch.config import (
     resolve,
 )
 from accelfn.launch.config.ask import ask_questions
-from accelfn.launch.config.question import Answers, Question
 from accelfn.launch.config.questions import (
     QUESTIONS,
+    Answers,
+    Question,
     config_of,
     default_of,
     first_answers,
@@ -126,8 +126,6 @@ def test_what_is_usual_is_never_refused(data: st.DataObject) -> None:
 def test_launches_take_what_was_answered(data: st.DataObject) -> None:
     answers, _ = draw_answers(data, {}, 0)
     config = config_of(answers)
-    if config.sagemaker.profile is None and config.compute_environment == "AMAZON_SAGEMAKER":
-        return  # its keys are given at launch
     file = parse_config(format_config(config, "a.json", frozenset(values_of(answers))), "a.json")
     here = machines.Machine(cores=4, mpirun="/usr/bin/mpirun", is_open_mpi=True)
     plan_launch(resolve({}, {}, file), Script("train.py"), {}, here)
@@ -156,7 +154,7 @@ def test_questions_hang_on_those_before_them_only() -> None:
 
 def test_each_question_is_about_one_field_or_about_others() -> None:
     own = {question.name for question in QUESTIONS if question.name not in FIELD_OF}
-    assert own == {"machine_type", "has_profile", "use_dynamo", "customize_dynamo"}
+    assert own == {"machine_type"}
 
 
 def answer_all(
@@ -219,17 +217,6 @@ def test_a_mesh_is_filled_with_shards_and_has_as_many_processes(
     assert config.num_processes == num_processes
     assert (config.fsdp.version, config.fsdp.auto_wrap_policy) == (2, "TRANSFORMER_BASED_WRAP")
     assert answer_all({}, dict(parse_config(format_config(config, "a.json"), "a.json").values)) == config
-
-
-def test_a_profile_that_was_declined_is_not_offered_again() -> None:
-    texts = {"compute_environment": "AMAZON_SAGEMAKER", "sagemaker_iam_role_name": "trainer"}
-    config = answer_all({**texts, "has_profile": "no"}, {})
-    assert config.sagemaker.profile is None
-    saved = {"compute_environment": "AMAZON_SAGEMAKER", "sagemaker_iam_role_name": "trainer"}
-    assert answer_all({}, saved) == config.__class__(
-        compute_environment="AMAZON_SAGEMAKER", sagemaker=config.sagemaker, mixed_precision="no"
-    )
-    assert answer_all(texts, {}).sagemaker.profile == "default"
 
 
 def test_secrets_of_a_file_are_not_taken_along() -> None:
@@ -317,8 +304,3 @@ def test_what_cannot_run_is_not_asked(data: st.DataObject, devices: int | None, 
     assert ("TPU" in told) is (has_tpu and "machine_type" in asked)
     if devices == 0:
         assert not {"several accelerators", "cpu", "gpu_ids", "enable_cpu_affinity"} & {*told}
-
-
-def test_questions_are_records() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        QUESTIONS[0].name = "x"  # pyright: ignore[reportAttributeAccessIssue]

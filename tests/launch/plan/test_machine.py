@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from accelfn.errors import ConfigurationError
 from accelfn.launch import Machine, Script, parse_flags, plan_launch, resolve
-from accelfn.launch.plan import NumaNode
-from accelfn.launch.plan.affinity import plan_affinity
-from accelfn.launch.plan.machine import read_cpu_list, read_machine, write_cpu_list
+from accelfn.launch.plan import LaunchPlan, NumaNode
+from accelfn.launch.plan.machine import plan_affinity, read_cpu_list, read_machine, write_cpu_list
 
 
 def make(root: Path, **files: str) -> None:
@@ -171,8 +170,17 @@ def test_who_hides_the_accelerators_wants_the_cpu() -> None:
 def test_processes_are_bound_near_their_accelerators() -> None:
     nodes = (NumaNode(0, (0, 1)), NumaNode(1, (2, 3)))
     machine = Machine(cores=4, devices=4, numa=nodes, device_numa=(1, 1, 0, 0))
-    argv = ("--num_processes=2", "--enable_cpu_affinity", "--gpu_ids=1,2", "t.py")
-    plan = plan_launch(resolve(parse_flags(argv).flags, {}), Script("t.py"), {}, machine)
-    assert dict(plan.env_changes)["ACCELFN_WORKER_CPUS"] == "2-3;0-1"
-    alone = resolve(parse_flags(("--num_processes=1", "--enable_cpu_affinity", "t.py")).flags, {})
-    assert plan_launch(alone, Script("t.py"), {}, machine).cpus == ((2, 3),)
+
+    def plan(*flags: str, **environment: str) -> LaunchPlan:
+        argv = ("--enable_cpu_affinity", *flags, "t.py")
+        return plan_launch(resolve(parse_flags(argv).flags, {}), Script("t.py"), environment, machine)
+
+    two = dict(plan("--num_processes=2", "--gpu_ids=1,2").env_changes)
+    assert two["ACCELFN_WORKER_CPUS"] == "2-3;0-1"
+    shown = plan("--num_processes=2", CUDA_VISIBLE_DEVICES="2,3")
+    assert dict(shown.env_changes)["ACCELFN_WORKER_CPUS"] == "0;1"
+    assert plan("--num_processes=1").cpus == ((2, 3),)
+    assert plan("--num_processes=1", CUDA_VISIBLE_DEVICES="GPU-uuid").cpus == ((0, 1),)
+    alone = plan("--num_processes=1", "--gpu_ids=3")
+    assert alone.cpus == ((0, 1),)
+    assert "ACCELFN_WORKER_CPUS" not in dict(alone.env_changes)

@@ -172,7 +172,7 @@ def test_a_launcher_that_is_killed_or_stopped_ends_the_others(number: signal.Sig
         assert f"the launch on machine 1 ({host}) was stopped; " in stderr
 
 
-def test_machines_that_differ_are_told_before_torch_is_loaded(tmp_path: Path) -> None:
+def test_machines_that_differ_are_told_before_anything_is_started(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(PORTRAIT)
     flags = ("--num_machines=2", "--num_processes=2", "--main_process_ip=127.0.0.1", "--cpu")
     port = f"--main_process_port={free_port()}"

@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 import accelfn as af
-from accelfn.launch.selftest.checks import CHECKS
+from accelfn.launch.selftest.checks import CHECKS, Check, Trial, demand
 from accelfn.launch.selftest.program import run_checks
 from accelfn.launch.selftest.table import FAULTS, Result, print_results, read_results, write_result
-from accelfn.launch.selftest.trial import Check, Trial, demand
 from accelfn.testing import Where, run_ranks
 
 # Threads don't replicate models, and share the generators that "random states" is about.
@@ -160,16 +159,3 @@ def test_a_plain_table_tells_failures_in_full(tmp_path: Path) -> None:
     for result in results:
         write_result(file, result)
     assert read_results(file) == results
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_on_a_terminal_rich_draws_the_table() -> None:
-    pytest.importorskip("rich")
-    out = Terminal()
-    print_results((Result("collectives", "FAIL", 0.25, "[red] is text"),), "accelfn test", out)
-    assert "[red] is text" in out.getvalue()
-    assert "│" in out.getvalue()

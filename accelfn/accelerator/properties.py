@@ -1,0 +1,157 @@
+"""What an Accelerator knows of its context, under Accelerate's names."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from typing import Any, Generic, NoReturn, TypeVar, overload
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import Self
+
+from accelfn.context import Context
+from accelfn.context.config import (
+    DataLoaderConfiguration,
+    DistributedType,
+    ParallelismConfig,
+    ProjectConfiguration,
+)
+
+__all__ = ("ContextProperties",)
+
+T_co = TypeVar("T_co", covariant=True)
+
+
+class _Read(Generic[T_co]):
+    """A property that is read from the context."""
+
+    def __init__(self, read: Callable[[Context], T_co]) -> None:
+        self._read = read
+        self._name = ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> Self: ...
+    @overload
+    def __get__(self, instance: ContextProperties, owner: type) -> T_co: ...
+    def __get__(self, instance: ContextProperties | None, owner: type) -> Self | T_co:
+        return self if instance is None else self._read(instance.context)
+
+    def __set__(self, instance: ContextProperties, value: Any) -> NoReturn:
+        raise AttributeError(f"{self._name} is the context's, and can't be set.")
+
+
+class ContextProperties:
+    """Questions that the context answers, and the few settings of it that may be changed.
+
+    Attributes:
+        context: The frozen Context behind it. To change a setting puts another one in its place.
+        state: The context: what Accelerate keeps in its state objects.
+        device: Device of this rank.
+        distributed_type: Kind of world.
+        num_processes: Number of ranks.
+        process_index: Global rank.
+        local_process_index: Rank on this node.
+        is_main_process: Whether this is rank 0.
+        is_local_main_process: Whether this is rank 0 of its node.
+        is_last_process: Whether this is the last rank.
+        use_distributed: Whether there is more than one rank.
+        multi_device: Whether there are several ranks on accelerators.
+        mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``.
+        native_amp: Whether torch's autocast is at work.
+        fp8_backend: Engine of 8-bit matrix products: None, as this version has none.
+        dataloader_config: How loaders are sharded.
+        split_batches: Whether each batch of a loader is cut into one part for each rank.
+        dispatch_batches: Whether rank 0 reads for all.
+        use_seedable_sampler: What was asked for; a shuffled order is always a function of seed and epoch.
+        non_blocking: Whether copies to the device are asynchronous.
+        use_stateful_dataloader: Whether loaders are torchdata's.
+        device_placement: Whether models and batches are moved to the device.
+        rng_types: Random states that a loader synchronises at the start of an epoch.
+        step_scheduler_with_optimizer: Whether a schedule moves only when its optimizer does.
+        project_configuration: Where outputs go.
+        project_dir: Directory for outputs.
+        logging_dir: Directory for logs.
+        log_with: Trackers that were asked for: names, trackers and classes of these.
+        should_save_model: Whether this rank is the one of its node that writes a model's weights.
+        parallelism_config: Sizes of the mesh's axes; None where nobody asked for a mesh.
+        data_parallel_rank: Which copy of the model this rank works on.
+        data_parallel_shard_rank: Place among the ranks that share the parameters of one copy.
+        tensor_parallel_rank: Place among the ranks that share each layer.
+        pipeline_parallel_rank: Stage that this rank works on.
+        context_parallel_rank: Place among the ranks that share each sequence by context parallelism.
+        is_fsdp2: Whether models are sharded by FSDP2, which runs version 1's plugin too.
+        is_composable_parallelism_enabled: The same: FSDP2 goes with every other axis.
+    """
+
+    context: Context
+    state: _Read[Context] = _Read(lambda ctx: ctx)
+    device: _Read[torch.device] = _Read(lambda ctx: ctx.device)
+    distributed_type: _Read[DistributedType] = _Read(lambda ctx: ctx.distributed_type)
+    num_processes: _Read[int] = _Read(lambda ctx: ctx.num_processes)
+    process_index: _Read[int] = _Read(lambda ctx: ctx.rank)
+    local_process_index: _Read[int] = _Read(lambda ctx: ctx.local_rank)
+    is_main_process: _Read[bool] = _Read(lambda ctx: ctx.is_main_process)
+    is_local_main_process: _Read[bool] = _Read(lambda ctx: ctx.is_local_main_process)
+    is_last_process: _Read[bool] = _Read(lambda ctx: ctx.is_last_process)
+    use_distributed: _Read[bool] = _Read(lambda ctx: ctx.num_processes > 1)
+    multi_device: _Read[bool] = _Read(lambda ctx: ctx.num_processes > 1 and ctx.device.type != "cpu")
+    mixed_precision: _Read[str] = _Read(lambda ctx: ctx.mixed_precision)
+    native_amp: _Read[bool] = _Read(lambda ctx: ctx.precision.compute_dtype is not None)
+    fp8_backend: _Read[str | None] = _Read(lambda ctx: None)
+    dataloader_config: _Read[DataLoaderConfiguration] = _Read(lambda ctx: ctx.loading)
+    split_batches: _Read[bool] = _Read(lambda ctx: ctx.loading.split_batches)
+    dispatch_batches: _Read[bool | None] = _Read(lambda ctx: ctx.loading.dispatch_batches)
+    use_seedable_sampler: _Read[bool] = _Read(lambda ctx: ctx.loading.use_seedable_sampler)
+    non_blocking: _Read[bool] = _Read(lambda ctx: ctx.loading.non_blocking)
+    use_stateful_dataloader: _Read[bool] = _Read(lambda ctx: ctx.loading.use_stateful_dataloader)
+    device_placement: _Read[bool] = _Read(lambda ctx: ctx.device_placement)
+    rng_types: _Read[tuple[str, ...]] = _Read(lambda ctx: ctx.rng_types)
+    step_scheduler_with_optimizer: _Read[bool] = _Read(lambda ctx: ctx.step_scheduler_with_optimizer)
+    project_configuration: _Read[ProjectConfiguration] = _Read(lambda ctx: ctx.project)
+    project_dir: _Read[str | os.PathLike[str] | None] = _Read(lambda ctx: ctx.project.project_dir)
+    logging_dir: _Read[str | os.PathLike[str] | None] = _Read(lambda ctx: ctx.project.logging_dir)
+    log_with: _Read[tuple[Any, ...]] = _Read(lambda ctx: ctx.log_with)
+    should_save_model: _Read[bool] = _Read(lambda ctx: ctx.is_local_main_process)
+    parallelism_config: _Read[ParallelismConfig | None] = _Read(lambda ctx: ctx.strategy.parallelism)
+    data_parallel_rank: _Read[int] = _Read(lambda ctx: ctx.coordinate("dp_replicate"))
+    data_parallel_shard_rank: _Read[int] = _Read(lambda ctx: ctx.coordinate("dp_shard"))
+    tensor_parallel_rank: _Read[int] = _Read(lambda ctx: ctx.coordinate("tp"))
+    pipeline_parallel_rank: _Read[int] = _Read(lambda ctx: ctx.coordinate("pp"))
+    context_parallel_rank: _Read[int] = _Read(lambda ctx: ctx.coordinate("cp"))
+    is_fsdp2: _Read[bool] = _Read(lambda ctx: ctx.strategy.fsdp is not None)
+    is_composable_parallelism_enabled: _Read[bool] = _Read(lambda ctx: ctx.strategy.fsdp is not None)
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Batches in a full window."""
+        return self.context.gradient_accumulation_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, num_steps: int) -> None:
+        self.context = self.context.replace(gradient_accumulation_steps=num_steps)
+
+    @property
+    def even_batches(self) -> bool:
+        """Whether all ranks get equally many batches. May be set, for loaders that are prepared then."""
+        return self.context.loading.even_batches
+
+    @even_batches.setter
+    def even_batches(self, even: bool) -> None:
+        loading = dataclasses.replace(self.context.loading, even_batches=even)
+        self.context = self.context.replace(dataloader_config=loading)
+
+    @property
+    def torch_device_mesh(self) -> DeviceMesh | None:
+        """Torch's mesh over the axes of more than one rank; None where there is none.
+
+        Raises:
+            NotAvailableError: The ranks are threads.
+        """
+        mesh = self.context.mesh
+        axes = () if mesh is None else mesh.plan.active()
+        return None if mesh is None or not axes else mesh.device_mesh(*axes)

@@ -1,0 +1,535 @@
+"""Hooks that bring a module's tensors, arguments and outputs to the device where it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import nn
+
+from accelfn.bigmodel.assign import Slot, fitting, put, slots_of, tied_slots
+from accelfn.bigmodel.block_hooks import CallStack, input_device, moved
+from accelfn.bigmodel.block_stream import Stream
+from accelfn.bigmodel.blocks import Block
+from accelfn.bigmodel.devices import (
+    Place,
+    PlaceLike,
+    check_device,
+    current_place,
+    is_on,
+    is_simulated,
+    listed,
+    names_in,
+    read_place,
+)
+from accelfn.bigmodel.hooks import ModelHook, add_hook_to_module, hook_of, members_of
+from accelfn.bigmodel.weight_files import mapped_from
+
+T = TypeVar("T")
+
+# They use the weights of modules inside of them without calling those.
+_WHOLE = ("MultiheadAttention", "TransformerEncoderLayer")
+
+
+def _values_of(slots: Mapping[str, Slot], weights_map: Mapping[str, Any] | None) -> dict[int, torch.Tensor]:
+    """Return what a mapping has for tensors, by their ``id``, on the host and in their dtypes.
+
+    Args:
+        slots: By names in the mapping.
+        weights_map: Values; tied tensors need one.
+
+    Raises:
+        ValueError: A value doesn't fit, or a tensor without values would stay without.
+    """
+    values: dict[int, torch.Tensor] = {}
+    for name, slot in slots.items():
+        now = slot.read()
+        value = None if weights_map is None or id(now) in values else cast("Any", weights_map).get(name)
+        if isinstance(value, torch.Tensor) and not value.is_meta:
+            values[id(now)] = fitting(name, value, now).detach().to("cpu", now.dtype)
+    bare = [name for name, slot in slots.items() if slot.read().is_meta and id(slot.read()) not in values]
+    if bare:
+        raise ValueError(
+            f"AlignDevicesHook: {listed(map(repr, bare))} are on the meta device and have no values. Load "
+            "them first (load_checkpoint_in_model), or pass weights_map and offload."
+        )
+    return values
+
+
+def _settle(
+    slots: Mapping[str, Slot],
+    travels: Collection[str],
+    values: Mapping[int, torch.Tensor],
+    device: torch.device | None,
+) -> None:
+    """Put tensors where they rest.
+
+    Args:
+        slots: Of the tensors. Changed.
+        travels: Names of those that rest on the host, in the memory of their values.
+        values: As :func:`_values_of` gives them.
+        device: Of the others; None leaves them where they are.
+    """
+    for names in tied_slots(slots):
+        old = slots[names[0]].read()
+        value = values.get(id(old))
+        rests = any(name in travels for name in names)
+        if value is not None and not rests:
+            value = value.clone()
+        target = torch.device("cpu") if rests else device or old.device
+        if value is not None or old.device != target:
+            put([slots[name] for name in names], old, (old.data if value is None else value).to(target))
+
+
+class AlignDevicesHook(ModelHook):
+    """Brings a module's tensors and arguments to the device where it computes.
+
+    Without ``offload`` its tensors are moved there once. With ``offload`` they rest in the host's memory, as
+    real parameters: ``state_dict()``, pickling, and training see them. During a forward the module holds
+    copies on the device, and gradients arrive on the parameters at rest. On the CPU these are used.
+
+    Args:
+        execution_device: Where the module computes: a number, ``"cuda:1"``, ``"cpu"``, or ``"cpu:0"``, which
+            is simulated. None moves nothing; with ``offload`` it is the current accelerator, or the CPU.
+        offload: Let the tensors rest in the host's memory.
+        io_same_device: Give outputs back on the device of the first tensor among the arguments.
+        weights_map: Values of offloaded tensors, by their names within the module; others keep what they
+            have. They are read once, when the hook is added, and become the parameters' memory: without a
+            copy if their dtype is the parameter's, so that training writes into them. Those of an
+            ``OffloadedWeightsLoader`` stay in their files, mapped.
+        offload_buffers: Let buffers travel too. Otherwise they are moved to the device once, with the values
+            that ``weights_map`` has of them, as are those that aren't in the state_dict.
+        place_submodules: All this for the tensors of the modules inside of it too.
+        skip_keys: Keys of dicts in arguments and outputs, names of keyword arguments among them, below which
+            nothing is moved.
+        tied_params_map: Not needed here: tied parameters stay one object.
+
+    Raises:
+        ValueError: There is no such device here. When the hook is added: tensors have no values, or
+            ``weights_map`` has some of another shape.
+    """
+
+    def __init__(
+        self,
+        execution_device: PlaceLike | None = None,
+        offload: bool = False,
+        io_same_device: bool = False,
+        weights_map: Mapping[str, Any] | None = None,
+        offload_buffers: bool = False,
+        place_submodules: bool = False,
+        skip_keys: str | Sequence[str] | None = None,
+        tied_params_map: Mapping[int, Any] | None = None,
+    ) -> None:
+        self.place: Place | None = None
+        if execution_device is not None or offload:
+            self.place = (
+                current_place()
+                if execution_device is None
+                else read_place(execution_device, "execution_device")
+            )
+        self.execution_device: torch.device | None = (
+            None if self.place is None else check_device(self.place, "execution_device")
+        )
+        self.offload = offload
+        self.io_same_device = io_same_device
+        self.weights_map = weights_map
+        self.offload_buffers = offload_buffers
+        self.place_submodules = place_submodules
+        self.skip_keys: tuple[str, ...] = names_in(skip_keys)
+        self.tied_params_map = tied_params_map
+        self.stream: Stream | None = None
+        self._origins: list[tuple[Slot, torch.device]] = []
+        self._calls: CallStack[torch.device | None] = CallStack()  # of inputs
+
+    def slots(self, module: nn.Module) -> dict[str, Slot]:
+        """Return what the hook brings or moves, by names within the module."""
+        found = dict(slots_of(module)) if self.offload or self.place is not None else {}
+        return {name: slot for name, slot in found.items() if self.place_submodules or "." not in name}
+
+    def travelling(self, module: nn.Module) -> dict[str, Slot]:
+        """Return what rests on the host: parameters, and if asked to, buffers that state dicts have."""
+        return {
+            name: slot
+            for name, slot in self.slots(module).items()
+            if self.offload and (slot.is_parameter or (self.offload_buffers and slot.is_saved))
+        }
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Move the module's tensors where they rest."""
+        slots, travels = self.slots(module), self.travelling(module)
+        values = _values_of(slots, self.weights_map if self.offload else None)
+        self._origins = [(slot, slot.read().device) for slot in travels.values()]
+        _settle(slots, travels, values, self.execution_device)
+        # On the CPU only the pages of mapped weights come and go.
+        is_used = self.place != "cpu" or any(mapped_from(slot.read()) for slot in travels.values())
+        if travels and self.place is not None and is_used:
+            block = Block(name=type(module).__name__, module=module, slots=tuple(travels.values()))
+            self.stream = Stream((block,), self.place, num_ahead=0)
+        return module
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Move offloaded tensors where they were before; those that had no values keep what they have."""
+        for slot, origin in self._origins:
+            tensor = slot.read()
+            if origin.type != "meta" and tensor.device != origin:
+                put([slot], tensor, tensor.data.to(origin))
+        self._origins, self.stream = [], None
+        return module
+
+    def pre_forward(
+        self, module: nn.Module, *args: Any, **kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Bring the module's tensors, and its arguments."""
+        self._calls.values.append(input_device(args, kwargs) if self.io_same_device else None)
+        if self.stream is not None:
+            self.stream.enter(0)
+        if self.execution_device is None:
+            return args, kwargs
+        return moved(args, self.execution_device, self.skip_keys), moved(
+            kwargs, self.execution_device, self.skip_keys
+        )
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Let the module's tensors rest again, and bring the output."""
+        device = self._end()
+        return output if device is None else moved(output, device, self.skip_keys)
+
+    def after_error(self, module: nn.Module) -> None:
+        """Let the module's tensors rest again."""
+        self._end()
+
+    def _end(self) -> torch.device | None:
+        if self.stream is not None:
+            self.stream.leave(0)
+        return self._calls.pop()
+
+
+def attach_execution_device_hook(
+    module: nn.Module,
+    execution_device: PlaceLike,
+    skip_keys: str | Sequence[str] | None = None,
+    preload_module_classes: Iterable[str] | None = None,
+    tied_params_map: Mapping[int, Any] | None = None,
+) -> None:
+    """Bring the arguments of ``module``, and of all modules inside of it that hold tensors, to a device.
+
+    Modules that have a hook already keep it, and get none beside it.
+
+    Args:
+        module: Changed: modules get hooks, and their own tensors are moved to the device.
+        execution_device: A number, ``"cuda:1"``, ``"cpu"``, or ``"cpu:0"``, which is simulated.
+        skip_keys: Keys of dicts in arguments below which nothing is moved.
+        preload_module_classes: Names of classes below which no hooks are added.
+        tied_params_map: Not needed here: tied parameters stay one object.
+
+    Raises:
+        ValueError: There is no such device here, or a tensor has no values.
+    """
+    plan = _Plan(None, False, names_in(skip_keys), names_in(preload_module_classes))
+    plan.execute_on(module, execution_device)
+    plan.apply()
+
+
+def attach_align_device_hook(
+    module: nn.Module,
+    execution_device: PlaceLike | None = None,
+    offload: bool = False,
+    weights_map: Mapping[str, Any] | None = None,
+    offload_buffers: bool = False,
+    module_name: str = "",
+    skip_keys: str | Sequence[str] | None = None,
+    preload_module_classes: Iterable[str] | None = None,
+    tied_params_map: Mapping[int, Any] | None = None,
+) -> None:
+    """Return an :class:`AlignDevicesHook` to each module that holds tensors of its own.
+
+    Each module's tensors come when it runs. ``dispatch_model`` and ``cpu_offload`` bring whole layers, and
+    the next one while a layer computes, which is faster.
+
+    Args:
+        module: Changed. The hooks come beside those that modules have.
+        execution_device: As for :class:`AlignDevicesHook`.
+        offload: As for :class:`AlignDevicesHook`.
+        weights_map: As for :class:`AlignDevicesHook`, with the names of the whole model.
+        offload_buffers: As for :class:`AlignDevicesHook`.
+        module_name: Name of ``module`` in the model, which ``weights_map`` knows.
+        skip_keys: Keys of dicts in arguments below which nothing is moved.
+        preload_module_classes: Names of classes whose tensors travel as a whole, with those of all modules
+            inside: such that use these without calling the modules. Torch's own ones of the kind are known.
+        tied_params_map: Not needed here: tied parameters stay one object.
+
+    Raises:
+        ValueError: There is no such device here, or values are missing.
+    """
+    whole = (*_WHOLE, *names_in(preload_module_classes))
+    plan = _Plan(weights_map, offload_buffers, names_in(skip_keys), whole)
+    plan.align(module, module_name, execution_device, offload)
+    plan.apply()
+
+
+def attach_align_device_hook_on_blocks(
+    module: nn.Module,
+    execution_device: PlaceLike | Mapping[str, PlaceLike] | None = None,
+    offload: bool | Mapping[str, bool] = False,
+    weights_map: Mapping[str, Any] | None = None,
+    offload_buffers: bool = False,
+    module_name: str = "",
+    skip_keys: str | Sequence[str] | None = None,
+    preload_module_classes: Iterable[str] | None = None,
+    tied_params_map: Mapping[int, Any] | None = None,
+) -> None:
+    """Attach hooks to blocks of a model, each with a device of its own.
+
+    Args:
+        module: Changed.
+        execution_device: Where the blocks compute, by their names; or one device for the whole model.
+        offload: Whether the blocks' tensors rest in the host's memory, by their names; or one answer for all.
+        weights_map: As for :class:`AlignDevicesHook`, with the names of the whole model.
+        offload_buffers: As for :class:`AlignDevicesHook`.
+        module_name: Name of ``module`` in the model.
+        skip_keys: Keys of dicts in arguments and outputs below which nothing is moved.
+        preload_module_classes: As for :func:`attach_align_device_hook`.
+        tied_params_map: Not needed here: tied parameters stay one object.
+
+    Raises:
+        ValueError: There is no such device here, values are missing, or the mappings name different blocks.
+    """
+    whole = (*_WHOLE, *names_in(preload_module_classes))
+    plan = _Plan(weights_map, offload_buffers, names_in(skip_keys), whole)
+    if isinstance(execution_device, Mapping) or isinstance(offload, Mapping):
+        names = [*execution_device] if isinstance(execution_device, Mapping) else []
+        names += [name for name in offload if name not in names] if isinstance(offload, Mapping) else []
+        devices = _by_name(execution_device, names, "execution_device")
+        plan.on_blocks(module, module_name, devices, _by_name(offload, names, "offload"))
+    elif offload:
+        plan.align(module, module_name, execution_device, True)
+    else:
+        plan.add(module, execution_device, replaces=True, io_same_device=True, place_submodules=True)
+    plan.apply()
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """Hooks that one call adds, by module: with the names of their modules, and whether others stay."""
+
+    weights_map: Mapping[str, Any] | None
+    offload_buffers: bool
+    skip_keys: tuple[str, ...]
+    whole: tuple[str, ...]
+    hooks: dict[nn.Module, list[AlignDevicesHook]] = field(
+        default_factory=dict[nn.Module, list[AlignDevicesHook]]
+    )
+    names: dict[nn.Module, str] = field(default_factory=dict[nn.Module, str])
+    replacing: set[nn.Module] = field(default_factory=set[nn.Module])
+
+    def add(
+        self, module: nn.Module, device: PlaceLike | None, replaces: bool = False, **options: Any
+    ) -> None:
+        """Plan a hook. Of two that offload the later one counts: the inner block's, or a second place's."""
+        hook = AlignDevicesHook(
+            device, skip_keys=self.skip_keys, offload_buffers=self.offload_buffers, **options
+        )
+        if replaces:
+            self.replacing.add(module)
+        others = () if replaces else self.hooks.get(module, ())
+        self.hooks[module] = [*(one for one in others if not (one.offload and hook.offload)), hook]
+
+    def apply(self) -> None:
+        """Add the hooks, if all can be added."""
+        slots: dict[str, Slot] = {}
+        travels: set[str] = set()
+        for module, hooks in self.hooks.items():
+            dot = f"{self.names[module]}." if self.names.get(module) else ""
+            for hook in hooks:
+                if hook.offload:
+                    slots.update((f"{dot}{name}", slot) for name, slot in hook.slots(module).items())
+                    travels.update(f"{dot}{name}" for name in hook.travelling(module))
+                else:
+                    _values_of(hook.slots(module), None)
+        _settle(slots, travels, _values_of(slots, self.weights_map), None)
+        for module, hooks in self.hooks.items():
+            for index, hook in enumerate(hooks):
+                add_hook_to_module(module, hook, append=index > 0 or module not in self.replacing)
+
+    def align(self, module: nn.Module, name: str, device: PlaceLike | None, offload: bool) -> None:
+        """Plan a hook for each module that holds tensors of its own."""
+        is_whole = offload and type(module).__name__ in self.whole
+        if is_whole or any(True for name, _ in slots_of(module) if "." not in name):
+            self.names[module] = name
+            self.add(module, device, offload=offload, place_submodules=is_whole)
+        if not is_whole:
+            for key, child in module.named_children():
+                self.align(child, f"{name}.{key}" if name else key, device, offload)
+
+    def on_blocks(
+        self,
+        module: nn.Module,
+        name: str,
+        devices: Mapping[str, PlaceLike | None],
+        offload: Mapping[str, bool],
+    ) -> None:
+        """Plan hooks for the blocks that are named."""
+        is_root = not name
+        if name in devices and offload[name]:
+            self.align(module, name, devices[name], True)
+            if is_root or not self._has_hook(module):
+                self.add(module, devices[name], io_same_device=is_root)
+        elif name in devices or is_root:
+            is_named = name in devices
+            self.add(module, devices.get(name), True, io_same_device=is_root, place_submodules=is_named)
+        device = devices.get(name)
+        if device is not None:
+            self.execute_on(module, device)
+        for key, child in module.named_children():
+            self.on_blocks(child, f"{name}.{key}" if name else key, devices, offload)
+
+    def execute_on(self, module: nn.Module, device: PlaceLike) -> None:
+        """Plan hooks for the arguments of modules that have tensors and no hook."""
+        if not self._has_hook(module) and len(module.state_dict()) > 0:
+            self.add(module, device)
+        if type(module).__name__ not in self.whole:
+            for child in module.children():
+                self.execute_on(child, device)
+
+    def _has_hook(self, module: nn.Module) -> bool:
+        return module in self.hooks or hook_of(module) is not None
+
+
+def _by_name(given: T | Mapping[str, T], names: Iterable[str], what: str) -> Mapping[str, T]:
+    if not isinstance(given, Mapping):
+        return dict.fromkeys(names, given)
+    given = cast("Mapping[str, T]", given)
+    missing = [name for name in names if name not in given]
+    if missing:
+        raise ValueError(
+            f"attach_align_device_hook_on_blocks: {what} says nothing of the block {missing[0]!r}, which the "
+            "other mapping names. Name the same blocks in both."
+        )
+    return given
+
+
+def offload_hook_of(module: nn.Module) -> AlignDevicesHook | None:
+    """Return the hook that offloads the tensors of ``module``, or None."""
+    members = members_of(hook_of(module))
+    return next((hook for hook in members if isinstance(hook, AlignDevicesHook) and hook.offload), None)
+
+
+def has_offloaded_params(module: nn.Module) -> bool:
+    """Return whether a hook brings the own tensors of ``module`` to a device for each forward.
+
+    They are real in between all the same, so nothing has to be done before they are read or written. Of what
+    ``dispatch_model`` does no module knows by itself; it needs no hooks of this kind.
+    """
+    return offload_hook_of(module) is not None
+
+
+@contextmanager
+def align_module_device(
+    module: nn.Module, execution_device: PlaceLike | None = None
+) -> Generator[None, None, None]:
+    """Have the own parameters of ``module`` on a device inside, to read or to change them there.
+
+    Inside they are the same objects, with memory there; on simulated devices too. What is written into them,
+    or hung in their place, stays afterwards.
+
+    Args:
+        module: Any; of modules inside of it nothing changes.
+        execution_device: The device; None is the one where an offloaded module computes, and otherwise none.
+
+    Raises:
+        ValueError: There is no such device here.
+
+    >>> module = nn.Linear(2, 2)
+    >>> with align_module_device(module, "cpu:0"):
+    ...     _ = nn.init.ones_(module.weight)
+    >>> module.weight.sum().item()
+    4.0
+    """
+    hook = offload_hook_of(module)
+    place = None if hook is None else hook.place
+    if execution_device is not None:
+        place = read_place(execution_device, "execution_device")
+    if place is None:
+        yield
+        return
+    device = check_device(place, "execution_device")
+    own = {name: slot for name, slot in slots_of(module) if "." not in name and slot.is_parameter}
+    resting: list[tuple[Slot, torch.Tensor, torch.Tensor]] = []
+    try:
+        for slot in (own if hook is None else hook.travelling(module)).values():
+            tensor = slot.read()
+            if is_simulated(place) or not is_on(tensor, device):
+                resting.append((slot, tensor, tensor.data))
+                tensor.data = tensor.data.to(device, copy=True)
+        yield
+    finally:
+        for slot, tensor, data in reversed(resting):
+            now = slot.read()
+            if now is not tensor:  # another was hung in its place
+                put([slot], now, now.data.to(data.device))
+            back = tensor.data.to(data.device)
+            # Only what has changed: what is mapped from a file would otherwise get memory of its own.
+            if not torch.equal(back, data):
+                data.copy_(back)
+            tensor.data = data
+
+
+def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
+    """Return the state dict of a model, all of it with values on the CPU.
+
+    Offloaded models have real values at rest, so ``model.state_dict()`` returns the same, but for tensors
+    that are on an accelerator, which are copied here.
+
+    Args:
+        model: Any, offloaded or not.
+
+    Raises:
+        ValueError: Tensors have no values.
+    """
+    state: dict[str, Any] = model.state_dict()
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    empty = [name for name, value in tensors.items() if value.is_meta]
+    if empty:
+        raise ValueError(
+            f"get_state_dict_offloaded_model: {listed(map(repr, empty))} have no values: they "
+            "are on the meta device. Load the weights first (load_checkpoint_in_model)."
+        )
+    return {**state, **{name: value.to("cpu") for name, value in tensors.items()}}
+
+
+def get_state_dict_from_offload(
+    module: nn.Module,
+    module_name: str,
+    state_dict: dict[str, Any],
+    device_to_put_offload: PlaceLike = "cpu",
+) -> dict[str, Any]:
+    """Put the real values of one module's tensors into a state dict that names them.
+
+    Effect: on ``state_dict``.
+
+    Args:
+        module: Has the tensors itself, or in modules inside of it.
+        module_name: Full name of one of its own tensors: what stands before the last dot is the module's.
+        state_dict: By full names. Only entries that it has already are set.
+        device_to_put_offload: Where the values go.
+
+    Returns:
+        ``state_dict`` itself.
+
+    Raises:
+        ValueError: There is no such device here.
+
+    >>> state = get_state_dict_from_offload(nn.Linear(2, 1), "head.weight", {"head.bias": "", "b": ""})
+    >>> state["head.bias"].shape, state["b"]
+    (torch.Size([1]), '')
+    """
+    device = check_device(read_place(device_to_put_offload, "device_to_put_offload"), "device_to_put_offload")
+    prefix = module_name.rpartition(".")[0]
+    for name, value in module.state_dict().items():
+        full = f"{prefix}.{name}" if prefix else name
+        if full in state_dict and isinstance(value, torch.Tensor):
+            state_dict[full] = value.to(device)
+    return state_dict

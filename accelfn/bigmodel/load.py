@@ -1,0 +1,633 @@
+"""Load a checkpoint of any size into a model, each tensor straight to its device."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from accelfn.bigmodel.assign import put, read_dtype
+from accelfn.bigmodel.device_map import DeviceMap, check_device_map, resolve_device_map
+from accelfn.bigmodel.devices import (
+    MaxMemory,
+    Place,
+    PlaceLike,
+    check_device,
+    listed,
+    names_in,
+    place_of,
+)
+from accelfn.bigmodel.dispatch import dispatch_model, plan_dispatch, read_map
+from accelfn.bigmodel.load_plan import LoadPlan, LoadStep, Target, Wishes, has_part, plan_load
+from accelfn.bigmodel.model_info import read_shape
+from accelfn.bigmodel.offload_folder import Conversion, check_folder, convert
+from accelfn.bigmodel.reading import PIECE_BYTES, Reading, read_tensors, showing
+from accelfn.bigmodel.weight_files import Checkpoint, Stamp, Stored, map_stored, open_checkpoint
+from accelfn.checkpoint.weights_state import Meet, require_module, together
+from accelfn.comm import broadcast_object_list
+from accelfn.context import Context, init_context
+from accelfn.training import unwrap_model
+from accelfn.tree import is_dtensor, local_of
+
+Bring: TypeAlias = Callable[[Sequence[Reading], Callable[[int], None]], None]
+
+# What is read between two looks at what may go: of tensors that replace others, both are there so long.
+_BATCH_BYTES = 1 << 28
+
+
+def apply_plan(
+    model: nn.Module,
+    plan: LoadPlan,
+    stamps: Mapping[Path, Stamp],
+    *,
+    bring: Bring | None = None,
+    folder: str | os.PathLike[str] | None = None,
+    is_whole: bool = True,
+    advance: Callable[[int], None] = lambda _: None,
+) -> None:
+    """Load a model as a plan says.
+
+    What is written to the disk comes first, as that fails most easily; then tensors are read. Those of a
+    model without memory (meta) get into it when all are there, so that an error leaves it as it was.
+
+    Effect: on ``model``, and on ``folder``.
+
+    Args:
+        model: That the plan is of.
+        plan: Its steps may be carried out once.
+        stamps: Of the files, as they were when the plan was made.
+        bring: Brings what is read into memory, where this rank lacks the files. None: it reads them.
+        folder: Where converted tensors go.
+        is_whole: Whether the files have whole tensors, where the model has parts of them.
+        advance: Called with bytes that are done.
+
+    Raises:
+        DamagedCheckpointError: A file isn't what it was.
+        OSError: A file can't be read, or the folder not written.
+    """
+    with torch.no_grad():
+        ready = _converted(plan.steps, stamps, folder, advance)
+        ready += _mapped(plan.steps, stamps, advance)
+        for batch in _batches([step for step in plan.steps if step.how in ("fill", "new")]):
+            found = _read(batch, stamps, bring, is_whole, advance)
+            for step, value in found:
+                if step.target.tensor.is_meta:
+                    ready.append((step, value))
+                else:
+                    _put(step.target, value)
+        for step, value in ready:
+            _put(step.target, value)
+        for target, value in plan.values:
+            _put(target, value.to(target.tensor.dtype))
+    for module, state in plan.extras:
+        cast("Any", module).set_extra_state(state.map().clone() if isinstance(state, Stored) else state)
+    if plan.needs_ties:
+        cast("Any", model).tie_weights()
+
+
+def _converted(
+    steps: Iterable[LoadStep],
+    stamps: Mapping[Path, Stamp],
+    folder: str | os.PathLike[str] | None,
+    advance: Callable[[int], None],
+) -> list[tuple[LoadStep, torch.Tensor]]:
+    todo = [step for step in steps if step.how == "convert"]
+    if not todo or folder is None:  # the plan has refused it then
+        return []
+    values = convert([Conversion(one.source, one.dtype) for one in todo], stamps, folder, advance)
+    return [(step, value.view(step.target.tensor.shape)) for step, value in zip(todo, values, strict=True)]
+
+
+def _mapped(
+    steps: Iterable[LoadStep], stamps: Mapping[Path, Stamp], advance: Callable[[int], None]
+) -> list[tuple[LoadStep, torch.Tensor]]:
+    todo = [step for step in steps if step.how == "map"]
+    views = map_stored([step.source for step in todo], stamps)
+    advance(sum(step.source.num_bytes for step in todo))
+    return [(step, view.view(step.target.tensor.shape)) for step, view in zip(todo, views, strict=True)]
+
+
+# --- reading -------------------------------------------------------------------------------------
+
+
+def _batches(steps: Iterable[LoadStep]) -> Iterator[list[LoadStep]]:
+    batch: list[LoadStep] = []
+    size = 0
+    for step in steps:
+        batch.append(step)
+        size += step.source.num_bytes
+        if size >= _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _read(
+    batch: Sequence[LoadStep],
+    stamps: Mapping[Path, Stamp],
+    bring: Bring | None,
+    is_whole: bool,
+    advance: Callable[[int], None],
+) -> list[tuple[LoadStep, torch.Tensor]]:
+    """Read some tensors; give those that are new, and not the model's already."""
+    targets: list[torch.Tensor] = []
+    readings: list[Reading] = []
+    for step in batch:
+        tensor = step.target.tensor
+        if is_dtensor(tensor) and is_whole and bring is None and step.source.is_mappable:
+            # Of the whole only what this rank takes is ever read.
+            targets.append(step.source.map())
+            advance(step.source.num_bytes)
+            continue
+        if is_dtensor(tensor):
+            target = _memory_of_spread(step, is_whole)
+        elif step.how == "fill":
+            target = tensor.detach()
+        else:
+            target = torch.empty(tensor.shape, dtype=step.dtype, device=step.device)
+        targets.append(target)
+        readings.append(Reading(step.source, target.view(step.source.shape) if not target.dim() else target))
+    if bring is None:
+        read_tensors(readings, stamps, advance)
+    else:
+        bring(readings, advance)
+    new: list[tuple[LoadStep, torch.Tensor]] = []
+    for step, target in zip(batch, targets, strict=True):
+        tensor = step.target.tensor
+        value = _spread(step, target, is_whole) if is_dtensor(tensor) else target
+        if step.how == "new":
+            new.append((step, value))
+        elif is_whole and is_dtensor(tensor):
+            local_of(tensor).copy_(local_of(value))
+        elif not tensor.is_inference():
+            # The memory was written behind torch's back, and graphs that need the old values shall notice.
+            torch.autograd.graph.increment_version(local_of(tensor))
+    return new
+
+
+def _memory_of_spread(step: LoadStep, is_whole: bool) -> torch.Tensor:
+    """Return memory to read a tensor of several ranks into: the whole, or this rank's part."""
+    tensor = step.target.tensor
+    if is_whole:
+        # On the host: of the whole only a part goes to the device.
+        return torch.empty(tensor.shape, dtype=step.dtype)
+    local = local_of(tensor)
+    if step.how == "fill":
+        return local.detach()
+    return torch.empty(local.shape, dtype=step.dtype, device=step.device)
+
+
+def _spread(step: LoadStep, value: torch.Tensor, is_whole: bool) -> torch.Tensor:
+    """Make a tensor of several ranks of what this one has read; without a message to others."""
+    tensor = cast("Any", step.target.tensor)
+    # Where there is a DTensor, it has been imported.
+    spread: Any = importlib.import_module("torch.distributed.tensor")
+    local = value
+    if is_whole:
+        whole = value.view(tensor.shape).to(tensor.device_mesh.device_type)
+        made = spread.distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None)
+        local = local_of(made).to(step.dtype)
+        if local.untyped_storage().data_ptr() == value.untyped_storage().data_ptr():
+            local = local.clone()  # no part, but all of what may be a file's
+    return spread.DTensor.from_local(
+        local,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
+# --- putting -------------------------------------------------------------------------------------
+
+
+def _put(target: Target, value: torch.Tensor) -> None:
+    """Set a value in the model under all names of its target."""
+    old = target.tensor
+    if is_dtensor(old):
+        for slot in target.slots:
+            # By torch's own way, since those that spread it keep parts of it elsewhere and want to be told.
+            slot.owner.load_state_dict({slot.key: value}, strict=False, assign=True)
+        return
+    old.grad = None  # of values that are gone, and maybe of another dtype or device
+    put(target.slots, old, value)
+
+
+def _load_from_rank0(
+    ctx: Context,
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    wishes: Wishes,
+    meet: Meet,
+    progress: bool | None,
+) -> None:
+    """Load a checkpoint that only rank 0 can read into the models of all ranks.
+
+    Every rank plans for itself, on what rank 0 says of the files. Then tensors travel one after the other, in
+    pieces, from and to where they belong.
+
+    Ranks: every rank of ``ctx``.
+    """
+    here = open_checkpoint(path) if ctx.is_main_process else None
+    meet("heads")
+    told = broadcast_object_list(ctx, [_to_tell(here) if here is not None else None])[0]
+    checkpoint = here or Checkpoint(place=Path(path), stamps={}, **cast("dict[str, Any]", told))
+    # What only the bytes can tell, rank 0 finds out for all.
+    plan = plan_load(_LOAD, model, checkpoint, wishes, compare=here is not None)
+    meet("plan", lambda: {step.target.name: f"{step.target.kind} as {step.dtype}" for step in plan.steps})
+
+    def bring(readings: Sequence[Reading], advance: Callable[[int], None]) -> None:
+        if ctx.is_main_process:
+            read_tensors(readings, checkpoint.stamps, advance)
+        meet("tensors", lambda: {one.source.name: str(one.source.num_bytes) for one in readings})
+        for one in readings:
+            _broadcast(ctx, one.target)
+
+    if ctx.is_main_process:
+        _warn(checkpoint, plan)
+    with showing("load", plan.num_bytes, progress if ctx.is_main_process else False) as advance:
+        apply_plan(model, plan, checkpoint.stamps, bring=bring, advance=advance)
+
+
+def _to_tell(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """Return all that a rank without the files needs, and that can travel."""
+    return {
+        "tensors": {name: one._replace(elements=None) for name, one in checkpoint.tensors.items()},
+        "tied": dict(checkpoint.tied),
+        "others": {
+            **checkpoint.others,
+            # State of modules is small, and is handed over instead of being put into memory.
+            **{
+                name: one.map().clone()
+                for name, one in checkpoint.tensors.items()
+                if name.endswith("_extra_state")
+            },
+        },
+    }
+
+
+def _broadcast(ctx: Context, target: torch.Tensor) -> None:
+    """Fill a tensor with that of rank 0, in pieces."""
+    plain = target.detach().contiguous()
+    flat = plain.view(-1).view(torch.uint8)
+    for start in range(0, flat.numel(), PIECE_BYTES):
+        ctx.collectives.broadcast(flat[start : start + PIECE_BYTES], 0)
+    if plain.data_ptr() != target.data_ptr():
+        target.copy_(plain)
+
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+_LOAD, _DISPATCH = "load_checkpoint_in_model", "load_checkpoint_and_dispatch"
+_SHOWN = 10
+
+
+def load_state_dict(
+    file: str | os.PathLike[str],
+    device_map: Mapping[str, PlaceLike] | None = None,
+    *,
+    progress: bool | None = None,
+) -> dict[str, Any]:
+    """Read the tensors of a checkpoint, each to its place.
+
+    Ranks: local.
+
+    Args:
+        file: A safetensors file, one of ``torch.save`` (read as data: none can run code), an index, or a
+            folder of them.
+        device_map: Places by module or tensor. What it doesn't name goes to the CPU, and what it puts on the
+            disk is mapped: it takes no memory before it is used, and the file must stay as it is.
+        progress: Show a bar; None shows it in a terminal, if tqdm is installed.
+
+    Returns:
+        Tensors by name; of a pickled file also what else it has.
+
+    Raises:
+        NoCheckpointError: There is no such file.
+        DamagedCheckpointError: A file isn't sound.
+        CheckpointError: A pickled file asks for more than data.
+        ValueError: The map names a place that this machine lacks.
+    """
+    checkpoint = open_checkpoint(file)
+    places = {} if device_map is None else read_map(device_map)
+    at = {name: place_of(name, places) for name in checkpoint.tensors}
+    stay = [name for name, one in checkpoint.tensors.items() if at[name] == "disk" and one.is_mappable]
+    mapped = map_stored([checkpoint.tensors[name] for name in stay], checkpoint.stamps)
+    found: dict[str, Any] = dict(zip(stay, mapped, strict=True))
+    readings: dict[object, Reading] = {}
+    for name, stored in checkpoint.tensors.items():
+        if name not in found:
+            place = at[name]
+            device = torch.device("cpu") if place in (None, "disk") else check_device(place)
+            # What is one tensor in a pickled file is one here.
+            same = (stored._replace(name="", elements=None), id(stored.elements), device)
+            if same not in readings:
+                memory = torch.empty(stored.shape, dtype=stored.dtype, device=device)
+                readings[same] = Reading(stored, memory)
+            found[name] = readings[same].target
+    with showing("load", sum(one.source.num_bytes for one in readings.values()), progress) as advance:
+        read_tensors(tuple(readings.values()), checkpoint.stamps, advance)
+    in_order = {name: found[name] for name in checkpoint.tensors}
+    return {**in_order, **checkpoint.others}
+
+
+def load_checkpoint_in_model(
+    model: nn.Module,
+    checkpoint: str | os.PathLike[str],
+    device_map: Mapping[str, PlaceLike] | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
+    dtype: str | torch.dtype | None = None,
+    offload_state_dict: bool = False,
+    offload_buffers: bool = False,
+    keep_in_fp32_modules: Iterable[str] | None = None,
+    offload_8bit_bnb: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+    *,
+    special_dtypes: Mapping[str, str | torch.dtype] | None = None,
+    progress: bool | None = None,
+) -> None:
+    """Load weights into a model, each tensor from its file straight to its place.
+
+    Everything is checked before anything is changed: names, shapes and kinds of dtypes on both sides, that
+    files are whole and fit their index, places, and that what goes to the disk can. The values themselves
+    can't be checked: safetensors has no checksums. Those of ``.bin`` files are verified.
+
+    A model may be on the meta device, in part or as a whole, and has no tensor there afterwards. What it has
+    in memory keeps its memory, where place and dtype don't change, and its parameters stay the same objects.
+    A parameter that gets other memory has no gradient afterwards.
+    Tied weights stay tied, and need to be there under one of their names. Besides the model, only a
+    buffer for each thread that reads is in memory: at most eight of 8 MiB for an accelerator, of 1 MiB for
+    the host.
+
+    Effect: on ``model``, and with ``offload_folder`` on that. Where reading fails on the way, tensors that
+    had memory before may have changed.
+
+    Ranks: local, unless ``broadcast_from_rank0``: then every rank of the default process group. Of a model
+    that is spread over ranks (``DTensor``) each takes its parts.
+
+    Args:
+        model: Any.
+        checkpoint: A file (safetensors, or of ``torch.save``: read as data, so that none can run code), an
+            index, or a folder. Of a folder safetensors come before ``.bin``.
+        device_map: Places by name of a module or tensor; ``""`` is the whole model. On the ``"disk"`` weights
+            stay in the checkpoint and are mapped: so the files must stay as they are. None leaves every
+            tensor on its device; without one (meta) it comes to the CPU.
+        offload_folder: Where weights for the disk are written that can't be used where they lie, because
+            another dtype is wanted. Needed for nothing else; what it has from before is used if it is made of
+            the same files.
+        dtype: That floating-point tensors shall have. None: that of the model.
+        offload_state_dict: Accepted. Nothing is in memory twice in any case.
+        offload_buffers: Accepted. Buffers get the values of the checkpoint wherever they lie.
+        keep_in_fp32_modules: Parts of names, such as ``"norm"``, whose tensors become float32 where ``dtype``
+            is given.
+        offload_8bit_bnb: Accepted; quantised models are loaded by ``load_and_quantize_model``.
+        strict: Refuse where a name is missing on either side. Otherwise one warning lists them.
+        full_state_dict: Whether the checkpoint has whole tensors. Otherwise it has this rank's part of each
+            that is spread over ranks.
+        broadcast_from_rank0: Only rank 0 reads; the others get everything from it.
+        special_dtypes: Dtypes of single tensors, by name; the model has to have all of them.
+        progress: Show a bar; None shows it in a terminal, if tqdm is installed.
+
+    Raises:
+        NoCheckpointError: There are no weights.
+        DamagedCheckpointError: A file isn't sound, or isn't what the index says.
+        CheckpointError: A pickled file asks for more than data, or is of the format of torch before 1.6.
+        CheckpointMismatchError: Names (see ``strict``), shapes or kinds of dtypes differ; tied weights have
+            two values; or a tensor without memory would stay without. Nothing was changed.
+        ValueError: The map or ``special_dtypes`` names what the model lacks; the map has no place for a
+            tensor, or one that this machine lacks; something can't be on the disk without ``offload_folder``;
+            or arguments contradict each other. Nothing was changed.
+        TypeError: ``model`` is no module, ``checkpoint`` or ``offload_folder`` no path, or ``device_map`` or
+            ``special_dtypes`` no mapping. Nothing was changed.
+        OSError: A file can't be read, or the folder not written.
+    """
+    require_module(_LOAD, model)
+    plain = unwrap_model(model, keep_torch_compile=False)
+    wishes = Wishes(
+        places=None if device_map is None else _read_map(plain, device_map),
+        dtype=_float(dtype),
+        special_dtypes=_dtypes(special_dtypes),
+        keep_in_fp32=names_in(keep_in_fp32_modules),
+        has_folder=offload_folder is not None,
+        strict=strict,
+        is_whole=full_state_dict,
+    )
+    if broadcast_from_rank0:
+        _check_rank0(wishes)
+        with init_context() as ctx:
+            together(
+                ctx,
+                _LOAD,
+                lambda meet: _load_from_rank0(ctx, plain, checkpoint, wishes, meet, progress),
+            )
+        return
+    if offload_folder is not None:
+        check_folder(offload_folder, "offload_folder")
+    opened = open_checkpoint(checkpoint)
+    plan = plan_load(_LOAD, plain, opened, wishes)
+    _warn(opened, plan)
+    with showing("load", plan.num_bytes, progress) as advance:
+        apply_plan(
+            plain, plan, opened.stamps, folder=offload_folder, is_whole=full_state_dict, advance=advance
+        )
+
+
+def _check_rank0(wishes: Wishes) -> None:
+    """Refuse what rank 0 can't read for all.
+
+    Raises:
+        ValueError: There is no process group, something shall go to the disk, or each rank has its own files.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        why = (
+            "needs a process group. Call init_context or torch.distributed.init_process_group first, or "
+            "leave it out: then every rank reads by itself."
+        )
+    elif not wishes.is_whole:
+        why = (
+            "gives every rank the same whole tensors, and full_state_dict=False says that each has a "
+            "checkpoint with parts of its own. Choose one."
+        )
+    elif "disk" in (wishes.places or {}).values():
+        why = (
+            "can put nothing on the disk, since only rank 0 has the files. Let every rank read, or choose "
+            "other places."
+        )
+    else:
+        return
+    raise ValueError(f"{_LOAD}: broadcast_from_rank0 {why}")
+
+
+def load_checkpoint_and_dispatch(
+    model: ModelT,
+    checkpoint: str | os.PathLike[str],
+    device_map: DeviceMap | None = None,
+    max_memory: MaxMemory | None = None,
+    no_split_module_classes: Collection[str] | str | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
+    offload_buffers: bool = False,
+    dtype: str | torch.dtype | None = None,
+    offload_state_dict: bool | None = None,
+    skip_keys: str | Sequence[str] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+    force_hooks: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+    *,
+    keep_in_fp32_modules: Iterable[str] | None = None,
+    special_dtypes: Mapping[str, str | torch.dtype] | None = None,
+    fallback_allocation: bool = False,
+    progress: bool | None = None,
+) -> ModelT:
+    """Load a checkpoint into a model that may be too large for one device, and make it ready to run.
+
+    It plans where each part lies (:func:`infer_auto_device_map`), loads (:func:`load_checkpoint_in_model`),
+    and lets the model's forward find its weights (:func:`dispatch_model`).
+
+    Effect: on ``model``, and with ``offload_folder`` on that.
+
+    Ranks: as :func:`load_checkpoint_in_model`.
+
+    Args:
+        model: Any; such as one that was built under :func:`init_empty_weights`.
+        checkpoint: As :func:`load_checkpoint_in_model` takes it.
+        device_map: ``"auto"``, ``"balanced"``, ``"balanced_low_0"``, ``"sequential"``, or places by name of a
+            module. None only loads.
+        max_memory: Bytes by place, for a map that is named; None for what this machine has free.
+        no_split_module_classes: Names of classes whose modules stay whole; None for those that the model
+            itself names.
+        offload_folder: As :func:`load_checkpoint_in_model` takes it.
+        offload_buffers: Whether buffers travel with what is offloaded, too.
+        dtype: That floating-point tensors shall have. None: that of the model.
+        offload_state_dict: Accepted. Nothing is in memory twice in any case.
+        skip_keys: Names of keyword arguments, and keys of dicts, that aren't moved between devices.
+        preload_module_classes: Names of classes that travel as a whole.
+        force_hooks: Move inputs even if the whole model is on one device.
+        strict: Refuse where a name is missing on either side.
+        full_state_dict: As :func:`load_checkpoint_in_model` takes it.
+        broadcast_from_rank0: As :func:`load_checkpoint_in_model` takes it.
+        keep_in_fp32_modules: As :func:`load_checkpoint_in_model` takes it.
+        special_dtypes: As :func:`load_checkpoint_in_model` takes it; planned with, too.
+        fallback_allocation: Where the first part for an accelerator is too large for it, put the first one
+            there that isn't.
+        progress: As :func:`load_checkpoint_in_model` takes it.
+
+    Returns:
+        The same model; ``hf_device_map`` says what lies where, if there is a map.
+
+    Raises:
+        ValueError: As the three functions do; nothing was changed.
+        TypeError: The same.
+        CheckpointError: As :func:`load_checkpoint_in_model` does.
+        OSError: A file can't be read, or the folder not written.
+    """
+    require_module(_DISPATCH, model)
+    found: dict[str, Place] | None = None
+    floating, special = _float(dtype, _DISPATCH), _dtypes(special_dtypes, _DISPATCH)
+    if device_map is not None:
+        if dtype is not None:
+            special = {**_kept(model, names_in(keep_in_fp32_modules)), **special}
+        found = resolve_device_map(
+            model,
+            device_map,
+            max_memory,
+            no_split_module_classes,
+            floating,
+            special,
+            offload_buffers,
+            fallback_allocation,
+        )
+    load_checkpoint_in_model(
+        model,
+        checkpoint,
+        None if found is None else _where_to_load(model, found, offload_buffers),
+        offload_folder,
+        dtype,
+        keep_in_fp32_modules=keep_in_fp32_modules,
+        strict=strict,
+        full_state_dict=full_state_dict,
+        broadcast_from_rank0=broadcast_from_rank0,
+        special_dtypes=special_dtypes,
+        progress=progress,
+    )
+    if found is None:
+        return model
+    return dispatch_model(
+        model,
+        cast("Mapping[str, PlaceLike]", found),
+        offload_dir=offload_folder,
+        offload_buffers=offload_buffers,
+        skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes,
+        force_hooks=force_hooks,
+        # Who says how much the host may hold, means the pages of mapped weights, too.
+        cache_bytes=0 if max_memory is not None else None,
+    )
+
+
+def _where_to_load(
+    model: nn.Module, device_map: Mapping[str, Place], offload_buffers: bool
+) -> dict[str, PlaceLike]:
+    """Return where what has several names will lie, so that it is loaded there and nowhere else before."""
+    shape = read_shape(model)
+    plan = plan_dispatch(
+        {leaf.name: leaf.kind == "parameter" for leaf in shape.root.leaves()},
+        device_map,
+        shape.ties,
+        offload_buffers=offload_buffers,
+    )
+    tied = {name: plan.lies[name].at for names in shape.ties for name in names}
+    return {**device_map, **tied}
+
+
+def _kept(model: nn.Module, parts: tuple[str, ...]) -> dict[str, torch.dtype]:
+    """Return for the planner what stays float32."""
+    names = (name for name, _ in (*model.named_parameters(), *model.named_buffers()))
+    return {name: torch.float32 for name in names if has_part(name, parts)}
+
+
+def _dtypes(said: Mapping[str, str | torch.dtype] | None, operation: str = _LOAD) -> dict[str, torch.dtype]:
+    return {name: cast("torch.dtype", _float(one, operation)) for name, one in (said or {}).items()}
+
+
+def _read_map(model: nn.Module, device_map: Mapping[str, PlaceLike]) -> dict[str, Any]:
+    check_device_map(model, device_map)
+    return dict(read_map(device_map))
+
+
+def _float(dtype: str | torch.dtype | None, operation: str = _LOAD) -> torch.dtype | None:
+    found = read_dtype(dtype)
+    if found is not None and not found.is_floating_point:
+        raise ValueError(
+            f"{operation}: dtype must be one of floating-point numbers, got {found}. Others are never cast. "
+            "To make them of others, use load_and_quantize_model."
+        )
+    return found
+
+
+def _warn(checkpoint: Checkpoint, plan: LoadPlan) -> None:
+    said: list[str] = []
+    if plan.missing:
+        verb = "stays as it is" if len(plan.missing) == 1 else "stay as they are"
+        said.append(f"it lacks {listed(plan.missing, _SHOWN)}, which {verb} in the model")
+    if plan.unexpected:
+        verb = "is" if len(plan.unexpected) == 1 else "are"
+        said.append(f"the model lacks {listed(plan.unexpected, _SHOWN)}, which {verb} left out")
+    if said:
+        warnings.warn(
+            f"{_LOAD}: the names of {checkpoint.place} and those of the model differ: "
+            f"{'; '.join(said)}. strict=True refuses this.",
+            stacklevel=3,
+        )

@@ -1,3 +1,0 @@
-"""Weights from files to the places that a plan gives them."""
-
-__all__: tuple[str, ...] = ()

@@ -1,0 +1,314 @@
+"""Quantised layers of bitsandbytes and of torchao."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from accelfn.bigmodel.quantize_config import BnbQuantizationConfig, TorchaoQuantizationConfig
+from accelfn.errors import MissingExtraError
+
+
+class Quantizer:
+    """How a package quantises one layer.
+
+    Attributes:
+        travels: Whether a quantised weight may lie in the host's memory and be used on an accelerator.
+        saved_parts: Names of the tensors that a quantised layer has in a state dict, beside its weight and
+            bias; one that ends in ``"*"`` stands for all that begin so. Empty where they can't be read.
+    """
+
+    travels: bool = False
+    saved_parts: tuple[str, ...] = ()
+
+    def objection(self, layer: nn.Linear, device: torch.device) -> str | None:
+        """Return why the weight of a layer can't be quantised on a device; None where it can."""
+        del layer, device
+        return None
+
+    def make(self, layer: nn.Linear) -> nn.Linear:
+        """Return the layer that takes the place of one, on the meta device."""
+        raise NotImplementedError
+
+    def fill(self, layer: nn.Linear, weight: torch.Tensor, device: torch.device) -> None:
+        """Quantise a weight of shape ``(out_features, in_features)`` into what :meth:`make` gave."""
+        raise NotImplementedError
+
+    def settle(self, layer: nn.Linear) -> None:
+        """Prepare a layer whose weight travels."""
+
+    def differs(self, parts: Mapping[str, torch.dtype]) -> str | None:
+        """Return how a layer that was saved is another one than :meth:`make` gives; None where it's the same.
+
+        Args:
+            parts: Dtypes by name, of ``"weight"`` and its parts.
+        """
+        return f"has {', '.join(parts)}"
+
+    def restore(self, layer: nn.Linear, saved: Mapping[str, torch.Tensor], device: torch.device) -> None:
+        """Put a saved layer's tensors, by name, into what :meth:`make` gave, on a device."""
+        raise NotImplementedError
+
+    def is_part(self, name: str) -> bool:
+        """Whether a quantised layer has a tensor of that name in a state dict."""
+        return any(
+            name.startswith(part[:-1]) if part.endswith("*") else name == part for part in self.saved_parts
+        )
+
+
+def _has_bias(layer: nn.Linear) -> bool:
+    """Whether a layer has a bias."""
+    return cast("object", layer.bias) is not None
+
+
+def _stand_in(layer: nn.Linear, new: nn.Linear) -> nn.Linear:
+    """Let ``new`` stand where ``layer`` stood: with its bias, its mode and its hooks.
+
+    Args:
+        layer: The one that goes.
+        new: Changed in place, and given back.
+    """
+    new.bias = layer.bias
+    new.training = layer.training
+    for name, value in vars(layer).items():
+        if name.endswith("_hooks") or "_hooks_" in name:
+            setattr(new, name, value)
+    return new
+
+
+_BLOCK = 64  # weights that share a scale in 4 bits; what bitsandbytes takes by default
+
+
+def has_4bit_bnb_layers(model: nn.Module) -> bool:
+    """Whether a model has layers in 4 bits of bitsandbytes.
+
+    Ranks: local. Nothing is imported: whoever has such a layer has imported its package.
+
+    >>> has_4bit_bnb_layers(nn.Linear(1, 1))
+    False
+    """
+    kind = getattr(sys.modules.get("bitsandbytes.nn"), "Linear4bit", None)
+    return kind is not None and any(isinstance(module, kind) for module in model.modules())
+
+
+def make_quantizer(config: BnbQuantizationConfig | TorchaoQuantizationConfig) -> Quantizer:
+    """Return what quantises layers as a configuration says.
+
+    Raises:
+        MissingExtraError: The package that it asks for isn't installed.
+    """
+    if isinstance(config, BnbQuantizationConfig):
+        return _Bnb8bit(config) if config.load_in_8bit else _Bnb4bit(config)
+    return _TorchaoInt8(config) if config.weights == "int8" else _TorchaoInt4(config)
+
+
+def _import(config: object, name: str, package: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise MissingExtraError(
+            f"load_and_quantize_model: {type(config).__name__} needs {package} ({name}). Install it: "
+            f"pip install 'accelfn[{package}]'"
+        ) from error
+
+
+class _Bnb8bit(Quantizer):
+    travels = True
+    saved_parts = ("SCB", "weight_format")
+
+    def __init__(self, config: BnbQuantizationConfig) -> None:
+        self._bnb = _import(config, "bitsandbytes", "bitsandbytes")
+        self._threshold = config.llm_int8_threshold
+
+    def make(self, layer: nn.Linear) -> nn.Linear:
+        kind, more = self._bnb.nn.Linear8bitLt, {"threshold": self._threshold}
+        return _stand_in(layer, _empty(kind, layer, has_fp16_weights=False, **more))
+
+    def fill(self, layer: nn.Linear, weight: torch.Tensor, device: torch.device) -> None:
+        # Int8Params quantises only what comes from the CPU, so not by its own way.
+        half = weight.detach().to(device, torch.float16).contiguous()
+        values, scales, _ = self._bnb.functional.int8_vectorwise_quant(half)
+        self._put(layer, values, scales)
+
+    def restore(self, layer: nn.Linear, saved: Mapping[str, torch.Tensor], device: torch.device) -> None:
+        self._put(layer, saved["weight"].to(device), saved["SCB"].to(device))
+
+    def differs(self, parts: Mapping[str, torch.dtype]) -> str | None:
+        if "SCB" in parts and parts.get("weight") == torch.int8:
+            return None
+        return f"isn't int8 with scales (SCB), but has {', '.join(sorted(parts))}"
+
+    def settle(self, layer: nn.Linear) -> None:
+        layer.register_forward_hook(_Return(), always_call=True)
+
+    def _put(self, layer: nn.Linear, weight: torch.Tensor, scales: torch.Tensor) -> None:
+        layer.weight = self._bnb.nn.Int8Params(
+            weight, requires_grad=False, has_fp16_weights=False, CB=weight, SCB=scales
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Return:
+    """After the forward of an 8-bit layer: what it has taken from its weight goes back there.
+
+    Else the layer would hold the copy that came to the device after it was let go.
+    """
+
+    def __call__(self, module: Any, args: Any, output: Any) -> None:
+        state, weight = module.state, module.weight
+        if state.CB is not None and weight.CB is None and not torch.is_grad_enabled():  # backward needs it
+            weight.CB, weight.SCB = state.CB, state.SCB
+            state.CB = state.SCB = None
+
+
+class _Bnb4bit(Quantizer):  # it doesn't travel: the kernels of devices want it packed in ways of their own
+    saved_parts = ("weight.*",)
+
+    def __init__(self, config: BnbQuantizationConfig) -> None:
+        self._bnb = _import(config, "bitsandbytes", "bitsandbytes")
+        self._computed = cast("torch.dtype", config.bnb_4bit_compute_dtype)
+        self._kind = config.bnb_4bit_quant_type
+        self._options: dict[str, Any] = {
+            "compress_statistics": config.bnb_4bit_use_double_quant,
+            "quant_type": self._kind,
+        }
+
+    def make(self, layer: nn.Linear) -> nn.Linear:
+        new: Any = _empty(self._bnb.nn.Linear4bit, layer, compute_dtype=self._computed, **self._options)
+        # On CPUs with AVX512-BF16 its first forward in evaluation mode would write the weights anew, for a
+        # kernel that has no backward, rounds the scales, and refuses sizes that aren't multiples of 32 and
+        # 64. After that no gradient would come through the layer any more, and no error tells it.
+        new.support_avx512bf16_for_cpu = False
+        return _stand_in(layer, new)
+
+    def fill(self, layer: nn.Linear, weight: torch.Tensor, device: torch.device) -> None:
+        options = {"blocksize": _BLOCK, **self._options}
+        data, state = self._bnb.functional.quantize_4bit(
+            weight.detach().to(device, self._computed).contiguous(), **options
+        )
+        layer.weight = self._bnb.nn.Params4bit(
+            data, requires_grad=False, quant_state=state, bnb_quantized=True, **options
+        )
+        cast("Any", layer).quant_state = state
+
+    def restore(self, layer: nn.Linear, saved: Mapping[str, torch.Tensor], device: torch.device) -> None:
+        parts = {name.removeprefix("weight."): value for name, value in saved.items() if name != "weight"}
+        weight = self._bnb.nn.Params4bit.from_prequantized(saved["weight"], parts, device=device)
+        layer.weight = weight
+        cast("Any", layer).quant_state = weight.quant_state
+
+    def differs(self, parts: Mapping[str, torch.dtype]) -> str | None:
+        if not {"weight", "weight.absmax", f"weight.quant_state.bitsandbytes__{self._kind}"} <= parts.keys():
+            return f"isn't in {self._kind}, as bnb_4bit_quant_type says, but has {', '.join(sorted(parts))}"
+        nested = self._options["compress_statistics"]
+        if (parts["weight.absmax"] == torch.uint8) != nested:
+            return f"isn't one of bnb_4bit_use_double_quant={nested}"
+        return None
+
+
+_GROUP_OF_INT4 = 128
+_ROWS_OF_INT4 = 16  # of which the CPU's kernel takes multiples
+_LARGEST_GROUP_ON_CPU = 128
+
+
+class _Int4Linear(nn.Linear):
+    """A linear layer whose weight is of packed 4-bit integers, through which gradients come.
+
+    The kernels for such weights have no backward. Here it is the product with the weight as they see it,
+    which is unpacked for that moment. The weight itself gets no gradient.
+    """
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 -- as in nn.Linear
+        """Multiply in the dtype that the weight was quantised from, and give back that of ``input``."""
+        values = input.to(self.weight.dtype)
+        if values.requires_grad and torch.is_grad_enabled():
+            result = cast("torch.Tensor", cast("Any", _Product).apply(values, self.weight))
+        else:
+            result = F.linear(values, self.weight)
+        result = result.to(input.dtype)
+        return result + self.bias.to(input.dtype) if _has_bias(self) else result
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.weight = weight
+        return F.linear(values, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        weight: torch.Tensor = ctx.weight
+        (grad,) = grads
+        units = torch.eye(weight.shape[1], dtype=weight.dtype, device=grad.device)
+        return grad @ F.linear(units, weight).mT, None
+
+
+def _empty(kind: Any, layer: nn.Linear, **options: Any) -> nn.Linear:
+    return kind(layer.in_features, layer.out_features, bias=_has_bias(layer), device="meta", **options)
+
+
+class _TorchaoInt8(Quantizer):
+    travels = True
+    layer_class: type[nn.Linear] = nn.Linear
+
+    def __init__(self, config: TorchaoQuantizationConfig) -> None:
+        self._api = _import(config, "torchao.quantization", "torchao")
+        self._config = config
+        self._size = config.group_size
+
+    def objection(self, layer: nn.Linear, device: torch.device) -> str | None:
+        if self._size is not None and layer.in_features % self._size:
+            return f"its {layer.in_features} inputs are no multiple of group_size={self._size}"
+        return None
+
+    def make(self, layer: nn.Linear) -> nn.Linear:
+        return _stand_in(layer, _empty(self.layer_class, layer, dtype=layer.weight.dtype))
+
+    def fill(self, layer: nn.Linear, weight: torch.Tensor, device: torch.device) -> None:
+        dtype = cast("torch.dtype | None", self._config.torch_dtype) or weight.dtype
+        layer.weight = nn.Parameter(weight.detach().to(device, dtype), requires_grad=False)
+        self._api.quantize_(layer, self.method(device))
+        # A method that torchao sets for printing, and that can't be pickled.
+        vars(layer).pop("extra_repr", None)
+
+    def method(self, device: torch.device) -> Any:
+        """Return torchao's own configuration. It would change options of torch.compile for the process."""
+        api, size = self._api, self._size
+        granularity = api.PerRow() if size is None else api.PerGroup(size)
+        return api.Int8WeightOnlyConfig(granularity=granularity, set_inductor_config=False)
+
+
+class _TorchaoInt4(_TorchaoInt8):
+    travels = False
+    layer_class = _Int4Linear
+
+    def __init__(self, config: TorchaoQuantizationConfig) -> None:
+        super().__init__(config)
+        self._size = config.group_size or _GROUP_OF_INT4
+
+    def method(self, device: torch.device) -> Any:
+        options: dict[str, Any] = {"group_size": self._size, "set_inductor_config": False}
+        if device.type == "cpu":
+            packed = _import(self._config, "torchao.prototype.quantization.int4", "torchao")
+            return packed.PrototypeInt4WeightOnlyConfig(**options)
+        return self._api.Int4WeightOnlyConfig(int4_packing_format="tile_packed_to_4d", **options)
+
+    def objection(self, layer: nn.Linear, device: torch.device) -> str | None:
+        why = super().objection(layer, device)
+        if why is not None:
+            return why
+        if device.type != "cpu":
+            kept = self._config.torch_dtype or layer.weight.dtype
+            return None if kept == torch.bfloat16 else f"on {device.type} it must be in bfloat16, not {kept}"
+        if self._size > _LARGEST_GROUP_ON_CPU:
+            return f"on the CPU group_size must be at most {_LARGEST_GROUP_ON_CPU}"
+        if layer.out_features % _ROWS_OF_INT4:
+            return f"its {layer.out_features} outputs are no multiple of {_ROWS_OF_INT4}"
+        return None

@@ -1,0 +1,351 @@
+"""The disk, as a record of callables: all that checkpoints do to files goes through it.
+
+So a test can count and log every operation, lose what was never synced as a power cut does, fail at any of
+them, or keep all files in memory; and the code that writes and commits is the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import stat
+import sys
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from accelfn.errors import DamagedCheckpointError
+
+
+class Folder(NamedTuple):
+    """An open directory, in which files are opened whatever its name has become since."""
+
+    path: str
+    descriptor: int | None  # None where the platform has no descriptors of directories
+
+
+class Status(NamedTuple):
+    """What stands at a place. Links aren't followed."""
+
+    kind: Literal["file", "directory", "link", "other"]
+    size: int
+    device: int
+    inode: int
+    modified_s: float
+
+
+def _create(path: str) -> int:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
+    return os.open(path, flags, 0o666)
+
+
+def _write(descriptor: int, content: memoryview, place: int) -> int:
+    if hasattr(os, "pwrite"):
+        return os.pwrite(descriptor, content, place)
+    os.lseek(descriptor, place, os.SEEK_SET)
+    return os.write(descriptor, content)
+
+
+def _start_writing(descriptor: int, place: int, size: int) -> None:
+    """Let the kernel begin to write a part of a file to the disk, instead of in the final fsync.
+
+    So writing and copying overlap: 300 MB with fsync take 0.10 s instead of 0.16 s on a local disk. More
+    threads, larger slices or space set aside beforehand gave less than the noise on top of it.
+    """
+    if sys.platform == "linux":
+        libc = ctypes.CDLL(None)
+        if hasattr(libc, "sync_file_range"):  # musl has it too, some others don't
+            write_only = 2  # SYNC_FILE_RANGE_WRITE
+            libc.sync_file_range(descriptor, ctypes.c_int64(place), ctypes.c_int64(size), write_only)
+
+
+def _sync_folder(path: str) -> None:
+    if os.name == "nt":
+        return  # which keeps names in a journal, and can't open a directory
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems know no fsync of a directory; their server has written it already.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _open_folder(path: str) -> Folder:
+    if os.open in os.supports_dir_fd and os.listdir in os.supports_fd:
+        return Folder(path, os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0)))
+    os.listdir(path)  # raises what an open would
+    return Folder(path, None)
+
+
+def _names(folder: Folder) -> list[str]:
+    return os.listdir(folder.path if folder.descriptor is None else folder.descriptor)
+
+
+def _open_file(folder: Folder, name: str) -> int:
+    # Without O_NONBLOCK, opening a named pipe would wait for ever.
+    flags = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
+    if not hasattr(os, "O_NOFOLLOW") and os.path.islink(os.path.join(folder.path, name)):
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), os.path.join(folder.path, name))
+    if folder.descriptor is None:
+        if os.name == "nt":  # which syncs only what may be written to
+            with suppress(PermissionError):
+                return os.open(os.path.join(folder.path, name), os.O_RDWR | flags)
+        return os.open(os.path.join(folder.path, name), os.O_RDONLY | flags)
+    return os.open(name, os.O_RDONLY | flags, dir_fd=folder.descriptor)
+
+
+def _status(path: str) -> Status:
+    return _described(os.lstat(path))
+
+
+def _status_of(descriptor: int) -> Status:
+    return _described(os.fstat(descriptor))
+
+
+def _described(found: os.stat_result) -> Status:
+    mode = found.st_mode
+    kind = "file" if stat.S_ISREG(mode) else "directory" if stat.S_ISDIR(mode) else "other"
+    if stat.S_ISLNK(mode) or getattr(found, "st_reparse_tag", 0):  # junctions of Windows are links too
+        kind = "link"
+    return Status(kind, found.st_size, found.st_dev, found.st_ino, found.st_mtime)
+
+
+def _read(descriptor: int, target: memoryview, place: int) -> int:
+    if hasattr(os, "preadv"):
+        return os.preadv(descriptor, [target], place)
+    os.lseek(descriptor, place, os.SEEK_SET)
+    content = os.read(descriptor, len(target))
+    target[: len(content)] = content
+    return len(content)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Disk:
+    """All operations on files that checkpoints need. The defaults are the real ones.
+
+    A function that fails raises ``OSError``.
+
+    Attributes:
+        create: Makes a new file to write to and gives its descriptor; fails where something is already.
+        write: Writes at a place of a file; gives the number of bytes written, at least one.
+        start_writing: A hint that this part of a file may go to the disk now; never fails.
+        sync: Returns when the file's bytes will survive a power cut.
+        close: Closes the descriptor of a file or directory.
+        sync_folder: Returns when the directory's names will survive a power cut.
+        make_folder: Makes a directory; fails where something is already.
+        rename: Gives a directory or file another name, in the same directory or another one of the disk.
+        remove_file: Removes a name that is no directory.
+        remove_folder: Removes an empty directory.
+        open_folder: Opens a directory to read in it.
+        names: What is in an open directory, in any order.
+        open_file: Opens a file to read it, or to sync what others have written; a link isn't followed.
+        status: What stands at a path.
+        status_of: The same for a descriptor.
+        read: Fills memory from a place of a file; gives the number of bytes, 0 at the end.
+        parallel_reads: Whether threads may read from one descriptor at a time.
+    """
+
+    create: Callable[[str], int] = _create
+    write: Callable[[int, memoryview, int], int] = _write
+    start_writing: Callable[[int, int, int], None] = _start_writing
+    sync: Callable[[int], None] = os.fsync
+    close: Callable[[int], None] = os.close
+    sync_folder: Callable[[str], None] = _sync_folder
+    make_folder: Callable[[str], None] = os.mkdir
+    rename: Callable[[str, str], None] = os.rename
+    remove_file: Callable[[str], None] = os.unlink
+    remove_folder: Callable[[str], None] = os.rmdir
+    open_folder: Callable[[str], Folder] = _open_folder
+    names: Callable[[Folder], list[str]] = _names
+    open_file: Callable[[Folder, str], int] = _open_file
+    status: Callable[[str], Status] = _status
+    status_of: Callable[[int], Status] = _status_of
+    read: Callable[[int, memoryview, int], int] = _read
+    parallel_reads: bool = hasattr(os, "preadv")
+
+    def __repr__(self) -> str:
+        """Return what signatures show: no addresses of functions."""
+        return "Disk()"
+
+
+REAL_DISK = Disk()
+
+
+@contextmanager
+def naming(path: str) -> Generator[None, None, None]:
+    """Add the file's name to an ``OSError`` that has none, such as that of a full disk while writing."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, path) from error
+
+
+@contextmanager
+def opened(disk: Disk, path: str) -> Generator[Folder, None, None]:
+    """Open a directory for a block."""
+    folder = disk.open_folder(path)
+    try:
+        yield folder
+    finally:
+        if folder.descriptor is not None:
+            disk.close(folder.descriptor)
+
+
+def standing(disk: Disk, folder: Folder) -> Status:
+    """Return the status of an open directory, whatever its name has become, and where it is a link led."""
+    return disk.status(folder.path) if folder.descriptor is None else disk.status_of(folder.descriptor)
+
+
+def write_all(disk: Disk, descriptor: int, content: memoryview, place: int) -> None:
+    """Write all of ``content``, however much the system takes at a time."""
+    done = 0
+    while done < len(content):
+        written = disk.write(descriptor, content[done:], place + done)
+        if written <= 0:
+            raise OSError(errno.EIO, "nothing could be written")
+        done += written
+
+
+def write_file(disk: Disk, path: str, content: bytes) -> None:
+    """Make a new small file, on the disk when this returns.
+
+    Raises:
+        OSError: With the file's name.
+    """
+    with naming(path):
+        descriptor = disk.create(path)
+        try:
+            write_all(disk, descriptor, memoryview(content), 0)
+            disk.sync(descriptor)
+        finally:
+            disk.close(descriptor)
+
+
+def read_exactly(disk: Disk, descriptor: int, target: memoryview, place: int) -> bool:
+    """Fill memory from a place of a file; return False where the file ends before."""
+    done = 0
+    while done < len(target):
+        count = disk.read(descriptor, target[done:], place + done)
+        if count <= 0:
+            return False
+        done += count
+    return True
+
+
+def open_regular(disk: Disk, folder: Folder, name: str) -> tuple[int, int]:
+    """Open a file of a checkpoint; return its descriptor and its size.
+
+    Raises:
+        FileNotFoundError: There is none.
+        DamagedCheckpointError: It is a link, a directory or something else that isn't a plain file.
+    """
+    try:
+        descriptor = disk.open_file(folder, name)
+    except OSError as error:
+        # What systems say of a link that they were told not to follow, and of a directory or a socket.
+        if error.errno in (errno.ELOOP, errno.EMLINK, errno.EISDIR, errno.ENXIO):
+            raise _not_plain(folder, name) from error
+        raise
+    try:
+        status = disk.status_of(descriptor)
+        if status.kind != "file":
+            raise _not_plain(folder, name)
+    except BaseException:
+        disk.close(descriptor)
+        raise
+    return descriptor, status.size
+
+
+def _not_plain(folder: Folder, name: str) -> DamagedCheckpointError:
+    return DamagedCheckpointError(
+        f"{os.path.join(folder.path, name)} must be a plain file: it is a link, a directory or something "
+        "else, as no save leaves it. Put the file itself there, or take another checkpoint.",
+        name,
+    )
+
+
+def read_file(disk: Disk, folder: Folder, name: str, max_bytes: int) -> bytes:
+    """Read a whole small file.
+
+    Raises:
+        FileNotFoundError: There is none.
+        DamagedCheckpointError: It isn't a plain file, or larger than ``max_bytes``.
+    """
+    path = os.path.join(folder.path, name)
+    descriptor, size = open_regular(disk, folder, name)
+    try:
+        if size > max_bytes:
+            raise DamagedCheckpointError(
+                f"{path} has {size} bytes, and no sound one has more than {max_bytes}. "
+                "Take another checkpoint.",
+                name,
+            )
+        content = bytearray(size)
+        with naming(path):
+            if not read_exactly(disk, descriptor, memoryview(content), 0):
+                raise DamagedCheckpointError(f"{path} became shorter while it was read.", name)
+        return bytes(content)
+    finally:
+        disk.close(descriptor)
+
+
+def is_there(disk: Disk, path: str) -> bool:
+    """Return whether anything stands at ``path``."""
+    try:
+        disk.status(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def make_folders(disk: Disk, path: str) -> None:
+    """Make a directory and those above it where they are missing, on the disk when this returns."""
+    missing: list[str] = []
+    while not is_there(disk, path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    for one in reversed(missing):
+        with suppress(FileExistsError):  # another rank was quicker
+            disk.make_folder(one)
+        with naming(os.path.dirname(one)):
+            disk.sync_folder(os.path.dirname(one))
+
+
+def walk(disk: Disk, path: str, below: str = "") -> Iterator[tuple[str, Status]]:
+    """Return all that is in a directory and in those below it, by path from there with ``/`` between names.
+
+    A directory comes before what is in it. Links are given, and not followed.
+    """
+    with opened(disk, path) as folder:
+        names = sorted(disk.names(folder))
+    for name in names:
+        place = os.path.join(path, name)
+        status = disk.status(place)
+        yield below + name, status
+        if status.kind == "directory":
+            yield from walk(disk, place, f"{below}{name}/")
+
+
+def remove_tree(disk: Disk, path: str) -> None:
+    """Remove a directory and all in it; of links only themselves. What vanishes meanwhile is no error."""
+    try:
+        with opened(disk, path) as folder:
+            names = sorted(disk.names(folder))
+    except FileNotFoundError:
+        return
+    for name in names:
+        place = os.path.join(path, name)
+        with suppress(FileNotFoundError):
+            if disk.status(place).kind == "directory":
+                remove_tree(disk, place)
+            else:
+                disk.remove_file(place)
+    with suppress(FileNotFoundError):
+        disk.remove_folder(path)

@@ -1,0 +1,480 @@
+"""Write tensors to a safetensors file, with checksums.
+
+The bytes go to the system in slices from where they lie, and a second thread hashes each slice meanwhile, so
+the checksums cost little.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import zlib
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from typing import NamedTuple, NoReturn, cast
+
+import torch
+
+from accelfn.checkpoint.disk import Disk, Folder, naming, open_regular, read_exactly, write_all
+from accelfn.checkpoint.header import (
+    Entry,
+    check_length,
+    check_safetensors_header,
+    dtype_from_name,
+    format_header,
+    stored_form,
+)
+from accelfn.checkpoint.manifest import CHUNK_BYTES, Manifest, Piece, StoredFile, leaf_path
+from accelfn.errors import DamagedCheckpointError
+from accelfn.tree.digest import split_flat
+
+# At a time, to write: a divisor of CHUNK_BYTES.
+_SLICE_BYTES = 1 << 24
+# Smaller tensors are collected, so that thousands of them don't take a system call each.
+_SMALL_BYTES = 1 << 18
+# Elements of a tensor that isn't contiguous, at a time: of each, its place takes eight bytes meanwhile.
+_PIECE_ELEMENTS = 1 << 18
+
+
+class NewEntry(NamedTuple):
+    """A tensor to write.
+
+    Attributes:
+        key: Its name in the file.
+        dtype: As safetensors names it.
+        shape: As the file shall say; ``stored_form`` gives both.
+        source: A dense tensor on any device.
+        crc32: Of each ``CHUNK_BYTES``, where they are known already; None has them computed.
+    """
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    source: torch.Tensor
+    crc32: tuple[int, ...] | None = None
+
+
+class Written(NamedTuple):
+    """What a manifest has to say of a new file.
+
+    Attributes:
+        size: In bytes.
+        header_crc32: Of the header's length and the header.
+        crc32: By key, of each ``CHUNK_BYTES`` of the entry, in order.
+    """
+
+    size: int
+    header_crc32: int
+    crc32: Mapping[str, tuple[int, ...]]
+
+
+def new_entry(key: str, tensor: torch.Tensor) -> NewEntry:
+    """Return a tensor the dtype and shape under which safetensors stores it."""
+    form = stored_form(tensor.dtype, tensor.shape)
+    return NewEntry(key, *form, tensor)
+
+
+def write_tensors(
+    disk: Disk,
+    path: str,
+    entries: Iterable[NewEntry],
+    metadata: Mapping[str, str],
+) -> Written:
+    """Write a new safetensors file; its bytes are on the disk when this returns.
+
+    A contiguous tensor on the CPU is written from where it lies; any other one passes through the CPU piece
+    by piece, with at most about 32 MiB at a time.
+
+    Args:
+        disk: To write to.
+        path: Of the file, which mustn't exist.
+        entries: The tensors, in any order.
+        metadata: Free texts for the header.
+
+    Returns:
+        Size and checksums.
+
+    Raises:
+        ValueError: A name is taken twice, or a tensor is sparse or has no data. Nothing was written.
+        OSError: With the file's name. What was written of it is left for the caller to remove.
+    """
+    todo = list(entries)
+    head, places = format_header([(one.key, one.dtype, one.shape) for one in todo], metadata)
+    by_key = {one.key: one for one in todo}
+    for one in todo:
+        if one.source.layout != torch.strided or one.source.is_meta or one.source.is_quantized:
+            raise ValueError(
+                f"tensor {one.key!r} is sparse, quantized or on the meta device, and has no plain bytes to "
+                "write. Make it dense (to_dense, dequantize) or load it first."
+            )
+    found: dict[str, tuple[int, ...]] = {}
+    with naming(path):
+        descriptor = disk.create(path)
+        try:
+            with ThreadPoolExecutor(1, "accelfn-checksum") as helper:
+                end = _write_slices(disk, descriptor, head, places, by_key, found, helper)
+            disk.sync(descriptor)
+        finally:
+            disk.close(descriptor)
+    return Written(end, zlib.crc32(head), found)
+
+
+def _write_slices(
+    disk: Disk,
+    descriptor: int,
+    head: bytes,
+    places: Mapping[str, Entry],
+    by_key: Mapping[str, NewEntry],
+    found: dict[str, tuple[int, ...]],
+    helper: ThreadPoolExecutor,
+) -> int:
+    """Write the head and all tensors in their order; put the checksums into ``found``."""
+    end = started = 0
+    small = bytearray(head)
+
+    def put(content: memoryview) -> None:
+        nonlocal end, started
+        write_all(disk, descriptor, content, end)
+        end += len(content)
+        if end - started >= _SLICE_BYTES:  # not for less: small requests to a disk cost more than they save
+            disk.start_writing(descriptor, started, end - started)
+            started = end
+
+    def flush() -> None:
+        nonlocal small
+        if small:
+            put(memoryview(small))
+            small = bytearray()
+
+    for key in places:
+        entry = by_key[key]
+        sums: list[int] = []
+        done = 0
+        for part in _parts(entry.source):
+            if done % CHUNK_BYTES == 0:
+                sums.append(0)
+            if len(part) <= _SMALL_BYTES:
+                if entry.crc32 is None:
+                    sums[-1] = zlib.crc32(part, sums[-1])
+                small += part
+                if len(small) >= _SLICE_BYTES:
+                    flush()
+            else:
+                flush()
+                # crc32 lets other threads run, so it runs while the system copies the slice.
+                hashed = helper.submit(zlib.crc32, part, sums[-1]) if entry.crc32 is None else None
+                try:
+                    put(part)
+                finally:  # also where the disk is full: the memory may be gone after this
+                    sums[-1] = hashed.result() if hashed is not None else 0
+            done += len(part)
+        found[key] = tuple(sums) if entry.crc32 is None else entry.crc32
+    flush()
+    return end
+
+
+def _parts(source: torch.Tensor) -> Iterator[memoryview]:
+    """Return the bytes in logical order; a part never crosses the border of a chunk."""
+    size = source.numel() * source.dtype.itemsize
+    if not size:
+        return
+    plain = source.device.type == "cpu" and source.is_contiguous() and not source.is_conj()
+    if size <= _SLICE_BYTES and plain and not source.is_neg():
+        yield memory_of(source)  # most tensors are small, and cutting them takes longer than writing them
+        return
+    # A size of an element is a power of two, so these sizes divide that of a chunk.
+    elements = _SLICE_BYTES // source.dtype.itemsize
+    if not source.is_contiguous():
+        elements = min(elements, _PIECE_ELEMENTS)
+    for piece in split_flat(source, elements):
+        held = piece.cpu()
+        yield memory_of(held)
+
+
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a contiguous tensor on the CPU, without numpy. They live as long as the tensor."""
+    size = tensor.numel() * tensor.dtype.itemsize
+    if not size:
+        return memoryview(b"")
+    return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")
+
+
+# At a time: what a thread has just read is still in its cache when it is hashed.
+_READ_BYTES = 1 << 20
+# Work for a thread at least; less is done without one.
+_BATCH_BYTES = 1 << 22
+_MAX_THREADS = 4
+
+
+class TensorFile(NamedTuple):
+    """A file of tensors that is open, and whose header is what was written."""
+
+    name: str
+    path: str
+    descriptor: int
+    entries: Mapping[str, Entry]
+
+
+class Box(NamedTuple):
+    """A part of a piece to read.
+
+    Attributes:
+        name: Of the tensor, for errors.
+        dtype: As torch names it.
+        piece: What lies on the disk.
+        offset: Of the box in the piece, by dimension; None for the piece as a whole.
+        shape: Of the box; None for the piece as a whole.
+    """
+
+    name: str
+    dtype: str
+    piece: Piece
+    offset: tuple[int, ...] | None = None
+    shape: tuple[int, ...] | None = None
+
+
+def expected_entries(manifest: Manifest) -> dict[str, dict[str, Box]]:
+    """Return what a manifest says of each entry, by file and key. Pure."""
+    by_file: dict[str, dict[str, Box]] = {name: {} for name in manifest.files}
+    for name, one in manifest.tensors.items():
+        for piece in one.pieces:
+            by_file[piece.file][piece.key] = Box(name, one.dtype, piece)
+    return by_file
+
+
+@contextmanager
+def open_tensor_file(
+    disk: Disk, folder: Folder, name: str, stored: StoredFile, expected: Mapping[str, Box]
+) -> Generator[TensorFile, None, None]:
+    """Open a file of a checkpoint, and check that its header is what was written and what the manifest says.
+
+    Args:
+        disk: To read from.
+        folder: The checkpoint.
+        name: Of the file.
+        stored: What the manifest says of the file.
+        expected: What it says of the file's entries, of ``expected_entries``.
+
+    Raises:
+        DamagedCheckpointError: The file is missing, isn't a plain file, has another length, or its header
+            isn't what was written or not what the manifest says.
+        OSError: It can't be read.
+    """
+    path = os.path.join(folder.path, name)
+    try:
+        descriptor, size = open_regular(disk, folder, name)
+    except FileNotFoundError as error:
+        advice = "Take another copy, or an older checkpoint."
+        if stored.node is not None:
+            advice = f"It was written to the disk of node {stored.node}: copy it from there."
+        raise DamagedCheckpointError(
+            f"{path} is missing, and the manifest names it. {advice}", name
+        ) from error
+    try:
+        if size != stored.size:
+            _damaged(path, name, f"it has {size} bytes, and {stored.size} were written")
+        with naming(path):
+            start = bytearray(min(size, 8))
+            whole = read_exactly(disk, descriptor, memoryview(start), 0)
+            head = bytearray(check_length(bytes(start), size, path))
+            whole = whole and read_exactly(disk, descriptor, memoryview(head), 0)
+        if not whole or zlib.crc32(head) != stored.header_crc32:
+            _damaged(path, name, "its header isn't what was written")
+        entries = check_safetensors_header(bytes(head), size, path).entries
+        # Of another node's file, a node's manifest names only what this node hasn't itself.
+        odd = entries.keys() ^ expected.keys() if stored.node is None else expected.keys() - entries.keys()
+        if odd:
+            listed = ", ".join(map(repr, sorted(odd)[:5]))
+            _damaged(path, name, f"it hasn't the tensors that the manifest says: {listed}")
+        for key, (tensor, dtype, piece, *_) in expected.items():
+            entry, form = entries[key], None
+            with suppress(ValueError):  # this torch has no such dtype
+                form = stored_form(dtype_from_name(dtype), piece.shape)
+            if form != entry[:2] or len(piece.crc32) != -(-(entry.stop - entry.start) // CHUNK_BYTES):
+                _damaged(
+                    path,
+                    name,
+                    f"tensor {leaf_path(tensor)!r} is {entry.dtype} {list(entry.shape)} in it, and {dtype} "
+                    f"{list(piece.shape)} with {len(piece.crc32)} checksums in the manifest",
+                )
+        yield TensorFile(name, path, descriptor, entries)
+    finally:
+        disk.close(descriptor)
+
+
+def _damaged(path: str, name: str, why: str) -> NoReturn:
+    raise DamagedCheckpointError(
+        f"{path} is damaged: {why}. Take another copy, or an older checkpoint.", name
+    )
+
+
+def read_boxes(disk: Disk, folder: Folder, manifest: Manifest, boxes: Sequence[Box]) -> list[torch.Tensor]:
+    """Read parts of a checkpoint into new tensors, and give them out once all of them are verified.
+
+    Of a box that is a range of the first dimension, only the chunks are read that it has bytes in; any other
+    box is cut out of the rows that it lies in.
+
+    Args:
+        disk: To read from.
+        folder: The checkpoint.
+        manifest: Of the checkpoint.
+        boxes: What to read, in any order, each within its piece.
+
+    Returns:
+        A contiguous tensor on the CPU for each box, in order.
+
+    Raises:
+        DamagedCheckpointError: A file is missing or isn't what was written; with the file and the tensor.
+        OSError: A file can't be read.
+    """
+    results: list[torch.Tensor | None] = [None] * len(boxes)
+    by_file: dict[str, list[int]] = {}
+    for index, box in enumerate(boxes):
+        by_file.setdefault(box.piece.file, []).append(index)
+    expected = expected_entries(manifest)
+    for name in sorted(by_file):
+        with open_tensor_file(disk, folder, name, manifest.files[name], expected[name]) as file:
+            # In the order of the file, which is that of the disk.
+            indices = sorted(by_file[name], key=lambda index: file.entries[boxes[index].piece.key].start)
+            targets = [_rows_for(boxes[index]) for index in indices]
+            chunks: list[_Chunk] = []
+            for index, rows in zip(indices, targets, strict=True):
+                box = boxes[index]
+                entry, memory = file.entries[box.piece.key], memory_of(rows)
+                first = box.offset[0] if box.offset and len(memory) else 0
+                row_bytes = (entry.stop - entry.start) // box.piece.shape[0] if first else 0
+                chunks += _chunks(box, entry, memory, first * row_bytes, first * row_bytes + len(memory))
+            _read_chunks(disk, file, chunks)
+        for index, rows in zip(indices, targets, strict=True):
+            results[index] = _cut(boxes[index], rows)
+    return cast("list[torch.Tensor]", results)
+
+
+def verify_tensor_file(
+    disk: Disk, folder: Folder, name: str, stored: StoredFile, expected: Mapping[str, Box]
+) -> None:
+    """Read a whole file and check every byte of it, with little memory.
+
+    Args:
+        disk: To read from.
+        folder: The checkpoint.
+        name: Of the file.
+        stored: What the manifest says of the file.
+        expected: What it says of the file's entries.
+
+    Raises:
+        DamagedCheckpointError: A byte isn't what was written; with the file and the tensor.
+        OSError: The file can't be read.
+    """
+    with open_tensor_file(disk, folder, name, stored, expected) as file:
+        chunks: list[_Chunk] = []
+        for key, entry in file.entries.items():
+            if key in expected:
+                chunks += _chunks(expected[key], entry, memoryview(b""), 0, entry.stop - entry.start)
+        _read_chunks(disk, file, chunks)
+
+
+class _Chunk(NamedTuple):
+    """A chunk to read and verify, and where those of its bytes go that are wanted."""
+
+    box: Box
+    number: int
+    start: int  # of an entry's bytes, as all places here
+    stop: int
+    target: memoryview  # empty where nothing is wanted but to know that the chunk is sound
+    target_start: int
+
+
+def _chunks(box: Box, entry: Entry, target: memoryview, start: int, stop: int) -> Iterator[_Chunk]:
+    """Return the chunks in which the bytes ``start`` to ``stop`` of an entry lie."""
+    size = entry.stop - entry.start
+    for number in range(start // CHUNK_BYTES, -(-stop // CHUNK_BYTES)):
+        place = number * CHUNK_BYTES
+        yield _Chunk(box, number, place, min(place + CHUNK_BYTES, size), target, start)
+
+
+def _rows_for(box: Box) -> torch.Tensor:
+    """Return memory for the rows that a box lies in."""
+    rows = box.piece.shape if not box.shape else (box.shape[0], *box.piece.shape[1:])
+    dtype: torch.dtype = getattr(torch, box.dtype)
+    # torch warns of new tensors of complex32, and not of views.
+    plain = torch.float32 if dtype == torch.complex32 else dtype
+    return torch.empty(rows, dtype=plain, device="cpu").view(dtype).view(rows)
+
+
+def _cut(box: Box, rows: torch.Tensor) -> torch.Tensor:
+    """Return the box out of the rows that were read."""
+    if not box.shape or tuple(rows.shape) == tuple(box.shape):
+        return rows
+    offset = box.offset or (0,) * len(box.shape)
+    inner = tuple(slice(start, start + size) for start, size in zip(offset[1:], box.shape[1:], strict=True))
+    # torch copies some dtypes of one byte as bytes only.
+    plain = torch.uint8 if rows.dtype.itemsize == 1 else rows.dtype
+    part = rows.view(plain)[(slice(None), *inner)]
+    return part.clone(memory_format=torch.contiguous_format).view(rows.dtype)
+
+
+def _read_chunks(disk: Disk, file: TensorFile, chunks: Sequence[_Chunk]) -> None:
+    """Read and verify chunks of one file, in several threads where that is worth it."""
+    batches: list[list[_Chunk]] = [[]]
+    size = 0
+    for chunk in chunks:
+        if size >= _BATCH_BYTES:
+            batches.append([])
+            size = 0
+        batches[-1].append(chunk)
+        size += chunk.stop - chunk.start
+    threads = min(_MAX_THREADS, os.cpu_count() or 1, len(batches))
+    if threads == 1 or not disk.parallel_reads:
+        for batch in batches:
+            _read_batch(disk, file, batch)
+        return
+    with ThreadPoolExecutor(threads, "accelfn-read") as pool:
+        waiting = [pool.submit(_read_batch, disk, file, batch) for batch in batches]
+        try:
+            for one in waiting:
+                one.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _read_batch(disk: Disk, file: TensorFile, batch: Sequence[_Chunk]) -> None:
+    spare = memoryview(b"")
+    with naming(file.path):
+        for box, number, start, stop, target, begin in batch:
+            offset = file.entries[box.piece.key].start
+            crc32 = 0
+            for place in range(start, stop, _READ_BYTES):
+                end = min(place + _READ_BYTES, stop)
+                low, high = max(place, begin), min(end, begin + len(target))
+                if (low, high) == (place, end):
+                    part = target[place - begin : end - begin]
+                else:
+                    spare = spare or memoryview(bytearray(_READ_BYTES))
+                    part = spare[: end - place]
+                if not read_exactly(disk, file.descriptor, part, offset + place):
+                    _damaged(file.path, file.name, "it became shorter while it was read")
+                crc32 = zlib.crc32(part, crc32)
+                if place <= low < high <= end and high - low < end - place:
+                    target[low - begin : high - begin] = part[low - place : high - place]
+            if crc32 != box.piece.crc32[number]:
+                _damaged(
+                    file.path,
+                    file.name,
+                    f"bytes {start} to {stop} of tensor {leaf_path(box.name)!r} aren't what was written",
+                )
+
+
+def checksums(disk: Disk, descriptor: int, size: int) -> tuple[int, ...] | None:
+    """Return the checksum of each chunk of a file; None where it ends before ``size``."""
+    sums: list[int] = []
+    buffer = memoryview(bytearray(min(size, _READ_BYTES)))
+    for place in range(0, size, _READ_BYTES):
+        part = buffer[: min(_READ_BYTES, size - place)]
+        if not read_exactly(disk, descriptor, part, place):
+            return None
+        if place % CHUNK_BYTES == 0:
+            sums.append(0)
+        sums[-1] = zlib.crc32(part, sums[-1])
+    return tuple(sums)

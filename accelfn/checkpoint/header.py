@@ -1,0 +1,330 @@
+"""The head of a safetensors file: written, and checked without trusting a byte of it.
+
+A file is the header's length (8 bytes, little endian), the header (JSON, padded with spaces) and the bytes of
+the tensors. The header gives each tensor's dtype, shape and place. Whoever makes a file chooses all of that,
+so it is checked here before anything is allocated, read or compared by it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple, NoReturn, cast
+
+import torch
+
+from accelfn.errors import DamagedCheckpointError
+
+# As in the stock readers. A header of 40,000 tensors with long names has about 8 MB.
+MAX_HEADER_BYTES = 100_000_000
+
+# MKL's results depend in the last bit on whether arrays begin at multiples of this, as torch's own do: so a
+# weight that is used where its file is mapped gives what it gives elsewhere.
+_ALIGNMENT = 64
+_LENGTH_BYTES = 8
+_MAX_BYTES = (1 << 63) - 1
+# What safetensors calls a dtype, and the bits of an element.
+_BITS = MappingProxyType(
+    {
+        **dict.fromkeys(("F4",), 4),
+        **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+        **dict.fromkeys(("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0"), 8),
+        **dict.fromkeys(("F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+        **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
+        **dict.fromkeys(("I32", "U32", "F32"), 32),
+        **dict.fromkeys(("C64", "F64", "I64", "U64"), 64),
+    }
+)
+
+
+class Entry(NamedTuple):
+    """Where a tensor lies in a file.
+
+    Attributes:
+        dtype: As safetensors names it, such as ``"F32"``.
+        shape: Of the tensor.
+        start: First byte, from the file's beginning.
+        stop: Byte after the last.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+class Header(NamedTuple):
+    """What a safetensors file says of itself.
+
+    Attributes:
+        entries: By name, in the order of their places.
+        metadata: Free texts.
+    """
+
+    entries: Mapping[str, Entry]
+    metadata: Mapping[str, str]
+
+
+Form = tuple[str, str, tuple[int, ...]]
+
+
+def storage_order(forms: Iterable[Form]) -> list[Form]:
+    """Order tensors as they lie in a file: as aligned as a format without gaps allows.
+
+    Those of whole 64 bytes come first, which then all begin at multiples of 64. Among them, and among the
+    others, those with the largest elements come first, which begin at multiples of their elements, and then
+    names in order.
+
+    Args:
+        forms: Name, safetensors dtype and shape of each.
+    """
+    return sorted(
+        forms,
+        key=lambda form: ((_size(form[1], form[2]) or 0) % _ALIGNMENT != 0, -_BITS.get(form[1], 0), form[0]),
+    )
+
+
+def format_header(
+    forms: Iterable[Form], metadata: Mapping[str, str], *, fill: bool = False
+) -> tuple[bytes, dict[str, Entry]]:
+    """Write the head of a file, up to the first tensor's bytes, which begin at a multiple of 64.
+
+    Args:
+        forms: Name, safetensors dtype and shape of each tensor, in any order.
+        metadata: Free texts.
+        fill: Let all tensors begin at multiples of 64: entries without a meaning are put between them, which
+            readers take for tensors (``".fill1"``; no module has such a name). So only for files that nobody
+            else reads.
+
+    Returns:
+        The bytes, and by name where each tensor lies, in the order of :func:`storage_order`.
+
+    Raises:
+        ValueError: A name is taken twice or is ``"__metadata__"``, a dtype isn't one of safetensors', or the
+            header becomes longer than stock readers accept.
+    """
+    places: dict[str, Entry] = {}
+    fields: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    start = 0
+    for key, dtype, shape in storage_order(forms):
+        size = _size(dtype, shape)
+        if size is None or key in places or key == "__metadata__":
+            raise ValueError(
+                f"{key!r} can't be stored as {dtype!r} {list(shape)}: it needs a name of its own, a dtype of "
+                "safetensors, and whole bytes."
+            )
+        rest = -start % _ALIGNMENT if fill else 0
+        if rest:
+            fields[f".fill{len(fields)}"] = {
+                "dtype": "U8",
+                "shape": [rest],
+                "data_offsets": [start, start + rest],
+            }
+            start += rest
+        places[key] = Entry(dtype, tuple(shape), start, start + size)
+        fields[key] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, start + size]}
+        start += size
+    text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-(_LENGTH_BYTES + len(text)) % _ALIGNMENT)
+    if len(text) > MAX_HEADER_BYTES:
+        raise ValueError(
+            f"the header of {len(places)} tensors would have {len(text)} bytes, and readers accept "
+            f"{MAX_HEADER_BYTES}. Use shorter names, or more files."
+        )
+    head = len(text).to_bytes(_LENGTH_BYTES, "little") + text
+    return head, _moved(places.items(), len(head))
+
+
+def check_length(start: bytes, file_size: int, place: str) -> int:
+    """Read how many bytes of a file come before its tensors, from its first 8 bytes.
+
+    Args:
+        start: The first 8 bytes, or fewer where the file has fewer.
+        file_size: In bytes.
+        place: How errors call the file.
+
+    Raises:
+        DamagedCheckpointError: There can't be so many.
+    """
+    length = int.from_bytes(start, "little")
+    if len(start) < _LENGTH_BYTES or file_size < _LENGTH_BYTES:
+        _refuse(place, f"it has {file_size} bytes, which is less than the length of a header takes")
+    if length > MAX_HEADER_BYTES or length > file_size - _LENGTH_BYTES:
+        _refuse(place, f"its header would have {length} bytes, and the file has {file_size}")
+    return _LENGTH_BYTES + length
+
+
+def check_safetensors_header(head: bytes, file_size: int, place: str = "the file") -> Header:
+    """Read the head of a safetensors file, and refuse all that isn't sound.
+
+    Sound is: a header of at most ``MAX_HEADER_BYTES``, UTF-8, one JSON object without duplicate keys; of each
+    tensor exactly dtype, shape and data_offsets, with a dtype that safetensors has, whole numbers that fit 64
+    bits, and as many bytes as dtype and shape need; and tensors that fill the rest of the file without gaps
+    and without sharing a byte.
+
+    Args:
+        head: The header's length and the header, as in the file.
+        file_size: Of the whole file, in bytes.
+        place: How errors call the file.
+
+    Raises:
+        DamagedCheckpointError: With ``place`` and what isn't sound.
+    """
+    if check_length(head[:_LENGTH_BYTES], file_size, place) != len(head):
+        _refuse(place, "its header is cut off, or another length")
+    try:
+        parsed = json.loads(head[_LENGTH_BYTES:].decode(), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        _refuse(place, f"its header is no JSON as safetensors writes it ({error})", error)
+    if not isinstance(parsed, dict) or head[_LENGTH_BYTES : _LENGTH_BYTES + 1] != b"{":
+        _refuse(place, "its header is no JSON object")
+    fields = cast("dict[str, Any]", parsed)
+    metadata: Any = fields.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(one, str) for one in metadata.values()):  # pyright: ignore[reportUnknownVariableType]
+        _refuse(place, "its metadata isn't texts by name")
+    entries = sorted(
+        ((key, _entry(key, one, place)) for key, one in fields.items()), key=lambda pair: pair[1][2:]
+    )
+    end = 0
+    for key, entry in entries:
+        if entry.start != end:
+            _refuse(place, f"tensor {key!r} begins at {entry.start}, and the one before it ends at {end}")
+        end = entry.stop
+    if end != file_size - len(head):
+        _refuse(place, f"its tensors have {end} bytes, and {file_size - len(head)} follow the header")
+    return Header(_moved(entries, len(head)), cast("dict[str, str]", metadata))
+
+
+def _moved(entries: Iterable[tuple[str, Entry]], by: int) -> dict[str, Entry]:
+    """Count the places from the beginning of the file instead of the end of the header."""
+    return {key: one._replace(start=one.start + by, stop=one.stop + by) for key, one in entries}
+
+
+def _entry(key: str, fields: Any, place: str) -> Entry:
+    try:
+        dtype, shape, (start, stop) = fields["dtype"], fields["shape"], fields["data_offsets"]
+        whole = all(type(number) is int and 0 <= number <= _MAX_BYTES for number in (*shape, start, stop))
+        if whole and len(fields) == 3 and stop - start == _size(dtype, shape):
+            return Entry(dtype, tuple(shape), start, stop)
+    except (TypeError, KeyError, ValueError):
+        pass
+    return _refuse(place, f"tensor {key!r} isn't a dtype, a shape and data_offsets that fit: {fields!r:.200}")
+
+
+def _size(dtype: str, shape: Sequence[int]) -> int | None:
+    """Return the bytes of a tensor; None where they are no whole number or too many for 64 bits."""
+    if dtype not in _BITS:
+        return None
+    bits = largest = _BITS[dtype]
+    for length in shape:
+        bits *= length
+        # Of an empty tensor, too, torch multiplies the other lengths.
+        largest *= max(length, 1)
+        if largest > 8 * _MAX_BYTES:
+            return None
+    return None if bits % 8 else bits // 8
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key stands twice in it")
+    "".join(found).encode()  # half of a surrogate pair is no text
+    return found
+
+
+def _refuse(place: str, why: str, cause: Exception | None = None) -> NoReturn:
+    raise DamagedCheckpointError(
+        f"{place} is no sound safetensors file: {why}. Take another copy of it, or an older checkpoint.",
+        place.replace("\\", "/").rpartition("/")[2],
+    ) from cause
+
+
+SAFETENSORS_NAMES = MappingProxyType(
+    {
+        torch.float64: "F64",
+        torch.float32: "F32",
+        torch.float16: "F16",
+        torch.bfloat16: "BF16",
+        torch.int64: "I64",
+        torch.int32: "I32",
+        torch.int16: "I16",
+        torch.int8: "I8",
+        torch.uint64: "U64",
+        torch.uint32: "U32",
+        torch.uint16: "U16",
+        torch.uint8: "U8",
+        torch.bool: "BOOL",
+        torch.complex64: "C64",
+        torch.float8_e4m3fn: "F8_E4M3",
+        torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+        torch.float8_e5m2: "F8_E5M2",
+        torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+        torch.float8_e8m0fnu: "F8_E8M0",
+    }
+)
+# An element of a quantized dtype has no value without the scale beside it.
+_QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
+# Under their full names: torch.half is torch.float16.
+_BY_NAME = MappingProxyType(
+    {str(value).removeprefix("torch."): value for value in vars(torch).values() if type(value) is torch.dtype}
+)
+_NAMES = MappingProxyType({value: name for name, value in _BY_NAME.items()})
+_SAME_SIZE = MappingProxyType({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64})
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Name a dtype as torch does.
+
+    >>> dtype_name(torch.half)
+    'float16'
+    """
+    return _NAMES[dtype]
+
+
+def dtype_from_name(name: str) -> torch.dtype:
+    """Find a dtype by what :func:`dtype_name` says.
+
+    Raises:
+        ValueError: This torch has no such dtype.
+    """
+    dtype = _BY_NAME.get(name)
+    if dtype is None:
+        raise ValueError(f"this torch ({torch.__version__}) has no dtype {name!r}")
+    return dtype
+
+
+def is_storable(dtype: torch.dtype) -> bool:
+    """Whether tensors of ``dtype`` can be stored: all but the quantized ones."""
+    return dtype not in _QUANTIZED
+
+
+def stored_form(dtype: torch.dtype, shape: Sequence[int]) -> tuple[str, tuple[int, ...]]:
+    """Return the safetensors dtype and shape under which a tensor's bytes are stored.
+
+    Args:
+        dtype: Of the tensor.
+        shape: Of the tensor.
+
+    >>> stored_form(torch.complex128, (3,)), stored_form(torch.float32, ())
+    (('F64', (3, 2)), ('F32', ()))
+    """
+    if dtype in SAFETENSORS_NAMES:
+        return SAFETENSORS_NAMES[dtype], tuple(shape)
+    if dtype == torch.complex128:
+        return "F64", (*shape, 2)
+    return ("F4", (*shape, 2)) if dtype == torch.float4_e2m1fn_x2 else ("U8", (*shape, dtype.itemsize))
+
+
+def copyable(tensor: torch.Tensor) -> torch.Tensor:
+    """View a tensor as a dtype that torch can copy: sub-byte dtypes have no such kernel."""
+    if tensor.dtype in SAFETENSORS_NAMES or tensor.dtype == torch.complex128:
+        return tensor
+    return tensor.view(_SAME_SIZE[tensor.dtype.itemsize])
+
+
+def contiguous_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor of any dtype into fresh contiguous memory."""
+    plain = copyable(tensor)
+    return plain.clone(memory_format=torch.contiguous_format).view(tensor.dtype)

@@ -1,0 +1,334 @@
+"""What a checkpoint says of itself: which files it has, which tensors lie where in them, and the tree.
+
+``manifest.json`` has two lines. The first is the manifest as JSON without spaces; the second is the SHA-256
+of the first, in hexadecimal. So a manifest that was cut off or changed is known for what it is, and through
+the checksums in it so is every other byte of the checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import ntpath
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeAlias, cast
+
+from accelfn.errors import DamagedCheckpointError, NotAvailableError
+
+Json: TypeAlias = "bool | int | float | str | list[Any] | dict[str, Any] | None"
+
+FORMAT = "accelfn-checkpoint"
+VERSION = 1
+MANIFEST = "manifest.json"
+# A checksum covers at most so many bytes, so that a rank that needs a part of a tensor verifies little more.
+CHUNK_BYTES = 1 << 26
+
+# In this order in the file.
+_SCALARS = ("created_by", "identity", "step", "metric", "world_size", "num_nodes", "node", "generation")
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_OWN_NAME = re.compile(r"manifest\.json|tensors-[0-9]{5,}(-[0-9]+)?\.safetensors")
+
+
+class Piece(NamedTuple):
+    """A box of a tensor, as one safetensors entry.
+
+    Attributes:
+        file: Name of the file in the checkpoint.
+        key: Name of the entry in the file.
+        offset: Of the box in the whole tensor, by dimension.
+        shape: Of the box.
+        crc32: Of each ``CHUNK_BYTES`` of the entry's bytes, in order; empty where it has none.
+    """
+
+    file: str
+    key: str
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    crc32: tuple[int, ...]
+
+
+class StoredTensor(NamedTuple):
+    """A whole tensor. Its pieces cover it, and don't overlap.
+
+    Attributes:
+        dtype: As torch names it, such as ``"float32"``.
+        shape: Of the whole.
+        pieces: Where its parts lie.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+class StoredFile(NamedTuple):
+    """A file of tensors.
+
+    Attributes:
+        size: In bytes.
+        header_crc32: Of what comes before the tensors: the header's length and the header.
+        node: Number of the node on whose disk it lies; None where all nodes share one.
+    """
+
+    size: int
+    header_crc32: int
+    node: int | None = None
+
+
+class Attachment(NamedTuple):
+    """A file that the caller has put into the checkpoint.
+
+    Attributes:
+        size: In bytes.
+        crc32: Of each ``CHUNK_BYTES``, in order; empty where the file is.
+    """
+
+    size: int
+    crc32: tuple[int, ...]
+
+
+def leaf_path(name: str) -> str:
+    """Return the path of a leaf as the tree has it, for people: ``~1`` in a stored name is ``/``. Pure.
+
+    >>> leaf_path("optimizer/state/model~10.weight/exp_avg")
+    'optimizer/state/model/0.weight/exp_avg'
+    """
+    return name.replace("~1", "/").replace("~0", "~")
+
+
+def is_own_name(name: str) -> bool:
+    """Return whether a file of this name in a checkpoint is its manifest, or one of tensors. Pure."""
+    return _OWN_NAME.fullmatch(name) is not None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """All that a checkpoint says of itself.
+
+    Attributes:
+        tree: The document of the tree, see ``accelfn.checkpoint.document.encode``; what differs between
+            ranks as ``accelfn.checkpoint.by_rank`` has it.
+        random: The document of the random states, by rank; None where there are none.
+        identity: The same text in the parts of one checkpoint on several nodes, and in no other checkpoint's.
+        tensors: By the name that the document calls them by.
+        files: By name.
+        attachments: Files of the caller's own on this disk, by path in the checkpoint, with ``/`` in it.
+        step: What the caller counts, such as optimizer steps; None where it wasn't given.
+        metric: What the caller measured, for keeping the best; None where it wasn't given.
+        world_size: Ranks that saved it.
+        num_nodes: Nodes with a disk of their own; 1 where they share one.
+        node: Whose disk this one lies on, where they don't share one.
+        generation: How many checkpoints were written over in this place before.
+        created_by: Name and version of the program.
+    """
+
+    tree: Json
+    tensors: Mapping[str, StoredTensor]
+    files: Mapping[str, StoredFile]
+    attachments: Mapping[str, Attachment] = field(default_factory=dict[str, Attachment])
+    random: Json = None
+    identity: str = ""
+    step: int | None = None
+    metric: float | None = None
+    world_size: int = 1
+    num_nodes: int = 1
+    node: int | None = None
+    generation: int = 0
+    created_by: str = ""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all files of tensors."""
+        return sum(file.size for file in self.files.values())
+
+
+def format_manifest(manifest: Manifest) -> bytes:
+    """Write a manifest as the bytes of its file."""
+    line = _line(manifest)
+    return line + b"\n" + hashlib.sha256(line).hexdigest().encode() + b"\n"
+
+
+def _line(manifest: Manifest) -> bytes:
+    attached = {name: list(file) for name, file in sorted(manifest.attachments.items())}
+    head = {
+        "format": FORMAT,
+        "version": VERSION,
+        **{name: getattr(manifest, name) for name in _SCALARS},
+        "chunk_bytes": CHUNK_BYTES,
+        "files": {name: list(file) for name, file in sorted(manifest.files.items())},
+        **({"attachments": attached} if attached else {}),
+        "tensors": {
+            name: [one.dtype, one.shape, [list(piece) for piece in one.pieces]]
+            for name, one in sorted(manifest.tensors.items())
+        },
+        "random": manifest.random,
+        "tree": manifest.tree,  # in its own order, which is that of the dicts in it
+    }
+    return json.dumps(head, separators=(",", ":"), allow_nan=False).encode()
+
+
+def parse_manifest(content: bytes, place: str = MANIFEST) -> Manifest:
+    """Read a manifest from the bytes of its file, and check that it is sound.
+
+    Args:
+        content: Of the file.
+        place: How errors call it.
+
+    Raises:
+        DamagedCheckpointError: It isn't what was written, or says what no manifest says.
+        NotAvailableError: A newer version of accelfn has written it.
+    """
+    return _manifest(_fields(content, place, None), place)
+
+
+def parse_head(content: bytes, place: str = MANIFEST) -> Manifest:
+    """Read a manifest without its tree and tensors, which takes little however many there are.
+
+    The checksum is that of the whole, so the tree and the tensors are there as they were written.
+
+    Args:
+        content: Of the file.
+        place: How errors call it.
+
+    Raises:
+        DamagedCheckpointError: It isn't what was written, or says what no manifest says.
+        NotAvailableError: A newer version of accelfn has written it.
+    """
+    # Within a JSON string a quote has a backslash before it, so these bytes are no part of one.
+    fields = _fields(content, place, b',"tensors":')
+    return _manifest({**fields, "random": None, "tree": None, "tensors": {}}, place)
+
+
+def _fields(content: bytes, place: str, until: bytes | None) -> dict[str, Any]:
+    line, _, rest = content.partition(b"\n")
+    if rest != hashlib.sha256(line).hexdigest().encode() + b"\n":
+        raise DamagedCheckpointError(
+            f"{place} is damaged: its checksum isn't that of its content ({len(content)} bytes). Take an "
+            "older checkpoint.",
+            MANIFEST,
+        )
+    try:
+        fields = json.loads(line if until is None else line.partition(until)[0] + b"}")
+        version = fields["version"] if fields["format"] == FORMAT else None
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise _unsound(place, "it isn't one") from error
+    if isinstance(version, int) and version > VERSION:
+        raise NotAvailableError(
+            f"{place} is of version {version}, and this accelfn reads versions up to {VERSION}. "
+            "Update accelfn."
+        )
+    if version != VERSION or fields.get("chunk_bytes") != CHUNK_BYTES:
+        raise _unsound(place, f"format, version or chunk_bytes is {fields.get('format')!r}, {version!r}, ...")
+    return cast("dict[str, Any]", fields)
+
+
+def _manifest(fields: Mapping[str, Any], place: str) -> Manifest:
+    try:
+        manifest = Manifest(
+            tree=fields["tree"],
+            tensors={name: _tensor(one) for name, one in fields["tensors"].items()},
+            files={name: StoredFile(*one) for name, one in fields["files"].items()},
+            attachments={
+                name: Attachment(size, tuple(crc32))
+                for name, (size, crc32) in fields.get("attachments", {}).items()
+            },
+            random=fields["random"],
+            **{name: fields[name] for name in _SCALARS},
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _unsound(place, f"a field is missing or of another form ({error})") from error
+    _check(manifest, place)
+    return manifest
+
+
+def _tensor(fields: Any) -> StoredTensor:
+    dtype, shape, pieces = fields
+    return StoredTensor(
+        dtype,
+        tuple(shape),
+        tuple(
+            Piece(file, key, tuple(offset), tuple(box), tuple(crc32))
+            for file, key, offset, box, crc32 in pieces
+        ),
+    )
+
+
+def _unsound(place: str, why: str) -> DamagedCheckpointError:
+    return DamagedCheckpointError(f"{place} is no sound manifest: {why}.", MANIFEST)
+
+
+def _check(manifest: Manifest, place: str) -> None:
+    """Refuse what the SHA-256 can't: a manifest that was made to harm."""
+    numbers = (manifest.world_size, manifest.num_nodes, manifest.generation)
+    if not all(_is_count(number) for number in numbers) or 0 in numbers[:2]:
+        raise _unsound(place, f"world_size, num_nodes, generation are {numbers}")
+    if manifest.step is not None and type(cast("object", manifest.step)) is not int:
+        raise _unsound(place, f"step is {manifest.step!r}")
+    if manifest.metric is not None and type(cast("object", manifest.metric)) not in (int, float):
+        raise _unsound(place, f"metric is {manifest.metric!r}")
+    for name, file in manifest.files.items():
+        if not _FILE_NAME.fullmatch(name) or name == MANIFEST:
+            raise _unsound(place, f"{name!r} is no name of a file of tensors")
+        node = 0 if file.node is None else file.node
+        if not all(map(_is_count, (file.size, file.header_crc32, node))):
+            raise _unsound(place, f"file {name!r} has {tuple(file)}")
+    _check_attachments(manifest.attachments, place)
+    seen: set[tuple[str, str]] = set()
+    for name, one in manifest.tensors.items():
+        if not all(map(_is_count, one.shape)) or not isinstance(cast("object", one.dtype), str):
+            raise _unsound(place, f"tensor {name!r} is {one.dtype!r} {one.shape}")
+        _check_cover(name, one, place)
+        for piece in one.pieces:
+            if piece.file not in manifest.files or not all(map(_is_count, piece.crc32)):
+                raise _unsound(place, f"a piece of tensor {name!r} is in the unknown file {piece.file!r}")
+            if (piece.file, piece.key) in seen:
+                raise _unsound(place, f"tensor {name!r} has an entry that is another's: {piece.key!r}")
+            seen.add((piece.file, piece.key))
+
+
+def _check_attachments(attachments: Mapping[str, Attachment], place: str) -> None:
+    for name, one in attachments.items():
+        parts = name.split("/")
+        inside = not {"", ".", ".."}.intersection(parts) and not {"\\", "\0"}.intersection(name)
+        # A drive of Windows would lead out of the checkpoint there.
+        if not inside or ntpath.splitdrive(name)[0] or is_own_name(parts[0]):
+            raise _unsound(place, f"{name!r} is no path of an attached file")
+        if any("/".join(parts[:count]) in attachments for count in range(1, len(parts))):
+            raise _unsound(place, f"attached file {name!r} lies in another one")
+        if not all(map(_is_count, (one.size, *one.crc32))) or len(one.crc32) != -(-one.size // CHUNK_BYTES):
+            raise _unsound(place, f"attached file {name!r} has {one.size!r} bytes, and other checksums")
+
+
+def _is_count(number: object) -> bool:
+    return type(number) is int and number >= 0
+
+
+def _check_cover(name: str, one: StoredTensor, place: str) -> None:
+    """Check that boxes fill a tensor: within it, apart from each other, and together as many elements."""
+    for piece in one.pieces:
+        fits = len(piece.offset) == len(piece.shape) == len(one.shape) and all(
+            _is_count(start) and _is_count(length) and start + length <= size
+            for start, length, size in zip(piece.offset, piece.shape, one.shape, strict=True)
+        )
+        if not fits:
+            raise _unsound(place, f"a piece of tensor {name!r} lies outside of it")
+    if math.prod(one.shape) != sum(math.prod(piece.shape) for piece in one.pieces) or not one.pieces:
+        raise _unsound(place, f"the pieces of tensor {name!r} don't fill it")
+    if len(one.pieces) == 1:
+        return
+    # By their place along the first dimension, so that a box is compared with the few that it could touch.
+    boxes = sorted((piece for piece in one.pieces if math.prod(piece.shape)), key=lambda piece: piece.offset)
+    for index, piece in enumerate(boxes):
+        for other in boxes[index + 1 :]:
+            if other.offset[0] >= piece.offset[0] + piece.shape[0]:
+                break
+            if all(
+                start < begin + length and begin < start + size
+                for start, size, begin, length in zip(
+                    piece.offset, piece.shape, other.offset, other.shape, strict=True
+                )
+            ):
+                raise _unsound(place, f"pieces of tensor {name!r} overlap")

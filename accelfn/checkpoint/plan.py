@@ -1,0 +1,247 @@
+"""Who writes what: each box of each tensor once, spread over the ranks that hold it."""
+
+from __future__ import annotations
+
+import heapq
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from accelfn.checkpoint.manifest import leaf_path
+from accelfn.comm import Call, catch, gather_bytes
+from accelfn.context import Context
+from accelfn.errors import CheckpointError, Drift, ReplicaDriftError
+from accelfn.tree import local_of
+from accelfn.tree.digest import digest_tensors
+
+
+class Box(NamedTuple):
+    """A part of a tensor: where it begins, and how large it is, by dimension."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+class Held(NamedTuple):
+    """What one rank holds of a tensor.
+
+    Attributes:
+        dtype: As torch names it.
+        shape: Of the whole tensor.
+        itemsize: Bytes of an element.
+        boxes: The parts that this rank holds; None for the whole.
+        content: A text that differs where the values do; "" where nobody looked. Of whole tensors alone.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    itemsize: int
+    boxes: tuple[Box, ...] | None = None
+    content: str = ""
+
+
+class Write(NamedTuple):
+    """A box that a rank writes.
+
+    Attributes:
+        stored: Name in the checkpoint.
+        name: Name on the rank.
+        box: The part; None for the whole.
+    """
+
+    stored: str
+    name: str
+    box: Box | None
+
+
+class SavePlan(NamedTuple):
+    """What each rank writes, and how it calls its tensors.
+
+    Attributes:
+        writes: By rank.
+        names: By rank: the stored name of each tensor whose values are this rank's own.
+    """
+
+    writes: tuple[tuple[Write, ...], ...]
+    names: tuple[Mapping[str, str], ...]
+
+
+def plan_save(held: Sequence[Mapping[str, Held]], nodes: Sequence[int] | None = None) -> SavePlan:
+    """Decide who writes what. Pure; the same on every rank.
+
+    Of a tensor that all ranks hold with equal values, one rank writes all. Where values differ, each version
+    is kept, under a name with the lowest rank that has it, and the first one under the plain name. Boxes are
+    written by one of the ranks that hold them. Large ones are dealt out first, each to whoever has least to
+    write.
+
+    Args:
+        held: What each rank holds, by rank.
+        nodes: Number of each rank's node, where nodes have disks of their own: then every node writes what
+            its ranks hold.
+
+    Raises:
+        CheckpointError: Ranks hold boxes of tensors of another dtype or shape, or a whole and a part.
+
+    >>> one = Held("float32", (2,), 4)
+    >>> plan_save([{"a": one, "b": one}, {"a": one, "b": one}]).writes
+    ((Write(stored='a', name='a', box=None),), (Write(stored='b', name='b', box=None),))
+    """
+    # Whoever holds the same under the same stored name.
+    holders: dict[tuple[str, str, Box | None], list[int]] = {}
+    sizes: dict[tuple[str, str, Box | None], int] = {}
+    names: list[dict[str, str]] = [{} for _ in held]
+    versions: dict[str, dict[Held, str]] = {}
+    taken = {name for tensors in held for name in tensors}
+    for rank, tensors in enumerate(held):
+        for name, one in tensors.items():
+            known = versions.setdefault(name, {})
+            whole = one._replace(boxes=None)
+            stored = known.get(whole)
+            if stored is None:
+                if known and (one.boxes is not None or any(other.content == "" for other in known)):
+                    _refuse(name, rank, one, next(iter(known)))
+                stored = f"{name}@{rank}" if known else name
+                while stored != name and stored in taken:
+                    stored += "'"
+                taken.add(stored)
+                known[whole] = stored
+            if stored != name:
+                names[rank][name] = stored
+            for box in one.boxes if one.boxes is not None else (None,):
+                key = (stored, name, box)
+                holders.setdefault(key, []).append(rank)
+                sizes[key] = math.prod(one.shape if box is None else box.shape) * one.itemsize
+    return SavePlan(_deal(holders, sizes, len(held), nodes), tuple(names))
+
+
+def _refuse(name: str, rank: int, one: Held, other: Held) -> None:
+    raise CheckpointError(
+        f"save_state: {leaf_path(name)!r} is {one.dtype} {one.shape} on rank {rank} and {other.dtype} "
+        f"{other.shape} on another. A tensor that is cut over ranks must be cut on all of them alike."
+    )
+
+
+def _deal(
+    holders: Mapping[tuple[str, str, Box | None], Sequence[int]],
+    sizes: Mapping[tuple[str, str, Box | None], int],
+    num_ranks: int,
+    nodes: Sequence[int] | None,
+) -> tuple[tuple[Write, ...], ...]:
+    written: list[list[Write]] = [[] for _ in range(num_ranks)]
+    loads = [0] * num_ranks
+    heap = [(0, rank) for rank in range(num_ranks)]  # for what all ranks hold; may lag behind `loads`
+    for key in sorted(holders, key=lambda key: (-sizes[key], key[0], key[2] or Box((), ()))):
+        for ranks in _by_node(holders[key], nodes):
+            if len(ranks) == num_ranks:
+                while heap[0][0] != loads[heap[0][1]]:
+                    heapq.heapreplace(heap, (loads[heap[0][1]], heap[0][1]))
+                writer = heap[0][1]
+            else:
+                writer = min(ranks, key=lambda rank: (loads[rank], rank))
+            loads[writer] += sizes[key]
+            written[writer].append(Write(*key))
+    return tuple(tuple(sorted(own, key=lambda one: (one.stored, one.box or Box((), ())))) for own in written)
+
+
+def _by_node(ranks: Sequence[int], nodes: Sequence[int] | None) -> Sequence[Sequence[int]]:
+    if nodes is None:
+        return (ranks,)
+    groups: dict[int, list[int]] = {}
+    for rank in ranks:
+        groups.setdefault(nodes[rank], []).append(rank)
+    return tuple(groups.values())
+
+
+def boxes_of(tensor: torch.Tensor) -> tuple[Box, ...] | None:
+    """Return which parts of a sharded tensor this rank holds; None for a tensor that isn't sharded."""
+    if type(tensor) is torch.Tensor:  # asking it for what it doesn't have takes long
+        return None
+    chunks = getattr(tensor, "__create_chunk_list__", None)
+    if chunks is None:
+        return None
+    boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks()]
+    return tuple(box for box in boxes if all(box.shape) or not tensor.numel())
+
+
+def all_of(shape: tuple[int, ...]) -> Box:
+    """Return a whole tensor as a box."""
+    return Box((0,) * len(shape), shape)
+
+
+def boxes_from(lists: Sequence[Any]) -> tuple[Box, ...]:
+    """Return boxes that have been lists in JSON."""
+    return tuple(Box(*map(tuple, box)) for box in lists)
+
+
+def has_copies(tensor: torch.Tensor) -> bool:
+    """Whether several ranks hold the same part of a tensor: it replicates along a dim of its mesh."""
+    layout = cast("Any", tensor)
+    placements = getattr(layout, "placements", None)
+    if placements is None:
+        return False
+    sizes = cast("Sequence[int]", layout.device_mesh.shape)
+    return any(one.is_replicate() and size > 1 for one, size in zip(placements, sizes, strict=True))
+
+
+def find_drift(
+    copies: Sequence[Mapping[str, str]], boxes: Sequence[Mapping[str, Sequence[Box]]], name: str = "tree"
+) -> tuple[Drift, ...]:
+    """Find the parts that ranks hold with different values. Pure.
+
+    Args:
+        copies: By rank, for each tensor that :func:`has_copies`, a text that differs where the values do.
+        boxes: By rank, the parts of each such tensor that it holds.
+        name: What errors call the tensors together.
+
+    >>> part = {"w": (Box((0,), (2,)),)}
+    >>> [(row.rank, row.path) for row in find_drift([{"w": "a"}, {"w": "b"}], [part, part])]
+    [(1, "tree['w']")]
+    """
+    holders: dict[tuple[str, tuple[Box, ...]], dict[int, str]] = {}
+    for rank, texts in enumerate(copies):
+        for key, text in texts.items():
+            holders.setdefault((key, tuple(boxes[rank][key])), {})[rank] = text
+    rows: list[Drift] = []
+    for (key, parts), texts in holders.items():
+        usual = Counter(texts.values()).most_common(1)[0][0]
+        reference = next(rank for rank, text in texts.items() if text == usual)
+        count = sum(math.prod(one.shape) for one in parts)
+        path = f"{name}[{leaf_path(key)!r}]"
+        rows += [Drift(rank, path, reference, count) for rank, text in texts.items() if text != usual]
+    return tuple(sorted(rows, key=lambda row: (row.path, row.rank)))
+
+
+def check_copies(ctx: Context, operation: str, tensors: Mapping[str, torch.Tensor], name: str) -> None:
+    """Check that ranks that hold the same tensor, or part of a ``DTensor``, hold the same bits of it.
+
+    Ranks: every rank of ``ctx``.
+
+    Args:
+        ctx: The world.
+        operation: What errors call it.
+        tensors: By key. ``DTensor``s may be on any mesh, and ranks may have different ones.
+        name: What errors call the tensors together.
+
+    Raises:
+        ReplicaDriftError: Copies differ; the same error on every rank.
+    """
+
+    def describe() -> bytes:
+        boxes = {key: boxes_of(one) for key, one in tensors.items()}
+        parts = {key: local_of(one) for key, one in tensors.items() if boxes[key] is None or has_copies(one)}
+        rows = cast("list[list[int]]", digest_tensors(list(parts.values())).tolist())  # pyright: ignore[reportUnknownMemberType]
+        copies = {key: str(row) for key, row in zip(parts, rows, strict=True)}
+        return json.dumps(
+            [copies, {key: boxes[key] or [all_of(tuple(one.shape))] for key, one in parts.items()}]
+        ).encode()
+
+    own, error = catch(describe)
+    ranks = [json.loads(one) for one in gather_bytes(ctx, Call(operation, "copies"), own or b"", error)]
+    boxes = [{key: boxes_from(found) for key, found in one.items()} for _, one in ranks]
+    rows = find_drift([copies for copies, _ in ranks], boxes, name)
+    if rows:
+        raise ReplicaDriftError(operation, rows)

@@ -1,0 +1,379 @@
+"""The files of a model on disk: written tensor by tensor, and put in place so that no crash tears a set.
+
+A reader opens one file first, the *entry*: the only file, or the index that names the others. So a set of
+files replaces another like this, and what is done is durable before each next step:
+
+1. All new files are written in a folder of their own.
+2. Shards get names that no file has. No reader knows of them yet.
+3. The new entry gets its name, by one rename.
+4. Entries of other names, which the old set left, go: those that readers prefer least come first. So the old
+   entry is there until the last one goes, if readers prefer it to the new one.
+5. What no entry names any more goes.
+
+At every instant a reader thus opens the old entry, all files of which are there, or the new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+
+from accelfn.checkpoint.commit import clean, leftover_path, make_nonce
+from accelfn.checkpoint.disk import REAL_DISK
+from accelfn.checkpoint.header import SAFETENSORS_NAMES, format_header
+from accelfn.checkpoint.weights_index import (
+    WeightNames,
+    WeightNaming,
+    WeightsPlan,
+    entry_names,
+    names_of,
+    parse_size,
+    plan_weights,
+)
+
+_WRITE_BYTES = 1 << 26  # at a time
+
+
+class Entry(NamedTuple):
+    """What the header of a safetensors file says of a tensor before its bytes are there."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+# --- one file ------------------------------------------------------------------------------------
+
+
+def write_tensors(
+    path: Path,
+    entries: Sequence[Entry],
+    values: Iterator[torch.Tensor],
+    metadata: Mapping[str, str],
+    *,
+    fill: bool = False,
+) -> None:
+    """Write a new safetensors file durably, holding one tensor at a time.
+
+    Args:
+        path: Must not exist yet.
+        entries: In the order of ``header.format_header``.
+        values: One tensor for each entry, in the same order; of any layout in memory, on any device.
+        metadata: Of the file.
+        fill: As for ``header.format_header``.
+
+    Raises:
+        OSError: The file can't be written; it names the file.
+    """
+    with _creating(path) as file:
+        forms = [(entry.name, SAFETENSORS_NAMES[entry.dtype], entry.shape) for entry in entries]
+        head, places = format_header(forms, metadata, fill=fill)
+        assert list(places) == [entry.name for entry in entries]
+        file.write(head)
+        written = len(head)
+        for entry in entries:
+            file.write(bytes(places[entry.name].start - written))  # what fills
+            written = places[entry.name].stop
+            value = next(values)
+            if (value.dtype, tuple(value.shape)) != (entry.dtype, entry.shape):
+                raise ValueError(
+                    f"{entry.name} was to be {entry.dtype} {entry.shape}, and is {value.dtype} "
+                    f"{tuple(value.shape)}: it has changed during the save."
+                )
+            _write_bytes(file, value)
+            del value  # before the next one comes
+
+
+def write_pickled(path: Path, obj: Any) -> None:
+    """Write a new file durably by ``torch.save``.
+
+    Raises:
+        OSError: The file can't be written; it names the file.
+    """
+    with _creating(path) as file:
+        torch.save(obj, file)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a new file of text durably.
+
+    Raises:
+        OSError: The file can't be written; it names the file.
+    """
+    with _creating(path) as file:
+        file.write(text.encode())
+
+
+def _write_bytes(file: BinaryIO, value: torch.Tensor) -> None:
+    plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    size = plain.numel() * plain.dtype.itemsize
+    for start in range(0, size, _WRITE_BYTES):  # no copy, and no numpy
+        length = min(_WRITE_BYTES, size - start)
+        file.write((ctypes.c_char * length).from_address(plain.data_ptr() + start))
+
+
+@contextlib.contextmanager
+def _creating(path: Path) -> Generator[BinaryIO]:
+    """Open a new file; on the way out it is made durable. Errors of the disk name it."""
+    with _named(path), open(path, "xb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Generator[None]:
+    """Let errors of the disk name ``path``, where they name nothing."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+        raise
+
+
+# --- a set of files ------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def staging(final: Path) -> Generator[Path]:
+    """Make a folder beside ``final`` to write into, and remove what is left of it on the way out.
+
+    What is written is to be renamed to ``final`` inside; that is durable on the way out. What programs left
+    there that were killed is removed first.
+    """
+    parent, name = os.path.split(os.path.abspath(final))
+    clean(REAL_DISK, parent, name)
+    stage = Path(leftover_path(os.path.join(parent, name), "staging", make_nonce()))
+    stage.mkdir()
+    try:
+        yield stage
+        sync(Path(parent))
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def replacing(final: Path) -> Generator[Path]:
+    """Return the path to write a new file to, which takes the name ``final`` on the way out, in one step.
+
+    After an error nothing of it is left, and what had the name before still has it.
+    """
+    with staging(final) as stage:
+        yield stage / final.name
+        os.replace(stage / final.name, final)
+
+
+@contextlib.contextmanager
+def holding(folder: Path, naming: WeightNaming) -> Generator[None]:
+    """Make a directory for a model, and let no other program save a model in it meanwhile.
+
+    Raises:
+        NotADirectoryError: It is a file.
+        IsADirectoryError: The name of a model's file is taken by a directory.
+        BlockingIOError: Another program, or another rank, is saving in it.
+        OSError: It can't be made.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(f"save_model: {folder} is a file. Pass a directory.")
+    _make(folder)
+    for name in entry_names(naming):
+        if (folder / name).is_dir():
+            raise IsADirectoryError(
+                f"save_model: {folder / name} is a directory, and its name is that of a model's file. "
+                "Remove it, or save elsewhere."
+            )
+    with _locked(folder):
+        yield
+
+
+def _make(folder: Path) -> None:
+    missing = [one for one in (folder, *folder.parents) if not one.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for made in reversed(missing):
+        sync(made.parent)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Generator[None]:
+    if sys.platform == "win32":  # there are no such locks for directories
+        yield
+        return
+    fcntl: Any = importlib.import_module("fcntl")
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise BlockingIOError(
+                error.errno,
+                "save_model: another program or rank is saving a model here. Let one write at a time "
+                "(save_on_each_node is for disks that nodes don't share)",
+                os.fspath(folder),
+            ) from error
+        except OSError:
+            pass  # this disk knows no locks; then it is left to the user, as with any other file
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # also for a process that was forked meanwhile
+        os.close(descriptor)
+
+
+def taken_generations(folder: Path, naming: WeightNaming) -> frozenset[int]:
+    """Generations of shard names that files of a directory have."""
+    found = (names.generation(name) for name in os.listdir(folder) for names in names_of(naming))
+    return frozenset(one for one in found if one is not None)
+
+
+def write_files(
+    folder: Path,
+    plan: WeightsPlan,
+    kind: WeightNames,
+    tensors: Mapping[str, torch.Tensor],
+    values: Iterator[torch.Tensor],
+) -> tuple[str, ...]:
+    """Write the files of a plan durably, and their index where they are several.
+
+    Args:
+        folder: Has none of them.
+        plan: Which tensor is in which file.
+        kind: Of the files.
+        tensors: By name; of their dtypes and shapes.
+        values: The tensors whole, in the order of the plan.
+
+    Returns:
+        The names of the files. The entry is the last.
+
+    Raises:
+        OSError: One can't be written; it names the file.
+    """
+    stored_in = {name: file for file, names in plan.files for name in names}
+    for file, names in plan.files:
+        tied = {name: first for name, first in plan.tied if stored_in[first] == file}
+        if kind.is_safe:
+            entries = [Entry(name, tensors[name].dtype, tuple(tensors[name].shape)) for name in names]
+            write_tensors(folder / file, entries, values, {"format": "pt", **tied})
+        else:
+            held = {name: _compact(value) for name, value in zip(names, values, strict=False)}
+            write_pickled(folder / file, {**held, **{name: held[first] for name, first in tied.items()}})
+            del held
+    if len(plan.files) == 1:
+        return (plan.files[0][0],)
+    # Pickled files hold tied weights under each name, which share their data there.
+    shared = {} if kind.is_safe else {name: stored_in[first] for name, first in plan.tied}
+    said = {"metadata": {"total_size": plan.total_bytes}, "weight_map": {**stored_in, **shared}}
+    write_text(folder / kind.index, json.dumps(said, indent=2, sort_keys=True) + "\n")
+    return (*(file for file, _ in plan.files), kind.index)
+
+
+def _compact(value: torch.Tensor) -> torch.Tensor:
+    plain = value.cpu().resolve_conj().resolve_neg().contiguous()
+    # torch.save writes the whole storage, of which this may be a part.
+    is_part = plain.untyped_storage().nbytes() != plain.numel() * plain.dtype.itemsize
+    return plain.clone() if is_part else plain
+
+
+def publish(folder: Path, naming: WeightNaming, stage: Path, files: Sequence[str]) -> None:
+    """Let a complete set of files take the place of the one that is there; see the module.
+
+    Args:
+        folder: Where the others are.
+        naming: Whose names they have.
+        stage: Where the new ones are.
+        files: Their names; the last is that of the entry, and the others are nobody's.
+
+    Raises:
+        OSError: The disk refused a step. The set that was there or the new one is what readers see.
+    """
+    *shards, entry = files
+    try:
+        for name in shards:
+            os.replace(stage / name, folder / name)
+        if shards:
+            sync(folder)
+        os.replace(stage / entry, folder / entry)
+    except OSError:
+        for name in shards:
+            (folder / name).unlink(missing_ok=True)
+        raise
+    sync(folder)
+    for name in reversed(entry_names(naming)):
+        if name != entry and os.path.lexists(folder / name):
+            os.unlink(folder / name)
+            sync(folder)
+    for name in set(os.listdir(folder)).difference(files):
+        if any(names.generation(name) is not None for names in names_of(naming)):
+            # The new set is in place: rubbish that can't be removed is no reason to call the save a failure.
+            with contextlib.suppress(OSError):
+                os.unlink(folder / name)
+
+
+def sync(folder: Path) -> None:
+    """Make sure that the names in a directory survive a power cut."""
+    if sys.platform == "win32":  # directories can't be opened
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with _named(folder):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_tied(folder: Path, stem: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write one safetensors file; of tensors that are the same memory the first, with the others' names."""
+    _write(folder, plan_weights(tensors, sys.maxsize, WeightNames(stem, ".safetensors")), tensors)
+
+
+def _write(folder: Path, plan: WeightsPlan, tensors: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
+    values = (tensors[name] for _, names in plan.files for name in names)
+    return write_files(folder, plan, names_of("transformers")[0], tensors, values)
+
+
+def write_weights(
+    directory: str | os.PathLike[str],
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    max_shard_size: int | str = "10GB",
+) -> tuple[str, ...]:
+    """Write tensors as a new folder with ``model.safetensors``, or several files with their index.
+
+    Tensors that are the same memory are stored once; the other names stand in the metadata of the file.
+
+    Ranks: local; one process writes.
+
+    Args:
+        directory: Of the folder. Nothing, or an empty directory, may stand there.
+        tensors: By name: dense, whole.
+        max_shard_size: Largest size of a file, in bytes or such as ``"5GB"``.
+
+    Returns:
+        The names of the files.
+
+    Raises:
+        ValueError: safetensors has no such dtype, or the size has another form. All tensors are listed.
+        OSError: It can't be written, or something stands there. Nothing is left behind.
+    """
+    odd = [name for name, tensor in tensors.items() if tensor.dtype not in SAFETENSORS_NAMES]
+    if odd:
+        listed = ", ".join(f"{name} ({tensors[name].dtype})" for name in odd[:5])
+        raise ValueError(
+            f"safetensors has no dtype for {listed}. Convert them to one that it has, such as float32."
+        )
+    plan = plan_weights(tensors, parse_size(max_shard_size))
+    Path(directory).parent.mkdir(parents=True, exist_ok=True)
+    with staging(Path(directory)) as stage:
+        files = _write(stage, plan, tensors)
+        os.replace(stage, directory)
+    return files

@@ -1,0 +1,282 @@
+"""Other ways than torchrun: mpirun, SLURM, TPUs. Pure functions."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+
+from accelfn.errors import ConfigurationError
+from accelfn.launch.config.fields import FIELDS, value_of
+from accelfn.launch.config.record import LaunchConfig
+from accelfn.launch.plan.machine import Machine
+from accelfn.launch.plan.record import LaunchPlan, Script
+
+# Names of rank, size and size on this node, of Open MPI and of Intel MPI and MPICH.
+_RANKS = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
+)
+
+
+def read_mpi(environment: Mapping[str, str]) -> dict[str, tuple[object, str]]:
+    """Read which machine of how many this is, where mpirun starts one launch on each. Pure.
+
+    Args:
+        environment: Variables.
+
+    Returns:
+        Values by the fields' names with the variable that says so; empty if mpirun didn't start this, or
+        started a script that now starts this.
+
+    Raises:
+        ConfigurationError: mpirun starts several launches on a node, and none would know of the others.
+
+    >>> one = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
+    >>> {name: value for name, (value, _) in read_mpi(one).items()}
+    {'num_machines': 2, 'machine_rank': 1}
+    """
+    if "ACCELFN_RUN_DIR" in environment:
+        return {}
+    for rank, size, local_size in _RANKS:
+        texts = [environment.get(name, "") for name in (rank, size)]
+        if not all(text.isdecimal() for text in texts) or int(texts[1]) < 2:
+            continue
+        if environment.get(local_size) != "1":
+            raise ConfigurationError(
+                f"mpirun starts accelfn launch {texts[1]} times ({size}), several on a node, and each would "
+                "start processes of its own. Use mpirun python train.py without accelfn launch, one launch a "
+                "node, or accelfn launch --mpirun_hostfile."
+            )
+        return {"num_machines": (int(texts[1]), size), "machine_rank": (int(texts[0]), rank)}
+    return {}
+
+
+def plan_mpirun(
+    config: LaunchConfig, script: Script, machine: Machine, worker: str, variables: Mapping[str, str]
+) -> LaunchPlan:
+    """Decide mpirun's arguments. Pure.
+
+    Args:
+        config: With ``num_processes`` decided and a hostfile.
+        script: What to run.
+        machine: Facts about this machine, mpirun among them.
+        worker: Path of the program that runs a Python script and keeps what went wrong in it.
+        variables: What the processes get on all machines; mpirun hands on only what it is told to.
+
+    Raises:
+        ConfigurationError: There is no mpirun.
+    """
+    assert config.num_processes is not None
+    assert config.mpirun.hostfile is not None
+    if machine.mpirun is None:
+        raise ConfigurationError(
+            "--mpirun_hostfile needs mpirun or mpiexec, and neither is on the PATH. Install an MPI, or leave "
+            "the flag out to start through torchrun."
+        )
+    total, local_size = config.num_processes, config.num_processes // config.num_machines
+    hostfile = os.path.expanduser(config.mpirun.hostfile)
+    address = {"MASTER_ADDR": config.main_process_ip} if config.main_process_ip else {}
+    if config.main_process_port:
+        address["MASTER_PORT"] = str(config.main_process_port)
+    handed = {**variables, **address}
+    if machine.is_open_mpi:
+        start = (
+            "--hostfile",
+            hostfile,
+            "--npernode",
+            str(local_size),
+            "-n",
+            str(total),
+            "--bind-to",
+            "socket",
+        )
+        hand = tuple(part for name in sorted(handed) for part in ("-x", name))
+    else:
+        start = ("-f", hostfile, "-ppn", str(local_size), "-n", str(total))
+        hand = tuple(part for name in sorted(handed) for part in ("-genv", name, handed[name]))
+    python = () if config.no_python else (machine.python, worker, *(("-m",) if config.module else ()))
+    return LaunchPlan(
+        way="mpirun",
+        argv=(machine.mpirun, *start, *hand, *python, script.name, *script.args),
+        env_changes=tuple(address.items()),
+    )
+
+
+def read_step(environment: Mapping[str, str]) -> dict[str, tuple[object, str]]:
+    """Read from the variables of a SLURM step which machine of how many this is. Pure.
+
+    Only variables that ``srun`` sets for its step count: a batch script also has those of the whole
+    allocation, and is one process.
+
+    Args:
+        environment: Variables.
+
+    Returns:
+        Values by the fields' names with the variable that says so; empty outside of a step of several nodes.
+
+    Raises:
+        ConfigurationError: The step has several tasks on a node, or its variables make no sense.
+
+    >>> step = {"SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "1"}
+    >>> {name: value for name, (value, _) in read_step({**step, "SLURM_STEP_NODELIST": "gpu[07-08]"}).items()}
+    {'num_machines': 2, 'machine_rank': 1, 'main_process_ip': 'gpu07', 'main_process_port': 20000}
+    """
+    nodes, tasks = environment.get("SLURM_STEP_NUM_NODES"), environment.get("SLURM_STEP_NUM_TASKS")
+    if not nodes or not tasks or not environment.get("SLURM_NODEID"):
+        return {}
+    num_nodes = _number(environment, "SLURM_STEP_NUM_NODES")
+    num_tasks = _number(environment, "SLURM_STEP_NUM_TASKS")
+    if num_tasks > num_nodes:
+        raise ConfigurationError(
+            f"srun starts accelfn launch {num_tasks} times on {num_nodes} node(s), and each would start "
+            "processes of its own. Use srun --ntasks-per-node=1 accelfn launch ..., or srun python train.py "
+            "without accelfn launch."
+        )
+    if num_nodes < 2:
+        return {}
+    found: dict[str, tuple[object, str]] = {
+        "num_machines": (num_nodes, "SLURM_STEP_NUM_NODES"),
+        "machine_rank": (_number(environment, "SLURM_NODEID"), "SLURM_NODEID"),
+    }
+    for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"):
+        if environment.get(name):
+            found["main_process_ip"] = (expand_hosts(environment[name])[0], name)
+            break
+    # The same on every node, and another one for another job or step on the same node.
+    job = _number(environment, "SLURM_JOB_ID") * 7 + _number(environment, "SLURM_STEP_ID")
+    found["main_process_port"] = (20000 + job % 10000, "SLURM_JOB_ID")
+    return found
+
+
+def _number(environment: Mapping[str, str], name: str) -> int:
+    text = environment.get(name) or "0"
+    if not text.isdecimal():
+        raise ConfigurationError(f"the variable {name} must be a whole number, got {text!r}.")
+    return int(text)
+
+
+def expand_hosts(hosts: str) -> tuple[str, ...]:
+    """Read a host list as SLURM writes it. Pure.
+
+    Raises:
+        ConfigurationError: It has an unknown form.
+
+    >>> expand_hosts("gpu[007-009,12],login"), expand_hosts("rack[1-2]n[3,5]")
+    (('gpu007', 'gpu008', 'gpu009', 'gpu12', 'login'), ('rack1n3', 'rack1n5', 'rack2n3', 'rack2n5'))
+    """
+    # A comma inside brackets separates numbers; outside of them, names.
+    parts = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", hosts.strip())
+    if not parts or ",".join(parts) != hosts.strip():
+        raise ConfigurationError(
+            f"SLURM's list of nodes has an unknown form: {hosts!r}, such as 'gpu[01-03]'."
+        )
+    return tuple(host for part in parts for host in _expand(part))
+
+
+def _expand(pattern: str) -> list[str]:
+    bracket = re.search(r"\[([^\]]*)\]", pattern)
+    if bracket is None:
+        return [pattern]
+    tails = _expand(pattern[bracket.end() :])
+    middles: list[str] = []
+    for item in bracket[1].split(","):
+        first, dash, last = item.partition("-")
+        if dash and first.isdecimal() and last.isdecimal():
+            middles += [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
+        else:
+            middles.append(item)
+    return [pattern[: bracket.start()] + middle + tail for middle in middles for tail in tails]
+
+
+def write_sbatch(config: LaunchConfig, script: Script, tokens: Sequence[str], machine: Machine) -> str:
+    """Write a script for ``sbatch`` that starts the same launch on all its nodes. Pure.
+
+    Args:
+        config: How many machines and processes, and the options of SLURM.
+        script: What to run.
+        tokens: The flags as they were written, without ``--sbatch`` and those that SLURM answers for.
+        machine: Where the script is written; its interpreter is used.
+
+    Returns:
+        The text of the script.
+    """
+    options = config.slurm
+    per_node = (config.num_processes or config.num_machines) // config.num_machines
+    gpus = options.gpus_per_node
+    if gpus is None:
+        gpus = 0 if config.cpu else per_node
+    wanted = (
+        ("job-name", options.job_name),
+        ("nodes", config.num_machines),
+        ("ntasks-per-node", 1),
+        ("gpus-per-node", gpus or None),
+        ("cpus-per-task", options.cpus_per_task),
+        ("mem", options.mem),
+        ("time", options.time),
+        ("partition", options.partition),
+        ("account", options.account),
+        ("output", options.output),
+    )
+    given = [(name, shlex.quote(str(value))) for name, value in wanted if value is not None]
+    lines = ["#!/bin/bash", *(f"#SBATCH --{name}={text}" for name, text in given)]
+    lines += [f"#SBATCH {one}" for one in options.extra or ()]
+    lines += ["", "set -euo pipefail", *(options.setup or ())]
+    named = {token.partition("=")[0].replace("-", "_") for token in tokens}
+    if config.num_processes is not None and not named & {"__num_processes", "_n"}:
+        tokens = ("--num_processes", str(config.num_processes), *tokens)
+    command = shlex.join((machine.python, "-m", "accelfn", "launch", *tokens, script.name, *script.args))
+    lines += [
+        "",
+        "# One launch a node; it finds the number of nodes, its own and the first one's address by itself.",
+        f"srun --ntasks-per-node=1 --kill-on-bad-exit=1 {command}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def plan_xla(config: LaunchConfig, script: Script, machine: Machine) -> LaunchPlan:
+    """Start a function of the script on every core of this machine's TPU, through torch_xla. Pure."""
+    assert config.num_processes is not None
+    bf16 = "XLA_DOWNCAST_BF16" if config.downcast_bf16 else "XLA_USE_BF16"
+    return LaunchPlan(
+        way="xla",
+        argv=(
+            *(machine.python, "-m", "accelfn.launch.run.xla", config.main_training_function),
+            *(str(config.num_processes), "module" if config.module else "script", script.name, *script.args),
+        ),
+        env_changes=((bf16, "1"),) if config.mixed_precision == "bf16" else (),
+    )
+
+
+def plan_pod(config: LaunchConfig, script: Script) -> LaunchPlan:
+    """Run ``accelfn launch`` on every machine of a TPU pod, through gcloud. Pure.
+
+    Raises:
+        ConfigurationError: The TPU's name or zone is missing.
+    """
+    options = config.tpu_options
+    if options.name is None or options.zone is None:
+        raise ConfigurationError(
+            "--tpu_cluster needs --tpu_name and --tpu_zone: gcloud finds the TPU by them."
+        )
+    flags: list[str] = []
+    for field in FIELDS:
+        value = value_of(config, field)
+        own = field.section in ("tpu_options", "slurm", "sagemaker") or field.name == "num_machines"
+        if own or value == field.default or value is None:
+            continue
+        flags.append(f"--{field.name}={field.kind.write(value)}")
+    inner = shlex.join(("accelfn", "launch", *flags, script.name, *script.args))
+    prefix = " ".join(
+        (*(("sudo",) if options.use_sudo else ()), "env", *(shlex.quote(one) for one in options.env or ()))
+    )
+    command = f"{prefix} ACCELFN_IN_TPU_POD=1 ACCELERATE_IN_TPU_POD=1 {inner}"
+    workers = ",".join(options.vm) if options.vm else "all"
+    return LaunchPlan(
+        way="tpu_pod",
+        argv=(
+            *("gcloud", "compute", "tpus", "tpu-vm", "ssh", options.name, "--zone", options.zone),
+            *("--command", command, "--worker", workers),
+        ),
+    )

@@ -1,0 +1,483 @@
+"""In which order the stages of a pipeline work on the microbatches of a batch. Pure."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, cast
+
+from accelfn.context.config import PipelineParallelConfig
+from accelfn.errors import ConfigurationError
+from accelfn.parallel.facts import ModelFacts, owner_of
+from accelfn.tree.structure import size_text
+
+# The second stage of the first rank is the last one: batches go through the ranks and back.
+_IN_A_V = ("zbvzerobubble", "dualpipev")
+# Compute gradients of inputs and of weights apart, by autograd's own graph.
+_SPLIT_BACKWARD = ("interleavedzerobubble", *_IN_A_V)
+
+
+class SchedulePlan(NamedTuple):
+    """A schedule of torch's, and what it is for. A value; ``str`` of it says it in a line.
+
+    Attributes:
+        name: Torch's, in lower case.
+        num_ranks: Ranks along "pp".
+        stages_per_rank: Stages that each of them has.
+        num_microbatches: Pieces that a batch is cut into, where its rows can be.
+
+    >>> print(plan_schedule(PipelineParallelConfig(num_microbatches=6), 2))
+    1f1b with 6 microbatches: 2 ranks wait for 14 % of a batch's time
+    """
+
+    name: str
+    num_ranks: int
+    stages_per_rank: int
+    num_microbatches: int
+
+    @property
+    def num_stages(self) -> int:
+        """Stages in all."""
+        return self.num_ranks * self.stages_per_rank
+
+    @property
+    def is_v_shaped(self) -> bool:
+        """Whether a batch goes through the ranks and back."""
+        return self.name in _IN_A_V
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of inputs and of weights are computed apart."""
+        return self.name in _SPLIT_BACKWARD
+
+    @property
+    def bubble(self) -> float | None:
+        """Share of a batch's time that a rank waits, where stages are equal; None without a formula."""
+        if self.splits_backward:
+            return None
+        waits = self.num_ranks - 1
+        return waits / (self.num_microbatches * self.stages_per_rank + waits)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Return the stages of a rank along "pp".
+
+        >>> SchedulePlan("loopedbfs", 2, 2, 4).stages_of(1), SchedulePlan("dualpipev", 2, 2, 4).stages_of(1)
+        ((1, 3), (1, 2))
+        """
+        if self.is_v_shaped:
+            return (rank, self.num_stages - 1 - rank)
+        return tuple(range(rank, self.num_stages, self.num_ranks))
+
+    def rank_of(self, stage: int) -> int:
+        """Return the rank along "pp" that has a stage."""
+        return next(rank for rank in range(self.num_ranks) if stage in self.stages_of(rank))
+
+    def most_kept(self, rank: int, sizes: Mapping[int, int]) -> int:
+        """Return the most that a rank keeps at once of microbatches that wait for their backward pass.
+
+        Args:
+            rank: Along "pp".
+            sizes: What each of its stages keeps of a microbatch.
+
+        >>> plan = SchedulePlan("1f1b", 2, 1, 8)
+        >>> plan.most_kept(0, {0: 10}), plan.most_kept(1, {1: 10})
+        (20, 10)
+        >>> plan._replace(name="gpipe").most_kept(1, {1: 10})
+        80
+        """
+        stages, count = self.stages_of(rank), self.num_microbatches
+        if self.name == "1f1b":
+            return sizes[stages[0]] * min(count, self.num_ranks - rank)
+        if self.name != "interleaved1f1b":  # all of them, or, where a backward pass is split, at most all
+            return count * sum(sizes[stage] for stage in stages)
+        per_round = count // max(1, count // self.num_ranks)
+        passes = [stages[index // per_round % len(stages)] for index in range(count * len(stages))]
+        first = min(len(passes), (len(stages) - 1) * per_round + 2 * (self.num_ranks - 1 - rank))
+        kept = most = sum(sizes[stage] for stage in passes[:first])
+        for index, stage in enumerate(passes[first:]):
+            most = max(most, kept + sizes[stage])
+            kept += sizes[stage] - sizes[stages[-1 - index // per_round % len(stages)]]
+        return most
+
+    def fit(self, rows: int) -> SchedulePlan:
+        """Return the schedule of a batch of ``rows`` rows.
+
+        It is cut into as many microbatches as divide it, at most those that were asked for. Where a schedule
+        needs more of them, it is one with the same stages that doesn't.
+
+        >>> plan = SchedulePlan("1f1b", 2, 1, 4)
+        >>> [(one.name, one.num_microbatches) for one in map(plan.fit, (8, 6, 1))]
+        [('1f1b', 4), ('1f1b', 3), ('gpipe', 1)]
+
+        Raises:
+            ConfigurationError: There is none: a "dualpipev" needs as many microbatches as stages.
+        """
+        count = next(one for one in range(min(rows, self.num_microbatches), 0, -1) if rows % one == 0)
+        fitted = self._replace(num_microbatches=count)
+        if self.name == "1f1b" and count < self.num_stages:
+            return fitted._replace(name="gpipe")
+        if self.name.startswith("interleaved") and (
+            count < self.num_ranks or count % (count // self.num_ranks)
+        ):
+            return fitted._replace(name="loopedbfs")
+        if self.name == "dualpipev" and count < self.num_stages:
+            raise ConfigurationError(
+                f"schedule='dualpipev' needs at least {self.num_stages} microbatches, as many as there are "
+                f"stages, and a batch of {rows} rows was cut into {count} (num_microbatches="
+                f"{self.num_microbatches}). Use a multiple of {self.num_stages} for both, and drop the last "
+                "batch if it is smaller."
+            )
+        return fitted
+
+    def __str__(self) -> str:
+        """Return the schedule in a line."""
+        text = f"{self.name} with {self.num_microbatches} microbatches"
+        if self.bubble is not None:
+            text += f": {self.num_ranks} ranks wait for {self.bubble:.0%} of a batch's time".replace(
+                "%", " %"
+            )
+        return text
+
+
+def plan_schedule(config: PipelineParallelConfig, num_ranks: int) -> SchedulePlan:
+    """Return the schedule that was asked for. Pure.
+
+    Args:
+        config: What was asked for.
+        num_ranks: Ranks along "pp".
+
+    Raises:
+        ConfigurationError: It needs more microbatches.
+    """
+    per_rank = config.stages_per_rank or 1
+    count = config.num_microbatches or num_ranks * per_rank
+    plan = SchedulePlan(config.schedule, num_ranks, per_rank, count)
+    if plan.fit(count) != plan:
+        least = num_ranks if plan.name.startswith("interleaved") else plan.num_stages
+        raise ConfigurationError(
+            f"PipelineParallelConfig.num_microbatches must be at least {least} with schedule={plan.name!r}, "
+            f"and a multiple of {num_ranks} above {2 * num_ranks} where stages are interleaved, got {count}. "
+            'Use more, or schedule="gpipe".'
+        )
+    return plan
+
+
+class StagePlan(NamedTuple):
+    """What one stage holds.
+
+    Attributes:
+        blocks: Names of its blocks, in the order in which they run.
+        modules: Names of its other modules with parameters, each with all that is inside.
+        parameters: Names of its parameters, in the model's order: also of those that other stages hold too,
+            and of a tied one only the names of its modules.
+        num_parameters: Elements of its parameters.
+        size_bytes: Bytes of its parameters.
+    """
+
+    blocks: tuple[str, ...]
+    modules: tuple[str, ...]
+    parameters: tuple[str, ...]
+    num_parameters: int
+    size_bytes: int
+
+
+class PipelinePlan(NamedTuple):
+    """How a model is cut into stages. A value; ``print(plan)`` shows it as a table.
+
+    Attributes:
+        stages: In the order in which a batch goes through them.
+        shared: Stages that hold a parameter, for each one that several hold: tied over stages, or held by the
+            model itself or another container of blocks. A tied one goes by its first name.
+        ties: Names of one and the same parameter, the first one first.
+        held_by: Stages that hold a parameter, by each of its names.
+    """
+
+    stages: tuple[StagePlan, ...]
+    shared: Mapping[str, tuple[int, ...]]
+    ties: tuple[tuple[str, ...], ...]
+    held_by: Mapping[str, tuple[int, ...]]
+
+    @property
+    def split(self) -> tuple[str, ...]:
+        """First block of each stage after the first one."""
+        return tuple(stage.blocks[0] for stage in self.stages[1:])
+
+    def of(self, name: str) -> tuple[int, ...]:
+        """Return the stages that hold a parameter, by any of its names.
+
+        Raises:
+            KeyError: The model has none of that name.
+        """
+        return self.held_by[name]
+
+    def elsewhere(self, own: Sequence[int]) -> set[str]:
+        """Return the names of the blocks and other modules that none of the stages ``own`` has."""
+        by_stage = [{*stage.blocks, *stage.modules} for stage in self.stages]
+        return {name for one in by_stage for name in one}.difference(*(by_stage[index] for index in own))
+
+    def local(self, facts: ModelFacts, own: Sequence[int]) -> ModelFacts:
+        """Return the facts of what a rank holds that runs the stages ``own``."""
+        held = {name for index in own for name in self.stages[index].parameters}
+        others = self.elsewhere(own)
+        modules = {name for name in facts.kinds if owner_of(name, others) is None}
+        ties = (tuple(name for name in group if name in held) for group in facts.ties)
+        return facts._replace(
+            shapes={name: one for name, one in facts.shapes.items() if name in held},
+            dtypes={name: one for name, one in facts.dtypes.items() if name in held},
+            trainable=facts.trainable & held,
+            ties=tuple(group for group in ties if len(group) > 1),
+            kinds={name: one for name, one in facts.kinds.items() if name in modules},
+            order=tuple(name for name in facts.order if facts.aliases.get(name, name) in modules),
+            aliases={name: one for name, one in facts.aliases.items() if one in modules},
+            blocks=tuple(name for name in facts.blocks if name in modules),
+            containers=facts.containers & modules,
+            layers={name: one for name, one in facts.layers.items() if name in modules},
+            heads={name: one for name, one in facts.heads.items() if name in modules},
+            experts={name: one for name, one in facts.experts.items() if name in modules},
+        )
+
+    def __str__(self) -> str:
+        """Return the plan as a table."""
+        rows = [("stage", "blocks", "other modules", "parameters", "size")]
+        for index, stage in enumerate(self.stages):
+            blocks = ", ".join(stage.blocks) or "-"
+            if len(stage.blocks) > 1:
+                blocks = f"{stage.blocks[0]} ... {stage.blocks[-1]} ({len(stage.blocks)})"
+            size = size_text(stage.size_bytes)
+            modules = ", ".join(stage.modules) or "-"
+            rows.append((str(index), blocks, modules, f"{stage.num_parameters:,}", size))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+        lines += [f"{name} is held by stages {_and(stages)}" for name, stages in self.shared.items()]
+        return "\n".join(lines)
+
+
+def plan_stages(
+    facts: ModelFacts,
+    num_stages: int,
+    *,
+    split: Sequence[str] = (),
+    costs: Mapping[str, float] | None = None,
+    last: Sequence[str] = (),
+) -> PipelinePlan:
+    """Choose which stage holds each block and each other module with parameters. Pure.
+
+    The blocks are those of ``facts`` whose class repeats, and where there are none the items of
+    ``nn.Sequential``; they have to be called one after another. A module that is called before the blocks
+    belongs to the first stage, one behind a block to that block's, and one of several names to each stage
+    that calls it. The order is that in which ``forward`` calls them, as far as the source of the model and of
+    other containers of blocks shows it, and else that in which they are registered. What these hold as
+    parameters of their own is on every stage.
+
+    Args:
+        facts: Of the model.
+        num_stages: At least 1.
+        split: First block of each stage after the first one, or another module that is called then with the
+            output of the block before; empty to choose.
+        costs: Of blocks and other modules, by name, in any unit; 0 where there is no entry. The most
+            expensive stage is as cheap as can be. None: stages have equally many blocks, or the first ones
+            one more.
+        last: Modules that are called after the blocks, where that order says otherwise.
+
+    Raises:
+        ConfigurationError: There are fewer blocks than stages; or ``split``, ``costs`` or ``last`` name what
+            isn't there.
+
+    >>> from torch import nn
+    >>> from accelfn.parallel.facts import read_facts
+    >>> print(plan_stages(read_facts(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))), 2))
+    stage  blocks       other modules  parameters  size
+    0      0 ... 1 (2)  -              6           24 B
+    1      2            -              6           24 B
+    """
+    blocks = _with_named(facts, _blocks(facts), split)
+    if num_stages < 1:
+        raise ConfigurationError(f"plan_stages: num_stages must be at least 1, got {num_stages}.")
+    if len(blocks) < num_stages and num_stages > 1:
+        raise ConfigurationError(
+            f"{facts.kinds['']} has {len(blocks)} blocks, and {num_stages} stages need at least one each"
+            + (f": {', '.join(blocks)}" if blocks else "")
+            + ". Use fewer stages. Blocks are the modules that _no_split_modules of the model names, or the "
+            "items of an nn.ModuleList that are of one class, or those of an nn.Sequential."
+        )
+    containers = {""}
+    for name in blocks:
+        while name := name.rpartition(".")[0]:
+            containers.add(name)
+    unit_of = {name: _unit_of(name, containers) for name in facts.shapes}
+    units = {*blocks, *(unit for unit in unit_of.values() if unit is not None)}
+    ordered = [name for name in facts.order if name in units]
+    _check_names("last", last, [name for name in ordered if name not in blocks])
+    _check_names("split", split, blocks[1:])
+    _check_names("costs", costs or (), [*facts.kinds])
+    behind = _blocks_before(ordered, blocks)
+    starts = _starts(blocks, behind, num_stages, split, costs)
+    stage_of = {
+        name: num_stages - 1 if name in last else bisect.bisect_right(starts, max(block, 0)) - 1
+        for name, block in behind.items()
+    }
+    return _describe(facts, blocks, unit_of, stage_of, num_stages)
+
+
+def _describe(
+    facts: ModelFacts,
+    blocks: Sequence[str],
+    unit_of: Mapping[str, str | None],
+    stage_of: Mapping[str, int],
+    num_stages: int,
+) -> PipelinePlan:
+    ties = {name: group for group in facts.ties for name in group}
+    everywhere = tuple(range(num_stages))
+    all_names: dict[str, list[str]] = {}  # of each module that has several, by the first one
+    for name, first in facts.aliases.items():
+        all_names.setdefault(first, [first]).append(name)
+    units = set(stage_of)
+    homes: dict[str, set[int]] = {}
+    for name in stage_of:
+        first = facts.aliases.get(name, name)
+        # A module may be called under each of its names; a block is called once.
+        group = [first] if first in blocks else all_names.get(first, [first])
+        owners = {owner_of(one, units) for one in group}
+        homes[first] = {stage_of[one] for one in owners if one is not None}
+    of_slots: dict[str, set[int]] = {}
+    for name, unit in unit_of.items():
+        of_slots.setdefault(_slot(facts, name), set()).update(
+            everywhere if unit is None else [stage_of[unit]]
+        )
+    where = {name: of_slots[_slot(facts, name)] for name in facts.shapes}
+    held_by = {
+        name: tuple(sorted({stage for other in ties.get(name, (name,)) for stage in where[other]}))
+        for name in facts.shapes
+    }
+    shared = {name: held_by[name] for name in facts.own_names if len(held_by[name]) > 1}
+    stages: list[StagePlan] = []
+    for index in everywhere:
+        names = tuple(name for name in facts.shapes if index in where[name])
+        # Each parameter once, by the first of its names that is here.
+        once = tuple({ties.get(name, (name,)): name for name in reversed(names)}.values())
+        own = [name for name, found in homes.items() if index in found]
+        stages.append(
+            StagePlan(
+                blocks=tuple(name for name in own if name in blocks),
+                modules=tuple(name for name in own if name not in blocks),
+                parameters=names,
+                num_parameters=facts.numel(*once),
+                size_bytes=facts.size_bytes(*once),
+            )
+        )
+    return PipelinePlan(tuple(stages), shared, facts.ties, held_by)
+
+
+def _slot(facts: ModelFacts, parameter: str) -> str:
+    """Return a parameter's name by the first name of its module."""
+    module, _, leaf = parameter.rpartition(".")
+    return f"{facts.aliases.get(module, module)}.{leaf}"
+
+
+def _blocks(facts: ModelFacts) -> tuple[str, ...]:
+    """List the modules that run one after another, in the order in which they are registered."""
+    if facts.kinds[""] == "Sequential":
+        return _items(facts, "")
+    count = Counter(facts.kinds[name] for name in facts.blocks)
+    repeated = [name for name in facts.blocks if count[facts.kinds[name]] > 1] or [*facts.blocks]
+    known = set(repeated)
+    outer = tuple(name for name in repeated if owner_of(name.rpartition(".")[0], known) is None)
+    if outer:
+        return outer
+    sequences = {name for name, kind in facts.kinds.items() if kind == "Sequential"}
+    return tuple(
+        item
+        for name in facts.kinds
+        if name in sequences and owner_of(name.rpartition(".")[0], sequences) is None
+        for item in _items(facts, name)
+    )
+
+
+def _with_named(facts: ModelFacts, blocks: tuple[str, ...], split: Sequence[str]) -> tuple[str, ...]:
+    """Return the blocks with the other modules that a stage begins with, in the order of calls."""
+    known = set(blocks)
+    around = {name for name in facts.kinds if any(block.startswith(f"{name}.") for block in blocks)}
+    for name in split:
+        if name and name in facts.kinds and name not in around and owner_of(name, known) is None:
+            known.add(name)
+    return tuple(name for name in facts.order if name in known)
+
+
+def _items(facts: ModelFacts, name: str) -> tuple[str, ...]:
+    return tuple(one for one in facts.kinds if one and one.rpartition(".")[0] == name)
+
+
+def _unit_of(parameter: str, containers: set[str]) -> str | None:
+    """Return the outermost module around a parameter that holds no block; None where a container holds it."""
+    parts = parameter.split(".")[:-1]
+    names = itertools.accumulate(parts, "{}.{}".format)
+    return next((name for name in names if name not in containers), None)
+
+
+def _blocks_before(ordered: Sequence[str], blocks: Sequence[str]) -> dict[str, int]:
+    """Return for each block its number, and for other modules that of the block before them; -1 for none."""
+    numbers = {name: number for number, name in enumerate(blocks)}
+    found: dict[str, int] = {}
+    latest = -1
+    for name in ordered:
+        latest = max(latest, numbers.get(name, -1))
+        found[name] = numbers.get(name, latest)
+    return found
+
+
+def _starts(
+    blocks: Sequence[str],
+    behind: Mapping[str, int],
+    num_stages: int,
+    split: Sequence[str],
+    costs: Mapping[str, float] | None,
+) -> list[int]:
+    """Return the number of the first block of each stage."""
+    if split:
+        starts = [0, *(blocks.index(name) for name in split)]
+        if len(starts) != num_stages or starts != sorted(set(starts)):
+            raise ConfigurationError(
+                f"split names the first block of each stage after the first one, in the model's order: "
+                f"{num_stages} stages need {num_stages - 1} different ones, got {', '.join(split)}. The "
+                f"blocks are {', '.join(blocks)}."
+            )
+        return starts
+    if costs is None or num_stages == 1:
+        size, more = divmod(len(blocks), num_stages)
+        return [index * size + min(index, more) for index in range(num_stages)]
+    of_blocks = [0.0] * len(blocks)
+    for name, block in behind.items():
+        of_blocks[max(block, 0)] += costs.get(name, 0.0)
+    return _cheapest(of_blocks, num_stages)
+
+
+def _cheapest(costs: Sequence[float], num_stages: int) -> list[int]:
+    """Return where stages start whose largest cost is minimal."""
+    sums = [0.0, *itertools.accumulate(costs)]
+
+    def fill(limit: float) -> list[int] | None:
+        starts = [0]
+        for later in range(num_stages - 1, 0, -1):  # each of these needs a block at least
+            end = bisect.bisect_right(sums, limit + sums[starts[-1]]) - 1
+            if end <= starts[-1]:
+                return None
+            starts.append(min(end, len(costs) - later))
+        return starts if sums[-1] - sums[starts[-1]] <= limit else None
+
+    limits = sorted({end - start for start, end in itertools.combinations(sums, 2)})
+    best = bisect.bisect_left(limits, True, key=lambda limit: fill(limit) is not None)
+    return cast("list[int]", fill(limits[best]))
+
+
+def _check_names(field: str, names: Mapping[str, float] | Sequence[str], known: Sequence[str]) -> None:
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ConfigurationError(
+            f"{field} names {', '.join(unknown)}; what it can name is {', '.join(known) or 'nothing'}."
+        )
+
+
+def _and(stages: Sequence[int]) -> str:
+    return f"{', '.join(map(str, stages[:-1]))} and {stages[-1]}"

@@ -1,0 +1,131 @@
+"""Machines meet on loopback, a clash is named on all of them, and each hears how the others end."""
+
+import re
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from accelfn.errors import ConfigurationError
+from accelfn.launch.run import machines as module
+from accelfn.launch.run.carry_out import is_port_free
+from accelfn.launch.run.machines import Machines, join_machines
+from accelfn.launch.run.report import Failure
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def meet(
+    *ranks: int | None, then: Callable[[int, Machines], object] | None = None, **given: Any
+) -> list[Any]:
+    """Have one thread a machine join; return what each was told, or what ``then`` returned."""
+    values: dict[int, tuple[str, str]] = given.pop("values", {})
+    world = {"host": "127.0.0.1", "port": free_port(), "num_machines": len(ranks), "timeout_s": 20.0}
+    changes: Any = {**world, **given}
+
+    def attend(index: int) -> object:
+        compare = [("num_machines", "2"), values.get(index, ("mixed_precision", "bf16"))]
+        try:
+            joined = join_machines(machine_rank=ranks[index], compare=compare, **changes)
+        except ConfigurationError as error:
+            return str(error)
+        return then(index, joined) if then else joined
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(attend, range(len(ranks))))
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (1, 0), (2, 0, 1), (None, None), (0, None)], ids=str)
+def test_equal_machines_go_on(ranks: tuple[int | None, ...]) -> None:
+    assert all(isinstance(one, Machines) for one in meet(*ranks))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "values", "message"),
+    [
+        (
+            (0, 1),
+            {1: ("mixed_precision", "no")},
+            "differ in mixed_precision: bf16 on machine 0 (",
+        ),
+        ((0, 1), {1: ("debug", "true")}, "debug: the default on machine 0 ("),
+        ((0, 1, 1), {}, "two machines have --machine_rank 1: "),
+        ((0, 0), {}, "two machines have --machine_rank 0: "),
+    ],
+    ids=str,
+)
+def test_a_difference_is_named_on_every_machine(ranks: Any, values: Any, message: str) -> None:
+    told = meet(*ranks, values=values)
+    assert all(message in one for one in told), told
+    assert len(set(told)) == 1
+
+
+@pytest.mark.parametrize(
+    ("ranks", "changes", "message"),
+    [
+        ((0,), {"num_machines": 2}, "1 of 2 machines did not come to 127.0.0.1:.*there were: machine 0"),
+        ((1,), {"num_machines": 2}, "machine 0 could not be reached at 127.0.0.1:.*Check --main_process_ip"),
+        ((1,), {"host": "no.such.host.invalid"}, "--main_process_ip no.such.host.invalid can't be resolved"),
+    ],
+    ids=str,
+)
+def test_who_waits_in_vain_is_told(ranks: Any, changes: Any, message: str) -> None:
+    (told,) = meet(*ranks, timeout_s=0.5, **changes)
+    assert re.search(message, told), told
+
+
+def test_a_port_that_another_program_has_is_named() -> None:
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        assert not is_port_free(port)
+        (told,) = meet(0, num_machines=2, timeout_s=0.5, port=port)
+        assert f"port {port} of this machine can't be used" in told
+    assert is_port_free(free_port())
+
+
+FAILED = Failure(
+    rank=3, host="b", exitcode=7, kind="ValueError", text="ValueError: no", frames=(("f", 1, "g", ""),)
+)
+
+
+@pytest.mark.parametrize(("state", "may_return"), [("failed", True), ("stopped", False), ("done", False)])
+def test_each_hears_how_the_others_end(state: str, may_return: bool) -> None:
+    def act(index: int, joined: Machines) -> tuple[Any, tuple[Failure, ...]]:
+        if index == 1:
+            joined.tell(state, status=7, failures=[FAILED] if state == "failed" else ())
+        joined.wait_for_ends()
+        return joined.reason(), joined.failures()
+
+    (reason, failures), _ = meet(0, 1, then=act, may_return=may_return)
+    if state == "done":
+        assert reason is None
+    else:
+        assert reason["status"] == 7
+        assert ("has failed" if state == "failed" else "was stopped") in reason["text"]
+    assert [(one.rank, one.text, one.frames, one.elsewhere) for one in failures] == (
+        [(3, "ValueError: no", (("f", 1, "g", ""),), True)] if state == "failed" else []
+    )
+
+
+def test_who_goes_without_a_word_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_SILENT_S", 0.5)
+
+    def act(index: int, joined: Machines) -> Any:
+        until_s = time.monotonic() + 20
+        while index == 0 and joined.reason() is None and time.monotonic() < until_s:
+            joined.look()
+            time.sleep(0.05)
+        return joined.reason()
+
+    reason, _ = meet(0, 1, then=act)
+    assert "was killed, or its machine has gone" in reason["text"]
