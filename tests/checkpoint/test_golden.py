@@ -25,7 +25,6 @@ from tests.checkpoint.golden.make_golden import (
 from tests.checkpoint.reader import read, verify
 from tests.checkpoint.trees import same
 
-pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 PLACES = sorted(path.parent for path in CURRENT.parent.glob("v*/*/manifest.json"))
 
 

@@ -20,8 +20,6 @@ from tests.checkpoint import trees
 from tests.checkpoint.reader import Damaged, Foreign, read, verify
 from tests.checkpoint.trees import NAMESPACE, same
 
-pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-
 
 def make_pair(metadata: Any, children: list[Any]) -> trees.Pair:
     left, right = children
