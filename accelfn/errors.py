@@ -8,7 +8,7 @@
     |-- NotAvailableError         (NotImplementedError)  valid, but not supported yet
     |-- MissingExtraError         (ImportError)          an optional package is not installed
     |-- NonFiniteGradientError    (FloatingPointError)   a gradient is infinite or NaN
-    |-- CheckpointError                                  a checkpoint can't be written or taken up
+    |-- CheckpointError                                  a checkpoint can't be written or loaded
     |   |-- NoCheckpointError     (FileNotFoundError)    there is no committed one in the directory
     |   |-- DamagedCheckpointError (ValueError)          its bytes aren't those that were written
     |   `-- CheckpointMismatchError (ValueError)         it holds another tree than the one to load into

@@ -51,6 +51,14 @@ def test_every_page_stands_in_the_navigation() -> None:
     assert sorted(re.findall(r"- (\S+\.md)$", navigation, re.MULTILINE)) == pages
 
 
+def test_every_file_that_a_page_includes_is_there() -> None:
+    """A formatter of code in pages has once rewritten such a line, and the page showed the line itself."""
+    for line in re.findall(r"^--8.*$", read_all(PAGES), re.MULTILINE):
+        included = re.fullmatch(r'--8<-- "(.+)"', line)
+        assert included is not None, line
+        assert (ROOT / "docs" / included[1]).is_file()
+
+
 def test_the_table_of_variables_is_what_the_code_reads() -> None:
     text = (PAGES / "guide" / "variables.md").read_text()
     rows = [line for line in text.splitlines() if line.startswith("| `ACCELFN_")]
