@@ -7,6 +7,7 @@ from accelfn.comm.agreement import (
     catch as catch,
     check as check,
     check_later as check_later,
+    count_call as count_call,
     verify_structure as verify_structure,
 )
 from accelfn.comm.objects import (

@@ -193,12 +193,12 @@ def _unlike(shared: Sequence[tuple[str, int, dict[str, str]]]) -> list[Disagreem
 def _first_difference(said: Sequence[Said]) -> MismatchError | None:
     """Find an earlier call that was counted but not compared, in which the ranks already differ."""
     by_rank = [{one[0]: one for one in rank.recent} for rank in said]
-    now = min(one.number for one in said)
     for number in sorted(by_rank[0]):
         if not all(number in recent for recent in by_rank):
             continue
         calls = [recent[number] for recent in by_rank]
-        if number == now or len({call[3] for call in calls}) == 1:
+        is_current = all(one.number == number for one in said)  # which is explained in more detail
+        if is_current or len({call[3] for call in calls}) == 1:
             continue
         rows = _unequal([f"{call[1]} at {call[2]}" for call in calls], f"call {number}: ")
         rows = rows or [Disagreement(0, "", "", f"call {number}: {calls[0][1]} at {calls[0][2]}")]
@@ -402,6 +402,22 @@ def check(ctx: Context, call: Call, error: Exception | None = None) -> None:
         # The others don't look: they learn of it where they wait for the data.
         publish(ctx.collectives.board, ctx.collectives.call_log, ctx.rank, error, call.operation)
         raise error
+
+
+def count_call(ctx: Context, call: Call) -> None:
+    """Count a call that every rank has to make and that sends nothing.
+
+    The next check finds a rank that has left it out; with ``guard="full"`` it is checked itself.
+
+    Ranks: every rank of ``ctx``.
+
+    Raises:
+        Exception: As :func:`agree`, with ``guard="full"``.
+    """
+    if ctx.guard.mode == GuardMode.FULL:
+        check(ctx, call)
+    elif ctx.world.size > 1:
+        _begin(ctx, call)
 
 
 def check_later(ctx: Context, call: Call) -> None:

@@ -99,6 +99,7 @@ class Handle(ABC):
     holds_gradients: ClassVar[bool] = False  # elsewhere than in .grad, as long as they aren't reduced
     cuts_batches: ClassVar[bool] = False  # into microbatches, so that a whole window can be one of them
     is_local = False  # inside of `local_steps`
+    is_joined = False  # inside of `joined`
     is_shared = False  # whether a parameter is in another prepared model too
     _syncs = True  # outside of `without_sync`
 
@@ -244,6 +245,11 @@ def local_steps(*models: nn.Module) -> AbstractContextManager[None]:
     return swapped("is_local", True, [one for one in map(handle_of, models) if one is not None])
 
 
+def joined(*models: nn.Module) -> AbstractContextManager[None]:
+    """Let ranks make different numbers of forward passes and steps inside, which torch's Join evens out."""
+    return swapped("is_joined", True, [one for one in map(handle_of, models) if one is not None])
+
+
 @contextmanager
 def syncing(syncs: bool, *models: nn.Module) -> Generator[None, None, None]:
     """Let backward passes inside average the gradients of ``models``, or leave them as each rank has them.
@@ -264,24 +270,30 @@ def syncing(syncs: bool, *models: nn.Module) -> Generator[None, None, None]:
         yield
 
 
-def check_reduced(operation: str, ctx: Context, parameters: Iterable[torch.Tensor]) -> None:
+def check_reduced(operation: str, ctx: Context, parameters: Iterable[torch.Tensor]) -> bool:
     """Refuse gradients that are those of this rank alone. Only looks at attributes.
 
     Shards (``DTensor``) are let through: who shards by hand reduces by hand.
 
     Ranks: any; doesn't communicate.
 
+    Returns:
+        Whether all ranks have to step: there are several, and neither :func:`local_steps` nor :func:`joined`
+        lets them differ.
+
     Raises:
         ConfigurationError: A gradient was not averaged over the ranks since it last grew, or nobody averages
             it.
     """
     if ctx.num_processes == 1:
-        return
+        return False
     checked: object = None
+    together = True
     for parameter in parameters:
         handles: tuple[Handle, ...] = vars(parameter).get(_HANDLES, ())
         if handles and handles is checked:  # the same for nearly all
             continue
+        together = together and not any(one.is_local or one.is_joined for one in handles)
         if parameter.grad is None and not any(one.holds_gradients for one in handles):
             continue
         checked = handles
@@ -302,6 +314,7 @@ def check_reduced(operation: str, ctx: Context, parameters: Iterable[torch.Tenso
                 "what prepare returns. If you reduce gradients yourself, call the step() of the torch "
                 "optimizer."
             )
+    return together
 
 
 def follow_optimizers(operation: str, ctx: Context, optimizers: Iterable[Optimizer]) -> None:

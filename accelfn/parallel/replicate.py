@@ -83,9 +83,6 @@ def convert_sync_batchnorm(ctx: Context, model: M) -> M:
     return cast("M", converter.convert_sync_batchnorm(model, ctx.world.group))
 
 
-# What says of a module that its forward passes are not compared now.
-_UNCHECKED = "_accelfn_unchecked"
-
 # Where in the data its forward passes are now.
 _PLACE = "_accelfn_place"
 
@@ -260,12 +257,12 @@ class ForwardAgreement:
         """Hook before a forward pass: notify the others that this rank is here."""
         if self._ctx is None or torch.compiler.is_compiling():  # no Python runs in what is compiled
             return
-        if vars(model).get(_UNCHECKED):
+        handle = handle_of(model)
+        if handle is not None and handle.is_joined:
             return
         if self._is_unsharded:
             _check_sharded(self._ctx, args, kwargs)
             self._is_unsharded = False
-        handle = handle_of(model)
         planned = Communication() if handle is None else handle.communicates()
         if not any(planned[:3]):
             return
@@ -286,7 +283,7 @@ class ForwardAgreement:
     def after(self, model: nn.Module, arguments: Any, output: Any) -> None:
         """Hook after a forward pass: hear whether they all are before the first gradient is reduced."""
         del arguments
-        if self._ctx is None or torch.compiler.is_compiling() or vars(model).get(_UNCHECKED):
+        if self._ctx is None or torch.compiler.is_compiling():
             return
         call_log = self._ctx.collectives.call_log
         if call_log.unsettled is None:
@@ -388,16 +385,6 @@ def check_each_forward(ctx: Context, model: nn.Module) -> None:
     """Let ranks agree on each forward pass of a prepared model, unless the guard of ``ctx`` is off."""
     if ctx.guard.mode != GuardMode.OFF:
         ForwardAgreement(ctx).watch(model)
-
-
-def unchecked(*models: nn.Module) -> AbstractContextManager[None]:
-    """Don't compare the forward passes of ``models`` between ranks inside.
-
-    For what lets ranks make different numbers of them, and keeps their reductions in step by itself.
-
-    Ranks: all in the same way; doesn't communicate.
-    """
-    return swapped(_UNCHECKED, True, models)
 
 
 def at_place(place: str, *models: nn.Module) -> AbstractContextManager[None]:

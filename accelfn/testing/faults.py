@@ -6,7 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, ParamSpec, TypeVar
+from typing import Literal, ParamSpec, TypeVar, get_args
 
 import torch
 
@@ -25,6 +25,9 @@ class RankDeath(BaseException):
     """Ends a rank's thread as ``kill -9`` ends a process: no handler runs, no rank is notified."""
 
 
+FaultKind = Literal["raise", "delay", "die", "skip", "swap"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
     """One rank fails at one of its collectives.
@@ -38,10 +41,17 @@ class Fault:
         seconds: Length of a delay.
     """
 
-    kind: Literal["raise", "delay", "die", "skip", "swap"]
+    kind: FaultKind
     rank: int
     at: int = 0
     seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Refuse a kind that doesn't exist, which would be a test without a fault."""
+        if self.kind not in get_args(FaultKind):
+            raise ValueError(
+                f"Fault.kind must be one of {', '.join(get_args(FaultKind))}, got {self.kind!r}."
+            )
 
 
 def inject(

@@ -16,8 +16,7 @@ from accelfn.context import Context, check_context
 from accelfn.data import PreparedDataLoader
 from accelfn.data.loader import passes_of
 from accelfn.errors import ConfigurationError, NotAvailableError
-from accelfn.parallel.handle import uncompiled
-from accelfn.parallel.replicate import unchecked
+from accelfn.parallel.handle import joined, uncompiled
 
 
 @contextmanager
@@ -154,7 +153,7 @@ def _joined(ctx: Context, joinables: list[Joinable]) -> Generator[None, None, No
     models = [one for one in joinables if isinstance(one, nn.Module)]
     join = Join(joinables)
     try:
-        with unchecked(*models), failing_together(ctx, "join_uneven_inputs"), _explaining(ctx):
+        with joined(*models), failing_together(ctx, "join_uneven_inputs"), _explaining(ctx):
             yield
             # Here, where no exception has come: torch's own `with` changes the filters of warnings for good.
             with warnings.catch_warnings():

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from accelfn.comm import check_replicas, gather_object, reduce
+from accelfn.comm import Call, check_replicas, count_call, gather_object, reduce
 from accelfn.context import Context, check_context
 from accelfn.errors import ConfigurationError, NonFiniteGradientError
 from accelfn.parallel.handle import check_reduced, follow_optimizers
@@ -245,7 +245,8 @@ def optimizer_step(
         check_bound("optimizer_step", "max_norm", max_norm)
     if ctx.num_processes > 1:
         follow_optimizers("optimizer_step", ctx, optimizers)
-        check_reduced("optimizer_step", ctx, parameters_in(optimizers))
+        if check_reduced("optimizer_step", ctx, parameters_in(optimizers)):
+            count_call(ctx, Call("optimizer_step"))
     scales = ctx.precision.scales_loss
     given = scaler_state
     if scales or scaler_state.weight is not None:

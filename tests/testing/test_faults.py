@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import pytest
 import torch
@@ -227,3 +227,8 @@ def test_without_a_guard_nothing_is_found_and_nobody_waits_for_ever(
     with contextlib.suppress(CollectiveTimeoutError, MissingRankError):
         found = run_ranks(program, 2, on, faults=[fault], guard="off", timeout_s=2)
     assert found != right
+
+
+def test_a_kind_that_does_not_exist_is_refused_before_a_test_runs_without_a_fault() -> None:
+    with pytest.raises(ValueError, match=r"Fault\.kind must be one of raise, .*, got 'skp'"):
+        Fault(kind=cast("Any", "skp"), rank=0)
