@@ -3,7 +3,6 @@
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 """n ranks, b samples a batch, k batches a window, an uneven tail: the same as one rank with one batch."""
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -24,12 +23,6 @@ from accelfn.tree import flatten, map_tensors
 
 TOLERANCE = 1e-6  # of float32, for numbers up to about 1
 RATE = 0.5
-
-
-@pytest.fixture(scope="module", autouse=True)
-def imported() -> None:
-    """Import what DistributedDataParallel will: once here, and not for a second in each forked rank."""
-    importlib.import_module("torch._dynamo")
 
 
 @dataclass(frozen=True)
@@ -137,34 +130,36 @@ def assert_equal(found: Any, expected: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def check(case: Case, world: int, weighted: bool, on: Where = "memory") -> None:
+def check(world: int, case: Case, weighted: bool) -> None:
     expected = at_once(case, world, weighted)
-    for found in run_ranks(lambda ctx: in_parts(ctx, case, weighted), world, on):
+    for found in run_ranks(lambda ctx: in_parts(ctx, case, weighted), world):
         assert_equal(found, expected)
 
 
-sizes = st.integers(1, 4)
+@st.composite
+def cases(draw: st.DrawFn, weighted: bool) -> tuple[int, Case]:
+    """Draw a number of ranks and a way to train on them."""
+    sizes = st.integers(1, 4)
+    world, batch, steps = draw(sizes), draw(sizes), draw(sizes)
+    # Means: the last window is a short one, unless ``steps`` divides the number of batches.
+    num, even = world * batch * draw(st.integers(1, 9)), False
+    if weighted:
+        # Each rank has at least one row: what a rank without any would repeat as padding, nobody knows.
+        num, even = (world - 1) * batch + 1 + draw(st.integers(0, 60)), draw(st.booleans())
+    return world, Case(batch, steps, num, even, draw(st.integers(1, 5)), draw(st.integers(0, 999)))
 
 
-@given(sizes, sizes, sizes, st.integers(1, 9), st.integers(1, 5), st.integers(0, 999))
-def test_means_over_equal_batches(
-    world: int, batch: int, steps: int, num_batches: int, hidden: int, seed: int
-) -> None:
-    # The last window is a short one, unless `steps` divides `num_batches`.
-    case = Case(batch, steps, world * batch * num_batches, hidden=hidden, seed=seed)
-    check(case, world, weighted=False)
+@given(cases(weighted=False))
+def test_means_over_equal_batches(drawn: tuple[int, Case]) -> None:
+    check(*drawn, weighted=False)
 
 
-@given(sizes, sizes, sizes, st.integers(0, 60), st.booleans(), st.integers(1, 5), st.integers(0, 999))
-@example(3, 2, 2, 1, False, 2, 0)  # one sample more than it needs for a batch each: ranks 0 and 1 have theirs
-@example(3, 2, 1, 2, False, 2, 0)  # the last step leaves ranks 1 and 2 without a row
-@example(3, 2, 2, 2, True, 2, 0)  # the last step is padding on ranks 1 and 2
-def test_sums_with_weights_over_an_uneven_tail(
-    world: int, batch: int, steps: int, more: int, even: bool, hidden: int, seed: int
-) -> None:
-    # Each rank has at least one row: what a rank without any would repeat as padding, nobody knows.
-    case = Case(batch, steps, (world - 1) * batch + 1 + more, even, hidden, seed)
-    check(case, world, weighted=True)
+@given(cases(weighted=True))
+@example((3, Case(2, 2, 6)))  # one sample more than it needs for a batch each: ranks 0 and 1 have theirs
+@example((3, Case(2, 1, 7)))  # the last step leaves ranks 1 and 2 without a row
+@example((3, Case(2, 2, 7, even=True)))  # the last step is padding on ranks 1 and 2
+def test_sums_with_weights_over_an_uneven_tail(drawn: tuple[int, Case]) -> None:
+    check(*drawn, weighted=True)
 
 
 # Batches and windows that come out even; a short last window; a short last batch; ranks without a last batch;
@@ -241,7 +236,7 @@ def grads_of_windows(
     return found
 
 
-def check_tree(case: Case, world: int, params: Any, weighted: bool) -> None:
+def check_tree(world: int, case: Case, params: Any, weighted: bool, on: Where = "memory") -> None:
     x, _, weights = make_data(case)
     expected: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
     leaves, structure = flatten(params)
@@ -253,23 +248,15 @@ def check_tree(case: Case, world: int, params: Any, weighted: bool) -> None:
         loss = (losses * counts).sum() / counts.sum().clamp(min=1.0)
         grads = torch.autograd.grad(loss, leaves) if leaves else ()
         expected.append((loss.detach(), list(grads)))
-    for found in run_ranks(lambda ctx: grads_of_windows(ctx, case, params, weighted), world):
+    for found in run_ranks(lambda ctx: grads_of_windows(ctx, case, params, weighted), world, on):
         assert_equal(found, expected)
 
 
-any_params = trees(tensors(torch.float32))
+@given(trees(tensors(torch.float32)), st.booleans(), st.data())
+def test_a_tree_by_value_and_grad(params: Any, weighted: bool, data: st.DataObject) -> None:
+    check_tree(*data.draw(cases(weighted)), params, weighted)
 
 
-@given(any_params, sizes, sizes, sizes, st.integers(1, 9), st.integers(0, 999))
-def test_means_of_a_tree_by_value_and_grad(
-    params: Any, world: int, batch: int, steps: int, num_batches: int, seed: int
-) -> None:
-    check_tree(Case(batch, steps, world * batch * num_batches, seed=seed), world, params, weighted=False)
-
-
-@given(any_params, sizes, sizes, sizes, st.integers(0, 60), st.booleans(), st.integers(0, 999))
-def test_sums_with_weights_of_a_tree_by_value_and_grad(
-    params: Any, world: int, batch: int, steps: int, more: int, even: bool, seed: int
-) -> None:
-    case = Case(batch, steps, (world - 1) * batch + 1 + more, even, seed=seed)
-    check_tree(case, world, params, weighted=True)
+@pytest.mark.parametrize("on", ["gloo", "processes"])
+def test_a_tree_by_value_and_grad_on_real_groups(on: Where) -> None:
+    check_tree(2, SUMS[0], {"z": torch.ones(3), "a": (torch.ones(1, 2), [None])}, True, on)

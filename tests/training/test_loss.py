@@ -1,6 +1,9 @@
 """What a loss function may return."""
 
+# pyright: reportUnknownMemberType=false, reportUnknownLambdaType=false, reportUnknownArgumentType=false
+
 import math
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -10,29 +13,81 @@ import accelfn as af
 from accelfn import Context, Loss
 from accelfn.errors import ConfigurationError
 from accelfn.testing import run_ranks
-from accelfn.training.backward import read_loss
+from tests.training.models import one_weight, sgd, weight_of
 from tests.training.optimizers import Sgd
 
+LossFn = Callable[[torch.Tensor], Any]
 
-def test_a_loss_function_may_return_a_tensor_or_a_loss_and_nothing_to_be_guessed_at() -> None:
-    loss = Loss(torch.tensor(1.0, requires_grad=True), weight=2.0)
-    assert read_loss(Context(), "f", loss) is loss
-    assert read_loss(Context(), "f", loss.value) == Loss(loss.value)
-    assert read_loss(Context(), "f", Loss(loss.value.reshape(1, 1), 2.0)).value.shape == ()
-    with pytest.raises(TypeError, match=r"f: .* got tuple\. .* in a pair would be a guess"):
-        read_loss(Context(), "f", (loss.value, 2.0))
-    with pytest.raises(TypeError, match="got float"):
-        read_loss(Context(), "f", Loss(cast("Any", 1.0)))
-    with pytest.raises(ValueError, match=r"f: the loss must be one number, .*shape \(2,\)"):
-        read_loss(Context(), "f", loss.value.expand(2))
-    with pytest.raises(ValueError, match=r"f: the weight must be one number, .*shape \(2,\)"):
-        read_loss(Context(), "f", Loss(loss.value, torch.ones(2)))
-    with pytest.raises(ValueError, match="must be at least 0, got -1"):
-        read_loss(Context(), "f", Loss(loss.value, -1))
-    with pytest.raises(ValueError, match="must be at least 0, got nan"):
-        read_loss(Context(), "f", Loss(loss.value, math.nan))
-    with pytest.raises(ValueError, match="depends on no parameter that is trained"):
-        read_loss(Context(), "f", loss.value.detach())
+
+def by_backward(loss_fn: LossFn) -> object:
+    model = one_weight(1.0)
+    loss = loss_fn(model.weight)
+    value, weight = loss[:2] if isinstance(loss, Loss) else (loss, None)
+    try:
+        af.backward(Context(), value, af.init_scaler(Context()), weight=weight)
+    except Exception:
+        assert model.weight.grad is None
+        raise
+
+
+def by_forward_backward(loss_fn: LossFn) -> object:
+    model = one_weight(1.0)
+    ((_, micro),) = af.microbatches(Context(), [0])
+    try:
+        state = af.init_scaler(Context())
+        af.forward_backward(Context(), model, lambda model, _: loss_fn(model.weight), 0, state, micro)
+    except Exception:
+        assert model.weight.grad is None
+        raise
+
+
+def by_a_step_over_a_module(loss_fn: LossFn) -> object:
+    model = one_weight(1.0)
+    optimizer = sgd(model)
+    make = cast("Any", af.make_train_step)
+    step = make(Context(), lambda model, _: loss_fn(model.weight), optimizer, model=model)
+    try:
+        step(af.init_train_state(Context(), optimizer), None)
+    except Exception:
+        assert weight_of(model) == 1
+        raise
+
+
+def by_a_step_over_a_tree(loss_fn: LossFn) -> object:
+    step = cast("Any", af.make_train_step)(Context(), lambda w, _: loss_fn(w), Sgd(1.0))
+    return step(af.init_train_state(Context(), Sgd(1.0), torch.ones(1, 1)), None)
+
+
+@pytest.mark.parametrize(
+    ("way", "name"),
+    [
+        (by_backward, "backward"),
+        (by_forward_backward, "forward_backward"),
+        (by_a_step_over_a_module, "make_train_step"),
+        (by_a_step_over_a_tree, "make_train_step"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("loss_fn", "error", "text"),
+    [
+        (lambda w: (w.sum(), 2.0), TypeError, "the loss must be a tensor, got tuple"),
+        (lambda w: 1.0, TypeError, "the loss must be a tensor, got float"),
+        (lambda w: None, TypeError, "the loss must be a tensor, got NoneType"),
+        (lambda w: Loss(cast("Any", 1.0)), TypeError, "the loss must be a tensor, got float"),
+        (lambda w: w.expand(2, 1), ValueError, r"the loss must be one number, .*shape \(2, 1\)"),
+        (lambda w: Loss(w.sum(), torch.ones(2)), ValueError, r"the weight must be one number, .*\(2,\)"),
+        (lambda w: Loss(w.sum(), -1), ValueError, "the weight must be at least 0, got -1"),
+        (lambda w: Loss(w.sum(), math.nan), ValueError, "the weight must be at least 0, got nan"),
+        (lambda w: w.sum().detach(), ValueError, "the loss depends on no parameter"),
+        (lambda w: torch.zeros(()), ValueError, "the loss depends on no parameter"),
+    ],
+)
+def test_what_is_no_loss_is_refused_and_nothing_is_guessed(
+    way: Callable[[LossFn], object], name: str, loss_fn: LossFn, error: type[Exception], text: str
+) -> None:
+    way(lambda w: Loss(w, 2.0))  # one number in any shape
+    with pytest.raises(error, match=f"^{name}: {text}"):
+        way(loss_fn)
 
 
 @pytest.mark.parametrize("axis", ["cp", "sp"])
