@@ -3,6 +3,8 @@
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 
 import ast
+from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import accelfn.accelerator.accelerator as module
 from accelfn import Accelerator, Context, DataLoaderConfiguration, GradScalerKwargs
 from accelfn.errors import ConfigurationError
 from accelfn.testing import run_ranks
+from tests.training.models import filled, sgd
 
 Weights = dict[str, torch.Tensor]
 
@@ -28,10 +31,7 @@ def data(num: int = 11) -> Any:
 
 
 def make() -> tuple[nn.Module, torch.optim.Optimizer, torch.optim.lr_scheduler.StepLR, Any]:
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter))
+    model = filled(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     return model, optimizer, scheduler, DataLoader(data(), batch_size=1, shuffle=True)
@@ -57,7 +57,8 @@ def by_functions(ctx: Context, clip: bool) -> Weights:
     return weights(model)
 
 
-def by_the_shim(accelerator: Accelerator, clip: bool) -> Weights:
+def steps_of(accelerator: Accelerator, clip: bool = False) -> Iterator[Weights]:
+    """Train; yield the weights after each batch."""
     model, optimizer, scheduler, loader = accelerator.prepare(*make())
     for _ in range(3):
         for x, y in loader:
@@ -68,7 +69,11 @@ def by_the_shim(accelerator: Accelerator, clip: bool) -> Weights:
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-    return weights(model)
+            yield weights(model)
+
+
+def by_the_shim(accelerator: Accelerator, clip: bool = False) -> Weights:
+    return deque(steps_of(accelerator, clip), maxlen=1).pop()
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -98,57 +103,38 @@ def test_one_loop_through_both_ends_with_equal_bits(
 
 
 def test_accelerators_of_different_settings_live_side_by_side() -> None:
-    def run(ctx: Context) -> list[bool]:
+    def run(ctx: Context) -> None:
         variants = [ctx, ctx.replace(mixed_precision="bf16"), ctx.replace(gradient_accumulation_steps=3)]
-        alone = [by_the_shim(Accelerator(context=one), False) for one in variants]
+        alone = [by_the_shim(Accelerator(context=one)) for one in variants]
         loops = [steps_of(Accelerator(context=one)) for one in variants]
-        found: list[Weights] = []
-        for parts in zip(*loops, strict=True):
-            found = list(parts)
-        return [
-            all(torch.equal(one[name], other[name]) for name in one)
-            for one, other in zip(alone, found, strict=True)
-        ]
+        together = deque(zip(*loops, strict=True), maxlen=1).pop()
+        torch.testing.assert_close([*together], alone, rtol=0, atol=0)
 
-    config = DataLoaderConfiguration(data_seed=3)
-    assert run_ranks(run, 2, dataloader_config=config) == [[True] * 3] * 2
-
-
-def steps_of(accelerator: Accelerator) -> Any:
-    """The loop of by_the_shim, one batch at a time."""
-    model, optimizer, scheduler, loader = accelerator.prepare(*make())
-    for _ in range(3):
-        for x, y in loader:
-            with accelerator.accumulate(model):
-                accelerator.backward(nn.functional.mse_loss(model(x), y))
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
-            yield weights(model)
+    run_ranks(run, 2, dataloader_config=DataLoaderConfiguration(data_seed=3))
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_two_models_with_two_optimizers_update_when_they_should(world: int) -> None:
     def run(ctx: Context) -> tuple[int, int]:
         accelerator = Accelerator(context=ctx)
-        first, second = nn.Linear(1, 1), nn.Linear(1, 1)
-        steps = {"first": 0, "second": 0}
-        optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (first, second)]
-        for name, optimizer in zip(steps, optimizers, strict=True):
+        models = [nn.Linear(1, 1), nn.Linear(1, 1)]
+        steps = [0, 0]
+        optimizers = [sgd(one) for one in models]
+        for index, optimizer in enumerate(optimizers):
 
-            def count(*_: Any, name: str = name) -> None:
-                steps[name] += 1
+            def count(*_: Any, index: int = index) -> None:
+                steps[index] += 1
 
             optimizer.register_step_post_hook(count)
         loader: Any = DataLoader(torch.ones(8 * world, 1), batch_size=1)  # pyright: ignore[reportArgumentType]
-        first, second, *optimizers, loader = accelerator.prepare(first, second, *optimizers, loader)
+        first, second, *prepared, loader = accelerator.prepare(*models, *optimizers, loader)
         for x in loader:
-            for one, optimizer in zip((first, second), optimizers, strict=True):
+            for one, optimizer in zip((first, second), prepared, strict=True):
                 with accelerator.accumulate(one):
                     accelerator.backward(one(x).mean())
                     optimizer.step()
                     optimizer.zero_grad()
-        return steps["first"], steps["second"]
+        return steps[0], steps[1]
 
     assert run_ranks(run, world, gradient_accumulation_steps=2) == [(4, 4)] * world
 
@@ -185,27 +171,6 @@ def rows_up_to(number: int, batch_size: int = 2) -> Any:
     return DataLoader(torch.arange(number), batch_size=batch_size)  # pyright: ignore[reportArgumentType]
 
 
-def test_metrics_are_exact_in_the_loop_and_for_objects() -> None:
-    def run(ctx: Context) -> tuple[list[int], list[str], list[str], int]:
-        accelerator = Accelerator(context=ctx)
-        assert len(accelerator.gather_for_metrics(torch.zeros(3))) == 6  # no loop yet: all is gathered
-        loader = accelerator.prepare(rows_up_to(9))
-        rows: list[int] = []
-        names: list[str] = []
-        mixed: list[str] = []
-        for batch in loader:
-            rows += accelerator.gather_for_metrics(batch).tolist()
-            own = [str(int(one)) for one in batch]
-            names += accelerator.gather_for_metrics(own, use_gather_object=True)
-            mixed += accelerator.gather_for_metrics({"x": batch, "name": own})["name"]
-        (one,) = {len(accelerator.gather_for_metrics([ctx.rank], use_gather_object=True))}
-        return rows, names, mixed, one
-
-    expected = list(range(9))
-    for found in run_ranks(run, 2):
-        assert found == (expected, [str(one) for one in expected], [str(one) for one in expected], 2)
-
-
 @pytest.mark.parametrize("on", ["memory", "processes"])
 @pytest.mark.parametrize("left", [False, True])
 def test_after_a_loop_nothing_is_cut_that_has_nothing_to_do_with_it(left: bool, on: Any) -> None:
@@ -229,28 +194,6 @@ def test_the_batch_that_is_named_counts_and_nothing_else() -> None:
         return [accelerator.gather_for_metrics(one, micro=micro).tolist() for one in batches]
 
     assert run_ranks(run, 2) == [[[0], [4]] * 2] * 2  # of either batch as many as of the last one
-
-
-@pytest.mark.parametrize("on", ["memory", "processes"])
-def test_a_pass_is_gathered_once_after_its_loop(on: Any) -> None:
-    def run(ctx: Context) -> list[Any]:
-        accelerator = Accelerator(context=ctx)
-        loader = accelerator.prepare(rows_up_to(97, 8))
-        found: list[Any] = []
-        for stop in (None, 2):
-            rows: list[torch.Tensor] = []
-            for number, batch in enumerate(loader):
-                rows.append(batch)
-                if number == stop:
-                    break
-            kept = accelerator.gather_for_metrics(
-                {"x": torch.cat(rows), "text": [str(one) for one in torch.cat(rows).tolist()]}
-            )
-            assert kept["text"] == [str(one) for one in kept["x"].tolist()]
-            found.append(sorted(kept["x"].tolist()))
-        return found
-
-    assert run_ranks(run, 2, on) == [[list(range(97)), list(range(48))]] * 2
 
 
 def test_an_evaluation_inside_of_training_is_gathered_by_batch_and_at_its_end() -> None:
@@ -299,37 +242,43 @@ def test_two_loops_side_by_side_leave_no_batch_at_hand() -> None:
 def test_metrics_are_those_of_the_functions(
     num: int, batch_size: int, world: int, drop_last: bool, even: bool, dispatched: bool, stop: int
 ) -> None:
+    def trees(batch: torch.Tensor, rows: list[torch.Tensor]) -> list[Any]:
+        """Everything that a program may gather beside a batch; ``rows`` are all before it."""
+        names = [f"{one}" for one in batch.tolist()]
+        return [batch, batch.sum(), torch.cat(rows), names, {"x": batch, "name": names}]
+
     def run(ctx: Context) -> None:
         accelerator = Accelerator(context=ctx)
-        source = rows_up_to(num, batch_size)
-        source = DataLoader(source.dataset, batch_size=batch_size, drop_last=drop_last)
+        assert (
+            len(accelerator.gather_for_metrics(torch.zeros(3))) == 3 * world
+        )  # no loop yet: all is gathered
+        source = DataLoader(rows_up_to(num).dataset, batch_size=batch_size, drop_last=drop_last)
         loader = accelerator.prepare(source)
         accelerator.uneven = "stop_first"
-        by_shim: list[list[Any]] = []
+        by_shim: list[Any] = []
         rows: list[torch.Tensor] = []
         for number, batch in enumerate(loader):
             rows.append(batch)
-            tree = {"x": batch, "sum": batch.sum(), "all": torch.cat(rows)}
-            by_shim.append([accelerator.gather_for_metrics(one).tolist() for one in tree.values()])
+            by_shim += [accelerator.gather_for_metrics(one) for one in trees(batch, rows)]
             if number == stop:
                 break
         assert accelerator.micro is None
         if not rows:
             return
-        after = accelerator.gather_for_metrics(torch.cat(rows)).tolist()
-        by_function: list[list[Any]] = []
-        once = torch.empty(0)
-        rows = []
+        after = accelerator.gather_for_metrics(torch.cat(rows))  # once, behind the loop
+        by_function: list[Any] = []
+        once, rows = torch.empty(0), []
         for batch, micro in af.microbatches(ctx, af.prepare_data_loader(ctx, source), "stop_first"):
             rows.append(batch)
-            tree = {"x": batch, "sum": batch.sum(), "all": torch.cat(rows)}
-            by_function.append([af.gather_for_metrics(ctx, one, micro).tolist() for one in tree.values()])
+            by_function += [af.gather_for_metrics(ctx, one, micro) for one in trees(batch, rows)]
             once = af.gather_for_metrics(ctx, torch.cat(rows), micro)
             if micro.index == stop:
                 break
-        assert by_shim == by_function
-        assert after == once.tolist()
-        assert sorted(after) == sorted(row for batch, _, _ in by_shim for row in batch)
+        assert str(by_shim) == str(by_function)
+        assert after.tolist() == once.tolist()
+        assert sorted(after.tolist()) == sorted(row for batch in by_shim[::5] for row in batch.tolist())
+        objects = accelerator.gather_for_metrics([ctx.rank], use_gather_object=True)
+        assert objects == [*range(world)]  # behind the loop, and not one for each row of it
 
     config = DataLoaderConfiguration(even_batches=even, dispatch_batches=dispatched)
     run_ranks(run, world, dataloader_config=config)
@@ -344,16 +293,20 @@ def test_a_loop_over_anything_else_counts_its_own_windows() -> None:
     assert syncs == [False, False, True] * 2 + [False]
 
 
-def test_float16_clips_only_where_the_window_closes() -> None:
-    ctx = Context().replace(mixed_precision="fp16", gradient_accumulation_steps=2)
+@pytest.mark.parametrize("mode", ["no", "fp16"])
+def test_gradients_are_clipped_only_where_the_window_closes(mode: Any) -> None:
+    ctx = Context().replace(mixed_precision=mode, gradient_accumulation_steps=2)
     accelerator = Accelerator(context=ctx)
     model, _ = accelerator.prepare(*make()[:2])
-    with accelerator.accumulate(model):
-        accelerator.backward(model(torch.ones(1, 3)).mean())
-        with pytest.raises(ConfigurationError, match=r"accelerator\.sync_gradients"):
-            accelerator.clip_grad_norm_(model.parameters(), 1.0)
-        with pytest.raises(ConfigurationError, match=r"accelerator\.sync_gradients"):
-            accelerator.clip_grad_value_(model.parameters(), 1.0)
+    for closes in (False, True):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 3)).mean())
+            for clip in (accelerator.clip_grad_norm_, accelerator.clip_grad_value_):
+                if closes:
+                    clip(model.parameters(), 1.0)
+                    continue
+                with pytest.raises(ConfigurationError, match=r"if accelerator\.sync_gradients:"):
+                    clip(model.parameters(), 1.0)
 
 
 def test_one_scale_moves_once_for_two_optimizers() -> None:
@@ -383,6 +336,8 @@ def test_triggers_splitting_and_roles() -> None:
         calls: list[str] = []
         for name in ("on_main_process", "on_local_main_process", "on_last_process"):
             getattr(accelerator, name)(lambda name=name: calls.append(name))()
+        accelerator.on_main_process()(lambda: calls.append("with parentheses"))()
+        accelerator.on_local_main_process()(lambda: calls.append("with parentheses"))()
         accelerator.on_process(lambda: calls.append("0"))()
         accelerator.on_process(process_index=1)(lambda: calls.append("1"))()
         accelerator.on_local_process(local_process_index=1)(lambda: calls.append("local 1"))()
@@ -393,16 +348,17 @@ def test_triggers_splitting_and_roles() -> None:
             "calls": calls,
             "part": part,
             "sum": int(accelerator.reduce(torch.tensor(ctx.rank))),
-            "who": (accelerator.process_index, accelerator.is_main_process, accelerator.use_distributed),
+            "who": (accelerator.process_index, accelerator.is_main_process, accelerator.should_save_model),
+            "several": accelerator.use_distributed,
         }
 
     main, last = run_ranks(run, 2)
     assert main["fired"] == last["fired"] == (True, False)
-    assert main["calls"] == ["on_main_process", "on_local_main_process", "0"]
+    assert main["calls"] == ["on_main_process", "on_local_main_process", *["with parentheses"] * 2, "0"]
     assert last["calls"] == ["on_last_process", "1", "local 1"]
     assert (main["part"], last["part"]) == ([1, 2], [3])
-    assert main["sum"] == last["sum"] == 1
-    assert (main["who"], last["who"]) == ((0, True, True), (1, False, True))
+    assert main["sum"] == last["sum"] == main["several"] == last["several"] == 1
+    assert (main["who"], last["who"]) == ((0, True, True), (1, False, False))
 
 
 @pytest.mark.parametrize(
@@ -482,10 +438,7 @@ def test_a_moving_scale_reaches_gradients_of_optimizers_that_have_not_stepped(ov
 def test_passes_that_cannot_be_told_apart_are_not_guessed(on: Any) -> None:
     def run(ctx: Context) -> tuple[int, int, str, str]:
         accelerator = Accelerator(context=ctx)
-        long, short, evaluated = (
-            accelerator.prepare(DataLoader(torch.arange(number), batch_size=4))  # pyright: ignore[reportArgumentType]
-            for number in (15, 13, 7)
-        )
+        long, short, evaluated = (accelerator.prepare(rows_up_to(number, 4)) for number in (15, 13, 7))
         rows, last = torch.cat(list(long)), accelerator.last_micro
         both = [len(accelerator.gather_for_metrics(rows)), len(torch.cat(list(short)))]
         with pytest.raises(ValueError, match="several passes or batches") as told:

@@ -16,13 +16,11 @@ import accelfn as af
 from accelfn import Accelerator, Context, Guard, LocalSGD, ProfileKwargs
 from accelfn.errors import ConfigurationError
 from accelfn.testing import Where, run_ranks
+from tests.training.models import filled, one_weight, sgd, values, weight_of
 
 
 def parts() -> tuple[Any, Any, Any, Any]:
-    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1)).double()
-    with torch.no_grad():
-        for number, parameter in enumerate(model.parameters(), 1):
-            parameter.copy_(torch.linspace(-1, number, parameter.numel()).view_as(parameter))
+    model = filled(nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     x = torch.linspace(-1, 1, 24, dtype=torch.float64).view(12, 2)
@@ -119,22 +117,16 @@ def test_freeing_forgets_what_is_still_held_elsewhere() -> None:
 
 
 def test_freeing_amid_a_window_leaves_no_weight_of_its_losses() -> None:
-    accelerator = Accelerator(context=Context().replace(gradient_accumulation_steps=2))
+    accelerator = Accelerator(context=Context())
     for weight in (8.0, 2.0):
-        model, optimizer, loader = nn.Linear(1, 1, bias=False), cast("Any", None), cast("Any", None)
-        nn.init.zeros_(model.weight)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader([1.0]))  # pyright: ignore[reportArgumentType]
-        for x in loader:
-            with accelerator.accumulate(model):
-                accelerator.backward(weight * model(x.view(1, 1).float()).sum(), weight=weight)
-                if weight == 2.0:
-                    optimizer.step()
+        model = one_weight()
+        model, optimizer = accelerator.prepare(model, sgd(model))
+        accelerator.backward(weight * model(torch.ones(1, 1)).sum(), weight=weight)
         if weight == 8.0:
-            accelerator.sync_gradients = False  # as amid a window
             accelerator.free_memory()
         else:
-            assert float(model.weight.detach()) == -1  # and not -2 / (2 + 8)
+            optimizer.step()
+            assert weight_of(model) == -1  # and not -2 / (2 + 8)
 
 
 @pytest.mark.parametrize("on", ["memory", "processes"])
@@ -154,23 +146,6 @@ def test_the_shim_steps_on_no_gradients_that_nobody_has_averaged(on: Where) -> N
             other.step()
 
     run_ranks(run, 2, on)
-
-
-def test_the_shim_clips_where_the_window_closes_alone() -> None:
-    accelerator = Accelerator(context=Context().replace(gradient_accumulation_steps=2))
-    model, optimizer, _, loader = accelerator.prepare(*parts())
-    for x, y in loader:
-        with accelerator.accumulate(model):
-            accelerator.backward((model(x) - y).square().mean())
-            if accelerator.sync_gradients:
-                accelerator.clip_grad_norm_(model.parameters(), 1.0)
-            else:
-                with pytest.raises(ConfigurationError, match=r"if accelerator\.sync_gradients:"):
-                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                with pytest.raises(ConfigurationError, match=r"if accelerator\.sync_gradients:"):
-                    accelerator.clip_grad_value_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
 
 
 def test_the_shim_profiles_with_its_handler_or_another(tmp_path: Path) -> None:
@@ -222,7 +197,7 @@ def test_local_sgd_as_a_context_manager_is_that_of_the_functions(on: Where, num_
                     optimizer.step()
                     optimizer.zero_grad()
                     local_sgd.step()
-        return [one.detach() for one in model.parameters()]
+        return values(model)
 
     def by_functions(ctx: Context) -> list[torch.Tensor]:
         model, optimizer, _, loader = af.prepare(ctx, *parts())
@@ -234,7 +209,7 @@ def test_local_sgd_as_a_context_manager_is_that_of_the_functions(on: Where, num_
                     scaler = af.optimizer_step(ctx, optimizer, scaler)
                     state = af.local_sgd_step(ctx, model, state, every=2)
         af.average_parameters(ctx, model)
-        return [one.detach() for one in model.parameters()]
+        return values(model)
 
     found = run_ranks(
         lambda ctx: (by_shim(ctx), by_functions(ctx)), 2, on, gradient_accumulation_steps=num_steps
@@ -313,11 +288,3 @@ def test_without_ranks_that_share_sequences_buffers_stay_whole_and_it_is_said_on
     left = accelerator.maybe_context_parallel([ids], [0], no_restore_buffers=[torch.zeros(1)])
     with pytest.raises(ValueError, match="isn't in buffers"), left:
         pass
-
-
-def test_the_main_process_alone_saves_models() -> None:
-    def run(ctx: Context) -> bool:
-        return Accelerator(context=ctx).should_save_model
-
-    assert run_ranks(run, 2) == [True, False]
-    assert Accelerator(context=Context()).fp8_backend is None

@@ -3,10 +3,9 @@
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 """Each method of the Accelerator gives what its function gives, on every rank."""
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -17,25 +16,24 @@ import accelfn as af
 from accelfn import Accelerator, Context
 from accelfn.testing import run_ranks
 from accelfn.tree import flatten
+from tests.training.models import filled, gradients
 
 
-class Pair(NamedTuple):
-    """One thing, done in two ways: through an Accelerator, and by the functions."""
+class Given(NamedTuple):
+    """Arguments of a method, which are those of its function behind the context."""
 
-    method: Callable[[Accelerator], Any]
-    function: Callable[[Context], Any]
+    args: tuple[Any, ...]
+    options: dict[str, Any]
 
 
-def tree(rank: int) -> dict[str, Any]:
-    return {"x": torch.arange(3.0) + rank, "pair": (torch.tensor([rank]), torch.ones(2, 2))}
+def given(*args: Any, **options: Any) -> Given:
+    return Given(args, options)
 
 
 def model() -> nn.Linear:
-    one = nn.Linear(2, 1)
-    with torch.no_grad():
-        for parameter in one.parameters():
-            parameter.fill_(0.5)
-            parameter.grad = torch.full_like(parameter, 3.0)
+    one = filled(nn.Linear(2, 1))
+    for parameter in one.parameters():
+        parameter.grad = torch.full_like(parameter, 3.0)
     return one
 
 
@@ -43,123 +41,37 @@ def loader() -> Any:
     return DataLoader(torch.arange(7), batch_size=2)  # pyright: ignore[reportArgumentType]
 
 
-def gradients(one: nn.Module) -> list[torch.Tensor]:
-    return [parameter.grad.clone() for parameter in one.parameters() if parameter.grad is not None]
-
-
-def clipped(prepared: nn.Module, by: Callable[..., Any]) -> tuple[Any, list[torch.Tensor]]:
-    prepared(torch.ones(1, 2)).sum().backward()
-    return by(prepared.parameters(), 1.0), gradients(prepared)
-
-
-def newest(ctx: Context, clip: Callable[..., Any]) -> Callable[..., Any]:
-    return functools.partial(clip, ctx, scaler_state=af.init_scaler(ctx))
-
-
-def trained(backward: Callable[[torch.Tensor], Any], prepared: nn.Module) -> list[torch.Tensor]:
-    prepared.zero_grad()
-    backward(prepared(torch.ones(1, 2)).sum())
-    return gradients(prepared)
-
-
-def calls(decorate: Callable[..., Any]) -> Any:
-    return decorate(lambda: 7)()
-
-
-def went(block: Any, rank: int) -> int:
-    with block:
-        return rank
-
-
-def dtype_of(block: Any) -> torch.dtype:
-    with block:
-        return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
-
-
-def metrics_by_method(accelerator: Accelerator) -> list[torch.Tensor]:
-    return [accelerator.gather_for_metrics(batch) for batch in accelerator.prepare(loader())]
-
-
-def metrics_by_function(ctx: Context) -> list[torch.Tensor]:
-    prepared = af.prepare(ctx, loader())
-    return [af.gather_for_metrics(ctx, batch, micro) for batch, micro in af.microbatches(ctx, prepared)]
-
-
-PAIRS: dict[str, Pair] = {
-    "gather": Pair(lambda a: a.gather(tree(a.process_index)), lambda c: af.gather(c, tree(c.rank))),
-    "reduce": Pair(
-        lambda a: a.reduce(tree(a.process_index), "sum"),
-        lambda c: af.reduce(c, tree(c.rank), "sum"),
+# What each method is given on a rank.
+CALLS: dict[str, Callable[[int], Given]] = {
+    "gather": lambda rank: given(
+        {"x": torch.arange(3.0) + rank, "pair": (torch.tensor([rank]), torch.ones(2))}
     ),
-    "pad_across_processes": Pair(
-        lambda a: a.pad_across_processes(torch.ones(a.process_index + 1), pad_index=9),
-        lambda c: af.pad_across_processes(c, torch.ones(c.rank + 1), pad_index=9),
-    ),
-    "gather_for_metrics": Pair(metrics_by_method, metrics_by_function),
-    "split_between_processes": Pair(
-        lambda a: a.split_between_processes([1, 2, 3], apply_padding=True).__enter__(),
-        lambda c: af.split_between_processes(c, [1, 2, 3], apply_padding=True),
-    ),
-    "wait_for_everyone": Pair(lambda a: a.wait_for_everyone(), af.wait_for_everyone),
-    "main_process_first": Pair(
-        lambda a: went(a.main_process_first(), a.process_index),
-        lambda c: went(af.main_process_first(c), c.rank),
-    ),
-    "local_main_process_first": Pair(
-        lambda a: went(a.local_main_process_first(), a.process_index),
-        lambda c: went(af.local_main_process_first(c), c.rank),
-    ),
-    "on_main_process": Pair(lambda a: calls(a.on_main_process), lambda c: calls(af.on_main_process(c))),
-    "on_local_main_process": Pair(
-        lambda a: calls(a.on_local_main_process), lambda c: calls(af.on_local_main_process(c))
-    ),
-    "on_last_process": Pair(lambda a: calls(a.on_last_process), lambda c: calls(af.on_last_process(c))),
-    "on_process": Pair(lambda a: calls(a.on_process(process_index=0)), lambda c: calls(af.on_process(c, 0))),
-    "on_local_process": Pair(
-        lambda a: calls(a.on_local_process(local_process_index=0)), lambda c: calls(af.on_local_process(c, 0))
-    ),
-    "prepare_model": Pair(
-        lambda a: trained(lambda loss: loss.backward(), a.prepare_model(model())),
-        lambda c: trained(lambda loss: loss.backward(), af.prepare_model(c, model())),
-    ),
-    "prepare_data_loader": Pair(
-        lambda a: [batch.tolist() for batch in a.prepare_data_loader(loader())],
-        lambda c: [batch.tolist() for batch in af.prepare_data_loader(c, loader())],
-    ),
-    "skip_first_batches": Pair(
-        lambda a: [batch.tolist() for batch in a.skip_first_batches(a.prepare(loader()), 1)],
-        lambda c: [batch.tolist() for batch in af.skip_first_batches(af.prepare(c, loader()), 1)],
-    ),
-    "unwrap_model": Pair(
-        lambda a: type(a.unwrap_model(a.prepare(model()))).__name__,
-        lambda c: type(af.unwrap_model(af.prepare(c, model()))).__name__,
-    ),
-    "backward": Pair(
-        lambda a: trained(a.backward, a.prepare(model())),
-        lambda c: trained(lambda loss: af.backward(c, loss, af.init_scaler(c)), af.prepare(c, model())),
-    ),
-    "clip_grad_norm_": Pair(
-        lambda a: clipped(a.prepare(model()), a.clip_grad_norm_),
-        lambda c: clipped(af.prepare(c, model()), newest(c, af.clip_grad_norm_)),
-    ),
-    "clip_grad_value_": Pair(
-        lambda a: clipped(a.prepare(model()), a.clip_grad_value_),
-        lambda c: clipped(af.prepare(c, model()), newest(c, af.clip_grad_value_)),
-    ),
-    "autocast": Pair(lambda a: dtype_of(a.autocast()), lambda c: dtype_of(af.autocast(c))),
-    "check_trigger": Pair(
-        lambda a: (a.set_trigger() if a.process_index else None, a.check_trigger(), a.check_trigger())[1:],
-        lambda c: triggered(c),
-    ),
+    "reduce": lambda rank: given({"x": torch.arange(3.0) + rank}, "sum"),
+    "pad_across_processes": lambda rank: given(torch.ones(rank + 1), pad_index=9),
+    "split_between_processes": lambda rank: given([1, 2, 3], apply_padding=True),
+    "wait_for_everyone": lambda rank: given(),
+    "main_process_first": lambda rank: given(),
+    "local_main_process_first": lambda rank: given(),
+    "autocast": lambda rank: given(),
+    "prepare": lambda rank: given(model()),
+    "prepare_model": lambda rank: given(model()),
+    "prepare_data_loader": lambda rank: given(loader()),
+    "skip_first_batches": lambda rank: given([1, 2, 3], 1),
 }
 
 
-def triggered(ctx: Context) -> tuple[bool, bool]:
-    state = af.TriggerState()
-    if ctx.rank:
-        state = af.set_trigger(state)
-    state, first = af.check_trigger(ctx, state)
-    return first, af.check_trigger(ctx, state)[1]
+def seen(result: Any) -> Any:
+    """Use a result, and return what it comes to."""
+    if isinstance(result, nn.Module):
+        result.zero_grad()
+        result(torch.ones(1, 2)).sum().backward()
+        return gradients(result)
+    if hasattr(result, "__enter__"):
+        with result as entered:
+            dtype = (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+            return entered if isinstance(entered, list) else dtype
+    is_iterated = isinstance(result, Iterable) and not isinstance(result, (dict, torch.Tensor))
+    return [*cast("Iterable[Any]", result)] if is_iterated else result
 
 
 def equal(one: Any, other: Any) -> bool:
@@ -170,13 +82,45 @@ def equal(one: Any, other: Any) -> bool:
     )
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_a_method_gives_what_its_function_gives(name: str, world: int) -> None:
-    pair = PAIRS[name]
+    def run(ctx: Context) -> bool:
+        (args, options), (same_args, same_options) = CALLS[name](ctx.rank), CALLS[name](ctx.rank)
+        by_method = seen(getattr(Accelerator(context=ctx), name)(*args, **options))
+        context = () if name == "skip_first_batches" else (ctx,)
+        return equal(by_method, seen(getattr(af, name)(*context, *same_args, **same_options)))
+
+    assert run_ranks(run, world, mixed_precision="bf16") == [True] * world
+
+
+@pytest.mark.parametrize("name", ["main", "local_main", "last", "", "local"])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_decorator_is_that_of_its_function(name: str, world: int) -> None:
+    called = f"on_{name}_process".replace("__", "_")
+    number = (0,) if name in ("", "local") else ()
 
     def run(ctx: Context) -> bool:
-        return equal(pair.method(Accelerator(context=ctx)), pair.function(ctx))
+        by_function = getattr(af, called)(ctx, *number)(lambda: 7)()
+        return getattr(Accelerator(context=ctx), called)(lambda: 7)() == by_function
+
+    assert run_ranks(run, world) == [True] * world
+
+
+@pytest.mark.parametrize("clip", ["clip_grad_norm_", "clip_grad_value_"])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_backward_and_clipping_are_those_of_the_functions(clip: str, world: int) -> None:
+    def run(ctx: Context) -> bool:
+        accelerator = Accelerator(context=ctx)
+        by_method, by_function = accelerator.prepare(model()), af.prepare(ctx, model())
+        loss = [one(torch.full((1, 2), ctx.rank + 1.0)).sum() for one in (by_method, by_function)]
+        accelerator.backward(loss[0])
+        scaler = af.backward(ctx, loss[1], af.init_scaler(ctx))
+        norms = (
+            getattr(accelerator, clip)(by_method.parameters(), 1.0),
+            getattr(af, clip)(ctx, by_function.parameters(), 1.0, scaler_state=scaler),
+        )
+        return equal(*norms) and equal(gradients(by_method), gradients(by_function))
 
     assert run_ranks(run, world, mixed_precision="bf16") == [True] * world
 

@@ -13,26 +13,13 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from accelfn import (
-    Accelerator,
-    Context,
-    DataLoaderConfiguration,
-    accumulate,
-    backward,
-    init_scaler,
-    join_uneven_inputs,
-    loader_state,
-    microbatches,
-    optimizer_step,
-    prepare,
-    prepare_data_loader,
-    restore_loader,
-    skip_first_batches,
-)
+import accelfn as af
+from accelfn import Accelerator, Context, DataLoaderConfiguration
 from accelfn.accelerator import AcceleratedDataLoader, AcceleratedOptimizer, AcceleratedScheduler
 from accelfn.data.loader import passes_of
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.testing import run_ranks
+from tests.training.models import one_weight, sgd, weight_of
 
 
 def make(**options: Any) -> tuple[Accelerator, nn.Linear, AcceleratedOptimizer, AcceleratedScheduler]:
@@ -41,20 +28,6 @@ def make(**options: Any) -> tuple[Accelerator, nn.Linear, AcceleratedOptimizer, 
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     return accelerator, *accelerator.prepare(model, optimizer, scheduler)
-
-
-def test_inside_of_a_window_nothing_steps_and_nothing_is_cleared() -> None:
-    accelerator, model, optimizer, scheduler = make(gradient_accumulation_steps=2)
-    for number, rate in ((1, 1.0), (2, 0.5)):
-        before = float(model.weight.detach())
-        with accelerator.accumulate(model):
-            accelerator.backward(model(torch.ones(1, 1)).sum())
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-        assert (float(model.weight.detach()) != before) == (number == 2)
-        assert (model.weight.grad is None) == (number == 2)
-        assert scheduler.get_last_lr() == [rate]
 
 
 def test_the_optimizer_is_shared_and_not_copied() -> None:
@@ -100,38 +73,6 @@ def test_proxies_come_back_from_copies_and_pickles(way: Any) -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_the_schedule_moves_once_per_step_whatever_the_world(world: int) -> None:
-    def run(ctx: Context) -> list[float]:
-        accelerator = Accelerator(context=ctx)
-        model = nn.Linear(1, 1)
-        optimizer: Any = torch.optim.SGD(model.parameters(), lr=1.0)
-        scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        loader: Any = DataLoader(torch.ones(3 * world, 1))  # pyright: ignore[reportArgumentType]
-        model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
-        for x in loader:
-            with accelerator.accumulate(model):
-                accelerator.backward(model(x).sum())
-                optimizer.step()
-                scheduler.step()
-        return scheduler.get_last_lr()
-
-    assert run_ranks(run, world) == [[0.125]] * world
-
-
-def test_a_schedule_over_the_proxy_knows_of_skipped_steps() -> None:
-    accelerator, model, optimizer, _ = make(mixed_precision="fp16")
-    scheduler = accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
-    rates: list[float] = []
-    for value in (float("inf"), 1.0):
-        accelerator.backward(model(torch.ones(1, 1)).sum() * value)
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
-        rates += scheduler.get_last_lr()
-    assert rates == [1.0, 0.5]
-
-
 def test_a_schedule_may_go_its_own_way() -> None:
     accelerator, model, _, scheduler = make(
         gradient_accumulation_steps=2, step_scheduler_with_optimizer=False
@@ -148,9 +89,7 @@ def test_preparing_twice_gives_the_same_and_another_accelerators_is_an_error() -
     accelerator, _, optimizer, scheduler = make()
     loader = accelerator.prepare(DataLoader([1, 2]))  # pyright: ignore[reportArgumentType]
     again = accelerator.prepare(optimizer, scheduler, loader)
-    assert again[0] is optimizer
-    assert again[1] is scheduler
-    assert again[2] is loader
+    assert all(one is two for one, two in zip(again, (optimizer, scheduler, loader), strict=True))
     other = Accelerator(context=Context().replace(mixed_precision="bf16"))
     for item in (optimizer, scheduler, loader):
         with pytest.raises(ConfigurationError, match="another context"):
@@ -161,7 +100,7 @@ def test_a_loader_of_the_functions_is_followed_too() -> None:
     ctx = Context().replace(gradient_accumulation_steps=2)
     accelerator = Accelerator(context=ctx)
     source: Any = DataLoader(torch.arange(3))  # pyright: ignore[reportArgumentType]
-    loader = accelerator.prepare(prepare_data_loader(ctx, source))
+    loader = accelerator.prepare(af.prepare_data_loader(ctx, source))
     assert isinstance(loader, AcceleratedDataLoader)
     assert (len(loader), loader.batch_size, loader.total_dataset_length) == (3, 1, 3)
     syncs: list[bool] = []
@@ -183,7 +122,7 @@ def test_a_skipped_loader_is_followed_and_moves_the_original_on(way: str) -> Non
         if way == "method":
             rest = accelerator.skip_first_batches(loader, num_batches=1)
         else:
-            rest = skip_first_batches(loader, 1)
+            rest = af.skip_first_batches(loader, 1)
         assert isinstance(rest, AcceleratedDataLoader)
         assert (len(rest), len(loader)) == (2, 3)
         found: list[Any] = []
@@ -212,7 +151,7 @@ def test_a_prepared_loader_resumes() -> None:
         assert batch.tolist() == [0, 1]
         break
     again = accelerator.prepare(numbers(7, 3))
-    restore_loader(again, loader_state(loader))
+    af.restore_loader(again, af.loader_state(loader))
     assert [batch.tolist() for batch in again] == [[2, 3, 4], [5, 6]]
 
 
@@ -229,67 +168,51 @@ def test_loaders_are_remembered_and_not_kept_alive() -> None:
     assert list(accelerator.loaders) == []
 
 
-def linear() -> nn.Linear:
-    model = nn.Linear(1, 1).double()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.fill_(0.5)
-    return model
-
-
 def rows(num: int) -> Any:
-    return DataLoader(torch.arange(num, dtype=torch.float64)[:, None] / num, batch_size=2)  # pyright: ignore[reportArgumentType]
+    return DataLoader(torch.arange(float(num))[:, None] / num, batch_size=2)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("even", [None, False])
 def test_uneven_ranks_are_joined_as_by_the_functions(even: bool | None) -> None:
-    def by_shim(ctx: Context) -> list[float]:
+    def by_shim(ctx: Context) -> float:
         accelerator = Accelerator(context=ctx)
-        model: Any = linear()
-        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-        model, optimizer, loader = accelerator.prepare(model, optimizer, rows(13))
+        model = one_weight(0.5)
+        prepared, optimizer, loader = accelerator.prepare(model, sgd(model, 0.1), rows(13))
         for _ in range(2):
-            with accelerator.join_uneven_inputs([model], even_batches=even):
+            with accelerator.join_uneven_inputs([prepared], even_batches=even):
                 assert len(loader) == (4 if ctx.rank == 0 else 3)
                 for x in loader:
-                    with accelerator.accumulate(model):
-                        accelerator.backward(model(x).square().mean())
+                    with accelerator.accumulate(prepared):
+                        accelerator.backward(prepared(x).square().mean())
                         optimizer.step()
                         optimizer.zero_grad()
             assert len(loader) == (3 if even is None and ctx.rank else 4)
         assert accelerator.uneven == "error"
-        return [float(parameter.detach()) for parameter in model.parameters()]
+        return weight_of(model)
 
-    def by_functions(ctx: Context) -> list[float]:
-        model, loader = prepare(ctx, linear(), rows(13))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scaler = init_scaler(ctx)
+    def by_functions(ctx: Context) -> float:
+        model = one_weight(0.5)
+        prepared, loader = af.prepare(ctx, model, rows(13))
+        optimizer, scaler = sgd(prepared, 0.1), af.init_scaler(ctx)
         for _ in range(2):
-            with join_uneven_inputs(ctx, [model], [loader], even):
-                for x, micro in microbatches(ctx, loader, "join"):
-                    with accumulate(ctx, micro, model):
-                        scaler = backward(ctx, model(x).square().mean(), scaler, micro)
+            with af.join_uneven_inputs(ctx, [prepared], [loader], even):
+                for x, micro in af.microbatches(ctx, loader, "join"):
+                    with af.accumulate(ctx, micro, prepared):
+                        scaler = af.backward(ctx, prepared(x).square().mean(), scaler, micro)
                     if micro.sync:
-                        scaler = optimizer_step(ctx, optimizer, scaler)
-        return [float(parameter.detach()) for parameter in model.parameters()]
+                        scaler = af.optimizer_step(ctx, optimizer, scaler)
+        return weight_of(model)
 
     config = DataLoaderConfiguration(even_batches=even is not None)
-    found = run_ranks(
-        lambda ctx: (by_shim(ctx), by_functions(ctx)),
-        2,
-        "processes",
-        dataloader_config=config,
-        gradient_accumulation_steps=2,
-    )
-    assert len({tuple(one) for pair in found for one in pair}) == 1
+    options: Any = {"dataloader_config": config, "gradient_accumulation_steps": 2}
+    found = run_ranks(lambda ctx: (by_shim(ctx), by_functions(ctx)), 2, "processes", **options)
+    assert len({one for pair in found for one in pair}) == 1
 
 
 def test_where_nobody_can_be_joined_the_shim_says_so_and_changes_nothing() -> None:
     def run(ctx: Context) -> None:
         accelerator = Accelerator(context=ctx)
-        model, optimizer, loader = accelerator.prepare(
-            model := linear(), torch.optim.SGD(model.parameters(), lr=1.0), numbers(9)
-        )
+        model, optimizer, loader = accelerator.prepare(model := one_weight(), sgd(model), numbers(9))
         with (
             pytest.raises(NotAvailableError, match="threads"),
             accelerator.join_uneven_inputs([model, optimizer], even_batches=False),
@@ -299,6 +222,6 @@ def test_where_nobody_can_be_joined_the_shim_says_so_and_changes_nothing() -> No
 
     run_ranks(run, 2)
     alone = Accelerator(context=Context())
-    with alone.join_uneven_inputs([linear()], even_batches=False):
+    with alone.join_uneven_inputs([one_weight()], even_batches=False):
         inside = alone.uneven
     assert inside == "error"

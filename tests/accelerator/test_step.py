@@ -19,16 +19,7 @@ import accelfn as af
 from accelfn import Accelerator, Context, DataLoaderConfiguration, GradScalerKwargs
 from accelfn.errors import ConfigurationError
 from accelfn.testing import run_ranks
-
-
-def one_weight(value: float = 0.0) -> nn.Linear:
-    model = nn.Linear(1, 1, bias=False)
-    nn.init.constant_(model.weight, value)
-    return model
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=1.0)
+from tests.training.models import one_weight, sgd, weight_of
 
 
 def ones(num: int) -> Any:
@@ -81,11 +72,11 @@ def test_losses_that_are_sums_are_divided_by_their_weight() -> None:
                 accelerator.backward(model(rows).sum(), weight=len(rows))
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), 100.0)
-                before = float(model.weight.detach())
+                before = weight_of(model)
                 optimizer.step()
                 optimizer.zero_grad()
             if accelerator.sync_gradients:
-                steps.append(before - float(model.weight.detach()))
+                steps.append(before - weight_of(model))
         return steps
 
     # Three batches a rank in windows of two: 1, 2, 1 rows of 1 on the first, 2, 1, 2 rows of 2 on the second.
@@ -125,7 +116,8 @@ def test_two_optimizers_follow_torchs_own_scaler_step_for_step(
 
     own, plain = make(), make()
     optimizers = accelerator.prepare(*own[1])
-    schedules = accelerator.prepare(*own[2])
+    over_proxy = torch.optim.lr_scheduler.StepLR(optimizers[0], 1, 0.5)
+    schedules = accelerator.prepare(over_proxy, own[2][1])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a schedule of a skipped first step
         for pair in overflows:
@@ -183,10 +175,10 @@ def test_sync_gradients_may_be_set_by_hand() -> None:
     accelerator.backward(model(torch.ones(1, 1)).sum())
     accelerator.sync_gradients = False
     optimizer.step()
-    assert float(model.weight.detach()) == 0
+    assert weight_of(model) == 0
     accelerator.sync_gradients = True
     optimizer.step()
-    assert float(model.weight.detach()) == -1
+    assert weight_of(model) == -1
 
 
 class ScheduleFree(torch.optim.SGD):
@@ -225,7 +217,7 @@ def test_a_closure_gives_its_loss_back() -> None:
     assert float(optimizer.step(closure).detach()) == 4.0
     for _ in range(20):
         optimizer.step(closure)
-    assert float(model.weight.detach()) == pytest.approx(1.0, abs=1e-4)
+    assert weight_of(model) == pytest.approx(1.0, abs=1e-4)
 
 
 def train(accelerator: Accelerator) -> tuple[list[float], list[float]]:
@@ -243,7 +235,8 @@ def train(accelerator: Accelerator) -> tuple[list[float], list[float]]:
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-        weights.append(float(model.weight.detach()))
+        assert all(one.grad is None for one in model.parameters()) == accelerator.sync_gradients
+        weights += [float(one.detach()) for one in model.parameters()]
         rates += scheduler.get_last_lr()
     return weights, rates
 
@@ -262,10 +255,11 @@ def test_accelerates_arithmetic_is_had_for_the_asking() -> None:
     assert run(ctx) == ([0.0, -1.0, -1.25], [1.0, 0.5, 0.25])
 
 
-def test_without_it_neither_ranks_nor_a_short_window_matter() -> None:
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_without_it_neither_ranks_nor_a_short_window_matter(world: int) -> None:
     expected = ([0.0, -1.0, -1.5], [1.0, 0.5, 0.25])
-    found = run_ranks(lambda ctx: train(Accelerator(context=ctx)), 2, gradient_accumulation_steps=2)
-    assert found == [expected] * 2
+    found = run_ranks(lambda ctx: train(Accelerator(context=ctx)), world, gradient_accumulation_steps=2)
+    assert found == [expected] * world
 
 
 def test_a_schedule_with_a_last_step_ends_there_in_accelerates_arithmetic_too() -> None:
@@ -299,18 +293,6 @@ def test_what_is_prepared_together_has_to_belong_together() -> None:
         with pytest.raises(ConfigurationError, match="the SGD that StepLR moves was not prepared"):
             prepare(scheduler)
         prepare(scheduler, optimizer)  # in any order
-
-
-def test_objects_without_tensors_are_gathered_as_such() -> None:
-    def run(ctx: Context) -> list[Any]:
-        accelerator = Accelerator(context=ctx)
-        found: list[Any] = []
-        loader = accelerator.prepare(DataLoader(list("abc"), batch_size=1))  # pyright: ignore[reportArgumentType]
-        for batch in loader:
-            found += accelerator.gather_for_metrics(batch)
-        return [accelerator.gather_for_metrics(["x"]), found]
-
-    assert run_ranks(run, 2) == [[["x", "x"], list("abc")]] * 2
 
 
 def test_in_a_real_world_proxies_are_copied_with_it_and_pickled_without() -> None:
@@ -350,17 +332,3 @@ def test_questions_are_answered_by_the_context() -> None:
     assert not accelerator.split_batches
     assert not accelerator.non_blocking
     assert not accelerator.use_stateful_dataloader
-
-
-def test_functions_may_be_bound_to_a_rank_with_or_without_parentheses() -> None:
-    def run(ctx: Context) -> list[Any]:
-        accelerator = Accelerator(context=ctx)
-        calls = [
-            accelerator.on_main_process(lambda: 1),
-            accelerator.on_main_process()(lambda: 2),
-            accelerator.on_local_main_process(lambda: 3),
-            accelerator.on_local_main_process()(lambda: 4),
-        ]
-        return [call() for call in calls]
-
-    assert run_ranks(run, 2) == [[1, 2, 3, 4], [None] * 4]
