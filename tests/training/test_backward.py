@@ -10,14 +10,13 @@ from torch import nn
 
 import accelfn as af
 from accelfn import Context, Loss
-from accelfn.errors import ConfigurationError
 from accelfn.parallel.handle import BatchRun, LocalHandle
 from accelfn.testing import run_ranks
+from tests.training.models import filled, gradients, sgd, values
 
 
 def make_model() -> nn.Module:
-    torch.manual_seed(0)  # pyright: ignore[reportUnknownMemberType]
-    return nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
+    return filled(nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)))
 
 
 def mean(model: Any, rows: torch.Tensor) -> torch.Tensor:
@@ -50,7 +49,7 @@ def test_it_is_accumulate_and_backward_bit_by_bit(
 ) -> None:
     def train(ctx: Context, both_passes: Any) -> list[torch.Tensor]:
         model = af.prepare(ctx, make_model())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = sgd(model, 0.1)
         scaler = af.init_scaler(ctx)
         random = torch.Generator().manual_seed(ctx.rank)
         batches = [torch.randn(1 + index % 2, 2, generator=random) for index in range(num_batches)]
@@ -61,7 +60,7 @@ def test_it_is_accumulate_and_backward_bit_by_bit(
             seen.append(loss)
             if micro.sync:
                 scaler = af.optimizer_step(ctx, optimizer, scaler, max_norm=1.0)
-        return [*seen, *scaler[:2], *(one.detach() for one in model.parameters())]
+        return [*seen, *scaler[:2], *values(model)]
 
     def run(ctx: Context) -> bool:
         pairs = zip(train(ctx, af.forward_backward), train(ctx, in_two_lines), strict=True)
@@ -97,10 +96,9 @@ def test_the_engine_of_a_model_runs_its_batches() -> None:
     _, loss = af.forward_backward(ctx, model, counted, rows, af.init_scaler(ctx), micro)
     assert calls == [4, 2, 2]
     torch.testing.assert_close(loss, expected)
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad)
+    torch.testing.assert_close(gradients(model), gradients(plain))
 
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model, 0.1)
     step = af.make_train_step(ctx, counted, optimizer, model=model)
     _, metrics = step(af.init_train_state(ctx, optimizer), rows)
     assert calls[3:] == [2, 2]
@@ -109,48 +107,29 @@ def test_the_engine_of_a_model_runs_its_batches() -> None:
 
 
 def test_several_models_have_one_loss() -> None:
-    ctx, rows = Context(), torch.ones(1, 2)
-    ((_, micro),) = af.microbatches(ctx, [rows])
+    ((_, micro),) = af.microbatches(Context(), [0])
     models = {"a": make_model(), "b": make_model()}
 
     def loss_fn(models: dict[str, nn.Module], rows: torch.Tensor) -> torch.Tensor:
         return (models["a"](rows) + models["b"](rows)).sum()
 
-    af.forward_backward(ctx, models, loss_fn, rows, af.init_scaler(ctx), micro)
+    af.forward_backward(Context(), models, loss_fn, torch.ones(1, 2), af.init_scaler(Context()), micro)
     assert all(one.grad is not None for model in models.values() for one in model.parameters())
 
 
 def test_what_it_cannot_take_is_refused() -> None:
     ctx, model, rows = Context(), make_model(), torch.ones(1, 2)
     ((_, micro),) = af.microbatches(ctx, [rows])
-
-    def give(what: Any, model: Any = model, micro: Any = micro) -> Any:
-        return af.forward_backward(ctx, model, lambda model, rows: what, rows, af.init_scaler(ctx), micro)
-
-    for pair in ((mean(model, rows), 2.0), 1.0, None):
-        with pytest.raises(TypeError, match="forward_backward: the loss must be a tensor, got"):
-            give(pair)
-    with pytest.raises(ValueError, match="forward_backward: the loss depends on no parameter"):
-        give(torch.zeros(()))
-    with pytest.raises(TypeError, match=r"forward_backward: model\[1\] is of type int. Pass a module or a"):
-        give(None, (model, 3))
-    with pytest.raises(TypeError, match="forward_backward: got no model"):
-        give(None, ())
-    with pytest.raises(TypeError, match="micro must be a MicroBatch, got int"):
-        give(None, micro=1)
-    with pytest.raises(TypeError, match="the first argument is the Context, got Sequential"):
-        af.forward_backward(cast("Any", model), *cast("Any", (0,) * 5))
+    both_passes: Any = af.forward_backward
+    for given_model, given_micro, text in (
+        ((model, 3), micro, r"model\[1\] is of type int. Pass a module or a"),
+        ((), micro, "got no model"),
+        (model, 1, "micro must be a MicroBatch, got int"),
+    ):
+        with pytest.raises(TypeError, match=f"forward_backward: {text}"):
+            both_passes(ctx, given_model, mean, rows, af.init_scaler(ctx), given_micro)
     assert all(one.grad is None for one in model.parameters())
     used = af.init_scaler(ctx)
     af.forward_backward(ctx, model, mean, rows, used, micro)
     with pytest.raises(ValueError, match="forward_backward: this ScalerState was superseded"):
         af.forward_backward(ctx, model, mean, rows, used, micro)
-
-
-def test_a_model_that_was_not_prepared_is_refused() -> None:
-    def run(ctx: Context) -> None:
-        ((_, micro),) = af.microbatches(ctx, [0])
-        with pytest.raises(ConfigurationError, match="model 0, a Sequential, was not prepared"):
-            af.forward_backward(ctx, make_model(), mean, torch.ones(1, 2), af.init_scaler(ctx), micro)
-
-    run_ranks(run, 2)

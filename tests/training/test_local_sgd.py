@@ -12,16 +12,13 @@ import accelfn as af
 from accelfn import Context, LocalSGDState
 from accelfn.errors import ConfigurationError, MismatchError
 from accelfn.testing import Where, run_ranks
+from tests.training.models import filled, values
 
 Values = list[torch.Tensor]
 
 
 def model_of() -> nn.Module:
-    model = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)).double()
-    with torch.no_grad():
-        for number, parameter in enumerate(model.parameters(), 1):
-            parameter.copy_(torch.linspace(-1, number, parameter.numel()).view_as(parameter))
-    return model
+    return filled(nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))).double()
 
 
 def batch(rank: int, number: int) -> torch.Tensor:
@@ -48,7 +45,7 @@ def by_hand(world: int, every: int, steps: int, momentum: float = 0.0) -> Values
                     mean = torch.stack(list(same)).mean(0)
                     for parameter in same:
                         parameter.copy_(mean)
-    return [one.detach() for one in models[0].parameters()]
+    return values(models[0])
 
 
 def locally(ctx: Context, every: int, steps: int, momentum: float = 0.0) -> Values:
@@ -61,7 +58,7 @@ def locally(ctx: Context, every: int, steps: int, momentum: float = 0.0) -> Valu
             state = af.local_sgd_step(ctx, model, state, every=every)
     assert state.num_steps == steps % every
     af.average_parameters(ctx, model)
-    return [one.detach() for one in model.parameters()]
+    return values(model)
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 7), st.sampled_from([0.0, 0.9]))
@@ -80,7 +77,7 @@ def test_averaging_after_each_step_of_plain_sgd_is_averaging_gradients(on: Where
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         for number in range(1, 6):
             step(model, optimizer, batch(ctx.rank, number))
-        return [one.detach() for one in model.parameters()]
+        return values(model)
 
     found = run_ranks(lambda ctx: (locally(ctx, 1, 5), together(ctx), locally(ctx, 3, 5)), 2, on)
     for alone, synchronous, rarely in found:

@@ -12,6 +12,7 @@ from accelfn import Accelerator, Context
 from accelfn.data import plan_microbatch
 from accelfn.errors import ConfigurationError, NotAvailableError
 from accelfn.testing import run_ranks
+from tests.training.models import filled, sgd, values
 
 
 class StandIn(Optimizer):
@@ -38,10 +39,7 @@ KINDS = pytest.mark.parametrize("kind", [StandIn, real], ids=["stand-in", "lomo-
 
 
 def model_of() -> nn.Linear:
-    model = nn.Linear(2, 1)
-    nn.init.constant_(model.weight, 0.5)
-    nn.init.constant_(model.bias, 0.25)
-    return model
+    return filled(nn.Linear(2, 1))
 
 
 def loss_of(model: nn.Module) -> torch.Tensor:
@@ -50,12 +48,12 @@ def loss_of(model: nn.Module) -> torch.Tensor:
 
 def by_sgd(steps: int, rate: float) -> list[torch.Tensor]:
     model = model_of()
-    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    optimizer = sgd(model, rate)
     for _ in range(steps):
         loss_of(model).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return [one.detach() for one in model.parameters()]
+    return values(model)
 
 
 @KINDS
@@ -66,7 +64,7 @@ def test_lomo_is_sgd_without_gradients_left_over(kind: Any) -> None:
     for _ in range(3):
         af.lomo_backward(ctx, loss_of(model), 0.1, optimizer)
         assert all(one.grad is None for one in model.parameters())
-    torch.testing.assert_close([one.detach() for one in model.parameters()], by_sgd(3, 0.1))
+    torch.testing.assert_close(values(model), by_sgd(3, 0.1))
 
 
 @KINDS
@@ -82,29 +80,32 @@ def test_the_shim_steps_in_backward_and_not_again(kind: Any, way: str) -> None:
             getattr(accelerator, way)(loss_of(model), learning_rate=0.1)
             optimizer.step()
             optimizer.zero_grad()
-    torch.testing.assert_close([one.detach() for one in model.parameters()], by_sgd(3, 0.1))
+    torch.testing.assert_close(values(model), by_sgd(3, 0.1))
 
 
 def test_a_loss_in_a_window_is_divided_by_its_length() -> None:
     model = model_of()
     af.lomo_backward(Context(), loss_of(model), 0.2, StandIn(model), plan_microbatch(0, 0, 2, 4))
-    torch.testing.assert_close([one.detach() for one in model.parameters()], by_sgd(1, 0.1))
+    torch.testing.assert_close(values(model), by_sgd(1, 0.1))
 
 
 def test_what_lomo_cannot_do_is_refused() -> None:
-    model = model_of()
-    optimizer, loss, missing = StandIn(model), loss_of(model), cast("Any", None)
-    with pytest.raises(ValueError, match="got no learning rate"):
-        af.lomo_backward(Context(), loss, missing, optimizer)
-    with pytest.raises(TypeError, match="SGD has no fused_backward"):
-        af.lomo_backward(Context(), loss, 0.1, torch.optim.SGD(model.parameters()))
-    with pytest.raises(TypeError, match="must be a tensor, got float"):
-        af.lomo_backward(Context(), cast("Any", 1.0), 0.1, optimizer)
-    with pytest.raises(ConfigurationError, match="scales losses for float16"):
-        af.lomo_backward(Context().replace(mixed_precision="fp16"), loss, 0.1, optimizer)
-
-    with pytest.raises(ConfigurationError, match="sums the gradients of a window"):
-        af.lomo_backward(Context().replace(reduction="canonical"), loss, 0.1, optimizer)
+    model, ctx = model_of(), Context()
+    optimizer, loss = StandIn(model), loss_of(model)
+    lomo_backward: Any = af.lomo_backward
+    for given, error, text in (
+        ((ctx, loss, None, optimizer), ValueError, "got no learning rate"),
+        ((ctx, loss, 0.1, sgd(model)), TypeError, "SGD has no fused_backward"),
+        ((ctx, 1.0, 0.1, optimizer), TypeError, "must be a tensor, got float"),
+        ((ctx.replace(mixed_precision="fp16"), loss, 0.1, optimizer), ConfigurationError, "scales losses"),
+        (
+            (ctx.replace(reduction="canonical"), loss, 0.1, optimizer),
+            ConfigurationError,
+            "sums the gradients",
+        ),
+    ):
+        with pytest.raises(error, match=text):
+            lomo_backward(*given)
 
     def run(ctx: Context) -> None:
         mine = model_of()
