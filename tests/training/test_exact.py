@@ -5,7 +5,7 @@
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, pairwise
 from typing import Any
 
@@ -21,6 +21,7 @@ from accelfn import Accelerator, CanonicalReduction, Context
 from accelfn.errors import MismatchError, RemoteRankError
 from accelfn.testing import Where, run_ranks
 from accelfn.training import rescale_gradients
+from tests.training.models import filled, gradients
 
 Params = dict[str, torch.Tensor]
 
@@ -38,33 +39,6 @@ def numbers(ctx: Context, loader: Any, most: int = 1000) -> list[tuple[int, floa
         if len(found) == most:
             break
     return found
-
-
-def test_a_batch_draws_the_same_on_any_rank_and_after_a_resumption() -> None:
-    loader = DataLoader(TensorDataset(torch.arange(48)), 2)
-
-    def run(ctx: Context) -> list[tuple[int, float]]:
-        return numbers(ctx, af.prepare(ctx, loader))
-
-    alone, again = run_ranks(run, 1, reduction="canonical") * 2
-    assert again == alone
-    assert len({number for _, number in alone}) == 24
-    for world in (2, 3, 4):
-        assert sorted(chain(*run_ranks(run, world, reduction="canonical"))) == alone
-
-    def interrupted(ctx: Context) -> tuple[list[tuple[int, float]], Any]:
-        prepared = af.prepare(ctx, loader)
-        return numbers(ctx, prepared, 4), af.loader_state(prepared)
-
-    def resumed(ctx: Context) -> list[tuple[int, float]]:
-        prepared = af.prepare(ctx, loader)
-        af.restore_loader(prepared, state)
-        return numbers(ctx, prepared)
-
-    before = run_ranks(interrupted, 3, reduction="canonical")
-    state = before[0][1]
-    after = run_ranks(resumed, 2, reduction="canonical")
-    assert sorted(chain(*(found for found, _ in before), *after)) == alone
 
 
 def test_epochs_blocks_and_seeds_draw_differently() -> None:
@@ -176,11 +150,9 @@ def loss_of(params: Params, x: torch.Tensor, y: torch.Tensor, scale: torch.Tenso
 
 def descend(ctx: Context, steps: int = 20) -> tuple[list[torch.Tensor], Params, list[Any]]:
     generator = torch.Generator().manual_seed(0)
-    params = {
-        "w": torch.randn(3, 5, generator=generator),
-        "b": torch.randn(5, generator=generator),
-        "v": torch.randn(5, 1, generator=generator).bfloat16(),
-    }
+    shapes = {"w": (3, 5), "b": (5,), "v": (5, 1)}
+    params = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    params["v"] = params["v"].bfloat16()
     step = af.value_and_grad(ctx, loss_of)
     losses: list[torch.Tensor] = []
     aux: list[Any] = []
@@ -255,24 +227,29 @@ def data() -> TensorDataset:
 
 
 def make() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
-    model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.1), nn.Tanh(), nn.Linear(8, 1))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter))
+    model = filled(nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.1), nn.Tanh(), nn.Linear(8, 1)))
     return model, torch.optim.AdamW(model.parameters(), 0.02), DataLoader(data(), 4)
 
 
-def by_functions(ctx: Context) -> list[Any]:
+def mean(model: nn.Module, batch: Any) -> torch.Tensor:
+    return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+def counted_sum(model: nn.Module, batch: Any) -> af.Loss:
+    x, y = batch
+    counted = x[:, 0] > 0  # another number of them in each batch, and sometimes none
+    total = nn.functional.mse_loss(model(x)[counted], y[counted], reduction="sum")
+    return af.Loss(total, counted.sum())
+
+
+def by_functions(ctx: Context, loss_fn: Callable[..., Any] = mean) -> list[Any]:
     model, optimizer, loader = af.prepare(ctx, *make())
     scaler = af.init_scaler(ctx)
     for _ in range(3):
-        for (x, y), micro in af.microbatches(ctx, loader):
-            with af.accumulate(ctx, micro, model):
-                scaler = af.backward(ctx, nn.functional.mse_loss(model(x), y), scaler, micro)
+        for batch, micro in af.microbatches(ctx, loader):
+            scaler, _ = af.forward_backward(ctx, model, loss_fn, batch, scaler, micro)
             if micro.sync:
-                scaler = af.unscale_gradients(ctx, optimizer, scaler)
-                af.clip_grad_norm_(ctx, model.parameters(), 0.1, scaler_state=scaler)
-                scaler = af.optimizer_step(ctx, optimizer, scaler)
+                scaler = af.optimizer_step(ctx, optimizer, scaler, max_norm=0.1)
     return [*(one.tolist() for one in model.parameters()), scaler.num_skipped.item()]
 
 
@@ -280,9 +257,9 @@ def by_the_shim(ctx: Context) -> list[Any]:
     accelerator = Accelerator(context=ctx)
     model, optimizer, loader = accelerator.prepare(*make())
     for _ in range(3):
-        for x, y in loader:
+        for batch in loader:
             with accelerator.accumulate(model):
-                accelerator.backward(nn.functional.mse_loss(model(x), y))
+                accelerator.backward(mean(model, batch))
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), 0.1)
                 optimizer.step()
@@ -290,58 +267,41 @@ def by_the_shim(ctx: Context) -> list[Any]:
     return [one.tolist() for one in model.parameters()]
 
 
-@pytest.mark.parametrize("mixed_precision", ["no", "bf16", "fp16"])
-def test_any_precision_and_the_shim_are_as_exact(mixed_precision: str) -> None:
-    def run(ctx: Context) -> list[Any]:
-        return by_functions(ctx.replace(kwargs_handlers=[af.GradScalerKwargs(init_scale=2.0**20)]))
-
-    def shim(ctx: Context) -> list[Any]:
-        return by_the_shim(ctx.replace(kwargs_handlers=[af.GradScalerKwargs(init_scale=2.0**20)]))
-
-    reduction = CanonicalReduction(num_microbatches=4)
-    expected = run_ranks(run, 1, reduction=reduction, mixed_precision=mixed_precision)[0]
-    assert (expected[-1] > 0) == (mixed_precision == "fp16")
+@pytest.mark.parametrize("mode", ["no", "bf16", "fp16"])
+def test_any_precision_and_the_shim_are_as_exact(mode: Any) -> None:
+    options: Any = {
+        "reduction": CanonicalReduction(num_microbatches=4),
+        "mixed_precision": mode,
+        "kwargs_handlers": [af.GradScalerKwargs(init_scale=2.0**20)],
+    }
+    expected = run_ranks(by_functions, 1, **options)[0]
+    assert (expected[-1] > 0) == (mode == "fp16")
     for world in (2, 4):
-        assert (
-            run_ranks(run, world, reduction=reduction, mixed_precision=mixed_precision) == [expected] * world
-        )
-        found = run_ranks(shim, world, reduction=reduction, mixed_precision=mixed_precision)
-        assert found == [expected[:-1]] * world
+        assert run_ranks(by_functions, world, **options) == [expected] * world
+        assert run_ranks(by_the_shim, world, **options) == [expected[:-1]] * world
 
 
 def test_sums_with_whole_weights_are_divided_by_the_same_number_at_any_number_of_ranks() -> None:
-    def run(ctx: Context) -> list[Any]:
-        model, optimizer, loader = af.prepare(ctx, *make())
-        scaler = af.init_scaler(ctx)
-        for (x, y), micro in af.microbatches(ctx, loader):
-            with af.accumulate(ctx, micro, model):
-                counted = x[:, 0] > 0  # another number of them in each batch, and sometimes none
-                loss = nn.functional.mse_loss(model(x)[counted], y[counted], reduction="sum")
-                scaler = af.backward(ctx, loss, scaler, micro, weight=counted.sum())
-            if micro.sync:
-                scaler = af.optimizer_step(ctx, optimizer, scaler)
-        return [one.tolist() for one in model.parameters()]
-
     reduction = CanonicalReduction(num_microbatches=12)
-    expected = run_ranks(run, 1, reduction=reduction)
-    assert expected[0] != [one.tolist() for one in make()[0].parameters()]
+    expected = run_ranks(lambda ctx: by_functions(ctx, counted_sum), 1, reduction=reduction)
+    assert expected[0][:-1] != [one.tolist() for one in make()[0].parameters()]
     for world in (2, 3, 4):
-        assert run_ranks(run, world, reduction=reduction) == expected * world
+        found = run_ranks(lambda ctx: by_functions(ctx, counted_sum), world, reduction=reduction)
+        assert found == expected * world
 
 
 def test_a_change_of_scale_amid_a_window_reaches_its_sums() -> None:
     def run(ctx: Context) -> list[Any]:
         model, optimizer, loader = af.prepare(ctx, *make())
         scaler = af.init_scaler(ctx)
-        for (x, y), micro in af.microbatches(ctx, loader):
-            with af.accumulate(ctx, micro, model):
-                scaler = af.backward(ctx, nn.functional.mse_loss(model(x), y), scaler, micro)
+        for batch, micro in af.microbatches(ctx, loader):
+            scaler, _ = af.forward_backward(ctx, model, mean, batch, scaler, micro)
             if (micro.place + 1) * ctx.num_processes == 4:
                 after = scaler._replace(scale=scaler.scale / 4)
                 rescale_gradients([optimizer], scaler, after)
                 scaler = after
             if micro.sync:
-                return [one.grad.tolist() for one in model.parameters() if one.grad is not None]
+                return [one.tolist() for one in gradients(model)]
         raise AssertionError
 
     reduction = CanonicalReduction(num_microbatches=8)
@@ -414,9 +374,8 @@ def padded(ctx: Context, steps: int, before: Any = None) -> Any:
         af.restore_loader(loader, before[2])
     scaler = af.init_scaler(ctx)
     while True:
-        for (x, y), micro in af.microbatches(ctx, loader):
-            with af.accumulate(ctx, micro, model):
-                scaler = af.backward(ctx, nn.functional.mse_loss(model(x), y), scaler, micro)
+        for batch, micro in af.microbatches(ctx, loader):
+            scaler, _ = af.forward_backward(ctx, model, mean, batch, scaler, micro)
             if micro.sync:
                 scaler = af.optimizer_step(ctx, optimizer, scaler)
                 steps -= 1
@@ -444,9 +403,9 @@ def test_on_threads_the_programs_own_draws_are_those_of_a_world_of_one(world: in
     def run(ctx: Context) -> list[float]:
         model = af.prepare(ctx, make()[0])
         scaler, found = af.init_scaler(ctx), [torch.rand(()).item()]
-        for (x, y), micro in af.microbatches(ctx, pieces(ctx, 8, 0)[:2]):
+        for batch, micro in af.microbatches(ctx, pieces(ctx, 8, 0)[:2]):
             with af.accumulate(ctx, micro, model):
-                scaler = af.backward(ctx, nn.functional.mse_loss(model(x), y), scaler, micro)
+                scaler = af.backward(ctx, mean(model, batch), scaler, micro)
                 inside = torch.rand(()).item()  # behind an exchange with the other ranks
                 with af.accumulate(ctx, micro, model):
                     torch.rand(3)
