@@ -13,12 +13,13 @@ from accelfn import Accelerator, Context
 from accelfn.bigmodel.dispatch import cpu_offload, dispatch_model
 from accelfn.errors import ConfigurationError, RemoteRankError
 from accelfn.testing import Where, run_ranks
+from tests.training.models import filled, values
 
 
-def mapped(device_map: Any) -> nn.Module:
-    model = nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.Linear(1, 1)))
-    cast("Any", model[1]).hf_device_map = device_map
-    return model
+def mapped(device_map: Any, model: nn.Module | None = None) -> nn.Module:
+    inner = model or nn.Linear(1, 1)
+    cast("Any", inner).hf_device_map = device_map
+    return model or nn.Sequential(nn.Linear(1, 1), nn.Sequential(inner))
 
 
 def test_a_device_map_counts_where_it_names_several_devices() -> None:
@@ -58,19 +59,39 @@ def test_one_ranks_model_on_several_devices_is_an_error_of_all(on: Where) -> Non
     assert run_ranks(run, 2, on) == ["RemoteRankError", "ConfigurationError"]
 
 
-def test_alone_a_model_that_was_spread_stays_where_it_is() -> None:
-    class Immovable(nn.Linear):
-        def to(self, *args: Any, **kwargs: Any) -> Any:
-            raise AssertionError("moved")
+class Immovable(nn.Sequential):
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("moved")
 
-    model = Immovable(1, 1)
-    cast("Any", model).hf_device_map = {"a": 0, "b": 1}
-    assert af.prepare(Context(), model) is model
+
+def immovable() -> nn.Module:
+    return Immovable(nn.Linear(3, 1))
+
+
+def around_offloaded() -> nn.Module:
+    wrapped = nn.Sequential(cpu_offload(immovable(), "cpu:0"))
+    vars(wrapped)["to"] = None  # not called
+    return wrapped
+
+
+@pytest.mark.parametrize(
+    ("model", "ctx"),
+    [
+        (mapped({"a": 0, "b": 1}, immovable()), Context()),
+        (cpu_offload(immovable(), "cpu:0"), Context()),
+        (around_offloaded(), Context()),
+        (immovable(), Context().replace(device_placement=False)),
+    ],
+    ids=["spread", "offloaded", "around an offloaded one", "no placement"],
+)
+def test_a_model_stays_where_it_is(model: nn.Module, ctx: Context) -> None:
+    assert af.prepare(ctx, model) is model
+    with pytest.raises(AssertionError, match="moved"):
+        af.prepare(Context(), immovable())
 
 
 def spread(**options: Any) -> nn.Module:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    model = filled(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)))
     return dispatch_model(model, {"0": "cpu:0", "1": "cpu", "2": "cpu"}, main_device="cpu:0", **options)
 
 
@@ -86,7 +107,7 @@ def trained(ctx: Context, model: nn.Module) -> list[torch.Tensor]:
         af.backward(ctx, prepared(share).square().mean(), af.init_scaler(ctx))
         optimizer.step()
         optimizer.zero_grad()
-    return [one.detach().clone() for one in parameters]
+    return values(model)
 
 
 @pytest.mark.parametrize("on", ["memory", "processes"])
@@ -113,19 +134,6 @@ def test_the_variable_is_read_once(said: str | None, monkeypatch: pytest.MonkeyP
         assert ctx.replace(mixed_precision="bf16").strategy == ctx.strategy
 
 
-def test_an_offloaded_model_is_prepared_where_it_lies() -> None:
-    class Immovable(nn.Sequential):
-        def to(self, *args: Any, **kwargs: Any) -> Any:
-            raise AssertionError("moved")
-
-    model = cpu_offload(Immovable(nn.Linear(3, 1)), "cpu:0")
-    assert af.prepare(Context(), model) is model
-    wrapped = nn.Sequential(Immovable(nn.Linear(3, 1)))
-    cpu_offload(wrapped[0], "cpu:0")
-    vars(wrapped)["to"] = None  # not called
-    assert af.prepare(Context(), wrapped) is wrapped
-
-
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize(
     ("device_map", "refused"),
@@ -142,8 +150,7 @@ def test_an_offloaded_model_is_prepared_where_it_lies() -> None:
 def test_a_quantised_model_is_prepared_where_it_was_loaded(
     bits: int, device_map: dict[str, Any], refused: str
 ) -> None:
-    model: Any = nn.Linear(1, 1)
-    model.hf_device_map = device_map
+    model = mapped(device_map, nn.Linear(1, 1))
     setattr(model, f"is_loaded_in_{bits}bit", True)
     if refused:
         with pytest.raises(ConfigurationError, match=refused):

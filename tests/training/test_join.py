@@ -2,6 +2,7 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 # pyright: reportUnknownArgumentType=false, reportUnknownLambdaType=false
 
+import contextlib
 import warnings
 from collections.abc import Sequence
 from typing import Any, cast
@@ -21,6 +22,7 @@ from accelfn.data import microbatches, plan_epoch, prepare_data_loader
 from accelfn.data.loader import passes_of
 from accelfn.errors import ConfigurationError, MismatchError, NotAvailableError, RemoteRankError
 from accelfn.testing import run_ranks
+from tests.training.models import filled, sgd
 
 UNEVEN = DataLoaderConfiguration(even_batches=False)
 State = dict[str, torch.Tensor]
@@ -37,11 +39,22 @@ def loader_of(num: int, batch_size: int = 2) -> DataLoader[Any]:
 
 
 def make(with_buffers: bool = False) -> nn.Module:
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), *[nn.BatchNorm1d(4)] * with_buffers, nn.Linear(4, 2))
-    with torch.no_grad():
-        for number, parameter in enumerate(model.parameters(), 1):
-            parameter.copy_(torch.linspace(-1, number, parameter.numel()).view_as(parameter))
-    return model.double()
+    parts = [nn.Linear(3, 4), nn.Tanh(), *[nn.BatchNorm1d(4)] * with_buffers, nn.Linear(4, 2)]
+    return filled(nn.Sequential(*parts)).double()
+
+
+def loss_of(model: nn.Module, rows: Any) -> torch.Tensor:
+    return nn.functional.mse_loss(model(rows[0]), rows[1])
+
+
+def train(ctx: Context, model: nn.Module, loader: Any) -> None:
+    """Train for an epoch, in windows of the context's length."""
+    optimizer, scaler = sgd(model, 0.1), af.init_scaler(ctx)
+    for rows, micro in microbatches(ctx, loader, "join"):
+        with af.accumulate(ctx, micro, model):
+            scaler = af.backward(ctx, loss_of(model, rows), scaler, micro)
+        if micro.sync:
+            scaler = af.optimizer_step(ctx, optimizer, scaler)
 
 
 def state_of(model: nn.Module) -> State:
@@ -57,34 +70,30 @@ def by_torch(ctx: Context, num: int, num_epochs: int, with_buffers: bool) -> Sta
     x, y = samples(num)
     plan = plan_epoch(num, 2, ctx.num_processes, even_batches=False)
     model = DistributedDataParallel(make(with_buffers), process_group=ctx.world.group)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model, 0.1)
     for _ in range(num_epochs):
         with Join([model]):
             for step in range(plan.num_batches(ctx.rank)):
                 rows = plan.positions(step, ctx.rank)
                 optimizer.zero_grad()
-                nn.functional.mse_loss(model(x[rows]), y[rows]).backward()
+                loss_of(model, (x[rows], y[rows])).backward()
                 optimizer.step()
     return state_of(model)
 
 
 def by_accelfn(ctx: Context, num: int, num_epochs: int, with_buffers: bool, way: str) -> State:
     model = af.prepare(ctx, make(with_buffers))
-    optimizer = af.prepare(ctx, torch.optim.SGD(model.parameters(), lr=0.1))
     loader = prepare_data_loader(ctx, loader_of(num))
-    scaler = af.init_scaler(ctx)
+    optimizer, scaler = sgd(model, 0.1), af.init_scaler(ctx)
     for _ in range(num_epochs):
         with af.join_uneven_inputs(ctx, [model]) as is_joined:
             assert is_joined
-            if way == "loader":
-                for x, y in loader:
-                    scaler = af.backward(ctx, nn.functional.mse_loss(model(x), y), scaler)
-                    scaler = af.optimizer_step(ctx, optimizer, scaler)
-            else:
-                for (x, y), micro in microbatches(ctx, loader, "join"):
-                    with af.accumulate(ctx, micro, model):
-                        scaler = af.backward(ctx, nn.functional.mse_loss(model(x), y), scaler, micro)
-                    scaler = af.optimizer_step(ctx, optimizer, scaler)
+            if way == "microbatches":
+                train(ctx, model, loader)
+                continue
+            for rows in loader:
+                scaler = af.backward(ctx, loss_of(model, rows), scaler)
+                scaler = af.optimizer_step(ctx, optimizer, scaler)
     assert loader.epoch == num_epochs
     return state_of(model)
 
@@ -114,21 +123,14 @@ def test_windows_are_reduced_by_all_and_lose_no_gradient(counts: tuple[int, int]
     def run(ctx: Context) -> State:
         source: Any = DataLoader(cast("Any", TensorDataset(*own[ctx.rank])), batch_size=2)
         model = af.prepare(ctx, make())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scaler = af.init_scaler(ctx)
         loader = prepare_data_loader(ctx, source, "already_sharded")
         with af.join_uneven_inputs(ctx, [model], [loader], even_batches=False):
-            for (rows, target), micro in microbatches(ctx, loader, "join"):
-                with af.accumulate(ctx, micro, model):
-                    loss = nn.functional.mse_loss(model(rows), target)
-                    scaler = af.backward(ctx, loss, scaler, micro)
-                if micro.sync:
-                    scaler = af.optimizer_step(ctx, optimizer, scaler)
+            train(ctx, model, loader)
         return state_of(model)
 
     # Alone: windows of two that also close where a rank ends, and a mean over both ranks.
     model = make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model, 0.1)
     first = 0
     for end in sorted({*counts} - {0}):
         for begin in range(first, end, 2):
@@ -138,8 +140,7 @@ def test_windows_are_reduced_by_all_and_lose_no_gradient(counts: tuple[int, int]
                 for index in window:
                     if index < counts[rank]:
                         part = slice(2 * index, 2 * index + 2)
-                        loss = nn.functional.mse_loss(model(rows[part]), target[part])
-                        (loss / len(window) / 2).backward()
+                        (loss_of(model, (rows[part], target[part])) / len(window) / 2).backward()
             optimizer.step()
         first = end
     found = run_ranks(run, 2, "processes", gradient_accumulation_steps=2)
@@ -195,46 +196,32 @@ def test_a_stream_is_joined_batch_by_batch() -> None:
     assert len(second) == 3
 
 
-def test_behind_the_block_everything_is_as_before() -> None:
+@pytest.mark.parametrize("fails", [False, True])
+def test_behind_the_block_everything_is_as_before(fails: bool) -> None:
     def run(ctx: Context) -> None:
         model = af.prepare(ctx, make())
         config = cast("Any", model)._join_config
         loader = prepare_data_loader(ctx, loader_of(10))
         filters = list(warnings.filters)
-        with af.join_uneven_inputs(ctx, [model], [loader], even_batches=False):
+        left = pytest.raises(KeyError, match="mine") if fails else contextlib.nullcontext()
+        with left, af.join_uneven_inputs(ctx, [model], [loader], even_batches=False):
             assert passes_of(loader).even_batches is False
             assert len(loader) == 3 - ctx.rank
-            for x, _ in loader:
-                model(x).sum().backward()
+            if fails:
+                raise KeyError("mine")
+            train(ctx, model, loader)
         assert passes_of(loader).even_batches is True
         assert len(loader) == 3
         assert cast("Any", model)._join_config == config
         assert list(warnings.filters) == filters
+        assert "_accelfn_unchecked" not in vars(model)
+        if fails:
+            return
         # Forward passes are compared again, and the ranks are where they would be.
-        for (x, _), micro in microbatches(ctx, loader):
-            with af.accumulate(ctx, micro, model):
-                model(x).sum().backward()
         af.wait_for_everyone(ctx)
         number = ctx.collectives.call_log.number
         model(samples(2)[0]).sum().backward()
         assert ctx.collectives.call_log.number == number + 1
-
-    run_ranks(run, 2, "processes")
-
-
-def test_an_exception_leaves_the_loaders_and_models_as_they_were() -> None:
-    def run(ctx: Context) -> None:
-        model = af.prepare(ctx, make())
-        config = cast("Any", model)._join_config
-        loader = prepare_data_loader(ctx, loader_of(10))
-        with (
-            pytest.raises(KeyError, match="mine"),
-            af.join_uneven_inputs(ctx, [model], [loader], even_batches=False),
-        ):
-            raise KeyError("mine")
-        assert passes_of(loader).even_batches is True
-        assert cast("Any", model)._join_config == config
-        assert "_accelfn_unchecked" not in vars(model)
 
     run_ranks(run, 2, "processes")
 
@@ -258,13 +245,10 @@ def test_with_even_batches_nobody_has_to_be_joined(config: bool) -> None:
     def run(ctx: Context) -> list[int]:
         model = af.prepare(ctx, make())
         loader = prepare_data_loader(ctx, loader_of(10))
-        lengths: list[int] = []
         with af.join_uneven_inputs(ctx, [model], [loader], None if config else True) as is_joined:
             assert not is_joined
-            for (x, _), micro in microbatches(ctx, loader):
-                with af.accumulate(ctx, micro, model):
-                    model(x).sum().backward()
-                lengths.append(len(x))
+            lengths = [len(x) for x, _ in loader]
+            train(ctx, model, loader)
         assert passes_of(loader).even_batches is config
         return lengths
 
@@ -349,32 +333,17 @@ def test_what_can_not_be_joined_is_refused_on_every_rank_before_anything_changes
     assert first == second
 
 
-def test_a_refusal_on_one_rank_is_told_to_the_others() -> None:
-    def run(ctx: Context) -> None:
-        model = af.prepare(ctx, make())
-        items = [model if ctx.rank else make()]
-        expected = RemoteRankError if ctx.rank else TypeError
-        with pytest.raises(expected, match="got Sequential"), af.join_uneven_inputs(ctx, items):
-            raise AssertionError("went in")
-
-    run_ranks(run, 2, "processes", dataloader_config=UNEVEN)
-
-
 def test_ranks_that_join_differently_are_told() -> None:
     def run(ctx: Context) -> None:
         model = af.prepare(ctx, make())
-        with (
-            pytest.raises(MismatchError, match="even_batches=False"),
-            af.join_uneven_inputs(ctx, [model], even_batches=bool(ctx.rank)),
-        ):
+        mismatch = pytest.raises(MismatchError, match="even_batches=False")
+        with mismatch, af.join_uneven_inputs(ctx, [model], even_batches=bool(ctx.rank)):
+            raise AssertionError("went in")
+        told = pytest.raises(RemoteRankError if ctx.rank else TypeError, match="got Sequential")
+        with told, af.join_uneven_inputs(ctx, [model if ctx.rank else make()]):
             raise AssertionError("went in")
 
-    run_ranks(run, 2, "processes")
-
-
-def test_a_loader_that_has_no_choice_says_so() -> None:
-    loader = prepare_data_loader(Context(), loader_of(4), "already_sharded")
-    assert (passes_of(loader).even_batches, passes_of(loader).can_choose_even) == (False, False)
+    run_ranks(run, 2, "processes", dataloader_config=UNEVEN)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.*deprecated:DeprecationWarning")  # in torch's import
@@ -387,9 +356,9 @@ def test_an_optimizer_that_shards_its_state_is_joined_as_torch_would() -> None:
         )
         items: list[Any] = [model, optimizer]
         with Join(items) if by_torch else af.join_uneven_inputs(ctx, items):
-            for x, y in prepare_data_loader(ctx, loader_of(10)):
+            for rows in prepare_data_loader(ctx, loader_of(10)):
                 optimizer.zero_grad()
-                nn.functional.mse_loss(model(x), y).backward()
+                loss_of(model, rows).backward()
                 optimizer.step()
         return state_of(model)
 

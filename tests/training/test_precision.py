@@ -1,7 +1,6 @@
 import copy
 import importlib
 import inspect
-import io
 import pickle
 from typing import Any, NamedTuple, cast
 
@@ -12,7 +11,6 @@ from torch import nn
 import accelfn as af
 from accelfn import AutocastKwargs, Context
 from accelfn.testing import Where, run_ranks
-from accelfn.training import MixedPrecisionForward
 
 
 class Output(NamedTuple):
@@ -43,6 +41,7 @@ def variant(mode: str) -> Context:
 )
 def test_forward_computes_in_the_asked_dtype_and_gives_float32(mode: str, dtype: torch.dtype) -> None:
     model = af.prepare(variant(mode), Recorder())
+    assert af.init_scaler(variant(mode)).scale.item() == (65536.0 if mode == "fp16" else 1.0)
     found = model(torch.ones(1, 2))
     assert model.seen == dtype
     assert found["out"].logits.dtype == torch.float32
@@ -52,29 +51,24 @@ def test_forward_computes_in_the_asked_dtype_and_gives_float32(mode: str, dtype:
     assert next(model.parameters()).dtype == torch.float32
 
 
-def test_float16_on_the_cpu_is_not_silently_float32() -> None:
-    ctx = variant("fp16")
-    with af.autocast(ctx):
-        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float16
-    assert af.init_scaler(ctx).scale.item() == 65536.0
+def computed() -> torch.dtype:
+    return (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
 
 
 def test_autocast_can_be_an_island_of_full_precision_and_nests() -> None:
-    ctx = variant("bf16")
-    x = torch.ones(2, 2)
+    ctx, off = variant("bf16"), AutocastKwargs(enabled=False)
     with af.autocast(ctx):
-        assert (x @ x).dtype == torch.bfloat16
-        with af.autocast(ctx, AutocastKwargs(enabled=False)):
-            assert (x @ x).dtype == torch.float32
+        assert computed() == torch.bfloat16
+        with af.autocast(ctx, off):
+            assert computed() == torch.float32
             with af.autocast(ctx):
-                assert (x @ x).dtype == torch.bfloat16
-        assert (x @ x).dtype == torch.bfloat16
-    assert (x @ x).dtype == torch.float32
-    off = Context().replace(mixed_precision="bf16", kwargs_handlers=[AutocastKwargs(enabled=False)])
-    with af.autocast(off):
-        assert (x @ x).dtype == torch.float32
+                assert computed() == torch.bfloat16
+        assert computed() == torch.bfloat16
+    assert computed() == torch.float32
+    with af.autocast(ctx.replace(kwargs_handlers=[off])):
+        assert computed() == torch.float32
     with af.autocast(Context(), AutocastKwargs()):
-        assert (x @ x).dtype == torch.float32
+        assert computed() == torch.float32
 
 
 def test_copies_compute_by_themselves_and_pickles_come_back() -> None:
@@ -89,20 +83,12 @@ def test_copies_compute_by_themselves_and_pickles_come_back() -> None:
     assert af.prepare(ctx, twin) is twin
 
     loaded = pickle.loads(pickle.dumps(model))
-    assert isinstance(vars(loaded)["forward"], MixedPrecisionForward)
+    assert type(loaded) is Recorder
     loaded(torch.ones(1, 2))
     assert (loaded.seen, model.seen) == (torch.bfloat16, None)
     again = af.prepare(variant("fp16"), loaded)  # what another program saved is not prepared here
     again(torch.ones(1, 2))
     assert again.seen == torch.float16
-    assert (
-        af.unwrap_model(again, keep_fp32_wrapper=False)(torch.ones(1, 2))["out"].logits.dtype == torch.float32
-    )
-
-    file = io.BytesIO()
-    torch.save(model.state_dict(), file)
-    file.seek(0)
-    Recorder().load_state_dict(torch.load(file))
 
 
 @pytest.mark.parametrize("on", ["memory", "processes"])
@@ -127,9 +113,6 @@ def test_a_prepared_model_is_still_what_it_was(on: Where) -> None:
         twin = copy.deepcopy(prepared)
         twin(torch.ones(1, 2))["out"].logits.sum().backward()
         assert cast("Any", af.unwrap_model(twin)).seen == torch.bfloat16
-        loaded = pickle.loads(pickle.dumps(model))
-        assert type(loaded) is Recorder
-        assert torch.equal(loaded(torch.ones(1, 2))["out"].logits, model(torch.ones(1, 2))["out"].logits)
         assert repr(model) == repr(plain)
 
     run_ranks(run, 2, on, mixed_precision="bf16")
@@ -198,3 +181,6 @@ def test_unwrapping_leaves_the_model_itself_alone() -> None:
     assert plain.inner is model.inner
     model(torch.ones(1, 2))
     assert model.seen == torch.bfloat16
+    again = af.prepare(variant("bf16"), plain)
+    again(torch.ones(1, 2))
+    assert again.seen == torch.bfloat16

@@ -14,6 +14,7 @@ import accelfn as af
 from accelfn import Context, PreparedDataLoader
 from accelfn.errors import ConfigurationError
 from accelfn.testing import Where, run_ranks
+from tests.training.models import grad_of, one_weight, weight_of
 
 
 def parts() -> tuple[nn.Linear, torch.optim.SGD, torch.optim.lr_scheduler.StepLR, Any]:
@@ -82,47 +83,25 @@ def test_on_processes_a_model_stands_inside_of_ddp_and_cannot_be_gone_past() -> 
     assert run_ranks(run, 2, "processes") == [True, True]
 
 
-def test_in_evaluation_mode_nothing_is_replicated() -> None:
-    def run(ctx: Context) -> float:
-        model = nn.Linear(1, 1)
-        nn.init.constant_(model.weight, float(ctx.rank))
-        return float(af.prepare_model(ctx, model, evaluation_mode=True).weight.detach())
-
-    assert run_ranks(run, 2) == [0.0, 1.0]
-
-
 @pytest.mark.parametrize("on", ["memory", "processes"])
 @pytest.mark.parametrize("why", ["evaluation", "frozen"])
 def test_what_nobody_averaged_is_replicated_when_it_is_prepared_for_training(on: Where, why: str) -> None:
     def run(ctx: Context) -> tuple[float, float, bool]:
-        model = nn.Linear(1, 1, bias=False).requires_grad_(why == "evaluation")
-        nn.init.constant_(model.weight, float(ctx.rank + 1))
+        model = one_weight(ctx.rank + 1.0).requires_grad_(why == "evaluation")
         first = af.prepare_model(ctx, model, evaluation_mode=why == "evaluation")
         assert first is model
         forward = vars(model)["forward"]
         assert af.prepare_model(ctx, model, evaluation_mode=True) is model
-        before = float(model.weight.detach())
+        before = weight_of(model)
         trained = af.prepare_model(ctx, model.requires_grad_(True))
         assert af.prepare_model(ctx, trained) is trained
         assert vars(model)["forward"] is forward  # it was under autocast already
         assert model.weight.tolist() == [[1.0]]
         trained(torch.full((1, 1), float(ctx.rank))).sum().backward()
-        assert model.weight.grad is not None
-        return before, float(model.weight.grad), isinstance(trained, DistributedDataParallel)
+        return before, grad_of(model), isinstance(trained, DistributedDataParallel)
 
     wrapped = on == "processes"
     assert run_ranks(run, 2, on, mixed_precision="bf16") == [(1.0, 0.5, wrapped), (2.0, 0.5, wrapped)]
-
-
-def test_without_device_placement_nothing_is_moved() -> None:
-    class Immovable(nn.Linear):
-        def to(self, *args: Any, **kwargs: Any) -> Any:
-            raise AssertionError("moved")
-
-    ctx = Context().replace(device_placement=False)
-    af.prepare(ctx, Immovable(1, 1))
-    with pytest.raises(AssertionError, match="moved"):
-        af.prepare(Context(), Immovable(1, 1))
 
 
 def test_the_state_of_an_optimizer_goes_where_its_parameters_are() -> None:
@@ -147,15 +126,6 @@ def test_compiled_models_are_unwrapped_in_any_order() -> None:
         return list(af.unwrap_model(wrapped, keep_torch_compile=False).state_dict())
 
     assert run_ranks(run, 2, "processes") == [["weight", "bias"]] * 2
-
-
-def test_what_is_unwrapped_into_full_precision_can_be_prepared_again() -> None:
-    ctx = Context().replace(mixed_precision="bf16")
-    model = af.prepare_model(ctx, nn.Linear(4, 4))
-    plain = af.unwrap_model(model, keep_fp32_wrapper=False)
-    x = torch.rand(2, 4)
-    assert not torch.equal(plain(x), model(x))
-    assert torch.equal(af.prepare_model(ctx, plain)(x), model(x))
 
 
 def test_nothing_is_added_to_what_a_scheduler_says_of_its_state() -> None:

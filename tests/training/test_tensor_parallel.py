@@ -1,138 +1,37 @@
-"""Models whose layers ranks share train as in one process, through the library's own functions."""
-
-# torch leaves backward and manual_seed partly untyped.
-# pyright: reportUnknownMemberType=false
+"""Models whose layers ranks share, where tests/parallel/test_layouts.py doesn't look."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import accelfn as af
 from accelfn.errors import NotAvailableError
 from accelfn.testing import run_ranks
 from tests.parallel.layouts import LAYOUTS
-from tests.parallel.tensor_models import GPT, PLAN, SEQUENCE, make_batch, summed_loss
-
-STEPS, BATCHES, ROWS = 3, 2, 4
-BOUND = 0.5  # of the norm, always exceeded: the norm before is what shows a wrong scale
+from tests.parallel.tensor_models import GPT, SEQUENCE, make_batch
+from tests.parallel.test_layouts import Case, by_functions, far, moved, plain, train
 
 
-class Trained(NamedTuple):
-    losses: list[float]
-    norms: list[float]
-    parameters: dict[str, torch.Tensor]
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    # The gradient of a key's bias is rounding and nothing else, which a small eps would make a step of.
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
-
-
-def batch_of(step: int, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return make_batch(100 * step + batch, ROWS)
-
-
-def own_batches(number: int, size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the ``number``-th of ``size`` parts of each batch."""
-    batches = [batch_of(step, index) for step in range(STEPS) for index in range(BATCHES)]
-    return [(ids.chunk(size)[number], labels.chunk(size)[number]) for ids, labels in batches]
-
-
-def in_one_process(model: nn.Module, make: Callable[[nn.Module], torch.optim.Optimizer]) -> Trained:
-    """Train on the sums of all losses, divided by the number of labels, without anything of the library."""
-    optimizer = make(model)
-    losses: list[float] = []
-    norms: list[float] = []
-    for step in range(STEPS):
-        parts = [summed_loss(model, batch_of(step, index)) for index in range(BATCHES)]
-        loss = torch.stack([one for one, _ in parts]).sum() / sum(int(count) for _, count in parts)
-        loss.backward()
-        losses.append(loss.item())
-        norms.append(nn.utils.clip_grad_norm_(model.parameters(), BOUND).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    return Trained(losses, norms, {name: one.detach() for name, one in model.named_parameters()})
-
-
-def on_ranks(
-    ctx: af.Context, model: nn.Module, make: Callable[[nn.Module], torch.optim.Optimizer]
-) -> Trained:
-    """Train on this rank's rows of each window."""
-    model, optimizer = af.prepare(ctx, model, make(model))
-    scaler = af.init_scaler(ctx)
-    losses: list[float] = []
-    norms: list[float] = []
-    sums = torch.zeros(2)
-    number, size = ctx.coordinate("dp"), ctx.axis_size("dp")
-    for batch, micro in af.microbatches(ctx, own_batches(number, size)):
-        with af.accumulate(ctx, micro, model):
-            loss, count = summed_loss(model, batch)
-            scaler = af.backward(ctx, loss, scaler, micro, weight=count)
-        sums += torch.stack([loss.detach(), count])
-        if micro.sync:
-            scaler = af.unscale_gradients(ctx, optimizer, scaler)
-            norm = af.clip_grad_norm_(ctx, model.parameters(), BOUND, scaler_state=scaler)
-            norms.append(norm.item())
-            scaler = af.optimizer_step(ctx, optimizer, scaler)
-            total = af.reduce(ctx.along("dp"), sums, "sum")
-            losses.append((total[0] / total[1]).item())
-            sums.zero_()
-    whole = {name: cast("Any", one).full_tensor().detach() for name, one in model.named_parameters()}
-    return Trained(losses, norms, whole)
-
-
-def check_equal(found: Trained, expected: Trained) -> None:
-    assert found.losses == pytest.approx(expected.losses, rel=1e-6)
-    assert found.norms == pytest.approx(expected.norms, rel=1e-6)
-    assert found.parameters.keys() == expected.parameters.keys()
-    for name, value in found.parameters.items():
-        assert float((value - expected.parameters[name]).abs().max()) < 1e-6, name
-
-
-@pytest.mark.parametrize("make", [adamw, sgd])
-@pytest.mark.parametrize(
-    ("name", "plan", "tied"),
-    [
-        ("tp2", PLAN, True),
-        ("tp2", SEQUENCE, True),
-        ("tp2xdp2", PLAN, True),
-        ("tp2xfsdp2", PLAN, True),
-        ("tp2xfsdp2", SEQUENCE, False),
-    ],
-    ids=["tp2", "tp2-sequence", "tp2xdp2", "tp2xfsdp2", "tp2xfsdp2-sequence-untied"],
-)
-def test_training_is_that_of_one_process(
-    name: str,
-    plan: dict[str, str],
-    tied: bool,
-    make: Callable[[nn.Module], torch.optim.Optimizer],
-) -> None:
-    expected = in_one_process(GPT(tied=tied), make)
-    config = LAYOUTS[name].config(plan)
-    for found in run_ranks(
-        lambda ctx: on_ranks(ctx, GPT(tied=tied), make),
-        config.total_size,
-        "processes",
-        parallelism_config=config,
-        gradient_accumulation_steps=BATCHES,
-        timeout_s=60,
+@pytest.mark.parametrize("name", ["tp2", "tp2xfsdp2"])
+def test_layers_that_share_sequences_train_as_in_one_process(name: str) -> None:
+    case = Case(2, "AdamW", weighted=True)
+    expected, config = plain(case), LAYOUTS[name].config(SEQUENCE)
+    options: Any = {"parallelism_config": config, "timeout_s": 60}
+    for seen in run_ranks(
+        lambda ctx: train(ctx, case, by_functions), config.total_size, "processes", **options
     ):
-        check_equal(found, expected)
+        assert far(seen.losses, expected.losses) < 1e-5
+        assert far(seen.norms, expected.norms) < 1e-5
+        assert moved(case, seen, expected) < 1e-4
 
 
 def test_dropout_is_equal_on_ranks_that_share_layers_and_differs_between_batches() -> None:
     def draw(ctx: af.Context) -> tuple[int, list[float]]:
         model = af.prepare(ctx, GPT(dropout=0.5))
-        torch.manual_seed(ctx.coordinate("loss"))
+        torch.manual_seed(ctx.coordinate("loss"))  # pyright: ignore[reportUnknownMemberType]
         return ctx.coordinate("loss"), model(make_batch(1)[0]).flatten()[:50].tolist()
 
     found = run_ranks(draw, 4, "processes", parallelism_config=LAYOUTS["tp2xdp2"].config())
@@ -143,10 +42,12 @@ def test_dropout_is_equal_on_ranks_that_share_layers_and_differs_between_batches
 
 
 def test_the_plan_prints_what_each_rank_gets() -> None:
-    config = LAYOUTS["tp2xfsdp2"].config()
     model = GPT(views_by_count=True)
     printed, *others = run_ranks(
-        lambda ctx: str(af.plan_model(ctx, model)), 4, "processes", parallelism_config=config
+        lambda ctx: str(af.plan_model(ctx, model)),
+        4,
+        "processes",
+        parallelism_config=LAYOUTS["tp2xfsdp2"].config(),
     )
     assert others == [printed] * 3
     rows = dict(line.split("  ", 1) for line in printed.splitlines())
