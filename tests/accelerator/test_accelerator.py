@@ -77,24 +77,25 @@ def by_the_shim(accelerator: Accelerator, clip: bool = False) -> Weights:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("num_steps", [1, 3, 4])
+@pytest.mark.parametrize("window", [1, 3, 4, "exact"])
 @pytest.mark.parametrize("mode", ["no", "bf16", "fp16"])
 @pytest.mark.parametrize("clip", [False, True], ids=["free", "clipped"])
-def test_one_loop_through_both_ends_with_equal_bits(
-    world: int, num_steps: int, mode: str, clip: bool
-) -> None:
+def test_one_loop_through_both_ends_with_equal_bits(world: int, window: Any, mode: Any, clip: bool) -> None:
     def run(ctx: Context) -> tuple[Weights, Weights]:
         return by_functions(ctx, clip), by_the_shim(Accelerator(context=ctx), clip)
 
+    options: dict[str, Any] = {"gradient_accumulation_steps": window}
+    if window == "exact":
+        options = {"reduction": af.CanonicalReduction(num_microbatches=6)}
     # A first scale that overflows, so that skipped steps are compared too.
     handlers = [GradScalerKwargs(init_scale=2.0**17, growth_interval=2)] if mode == "fp16" else []
     found = run_ranks(
         run,
         world,
         mixed_precision=mode,
-        gradient_accumulation_steps=num_steps,
         kwargs_handlers=handlers,
         dataloader_config=DataLoaderConfiguration(data_seed=3),
+        **options,
     )
     for pair in found:
         for one in pair:
