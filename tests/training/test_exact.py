@@ -96,24 +96,23 @@ class Counting(IterableDataset[torch.Tensor]):
         return iter([torch.tensor(number) for number in self.numbers])
 
 
+ROWS = TensorDataset(torch.arange(24))
+OWN_BATCHES = [[*range(*pair)] for pair in pairwise([0, 3, 4, 8, 9, 10, 14, 16, 17, 19, 20, 22, 24])]
+# 24 samples, numbered as they come.
+LOADERS: dict[str, Callable[[], Any]] = {
+    "samples": lambda: DataLoader(ROWS, 2),
+    "batches of the user's own": lambda: DataLoader(ROWS, batch_sampler=OWN_BATCHES),
+    "items": lambda: DataLoader(ROWS, batch_size=None),
+    "a stream": lambda: DataLoader(Counting(*range(24)), 2),
+}
+KINDS = (*LOADERS, "data of each rank's own")
+
+
 def loader_of(ctx: Context, kind: str) -> Any:
-    """Prepare 24 samples, numbered as they come."""
-    rows = TensorDataset(torch.arange(24))
-    if kind == "samples":
-        return af.prepare(ctx, DataLoader(rows, 2))
-    if kind == "batches of the user's own":
-        ends = [0, 3, 4, 8, 9, 10, 14, 16, 17, 19, 20, 22, 24]
-        batches = [list(range(*pair)) for pair in pairwise(ends)]
-        return af.prepare(ctx, DataLoader(rows, batch_sampler=batches))
-    if kind == "items":
-        return af.prepare(ctx, DataLoader(rows, batch_size=None))
-    if kind == "a stream":
-        return af.prepare(ctx, DataLoader(Counting(*range(24)), 2))
+    if kind in LOADERS:
+        return af.prepare(ctx, LOADERS[kind]())
     own = [number for number in range(24) if number // 2 % ctx.num_processes == ctx.rank]
     return af.prepare_data_loader(ctx, DataLoader(Counting(*own), 2), "already_sharded")
-
-
-KINDS = ("samples", "batches of the user's own", "items", "a stream", "data of each rank's own")
 
 
 @pytest.mark.filterwarnings("ignore:each of . ranks reads the whole stream")

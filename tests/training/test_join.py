@@ -264,19 +264,9 @@ def test_one_process_joins_nobody() -> None:
 
 
 def test_batch_samplers_and_skipped_loaders_can_be_left_uneven_too() -> None:
-    class Own:
-        def __init__(self) -> None:
-            self.batch_size = None
-
-        def __iter__(self) -> Any:
-            return iter([[0, 1], [2], [3, 4, 5]])
-
-        def __len__(self) -> int:
-            return 3
-
     def run(ctx: Context) -> None:
         model = af.prepare(ctx, make())
-        source: Any = DataLoader(cast("Any", range(6)), batch_sampler=cast("Any", Own()))
+        source: Any = DataLoader(cast("Any", range(6)), batch_sampler=[[0, 1], [2], [3, 4, 5]])
         own = prepare_data_loader(ctx, source)
         rest = af.skip_first_batches(prepare_data_loader(ctx, loader_of(10)), 1)
         with af.join_uneven_inputs(ctx, [model], [own, rest], even_batches=False):
