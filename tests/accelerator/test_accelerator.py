@@ -310,25 +310,6 @@ def test_gradients_are_clipped_only_where_the_window_closes(mode: Any) -> None:
                     clip(model.parameters(), 1.0)
 
 
-def test_one_scale_moves_once_for_two_optimizers() -> None:
-    ctx = Context().replace(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=8.0)])
-    accelerator = Accelerator(context=ctx)
-    models = [nn.Linear(1, 1), nn.Linear(1, 1)]
-    optimizers = accelerator.prepare(*(torch.optim.SGD(one.parameters(), lr=0.1) for one in models))
-    for _ in range(2):
-        loss = models[0](torch.ones(1, 1)).sum() + models[1](torch.full((1, 1), float("inf"))).sum()
-        accelerator.backward(loss)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        assert [optimizer.step_was_skipped for optimizer in optimizers] == [False, True]
-        assert accelerator.optimizer_step_was_skipped
-    accelerator.backward(models[0](torch.ones(1, 1)).sum())
-    assert models[0].weight.grad is not None
-    assert float(models[0].weight.grad) == 2.0  # 8, halved twice
-    assert accelerator.optimizer_step_was_skipped  # until the next step
-
-
 def test_triggers_splitting_and_roles() -> None:
     def run(ctx: Context) -> dict[str, Any]:
         accelerator = Accelerator(context=ctx)

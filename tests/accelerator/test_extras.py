@@ -107,15 +107,6 @@ def test_debugging_is_asked_for_by_argument_or_variable(monkeypatch: pytest.Monk
         Accelerator(context=Context(), debug=True)
 
 
-def test_freeing_forgets_what_is_still_held_elsewhere() -> None:
-    accelerator = Accelerator(context=Context())
-    model, optimizer, _, loader = accelerator.prepare(*parts())
-    assert accelerator.free_memory() == []
-    assert list(accelerator.models) == list(accelerator.optimizers) == list(accelerator.loaders) == []
-    assert (model, optimizer, loader) != (None, None, None)
-    assert accelerator.clear(1, 2) == [None, None]
-
-
 def test_freeing_amid_a_window_leaves_no_weight_of_its_losses() -> None:
     accelerator = Accelerator(context=Context())
     for weight in (8.0, 2.0):

@@ -10,9 +10,8 @@ from torch import nn
 
 import accelfn as af
 from accelfn import Context, Loss
-from accelfn.parallel.handle import BatchRun, LocalHandle
 from accelfn.testing import run_ranks
-from tests.training.models import filled, gradients, sgd, values
+from tests.training.models import filled, sgd, values
 
 
 def make_model() -> nn.Module:
@@ -68,42 +67,6 @@ def test_it_is_accumulate_and_backward_bit_by_bit(
 
     options = {"gradient_accumulation_steps": window, "mixed_precision": precision}
     assert run_ranks(run, world, **cast("Any", options)) == [True] * world
-
-
-class Halves(LocalHandle):
-    """Runs a batch as an engine might: in two halves, of which each adds gradients of its own."""
-
-    def run(self, batch: BatchRun[Any]) -> Any:
-        losses: list[Loss] = []
-        for rows in batch.batch.chunk(2):
-            losses.append(batch.loss_fn(batch.model, rows))
-            batch.differentiate(batch.to_differentiate(losses[-1], 2))
-        return batch.join(losses)
-
-
-def test_the_engine_of_a_model_runs_its_batches() -> None:
-    ctx, rows = Context(), torch.randn(4, 2, generator=torch.Generator().manual_seed(1))
-    ((_, micro),) = af.microbatches(ctx, [rows])
-    plain, model = make_model(), make_model()
-    handle = Halves(model)
-    calls: list[int] = []
-
-    def counted(model: Any, rows: torch.Tensor) -> torch.Tensor:
-        calls.append(len(rows))
-        return mean(model, rows)
-
-    _, expected = af.forward_backward(ctx, plain, counted, rows, af.init_scaler(ctx), micro)
-    _, loss = af.forward_backward(ctx, model, counted, rows, af.init_scaler(ctx), micro)
-    assert calls == [4, 2, 2]
-    torch.testing.assert_close(loss, expected)
-    torch.testing.assert_close(gradients(model), gradients(plain))
-
-    optimizer = sgd(model, 0.1)
-    step = af.make_train_step(ctx, counted, optimizer, model=model)
-    _, metrics = step(af.init_train_state(ctx, optimizer), rows)
-    assert calls[3:] == [2, 2]
-    torch.testing.assert_close(metrics.loss, expected)
-    assert handle.is_alive
 
 
 def test_several_models_have_one_loss() -> None:
