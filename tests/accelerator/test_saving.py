@@ -230,7 +230,7 @@ def stored_names(path: Path) -> dict[str, list[str]]:
 
 def test_two_models_prepared_in_another_order_load_what_is_theirs(tmp_path: Path) -> None:
     def begin(in_order: bool) -> tuple[Accelerator, list[nn.Module], list[torch.optim.AdamW], list[Any]]:
-        models = [Generator(2, 2), Critic(2, 2)]
+        models: list[nn.Module] = [Generator(2, 2), Critic(2, 2)]
         optimizers = [torch.optim.AdamW(one.parameters()) for one in models]
         accelerator = Accelerator(context=Context())
         objects = [*models, *optimizers]
@@ -607,7 +607,8 @@ def test_hooks_save_and_load_models_in_folders_of_their_own(
         for one, other in zip(models, others, strict=True):
             torch.testing.assert_close(values(one), values(other), rtol=0, atol=0)
 
-    run_ranks(run, world, **(project(tmp_path) if automatic else {}))
+    options: dict[str, Any] = project(tmp_path) if automatic else {}
+    run_ranks(run, world, **options)
     assert os.listdir(tmp_path) == ["checkpoints" if automatic else "at"]
 
 
