@@ -266,13 +266,13 @@ def permute(ctx: Context, tree: T, sources: Sequence[int], axis: Axis = None) ->
                 f"permute: sources must name each of the ranks 0 to {ctx.num_processes - 1} once, got "
                 f"{list(sources)}."
             )
-        return _take_apart("permute", tree, None)
+        return _take_apart("permute", tree, None)._replace(options=f"sources={list(sources)}")
 
     def send(ctx: Context, taken: _Taken, lengths: _Lengths) -> Move:
         shapes = tuple([tuple(leaf.shape) for leaf in taken.leaves])
         return Permute(ctx=ctx, operation="permute", plans=shapes, sources=tuple(sources))
 
-    return _operate(ctx, "permute", axis, tree, f"sources={list(sources)}", prepare, send)
+    return _operate(ctx, "permute", axis, tree, "", prepare, send)
 
 
 class _Taken(NamedTuple):
@@ -283,6 +283,7 @@ class _Taken(NamedTuple):
     dims: list[int]  # the dimension that is meant, from 0, of each leaf
     free: Sequence[int | None] | None = None  # along which lengths may differ between ranks, where any may
     are_new: bool = False  # some leaves aren't those of the tree
+    options: str = ""  # that must be equal on every rank, and that preparing has checked first
 
     def own_lengths(self) -> list[int]:
         """List the lengths along free dimensions; 0 where there is none."""
@@ -324,7 +325,7 @@ def _operate(
     if ctx.num_processes == 1:
         taken = unwrap(taken, error)
         return taken.structure.unflatten(taken.leaves) if taken.are_new else tree
-    call = Call(operation) if taken is None else _describe(operation, options, taken)
+    call = Call(operation) if taken is None else _describe(operation, options + taken.options, taken)
     lengths: list[tuple[int, ...]] = []
     with beneath_transforms():
         if uneven:
