@@ -176,19 +176,26 @@ class _Stream(Reader[T]):
         plan: EpochPlan | None,
     ) -> BatchInfo:
         """Describe this rank's batch of a group of ``num_valid`` samples."""
-        rank = self._rank
+        rank, rows, even = self._rank, self._plan.rank_batch, self._plan.even
+        own_valid = max(0, min(rows, num_valid - rank * rows))
+        if self._is_own:
+            # That a rank with a stream of its own has no more doesn't say that of the others.
+            num_rows = rows_of(content) if self._is_whole else own_valid
+            return BatchInfo(num_rows=num_rows, consumed=consumed)
         if plan is not None:
             is_last = step == plan.num_batches(rank) - 1
-        group = replace(self._plan, num_samples=num_valid).batch_info(0, rank)
         if self._is_whole:  # how many rows a batch of the user's own has shows in the batch only
-            group = BatchInfo(num_rows=rows_of(content), own_valid=None if group.own_valid else 0)
-        elif self._is_own:
-            group = BatchInfo(num_rows=group.num_rows)
-        elif plan is None and not self._plan.in_step:
+            padding = None if own_valid else 0
+            return BatchInfo(rows_of(content), own_valid=padding, is_last=is_last, consumed=consumed)
+        return BatchInfo(
+            num_rows=rows if even else own_valid,
+            max_rows=rows if even else min(rows, num_valid),
             # Where ranks may end apart, those that have no piece of the last group don't learn of it.
-            group = group._replace(num_valid=None)
-        # That a rank with a stream of its own has no more doesn't say that of the others.
-        return group._replace(is_last=None if self._is_own else is_last, consumed=consumed)
+            num_valid=num_valid if plan is not None or self._plan.in_step else None,
+            own_valid=own_valid,
+            is_last=is_last,
+            consumed=consumed,
+        )
 
 
 class StreamReader(_Stream[T]):
